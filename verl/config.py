@@ -290,8 +290,6 @@ class TrainerConfig:
     """disable, auto (latest complete checkpoint, if any), or the path of one."""
     seed: int = 0
     """Seed of data order, sampling and initialisation of the value head."""
-    num_dialogues_logged: int = 3
-    """Validation dialogues written to `validation/` each time."""
 
 
 @dataclass

@@ -203,12 +203,13 @@ class DataProto:
         segments = [s for t in trajectories for s in t.segments]
         origins = [int(s.origin) for s in segments for _ in s.ids]
         log_probs = [p for s in segments for p in (s.log_probs or (0.0,) * len(s.ids))]
-        policy_mask = torch.tensor(origins, dtype=torch.int64) == int(Origin.POLICY)
+        origin = torch.tensor(origins, dtype=torch.int64)
         return cls(
             offsets=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int64),
             tokens={
                 "input_ids": torch.tensor([i for s in segments for i in s.ids]),
-                "policy_mask": policy_mask,
+                "policy_mask": origin == int(Origin.POLICY),
+                "response_mask": origin != int(Origin.PROMPT),
                 "rollout_log_probs": torch.tensor(log_probs, dtype=torch.float32),
             },
             columns={

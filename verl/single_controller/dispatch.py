@@ -1,0 +1,45 @@
+"""How a batch is divided over ranks and how the ranks' answers are joined: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl.protocol import DataProto, balance
+
+
+@dataclass(frozen=True)
+class Split:
+    """A batch divided over ranks: rank r holds the sequences `parts[r]`, in `shards[r]`."""
+
+    parts: list[list[int]]
+    shards: list[DataProto]
+
+
+def split_by_tokens(batch: DataProto, num_ranks: int) -> Split:
+    """Divide sequences over ranks so that token counts are nearly equal.
+
+    A rank may be left without sequences when there are fewer of them than ranks; it still takes
+    part in every collective call with an empty shard.
+    """
+    parts = balance(batch.lengths.tolist(), num_ranks)
+    return Split(parts, [batch.select(part) for part in parts])
+
+
+def split_evenly(count: int, num_parts: int) -> list[list[int]]:
+    """Indices 0..count-1 dealt round-robin, so that each part holds a like mix."""
+    return [list(range(part, count, num_parts)) for part in range(num_parts)]
+
+
+def join_tokens(outputs: Sequence[Tensor], split: Split, batch: DataProto) -> Tensor:
+    """Per-token outputs of all ranks, put back into the batch's own order: (num_tokens,)."""
+    order = [index for part in split.parts for index in part]
+    starts, ends = batch.offsets[:-1].tolist(), batch.offsets[1:].tolist()
+    where = torch.cat([torch.arange(starts[i], ends[i]) for i in order])
+    flat = torch.cat(list(outputs))
+    joined = torch.empty_like(flat)
+    joined[where] = flat
+    return joined

@@ -1,0 +1,162 @@
+"""Groups of Ray actors: where they run, how they are called, how they go away.
+
+An `ActorHost` is an empty Ray actor that first tells where it landed and later builds the object
+it hosts, so that a group can learn its addresses and devices before any heavy work starts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from verl.errors import ResourceError
+
+KEEP_VISIBLE_DEVICES = {
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""Tell Ray to leave CUDA_VISIBLE_DEVICES as we set it for actors that share GPUs with others."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an actor runs."""
+
+    node_id: str
+    host: str
+    gpu_ids: tuple[str, ...]
+
+
+@ray.remote
+class ActorHost:
+    """An actor that hosts one object, built on request."""
+
+    def __init__(self) -> None:
+        self.hosted: Any = None
+
+    async def place(self) -> Place:
+        """Node, address and GPUs of this actor."""
+        context = ray.get_runtime_context()
+        gpu_ids = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", []))
+        return Place(context.get_node_id(), ray.util.get_node_ip_address(), gpu_ids)
+
+    async def free_port(self) -> int:
+        """A port that is free on this actor's node now."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    async def build(self, factory: Callable[..., Any], *args: Any) -> None:
+        """Build the hosted object."""
+        self.hosted = factory(*args)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method, plain or async, of the hosted object."""
+        result = getattr(self.hosted, method)(*args)
+        return await result if inspect.isawaitable(result) else result
+
+
+class RayWorkerGroup:
+    """Actors that are called together; results come in the order of the actors."""
+
+    def __init__(self, hosts: Sequence[Any], placement: PlacementGroup | None = None) -> None:
+        self.hosts = list(hosts)
+        self._placement = placement
+
+    def __len__(self) -> int:
+        return len(self.hosts)
+
+    def places(self) -> list[Place]:
+        """Where each actor runs."""
+        return list(ray.get([host.place.remote() for host in self.hosts]))
+
+    def free_port(self) -> int:
+        """A port that is free where the first actor runs."""
+        return int(ray.get(self.hosts[0].free_port.remote()))
+
+    def start_build(self, factory: Callable[..., Any], args: Sequence[Sequence[Any]]) -> list[Any]:
+        """Begin to build the hosted objects, `args[i]` for actor i; returns Ray references."""
+        pairs = zip(self.hosts, args, strict=True)
+        return [host.build.remote(factory, *arguments) for host, arguments in pairs]
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """The same call on every actor."""
+        return list(ray.get([host.call.remote(method, *args) for host in self.hosts]))
+
+    def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
+        """The call with `shards[i]` first on actor i."""
+        pairs = zip(self.hosts, shards, strict=True)
+        return list(ray.get([host.call.remote(method, shard, *args) for host, shard in pairs]))
+
+    def shutdown(self) -> None:
+        """End the actors and give their resources back."""
+        for host in self.hosts:
+            ray.kill(host)
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+
+
+def create_trainer_group(
+    num_ranks: int, num_nodes: int, use_gpu: bool, timeout_s: float = 120.0
+) -> RayWorkerGroup:
+    """One actor per training rank, spread over `num_nodes` nodes, a GPU each if `use_gpu`.
+
+    Raises ResourceError when the cluster can't place them within `timeout_s`.
+    """
+    per_node = num_ranks // num_nodes
+    bundle = {"CPU": float(per_node), **({"GPU": float(per_node)} if use_gpu else {})}
+    spread = "STRICT_SPREAD" if num_nodes > 1 else "STRICT_PACK"
+    placement = placement_group([bundle] * num_nodes, strategy=spread)
+    if not placement.wait(timeout_s):
+        remove_placement_group(placement)
+        raise ResourceError(
+            f"the Ray cluster could not place {num_nodes} x {bundle} in {timeout_s:.0f} s: it has "
+            f"{ray.cluster_resources()}; lower trainer.n_gpus_per_node or trainer.nnodes, or add "
+            "nodes"
+        )
+    hosts = []
+    for rank in range(num_ranks):
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=placement, placement_group_bundle_index=rank // per_node
+        )
+        options = ActorHost.options(
+            num_cpus=1, num_gpus=1 if use_gpu else 0, scheduling_strategy=strategy
+        )
+        hosts.append(options.remote())
+    return RayWorkerGroup(hosts, placement)
+
+
+def create_rollout_group(
+    places: Sequence[Place], num_replicas: int, gpus_per_replica: int, env: Mapping[str, str]
+) -> RayWorkerGroup:
+    """One actor per engine, beside the training ranks whose GPUs it shares.
+
+    Replica i shares the GPUs of the ranks `i * gpus_per_replica ...`; without GPUs
+    (`gpus_per_replica` 0) replicas go round the ranks' nodes.
+    """
+    hosts = []
+    for replica in range(num_replicas):
+        first = replica * gpus_per_replica if gpus_per_replica else replica % len(places)
+        shared = places[first : first + gpus_per_replica]
+        variables = dict(env)
+        if shared:
+            devices = ",".join(gpu for place in shared for gpu in place.gpu_ids)
+            variables |= {**KEEP_VISIBLE_DEVICES, "CUDA_VISIBLE_DEVICES": devices}
+        options = ActorHost.options(
+            num_cpus=0,
+            max_concurrency=1000,
+            runtime_env={"env_vars": variables},
+            scheduling_strategy=NodeAffinitySchedulingStrategy(places[first].node_id, soft=False),
+        )
+        hosts.append(options.remote())
+    return RayWorkerGroup(hosts)

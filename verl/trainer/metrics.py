@@ -1,0 +1,118 @@
+"""What a step says of itself: numbers from trajectories, batches and clocks. No I/O here."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from verl.protocol import DataProto, Origin, Status, Trajectory
+from verl.reward import Reward
+
+Metrics = dict[str, float]
+
+
+class Timings:
+    """Wall seconds of the named phases of one step; a phase entered twice adds up."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the body under `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+    def metrics(self) -> Metrics:
+        """`timing_s/NAME` of each phase, and of the whole step."""
+        total = time.perf_counter() - self._start
+        return {f"timing_s/{name}": s for name, s in {**self.seconds, "step": total}.items()}
+
+
+def spread(name: str, values: Sequence[float]) -> Metrics:
+    """Mean, minimum and maximum of non-empty `values`."""
+    array = np.asarray(values, dtype=np.float64)
+    return {
+        f"{name}/mean": float(array.mean()),
+        f"{name}/min": float(array.min()),
+        f"{name}/max": float(array.max()),
+    }
+
+
+def mean_by_key(rows: Sequence[Mapping[str, float]]) -> Metrics:
+    """Mean of each key over the rows that have it."""
+    columns: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for key, value in row.items():
+            columns[key].append(value)
+    return {key: float(np.mean(values)) for key, values in columns.items()}
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
+    """Lengths, endings and the agent's own counts, over all trajectories (failed ones too)."""
+    lengths = [t.num_policy_tokens for t in trajectories]
+    observed = [
+        sum(len(s.ids) for s in t.segments if s.origin is Origin.OBSERVATION) for t in trajectories
+    ]
+    endings = {
+        f"rollout/{status.value}": float(np.mean([t.status is status for t in trajectories]))
+        for status in Status
+    }
+    return {
+        **spread("response_length", lengths),
+        **spread("observation_length", observed),
+        "prompt_length/mean": float(np.mean([len(t.prompt.ids) for t in trajectories])),
+        **endings,
+        **{f"env/{k}": v for k, v in mean_by_key([t.stats for t in trajectories]).items()},
+    }
+
+
+def reward_metrics(rewards: Sequence[Reward]) -> Metrics:
+    """The score and each of its components."""
+    components = mean_by_key([r.components for r in rewards])
+    return {
+        **spread("critic/score", [r.score for r in rewards]),
+        **{f"reward/{name}": value for name, value in components.items()},
+    }
+
+
+def advantage_metrics(batch: DataProto) -> Metrics:
+    """Advantages, returns and (with a critic) values at the tokens of the loss."""
+    mask = batch.tokens["loss_mask"]
+    names = [n for n in ("advantages", "returns", "values") if n in batch.tokens]
+    found = {n: batch.tokens[n][mask].tolist() for n in names}
+    return {k: v for n, values in found.items() for k, v in spread(f"critic/{n}", values).items()}
+
+
+def throughput_metrics(batch: DataProto, timings: Timings) -> Metrics:
+    """Tokens of the step, and tokens per second of its phases together."""
+    seconds = sum(timings.seconds.values())
+    return {
+        "perf/total_num_tokens": float(batch.num_tokens),
+        "perf/throughput": batch.num_tokens / max(seconds, 1e-9),
+    }
+
+
+def validation_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> Metrics:
+    """Mean score, its components and valid searches, over all rows and per data source.
+
+    `val/score` is the reward's own score; `val/em` and others come from its components.
+    """
+    rows = [
+        {"score": r.score, **r.components, **{f"env/{k}": v for k, v in t.stats.items()}}
+        for t, r in zip(trajectories, rewards, strict=True)
+    ]
+    sources = [t.prompt.data_source for t in trajectories]
+    metrics = {f"val/{name}": value for name, value in mean_by_key(rows).items()}
+    for source in dict.fromkeys(sources):
+        own = [row for row, s in zip(rows, sources, strict=True) if s == source]
+        metrics |= {f"val/{source}/{name}": value for name, value in mean_by_key(own).items()}
+    return {**metrics, "val/num_rows": float(len(rows))}
