@@ -1,0 +1,1 @@
+"""Search agents: the dialogue loop, its rewards, and the retriever."""

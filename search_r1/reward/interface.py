@@ -1,0 +1,60 @@
+"""What every reward is given and gives back. Plain text only: no token ids, no tensors."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Origin = Literal["prompt", "policy", "observation"]
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """One dialogue as a reward sees it."""
+
+    policy_texts: Sequence[str]
+    """The text of each policy segment of the response, in order."""
+    segments: Sequence[tuple[Origin, str]]
+    """The whole dialogue in order: (origin, text)."""
+    ground_truth: Sequence[str]
+    """Accepted answers, at least one."""
+    data_source: str = ""
+    """The data set that the question comes from."""
+
+    def __post_init__(self) -> None:
+        """Refuse what would silently score letters, or nothing, as answers."""
+        if isinstance(self.ground_truth, str):
+            raise TypeError(
+                f"got ground_truth {self.ground_truth!r}, expected a list of accepted answers: "
+                f"write [{self.ground_truth!r}]"
+            )
+        if not self.ground_truth:
+            raise ValueError(
+                f"got no ground truth for a row of {self.data_source!r}, expected at least one "
+                "accepted answer: fix reward_model.ground_truth.target of that row"
+            )
+
+
+@dataclass(frozen=True)
+class RewardOutput:
+    """The score that is trained on, and its parts for the metrics."""
+
+    score: float
+    components: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RewardScores:
+    """What is paid for less than a correct answer; which reward reads which, its docstring says."""
+
+    format_score: float = 0.0
+    """A wrong answer, in ``em``."""
+    structure_format_score: float = 0.0
+    """A valid dialogue, in ``em_format``."""
+    final_format_score: float = 0.0
+    """A wrong answer in an invalid dialogue, in ``em_format``."""
+    retrieval_score: float = 0.0
+    """A valid dialogue whose documents hold the answer, in ``em_format``: comes on top."""
+
+
+RewardFn = Callable[[RewardInput], RewardOutput]
+RewardBuilder = Callable[[RewardScores], RewardFn]
