@@ -1,0 +1,59 @@
+"""The exceptions of the trainer: mistakes a user can fix, told apart from bugs.
+
+    SearchR1Error
+    ├── ConfigError      an option that is unknown, of the wrong type, or cannot work with others
+    ├── DataError        a file or row of questions that cannot be used
+    ├── ModelError       weights or tokenizer that cannot be loaded
+    ├── ResourceError    too few devices, or too little disk
+    ├── RetrieverError   the search server does not answer, or answers something else
+    └── PreflightError   several of the above, found together before any work
+
+An entry point prints the message of these and exits with status 2; anything else is a bug and
+keeps its traceback. A message names what was got, what was expected, and the fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class SearchR1Error(Exception):
+    """Root of the tree; its message is for the user."""
+
+
+class ConfigError(SearchR1Error):
+    """An option that is unknown, of the wrong type, or at odds with another."""
+
+
+class DataError(SearchR1Error):
+    """A file or row of questions that cannot be used."""
+
+
+class ModelError(SearchR1Error):
+    """Weights or tokenizer that cannot be loaded."""
+
+
+class ResourceError(SearchR1Error):
+    """Too few devices, or too little disk, for the settings."""
+
+
+class RetrieverError(SearchR1Error):
+    """A search server that does not answer, or answers something else."""
+
+
+class PreflightError(SearchR1Error):
+    """All that stands in the way of a run, one problem a line."""
+
+    def __init__(self, problems: Sequence[SearchR1Error]) -> None:
+        self.problems = tuple(problems)
+        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        super().__init__(f"the run cannot start, {len(self.problems)} problem(s):\n{lines}")
+
+
+def explain(subject: str, got: object, expected: str, fix: str) -> str:
+    """The one-line wording of a user's mistake.
+
+    Example: `explain("max_turns", "-1", "1 or more", "set max_turns=2")` is
+    `max_turns: got -1, expected 1 or more; fix: set max_turns=2`.
+    """
+    return f"{subject}: got {got}, expected {expected}; fix: {fix}"
