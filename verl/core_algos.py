@@ -11,6 +11,7 @@ No configuration, no Ray and no I/O live here. Conventions that hold throughout:
   ``rewards[t]`` the reward received for token ``t``.
 * A sequence without policy tokens is left out: it has no advantage, carries no loss weight and is
   no member of its group.
+* The tensors of one call are on one device.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
