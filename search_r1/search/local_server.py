@@ -1,0 +1,114 @@
+"""A retrieval server as a child process, for scripts and tests: started, awaited, stopped."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from search_r1.search.errors import RetrieverUnavailable
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+POLL_S = 0.05
+STOP_S = 10.0
+LOG_TAIL_BYTES = 2000
+
+
+class LocalServer:
+    """Runs the server's command line on a free port while the context is open.
+
+    Example: `with LocalServer(["--corpus_path", "example/corpus.jsonl"]) as server: server.url`
+    """
+
+    def __init__(
+        self, args: list[str], *, timeout: float = 120.0, log_path: str | Path | None = None
+    ) -> None:
+        """`args` are the server's flags without host and port; `timeout` to be healthy, in s."""
+        self._args = args
+        self._timeout = timeout
+        self._log_path = log_path
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        """Base address, once started."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        return self._process.pid
+
+    def start(self) -> Self:
+        """Start and wait until `/health` answers; raises RetrieverUnavailable with the log."""
+        self._folder = tempfile.TemporaryDirectory(prefix="retriever-")
+        self._log = Path(self._log_path or Path(self._folder.name) / "server.log")
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        port_file = Path(self._folder.name) / "port"
+        command = [sys.executable, "-m", "search_r1.search.retrieval_server", *self._args]
+        command += ["--host", "127.0.0.1", "--port", "0", "--port_file", str(port_file)]
+        paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment
+            )
+        try:
+            self._wait(port_file)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Ask the server to finish, and kill it if it has not within ten seconds."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _wait(self, port_file: Path) -> None:
+        deadline = time.monotonic() + self._timeout
+        while not port_file.exists():
+            self._check_alive(deadline)
+            time.sleep(POLL_S)
+        self.port = int(port_file.read_text())
+        while not _is_healthy(self.url):
+            self._check_alive(deadline)
+            time.sleep(POLL_S)
+
+    def _check_alive(self, deadline: float) -> None:
+        status = self._process.poll()
+        if status is None and time.monotonic() < deadline:
+            return
+        fate = "did not become healthy in time" if status is None else f"exited with {status}"
+        log = self._log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+        raise RetrieverUnavailable(
+            f"the retrieval server {fate} (limit {self._timeout} s); its last words:\n{log}"
+        )
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5.0, trust_env=False).is_success
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,78 @@
+"""What an index was built from, written beside it, and the check before it is served."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from search_r1.search.corpus import Fingerprint
+from search_r1.search.errors import IndexMismatch
+
+FILE_NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The facts that decide whether an index fits a corpus and an encoder."""
+
+    engine: str
+    corpus: Fingerprint
+    count: int
+    """Documents in the index."""
+    dtype: str = "float32"
+    encoder: str = ""
+    """Name of the encoder's folder; empty for BM25. Informative: `probe` is what is compared."""
+    pooling: str = ""
+    dim: int = 0
+    probe: tuple[float, ...] = ()
+    """Embedding of `PROBE_TEXT` as a passage: another encoder, prefix or pooling gives another."""
+
+    def save(self, folder: Path) -> None:
+        """Write `manifest.json` into `folder`."""
+        text = json.dumps(asdict(self), indent=2)
+        (folder / FILE_NAME).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> "Manifest":
+        """Read `manifest.json` of `folder`; raises IndexMismatch if it is missing or unreadable."""
+        path = folder / FILE_NAME
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            corpus, probe = Fingerprint(**values.pop("corpus")), tuple(values.pop("probe"))
+            return cls(**values, corpus=corpus, probe=probe)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise IndexMismatch(
+                f"{path} cannot be read ({error}); expected the manifest that index_builder "
+                f"writes: build the index again with `{build_command('<corpus>', '<folder>')}`"
+            ) from error
+
+    def check_corpus(self, folder: Path, corpus_path: Path, corpus: Fingerprint) -> None:
+        """Raise IndexMismatch unless the index was built from this corpus."""
+        if self.corpus != corpus:
+            raise IndexMismatch(
+                f"index {folder} was built from a corpus of {self.corpus}, but {corpus_path} has "
+                f"{corpus}; give the corpus it was built from, or build it again: "
+                f"`{build_command(str(corpus_path), str(folder.parent), self.engine)}`"
+            )
+
+    def check_probe(self, folder: Path, encoder: str, probe: Sequence[float]) -> None:
+        """Raise IndexMismatch unless the encoder embeds the probe as at indexing (cos > 0.99)."""
+        similarity = sum(a * b for a, b in zip(self.probe, probe, strict=False))
+        if len(probe) != self.dim or similarity < 0.99:
+            raise IndexMismatch(
+                f"index {folder} was built with encoder {self.encoder!r} ({self.dim} dimensions), "
+                f"but {encoder!r} ({len(probe)} dimensions) embeds a probe text differently "
+                f"(cosine {similarity:.3f}, expected 0.99); give the same --retriever_model"
+            )
+
+
+PROBE_TEXT = '"Paris"\nParis is the capital of France.'
+
+
+def build_command(corpus: str, save_dir: str, method: str = "bm25") -> str:
+    """The command line that builds an index, for error messages."""
+    model = "" if method == "bm25" else " --model_path <model>"
+    return (
+        f"python -m search_r1.search.index_builder --retrieval_method {method}"
+        f" --corpus_path {corpus} --save_dir {save_dir}{model}"
+    )

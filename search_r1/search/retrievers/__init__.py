@@ -1,0 +1,1 @@
+"""Search engines behind one protocol; `registry` builds the one that the settings name."""

@@ -1,0 +1,80 @@
+"""BM25 (the Lucene variant) over a memory-mapped bm25s index; needs neither torch nor Java."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import bm25s
+import numpy as np
+import numpy.typing as npt
+
+from search_r1.search.corpus import Corpus
+from search_r1.search.manifest import Manifest
+from search_r1.search.schema import Hit
+
+
+class Bm25Retriever:
+    """Ranks documents that share a word with the query; others are never hits."""
+
+    name = "bm25"
+
+    def __init__(self, index: bm25s.BM25, corpus: Corpus) -> None:
+        self._index = index
+        self._corpus = corpus
+
+    @classmethod
+    def open(cls, folder: Path, corpus: Corpus) -> "Bm25Retriever":
+        """Map the index in `folder`; raises IndexMismatch if it is not this corpus's."""
+        manifest = Manifest.load(folder)
+        manifest.check_corpus(folder, corpus.path, corpus.fingerprint)
+        return cls(bm25s.BM25.load(folder, mmap=True, show_progress=False), corpus)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents that can be found."""
+        return len(self._corpus)
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """At most `k` hits per query, best first, ties by row."""
+        return [self._search_one(words, k) for words in tokenize(queries)]
+
+    def _search_one(self, words: list[str], k: int) -> list[Hit]:
+        scores = self._index.get_scores_from_ids(self._index.get_tokens_ids(words))
+        return [Hit(self._corpus[row], float(scores[row])) for row in top_rows(scores, k)]
+
+    def info(self) -> dict[str, Any]:
+        """Engine, its parameters and the corpus."""
+        parameters = {"k1": self._index.k1, "b": self._index.b, "method": self._index.method}
+        return {"engine": self.name, **parameters, "corpus": asdict(self._corpus.fingerprint)}
+
+
+def tokenize(texts: Sequence[str]) -> list[list[str]]:
+    """Lower-case words of two or more characters without English stop words, per text."""
+    words: list[list[str]] = bm25s.tokenize(
+        list(texts), stopwords="en", return_ids=False, show_progress=False
+    )
+    return words
+
+
+def build(texts: Iterable[str], folder: Path) -> None:
+    """Index `texts`, one document each in row order, and save the index into `folder`."""
+    tokens = bm25s.tokenize(texts, stopwords="en", show_progress=False)
+    if not tokens.vocab:
+        tokens.vocab[""] = 0
+    index = bm25s.BM25()
+    index.index(tokens, show_progress=True)
+    index.save(folder)
+
+
+def top_rows(scores: npt.NDArray[np.float32], k: int) -> list[int]:
+    """The rows of the `k` highest positive scores, best first, equal scores by row."""
+    rows = np.flatnonzero(scores > 0)
+    found = scores[rows]
+    if len(rows) > k:
+        at_least = np.partition(found, len(found) - k)[len(found) - k]
+        keep = found >= at_least
+        rows, found = rows[keep], found[keep]
+    order = np.lexsort((rows, -found))[:k]
+    best: list[int] = rows[order].tolist()
+    return best

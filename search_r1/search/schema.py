@@ -1,0 +1,119 @@
+"""The wire contract of `POST /retrieve`: requests, documents, hits, and how they are written.
+
+Both sides use these types: the server writes hits, the client reads them. Nothing here searches.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypedDict
+
+from pydantic import BaseModel, Field
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A passage: `contents` is `"Title"`, a newline and the text, as in wiki-18."""
+
+    id: str
+    title: str
+    text: str
+    contents: str
+
+    @classmethod
+    def from_contents(cls, id: str, contents: str) -> "Document":
+        """Split title and text out of `contents`; without a first line there is no title."""
+        head, newline, rest = contents.partition("\n")
+        title, text = (_unquote(head), rest) if newline else ("", contents)
+        return cls(id, title, text, contents)
+
+    @classmethod
+    def from_title(cls, id: str, title: str, text: str) -> "Document":
+        """Join `contents` from title and text."""
+        return cls(id, title, text, f'"{title}"\n{text}')
+
+    @classmethod
+    def from_mapping(cls, row: Mapping[str, Any]) -> "Document":
+        """Read `id` with `contents`, or with `title` and `text`, or with all of them.
+
+        Raises KeyError for a missing field and TypeError for one that is not text.
+        """
+        id = row["id"]
+        if isinstance(id, bool) or not isinstance(id, str | int):
+            raise TypeError(f"id is {type(id).__name__}, expected text or an integer")
+        if "contents" not in row:
+            return cls.from_title(str(id), _text(row, "title"), _text(row, "text"))
+        document = cls.from_contents(str(id), _text(row, "contents"))
+        title = document.title if row.get("title") is None else _text(row, "title")
+        text = document.text if row.get("text") is None else _text(row, "text")
+        return cls(document.id, title, text, document.contents)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A document that was found and how well it fits; a higher score fits better."""
+
+    document: Document
+    score: float
+
+
+class RetrieveRequest(BaseModel):
+    """The body of `POST /retrieve`; an empty list of queries has an empty result."""
+
+    queries: list[str] = Field(description="Questions, each searched on its own.")
+    topk: int | None = Field(
+        default=None, ge=1, description="Documents per query; null means the server's --topk."
+    )
+    return_scores: bool = Field(default=False, description="Wrap each document with its score.")
+
+
+class ScoredDocument(TypedDict):
+    """One hit as it is written with `return_scores`."""
+
+    document: Document
+    score: float
+
+
+class RetrieveResponse(BaseModel):
+    """The answer: one list per query, best first, in the order of the queries."""
+
+    result: list[list[ScoredDocument | Document]]
+
+
+class Health(BaseModel):
+    """The answer of `GET /health`: given only when searches can be answered."""
+
+    status: str
+    retriever: str
+    num_documents: int
+
+
+def to_wire(hits: Sequence[Sequence[Hit]], return_scores: bool) -> dict[str, Any]:
+    """The JSON-ready answer for one list of hits per query."""
+    if return_scores:
+        return {"result": [[asdict(hit) for hit in found] for found in hits]}
+    return {"result": [[asdict(hit.document) for hit in found] for found in hits]}
+
+
+def from_wire(answer: Mapping[str, Any]) -> list[list[Document]]:
+    """The documents of an answer, written with or without scores, by us or by an older server.
+
+    Raises KeyError or TypeError for an answer outside the contract.
+    """
+    return [
+        [Document.from_mapping(item.get("document", item)) for item in found]
+        for found in answer["result"]
+    ]
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    value = row[name]
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {type(value).__name__}, expected text")
+    return value
+
+
+def _unquote(line: str) -> str:
+    """`line` without the pair of double quotes around it."""
+    line = line.strip()
+    is_quoted = len(line) >= 2 and line[0] == line[-1] == '"'
+    return line[1:-1] if is_quoted else line
