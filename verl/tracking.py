@@ -1,0 +1,194 @@
+"""Where metrics go: console, jsonl, wandb, tensorboard behind one `log(metrics, step)`.
+
+Knows nothing of what the metrics mean, except which few the console shows.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, ModuleType, TracebackType
+from typing import Any, Protocol, Self
+
+from verl.errors import ConfigError, explain
+
+logger = logging.getLogger(__name__)
+
+KEY_METRICS = ("val/em", "em", "reward", "score", "loss", "kl", "entropy", "grad_norm", "step_s")
+"""The console shows metrics whose name, or its last part, is here; all, where none is."""
+
+
+class Tracker(Protocol):
+    """One place where metrics go."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record one step."""
+        ...
+
+    def close(self) -> None:
+        """Flush and let go."""
+        ...
+
+
+class ConsoleTracker:
+    """One compact line a step through logging."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        logger.info("step %d  %s", step, compact(metrics))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class JsonlTracker:
+    """`metrics.jsonl`: one flushed line a step; a resumed run appends."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = (directory / "metrics.jsonl").open("a", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WandbTracker:
+    """Weights & Biases; `WANDB_MODE=offline` writes below `directory` only."""
+
+    def __init__(self, project: str, experiment: str, directory: Path, config: Any) -> None:
+        wandb = _load("wandb", "wandb")
+        directory.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=project, name=experiment, dir=str(directory), config=config, resume="allow"
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TensorboardTracker:
+    """Event files in `directory/tensorboard`."""
+
+    def __init__(self, directory: Path) -> None:
+        _load("tensorboard", "tensorboard")
+        module = _load("torch.utils.tensorboard", "tensorboard")
+        self._writer = module.SummaryWriter(str(directory / "tensorboard"))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class MemoryTracker:
+    """Keeps (step, metrics) in a list, for tests and notebooks."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.records.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        """The records stay."""
+
+
+_BUILDERS: Mapping[str, Callable[[str, str, Path, Any], Tracker]] = MappingProxyType(
+    {
+        "console": lambda project, experiment, directory, config: ConsoleTracker(),
+        "jsonl": lambda project, experiment, directory, config: JsonlTracker(directory),
+        "wandb": WandbTracker,
+        "tensorboard": lambda project, experiment, directory, config: TensorboardTracker(directory),
+    }
+)
+BACKENDS = tuple(_BUILDERS)
+
+
+class Tracking:
+    """All chosen backends at once; a context manager that closes them."""
+
+    def __init__(
+        self,
+        project: str,
+        experiment: str,
+        backends: str | Sequence[str | Tracker],
+        directory: str | Path,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Open backends by name (or take trackers as they are).
+
+        `config` is a plain dict of the run's options. Raises ConfigError for an unknown name
+        before any backend is opened.
+        """
+        chosen = [backends] if isinstance(backends, str) else list(backends)
+        for name in chosen:
+            if isinstance(name, str) and name not in _BUILDERS:
+                expected = f"one of {', '.join(BACKENDS)}"
+                raise ConfigError(explain("trainer.logger", name, expected, "trainer.logger=jsonl"))
+        self._trackers = [
+            _BUILDERS[item](project, experiment, Path(directory), config)
+            if isinstance(item, str)
+            else item
+            for item in chosen
+        ]
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send one step's metrics to every backend; numbers of any kind become floats."""
+        plain = {name: float(value) for name, value in metrics.items()}
+        for tracker in self._trackers:
+            tracker.log(plain, step)
+
+    def close(self) -> None:
+        """Close every backend."""
+        for tracker in self._trackers:
+            tracker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def backend_names(logger_option: str | Sequence[str]) -> list[str]:
+    """`trainer.logger` as a list, whether it was a name or several."""
+    return [logger_option] if isinstance(logger_option, str) else list(logger_option)
+
+
+def compact(metrics: Mapping[str, float]) -> str:
+    """The key metrics on one line, four significant digits each."""
+    shown = {k: v for k, v in metrics.items() if k in KEY_METRICS or _last(k) in KEY_METRICS}
+    return "  ".join(f"{name} {value:.4g}" for name, value in (shown or metrics).items())
+
+
+def _last(name: str) -> str:
+    return name.rsplit("/", 1)[-1]
+
+
+def _load(module: str, package: str) -> ModuleType:
+    """Import a backend's module when it is asked for."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        fix = f"pip install {package}, or choose other backends with trainer.logger"
+        expected = f"the package {package}"
+        raise ConfigError(explain("trainer.logger", f"no {module}", expected, fix)) from error

@@ -1,0 +1,188 @@
+"""Rules between options, checked before any work: each is one row that names got, expected, fix.
+
+What needs the machine (files, devices, the retriever) is in `verl.trainer.preflight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from verl.config import Config
+from verl.core_algos import ADVANTAGES, AGGREGATIONS, KL_KINDS
+from verl.errors import ConfigError, explain
+from verl.tracking import BACKENDS, backend_names
+
+Problem = tuple[str, object, str, str]
+"""Subject, got, expected, fix."""
+
+
+def check(config: Config) -> None:
+    """Refuse settings that cannot work; the error lists every one found."""
+    rules = (_choices, _ranges, _budgets, _batches, _algorithm, _retrieval)
+    problems = [explain(*problem) for rule in rules for problem in rule(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _choices(config: Config) -> Iterator[Problem]:
+    """Options that take one of a few words."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    words: list[tuple[str, Any, tuple[str, ...]]] = [
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator, tuple(ADVANTAGES)),
+        ("algorithm.kl_penalty", config.algorithm.kl_penalty, KL_KINDS),
+        ("algorithm.kl_ctrl.type", config.algorithm.kl_ctrl.type, ("fixed", "adaptive")),
+        ("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type, KL_KINDS),
+        ("actor_rollout_ref.actor.loss_agg_mode", actor.loss_agg_mode, AGGREGATIONS),
+        ("actor_rollout_ref.rollout.name", rollout.name, ("vllm",)),
+        ("actor_rollout_ref.rollout.dtype", rollout.dtype, ("auto", "bfloat16", "float32")),
+        ("trainer.device", config.trainer.device, ("auto", "cuda", "cpu")),
+        (
+            "trainer.compute_dtype",
+            config.trainer.compute_dtype,
+            ("auto", "bfloat16", "float32"),
+        ),
+    ]
+    words += [("trainer.logger", n, BACKENDS) for n in backend_names(config.trainer.logger)]
+    for key, got, allowed in words:
+        if got not in allowed:
+            yield key, got, f"one of {', '.join(allowed)}", f"{key}={allowed[0]}"
+
+
+def _ranges(config: Config) -> Iterator[Problem]:
+    """Numbers with a bound of their own."""
+    data, actor = config.data, config.actor_rollout_ref.actor
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    at_least_one = {
+        "data.train_batch_size": data.train_batch_size,
+        "data.val_batch_size": data.val_batch_size,
+        "data.train_data_num": data.train_data_num,
+        "data.val_data_num": data.val_data_num,
+        "data.max_prompt_length": data.max_prompt_length,
+        "data.max_response_length": data.max_response_length,
+        "data.max_start_length": data.max_start_length,
+        "data.max_obs_length": data.max_obs_length,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": actor.ppo_mini_batch_size,
+        "actor_rollout_ref.actor.ppo_micro_batch_size": actor.ppo_micro_batch_size,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu,
+        "actor_rollout_ref.actor.ppo_epochs": actor.ppo_epochs,
+        "actor_rollout_ref.rollout.n_agent": rollout.n_agent,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": rollout.tensor_model_parallel_size,
+        "actor_rollout_ref.rollout.num_replicas": rollout.num_replicas,
+        "actor_rollout_ref.rollout.max_num_seqs": rollout.max_num_seqs,
+        "critic.ppo_micro_batch_size": config.critic.ppo_micro_batch_size,
+        "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size,
+        "critic.ppo_epochs": config.critic.ppo_epochs,
+        "trainer.n_gpus_per_node": trainer.n_gpus_per_node,
+        "trainer.nnodes": trainer.nnodes,
+        "trainer.total_epochs": trainer.total_epochs,
+        "trainer.total_training_steps": trainer.total_training_steps,
+    }
+    for key, got in at_least_one.items():
+        if got is not None and got < 1:
+            yield key, got, "1 or more", f"{key}=1 or more, or leave it out"
+    for key, got in {"save_freq": trainer.save_freq, "test_freq": trainer.test_freq}.items():
+        if got < -1:
+            yield f"trainer.{key}", got, "a number of steps, 0 or -1", f"trainer.{key}=-1"
+    if config.max_turns < 0:
+        yield "max_turns", config.max_turns, "0 or more searches", "max_turns=2"
+    yield from _shares(config)
+
+
+def _shares(config: Config) -> Iterator[Problem]:
+    """Numbers between bounds that are not counts."""
+    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
+    actor = config.actor_rollout_ref.actor
+    unit = {
+        "algorithm.gamma": (algorithm.gamma, True),
+        "algorithm.lam": (algorithm.lam, True),
+        "actor_rollout_ref.rollout.top_p": (rollout.top_p, False),
+        "actor_rollout_ref.rollout.gpu_memory_utilization": (
+            rollout.gpu_memory_utilization,
+            False,
+        ),
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": (
+            actor.optim.lr_warmup_steps_ratio,
+            True,
+        ),
+        "critic.optim.lr_warmup_steps_ratio": (config.critic.optim.lr_warmup_steps_ratio, True),
+    }
+    for key, (got, zero_allowed) in unit.items():
+        if not 0 <= got <= 1 or (got == 0 and not zero_allowed):
+            bounds = "from 0 to 1" if zero_allowed else "above 0, at most 1"
+            yield key, got, f"a number {bounds}", f"{key}=1.0"
+    rates = {
+        "actor_rollout_ref.actor.optim.lr": actor.optim.lr,
+        "critic.optim.lr": config.critic.optim.lr,
+        "actor_rollout_ref.actor.kl_loss_coef": actor.kl_loss_coef,
+        "algorithm.kl_ctrl.kl_coef": algorithm.kl_ctrl.kl_coef,
+    }
+    for key, got in rates.items():
+        if got < 0:
+            yield key, got, "0 or more", f"{key}=1e-6"
+    if rollout.temperature <= 0 and not config.trainer.val_only:
+        key = "actor_rollout_ref.rollout.temperature"
+        fix = f"{key}=1.0 (validation has its own: rollout.val_kwargs.temperature)"
+        yield key, rollout.temperature, "more than 0: training needs samples that differ", fix
+
+
+def _budgets(config: Config) -> Iterator[Problem]:
+    """The context must hold the first prompt, and one more turn if a search is to be answered."""
+    data = config.data
+    if data.max_start_length > data.max_prompt_length:
+        got = f"{data.max_start_length}, more than data.max_prompt_length={data.max_prompt_length}"
+        fix = "raise data.max_prompt_length or lower data.max_start_length"
+        yield "data.max_start_length", got, "a prompt that fits the context", fix
+    if config.do_search and config.max_turns and data.max_obs_length >= data.max_prompt_length:
+        got = f"{data.max_obs_length}, not less than max_prompt_length={data.max_prompt_length}"
+        fix = "raise data.max_prompt_length or lower data.max_obs_length"
+        yield "data.max_obs_length", got, "room for the prompt beside one observation", fix
+
+
+def _batches(config: Config) -> Iterator[Problem]:
+    """Every update needs a full mini-batch of the step's trajectories."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    per_step = config.data.train_batch_size * rollout.n_agent
+    sizes = {
+        "actor_rollout_ref.actor.ppo_mini_batch_size": actor.ppo_mini_batch_size,
+        "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size or 1,
+    }
+    if config.trainer.val_only:
+        return
+    for key, size in sizes.items():
+        if size > per_step:
+            expected = f"at most train_batch_size * n_agent = {per_step} trajectories of a step"
+            yield key, size, expected, f"{key}={per_step}"
+    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    if actor.ppo_mini_batch_size < ranks:
+        key = "actor_rollout_ref.actor.ppo_mini_batch_size"
+        expected = f"one trajectory or more for each of {ranks} ranks"
+        yield key, actor.ppo_mini_batch_size, expected, f"{key}={ranks}"
+
+
+def _algorithm(config: Config) -> Iterator[Problem]:
+    """Settings under which nothing could be learned."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    key = "actor_rollout_ref.rollout.n_agent"
+    alone = config.algorithm.adv_estimator == "grpo" and rollout.n_agent == 1
+    if alone and not config.trainer.val_only:
+        expected = "2 or more: grpo compares the samples of a prompt, one alone has advantage 0"
+        yield key, rollout.n_agent, expected, f"{key}=5"
+    if actor.clip_ratio <= 0:
+        key = "actor_rollout_ref.actor.clip_ratio"
+        yield key, actor.clip_ratio, "more than 0", f"{key}=0.2"
+
+
+def _retrieval(config: Config) -> Iterator[Problem]:
+    """Where and how much to search."""
+    if not config.do_search:
+        return
+    url = config.retriever.url
+    if url != "empty" and not url.startswith(("http://", "https://")):
+        example = "retriever.url=http://127.0.0.1:8000/retrieve"
+        yield "retriever.url", repr(url), "an http address of /retrieve, or empty", example
+    if config.retriever.topk < 1:
+        yield "retriever.topk", config.retriever.topk, "1 or more documents", "retriever.topk=3"
+    if config.retriever.timeout <= 0:
+        fix = "retriever.timeout=60"
+        yield "retriever.timeout", config.retriever.timeout, "more than 0 seconds", fix
