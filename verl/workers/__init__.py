@@ -1,0 +1,1 @@
+"""What runs in Ray actors: training ranks and rollout replicas."""
