@@ -68,6 +68,7 @@ def test_line_10_templates_that_open_or_close_think() -> None:
         [("policy", "<think>b</think><think>c</think><answer>x</answer>")],
         [("policy", "<think>b</think><answer>x</answer><answer>x</answer>")],
         [("policy", "<search>q</search>"), DOCS, ANSWER],
+        [("policy", SEARCH[1] + "<|im_end|>"), DOCS, ANSWER],
         [SEARCH],
         [SEARCH, DOCS],
         [SEARCH, ANSWER],

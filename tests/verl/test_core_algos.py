@@ -176,7 +176,7 @@ def test_line_03_observation_values_change_no_advantage(name: str, junk: float) 
 
 @pytest.mark.parametrize("aggregation", algos.AGGREGATIONS)
 def test_line_03_observation_log_probs_get_exactly_no_gradient(aggregation: str) -> None:
-    """Policy, KL and value losses leave tokens off the policy without gradient, even extreme ones."""
+    """Policy, KL and value losses give tokens off the policy no gradient, even extreme ones."""
     mask, offsets = DIALOGUES.mask, DIALOGUES.offsets
     log_probs = torch.where(mask, DIALOGUES.column(1), -1e4).requires_grad_()
     values = torch.where(mask, DIALOGUES.column(2), 1e3).requires_grad_()
