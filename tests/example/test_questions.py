@@ -79,5 +79,5 @@ def test_too_small_a_world_is_refused():
     """The error says how many questions there are and how many are needed."""
     world = build_world()
     small = World(countries=world.countries[:3], cities=world.cities[:5])
-    with pytest.raises(ValueError, match="got .* expected"):
+    with pytest.raises(ValueError, match=r"got .* expected"):
         build_questions(small, Split.TRAIN)
