@@ -5,6 +5,7 @@ Knows nothing of what the metrics mean, except which few the console shows.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import logging
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType, TracebackType
 from typing import Any, Protocol, Self
 
+from verl.config import Config
 from verl.errors import ConfigError, explain
 
 logger = logging.getLogger(__name__)
@@ -145,6 +147,18 @@ class Tracking:
             else item
             for item in chosen
         ]
+
+    @classmethod
+    def from_config(cls, config: Config) -> Self:
+        """The backends that a run's `trainer` options choose."""
+        trainer = config.trainer
+        return cls(
+            trainer.project_name,
+            trainer.experiment_name,
+            backend_names(trainer.logger),
+            trainer.default_local_dir,
+            dataclasses.asdict(config),
+        )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Send one step's metrics to every backend; numbers of any kind become floats."""

@@ -140,24 +140,12 @@ def _budgets(config: Config) -> Iterator[Problem]:
 
 
 def _batches(config: Config) -> Iterator[Problem]:
-    """Every update needs a full mini-batch of the step's trajectories."""
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    per_step = config.data.train_batch_size * rollout.n_agent
-    sizes = {
-        "actor_rollout_ref.actor.ppo_mini_batch_size": actor.ppo_mini_batch_size,
-        "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size or 1,
-    }
-    if config.trainer.val_only:
-        return
-    for key, size in sizes.items():
-        if size > per_step:
-            expected = f"at most train_batch_size * n_agent = {per_step} trajectories of a step"
-            yield key, size, expected, f"{key}={per_step}"
-    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    if actor.ppo_mini_batch_size < ranks:
+    """Every rank must have something to do in every update."""
+    size, ranks = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.num_ranks
+    if size < ranks and not config.trainer.val_only:
         key = "actor_rollout_ref.actor.ppo_mini_batch_size"
         expected = f"one trajectory or more for each of {ranks} ranks"
-        yield key, actor.ppo_mini_batch_size, expected, f"{key}={ranks}"
+        yield key, size, expected, f"{key}={ranks}, or fewer trainer.n_gpus_per_node"
 
 
 def _algorithm(config: Config) -> Iterator[Problem]:
