@@ -321,7 +321,7 @@ def apply_kl_in_reward(
 def mean_sequence_kl(
     log_probs: Tensor, ref_log_probs: Tensor, policy_mask: Tensor, offsets: Tensor, kind: str
 ) -> Tensor:
-    """Mean over sequences of the mean KL over policy tokens, a scalar: what a controller follows."""
+    """Mean over sequences of the mean KL over policy tokens, a scalar that controllers follow."""
     weights = loss_weights(policy_mask, offsets, "seq-mean-token-mean")
     return weighted_sum(kl_penalty(log_probs.detach(), ref_log_probs.detach(), kind), weights)
 
