@@ -374,7 +374,7 @@ def loss_weights(
     policy_mask: Tensor,
     offsets: Tensor,
     aggregation: str,
-    norm_length: int | None = None,
+    norm_length: float | None = None,
 ) -> Tensor:
     """Return weights (num_tokens,) float32 such that loss = Σ_t weight_t · loss_t.
 
