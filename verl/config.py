@@ -339,3 +339,35 @@ class Config:
     """False runs without a retriever: a search is then an invalid action."""
     template: str = "search_r1"
     """Prompt and observation wording, a row of `search_r1.llm_agent.tags.TEMPLATES`."""
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """KL to the reference is taken off the reward: when it is not in the loss and has weight."""
+        return not self.actor_rollout_ref.actor.use_kl_loss and self.algorithm.kl_ctrl.kl_coef > 0
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """KL to the reference is a term of the policy loss."""
+        actor = self.actor_rollout_ref.actor
+        return actor.use_kl_loss and actor.kl_loss_coef > 0
+
+    @property
+    def needs_reference(self) -> bool:
+        """A frozen reference policy must be held."""
+        return self.kl_in_reward or self.kl_in_loss
+
+    @property
+    def num_ranks(self) -> int:
+        """Training ranks over all nodes."""
+        return self.trainer.n_gpus_per_node * self.trainer.nnodes
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories of one training step."""
+        return self.data.train_batch_size * self.actor_rollout_ref.rollout.n_agent
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of the actor in one training step."""
+        actor = self.actor_rollout_ref.actor
+        return -(-self.num_trajectories // actor.ppo_mini_batch_size) * actor.ppo_epochs

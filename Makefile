@@ -1,0 +1,40 @@
+# make demo | make test: see README.md. PYTHON makes the environment; everything runs inside it.
+PYTHON ?= python3
+VENV ?= .venv
+ALGO ?= grpo
+SEED ?= 0
+BIN := $(VENV)/bin
+export PYTHONPATH := $(CURDIR)
+
+.PHONY: demo test test-all lint format data clean
+.DEFAULT_GOAL := demo
+
+$(VENV)/.installed: pyproject.toml scripts/install.py
+	$(PYTHON) scripts/install.py $(VENV)
+
+install: $(VENV)/.installed
+
+demo:
+	@start=$$(date +%s); $(MAKE) --no-print-directory $(VENV)/.installed && \
+	exec $(BIN)/python -m scripts.demo --algorithm $(ALGO) --seed $(SEED) --started-at $$start $(DEMO_ARGS)
+
+data: $(VENV)/.installed
+	$(BIN)/python -m example.build
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf runs outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis

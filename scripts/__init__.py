@@ -1,0 +1,1 @@
+"""Command-line programs around the library: the installer, the demo and its report."""

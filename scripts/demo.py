@@ -1,0 +1,242 @@
+"""`make demo`: a small language model learns to search, from nothing to a report, in one command.
+
+Builds the example, starts the retriever, warm-starts SmolLM2-135M-Instruct by a few supervised
+steps, trains it with the very `train_grpo.sh` / `train_ppo.sh` of the paper's recipe under the
+example's settings, measures it once more without documents, and writes `summary.json` and
+`report.md`. Everything it starts is stopped again, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from scripts.demo_report import write_report
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
+TEMPLATE = "short"
+
+SFT_OPTIONS = ["steps=14", "batch_size=8", "lr=2e-4"]
+COMMON = [
+    "trainer.device=cpu",
+    "trainer.n_gpus_per_node=1",
+    "trainer.logger=[console,jsonl]",
+    "trainer.save_freq=-1",
+    "trainer.test_freq=8",
+    f"template={TEMPLATE}",
+    "max_turns=3",
+    "retriever.topk=1",
+    "data.max_start_length=160",
+    "data.max_prompt_length=384",
+    "data.max_response_length=48",
+    "data.max_obs_length=96",
+    "data.val_batch_size=128",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
+    "actor_rollout_ref.actor.optim.lr=2e-5",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0",
+    "actor_rollout_ref.actor.use_kl_loss=false",
+    "actor_rollout_ref.rollout.max_num_seqs=128",
+    "algorithm.kl_ctrl.kl_coef=0",
+]
+OPTIONS = {
+    "grpo": [
+        *COMMON,
+        "data.train_batch_size=6",
+        "actor_rollout_ref.rollout.n_agent=6",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=36",
+        "trainer.total_training_steps=24",
+    ],
+    "ppo": [
+        *COMMON,
+        "data.train_batch_size=32",
+        "actor_rollout_ref.rollout.n_agent=1",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "critic.optim.lr=5e-5",
+        "critic.model.enable_gradient_checkpointing=false",
+        "trainer.total_training_steps=24",
+    ],
+}
+
+
+@dataclass
+class Demo:
+    """One run of the demo: where it writes, and how long each phase took."""
+
+    algorithm: str
+    seed: int
+    out: Path
+    started_at: float
+    extra: Sequence[str] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+    console: Console = field(default_factory=Console)
+
+    @contextlib.contextmanager
+    def phase(self, name: str, what: str) -> Iterator[None]:
+        """Announce and time one phase."""
+        self.console.rule(f"[bold]{what}")
+        start = time.time()
+        yield
+        self.seconds[name] = time.time() - start
+
+    def python(self, *arguments: str) -> None:
+        """Run a module of ours to its end; its output goes to the terminal."""
+        subprocess.run([sys.executable, "-m", *arguments], check=True, cwd=ROOT)
+
+    def run(self) -> None:
+        """All phases in order."""
+        self.seconds["install"] = time.time() - self.started_at
+        with self.phase("data", "example corpus, questions and base model"):
+            self.python("example.build")
+            if not (MODEL / "config.json").exists():
+                self.python("example.model", "--out", str(MODEL))
+        with self.phase("warm_start", "warm start by supervised fine-tuning"):
+            self.warm_start()
+        with self.phase("retriever", "retriever"):
+            retriever = self.start_retriever()
+        with stopping(retriever[0]):
+            with self.phase("train", f"{self.algorithm.upper()} with real searches"):
+                self.train("train", retriever[1], self.out / "warm_start")
+            with self.phase("empty_retriever", "control: the trained model without documents"):
+                self.train("empty", "empty", self.out / "train" / "model", ["trainer.val_only=true"])
+        wall = time.time() - self.started_at
+        write_report(self.out, self.algorithm, self.seed, self.seconds, wall, self.console)
+
+    def warm_start(self) -> None:
+        """A few supervised steps on demonstrations that search too little."""
+        self.python(
+            "verl.trainer.sft",
+            f"model_path={MODEL}",
+            f"train_file={ROOT / 'example' / 'data' / 'sft.jsonl'}",
+            f"output_dir={self.out / 'warm_start'}",
+            f"seed={self.seed}",
+            *SFT_OPTIONS,
+        )
+
+    def start_retriever(self) -> tuple[subprocess.Popen[bytes], str]:
+        """BM25 over the example corpus on a free port; returns when it is healthy."""
+        port_file = self.out / "retriever.port"
+        log = (self.out / "retriever.log").open("wb")
+        process = subprocess.Popen(
+            ["bash", "retrieval_launch.sh", "--port", "0", "--port_file", str(port_file)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHON": sys.executable},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        url = wait_healthy(process, port_file, self.out / "retriever.log")
+        self.console.print(f"retriever answers at {url}")
+        return process, f"{url}/retrieve"
+
+    def train(self, name: str, url: str, model: Path, extra: Sequence[str] = ()) -> None:
+        """Run the recipe's script with the example's settings."""
+        environment = {
+            **os.environ,
+            "PYTHON": sys.executable,
+            "BASE_MODEL": str(model),
+            "DATA_DIR": str(ROOT / "example" / "data"),
+            "RETRIEVER_URL": url,
+            "EXPERIMENT_NAME": f"demo-{self.algorithm}",
+        }
+        options = [
+            "data.train_files=" + str(ROOT / "example" / "data" / "train.parquet"),
+            "data.val_files=" + str(ROOT / "example" / "data" / "val.parquet"),
+            f"trainer.default_local_dir={self.out / name}",
+            f"trainer.seed={self.seed}",
+            *OPTIONS[self.algorithm],
+            *extra,
+            *self.extra,
+        ]
+        script = f"train_{self.algorithm}.sh"
+        subprocess.run(["bash", script, *options], check=True, cwd=ROOT, env=environment)
+
+
+def wait_healthy(
+    process: subprocess.Popen[bytes], port_file: Path, log: Path, timeout_s: float = 60
+) -> str:
+    """The server's address once `/health` answers; the tail of its log if it does not."""
+    deadline = time.time() + timeout_s
+    while time.time() < deadline and process.poll() is None:
+        with contextlib.suppress(FileNotFoundError, ValueError, urllib.error.URLError):
+            url = f"http://127.0.0.1:{int(port_file.read_text())}"
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return url
+        time.sleep(0.2)
+    stop(process)
+    tail = "\n".join(log.read_text().splitlines()[-20:])
+    raise SystemExit(f"the retriever did not become healthy in {timeout_s:.0f} s; its log:\n{tail}")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process we started, and its children."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextlib.contextmanager
+def stopping(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Stop the process when the body ends, however it ends."""
+    try:
+        yield
+    finally:
+        stop(process)
+
+
+def fresh_directory(out: Path) -> None:
+    """Make room for a run; the previous one is kept beside it, once."""
+    if out.exists():
+        previous = out.with_name(f"{out.name}-previous")
+        shutil.rmtree(previous, ignore_errors=True)
+        out.rename(previous)
+    out.mkdir(parents=True)
+
+
+def main() -> None:
+    """Command line of `make demo`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--algorithm", choices=sorted(OPTIONS), default="grpo")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo")
+    parser.add_argument("--started-at", type=float, default=time.time(), help="unix time of start")
+    parser.add_argument("extra", nargs="*", help="further key=value options of the training")
+    arguments = parser.parse_args()
+    fresh_directory(arguments.out)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    demo = Demo(
+        arguments.algorithm,
+        arguments.seed,
+        arguments.out.resolve(),
+        arguments.started_at,
+        arguments.extra,
+    )
+    try:
+        demo.run()
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"make demo stopped: `{' '.join(map(str, error.cmd[:4]))} …` failed, see above")
+    summary = json.loads((demo.out / "summary.json").read_text())
+    sys.exit(0 if summary["steps"] else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The demo's report: summary.json, a learning curve, a table and dialogues before and after."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from rich.console import Console
+from rich.markdown import Markdown
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402  the backend must be chosen first
+
+Row = dict[str, Any]
+
+
+def read_jsonl(path: Path) -> list[Row]:
+    """The rows of a jsonl file."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+def series(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric, where it was logged."""
+    found = [(int(row["step"]), float(row[key])) for row in rows if key in row]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Held-out greedy EM, training score and searches over the steps."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    left.plot(*series(rows, "critic/score/mean"), color="0.6", label="training score (sampled)")
+    for key, label in {
+        "val/em": "held-out EM (greedy)",
+        "val/geo_single/em": "… one search needed",
+        "val/geo_two_hop/em": "… two searches needed",
+    }.items():
+        left.plot(*series(rows, key), marker="o", label=label)
+    left.set(xlabel="step", ylabel="exact match", ylim=(-0.03, 1.03), title="learning to search")
+    right.plot(*series(rows, "env/valid_searches"), color="0.6", label="training (sampled)")
+    right.plot(*series(rows, "val/env/valid_searches"), marker="o", label="held out (greedy)")
+    right.set(xlabel="step", ylabel="searches per question", title="searching")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def summarise(
+    out: Path, algorithm: str, seed: int, seconds: Mapping[str, float], wall_s: float
+) -> Row:
+    """The figures of the run, as `summary.json` holds them."""
+    rows = read_jsonl(out / "train" / "metrics.jsonl")
+    _, em = series(rows, "val/em")
+    empty = read_jsonl(out / "empty" / "metrics.jsonl")
+    last = [row for row in rows if "val/em" in row][-1]
+    return {
+        "algorithm": algorithm,
+        "seed": seed,
+        "steps": max(int(row["step"]) for row in rows),
+        "val_em_first": em[0],
+        "val_em_last": em[-1],
+        "val_em_last_single": last["val/geo_single/em"],
+        "val_em_last_two_hop": last["val/geo_two_hop/em"],
+        "val_em_empty_retriever": series(empty, "val/em")[1][-1],
+        "val_valid_search_last": last["val/env/valid_searches"],
+        "val_rows": int(last["val/num_rows"]),
+        "wall_s": round(wall_s, 1),
+        "phases_s": {name: round(value, 1) for name, value in seconds.items()},
+    }
+
+
+def dialogues(out: Path, last_step: int, count: int = 3) -> str:
+    """The same held-out questions before and after training, as text."""
+    before = read_jsonl(out / "train" / "validation" / "step_0.jsonl")
+    after = read_jsonl(out / "train" / "validation" / f"step_{last_step}.jsonl")
+    pairs = list(zip(before, after, strict=True))
+    changed = [pair for pair in pairs if pair[0]["score"] < pair[1]["score"]] or pairs
+    spaced = [changed[i * len(changed) // count] for i in range(count)]
+    parts = []
+    for old, new in spaced:
+        parts.append(f"**{new['question']}** (gold: {', '.join(new['ground_truth'])})\n")
+        for name, row in (("before", old), ("after", new)):
+            parts.append(f"{name}, EM {row['score']:.0f}:\n\n```\n{row['dialogue'].strip()}\n```\n")
+    return "\n".join(parts)
+
+
+def render(summary: Row, out: Path) -> str:
+    """The report as Markdown."""
+    phases = "\n".join(f"| {name} | {value:.0f} s |" for name, value in summary["phases_s"].items())
+    model = out / "train" / "model"
+    return f"""# {summary["algorithm"].upper()}, {summary["steps"]} steps, seed {summary["seed"]}
+
+| held-out questions ({summary["val_rows"]}, greedy) | exact match |
+| --- | --- |
+| after the warm start | {summary["val_em_first"]:.3f} |
+| after reinforcement learning | {summary["val_em_last"]:.3f} |
+| … one search needed | {summary["val_em_last_single"]:.3f} |
+| … two searches needed | {summary["val_em_last_two_hop"]:.3f} |
+| … with an empty retriever | {summary["val_em_empty_retriever"]:.3f} |
+
+Searches per question: {summary["val_valid_search_last"]:.2f}. Wall time {summary["wall_s"]:.0f} s.
+
+| phase | time |
+| --- | --- |
+{phases}
+
+## The same held-out questions, before and after
+
+{dialogues(out, summary["steps"])}
+
+Learning curve: `{out / "learning_curve.png"}`
+Model: `{model}` (checkpoint to resume from: `{out / "train"}`)
+
+Ask it (start the retriever first, `bash retrieval_launch.sh` in another terminal):
+
+    .venv/bin/python infer.py --model {model} "What is the calling code of Ghana?"
+"""
+
+
+def write_report(
+    out: Path,
+    algorithm: str,
+    seed: int,
+    seconds: Mapping[str, float],
+    wall_s: float,
+    console: Console,
+) -> None:
+    """Write summary.json, learning_curve.png and report.md, and show the report."""
+    summary = summarise(out, algorithm, seed, seconds, wall_s)
+    plot(read_jsonl(out / "train" / "metrics.jsonl"), out / "learning_curve.png")
+    text = render(summary, out)
+    (out / "report.md").write_text(text)
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    console.rule("[bold]report")
+    console.print(Markdown(text))

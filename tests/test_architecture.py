@@ -1,0 +1,86 @@
+"""The direction of imports, as docs/architecture.md states it, and the size of files."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPOSITION_ROOTS = {"verl/trainer/main_ppo.py"}
+PURE = {"verl/core_algos.py": {"torch"}, "verl/protocol.py": {"torch", "numpy"}}
+STANDARD = {"collections", "dataclasses", "types", "typing", "enum", "heapq", "__future__"}
+
+
+def sources() -> list[Path]:
+    folders = ("verl", "search_r1", "example", "scripts", "tests")
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of the modules that a file imports, wherever in the file."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module or "")
+    return names
+
+
+def starts(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def offenders(folder: str, *forbidden: str) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if str(path.relative_to(ROOT)) not in COMPOSITION_ROOTS
+        for name in sorted(imported(path))
+        if any(starts(name, package) for package in forbidden)
+    ]
+
+
+def test_verl_knows_nothing_of_search() -> None:
+    """Only the composition root joins trainer and agent."""
+    assert offenders("verl", "search_r1", "example", "scripts") == []
+
+
+def test_the_retriever_stands_alone() -> None:
+    """The server needs neither trainer, agent, Ray nor vLLM."""
+    found = offenders(
+        "search_r1/search", "verl", "ray", "vllm", "example", "scripts",
+        "search_r1.llm_agent", "search_r1.reward",
+    )  # fmt: skip
+    assert found == []
+
+
+def test_rewards_read_plain_text() -> None:
+    """Rewards import neither torch nor the trainer."""
+    assert offenders("search_r1/reward", "torch", "verl", "ray", "transformers") == []
+
+
+def test_agents_do_not_reach_into_the_trainer() -> None:
+    """The loop knows the protocol and the options, not the trainer, its workers or Ray."""
+    forbidden = ("verl.trainer", "verl.workers", "verl.single_controller", "ray", "vllm")
+    assert offenders("search_r1/llm_agent", *forbidden) == []
+
+
+@pytest.mark.parametrize("name", sorted(PURE))
+def test_pure_modules_import_tensors_only(name: str) -> None:
+    """The maths and the protocol have no configuration, no Ray and no I/O."""
+    tops = {module.split(".")[0] for module in imported(ROOT / name)}
+    assert tops <= PURE[name] | STANDARD
+
+
+def test_no_file_is_over_500_lines() -> None:
+    """A file past 500 lines is two files."""
+    long = {str(p): n for p in sources() if (n := len(p.read_text().splitlines())) > 500}
+    assert long == {}
+
+
+def test_every_file_says_what_lives_in_it() -> None:
+    """Each module of the product opens with its docstring."""
+    product = [p for p in sources() if p.relative_to(ROOT).parts[0] != "tests"]
+    assert [str(p) for p in product if not ast.get_docstring(ast.parse(p.read_text()))] == []

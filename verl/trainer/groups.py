@@ -1,0 +1,164 @@
+"""The two groups of actors a run has, as the trainer sees them: training ranks and engines.
+
+Both hide how work is divided: the trainer hands over whole batches and gets whole answers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import ray
+import torch
+from torch import Tensor
+
+from verl.config import Config
+from verl.protocol import Agent, DataProto, Sampling, Trajectory
+from verl.single_controller.dispatch import join_tokens, split_by_tokens, split_evenly
+from verl.single_controller.ray_group import (
+    RayWorkerGroup,
+    create_rollout_group,
+    create_trainer_group,
+)
+from verl.trainer.metrics import Metrics
+from verl.workers.rollout import RolloutReplica
+from verl.workers.trainer_worker import TrainerWorker
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def uses_gpu(config: Config) -> bool:
+    """Whether this run computes on CUDA devices."""
+    device = config.trainer.device
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+
+class TrainerRanks:
+    """FSDP ranks that hold actor, reference and critic."""
+
+    def __init__(self, group: RayWorkerGroup) -> None:
+        self.group = group
+
+    def _per_token(self, method: str, batch: DataProto) -> Tensor:
+        split = split_by_tokens(batch, len(self.group))
+        return join_tokens(self.group.scatter(method, split.shards), split, batch)
+
+    def log_probs(self, batch: DataProto) -> Tensor:
+        """The actor's log-probs, (num_tokens,), 0 outside the loss mask."""
+        return self._per_token("log_probs", batch)
+
+    def ref_log_probs(self, batch: DataProto) -> Tensor:
+        """The reference's log-probs, (num_tokens,), 0 outside the loss mask."""
+        return self._per_token("ref_log_probs", batch)
+
+    def values(self, batch: DataProto) -> Tensor:
+        """The critic's values, (num_tokens,), 0 outside the loss mask."""
+        return self._per_token("values", batch)
+
+    def update_actor(self, mini_batch: DataProto) -> Metrics:
+        """One optimizer step of the policy; metrics are global, the same on every rank."""
+        split = split_by_tokens(mini_batch, len(self.group))
+        return dict(self.group.scatter("update_actor", split.shards)[0])
+
+    def update_critic(self, mini_batch: DataProto) -> Metrics:
+        """One optimizer step of the critic; metrics are global, the same on every rank."""
+        split = split_by_tokens(mini_batch, len(self.group))
+        return dict(self.group.scatter("update_critic", split.shards)[0])
+
+    def save_weights(self, directory: Path, dtype: str) -> None:
+        """Write the policy as a Hugging Face folder, one copy per node."""
+        self.group.call("save_weights", str(directory), dtype)
+
+    def save_checkpoint(self, directory: Path) -> None:
+        """Every rank writes its shards below `directory`."""
+        self.group.call("save_checkpoint", str(directory))
+
+    def load_checkpoint(self, directory: Path) -> None:
+        """Every rank reads its shards from `directory`."""
+        self.group.call("load_checkpoint", str(directory))
+
+    def shutdown(self) -> None:
+        """End the ranks."""
+        self.group.shutdown()
+
+
+class RolloutReplicas:
+    """Engines that turn started trajectories into finished ones."""
+
+    def __init__(self, group: RayWorkerGroup, dtype: str) -> None:
+        self.group = group
+        self.dtype = dtype
+        self.version = 0
+        self._weights = Path(
+            tempfile.mkdtemp(
+                prefix="search-r1-weights-", dir=SHARED_MEMORY if SHARED_MEMORY.exists() else None
+            )
+        )
+
+    def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
+        """Finish `starts`, in their order."""
+        parts = split_evenly(len(starts), len(self.group))
+        answers = self.group.scatter(
+            "rollout", [[starts[i] for i in part] for part in parts], sampling
+        )
+        finished: dict[int, Trajectory] = {}
+        for part, answer in zip(parts, answers, strict=True):
+            finished.update(zip(part, answer, strict=True))
+        return [finished[i] for i in range(len(starts))]
+
+    def update_weights(self, ranks: TrainerRanks) -> None:
+        """Bring the actor's present weights into every engine; old cached prefixes are dropped."""
+        self.version += 1
+        ranks.save_weights(self._weights, self.dtype)
+        self.group.call("update_weights", str(self._weights), self.version)
+
+    def sleep(self) -> None:
+        """Give the devices' memory to the training ranks."""
+        self.group.call("sleep")
+
+    def wake_up(self) -> None:
+        """Take the memory back, before weights are updated or tokens generated."""
+        self.group.call("wake_up")
+
+    def shutdown(self) -> None:
+        """Stop the engines and remove their weights from shared memory."""
+        try:
+            self.group.call("shutdown")
+        finally:
+            self.group.shutdown()
+            shutil.rmtree(self._weights, ignore_errors=True)
+
+
+def build_groups(
+    config: Config, agent_factory: Callable[[Config], Agent], total_updates: int
+) -> tuple[TrainerRanks, RolloutReplicas]:
+    """Place and build all actors; engines and ranks load at the same time where no GPU is shared."""
+    use_gpu = uses_gpu(config)
+    ranks = create_trainer_group(config.num_ranks, config.trainer.nnodes, use_gpu)
+    places = ranks.places()
+    rollout = config.actor_rollout_ref.rollout
+    per_replica = rollout.tensor_model_parallel_size if use_gpu else 0
+    num_replicas = rollout.num_replicas or (config.num_ranks // per_replica if use_gpu else 1)
+    replicas = create_rollout_group(places, num_replicas, per_replica, engine_env(use_gpu))
+    arguments = [(config, agent_factory, replica) for replica in range(num_replicas)]
+    built = replicas.start_build(RolloutReplica, arguments)
+    started = [host.call.remote("start") for host in replicas.hosts]
+    if use_gpu:
+        ray.get([*built, *started])
+        replicas.call("sleep")
+    address = (places[0].host, ranks.free_port())
+    size = config.num_ranks
+    built += ranks.start_build(
+        TrainerWorker, [(config, rank, size, *address, total_updates) for rank in range(size)]
+    )
+    ray.get([*built, *started])
+    dtype = replicas.call("dtype")[0]
+    return TrainerRanks(ranks), RolloutReplicas(replicas, dtype)
+
+
+def engine_env(use_gpu: bool) -> dict[str, str]:
+    """Environment of the engines' actors: on CPU Ray would pin them to one thread."""
+    return {} if use_gpu else {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}

@@ -1,0 +1,164 @@
+"""The composition root: the one place where trainer and search agent meet.
+
+`python3 -m verl.trainer.main_ppo key=value ...` trains; `--cfg job` prints the resolved
+configuration. User mistakes end in one message and exit code 2, before any long work starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import ray
+from transformers import AutoTokenizer
+
+from search_r1.llm_agent.generation import build_agent
+from search_r1.reward import RewardInput, RewardScores, build_reward
+from verl.config import Config
+from verl.core_algos import AdaptiveKLController, FixedKLController, KLController
+from verl.data import PromptDataset, Tokenizer
+from verl.errors import SearchR1Error
+from verl.protocol import Origin, Trajectory
+from verl.reward import Reward, RewardFn
+from verl.tracking import Tracking
+from verl.trainer import cli
+from verl.trainer.groups import build_groups, uses_gpu
+from verl.trainer.preflight import preflight
+from verl.trainer.ray_trainer import RayPPOTrainer
+
+logger = logging.getLogger(__name__)
+
+ORIGIN_NAMES = {Origin.PROMPT: "prompt", Origin.POLICY: "policy", Origin.OBSERVATION: "observation"}
+
+
+def build_reward_fn(config: Config) -> RewardFn:
+    """The configured rule, reading a trajectory's own segments."""
+    options = config.reward_model
+    rule = build_reward(
+        options.name,
+        RewardScores(
+            format_score=options.format_score,
+            structure_format_score=options.structure_format_score,
+            final_format_score=options.final_format_score,
+            retrieval_score=options.retrieval_score,
+        ),
+    )
+
+    def score(trajectory: Trajectory) -> Reward:
+        output = rule(
+            RewardInput(
+                policy_texts=[s.text for s in trajectory.segments if s.origin is Origin.POLICY],
+                segments=[(ORIGIN_NAMES[s.origin], s.text) for s in trajectory.segments],
+                ground_truth=trajectory.prompt.ground_truth,
+                data_source=trajectory.prompt.data_source,
+            )
+        )
+        return Reward(output.score, output.components)
+
+    return score
+
+
+def build_kl_controller(config: Config) -> KLController:
+    """The controller of KL in the reward."""
+    control = config.algorithm.kl_ctrl
+    if control.type == "adaptive":
+        return AdaptiveKLController(control.kl_coef, control.target_kl, control.horizon)
+    return FixedKLController(control.kl_coef)
+
+
+def load_prompts(
+    config: Config, files: str | Sequence[str], num_rows: int | None, tokenizer: Tokenizer
+) -> PromptDataset:
+    """The prompts of one split, rendered and within the budget."""
+    data = config.data
+    return PromptDataset.load(
+        files,
+        tokenizer,
+        max_start_length=data.max_start_length,
+        num_rows=num_rows,
+        seed=config.trainer.seed,
+        prompt_key=data.prompt_key,
+        filter_overlong=data.filter_overlong_prompts,
+    )
+
+
+def count_steps(config: Config, num_rows: int) -> int:
+    """Updates of the run: `total_training_steps`, or enough for `total_epochs` passes."""
+    trainer = config.trainer
+    if trainer.total_training_steps is not None:
+        return trainer.total_training_steps
+    return -(-num_rows * trainer.total_epochs // config.data.train_batch_size)
+
+
+def open_tracking(config: Config) -> Tracking:
+    """The configured trackers, which also keep the resolved options."""
+    trainer = config.trainer
+    return Tracking(
+        trainer.project_name,
+        trainer.experiment_name,
+        trainer.logger,
+        trainer.default_local_dir,
+        asdict(config),
+    )
+
+
+def start_ray(config: Config) -> None:
+    """Join the cluster of RAY_ADDRESS (as `ray job submit` sets it), or start one of our own."""
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init()
+        return
+    num_cpus = max(os.cpu_count() or 1, config.num_ranks)
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init("local", include_dashboard=False, num_cpus=num_cpus, logging_level="warning")
+
+
+def run(config: Config) -> None:
+    """Check everything, build everything, train, and take everything down again."""
+    preflight(config)
+    cli.write_resolved(config, config.trainer.default_local_dir)
+    tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
+    data = config.data
+    train_prompts = load_prompts(config, data.train_files, data.train_data_num, tokenizer)
+    val_prompts = load_prompts(config, data.val_files, data.val_data_num, tokenizer)
+    total_steps = count_steps(config, len(train_prompts))
+    start_ray(config)
+    try:
+        ranks, replicas = build_groups(config, build_agent, total_steps * config.updates_per_step)
+        try:
+            with open_tracking(config) as tracking:
+                RayPPOTrainer(
+                    config=config,
+                    ranks=ranks,
+                    replicas=replicas,
+                    train_prompts=train_prompts,
+                    val_prompts=val_prompts,
+                    reward_fn=build_reward_fn(config),
+                    kl_controller=build_kl_controller(config),
+                    tracking=tracking,
+                    total_steps=total_steps,
+                ).fit()
+        finally:
+            replicas.shutdown()
+            ranks.shutdown()
+    finally:
+        ray.shutdown()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command-line entry; returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        config = cli.compose(list(sys.argv[1:] if argv is None else argv))
+        if config is not None:
+            run(config)
+    except SearchR1Error as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,307 @@
+"""The training algorithm: one driver, `fit()` reads as the paper.
+
+A step samples a group of trajectories per prompt, scores them, turns scores into advantages,
+updates critic and policy, and brings the new weights into the engines. The trainer knows nothing
+about search: agents run inside the rollout replicas, and the reward is a function it is given.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from verl import checkpoint
+from verl.config import Config
+from verl.core_algos import (
+    ADVANTAGES,
+    AdvantageInputs,
+    KLController,
+    apply_kl_in_reward,
+    loss_weights,
+    mean_sequence_kl,
+    outcome_to_tokens,
+)
+from verl.data import PromptSampler
+from verl.errors import RetrieverError
+from verl.protocol import DataProto, Prompt, Sampling, Status, Trajectory, start_trajectory
+from verl.reward import Reward, RewardFn
+from verl.tracking import Tracking
+from verl.trainer.groups import RolloutReplicas, TrainerRanks
+from verl.trainer.metrics import (
+    Metrics,
+    Timings,
+    advantage_metrics,
+    mean_by_key,
+    reward_metrics,
+    rollout_metrics,
+    throughput_metrics,
+    validation_metrics,
+)
+
+logger = logging.getLogger(__name__)
+
+VALIDATION_STREAM = 1 << 31
+"""Keeps the seeds of validation apart from those of any training step."""
+
+
+def trajectory_seed(*key: int) -> int:
+    """A 31-bit seed that depends on every part of the key (run seed, step, index)."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0] & 0x7FFFFFFF)
+
+
+@dataclass
+class RayPPOTrainer:
+    """PPO and its kin over a group of training ranks and a group of rollout replicas."""
+
+    config: Config
+    ranks: TrainerRanks
+    replicas: RolloutReplicas
+    train_prompts: Sequence[Prompt]
+    val_prompts: Sequence[Prompt]
+    reward_fn: RewardFn
+    kl_controller: KLController
+    tracking: Tracking
+    total_steps: int
+    step: int = 0
+    sampler: PromptSampler = field(init=False)
+
+    def __post_init__(self) -> None:
+        data = self.config.data
+        self.sampler = PromptSampler(
+            len(self.train_prompts),
+            data.train_batch_size,
+            shuffle=data.shuffle_train_dataloader,
+            seed=self.config.trainer.seed,
+        )
+        self.directory = Path(self.config.trainer.default_local_dir)
+        self.advantage = ADVANTAGES[self.config.algorithm.adv_estimator]
+
+    def fit(self) -> None:
+        """Train to `total_steps` updates, validating and saving on the way."""
+        trainer = self.config.trainer
+        self.resume()
+        self.update_weights()
+        if trainer.val_only or (trainer.val_before_train and self.step == 0):
+            self.tracking.log(self.validate(), self.step)
+        if trainer.val_only:
+            return
+        with tqdm(total=self.total_steps, initial=self.step, desc="train", unit="step") as bar:
+            while self.step < self.total_steps:
+                self.step += 1
+                metrics = self.train_step()
+                if self.is_due(trainer.test_freq):
+                    metrics |= self.validate()
+                self.tracking.log(metrics, self.step)
+                if self.is_due(trainer.save_freq):
+                    self.save()
+                bar.set_postfix(score=f"{metrics['critic/score/mean']:.3f}")
+                bar.update()
+
+    def is_due(self, frequency: int) -> bool:
+        """Every `frequency` steps, and at the end unless it is 0."""
+        if self.step == self.total_steps:
+            return frequency != 0
+        return frequency > 0 and self.step % frequency == 0
+
+    def train_step(self) -> Metrics:
+        """One step: sample, score, judge, learn, hand over the weights."""
+        timings = Timings()
+        with timings.phase("gen"):
+            trajectories = self.sample_trajectories()
+        metrics = rollout_metrics(trajectories)
+        trajectories = self.drop_failed(trajectories)
+        with timings.phase("reward"):
+            rewards = [self.reward_fn(t) for t in trajectories]
+        metrics |= reward_metrics(rewards)
+        batch = self.assemble(trajectories, rewards)
+        with timings.phase("old_log_prob"):
+            self.add_log_probs(batch)
+        with timings.phase("values"):
+            self.add_values(batch)
+        with timings.phase("adv"):
+            metrics |= self.add_advantages(batch)
+        metrics |= advantage_metrics(batch)
+        with timings.phase("update_critic"):
+            metrics |= self.update_critic(batch)
+        with timings.phase("update_actor"):
+            metrics |= self.update_actor(batch)
+        with timings.phase("update_weights"):
+            self.update_weights()
+        return {**metrics, **throughput_metrics(batch, timings), **timings.metrics()}
+
+    def sample_trajectories(self) -> list[Trajectory]:
+        """`n_agent` trajectories for each prompt of the next batch, a seed of its own for each."""
+        rollout = self.config.actor_rollout_ref.rollout
+        starts = [
+            start_trajectory(
+                self.train_prompts[row],
+                group=f"{self.step}/{position}",
+                sample=sample,
+                seed=trajectory_seed(self.config.trainer.seed, self.step, position, sample),
+            )
+            for position, row in enumerate(self.sampler.next_batch())
+            for sample in range(rollout.n_agent)
+        ]
+        sampling = Sampling(
+            self.config.data.max_response_length, rollout.temperature, rollout.top_p
+        )
+        return self.replicas.generate(starts, sampling)
+
+    def drop_failed(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Leave out what infrastructure broke; nothing of it is trained on."""
+        failed = [t for t in trajectories if t.status is Status.FAILED]
+        if len(failed) == len(trajectories):
+            raise RetrieverError(
+                f"all {len(failed)} trajectories of step {self.step} failed, the last with: "
+                f"{failed[-1].error}; see that {self.config.retriever.url} answers, then start "
+                "again with trainer.resume_mode=auto"
+            )
+        if failed:
+            logger.warning("step %d: %d trajectories failed and are left out: %s", self.step,
+                           len(failed), failed[0].error)  # fmt: skip
+        return [t for t in trajectories if t.status is not Status.FAILED]
+
+    def assemble(self, trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> DataProto:
+        """The jagged batch with scores; `loss_mask` says which tokens are learned from."""
+        batch = DataProto.from_trajectories(trajectories)
+        masking = self.config.actor_rollout_ref.actor.state_masking
+        batch.tokens["loss_mask"] = batch.tokens["policy_mask" if masking else "response_mask"]
+        batch.rows["scores"] = torch.tensor([r.score for r in rewards], dtype=torch.float32)
+        return batch
+
+    def add_log_probs(self, batch: DataProto) -> None:
+        """Old and reference log-probs, where an algorithm needs them.
+
+        With a single update per step the old policy is the updating one, and the pass is spared:
+        the ratio is exp(log_prob - log_prob.detach()).
+        """
+        if self.config.updates_per_step > 1 or self.config.kl_in_reward:
+            batch.tokens["old_log_probs"] = self.ranks.log_probs(batch)
+        if self.config.needs_reference:
+            batch.tokens["ref_log_probs"] = self.ranks.ref_log_probs(batch)
+
+    def add_values(self, batch: DataProto) -> None:
+        """The critic's view of the states, for estimators that ask for it."""
+        if self.advantage.needs_critic:
+            batch.tokens["values"] = self.ranks.values(batch)
+
+    def add_advantages(self, batch: DataProto) -> Metrics:
+        """From scores (less KL, if it is in the reward) to advantages and returns."""
+        algorithm, mask = self.config.algorithm, batch.tokens["loss_mask"]
+        rewards = outcome_to_tokens(batch.rows["scores"], mask, batch.offsets)
+        metrics: Metrics = {}
+        if self.config.kl_in_reward:
+            pair = (batch.tokens["old_log_probs"], batch.tokens["ref_log_probs"])
+            kl = float(mean_sequence_kl(*pair, mask, batch.offsets, algorithm.kl_penalty))
+            rewards = apply_kl_in_reward(
+                rewards, *pair, mask, self.kl_controller.value, algorithm.kl_penalty
+            )
+            metrics = {"critic/kl": kl, "critic/kl_coef": self.kl_controller.value}
+            self.kl_controller.update(kl, len(batch))
+        estimate = self.advantage.compute(
+            AdvantageInputs(
+                token_rewards=rewards,
+                policy_mask=mask,
+                offsets=batch.offsets,
+                values=batch.tokens.get("values"),
+                group_ids=batch.columns["group"],
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+                norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+            )
+        )
+        batch.tokens |= {"advantages": estimate.advantages, "returns": estimate.returns}
+        return metrics
+
+    def mini_batches(self, batch: DataProto, size: int, epochs: int) -> list[DataProto]:
+        """Shuffled mini-batches of `size` sequences, with the weight of each token in its loss."""
+        mode = self.config.actor_rollout_ref.actor.loss_agg_mode
+        rng = np.random.default_rng((self.config.trainer.seed, self.step))
+        chosen = []
+        for _ in range(epochs):
+            order = rng.permutation(len(batch)).tolist()
+            for start in range(0, len(order), size):
+                mini = batch.select(order[start : start + size])
+                mini.tokens["loss_weights"] = loss_weights(
+                    mini.tokens["loss_mask"], mini.offsets, mode,
+                    float(self.config.data.max_response_length),
+                )  # fmt: skip
+                chosen.append(mini)
+        return chosen
+
+    def update_critic(self, batch: DataProto) -> Metrics:
+        """The value function's epochs over the batch."""
+        if not self.advantage.needs_critic:
+            return {}
+        critic = self.config.critic
+        size = critic.ppo_mini_batch_size or self.config.actor_rollout_ref.actor.ppo_mini_batch_size
+        minis = self.mini_batches(batch, size, critic.ppo_epochs)
+        return mean_by_key([self.ranks.update_critic(mini) for mini in minis])
+
+    def update_actor(self, batch: DataProto) -> Metrics:
+        """The policy's epochs over the batch; none while the critic warms up."""
+        if self.step <= self.config.trainer.critic_warmup and self.advantage.needs_critic:
+            return {}
+        actor = self.config.actor_rollout_ref.actor
+        minis = self.mini_batches(batch, actor.ppo_mini_batch_size, actor.ppo_epochs)
+        return mean_by_key([self.ranks.update_actor(mini) for mini in minis])
+
+    def update_weights(self) -> None:
+        """Bring the policy's weights into the engines."""
+        self.replicas.wake_up()
+        self.replicas.update_weights(self.ranks)
+
+    def validate(self) -> Metrics:
+        """Score every validation row; dialogues go to `validation/step_N.jsonl`."""
+        sampling = Sampling(
+            self.config.data.max_response_length,
+            self.config.actor_rollout_ref.rollout.val_kwargs.temperature,
+            self.config.actor_rollout_ref.rollout.val_kwargs.top_p,
+        )
+        trajectories: list[Trajectory] = []
+        size = self.config.data.val_batch_size
+        with tqdm(total=len(self.val_prompts), desc="validate", unit="row", leave=False) as bar:
+            for start in range(0, len(self.val_prompts), size):
+                starts = [
+                    start_trajectory(
+                        self.val_prompts[row],
+                        group=f"val/{row}",
+                        seed=trajectory_seed(self.config.trainer.seed, VALIDATION_STREAM, row),
+                    )
+                    for row in range(start, min(start + size, len(self.val_prompts)))
+                ]
+                trajectories += self.replicas.generate(starts, sampling)
+                bar.update(len(starts))
+        rewards = [self.reward_fn(t) for t in trajectories]
+        self.write_dialogues(trajectories, rewards)
+        return validation_metrics(trajectories, rewards)
+
+    def write_dialogues(
+        self, trajectories: Sequence[Trajectory], rewards: Sequence[Reward]
+    ) -> None:
+        """One json line per validation row: question, gold, dialogue, ending, score."""
+        path = self.directory / "validation" / f"step_{self.step}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows: list[dict[str, Any]] = [
+            {
+                "uid": t.prompt.uid,
+                "data_source": t.prompt.data_source,
+                "question": t.prompt.extra_info.get("question", ""),
+                "ground_truth": list(t.prompt.ground_truth),
+                "dialogue": t.text,
+                "status": t.status.value,
+                "score": r.score,
+                **r.components,
+                "stats": t.stats,
+            }
+            for t, r in zip(trajectories, rewards, strict=True)
+        ]
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
