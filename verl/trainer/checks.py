@@ -19,7 +19,7 @@ Problem = tuple[str, object, str, str]
 
 def check(config: Config) -> None:
     """Refuse settings that cannot work; the error lists every one found."""
-    rules = (_choices, _ranges, _budgets, _batches, _algorithm, _retrieval)
+    rules = (_choices, _ranges, _budgets, _batches, _engines, _algorithm, _retrieval)
     problems = [explain(*problem) for rule in rules for problem in rule(config)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -146,6 +146,15 @@ def _batches(config: Config) -> Iterator[Problem]:
         key = "actor_rollout_ref.actor.ppo_mini_batch_size"
         expected = f"one trajectory or more for each of {ranks} ranks"
         yield key, size, expected, f"{key}={ranks}, or fewer trainer.n_gpus_per_node"
+
+
+def _engines(config: Config) -> Iterator[Problem]:
+    """Engines must divide the devices of a node."""
+    per_node = config.trainer.n_gpus_per_node
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if size > 0 and per_node % size:
+        key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+        yield key, size, f"a divisor of trainer.n_gpus_per_node={per_node}", f"{key}=1"
 
 
 def _algorithm(config: Config) -> Iterator[Problem]:
