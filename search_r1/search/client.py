@@ -15,7 +15,7 @@ import httpx
 
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable, SearchError
 from search_r1.search.retrieval import EmptyRetrieval, InMemoryRetrieval, Retrieval
-from search_r1.search.schema import Document, from_wire
+from search_r1.search.schema import Document, from_wire, well_formed
 
 __all__ = ["Document", "EmptyRetrieval", "InMemoryRetrieval", "Retrieval", "RetrievalClient"]
 
@@ -151,7 +151,7 @@ class RetrievalClient:
 
         Scores are asked for because the original server fails without them.
         """
-        clean = [query.encode("utf-8", "replace").decode() for query in queries]
+        clean = [well_formed(query) for query in queries]
         body = {"queries": clean, "topk": self._topk, "return_scores": True}
         for attempt in range(self._max_retries + 1):
             try:

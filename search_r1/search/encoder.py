@@ -4,6 +4,7 @@ torch and sentence-transformers are loaded only when an encoder is opened, so BM
 """
 
 import re
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -76,6 +77,32 @@ class SentenceEncoder:
         return np.ascontiguousarray(vectors, dtype=np.float32)
 
 
+class HashEncoder:
+    """Counts words in hashed dimensions: an encoder without a model, for trials and tests."""
+
+    name = "hash"
+    pooling = "sum"
+    dtype = "float32"
+
+    def __init__(self, dim: int = 64) -> None:
+        self._dim = dim
+
+    def encode_queries(self, queries: Sequence[str]) -> Vectors:
+        """(num_queries, dim) float32, L2-normalised."""
+        return np.stack([self._encode(query) for query in queries])
+
+    def encode_passages(self, passages: Sequence[str]) -> Vectors:
+        """(num_passages, dim) float32, L2-normalised."""
+        return self.encode_queries(passages)
+
+    def _encode(self, text: str) -> Vectors:
+        vector = np.zeros(self._dim, dtype=np.float32)
+        for word in re.findall(r"\w+", text.lower()):
+            vector[zlib.crc32(word.encode()) % self._dim] += 1
+        norm = float(np.linalg.norm(vector))
+        return vector / np.float32(norm) if norm else vector
+
+
 def has_e5_prefixes(name: str) -> bool:
     """Whether `name` has e5 as a word, as in `e5-base-v2` and `multilingual-e5-large`."""
     return re.search(r"(?<![a-z0-9])e5(?![a-z0-9])", name.lower()) is not None
@@ -93,7 +120,7 @@ def check_pooling(encoder: Encoder, wanted: str | None) -> None:
 def _load(model_path: str) -> Any:
     """The sentence-transformers model; raises SetupError with the fix."""
     try:
-        from sentence_transformers import SentenceTransformer
+        from sentence_transformers import SentenceTransformer  # noqa: PLC0415
     except ImportError as error:
         raise SetupError(
             f"dense retrieval needs sentence-transformers ({error}); "

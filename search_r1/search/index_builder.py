@@ -78,7 +78,7 @@ def build_index(config: BuildConfig) -> Path:
 
 def _build_bm25(config: BuildConfig, corpus: Corpus, folder: Path) -> Manifest:
     try:
-        from search_r1.search.retrievers import bm25
+        from search_r1.search.retrievers import bm25  # noqa: PLC0415
     except ImportError as error:
         raise SetupError(f"BM25 needs bm25s ({error}); pip install bm25s") from error
     progress = tqdm(corpus, total=len(corpus), desc="tokenise", unit="doc")
@@ -88,7 +88,7 @@ def _build_bm25(config: BuildConfig, corpus: Corpus, folder: Path) -> Manifest:
 
 def _build_dense(config: BuildConfig, corpus: Corpus, folder: Path) -> Manifest:
     try:
-        from search_r1.search.retrievers import dense
+        from search_r1.search.retrievers import dense  # noqa: PLC0415
     except ImportError as error:
         raise SetupError(f"a dense index needs FAISS ({error}); pip install faiss-cpu") from error
     encoder = config.encoder or _load_encoder(config)
@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         build_index(_config(args))
     except SearchError as error:
-        print(f"index_builder: {error}", file=sys.stderr)
+        sys.stderr.write(f"index_builder: {error}\n")
         return 2
     return 0
 

@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _run(args)
     except SearchError as error:
-        print(f"retrieval_server: {error}", file=sys.stderr)
+        sys.stderr.write(f"retrieval_server: {error}\n")
         return 2
     return 0
 

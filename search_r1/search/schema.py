@@ -4,10 +4,10 @@ Both sides use these types: the server writes hits, the client reads them. Nothi
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypedDict
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +56,27 @@ class Hit:
     score: float
 
 
+def well_formed(text: str) -> str:
+    """`text` with lone surrogates, which no encoder or tokenizer takes, replaced by `?`."""
+    return text.encode("utf-8", "replace").decode()
+
+
 class RetrieveRequest(BaseModel):
     """The body of `POST /retrieve`; an empty list of queries has an empty result."""
 
-    queries: list[str] = Field(description="Questions, each searched on its own.")
+    queries: list[Annotated[str, AfterValidator(well_formed)]] = Field(
+        description="Questions, each searched on its own."
+    )
     topk: int | None = Field(
         default=None, ge=1, description="Documents per query; null means the server's --topk."
     )
     return_scores: bool = Field(default=False, description="Wrap each document with its score.")
 
 
-class ScoredDocument(TypedDict):
-    """One hit as it is written with `return_scores`."""
-
-    document: Document
-    score: float
-
-
 class RetrieveResponse(BaseModel):
     """The answer: one list per query, best first, in the order of the queries."""
 
-    result: list[list[ScoredDocument | Document]]
+    result: list[list[Hit | Document]]
 
 
 class Health(BaseModel):
@@ -90,8 +90,8 @@ class Health(BaseModel):
 def to_wire(hits: Sequence[Sequence[Hit]], return_scores: bool) -> dict[str, Any]:
     """The JSON-ready answer for one list of hits per query."""
     if return_scores:
-        return {"result": [[asdict(hit) for hit in found] for found in hits]}
-    return {"result": [[asdict(hit.document) for hit in found] for found in hits]}
+        return {"result": [[_scored(hit) for hit in found] for found in hits]}
+    return {"result": [[_fields(hit.document) for hit in found] for found in hits]}
 
 
 def from_wire(answer: Mapping[str, Any]) -> list[list[Document]]:
@@ -103,6 +103,20 @@ def from_wire(answer: Mapping[str, Any]) -> list[list[Document]]:
         [Document.from_mapping(item.get("document", item)) for item in found]
         for found in answer["result"]
     ]
+
+
+def _scored(hit: Hit) -> dict[str, Any]:
+    return {"document": _fields(hit.document), "score": hit.score}
+
+
+def _fields(document: Document) -> dict[str, str]:
+    """What `dataclasses.asdict` gives, several times faster."""
+    return {
+        "id": document.id,
+        "title": document.title,
+        "text": document.text,
+        "contents": document.contents,
+    }
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:

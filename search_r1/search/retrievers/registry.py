@@ -45,7 +45,7 @@ def _open_empty(config: RetrieverConfig) -> Retriever:
 
 def _open_bm25(config: RetrieverConfig) -> Retriever:
     try:
-        from search_r1.search.retrievers.bm25 import Bm25Retriever
+        from search_r1.search.retrievers.bm25 import Bm25Retriever  # noqa: PLC0415
     except ImportError as error:
         raise SetupError(f"BM25 needs bm25s ({error}); pip install bm25s") from error
     corpus = _open_corpus(config)
@@ -72,7 +72,7 @@ def _open_dense(config: RetrieverConfig) -> Retriever:
             "for example --retriever_name e5 --retriever_model intfloat/e5-base-v2"
         )
     try:
-        from search_r1.search.retrievers.dense import DenseRetriever
+        from search_r1.search.retrievers.dense import DenseRetriever  # noqa: PLC0415
     except ImportError as error:
         raise SetupError(f"dense search needs FAISS ({error}); pip install faiss-cpu") from error
     corpus = _open_corpus(config)

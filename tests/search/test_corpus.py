@@ -1,0 +1,122 @@
+"""The corpus: rows by offset, fingerprints, sidecars, and malformed rows."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from search_r1.search.corpus import Corpus
+from search_r1.search.errors import CorpusError
+from search_r1.search.schema import Document
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_rows_equal_a_plain_parse(corpus_path: Path) -> None:
+    """Reading by offset gives what parsing the file line by line gives."""
+    lines = corpus_path.read_bytes().split(b"\n")[:-1]
+    expected = [json.loads(line) for line in lines]
+    corpus = Corpus.open(corpus_path)
+    assert [(d.id, d.contents) for d in corpus] == [(r["id"], r["contents"]) for r in expected]
+    assert [d.id for d in corpus.documents([3, 0])] == ["d3", "d0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ('{"id":1,"contents":"a"}', ["1"]),
+        ('{"id":"1","contents":"a"}\n{"id":"2","contents":"b"}', ["1", "2"]),
+        ('\n{"id":"1","contents":"a"}\n\n{"id":"2","contents":"b"}\n\n', ["1", "2"]),
+        ('{"id":"1","contents":"a"}\r\n{"id":"2","contents":"b"}\r\n', ["1", "2"]),
+    ],
+)
+def test_line_ends(tmp_path: Path, text: str, ids: list[str]) -> None:
+    """Missing last newlines, blank lines and CRLF change no document."""
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(text.encode())
+    assert [document.id for document in Corpus.open(path)] == ids
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"id": "1", "contents": '"A \\"b\\" c"\nx\ny'}, ('A \\"b\\" c', "x\ny")),
+        ({"id": "1", "contents": "no title here"}, ("", "no title here")),
+        ({"id": "1", "contents": "Bare\ntext"}, ("Bare", "text")),
+        ({"id": "1", "title": "T", "text": "x"}, ("T", "x")),
+        ({"id": "1", "contents": '"T"\nx', "title": "U", "text": None}, ("U", "x")),
+    ],
+)
+def test_title_and_text(row: dict[str, str], expected: tuple[str, str]) -> None:
+    """Title and text are derived from contents unless the row has its own."""
+    document = Document.from_mapping(row)
+    assert (document.title, document.text) == expected
+
+
+def test_contents_are_joined_from_title_and_text() -> None:
+    """A row without contents gets them in the form of wiki-18."""
+    document = Document.from_mapping({"id": 7, "title": "T", "text": "x"})
+    assert document == Document("7", "T", "x", '"T"\nx')
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ("{oops}", "property name"),
+        ('["a"]', "list, expected an object"),
+        ('{"contents": "a"}', "'id' is missing"),
+        ('{"id": "1"}', "'title' is missing"),
+        ('{"id": "1", "contents": null}', "contents is NoneType"),
+        ('{"id": null, "contents": "a"}', "id is NoneType"),
+        ('{"id": "1", "contents": "a \\ud800"}', "surrogates not allowed"),
+    ],
+)
+def test_malformed_row_is_named(tmp_path: Path, row: str, problem: str) -> None:
+    """A malformed row is refused with its number, what was got and what was expected."""
+    good = '{"id": "0", "contents": "fine"}\n'
+    corpus = Corpus.open(write(tmp_path / "c.jsonl", good + row + "\n" + good))
+    assert corpus[0].contents == corpus[2].contents == "fine"
+    with pytest.raises(CorpusError, match=r"row 2 \(byte 32\)") as caught:
+        corpus[1]
+    assert problem in str(caught.value)
+    assert "expected a JSON object" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "empty.jsonl"])
+def test_no_corpus(tmp_path: Path, name: str) -> None:
+    """A missing or an empty file is refused by name."""
+    write(tmp_path / "empty.jsonl", "")
+    with pytest.raises(CorpusError, match=name):
+        Corpus.open(tmp_path / name)
+
+
+def test_sidecar_is_used_and_outdated(tmp_path: Path) -> None:
+    """A changed file, even of equal size, is scanned again and has another fingerprint."""
+    path = write(tmp_path / "c.jsonl", '{"id": "1", "contents": "ab"}\n')
+    first = Corpus.open(path).fingerprint
+    assert (tmp_path / "c.jsonl.offsets.npy").is_file()
+    assert Corpus.open(path).fingerprint == first
+    write(path, '{"id": "1", "contents": "ba"}\n')
+    os.utime(path, ns=(1, 1))
+    changed = Corpus.open(path).fingerprint
+    assert (changed.count, changed.size) == (first.count, first.size)
+    assert changed.digest != first.digest
+
+
+def test_broken_sidecar_is_replaced(tmp_path: Path) -> None:
+    """A sidecar that is no array does not stop the corpus from opening."""
+    path = write(tmp_path / "c.jsonl", '{"id": "1", "contents": "ab"}\n')
+    write(tmp_path / "c.jsonl.offsets.npy", "not an array")
+    assert len(Corpus.open(path)) == 1
+
+
+def test_fingerprint_does_not_depend_on_the_place(tmp_path: Path) -> None:
+    """A copied corpus is the same corpus."""
+    text = '{"id": "1", "contents": "ab"}\n'
+    (tmp_path / "x").mkdir()
+    copies = [write(tmp_path / "c.jsonl", text), write(tmp_path / "x" / "d.jsonl", text)]
+    assert Corpus.open(copies[0]).fingerprint == Corpus.open(copies[1]).fingerprint

@@ -1,0 +1,136 @@
+"""Building indexes: manifests, mismatches, atomicity, and what the settings lack."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from search_r1.search.corpus import Corpus
+from search_r1.search.encoder import HashEncoder
+from search_r1.search.errors import CorpusError, IndexMismatch, SearchError, SetupError
+from search_r1.search.index_builder import BuildConfig, build_index, main
+from search_r1.search.manifest import Manifest
+from search_r1.search.retrievers.registry import RetrieverConfig, build_retriever
+
+ROW = '{{"id": "{0}", "contents": "\\"T{0}\\"\\nsome words {0}"}}\n'
+
+
+def write(path: Path, ids: str) -> Path:
+    path.write_text("".join(ROW.format(i) for i in ids))
+    return path
+
+
+@pytest.mark.parametrize("method", ["bm25", "hash"])
+def test_another_corpus_is_refused(tmp_path: Path, method: str) -> None:
+    """An index of another corpus of equal size is refused, naming both and the fix."""
+    corpus, other = write(tmp_path / "a.jsonl", "123"), write(tmp_path / "b.jsonl", "132")
+    encoder = HashEncoder()
+    build_index(BuildConfig(method, str(corpus), str(tmp_path), encoder=encoder))
+    config = RetrieverConfig(method, str(other), str(tmp_path), encoder=encoder)
+    with pytest.raises(IndexMismatch) as caught:
+        build_retriever(config)
+    message = str(caught.value)
+    for path in (corpus, other):
+        assert Corpus.open(path).fingerprint.digest in message
+    assert "build it again: `python -m search_r1.search.index_builder" in message
+
+
+@pytest.mark.parametrize("dim", [32, 63])
+def test_another_encoder_is_refused(tmp_path: Path, dim: int) -> None:
+    """An index is served with the encoder that built it only."""
+    corpus = write(tmp_path / "a.jsonl", "123")
+    build_index(BuildConfig("e5", str(corpus), str(tmp_path), encoder=HashEncoder(64)))
+    config = RetrieverConfig("e5", str(corpus), str(tmp_path), encoder=HashEncoder(dim))
+    with pytest.raises(IndexMismatch, match="--retriever_model"):
+        build_retriever(config)
+
+
+def test_bare_index_of_another_size_is_refused(tmp_path: Path) -> None:
+    """Without a manifest the number of vectors must be the number of documents."""
+    corpus = write(tmp_path / "a.jsonl", "123")
+    folder = build_index(BuildConfig("e5", str(corpus), str(tmp_path), encoder=HashEncoder()))
+    other = write(tmp_path / "b.jsonl", "12")
+    index = str(folder / "vectors.faiss")
+    with pytest.raises(IndexMismatch, match="3 vectors.*2 documents"):
+        build_retriever(RetrieverConfig("e5", str(other), index, encoder=HashEncoder()))
+
+
+def test_failed_build_leaves_the_old_index(tmp_path: Path) -> None:
+    """A build that fails on a malformed row neither replaces the index nor leaves rubbish."""
+    corpus = write(tmp_path / "a.jsonl", "123")
+    folder = build_index(BuildConfig("bm25", str(corpus), str(tmp_path / "out")))
+    before = Manifest.load(folder)
+    with corpus.open("a") as file:
+        file.write('{"id": "4"}\n')
+    with pytest.raises(CorpusError, match="row 4"):
+        build_index(BuildConfig("bm25", str(corpus), str(tmp_path / "out")))
+    assert Manifest.load(folder) == before
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["bm25"]
+
+
+def test_default_index_follows_the_corpus(tmp_path: Path) -> None:
+    """Without an index path BM25 builds one, and builds again when the corpus has changed."""
+    corpus = write(tmp_path / "a.jsonl", "123")
+    config = RetrieverConfig("bm25", str(corpus))
+    assert build_retriever(config).num_documents == 3
+    built = (tmp_path / "index" / "a" / "bm25" / "manifest.json").stat().st_mtime_ns
+    assert build_retriever(config).num_documents == 3
+    assert (tmp_path / "index" / "a" / "bm25" / "manifest.json").stat().st_mtime_ns == built
+    write(corpus, "12345")
+    assert build_retriever(config).search(["some words"], 9)[0][4].document.id == "5"
+
+
+def test_command_line_with_the_familiar_flags(tmp_path: Path) -> None:
+    """The module runs as a command, and writes a manifest that names corpus and count."""
+    corpus = write(tmp_path / "a.jsonl", "123")
+    command = [sys.executable, "-m", "search_r1.search.index_builder", "--faiss_type", "Flat"]
+    command += ["--retrieval_method", "bm25", "--corpus_path", str(corpus)]
+    subprocess.run([*command, "--save_dir", str(tmp_path), "--save_embedding"], check=True)
+    manifest = json.loads((tmp_path / "bm25" / "manifest.json").read_text())
+    assert (manifest["engine"], manifest["count"]) == ("bm25", 3)
+    assert manifest["corpus"]["digest"] == Corpus.open(corpus).fingerprint.digest
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--retrieval_method", "bm25", "--corpus_path", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--retrieval_method", "e5"], "--model_path"),
+        (["--retrieval_method", "e5", "--model_path", "/nowhere"], "/nowhere does not exist"),
+        (["--retrieval_method", "bm25", "--faiss_type", "HNSW64"], "expected Flat"),
+    ],
+)
+def test_bad_settings_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], problem: str
+) -> None:
+    """A user's mistake ends with status 2 and one line that names it."""
+    defaults = ["--corpus_path", str(write(tmp_path / "a.jsonl", "1"))]
+    assert main([*defaults, "--save_dir", str(tmp_path), *flags]) == 2
+    assert problem in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (RetrieverConfig("bm25"), "--corpus_path"),
+        (RetrieverConfig("bm25", "CORPUS", "/nowhere"), "/nowhere does not exist"),
+        (RetrieverConfig("bm52", "CORPUS"), "expected bm25, empty, or another"),
+        (RetrieverConfig("e5", "CORPUS", retriever_model="m"), "without --index_path"),
+    ],
+)
+def test_missing_pieces_are_named(tmp_path: Path, config: RetrieverConfig, problem: str) -> None:
+    """Each missing setting is refused with the flag that fixes it."""
+    path = write(tmp_path / "a.jsonl", "1") if config.corpus_path else None
+    values = {**vars(config), "corpus_path": path and str(path)}
+    with pytest.raises(SetupError, match=problem):
+        build_retriever(RetrieverConfig(**values))
+
+
+def test_folder_without_manifest_is_refused(tmp_path: Path) -> None:
+    """A half-made index folder is never served."""
+    corpus = write(tmp_path / "a.jsonl", "1")
+    (tmp_path / "bm25").mkdir()
+    with pytest.raises(SearchError, match=r"manifest\.json cannot be read"):
+        build_retriever(RetrieverConfig("bm25", str(corpus), str(tmp_path)))

@@ -1,0 +1,231 @@
+"""The wire contract over every engine on real ports, and the server's command line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from search_r1.search.errors import CorpusError, RetrieverUnavailable
+from search_r1.search.local_server import LocalServer
+from search_r1.search.retrieval_server import bind, create_app, main
+from search_r1.search.retrievers.base import Retriever
+from search_r1.search.schema import Document, Hit
+
+FIELDS = {"id", "title", "text", "contents"}
+
+
+@pytest.fixture(scope="module", params=["bm25", "hash", "empty"])
+def engine(request: pytest.FixtureRequest, open_engine: Callable[[str], Retriever]) -> Retriever:
+    return open_engine(request.param)
+
+
+@pytest.fixture(scope="module")
+def url(engine: Retriever, serve: Callable[[Any], Any]) -> Iterator[str]:
+    with serve(create_app(engine, default_topk=2)) as address:
+        yield address
+
+
+def post(url: str, body: Any) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    return httpx.post(f"{url}/retrieve", content=content, headers=headers, timeout=30)
+
+
+@pytest.mark.parametrize("num_queries", [0, 1, 2, 3])
+def test_line_18_both_forms_for_every_count(
+    url: str, engine: Retriever, queries: list[str], num_queries: int
+) -> None:
+    """Correctness line 18: with and without scores, for 0 to 3 queries, the same documents."""
+    asked = queries[:num_queries]
+    scored = post(url, {"queries": asked, "topk": 3, "return_scores": True}).json()["result"]
+    plain = post(url, {"queries": asked, "topk": 3, "return_scores": False}).json()["result"]
+    assert [[hit["document"] for hit in found] for found in scored] == plain
+    hits = engine.search(asked, 3) if asked else []
+    assert [[d["id"] for d in found] for found in plain] == [
+        [h.document.id for h in f] for f in hits
+    ]
+    for hit in (hit for found in scored for hit in found):
+        assert set(hit) == {"document", "score"}
+        assert set(hit["document"]) == FIELDS
+        assert isinstance(hit["score"], float)
+
+
+def test_topk(url: str, engine: Retriever, queries: list[str]) -> None:
+    """A null or absent topk is the server's own; more than the corpus is all that is found."""
+    for topk, body in [(2, {}), (2, {"topk": None}), (1, {"topk": 1}), (99, {"topk": 99})]:
+        found = post(url, {"queries": queries, **body}).json()["result"]
+        expected = engine.search(queries, topk)
+        assert [[d["id"] for d in f] for f in found] == [
+            [h.document.id for h in f] for f in expected
+        ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"queries": "text"},
+        {"queries": [1]},
+        {"queries": None},
+        {"queries": ["a"], "topk": 0},
+        {"queries": ["a"], "topk": -1},
+        {"queries": ["a"], "topk": "three"},
+        {"queries": ["a"], "return_scores": "perhaps"},
+        {"queries": ["\ud800"], "topk": 0},
+        b"{",
+        b"[]",
+        b"\xff",
+    ],
+)
+def test_bad_requests_are_422(url: str, body: Any) -> None:
+    """A request outside the contract is refused with the place of the mistake, never a 500."""
+    answer = post(url, body)
+    assert answer.status_code in (400, 422)
+    assert answer.json()["detail"]
+
+
+def test_odd_queries_are_answered(url: str, queries: list[str]) -> None:
+    """Empty, huge, non-ASCII and ill-formed queries have answers; unknown fields are ignored."""
+    odd = ["", " ", "a" * 50_000, "湖\u2028\x00", "bad \ud800 half", *queries]
+    answer = post(url, {"queries": odd, "unknown": 1})
+    assert answer.status_code == 200
+    assert len(answer.json()["result"]) == len(odd)
+
+
+def test_health_and_info(url: str, engine: Retriever) -> None:
+    """Health names engine and number of documents, info adds what is served."""
+    health = httpx.get(f"{url}/health").json()
+    expected = {"retriever": engine.name, "num_documents": engine.num_documents}
+    assert health == {"status": "ok", **expected}
+    info = httpx.get(f"{url}/info").json()
+    assert info["default_topk"] == 2
+    assert ("corpus" in info) == (engine.name != "empty")
+    assert "/retrieve" in httpx.get(f"{url}/openapi.json").json()["paths"]
+
+
+class Fragile:
+    """An engine that notices when two threads, or two calls at once, use it."""
+
+    name = "fragile"
+    num_documents = 1
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+        self._lock = threading.Lock()
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        assert self._lock.acquire(blocking=False), "two searches at once"
+        self.threads.add(threading.get_ident())
+        time.sleep(0.001)
+        self._lock.release()
+        if "broken" in queries:
+            raise CorpusError("row 5 is malformed")
+        return [[Hit(Document.from_contents(query, query), 1.0)] for query in queries]
+
+    def info(self) -> dict[str, Any]:
+        return {}
+
+
+def test_the_engine_is_used_by_one_thread(serve: Callable[[Any], Any]) -> None:
+    """Concurrent requests reach the engine one at a time, always from the same thread."""
+    engine = Fragile()
+    with serve(create_app(engine)) as address, ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda i: post(address, {"queries": [f"q{i}"]}), range(64)))
+    assert [a.json()["result"][0][0]["id"] for a in answers] == [f"q{i}" for i in range(64)]
+    assert len(engine.threads) == 1
+
+
+def test_a_failing_search_is_a_500_with_its_reason(serve: Callable[[Any], Any]) -> None:
+    """A malformed row met while serving is reported, and the next request is answered."""
+    with serve(create_app(Fragile())) as address:
+        answer = post(address, {"queries": ["broken"]})
+        assert (answer.status_code, answer.json()["detail"]) == (500, "row 5 is malformed")
+        assert post(address, {"queries": ["fine"]}).status_code == 200
+
+
+def test_line_18_concurrent_clients_get_serial_answers(
+    corpus_path: Path, queries: list[str], tmp_path: Path
+) -> None:
+    """Correctness line 18: 64 clients at once read, byte for byte, what one reads alone."""
+    bodies = [
+        {
+            "queries": [queries[i % 7], queries[i % 5]],
+            "topk": 1 + i % 4,
+            "return_scores": i % 2 == 0,
+        }
+        for i in range(64)
+    ]
+    log = tmp_path / "logs" / "server.log"
+    with LocalServer(["--corpus_path", str(corpus_path)], log_path=log) as server:
+        serial = [post(server.url, body).content for body in bodies]
+        with ThreadPoolExecutor(64) as pool:
+            for _ in range(3):
+                assert list(pool.map(lambda b: post(server.url, b).content, bodies)) == serial
+        pid, address = server.pid, server.url
+        assert httpx.get(f"{address}/health").json()["num_documents"] == 8
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{address}/health")
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert "serving on http://127.0.0.1" in log.read_text()
+
+
+def test_launch_script(corpus_path: Path, tmp_path: Path) -> None:
+    """The launch script serves the corpus of its environment and passes arguments on."""
+    root = Path(__file__).resolve().parents[2]
+    port_file = tmp_path / "port"
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "PORT": "0"}
+    environment |= {"CORPUS_PATH": str(corpus_path), "TOPK": "5"}
+    command = ["bash", str(root / "retrieval_launch.sh"), "--port_file", str(port_file)]
+    process = subprocess.Popen(command, env=environment, cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 60
+        while not port_file.exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        info = httpx.get(f"http://127.0.0.1:{port_file.read_text().strip()}/info").json()
+    finally:
+        process.terminate()
+        status = process.wait(20)
+    assert (info["retriever"], info["default_topk"]) == ("bm25", 5)
+    assert status in (0, -signal.SIGTERM)
+
+
+def test_launch_script_without_corpus() -> None:
+    """Without a corpus the launch script says in one line how to get one."""
+    root = Path(__file__).resolve().parents[2]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": "false", "CORPUS_PATH": "/nowhere.jsonl"}
+    command = ["bash", str(root / "retrieval_launch.sh")]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert "/nowhere.jsonl" in run.stderr and "make data" in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_a_server_that_cannot_start_says_why() -> None:
+    """LocalServer reports the server's own words, and does not wait for the time limit."""
+    start = time.monotonic()
+    with pytest.raises(RetrieverUnavailable, match=r"nowhere\.jsonl does not exist"):
+        LocalServer(["--corpus_path", "nowhere.jsonl"]).start()
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("flags", [["--topk", "0"], ["--port", "PORT"], ["--port", "70000"]])
+def test_bad_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A taken port or an impossible number is refused before anything is loaded."""
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        argv = [port if flag == "PORT" else flag for flag in flags]
+        assert main(["--retriever_name", "bm25", *argv]) == 2
+    assert "expected" in capsys.readouterr().err
