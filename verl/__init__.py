@@ -1,3 +1,3 @@
 """Reinforcement learning of language-model agents: protocol, algorithms, workers and trainer."""
 
-__version__ = "0.4.0.dev0"
+__version__ = "0.1.0"

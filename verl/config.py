@@ -227,7 +227,7 @@ class KlControlConfig:
     kl_coef: float = 0.001
     """Weight (the starting one, if adaptive); used when KL is not in the loss."""
     target_kl: float = 0.1
-    """Adaptive: the KL per sequence that is aimed at."""
+    """Adaptive: the KL in nats, a mean over policy tokens and then sequences, that is aimed at."""
     horizon: int = 10000
     """Adaptive: how many trajectories the correction takes."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from jagged_batches import CLOSE, DIALOGUES, Batch, batches, fast, make_batch
+from tests.verl.jagged_batches import CLOSE, DIALOGUES, Batch, batches, fast, make_batch
 from torch import Tensor
 
 from verl import core_algos as algos
