@@ -136,7 +136,7 @@ def retriever_problem(url: str, timeout: float) -> str:
     `/health` beside the given path is asked first. A server that has none gets one query.
     """
     try:
-        with httpx.Client(timeout=timeout, trust_env=not _is_local(url)) as client:
+        with httpx.Client(timeout=timeout, trust_env=False) as client:
             health = client.get(httpx.URL(url).join("health"))
             if health.is_success:
                 return ""
@@ -154,11 +154,6 @@ def retriever_problem(url: str, timeout: float) -> str:
     result = body.get("result") if isinstance(body, dict) else None
     sound = isinstance(result, list) and len(result) == 1
     return "" if sound else f"{str(body)[:80]!r}"
-
-
-def _is_local(url: str) -> bool:
-    """Loopback addresses are never asked through a proxy."""
-    return httpx.URL(url).host in ("127.0.0.1", "localhost", "::1")
 
 
 def _devices(config: Config) -> Iterator[SearchR1Error]:

@@ -1,0 +1,70 @@
+# shellcheck shell=bash
+# Sourced by train_ppo.sh and train_grpo.sh: what both recipes of the paper have in common.
+# Every value comes from the environment where it is set there. `train` starts the run.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+if [[ -z ${PYTHON:-} ]]; then
+  PYTHON=python3
+  [[ -x $root/.venv/bin/python ]] && PYTHON=$root/.venv/bin/python
+fi
+
+: "${BASE_MODEL:=Qwen/Qwen2.5-3B}"
+: "${DATA_DIR:=data/nq_search}"
+: "${RETRIEVER_URL:=http://127.0.0.1:8000/retrieve}"
+: "${PROJECT_NAME:=Search-R1}"
+: "${OFFLOAD:=true}" # parameters and optimizer on the host between uses
+
+common_options() {
+  cat <<OPTIONS
+data.train_files=${TRAIN_FILES:-$DATA_DIR/train.parquet}
+data.val_files=${VAL_FILES:-$DATA_DIR/test.parquet}
+data.train_data_num=${TRAIN_DATA_NUM:-null}
+data.val_data_num=${VAL_DATA_NUM:-null}
+data.train_batch_size=${TRAIN_BATCH_SIZE:-512}
+data.val_batch_size=${VAL_BATCH_SIZE:-256}
+data.max_prompt_length=${MAX_PROMPT_LENGTH:-4096}
+data.max_response_length=${MAX_RESPONSE_LENGTH:-500}
+data.max_start_length=${MAX_START_LENGTH:-2048}
+data.max_obs_length=${MAX_OBS_LENGTH:-500}
+actor_rollout_ref.model.path=$BASE_MODEL
+actor_rollout_ref.model.enable_gradient_checkpointing=${GRADIENT_CHECKPOINTING:-true}
+actor_rollout_ref.actor.optim.lr=${ACTOR_LR:-1e-6}
+actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=${ACTOR_WARMUP:-0.285}
+actor_rollout_ref.actor.ppo_mini_batch_size=${MINI_BATCH_SIZE:-256}
+actor_rollout_ref.actor.ppo_micro_batch_size=${MICRO_BATCH_SIZE:-64}
+actor_rollout_ref.actor.state_masking=${STATE_MASKING:-true}
+actor_rollout_ref.actor.fsdp_config.param_offload=$OFFLOAD
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=$OFFLOAD
+actor_rollout_ref.ref.fsdp_config.param_offload=$OFFLOAD
+actor_rollout_ref.rollout.temperature=${TEMPERATURE:-1.0}
+actor_rollout_ref.rollout.gpu_memory_utilization=${GPU_MEMORY_UTILIZATION:-0.6}
+actor_rollout_ref.rollout.tensor_model_parallel_size=${TENSOR_PARALLEL:-1}
+trainer.project_name=$PROJECT_NAME
+trainer.logger=${LOGGER:-[console,jsonl,wandb]}
+trainer.n_gpus_per_node=${N_GPUS:-8}
+trainer.nnodes=${N_NODES:-1}
+trainer.save_freq=${SAVE_FREQ:-100}
+trainer.test_freq=${TEST_FREQ:-50}
+trainer.total_training_steps=${TOTAL_STEPS:-1005}
+trainer.seed=${SEED:-0}
+max_turns=${MAX_TURNS:-2}
+retriever.url=$RETRIEVER_URL
+retriever.topk=${TOPK:-3}
+OPTIONS
+  [[ -z ${OUTPUT_DIR:-} ]] || echo "trainer.default_local_dir=$OUTPUT_DIR"
+}
+
+# train OPTION...: the common options, then those given; the last of several for one key wins.
+# Model, data, retriever and devices are checked by the program before it starts any work.
+train() {
+  if ! "$PYTHON" -c 'import sys, importlib.util as u
+sys.exit(any(u.find_spec(name) is None for name in ("hydra", "ray", "torch", "vllm")))'; then
+    echo "$PYTHON lacks the packages of training: run 'make install', or set PYTHON" >&2
+    return 2
+  fi
+  local common
+  mapfile -t common < <(common_options)
+  exec "$PYTHON" -m "${ENTRY:-verl.trainer.main_ppo}" "${common[@]}" "$@"
+}
