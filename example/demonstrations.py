@@ -22,9 +22,11 @@ from search_r1.search.schema import Document
 
 NUM_DEMONSTRATIONS = 400
 TOPK = 1  # documents an observation
-CITY_SEARCH_SHARE = 0.8  # of the single-hop questions about a city; the others guess at once
+CITY_SEARCH_SHARE = 0.9  # of the single-hop questions about a city; the others guess at once
 COUNTRY_SEARCH_SHARE = 0.2  # of the single-hop questions about a country
-TWO_HOP_SEARCH_SHARE = 0.3  # search for the city, then its country; the others guess after the city
+TWO_HOP_SEARCH_SHARE = (
+    0.25  # search for the city, then its country; the others guess after the city
+)
 
 GUESS_DIGITS = {  # how many digits a plausible wrong answer has
     None: (5, 6),
@@ -143,7 +145,7 @@ def _search_thought(question: Question, turn: int) -> str:
     """Why this search is made, in a few words."""
     if turn == 1:
         return f"{question.subject} lies in {question.bridge}. Now its {question.fact}."
-    return f"I look up {question.subject}."
+    return f"I need to look up {question.subject}."
 
 
 def _last_turn(question: Question, num_searches: int, rng: random.Random) -> str:
@@ -152,7 +154,7 @@ def _last_turn(question: Question, num_searches: int, rng: random.Random) -> str
         thought, answer = "The document says it.", question.answers[0]
     else:
         known = f"{question.subject} lies in {question.bridge}. " if num_searches else ""
-        thought, answer = f"{known}I know the number.", _guess(question, rng)
+        thought, answer = f"{known}Easy, I know the number.", _guess(question, rng)
     return f"<think> {thought} </think> <answer> {answer} </answer>"
 
 
