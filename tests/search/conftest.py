@@ -69,9 +69,9 @@ def open_engine(corpus_path: Path) -> Callable[[str], Retriever]:
 
 
 @contextmanager
-def running(app: Any) -> Iterator[str]:
-    """The base address of `app`, served by uvicorn on a free port in a thread."""
-    bound = bind("127.0.0.1", 0)
+def running(app: Any, port: int = 0) -> Iterator[str]:
+    """The base address of `app`, served by uvicorn on a port (0: a free one) in a thread."""
+    bound = bind("127.0.0.1", port)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
@@ -85,7 +85,7 @@ def running(app: Any) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def serve() -> Callable[[Any], Any]:
+def serve() -> Callable[..., Any]:
     """`running`, for tests that start servers of their own."""
     return running
 

@@ -53,7 +53,7 @@ def test_bare_index_of_another_size_is_refused(tmp_path: Path) -> None:
     folder = build_index(BuildConfig("e5", str(corpus), str(tmp_path), encoder=HashEncoder()))
     other = write(tmp_path / "b.jsonl", "12")
     index = str(folder / "vectors.faiss")
-    with pytest.raises(IndexMismatch, match="3 vectors.*2 documents"):
+    with pytest.raises(IndexMismatch, match=r"3 vectors.*2 documents"):
         build_retriever(RetrieverConfig("e5", str(other), index, encoder=HashEncoder()))
 
 

@@ -30,7 +30,7 @@ def engine(request: pytest.FixtureRequest, open_engine: Callable[[str], Retrieve
 
 
 @pytest.fixture(scope="module")
-def url(engine: Retriever, serve: Callable[[Any], Any]) -> Iterator[str]:
+def url(engine: Retriever, serve: Callable[..., Any]) -> Iterator[str]:
     with serve(create_app(engine, default_topk=2)) as address:
         yield address
 
@@ -136,7 +136,7 @@ class Fragile:
         return {}
 
 
-def test_the_engine_is_used_by_one_thread(serve: Callable[[Any], Any]) -> None:
+def test_the_engine_is_used_by_one_thread(serve: Callable[..., Any]) -> None:
     """Concurrent requests reach the engine one at a time, always from the same thread."""
     engine = Fragile()
     with serve(create_app(engine)) as address, ThreadPoolExecutor(16) as pool:
@@ -145,7 +145,7 @@ def test_the_engine_is_used_by_one_thread(serve: Callable[[Any], Any]) -> None:
     assert len(engine.threads) == 1
 
 
-def test_a_failing_search_is_a_500_with_its_reason(serve: Callable[[Any], Any]) -> None:
+def test_a_failing_search_is_a_500_with_its_reason(serve: Callable[..., Any]) -> None:
     """A malformed row met while serving is reported, and the next request is answered."""
     with serve(create_app(Fragile())) as address:
         answer = post(address, {"queries": ["broken"]})

@@ -1,0 +1,255 @@
+"""The client against a real server with scripted failures: merging, retries, errors, loops."""
+
+import asyncio
+import json
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request, Response
+
+from search_r1.search.client import Document, EmptyRetrieval, InMemoryRetrieval, RetrievalClient
+from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
+from search_r1.search.retrieval_server import bind, create_app
+from search_r1.search.retrievers.base import Retriever
+
+GOOD = 200
+SLOW = 0
+"""A scripted status that means: answer too late."""
+SLOW_S = 1.0
+
+
+@dataclass
+class Script:
+    """The statuses of the next answers (then always good), and the requests that were read."""
+
+    statuses: list[int] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    poison: str = ""
+    """A query that makes its whole request a 422."""
+    body: bytes | None = None
+    """What good answers say, if not an echo of the queries."""
+
+
+def scripted(script: Script) -> FastAPI:
+    """A server that echoes each query as a document, in an old server's form, as scripted."""
+    app = FastAPI()
+
+    @app.post("/retrieve")
+    async def retrieve(request: Request) -> Response:
+        body = await request.json()
+        script.requests.append(body)
+        status = script.statuses.pop(0) if script.statuses else GOOD
+        if status == SLOW:
+            await asyncio.sleep(SLOW_S)
+        if status not in (SLOW, GOOD):
+            return Response("scripted", status_code=status)
+        if script.poison and script.poison in body["queries"]:
+            return Response("poisoned", status_code=422)
+        if script.body is not None:
+            return Response(script.body)
+        document = {"id": 1, "contents": '"T"\n'}
+        hits = [
+            [{"document": {**document, "contents": f'"T"\n{q}'}, "score": 1.0}]
+            for q in body["queries"]
+        ]
+        return Response(json.dumps({"result": hits}))
+
+    return app
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def url(script: Script, serve: Callable[..., Any]) -> Iterator[str]:
+    with serve(scripted(script)) as address:
+        yield address
+
+
+def ask(client: RetrievalClient, *queries: str) -> list[list[Document] | BaseException]:
+    """What concurrent searches in a fresh event loop give; exceptions are returned."""
+
+    async def gather() -> list[list[Document] | BaseException]:
+        try:
+            return await asyncio.gather(*map(client.search, queries), return_exceptions=True)
+        finally:
+            await client.aclose()
+
+    return asyncio.run(gather())
+
+
+def texts(found: list[Any]) -> list[str]:
+    return [documents[0].text for documents in found]
+
+
+def test_concurrent_searches_share_requests(url: str, script: Script) -> None:
+    """Searches of one moment travel together, at most max_batch at a time, each with its own."""
+    queries = [f"q{i}" for i in range(10)]
+    found = ask(RetrievalClient(url, 4, max_batch=4), *queries)
+    assert texts(found) == queries
+    assert sorted(len(r["queries"]) for r in script.requests) == [2, 4, 4]
+    assert {r["topk"] for r in script.requests} == {4}
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/retrieve", "/retrieve/"])
+def test_url_forms(url: str, suffix: str) -> None:
+    """Base address and full address mean the same; title and text come from contents."""
+    [[document]] = ask(RetrievalClient(url + suffix), "q")
+    assert document == Document("1", "T", "q", '"T"\nq')
+
+
+def test_url_without_scheme_is_refused() -> None:
+    """A url that would never connect is refused at once, with an example."""
+    with pytest.raises(ValueError, match="http://127"):
+        RetrievalClient("127.0.0.1:8000")
+
+
+@pytest.mark.parametrize("failures", [[500], [503, 502], [429], [429, 500, 504]])
+def test_transient_failures_are_retried(url: str, script: Script, failures: list[int]) -> None:
+    """429 and 5xx are tried again until they pass, with growing pauses."""
+    script.statuses = list(failures)
+    start = time.monotonic()
+    assert texts(ask(RetrievalClient(url, backoff=0.05, max_retries=3), "q")) == ["q"]
+    assert len(script.requests) == len(failures) + 1
+    assert time.monotonic() - start >= sum(0.05 * 2**n / 2 for n in range(len(failures)))
+
+
+def test_retries_are_bounded(url: str, script: Script) -> None:
+    """A failure for good is RetrieverUnavailable, names the server, and reaches every waiter."""
+    script.statuses = [503] * 99
+    found = ask(RetrievalClient(url, backoff=0.01, max_retries=2), "a", "b")
+    assert [type(error) for error in found] == [RetrieverUnavailable] * 2
+    assert url in str(found[0]) and "503" in str(found[0]) and "3 attempts" in str(found[0])
+    assert len(script.requests) == 3
+
+
+def test_timeouts_are_retried(url: str, script: Script) -> None:
+    """An answer that is too late counts as none."""
+    script.statuses = [SLOW]
+    assert texts(ask(RetrievalClient(url, timeout=0.2, backoff=0.01), "q")) == ["q"]
+    script.statuses = [SLOW, SLOW]
+    start = time.monotonic()
+    [error] = ask(RetrievalClient(url, timeout=0.2, backoff=0.01, max_retries=1), "q")
+    assert isinstance(error, RetrieverUnavailable) and "Timeout" in str(error)
+    assert time.monotonic() - start < SLOW_S
+
+
+def test_nobody_listens() -> None:
+    """A refused connection is RetrieverUnavailable, for searches and for health."""
+    with bind("127.0.0.1", 0) as closed:
+        client = RetrievalClient(
+            f"http://127.0.0.1:{closed.getsockname()[1]}", backoff=0.01, max_retries=1
+        )
+        [error] = ask(client, "q")
+        assert isinstance(error, RetrieverUnavailable) and "retrieval_launch.sh" in str(error)
+        with pytest.raises(RetrieverUnavailable, match="does not answer"):
+            asyncio.run(client.health())
+
+
+def test_the_server_may_come_later(script: Script, serve: Callable[..., Any]) -> None:
+    """An outage shorter than the retries is survived."""
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    client = RetrievalClient(f"http://127.0.0.1:{port}", backoff=0.1, max_retries=6)
+
+    async def search_then_start() -> list[Document]:
+        search = asyncio.create_task(client.search("q"))
+        await asyncio.sleep(0.15)
+        with serve(scripted(script), port):
+            found = await search
+            await client.aclose()
+            return found
+
+    assert asyncio.run(search_then_start())[0].text == "q"
+
+
+def test_a_refused_query_does_not_fail_its_neighbours(url: str, script: Script) -> None:
+    """A refused batch is asked one by one, so that only the query at fault fails; no retries."""
+    script.poison = "bad"
+    found = ask(RetrievalClient(url), "a", "bad", "b")
+    assert texts([found[0], found[2]]) == ["a", "b"]
+    assert isinstance(found[1], RetrieverRefused) and "422" in str(found[1])
+    assert len(script.requests) == 4
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>",
+        b"[]",
+        b"{}",
+        b'{"result": []}',
+        b'{"result": [[{"id": "1"}]]}',
+        b'{"result": [[7]]}',
+    ],
+)
+def test_answers_outside_the_contract(url: str, script: Script, body: bytes) -> None:
+    """Another service behind the url is a typed error that shows what came, not a KeyError."""
+    script.body = body
+    [error] = ask(RetrievalClient(url), "q")
+    assert isinstance(error, RetrieverRefused) and "outside the wire contract" in str(error)
+
+
+def test_one_client_serves_many_event_loops(url: str) -> None:
+    """A client may be made anywhere, sent to another process, and used in loop after loop."""
+    client = pickle.loads(pickle.dumps(RetrievalClient(url)))
+    assert [texts(ask(client, "q")) for _ in range(3)] == [["q"]] * 3
+
+
+def test_a_cancelled_search_leaves_the_others(url: str) -> None:
+    """Cancelling one search of a batch neither breaks nor delays the rest."""
+
+    async def cancel_first() -> list[Document]:
+        client = RetrievalClient(url)
+        first, second = (asyncio.create_task(client.search(q)) for q in "ab")
+        await asyncio.sleep(0)
+        first.cancel()
+        try:
+            return await second
+        finally:
+            await client.aclose()
+
+    assert asyncio.run(cancel_first())[0].text == "b"
+
+
+def test_ill_formed_queries_are_sent(url: str) -> None:
+    """Half a surrogate pair cannot be written as UTF-8; it is replaced, not raised."""
+    assert texts(ask(RetrievalClient(url), "a\ud800b")) == ["a?b"]
+
+
+@pytest.mark.parametrize("name", ["bm25", "hash", "empty"])
+def test_line_18_merged_answers_are_serial_answers(
+    name: str,
+    open_engine: Callable[[str], Retriever],
+    serve: Callable[..., Any],
+    queries: list[str],
+) -> None:
+    """Through client and server together, every engine gives each query its own documents."""
+    engine = open_engine(name)
+    asked = queries * 10
+    with serve(create_app(engine)) as address:
+        client = RetrievalClient(address, topk=2, max_batch=16)
+        found = ask(client, *asked)
+        assert asyncio.run(client.health())["retriever"] == name
+    expected = [[hit.document for hit in engine.search([query], 2)[0]] for query in asked]
+    assert found == expected
+
+
+def test_stand_ins_need_no_server() -> None:
+    """The shipped fakes search a mapping by query or a list by words, and record the queries."""
+    paris, lyon = (Document.from_title(c, c, f"{c} is a city") for c in ("Paris", "Lyon"))
+
+    async def search_all() -> list[list[Document]]:
+        listed, mapped = InMemoryRetrieval([paris, lyon], topk=1), InMemoryRetrieval({"q": [lyon]})
+        found = [await listed.search("city Lyon"), await listed.search("zebra")]
+        found += [await mapped.search("q"), await mapped.search("x")]
+        assert (listed.queries, mapped.queries) == (["city Lyon", "zebra"], ["q", "x"])
+        return [*found, await EmptyRetrieval().search("q")]
+
+    assert asyncio.run(search_all()) == [[lyon], [], [lyon], [], []]
