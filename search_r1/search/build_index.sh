@@ -11,7 +11,7 @@ fi
 
 args=(--retrieval_method "${RETRIEVER_NAME:-bm25}")
 args+=(--corpus_path "${CORPUS_PATH:-$root/example/corpus.jsonl}")
-args+=(--save_dir "${SAVE_DIR:-$root/example/index}")
+args+=(--save_dir "${SAVE_DIR:-$root/example/index/corpus}")
 if [[ -n "${RETRIEVER_MODEL:-}" ]]; then args+=(--model_path "$RETRIEVER_MODEL"); fi
 
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"

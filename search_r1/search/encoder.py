@@ -142,5 +142,9 @@ def _load(model_path: str) -> Any:
 
 def _pooling(model: Any) -> str:
     """What the model's pooling module does, for example `mean` or `cls`; empty if unknown."""
-    modes = [m.get_pooling_mode_str() for m in model if hasattr(m, "get_pooling_mode_str")]
-    return str(modes[0]) if modes else ""
+    for module in model:
+        if hasattr(module, "get_pooling_mode_str"):  # sentence-transformers 5
+            return str(module.get_pooling_mode_str())
+        if hasattr(module, "pooling_mode"):  # from 6 on
+            return str(module.pooling_mode)
+    return ""

