@@ -55,7 +55,7 @@ def load_rows(files: str | Sequence[str], prompt_key: str = "prompt") -> list[Ro
         raise DataError(explain("data files", "an empty list", "a file", "name a parquet file"))
     names = _unique_names(paths)
     return [
-        _check_row(record, names[path], number, prompt_key)
+        _check_row(record, path, names[path], number, prompt_key)
         for path in paths
         for number, record in _read(path, prompt_key)
     ]
@@ -127,11 +127,11 @@ def _row_error(
     return DataError(explain(f"{where}, {part}" if part else where, got, expected, fix))
 
 
-def _check_row(record: Any, file: str, number: int, prompt_key: str) -> Row:
-    """One raw row as a Row, or a DataError that names the part at fault."""
+def _check_row(record: Any, path: str, name: str, number: int, prompt_key: str) -> Row:
+    """One raw row of `path` as a Row of `name`, or a DataError that names the part at fault."""
 
     def refuse(part: str, got: object, expected: str) -> DataError:
-        return _row_error(file, number, part, _short(got), expected, "correct or drop the row")
+        return _row_error(path, number, part, _short(got), expected, "correct or drop the row")
 
     if not isinstance(record, dict):
         raise refuse("", record, "an object")
@@ -149,7 +149,7 @@ def _check_row(record: Any, file: str, number: int, prompt_key: str) -> Row:
     extra = record.get("extra_info") or {}
     if not isinstance(extra, dict):
         raise refuse("extra_info", extra, "an object")
-    return Row(file, number, prompt, source, targets, extra)
+    return Row(name, number, prompt, source, targets, extra)
 
 
 def _prompt(prompt: Any) -> str | tuple[Message, ...]:

@@ -110,7 +110,7 @@ def _compose(preset: str, folder: Path, arguments: Sequence[str]) -> DictConfig:
         with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
             return hydra_compose(name, overrides=[search_path, *arguments])
     except (HydraException, OmegaConfBaseException) as error:
-        cause = str(error.__cause__ or error).splitlines()[0]
+        cause = " ".join(str(error).splitlines()[:2])
         fix = f"correct {folder / name}.yaml or the options given"
         raise ConfigError(explain(f"preset {name}", cause, "options of verl/config.py", fix)) from (
             error

@@ -1,0 +1,156 @@
+"""train_ppo.sh and train_grpo.sh: the paper's recipes, and how their values are overridden."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from verl.config import Config
+from verl.trainer import cli
+
+ROOT = Path(__file__).parents[1]
+SHIM = """#!/bin/sh
+[ "$1" = -c ] && exit {status}
+printf '%s\\n' "$@"
+"""
+
+
+def arguments(
+    script: str, tmp_path: Path, *extra: str, has_packages: bool = True, **environment: str
+) -> list[str]:
+    """What the script hands to python, by a python that only prints it."""
+    shim = tmp_path / "python"
+    shim.write_text(SHIM.format(status=0 if has_packages else 1))
+    shim.chmod(0o755)
+    clean = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHON": str(shim), **environment}
+    done = subprocess.run(
+        ["bash", str(ROOT / script), *extra],
+        env=clean,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{done.returncode}: {done.stderr}")
+    return done.stdout.splitlines()
+
+
+def config_of(script: str, tmp_path: Path, *extra: str, **environment: str) -> Config:
+    """The configuration that the script's run would have."""
+    module, *options = arguments(script, tmp_path, *extra, **environment)[1:]
+    assert module == environment.get("ENTRY", "verl.trainer.main_ppo")
+    return cli.compose(options)
+
+
+def test_grpo_is_the_papers_recipe(tmp_path: Path) -> None:
+    """The published hyper-parameters of GRPO, v0.2."""
+    config = config_of("train_grpo.sh", tmp_path)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert config.algorithm.adv_estimator == "grpo"
+    assert (rollout.n_agent, rollout.temperature, rollout.gpu_memory_utilization) == (5, 1.0, 0.6)
+    assert (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type) == (
+        True,
+        0.001,
+        "low_var_kl",
+    )
+    assert not config.kl_in_reward
+    assert_common(config)
+
+
+def test_ppo_is_the_papers_recipe(tmp_path: Path) -> None:
+    """The published hyper-parameters of PPO, v0.2."""
+    config = config_of("train_ppo.sh", tmp_path)
+    assert config.algorithm.adv_estimator == "gae"
+    assert (config.algorithm.gamma, config.algorithm.lam) == (1.0, 1.0)
+    assert config.algorithm.kl_ctrl.kl_coef == 0.001
+    assert config.kl_in_reward
+    assert config.actor_rollout_ref.rollout.n_agent == 1
+    assert config.critic.optim.lr == 1e-5
+    assert config.critic.optim.lr_warmup_steps_ratio == 0.015
+    assert config.critic.model.path == "Qwen/Qwen2.5-3B"
+    assert_common(config)
+
+
+def assert_common(config: Config) -> None:
+    """What both recipes share."""
+    data, actor, trainer = config.data, config.actor_rollout_ref.actor, config.trainer
+    lengths = (data.max_prompt_length, data.max_response_length)
+    assert (*lengths, data.max_start_length, data.max_obs_length) == (4096, 500, 2048, 500)
+    assert (data.train_batch_size, data.val_batch_size) == (512, 256)
+    assert data.train_files == "data/nq_search/train.parquet"
+    assert data.val_files == "data/nq_search/test.parquet"
+    assert (actor.ppo_mini_batch_size, actor.ppo_micro_batch_size) == (256, 64)
+    assert (actor.optim.lr, actor.optim.lr_warmup_steps_ratio) == (1e-6, 0.285)
+    assert actor.state_masking
+    assert config.actor_rollout_ref.model.path == "Qwen/Qwen2.5-3B"
+    assert (trainer.n_gpus_per_node, trainer.nnodes, trainer.total_training_steps) == (8, 1, 1005)
+    assert (trainer.save_freq, trainer.test_freq) == (100, 50)
+    assert "wandb" in trainer.logger
+    assert (config.max_turns, config.retriever.topk) == (2, 3)
+    assert config.retriever.url == "http://127.0.0.1:8000/retrieve"
+
+
+@pytest.mark.parametrize("script", ["train_ppo.sh", "train_grpo.sh"])
+def test_environment_overrides_values(script: str, tmp_path: Path) -> None:
+    """Values come from the environment where they are set, also with spaces in paths."""
+    config = config_of(
+        script,
+        tmp_path,
+        BASE_MODEL="/models/my model",
+        DATA_DIR="/d",
+        N_GPUS="2",
+        RETRIEVER_URL="http://h:1/retrieve",
+        EXPERIMENT_NAME="e",
+        PROJECT_NAME="p",
+        TOTAL_STEPS="7",
+        TRAIN_BATCH_SIZE="16",
+        OUTPUT_DIR="/o",
+        LOGGER="console",
+    )
+    trainer = config.trainer
+    assert config.actor_rollout_ref.model.path == "/models/my model"
+    assert config.data.val_files == "/d/test.parquet"
+    assert config.retriever.url == "http://h:1/retrieve"
+    assert (trainer.n_gpus_per_node, trainer.total_training_steps) == (2, 7)
+    assert (trainer.project_name, trainer.experiment_name, trainer.logger) == ("p", "e", "console")
+    assert (config.data.train_batch_size, trainer.default_local_dir) == (16, "/o")
+
+
+@pytest.mark.parametrize("script", ["train_ppo.sh", "train_grpo.sh"])
+def test_arguments_win_over_everything(script: str, tmp_path: Path) -> None:
+    """A key=value argument beats the script's value and the environment's."""
+    extra = ("+max_turns=4", "trainer.total_training_steps=3")
+    config = config_of(script, tmp_path, *extra, TOTAL_STEPS="7")
+    assert (config.max_turns, config.trainer.total_training_steps) == (4, 3)
+
+
+def test_paths_of_a_run_stay_relative_to_the_caller(tmp_path: Path) -> None:
+    """The script works from any folder: only PYTHONPATH points to the checkout."""
+    assert arguments("train_ppo.sh", tmp_path)[0] == "-m"
+
+
+def test_missing_packages_are_told_in_one_line(tmp_path: Path) -> None:
+    """A python without our packages gets no traceback but the way out."""
+    with pytest.raises(RuntimeError, match=r"^2: .*lacks the packages .* 'make install'"):
+        arguments("train_grpo.sh", tmp_path, has_packages=False)
+
+
+def test_entry_can_be_the_format_reward(tmp_path: Path) -> None:
+    """ENTRY chooses main_ppo_format with the same recipe."""
+    config_of("train_grpo.sh", tmp_path, ENTRY="verl.trainer.main_ppo_format")
+
+
+@pytest.mark.parametrize("script", ["train_ppo.sh", "train_grpo.sh", "scripts/train_common.sh"])
+def test_script_is_sound_bash(script: str) -> None:
+    """Bash parses every line of it."""
+    subprocess.run(["bash", "-n", str(ROOT / script)], check=True, timeout=30)
+
+
+def test_environment_of_ray_jobs_leaves_large_folders_behind() -> None:
+    """`ray job submit --runtime-env` sends the checkout without environments and outputs."""
+    environment = yaml.safe_load((ROOT / "verl/trainer/runtime_env.yaml").read_text())
+    assert environment["working_dir"] == "./"
+    assert {"/.venv/", "/runs/", "/models/"} <= set(environment["excludes"])

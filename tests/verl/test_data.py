@@ -1,0 +1,247 @@
+"""Rows, prompts and batches: nothing is dropped, doubled or misread in silence."""
+
+import itertools
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from verl.data import PromptDataset, PromptSampler, choose, load_rows, render
+from verl.errors import ConfigError, DataError
+
+
+class ByteTokenizer:
+    """Ids are bytes; 256 starts plain text, 257 stands for what a chat template adds."""
+
+    def __init__(self, chat_template: str | None = None) -> None:
+        self.chat_template = chat_template
+
+    def apply_chat_template(
+        self, conversation: Sequence[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        assert not tokenize and add_generation_prompt
+        return "".join(f"[{m['role']}]{m['content']}" for m in conversation) + "[assistant]"
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return ([256] if add_special_tokens else []) + list(text.encode())
+
+
+def record(question: str = "Who?", target: Any = "Ada", **changes: Any) -> dict[str, Any]:
+    """A sound row, with parts replaced."""
+    row = {
+        "data_source": "nq",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "fact-reasoning",
+        "reward_model": {"style": "rule", "ground_truth": {"target": target}},
+        "extra_info": {"index": 0, "split": "train"},
+    }
+    return {**row, **changes}
+
+
+def write_jsonl(path: Path, records: Sequence[Any]) -> str:
+    """A jsonl file of the records."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return str(path)
+
+
+def test_parquet_and_jsonl_give_the_same_rows(tmp_path: Path) -> None:
+    """The format of the file changes nothing but its name."""
+    records = [record("a", ["x", "y"]), record("b", ["z"])]
+    pd.DataFrame(records).to_parquet(tmp_path / "f.parquet")
+    parquet = load_rows(str(tmp_path / "f.parquet"))
+    jsonl = load_rows([write_jsonl(tmp_path / "f.jsonl", records)])
+    for left, right in zip(parquet, jsonl, strict=True):
+        assert (left.prompt, left.ground_truth) == (right.prompt, right.ground_truth)
+        assert (left.data_source, left.extra_info) == (right.data_source, right.extra_info)
+    assert parquet[0].ground_truth == ("x", "y")
+    assert [row.uid for row in parquet] == ["f.parquet#0", "f.parquet#1"]
+
+
+def test_line_11_uids_differ_between_data_sets_with_the_same_index(tmp_path: Path) -> None:
+    """Two data sets with one file name and one extra_info.index are different prompts."""
+    files = [write_jsonl(tmp_path / part / "train.jsonl", [record()] * 3) for part in "ab"]
+    uids = [row.uid for row in load_rows(files)]
+    assert len(set(uids)) == 6
+
+
+@pytest.mark.parametrize(
+    ("bad", "part"),
+    [
+        (record(prompt=None), "prompt: got nothing"),
+        (record(prompt=[]), "prompt: got []"),
+        (record(prompt=[{"role": "user"}]), "prompt: got [{'role': 'user'}]"),
+        (record(data_source=None), "data_source: got nothing"),
+        (record(target=[]), "reward_model: got"),
+        (record(target=[1]), "reward_model: got"),
+        (record(target=""), "reward_model: got"),
+        (record(reward_model={"style": "rule"}), "reward_model: got"),
+        (record(extra_info=[1]), "extra_info: got [1]"),
+        ([1, 2], "got [1, 2], expected an object"),
+    ],
+)
+def test_malformed_row_is_refused_with_its_number(tmp_path: Path, bad: Any, part: str) -> None:
+    """A bad row names file, number, part, and what was expected there."""
+    path = write_jsonl(tmp_path / "t.jsonl", [record(), record(), bad])
+    with pytest.raises(DataError) as caught:
+        load_rows(path)
+    message = str(caught.value)
+    assert f"{path}, row 2 (counted from 0)" in message
+    assert part in message
+    assert "fix:" in message
+
+
+def test_line_that_is_no_json_is_refused_with_its_number(tmp_path: Path) -> None:
+    """A torn line names itself."""
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(record()) + '\n{"data_sou\n')
+    with pytest.raises(DataError, match=r"row 1 .*correct line 2"):
+        load_rows(str(path))
+
+
+def test_malformed_parquet_row_is_refused_with_its_number(tmp_path: Path) -> None:
+    """The number of a bad row counts over parquet's row groups."""
+    records = [record(target=["x"]) for _ in range(50)]
+    records[33]["reward_model"]["ground_truth"]["target"] = []
+    pd.DataFrame(records).to_parquet(tmp_path / "f.parquet", row_group_size=10)
+    with pytest.raises(DataError, match="row 33 "):
+        load_rows(str(tmp_path / "f.parquet"))
+
+
+def test_missing_column_is_refused(tmp_path: Path) -> None:
+    """A parquet file of another layout says which column is absent and which are there."""
+    pd.DataFrame([{"question": "q"}]).to_parquet(tmp_path / "f.parquet")
+    with pytest.raises(DataError, match="got columns question, expected a column prompt"):
+        load_rows(str(tmp_path / "f.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.parquet", None, "no such file"),
+        ("t.csv", "a", r"got \.csv, expected \.parquet or \.jsonl"),
+        ("t.jsonl", "\n", "got no rows"),
+        ("t.parquet", "not parquet", "expected a parquet file"),
+    ],
+)
+def test_unusable_file_is_refused(
+    tmp_path: Path, name: str, content: str | None, message: str
+) -> None:
+    """A file that cannot be read names itself and the reason."""
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        load_rows(str(tmp_path / name))
+
+
+def test_file_given_twice_is_refused(tmp_path: Path) -> None:
+    """Rows of one file twice would share their uids."""
+    path = write_jsonl(tmp_path / "t.jsonl", [record()])
+    with pytest.raises(DataError, match="twice"):
+        load_rows([path, path])
+
+
+def test_render_follows_the_tokenizer(tmp_path: Path) -> None:
+    """Instruct models get their template without added specials; base models plain text with."""
+    chat, plain = load_rows(
+        write_jsonl(tmp_path / "t.jsonl", [record("Who?"), record(prompt="Who?")])
+    )
+    base, instruct = ByteTokenizer(), ByteTokenizer("template")
+    assert bytes(render(chat, instruct).ids) == b"[user]Who?[assistant]"
+    assert render(chat, base).ids == (256, *b"Who?")
+    assert render(plain, base).ids == render(plain, instruct).ids == (256, *b"Who?")
+    assert render(chat, base).ground_truth == ("Ada",)
+
+
+def test_line_16_overlong_prompts_are_counted_or_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over-long rows go before training: dropped with the count, or refused with their rows."""
+    path = write_jsonl(tmp_path / "t.jsonl", [record("q" * n) for n in (5, 50, 9, 60)])
+    tokenizer = ByteTokenizer()
+    with caplog.at_level(logging.WARNING):
+        kept = PromptDataset.load(path, tokenizer, max_start_length=10)
+    assert [prompt.uid for prompt in kept] == ["t.jsonl#0", "t.jsonl#2"]
+    assert "2 of 4 prompts over 10 tokens (longest 61)" in caplog.text
+    with pytest.raises(DataError, match=r"t\.jsonl#1, t\.jsonl#3"):
+        PromptDataset.load(path, tokenizer, max_start_length=10, filter_overlong=False)
+    with pytest.raises(DataError, match="4 of 4 prompts"):
+        PromptDataset.load(path, tokenizer, max_start_length=2)
+
+
+def test_subset_is_chosen_by_seed(tmp_path: Path) -> None:
+    """`train_data_num` rows: the same for one seed, others for another, all where it is large."""
+    rows = load_rows(write_jsonl(tmp_path / "t.jsonl", [record(str(n)) for n in range(100)]))
+    first = choose(rows, 10, seed=1)
+    assert first == choose(rows, 10, seed=1) != choose(rows, 10, seed=2)
+    assert [row.number for row in first] == sorted({row.number for row in first})
+    assert choose(rows, 1000, seed=1) == choose(rows, None, seed=1) == rows
+
+
+def test_validation_batches_hold_every_row_once(tmp_path: Path) -> None:
+    """The tail of the validation set is scored too (line 13)."""
+    path = write_jsonl(tmp_path / "t.jsonl", [record(str(n)) for n in range(7)])
+    data = PromptDataset.load(path, ByteTokenizer(), max_start_length=10)
+    assert [len(batch) for batch in data.batches(3)] == [3, 3, 1]
+    assert [p.uid for batch in data.batches(3) for p in batch] == [p.uid for p in data]
+
+
+SIZES = [(7, 3), (8, 4), (5, 5), (5, 4), (10, 7), (64, 24), (3, 1)]
+
+
+@pytest.mark.parametrize(("num_rows", "batch_size"), SIZES)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_sampler_sees_each_row_once_an_epoch(num_rows: int, batch_size: int, shuffle: bool) -> None:
+    """Epochs are permutations laid end to end, and no batch holds a row twice."""
+    sampler = PromptSampler(num_rows, batch_size, shuffle, seed=3)
+    batches = list(itertools.islice(sampler, 6 * num_rows))
+    assert all(len(set(batch)) == batch_size for batch in batches)
+    stream = list(itertools.chain.from_iterable(batches))
+    for start in range(0, len(stream) - num_rows + 1, num_rows):
+        assert Counter(stream[start : start + num_rows]) == Counter(range(num_rows))
+
+
+@pytest.mark.parametrize(("num_rows", "batch_size"), SIZES)
+def test_sampler_resumes_at_every_step(num_rows: int, batch_size: int) -> None:
+    """A sampler restored from its state goes on with the very same batches (line 21)."""
+    sampler = PromptSampler(num_rows, batch_size, seed=5)
+    for _ in range(12):
+        state = sampler.state_dict()
+        resumed = PromptSampler(num_rows, batch_size, seed=5)
+        resumed.load_state_dict(json.loads(json.dumps(state)))
+        following = [resumed.next_batch() for _ in range(9)]
+        branch = PromptSampler(num_rows, batch_size, seed=5)
+        branch.load_state_dict(state)
+        assert following[0] == branch.next_batch() == sampler.next_batch()
+        ahead = PromptSampler(num_rows, batch_size, seed=5)
+        ahead.load_state_dict(sampler.state_dict())
+        assert following[1:] == [ahead.next_batch() for _ in range(8)]
+
+
+def test_sampler_order_depends_on_seed_and_epoch() -> None:
+    """Seeds and epochs give different orders; without shuffling it is file order."""
+    first, same, other = (PromptSampler(50, 50, seed=s) for s in (1, 1, 2))
+    one = first.next_batch()
+    assert one == same.next_batch() != other.next_batch()
+    assert one != first.next_batch()
+    plain = PromptSampler(5, 2, shuffle=False)
+    assert [plain.next_batch() for _ in range(3)] == [[0, 1], [2, 3], [4, 0]]
+
+
+def test_sampler_refuses_what_cannot_work() -> None:
+    """A batch larger than the data, and a state of other data, are told."""
+    with pytest.raises(ConfigError, match=r"data\.train_batch_size: got 9, expected at most the 8"):
+        PromptSampler(8, 9)
+    with pytest.raises(ConfigError, match="resumed data order: got 8 num_rows"):
+        PromptSampler(8, 4).load_state_dict(PromptSampler(9, 4).state_dict())
+
+
+def test_num_batches_covers_the_epochs() -> None:
+    """Steps of an epoch count: enough that every row is seen that often."""
+    assert PromptSampler(10, 4).num_batches(1) == 3
+    assert PromptSampler(10, 4).num_batches(2) == 5
