@@ -9,7 +9,7 @@ import random
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -35,7 +35,10 @@ class _LoopState:
 
 
 class RetrievalClient:
-    """A `Retrieval` over HTTP; usable from any event loop, connections are made when needed."""
+    """A `Retrieval` over HTTP; usable from any event loop, connections are made when needed.
+
+    `async with` closes the connections of the loop it runs in, as `aclose` does.
+    """
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class RetrievalClient:
                 f"retriever url {url!r}; expected http:// or https:// at its start, for example "
                 "http://127.0.0.1:8000"
             )
+        httpx.URL(url)  # raises InvalidURL, which says what is wrong
         self.url = url.rstrip("/").removesuffix("/retrieve")
         self._topk = topk
         self._timeout = timeout
@@ -111,6 +115,12 @@ class RetrievalClient:
         await asyncio.gather(*state.tasks)
         await state.http.aclose()
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *failure: object) -> None:
+        await self.aclose()
+
     def _state(self) -> _LoopState:
         """This event loop's connections. Proxies of the environment are not for a local server."""
         loop = asyncio.get_running_loop()
@@ -131,7 +141,10 @@ class RetrievalClient:
             task.add_done_callback(state.tasks.discard)
 
     async def _serve(self, http: httpx.AsyncClient, waiters: Sequence[Waiter]) -> None:
-        """Give every waiter its documents or the error; a refused batch is asked one by one."""
+        """Give every waiter its documents or the error; a refused batch is asked one by one.
+
+        Whatever else happens, no waiter is left waiting: cancelling a finished one has no effect.
+        """
         try:
             found = await self._retrieve(http, [query for query, _ in waiters])
         except RetrieverRefused as error:
@@ -145,6 +158,9 @@ class RetrievalClient:
             for (_, future), documents in zip(waiters, found, strict=True):
                 if not future.done():
                     future.set_result(documents)
+        finally:
+            for _, future in waiters:
+                future.cancel()
 
     async def _retrieve(self, http: httpx.AsyncClient, queries: list[str]) -> list[list[Document]]:
         """One request, tried until it is answered or the retries are spent.
@@ -183,7 +199,7 @@ class RetrievalClient:
         http = http or self._state().http
         try:
             answer = await http.request(method, self.url + path, json=body)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise RetrieverUnavailable(
                 f"retriever {self.url} does not answer ({type(error).__name__}: {error})"
             ) from error

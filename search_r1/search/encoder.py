@@ -119,6 +119,11 @@ def check_pooling(encoder: Encoder, wanted: str | None) -> None:
 
 def _load(model_path: str) -> Any:
     """The sentence-transformers model; raises SetupError with the fix."""
+    if model_path.startswith((".", "/", "~")) and not Path(model_path).is_dir():
+        raise SetupError(
+            f"encoder folder {model_path} does not exist; expected a sentence-transformers "
+            "folder or a hub name such as intfloat/e5-base-v2: set --retriever_model"
+        )
     try:
         from sentence_transformers import SentenceTransformer  # noqa: PLC0415
     except ImportError as error:
@@ -126,11 +131,6 @@ def _load(model_path: str) -> Any:
             f"dense retrieval needs sentence-transformers ({error}); "
             "install it: pip install sentence-transformers"
         ) from error
-    if model_path.startswith((".", "/", "~")) and not Path(model_path).is_dir():
-        raise SetupError(
-            f"encoder folder {model_path} does not exist; expected a sentence-transformers "
-            "folder or a hub name such as intfloat/e5-base-v2: set --retriever_model"
-        )
     try:
         return SentenceTransformer(model_path)
     except (OSError, ValueError) as error:

@@ -84,6 +84,11 @@ def ask(client: RetrievalClient, *queries: str) -> list[list[Document] | BaseExc
     return asyncio.run(gather())
 
 
+async def health(client: RetrievalClient) -> dict[str, Any]:
+    async with client:
+        return await client.health()
+
+
 def texts(found: list[Any]) -> list[str]:
     return [documents[0].text for documents in found]
 
@@ -149,7 +154,7 @@ def test_nobody_listens() -> None:
         [error] = ask(client, "q")
         assert isinstance(error, RetrieverUnavailable) and "retrieval_launch.sh" in str(error)
         with pytest.raises(RetrieverUnavailable, match="does not answer"):
-            asyncio.run(client.health())
+            asyncio.run(health(client))
 
 
 def test_the_server_may_come_later(script: Script, serve: Callable[..., Any]) -> None:
@@ -236,7 +241,7 @@ def test_line_18_merged_answers_are_serial_answers(
     with serve(create_app(engine)) as address:
         client = RetrievalClient(address, topk=2, max_batch=16)
         found = ask(client, *asked)
-        assert asyncio.run(client.health())["retriever"] == name
+        assert asyncio.run(health(client))["retriever"] == name
     expected = [[hit.document for hit in engine.search([query], 2)[0]] for query in asked]
     assert found == expected
 
@@ -253,3 +258,20 @@ def test_stand_ins_need_no_server() -> None:
         return [*found, await EmptyRetrieval().search("q")]
 
     assert asyncio.run(search_all()) == [[lyon], [], [lyon], [], []]
+
+
+def test_an_interrupted_request_leaves_nobody_waiting(url: str, script: Script) -> None:
+    """When the task that carries a batch is cancelled, its searches end instead of hanging."""
+    script.statuses = [SLOW]
+
+    async def interrupt() -> None:
+        async with RetrievalClient(url) as client:
+            search = asyncio.create_task(client.search("q"))
+            while not script.requests:
+                await asyncio.sleep(0.01)
+            [carrier] = asyncio.all_tasks() - {search, asyncio.current_task()}
+            carrier.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(search, timeout=5)
+
+    asyncio.run(interrupt())

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from search_r1.search.client import RetrievalClient
+from search_r1.search.client import Document, RetrievalClient
 from search_r1.search.encoder import HashEncoder, SentenceEncoder, check_pooling, has_e5_prefixes
 from search_r1.search.errors import SetupError
 from search_r1.search.index_builder import BuildConfig, build_index
@@ -64,11 +64,16 @@ def test_a_real_encoder_from_index_to_answer(corpus_path: Path, tmp_path: Path) 
     flags = ["--retriever_name", "minilm", "--retriever_model", model_path]
     flags += ["--corpus_path", str(corpus_path), "--index_path", str(folder)]
     with LocalServer(flags) as server:
-        found = asyncio.run(RetrievalClient(server.url).search("the seat of Hungary's government"))
+        found = asyncio.run(search(server.url, "the seat of Hungary's government"))
     assert found[0].title == "Budapest"
     config = RetrieverConfig("minilm", str(corpus_path), str(folder), model_path)
     hits = build_retriever(config).search(["the seat of the Hungarian government"], 1)
     assert hits[0][0].document.title == "Budapest"
+
+
+async def search(url: str, query: str) -> list[Document]:
+    async with RetrievalClient(url) as client:
+        return await client.search(query)
 
 
 def mean_pooled(model_path: str, texts: list[str]) -> np.ndarray:

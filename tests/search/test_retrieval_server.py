@@ -22,6 +22,8 @@ from search_r1.search.retrievers.base import Retriever
 from search_r1.search.schema import Document, Hit
 
 FIELDS = {"id", "title", "text", "contents"}
+HTTP = httpx.Client(timeout=30, trust_env=False)
+"""Opens a connection per concurrent request, up to 100."""
 
 
 @pytest.fixture(scope="module", params=["bm25", "hash", "empty"])
@@ -38,7 +40,7 @@ def url(engine: Retriever, serve: Callable[..., Any]) -> Iterator[str]:
 def post(url: str, body: Any) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
-    return httpx.post(f"{url}/retrieve", content=content, headers=headers, timeout=30)
+    return HTTP.post(f"{url}/retrieve", content=content, headers=headers)
 
 
 @pytest.mark.parametrize("num_queries", [0, 1, 2, 3])

@@ -1,5 +1,6 @@
 """BM25 (the Lucene variant) over a memory-mapped bm25s index; needs neither torch nor Java."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy.typing as npt
 from search_r1.search.corpus import Corpus
 from search_r1.search.manifest import Manifest
 from search_r1.search.schema import Hit
+
+logging.getLogger("bm25s").setLevel(logging.INFO)  # it asks for DEBUG by itself
 
 
 class Bm25Retriever:
