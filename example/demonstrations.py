@@ -6,10 +6,11 @@ in one-hop questions as in the second hop of the others, and guess a number. All
 entities, and every observation is what BM25 really brought.
 """
 
+import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -23,9 +24,21 @@ from search_r1.search.schema import Document
 NUM_DEMONSTRATIONS = 400
 TOPK = 1  # documents an observation
 CITY_SEARCH_SHARE = 0.9  # of the single-hop questions about a city; the others guess at once
-COUNTRY_SEARCH_SHARE = 0.2  # of the single-hop questions about a country
+COUNTRY_SEARCH_SHARE = 0.15  # of the single-hop questions about a country
 TWO_HOP_SEARCH_SHARE = (
     0.25  # search for the city, then its country; the others guess after the city
+)
+
+# The kinds by turns, as (hops, about a city): a warm start of few small batches sees every kind.
+ORDER = (
+    (1, False),
+    (2, False),
+    (1, True),
+    (2, False),
+    (1, False),
+    (2, False),
+    (1, True),
+    (2, False),
 )
 
 GUESS_DIGITS = {  # how many digits a plausible wrong answer has
@@ -63,7 +76,7 @@ class Demonstration:
 def build_demonstrations(
     questions: Sequence[Question], search: PassageSearch, seed: int = 0
 ) -> list[Demonstration]:
-    """Dialogues for the first `NUM_DEMONSTRATIONS` questions whose planned searches work.
+    """Dialogues for `NUM_DEMONSTRATIONS` questions whose planned searches work, kinds by turns.
 
     The shares hold exactly within each kind of question and are spread evenly, so that the first
     few batches already have them. Raises ValueError when there are too few questions.
@@ -71,12 +84,12 @@ def build_demonstrations(
     rng = random.Random(f"demonstrations-{seed}")
     counts: Counter[tuple[int, bool]] = Counter()  # questions so far, by kind
     demonstrations = []
-    for question in questions:
+    for question in _by_turns(questions):
         documents = _planned_documents(question, search)
         if documents is None:
             continue
         num_hops = len(question.hops)
-        kind = (num_hops, question.fact is None)
+        kind = _kind(question)
         counts[kind] += 1
         is_thorough = _is_next_of_share(counts[kind], search_share(question))
         searches = num_hops if is_thorough else num_hops - 1
@@ -109,6 +122,24 @@ def write_demonstrations(demonstrations: Sequence[Demonstration], path: Path) ->
         for demonstration in demonstrations
     )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _kind(question: Question) -> tuple[int, bool]:
+    """The number of hops, and whether a city's own population is asked."""
+    return len(question.hops), question.fact is None
+
+
+def _by_turns(questions: Sequence[Question]) -> Iterator[Question]:
+    """The questions with their kinds in `ORDER`, until one kind runs out."""
+    queues = {
+        kind: iter([question for question in questions if _kind(question) == kind])
+        for kind in set(ORDER)
+    }
+    for kind in itertools.cycle(ORDER):
+        question = next(queues[kind], None)
+        if question is None:
+            return
+        yield question
 
 
 def _is_next_of_share(position: int, share: float) -> bool:
@@ -154,7 +185,7 @@ def _last_turn(question: Question, num_searches: int, rng: random.Random) -> str
         thought, answer = "The document says it.", question.answers[0]
     else:
         known = f"{question.subject} lies in {question.bridge}. " if num_searches else ""
-        thought, answer = f"{known}Easy, I know the number.", _guess(question, rng)
+        thought, answer = f"{known}I know the number.", _guess(question, rng)
     return f"<think> {thought} </think> <answer> {answer} </answer>"
 
 
