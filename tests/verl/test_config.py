@@ -1,5 +1,7 @@
 """The options of verl/config.py: every name of the original parses, with and without a plus."""
 
+from pathlib import Path
+
 import pytest
 
 from verl.trainer import cli, overrides
@@ -119,3 +121,20 @@ def test_every_option_says_what_it_is() -> None:
     obvious = ("temperature", "top_p", "grad_clip", "project_name", "experiment_name")
     repeated = "critic.model.enable_gradient_checkpointing"
     assert [k for k in silent if k.rsplit(".", 1)[-1] not in obvious and k != repeated] == []
+
+
+def test_docs_name_every_alias_and_every_lost_option() -> None:
+    """The tables of docs/configuration.md keep up with the code."""
+    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    for alias, key in overrides.ALIASES.items():
+        assert f"| `{alias}` | `{key}`" in text
+    for key in [*overrides.NO_EFFECT, *overrides.RETIRED]:
+        assert key in text or key.rsplit(".", 1)[-1] in text, key
+
+
+def test_tables_of_names_agree_with_the_options() -> None:
+    """Aliases lead to options, lost options are still options, retired names are none."""
+    assert set(overrides.ALIASES.values()) <= set(known_options())
+    assert not set(overrides.ALIASES) & set(known_options())
+    assert set(overrides.NO_EFFECT) <= set(known_options())
+    assert not set(overrides.RETIRED) & set(known_options())

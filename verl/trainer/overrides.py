@@ -8,6 +8,7 @@ spelled differently here are in `ALIASES`; those that have no effect any more ar
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ def parse(argument: str) -> Override:
             explain("argument", repr(argument), "key=value", "see --help for the keys")
         )
     try:
-        override = OverridesParser.create().parse_override(argument)
+        override = _parser().parse_override(argument)
     except HydraException as error:
         key, value = argument.split("=", 1)
         fix = f"quote it for the parser as well: '{key}=\"…\"'"
@@ -160,14 +161,25 @@ def unknown_key(key: str) -> ConfigError:
 
 def check_type(key: str, value: Any) -> None:
     """Refuse a value that its option's type cannot take."""
-    schema = OmegaConf.structured(Config)
     try:
-        OmegaConf.update(schema, key, value, merge=True)
+        OmegaConf.update(_schema(), key, value, merge=True)
     except OmegaConfBaseException as error:
         option = known_options().get(key)
         expected = option.type_name if option else "options of this section"
         fix = f"for example {key}={_example(option.default)}" if option else "see --help"
         raise ConfigError(explain(key, repr(value), expected, fix)) from error
+
+
+@functools.cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
+
+
+@functools.cache
+def _schema() -> DictConfig:
+    """A config to try values on; its types matter, its values do not."""
+    schema: DictConfig = OmegaConf.structured(Config)
+    return schema
 
 
 def _example(default: Any) -> str:
