@@ -6,6 +6,7 @@ loop only parses and writes. Engines live in `retrievers`, the contract in `sche
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -112,7 +113,8 @@ def serve(app: FastAPI, bound: socket.socket, port_file: Path | None = None) -> 
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S
     )
-    _Server(config, port_file, port).run(sockets=[bound])
+    with contextlib.suppress(KeyboardInterrupt):
+        _Server(config, port_file, port).run(sockets=[bound])
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -26,6 +26,12 @@ HTTP = httpx.Client(timeout=30, trust_env=False)
 """Opens a connection per concurrent request, up to 100."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _close_connections() -> Iterator[None]:
+    yield
+    HTTP.close()
+
+
 @pytest.fixture(scope="module", params=["bm25", "hash", "empty"])
 def engine(request: pytest.FixtureRequest, open_engine: Callable[[str], Retriever]) -> Retriever:
     return open_engine(request.param)
@@ -201,6 +207,21 @@ def test_launch_script(corpus_path: Path, tmp_path: Path) -> None:
         status = process.wait(20)
     assert (info["retriever"], info["default_topk"]) == ("bm25", 5)
     assert status in (0, -signal.SIGTERM)
+
+
+def test_an_interrupt_ends_quietly(tmp_path: Path) -> None:
+    """Ctrl-C stops the server without a traceback."""
+    port_file = tmp_path / "port"
+    flags = ["--retriever_name", "empty", "--port", "0", "--port_file", str(port_file)]
+    command = [sys.executable, "-m", "search_r1.search.retrieval_server", *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not port_file.exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert "Traceback" not in errors
 
 
 def test_launch_script_without_corpus() -> None:
