@@ -16,8 +16,7 @@ from pathlib import Path
 
 import httpx
 import torch
-from huggingface_hub import HfApi, constants, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub import constants, get_token, try_to_load_from_cache
 
 from verl.config import Config
 from verl.errors import (
@@ -90,11 +89,15 @@ def _hub_problem(name: str) -> str:
         return ""
     if constants.HF_HUB_OFFLINE:
         return "no such folder, not in the hub's cache, and HF_HUB_OFFLINE is set"
+    token = get_token()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        HfApi().model_info(name, timeout=PROBE_SECONDS)
-    except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
-        return f"no such folder, and the hub says: {_first_line(error)}"
-    return ""
+        # Asked directly: the exceptions of the hub's client differ between its versions.
+        url = f"{constants.ENDPOINT}/api/models/{name}"
+        answer = httpx.get(url, headers=headers, timeout=PROBE_SECONDS, follow_redirects=True)
+    except httpx.HTTPError as error:
+        return f"no such folder, and the hub does not answer: {_first_line(error)}"
+    return "" if answer.is_success else f"no such folder, and the hub says {answer.status_code}"
 
 
 def _questions(config: Config) -> Iterator[SearchR1Error]:

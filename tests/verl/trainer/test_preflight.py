@@ -142,6 +142,21 @@ def test_model_folder_without_weights_is_refused(sound: list[str], tmp_path: Pat
     assert "without *.safetensors" in problems(cli.compose(sound))[0]
 
 
+@pytest.mark.parametrize(("status", "found"), [(200, ""), (404, "the hub says 404")])
+def test_hub_is_asked_for_a_name(
+    sound: list[str], monkeypatch: pytest.MonkeyPatch, status: int, found: str
+) -> None:
+    """A hub name passes when the hub knows it, and else says what the hub said."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    config = cli.compose([*sound, "actor_rollout_ref.model.path=nobody/nothing"])
+    with server({"/api/models/nobody/nothing": (status, "{}")}) as url:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url.removesuffix("/retrieve"))
+        if not found:
+            preflight(config)
+        else:
+            assert found in problems(config)[0]
+
+
 def test_full_disk_is_refused(sound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """No run starts that could not save; one that never saves may."""
     usage = shutil.disk_usage("/")._replace(free=1 << 20)
