@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import torch
 from huggingface_hub import constants, get_token, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from verl.config import Config
 from verl.errors import (
@@ -85,7 +86,11 @@ def _model(key: str, path: str) -> Iterator[SearchR1Error]:
 
 def _hub_problem(name: str) -> str:
     """Why a hub model cannot be loaded, or an empty text."""
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError as error:
+        return f"no such folder, and no hub name: {_first_line(error)}"
+    if isinstance(cached, str):
         return ""
     if constants.HF_HUB_OFFLINE:
         return "no such folder, not in the hub's cache, and HF_HUB_OFFLINE is set"

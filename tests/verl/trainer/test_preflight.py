@@ -96,6 +96,7 @@ def test_sound_run_passes(sound: list[str], tmp_path: Path) -> None:
     [
         ("actor_rollout_ref.model.path=/nowhere/model", "/nowhere/model (no such folder)"),
         ("actor_rollout_ref.model.path=nobody/nothing", "hf download nobody/nothing"),
+        ("actor_rollout_ref.model.path=a--b", "no hub name"),
         ("critic.model.path=./nowhere", "critic.model.path: got ./nowhere"),
         ("data.val_files=nowhere.parquet", "data.val_files: nowhere.parquet: got no such file"),
         ("data.train_batch_size=5", "data.train_files: got 4 rows"),
