@@ -151,15 +151,17 @@ class SearchAgent:
     def observation(self, documents: Sequence[Document]) -> str:
         """Wrapped passages within `max_obs_length` tokens: whole ones, best first.
 
-        Only a first passage that does not fit by itself is cut, at a word.
+        Only a first passage that does not fit by itself is cut, at a word; if not even its title
+        fits, the observation is empty.
         """
         for count in range(len(documents), 0, -1):
             if self._fits(documents[:count]):
                 return self._wrap(documents[:count])
-        return self._wrap([self._cut(documents[0])] if documents else [])
+        cut = [self._cut(document) for document in documents[:1]]
+        return self._wrap(cut if self._fits(cut) else [])
 
     def _cut(self, document: Document) -> Document:
-        """The passage with as many leading words of its text (else of its title) as fit."""
+        """The passage with as many leading words of its text as fit."""
         words = document.text.split(" ")
         low, high = 0, len(words)
         while low < high:

@@ -74,7 +74,8 @@ def neutralize(text: str, reserved: Iterable[str] = ()) -> str:
     text = _RESERVED.sub("< ", text)
     for token in reserved:
         if len(token) > 1:
-            text = text.replace(token, f"{token[0]} {token[1:]}")
+            first, rest = re.escape(token[0]), re.escape(token[1:])
+            text = re.sub(f"({first})(?={rest})", r"\1 ", text)
     return text
 
 

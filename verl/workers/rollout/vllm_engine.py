@@ -6,6 +6,7 @@ vLLM is imported when an engine is built, so that everything else works without 
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +29,9 @@ QUIET_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "TQDM_DISABLE": "1",
 }
-DTYPES = ("bfloat16", "float32")
 MIN_BATCHED_TOKENS = 8192
+WORKER_EXTENSION = "verl.workers.rollout.weight_loading.WeightLoading"
+SHUTDOWN_TIMEOUT = 30.0
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class EngineConfig:
             "enable_prefix_caching": True,
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
+            "worker_extension_cls": WORKER_EXTENSION,
             "use_tqdm_on_load": False,
         }
         if self.device == "cpu":
@@ -151,18 +154,17 @@ class VllmEngine:
                 explain("rollout engine", str(error), "vLLM", f"pip install {package}")
             ) from error
         self._vllm, self._final_only = vllm, RequestOutputKind.FINAL_ONLY
+        others = multiprocessing.active_children()
         self._llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**config.vllm_arguments()))
+        self._processes = [p for p in multiprocessing.active_children() if p not in others]
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Continue `prompt_ids`; ids and log-probs are exactly those that were sampled."""
         version = self.weight_version
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(prompt_ids))
         request = str(next(self._numbers))
-        final = None
-        async for final in self._llm.generate(prompt, self._parameters(sampling), request):
-            pass
-        assert final is not None, "vLLM ended a request without an output"
-        output = final.outputs[0]
+        running = self._llm.generate(prompt, self._parameters(sampling), request)
+        output = [answer async for answer in running][-1].outputs[0]
         ids = tuple(output.token_ids)
         log_probs = tuple(step[i].logprob for step, i in zip(output.logprobs, ids, strict=True))
         assert version == self.weight_version, "weights changed while a request was running"
@@ -184,7 +186,7 @@ class VllmEngine:
 
     async def update_weights(self, weights_dir: str, version: int) -> None:
         """Load the safetensors of a folder in place and forget what the old weights cached."""
-        await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": weights_dir})
+        await self._llm.collective_rpc("load_weights_in_place", args=(weights_dir,))
         await self._llm.reset_prefix_cache()
         self.weight_version = version
 
@@ -199,5 +201,10 @@ class VllmEngine:
             await self._llm.wake_up()
 
     def shutdown(self) -> None:
-        """End the engine core's process."""
+        """End the engine core's process, by force after a while, and wait until it is gone."""
         self._llm.shutdown()
+        for process in self._processes:
+            process.join(SHUTDOWN_TIMEOUT)
+            if process.is_alive():
+                process.kill()
+                process.join()

@@ -1,0 +1,23 @@
+"""What runs inside vLLM's workers: loading new weights in place, completely."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class WeightLoading:
+    """Mixed into vLLM's worker class (`worker_extension_cls`)."""
+
+    model_runner: Any
+    reload_weights: Any
+
+    def load_weights_in_place(self, weights_dir: str) -> None:
+        """Reload all weights from a folder of safetensors.
+
+        A head that is tied to the embedding has no tensor in the folder, so vLLM's reload passes
+        it over; on CPU the head keeps a packed copy of its weight, which has to be made anew.
+        """
+        self.reload_weights(weights_path=weights_dir)
+        head = getattr(self.model_runner.get_model(), "lm_head", None)
+        if head is not None and hasattr(head, "quant_method"):
+            head.quant_method.process_weights_after_loading(head)
