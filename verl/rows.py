@@ -81,7 +81,7 @@ def _read(path: str, prompt_key: str) -> Iterator[tuple[int, Any]]:
         fix = "convert it, or correct its name"
         raise DataError(explain(path, Path(path).suffix or "no suffix", ".parquet or .jsonl", fix))
     if not Path(path).is_file():
-        fix = "correct data.train_files / data.val_files, or build the file (see README)"
+        fix = "correct the path, or get the file (README: data; make data builds the example)"
         raise DataError(explain(path, "no such file", "a file of questions", fix))
     empty = True
     for numbered in reader(path, prompt_key):
