@@ -1,0 +1,238 @@
+"""Checkpoints: sharded, atomic, resumable with another number of ranks, exportable.
+
+A checkpoint is the folder `global_step_N`:
+
+    shards/            weights and optimizer state of actor and critic (torch.distributed.checkpoint)
+    ranks/             schedule and random states of each rank
+    huggingface/       config and tokenizer of the policy
+    trainer_state.json what the driver wants back: step, data position, KL controller …
+    COMPLETE           written last; a folder without it is not a checkpoint
+
+It is written as `global_step_N.tmp` and renamed, so that a run killed at any moment leaves whole
+checkpoints only. `python -m verl.checkpoint export STEP_DIR --out DIR` makes a Hugging Face folder
+without starting ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoConfig, PretrainedConfig
+
+from verl.errors import ConfigError, SearchR1Error, explain
+from verl.workers.fsdp import FsdpEngine
+from verl.workers.weights import SHARD_BYTES, copy_tokenizer, write_weights
+
+MARKER = "COMPLETE"
+STATE_FILE = "trainer_state.json"
+STEP_NAME = re.compile(r"global_step_(\d+)")
+
+
+@contextlib.contextmanager
+def writing(root: Path, step: int) -> Iterator[Path]:
+    """The folder to write checkpoint `step` into; it becomes `global_step_N` if the body succeeds.
+
+    Example: `with writing(root, 3) as folder: ranks.save_checkpoint(folder)`.
+    """
+    final = root / f"global_step_{step}"
+    part = root / f"global_step_{step}.tmp"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    yield part
+    (part / MARKER).write_text(f"{step}\n")
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(part, final)
+
+
+def is_complete(step_dir: Path) -> bool:
+    """Whether the folder is a checkpoint whose writing ended."""
+    return STEP_NAME.fullmatch(step_dir.name) is not None and (step_dir / MARKER).is_file()
+
+
+def latest(root: Path) -> Path | None:
+    """The complete checkpoint of the highest step below `root`, if any."""
+    found = [path for path in root.glob("global_step_*") if is_complete(path)]
+    return max(found, key=step_of, default=None)
+
+
+def step_of(step_dir: Path) -> int:
+    """The step that a checkpoint folder's name says."""
+    match = STEP_NAME.fullmatch(step_dir.name)
+    assert match is not None, f"got {step_dir.name}, expected global_step_N"
+    return int(match.group(1))
+
+
+def resolve(resume_mode: str, root: Path) -> Path | None:
+    """What `trainer.resume_mode` (disable, auto, a path) means; None to start anew.
+
+    Raises ConfigError when a path is not a complete checkpoint.
+    """
+    if resume_mode == "disable":
+        return None
+    if resume_mode == "auto":
+        return latest(root)
+    path = Path(resume_mode)
+    if not is_complete(path):
+        raise ConfigError(
+            explain("trainer.resume_mode", resume_mode, f"global_step_N with {MARKER} inside",
+                    "give auto, or the path of a complete checkpoint")
+        )  # fmt: skip
+    return path
+
+
+def write_state(step_dir: Path, state: Mapping[str, Any]) -> None:
+    """Write the driver's own state, a JSON object."""
+    (step_dir / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n")
+
+
+def read_state(step_dir: Path) -> dict[str, Any]:
+    """The driver's own state."""
+    return dict(json.loads((step_dir / STATE_FILE).read_text()))
+
+
+def save_shards(
+    directory: Path, engines: Mapping[str, FsdpEngine], model_config: PretrainedConfig
+) -> None:
+    """Write this rank's part of all engines; every rank calls it with the same directory."""
+    rank = dist.get_rank()
+    (directory / "ranks").mkdir(parents=True, exist_ok=True)
+    dcp.save(_tensors(engines), checkpoint_id=directory / "shards")
+    schedules = {name: engine.scheduler.state_dict() for name, engine in engines.items()}
+    torch.save({"schedules": schedules, "random": random_states()}, _rank_file(directory, rank))
+    if rank == 0:
+        model_config.save_pretrained(directory / "huggingface")
+        copy_tokenizer(model_config.name_or_path, directory / "huggingface")
+    dist.barrier()
+
+
+def load_shards(directory: Path, engines: Mapping[str, FsdpEngine]) -> None:
+    """Take up what `save_shards` wrote, whatever number of ranks wrote it.
+
+    A rank that did not exist then keeps its random states.
+    """
+    dcp.load(_tensors(engines), checkpoint_id=directory / "shards")
+    own = _rank_file(directory, dist.get_rank())
+    state = torch.load(own if own.exists() else _rank_file(directory, 0), weights_only=False)
+    for name, engine in engines.items():
+        engine.scheduler.load_state_dict(state["schedules"][name])
+        for group, lr in zip(
+            engine.optimizer.param_groups, engine.scheduler.get_last_lr(), strict=True
+        ):
+            group["lr"] = lr
+    if own.exists():
+        set_random_states(state["random"])
+    dist.barrier()
+
+
+def _rank_file(directory: Path, rank: int) -> Path:
+    return directory / "ranks" / f"rank_{rank}.pt"
+
+
+def _tensors(engines: Mapping[str, FsdpEngine]) -> dict[str, Tensor]:
+    """All tensors to keep, by flat name; loading fills them in place."""
+    return {
+        f"{name}.{key}": tensor
+        for name, engine in engines.items()
+        for key, tensor in engine.tensors().items()
+    }
+
+
+def random_states() -> dict[str, Any]:
+    """The states of all random generators of this process."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+    }
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Bring back what `random_states` gave."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def export(step_dir: Path, out: Path, base: str | None = None, dtype: str = "bfloat16") -> Path:
+    """Write the policy of a checkpoint as a Hugging Face folder with tokenizer; returns `out`.
+
+    `base` names the model to take config and tokenizer from, instead of those in the checkpoint.
+    Needs neither ranks nor devices. Raises ConfigError when `step_dir` is not complete.
+    """
+    if not is_complete(step_dir):
+        raise ConfigError(
+            explain("checkpoint", step_dir, f"global_step_N with {MARKER} inside",
+                    "give a complete checkpoint; an interrupted one cannot be used")
+        )  # fmt: skip
+    source = base or str(step_dir / "huggingface")
+    part = out.with_name(out.name + ".tmp")
+    shutil.rmtree(part, ignore_errors=True)
+    config = AutoConfig.from_pretrained(source)
+    write_weights(part, _read_policy(step_dir / "shards"), config, dtype)
+    copy_tokenizer(source, part)
+    if out.exists():
+        shutil.rmtree(out)
+    os.replace(part, out)
+    return out
+
+
+def _read_policy(shards: Path) -> Iterator[tuple[str, Tensor]]:
+    """Name and whole tensor of each of the policy's weights, a few GiB at a time."""
+    prefix = "actor.model.lm."
+    metadata = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
+    group: dict[str, Tensor] = {}
+    for key, entry in metadata.items():
+        if not key.startswith(prefix) or not isinstance(entry, TensorStorageMetadata):
+            continue
+        group[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        if sum(t.nbytes for t in group.values()) > SHARD_BYTES:
+            yield from _fill(group, shards, prefix)
+            group = {}
+    yield from _fill(group, shards, prefix)
+
+
+def _fill(group: dict[str, Tensor], shards: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    if group:
+        dcp.load(group, checkpoint_id=shards, no_dist=True)
+    for key, tensor in group.items():
+        yield key.removeprefix(prefix), tensor
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line: export a checkpoint."""
+    parser = argparse.ArgumentParser(description="Checkpoints of a training run.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("export", help="write a Hugging Face folder")
+    command.add_argument("step_dir", type=Path, help="a global_step_N folder")
+    command.add_argument("--out", type=Path, required=True, help="folder to write")
+    command.add_argument("--base", help="model whose config and tokenizer to take")
+    command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    options = parser.parse_args(arguments)
+    try:
+        print(export(options.step_dir, options.out, options.base, options.dtype))  # noqa: T201
+    except SearchR1Error as error:
+        parser.exit(2, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The policy on training ranks: log-probs of a batch, and one optimizer step on a mini-batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl.config import ActorConfig
+from verl.core_algos import kl_penalty, policy_loss, weighted_sum
+from verl.protocol import DataProto
+from verl.workers.fsdp import FsdpEngine, reduce_max, reduce_sum
+from verl.workers.models import PackedInputs
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TOKEN_BUDGET = 16384
+Metrics = dict[str, float]
+
+
+def loss_mask(batch: DataProto) -> Tensor:
+    """(num_tokens,) bool: the tokens that are learned from; the policy's unless said otherwise."""
+    name = "loss_mask" if "loss_mask" in batch.tokens else "policy_mask"
+    return batch.tokens[name].bool()
+
+
+def flat_positions(batch: DataProto, indices: list[int]) -> Tensor:
+    """Positions in `batch` of the tokens of the sequences `indices`, in order."""
+    offsets = batch.offsets
+    spans = [torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in indices]
+    return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class TokenBudgets:
+    """Tokens of one packed forward on one rank."""
+
+    update: int = DEFAULT_TOKEN_BUDGET
+    inference: int = 2 * DEFAULT_TOKEN_BUDGET
+
+
+@dataclass
+class Actor:
+    """A policy in an engine; the reference is the same thing, frozen."""
+
+    engine: FsdpEngine
+    config: ActorConfig
+    budgets: TokenBudgets
+    temperature: float = 1.0
+    """The temperature that tokens were sampled at."""
+
+    @torch.no_grad()
+    def log_probs(self, batch: DataProto) -> Tensor:
+        """Log-prob of each token in the loss given its prefix, (num_tokens,) float32; else 0."""
+        result = torch.zeros(batch.num_tokens)
+        for indices, micro in self.engine.micro_batches(batch, self.budgets.inference):
+            inputs = PackedInputs.of(micro, loss_mask(micro), self.engine.device)
+            found, _ = self.engine.module(inputs, self.temperature)
+            if indices:
+                result[flat_positions(batch, indices)[inputs.wanted.cpu()]] = found.cpu()
+        return result
+
+    def update(self, mini_batch: DataProto) -> Metrics:
+        """One optimizer step on this rank's share of a mini-batch; metrics are over all ranks.
+
+        Needs the token columns `advantages` and `loss_weights` (made for the mini-batch of all
+        ranks), `ref_log_probs` if KL is in the loss; without `old_log_probs` the present policy
+        is the old one.
+        """
+        micros = self.engine.micro_batches(mini_batch, self.budgets.update)
+        sums, peak = torch.zeros(len(_SUMS)), torch.zeros(1)
+        for _, micro in micros:
+            inputs = PackedInputs.of(micro, loss_mask(micro), self.engine.device)
+            loss, observed, mismatch = self._loss(micro, inputs)
+            if not torch.isfinite(loss):
+                logger.warning("loss %s on groups %s", float(loss), micro.columns.get("group"))
+            self.engine.backward(loss)
+            sums += observed
+            peak = torch.maximum(peak, mismatch)
+        total = reduce_sum(sums, self.engine.device)
+        step = self.engine.step(is_finite=bool(total.isfinite().all()))
+        if step.is_skipped:
+            logger.warning("update skipped: gradient norm %s on groups %s", step.grad_norm,
+                           mini_batch.columns.get("group"))  # fmt: skip
+        metrics = {f"actor/{name}": float(x) for name, x in zip(_SUMS, total, strict=True)}
+        if "rollout_log_probs" in mini_batch.tokens:
+            metrics["actor/rollout_mismatch_max"] = float(reduce_max(peak, self.engine.device))
+        return {
+            **metrics,
+            "actor/grad_norm": step.grad_norm,
+            "actor/lr": step.lr,
+            "actor/skipped_updates": float(step.is_skipped),
+            "actor/num_micro_batches": float(len(micros)),
+        }
+
+    def _loss(self, micro: DataProto, inputs: PackedInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """This micro-batch's share of the loss, of the metrics `_SUMS`, and the peak mismatch."""
+        config = self.config
+        with_entropy = config.entropy_coeff != 0.0
+        log_probs, entropy = self.engine.module(inputs, self.temperature, with_entropy)
+        columns = Columns(micro, inputs)
+        weights, old = columns["loss_weights"], log_probs.detach()
+        if "old_log_probs" in micro.tokens:
+            old = columns["old_log_probs"]
+        high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+        losses, seen = policy_loss(
+            log_probs, old, columns["advantages"], config.clip_ratio, high, config.clip_ratio_c
+        )
+        pg_loss = weighted_sum(losses, weights)
+        entropy = weighted_sum(entropy, weights)
+        kl_loss = torch.zeros_like(pg_loss)
+        if config.use_kl_loss and config.kl_loss_coef > 0:
+            kl = kl_penalty(log_probs, columns["ref_log_probs"], config.kl_loss_type)
+            kl_loss = weighted_sum(kl, weights)
+        loss = pg_loss + config.kl_loss_coef * kl_loss - config.entropy_coeff * entropy
+        mismatch = _mismatch(log_probs, columns)
+        observed = torch.stack([
+            loss, pg_loss, kl_loss, entropy,
+            *(weighted_sum(x, weights) for x in (seen.approx_kl, seen.clipped, seen.dual_clipped)),
+            weighted_sum(mismatch, weights),
+        ]).detach().cpu()  # fmt: skip
+        peak = mismatch.max().reshape(1).cpu() if len(mismatch) else torch.zeros(1)
+        return loss, observed, peak
+
+
+_SUMS = (
+    "loss", "pg_loss", "kl_loss", "entropy",
+    "ppo_kl", "clip_fraction", "dual_clip_fraction", "rollout_mismatch",
+)  # fmt: skip
+"""Metrics that are sums over tokens, weighted as the loss is."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The token columns of a micro-batch at the tokens of a forward, (num_wanted,) on its device."""
+
+    micro: DataProto
+    inputs: PackedInputs
+
+    def __getitem__(self, name: str) -> Tensor:
+        if not len(self.inputs.wanted):
+            return torch.zeros(0, device=self.inputs.wanted.device)
+        return self.micro.tokens[name].to(self.inputs.wanted.device)[self.inputs.wanted]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.micro.tokens
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.micro.tokens)
+
+
+def _mismatch(log_probs: Tensor, columns: Columns) -> Tensor:
+    """|trainer - engine| log-prob in nats of each token the policy sampled, else 0."""
+    if "rollout_log_probs" not in columns or "policy_mask" not in columns:
+        return torch.zeros_like(log_probs)
+    difference = (log_probs.detach() - columns["rollout_log_probs"]).abs()
+    return torch.where(columns["policy_mask"].bool(), difference, 0.0)

@@ -1,0 +1,144 @@
+"""Attention over packed sequences: one row of tokens holds many sequences, none of them padded.
+
+Importing this module registers `PACKED` with transformers. A model whose attention
+implementation is `PACKED` takes batch size 1, `position_ids` that restart at each sequence, and
+the `SequenceBounds` of the row as the keyword `bounds`, which transformers hands through to every
+layer. No mask is built: transformers has none for a name it does not know.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+PACKED = "search_r1_packed"
+
+
+@dataclass(frozen=True)
+class SequenceBounds:
+    """Where the sequences of a packed row begin and end."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each sequence, all positive."""
+    cu_seqlens: Tensor
+    """(num_seqs + 1,) int32 on the model's device."""
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device) -> SequenceBounds:
+        """Bounds of sequences with these lengths."""
+        total = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return cls(tuple(lengths), total.to(device))
+
+    @property
+    def position_ids(self) -> Tensor:
+        """(1, num_tokens) positions, restarting at 0 for each sequence."""
+        device = self.cu_seqlens.device
+        return torch.cat([torch.arange(n, device=device) for n in self.lengths])[None]
+
+
+VarlenKernel = Callable[[Tensor, Tensor, Tensor, SequenceBounds, float, int], Tensor]
+
+
+def attend_one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int
+) -> Tensor:
+    """Causal attention of each sequence by itself: no padding and no mask over the whole row.
+
+    `query` is (num_tokens, heads, head_dim), `key` and `value` have the key-value heads;
+    `window` 0 means unlimited. Returns the shape of `query`.
+    """
+    parts = [
+        torch.split(x.transpose(0, 1)[None], bounds.lengths, dim=2) for x in (query, key, value)
+    ]
+    outputs = [
+        scaled_dot_product_attention(
+            q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
+            **_mask(q.shape[2], window, q.device),
+        )
+        for q, k, v in zip(*parts, strict=True)
+    ]  # fmt: skip
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
+
+
+def _mask(length: int, window: int, device: torch.device) -> dict[str, Any]:
+    if not 0 < window < length:
+        return {"is_causal": True}
+    ones = torch.ones(length, length, dtype=torch.bool, device=device)
+    return {"attn_mask": ones.tril() & ones.triu(1 - window)}
+
+
+def attend_with_flash(
+    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int
+) -> Tensor:
+    """The same by the flash-attn package; 16-bit only."""
+    from flash_attn import flash_attn_varlen_func  # noqa: PLC0415 - optional, CUDA only
+
+    cu, longest = bounds.cu_seqlens, max(bounds.lengths)
+    return flash_attn_varlen_func(
+        query, key, value, cu, cu, longest, longest, softmax_scale=scale, causal=True,
+        window_size=(window - 1, 0) if window else (-1, -1),
+    )  # fmt: skip
+
+
+def attend_with_torch_varlen(
+    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int
+) -> Tensor:
+    """The same by torch's own variable-length flash attention; 16-bit and CUDA only."""
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - newer torch only
+
+    cu, longest = bounds.cu_seqlens, max(bounds.lengths)
+    return varlen_attn(
+        query, key, value, cu, cu, longest, longest, scale=scale,
+        window_size=(window - 1 if window else -1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+
+
+@functools.cache
+def cuda_kernel() -> VarlenKernel:
+    """The fastest kernel this installation has for 16-bit tensors on CUDA."""
+    try:
+        import flash_attn  # noqa: F401, PLC0415 - optional
+    except ImportError:
+        pass
+    else:
+        return attend_with_flash
+    try:
+        import torch.nn.attention.varlen  # noqa: F401, PLC0415 - newer torch only
+    except ImportError:
+        return attend_one_by_one
+    return attend_with_torch_varlen
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    bounds: SequenceBounds | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in each layer; tensors are (1, heads, num_tokens, head_dim).
+
+    Returns (1, num_tokens, heads, head_dim). Dropout is not applied: sampling had none.
+    """
+    assert bounds is not None, f"{PACKED} needs `bounds`: call the model with a SequenceBounds"
+    assert attention_mask is None, f"{PACKED} takes no mask, got {attention_mask.shape}"
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    kernel = cuda_kernel() if query.is_cuda and half else attend_one_by_one
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rows = (x[0].transpose(0, 1) for x in (query, key, value))
+    return kernel(*rows, bounds, scale, sliding_window or 0)[None], None
+
+
+AttentionInterface.register(PACKED, packed_attention)

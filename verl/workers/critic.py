@@ -1,0 +1,77 @@
+"""The value function on training ranks: values of a batch, and one optimizer step."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl.config import CriticConfig
+from verl.core_algos import value_loss, weighted_sum
+from verl.protocol import DataProto
+from verl.workers.actor import Columns, Metrics, TokenBudgets, flat_positions, loss_mask
+from verl.workers.fsdp import FsdpEngine, reduce_sum
+from verl.workers.models import PackedInputs
+
+logger = logging.getLogger(__name__)
+
+_SUMS = ("vf_loss", "value_mean", "return_mean", "value_clip_fraction")
+"""Metrics that are sums over tokens, weighted as the loss is."""
+
+
+@dataclass
+class Critic:
+    """A value model in an engine."""
+
+    engine: FsdpEngine
+    config: CriticConfig
+    budgets: TokenBudgets
+
+    @torch.no_grad()
+    def values(self, batch: DataProto) -> Tensor:
+        """Value of the state before each token in the loss, (num_tokens,) float32; else 0."""
+        result = torch.zeros(batch.num_tokens)
+        for indices, micro in self.engine.micro_batches(batch, self.budgets.inference):
+            inputs = PackedInputs.of(micro, loss_mask(micro), self.engine.device)
+            found = self.engine.module(inputs)
+            if indices:
+                result[flat_positions(batch, indices)[inputs.wanted.cpu()]] = found.cpu()
+        return result
+
+    def update(self, mini_batch: DataProto) -> Metrics:
+        """One optimizer step on this rank's share of a mini-batch; metrics are over all ranks.
+
+        Needs the token columns `values` (the old ones), `returns` and `loss_weights`.
+        """
+        micros = self.engine.micro_batches(mini_batch, self.budgets.update)
+        sums = torch.zeros(len(_SUMS))
+        for _, micro in micros:
+            inputs = PackedInputs.of(micro, loss_mask(micro), self.engine.device)
+            loss, observed = self._loss(micro, inputs)
+            self.engine.backward(loss)
+            sums += observed
+        total = reduce_sum(sums, self.engine.device)
+        step = self.engine.step(is_finite=bool(total.isfinite().all()))
+        if step.is_skipped:
+            logger.warning("critic update skipped: gradient norm %s on groups %s", step.grad_norm,
+                           mini_batch.columns.get("group"))  # fmt: skip
+        return {
+            **{f"critic/{name}": float(x) for name, x in zip(_SUMS, total, strict=True)},
+            "critic/grad_norm": step.grad_norm,
+            "critic/lr": step.lr,
+            "critic/skipped_updates": float(step.is_skipped),
+            "critic/num_micro_batches": float(len(micros)),
+        }
+
+    def _loss(self, micro: DataProto, inputs: PackedInputs) -> tuple[Tensor, Tensor]:
+        """This micro-batch's share of the loss and of the metrics `_SUMS`."""
+        bound = self.config.cliprange_value
+        columns = Columns(micro, inputs)
+        values, weights = self.engine.module(inputs), columns["loss_weights"]
+        old, returns = columns["values"], columns["returns"]
+        loss = weighted_sum(value_loss(values, old, returns, bound), weights)
+        is_clipped = ((values.detach() - old).abs() > bound).float()
+        observed = [weighted_sum(x, weights) for x in (values, returns, is_clipped)]
+        return loss, torch.stack([loss, *observed]).detach().cpu()

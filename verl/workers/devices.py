@@ -1,0 +1,40 @@
+"""Which device, number format and thread count a process computes with."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is this process's CUDA device where there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    )
+
+
+def has_bfloat16_units(device: torch.device) -> bool:
+    """Whether bfloat16 is faster than float32 there, not merely possible."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the device has units for it; raises ValueError for another name."""
+    if name == "auto":
+        return torch.bfloat16 if has_bfloat16_units(device) else torch.float32
+    if name not in DTYPES:
+        raise ValueError(f"got dtype {name!r}; expected auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def share_threads(num_processes: int) -> None:
+    """Give this process its share of the machine's cores for computing on the CPU."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))

@@ -1,0 +1,226 @@
+"""The FSDP2 engine: a sharded model, its optimizer and schedule, and packed micro-batches.
+
+Weights, gradients and optimizer state are float32; forward and backward compute in the compute
+dtype. What the model answers and what is learned from it is the business of actor and critic.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from verl.config import OptimConfig
+from verl.protocol import DataProto, pack
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How one model is held and learned."""
+
+    compute_dtype: torch.dtype
+    """Forward and backward; weights stay float32."""
+    num_updates: int = 0
+    """Optimizer steps of the run, which the schedule spans."""
+    optim: OptimConfig | None = None
+    """None for a frozen model."""
+    grad_clip: float = 1.0
+    """Bound on the norm of the gradient over all ranks."""
+    schedule: str = "constant"
+    """constant or cosine (to 0 at `num_updates`), after the warm-up."""
+    param_offload: bool = False
+    optimizer_offload: bool = False
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step did."""
+
+    grad_norm: float
+    """Norm over all ranks, before clipping."""
+    lr: float
+    is_skipped: bool
+    """The loss or gradient was not finite: weights and optimizer are as they were."""
+
+
+@dataclass
+class FsdpEngine:
+    """One model over all ranks. `module` is sharded in place; every rank makes the same calls."""
+
+    module: nn.Module
+    blocks: Sequence[nn.Module]
+    device: torch.device
+    options: EngineOptions
+    float32_modules: Sequence[nn.Module] = ()
+    """Parts that compute in float32 whatever the compute dtype."""
+    optimizer: torch.optim.Optimizer | None = field(init=False, default=None)
+    scheduler: LambdaLR | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.options.optim is None:
+            self.module.requires_grad_(False)
+        self._shard(default_mesh(self.device))
+        self.module.train()
+        if self.options.optim is not None:
+            self._build_optimizer(self.options.optim)
+
+    def _shard(self, mesh: DeviceMesh) -> None:
+        def shard(module: nn.Module, dtype: torch.dtype) -> None:
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            fully_shard(
+                module, mesh=mesh, mp_policy=policy, **offload,
+                reshard_after_forward=None if mesh.size() > 1 else False,
+            )  # fmt: skip
+
+        on_host = self.options.param_offload and self.device.type == "cuda"
+        offload = {"offload_policy": CPUOffloadPolicy()} if on_host else {}
+        for block in self.blocks:
+            shard(block, self.options.compute_dtype)
+        for part in self.float32_modules:
+            shard(part, torch.float32)
+        shard(self.module, self.options.compute_dtype)
+
+    def _build_optimizer(self, optim: OptimConfig) -> None:
+        self.optimizer = torch.optim.AdamW(
+            self.module.parameters(), lr=optim.lr, betas=tuple(optim.betas),
+            weight_decay=optim.weight_decay, fused=True,
+        )  # fmt: skip
+        # Made now rather than at the first step, so that a checkpoint always has a place for it.
+        for parameter in self.module.parameters():
+            self.optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        factor = functools.partial(
+            lr_factor,
+            num_warmup=math.ceil(optim.lr_warmup_steps_ratio * self.options.num_updates),
+            num_updates=self.options.num_updates,
+            schedule=self.options.schedule,
+        )
+        self.scheduler = LambdaLR(self.optimizer, factor)
+
+    @property
+    def sharded_root(self) -> FSDPModule:
+        """The module, as FSDP sees it."""
+        assert isinstance(self.module, FSDPModule)
+        return self.module
+
+    def micro_batches(self, batch: DataProto, budget: int) -> list[tuple[list[int], DataProto]]:
+        """Micro-batches of at most `budget` tokens, as (sequence indices, sequences).
+
+        All ranks get the same number, so some may be empty.
+        """
+        lengths = batch.lengths.tolist()
+        wanted = len(pack(lengths, budget)) if lengths else 0
+        count = int(reduce_max(torch.tensor([float(wanted)]), self.device)[0])
+        bins = pack(lengths, budget, at_least=max(count, 1))
+        return [(indices, batch.select(indices)) for indices in bins]
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of this rank's share of the loss; shares add up over ranks."""
+        # FSDP averages over ranks, the loss is a sum over them.
+        (loss * dist.get_world_size()).backward()
+
+    def step(self, is_finite: bool = True) -> StepResult:
+        """Clip and apply the gradient, unless it or the loss (`is_finite`) is not finite.
+
+        `is_finite` must be the same on all ranks. The schedule moves on in any case.
+        """
+        assert self.optimizer is not None and self.scheduler is not None, "the model is frozen"
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.options.grad_clip)
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        is_skipped = not (is_finite and math.isfinite(norm))
+        lr = self.scheduler.get_last_lr()[0]
+        if not is_skipped:
+            self._move_optimizer(self.device)
+            self.optimizer.step()
+            if self.options.optimizer_offload:
+                self._move_optimizer(torch.device("cpu"))
+        else:
+            # Keeps the scheduler's order of calls; the optimizer itself is not touched.
+            self.optimizer._opt_called = True
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
+        return StepResult(norm, lr, is_skipped)
+
+    def _move_optimizer(self, device: torch.device) -> None:
+        if not self.options.optimizer_offload or self.options.param_offload:
+            return
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = value.to(device, non_blocking=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and optimizer state by flat name, sharded; for checkpoints to read and fill."""
+        named = dict(self.module.named_parameters())
+        found = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
+        if self.optimizer is not None:
+            for name, parameter in named.items():
+                for key, value in self.optimizer.state[parameter].items():
+                    found[f"optimizer.{name}.{key}"] = value
+        return found
+
+    def full_parameters(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor (float32) of each parameter below `prefix`, one at a time.
+
+        Every rank must run the iteration to its end; tied parameters come once.
+        """
+        for name, parameter in self.module.named_parameters():
+            if name.startswith(prefix):
+                whole = parameter.detach()
+                whole = whole.to(self.device) if whole.device != self.device else whole
+                yield name.removeprefix(prefix), _whole(whole)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def lr_factor(step: int, num_warmup: int, num_updates: int, schedule: str) -> float:
+    """Share of the peak learning rate in update `step` (from 0): linear warm-up, then schedule.
+
+    The first update already learns: warm-up over w updates runs 1/w, 2/w … 1.
+    """
+    if step < num_warmup:
+        return (step + 1) / num_warmup
+    match schedule:
+        case "constant":
+            return 1.0
+        case "cosine":
+            rest = max(num_updates - num_warmup, 1)
+            return 0.5 * (1 + math.cos(math.pi * min((step - num_warmup) / rest, 1.0)))
+        case _:
+            raise ValueError(f"got schedule {schedule!r}; expected constant or cosine")
+
+
+@functools.cache
+def default_mesh(device: torch.device) -> DeviceMesh:
+    """All ranks in one dimension; weights are sharded over it."""
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
+
+
+def reduce_sum(x: Tensor, device: torch.device) -> Tensor:
+    """Sum over ranks; the argument is left as it is. Returns a CPU tensor."""
+    return _reduce(x, device, dist.ReduceOp.SUM)
+
+
+def reduce_max(x: Tensor, device: torch.device) -> Tensor:
+    """Maximum over ranks; the argument is left as it is. Returns a CPU tensor."""
+    return _reduce(x, device, dist.ReduceOp.MAX)
+
+
+def _reduce(x: Tensor, device: torch.device, op: dist.ReduceOp.RedOpType) -> Tensor:
+    copy = x.detach().clone().to(device)
+    dist.all_reduce(copy, op)
+    return copy.cpu()

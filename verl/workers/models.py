@@ -1,0 +1,140 @@
+"""What runs inside FSDP: a transformer and a head that answers for chosen tokens only.
+
+The head lives inside the wrapped module, since FSDP gathers its weights for the module's forward
+only. Prompt and observation tokens never reach a head, so they cost no logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from verl.errors import ModelError, explain
+from verl.protocol import DataProto
+from verl.workers.attention import PACKED, SequenceBounds
+
+LOGITS_PER_CHUNK = 1 << 26
+"""Logits held at once (256 MiB in float32), whatever the number of tokens."""
+
+
+@dataclass(frozen=True)
+class PackedInputs:
+    """One forward: the tokens of all sequences in a row, and the tokens that are asked for."""
+
+    input_ids: Tensor
+    """(1, num_tokens)."""
+    bounds: SequenceBounds
+    wanted: Tensor
+    """(num_wanted,) flat positions of the tokens asked for; never a sequence's first."""
+
+    @classmethod
+    def of(cls, batch: DataProto, mask: Tensor, device: torch.device) -> PackedInputs:
+        """Pack `batch`, asking for tokens where `mask` (num_tokens,) is True.
+
+        A batch without tokens becomes two dummy tokens of which none is asked for, so that a rank
+        with nothing to do still takes part in collectives.
+        """
+        lengths = [n for n in batch.lengths.tolist() if n > 0]
+        if not lengths:
+            dummy = torch.zeros(1, 2, dtype=torch.int64, device=device)
+            nothing = torch.zeros(0, dtype=torch.int64, device=device)
+            return cls(dummy, SequenceBounds.of([2], device), nothing)
+        bounds = SequenceBounds.of(lengths, device)
+        wanted = mask.bool().clone()
+        wanted[bounds.cu_seqlens[:-1].long().cpu()] = False
+        ids = batch.tokens["input_ids"].to(device)
+        return cls(ids[None], bounds, wanted.nonzero()[:, 0].to(device))
+
+    @property
+    def targets(self) -> Tensor:
+        """(num_wanted,) ids of the tokens asked for."""
+        return self.input_ids[0, self.wanted]
+
+
+def load_causal_lm(path: str) -> PreTrainedModel:
+    """A causal language model in float32 with packed attention, on the CPU.
+
+    Raises ModelError when `path` is not there or holds no such model.
+    """
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=PACKED
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            explain("model path", path, "a folder of a Hugging Face causal language model",
+                    f"give one that transformers loads ({error})")
+        ) from error  # fmt: skip
+
+
+def states(trunk: nn.Module, inputs: PackedInputs) -> Tensor:
+    """The trunk's state from which each wanted token is predicted, (num_wanted, hidden)."""
+    hidden = trunk(
+        input_ids=inputs.input_ids,
+        position_ids=inputs.bounds.position_ids,
+        use_cache=False,
+        bounds=inputs.bounds,
+    ).last_hidden_state
+    return hidden[0, inputs.wanted - 1]
+
+
+class LogProbModel(nn.Module):
+    """A policy: log-prob and entropy of wanted tokens."""
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(
+        self, inputs: PackedInputs, temperature: float, learn_entropy: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies in nats at `temperature`, (num_wanted,) float32 each.
+
+        Logits exist for a chunk of tokens at a time, forward and backward. Entropies carry a
+        gradient only if `learn_entropy`.
+        """
+        hidden, targets = states(self.lm.get_decoder(), inputs), inputs.targets
+        size = max(1, LOGITS_PER_CHUNK // self.lm.config.vocab_size)
+        chunks = [
+            checkpoint(self._chunk, h, t, temperature, learn_entropy, use_reentrant=False)
+            for h, t in zip(hidden.split(size), targets.split(size), strict=True)
+        ]
+        return torch.cat([c[0] for c in chunks]), torch.cat([c[1] for c in chunks])
+
+    def _chunk(
+        self, hidden: Tensor, targets: Tensor, temperature: float, learn_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        logits = self.lm.get_output_embeddings()(hidden).float()
+        if temperature != 1.0:
+            logits = logits / temperature
+        log_p = torch.log_softmax(logits, dim=-1)
+        chosen = log_p.gather(-1, targets[:, None])[:, 0]
+        # Last, so that a backward without learn_entropy stops recomputing before it.
+        source = log_p if learn_entropy else log_p.detach()
+        return chosen, -(source.exp() * source).sum(-1)
+
+
+class ValueModel(nn.Module):
+    """A critic: the value of the state before each wanted token."""
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.trunk = lm.get_decoder()
+        self.value_head = nn.Linear(lm.config.hidden_size, 1, bias=False)
+        nn.init.zeros_(self.value_head.weight)
+
+    def forward(self, inputs: PackedInputs) -> Tensor:
+        """Values, (num_wanted,) float32; 0 before the first update."""
+        return self.value_head(states(self.trunk, inputs)).float().sum(-1)
+
+
+def blocks(module: nn.Module, lm: PreTrainedModel) -> list[nn.Module]:
+    """The transformer blocks of `module`, by the class names that the model declares."""
+    names = set(lm._no_split_modules or ())
+    found = [m for m in module.modules() if type(m).__name__ in names]
+    assert found, f"{type(lm).__name__} declares no blocks; expected _no_split_modules to name some"
+    return found

@@ -1,0 +1,196 @@
+"""One training rank: actor, and reference and critic where the algorithm needs them.
+
+A plain class; the single controller runs it in a Ray actor, tests in a process of their own.
+Every rank gets every call, with its shard of the batch.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl import checkpoint
+from verl.config import Config, CriticModelConfig, ModelConfig
+from verl.core_algos import ADVANTAGES
+from verl.protocol import DataProto
+from verl.workers.actor import DEFAULT_TOKEN_BUDGET, Actor, Metrics, TokenBudgets
+from verl.workers.critic import Critic
+from verl.workers.devices import resolve_device, resolve_dtype, share_threads
+from verl.workers.fsdp import EngineOptions, FsdpEngine
+from verl.workers.models import LogProbModel, ValueModel, blocks, load_causal_lm
+from verl.workers.weights import write_weights
+
+
+def actor_budgets(config: Config) -> TokenBudgets:
+    """Token budgets of the policy, derived from trajectories per micro-batch where that is set."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    update = actor.ppo_max_token_len_per_gpu or _budget(config, actor.ppo_micro_batch_size)
+    update = update or DEFAULT_TOKEN_BUDGET
+    return TokenBudgets(update, rollout.log_prob_max_token_len_per_gpu or 2 * update)
+
+
+def critic_budgets(config: Config) -> TokenBudgets:
+    """Token budgets of the critic; twice the actor's where nothing is set."""
+    critic = config.critic
+    update = critic.ppo_max_token_len_per_gpu or _budget(config, critic.ppo_micro_batch_size)
+    update = update or 2 * actor_budgets(config).update
+    return TokenBudgets(update, 2 * update)
+
+
+def _budget(config: Config, micro_batch_size: int | None) -> int | None:
+    if micro_batch_size is None:
+        return None
+    return max(1, micro_batch_size // config.num_ranks) * config.data.max_model_len
+
+
+def critic_updates(config: Config, actor_updates: int) -> int:
+    """Optimizer steps of the critic in a run whose actor makes `actor_updates` without warm-up."""
+    size = config.critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
+    steps = actor_updates // max(config.updates_per_step, 1)
+    return steps * -(-config.num_trajectories // size) * config.critic.ppo_epochs
+
+
+def load_model(config: ModelConfig | CriticModelConfig, path: str) -> Any:
+    """The language model at `path`, recomputing activations in backward if so configured."""
+    lm = load_causal_lm(path)
+    if config.enable_gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    return lm
+
+
+class TrainerWorker:
+    """Rank `rank` of `world_size`; `total_steps` are the actor's optimizer steps in the run."""
+
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        master_port: int,
+        total_steps: int,
+    ) -> None:
+        self.config, self.rank, self.world_size = config, rank, world_size
+        self.total_steps = total_steps
+        self.device = resolve_device(config.trainer.device)
+        self.dtype = resolve_dtype(config.trainer.compute_dtype, self.device)
+        if self.device.type == "cpu":
+            share_threads(min(world_size, config.trainer.n_gpus_per_node))
+        self._join(master_addr, master_port)
+        self._seed(config.trainer.seed)
+        self.actor = self._build_actor()
+        self.reference = self._build_reference() if config.needs_reference else None
+        needs_critic = ADVANTAGES[config.algorithm.adv_estimator].needs_critic
+        self.critic = self._build_critic() if needs_critic else None
+
+    def _join(self, address: str, port: int) -> None:
+        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=self.rank, world_size=self.world_size)
+
+    def _seed(self, seed: int) -> None:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+
+    def _build_actor(self) -> Actor:
+        section = self.config.actor_rollout_ref
+        lm = load_model(section.model, section.model.path)
+        self.model_config = lm.config
+        options = EngineOptions(
+            compute_dtype=self.dtype,
+            num_updates=self.total_steps,
+            optim=section.actor.optim,
+            grad_clip=section.actor.grad_clip,
+            param_offload=section.actor.fsdp_config.param_offload,
+            optimizer_offload=section.actor.fsdp_config.optimizer_offload,
+        )
+        engine = FsdpEngine(LogProbModel(lm), blocks(lm, lm), self.device, options)
+        return Actor(engine, section.actor, actor_budgets(self.config), self._temperature())
+
+    def _build_reference(self) -> Actor:
+        section = self.config.actor_rollout_ref
+        lm = load_causal_lm(section.model.path)
+        offload = section.ref.fsdp_config.param_offload
+        options = EngineOptions(compute_dtype=self.dtype, param_offload=offload)
+        engine = FsdpEngine(LogProbModel(lm), blocks(lm, lm), self.device, options)
+        return Actor(engine, section.actor, actor_budgets(self.config), self._temperature())
+
+    def _temperature(self) -> float:
+        """The temperature of training rollouts; greedy ones are judged at 1."""
+        return self.config.actor_rollout_ref.rollout.temperature or 1.0
+
+    def _build_critic(self) -> Critic:
+        critic, fsdp = self.config.critic, self.config.critic.model.fsdp_config
+        lm = load_model(critic.model, critic.model.path or self.config.actor_rollout_ref.model.path)
+        module = ValueModel(lm)
+        options = EngineOptions(
+            compute_dtype=self.dtype,
+            num_updates=critic_updates(self.config, self.total_steps),
+            optim=critic.optim,
+            grad_clip=critic.grad_clip,
+            param_offload=fsdp.param_offload,
+            optimizer_offload=fsdp.optimizer_offload,
+        )
+        engine = FsdpEngine(
+            module, blocks(module, lm), self.device, options, float32_modules=[module.value_head]
+        )
+        return Critic(engine, critic, critic_budgets(self.config))
+
+    def log_probs(self, batch: DataProto) -> Tensor:
+        """The policy's log-probs, (num_tokens,), 0 outside the loss mask."""
+        return self.actor.log_probs(batch)
+
+    def ref_log_probs(self, batch: DataProto) -> Tensor:
+        """The reference's log-probs, (num_tokens,), 0 outside the loss mask."""
+        assert self.reference is not None, "no reference here: the config needs no KL"
+        return self.reference.log_probs(batch)
+
+    def values(self, batch: DataProto) -> Tensor:
+        """The critic's values, (num_tokens,), 0 outside the loss mask."""
+        assert self.critic is not None, "no critic here: the advantage estimator needs none"
+        return self.critic.values(batch)
+
+    def update_actor(self, batch: DataProto) -> Metrics:
+        """One optimizer step of the policy."""
+        return self.actor.update(batch)
+
+    def update_critic(self, batch: DataProto) -> Metrics:
+        """One optimizer step of the critic."""
+        assert self.critic is not None, "no critic here: the advantage estimator needs none"
+        return self.critic.update(batch)
+
+    def save_weights(self, directory: str | Path, dtype: str = "bfloat16") -> None:
+        """Write the policy as a Hugging Face folder; the first rank of each node writes."""
+        named = self.actor.engine.full_parameters(prefix="lm.")
+        if self.rank % self.config.trainer.n_gpus_per_node == 0:
+            write_weights(Path(directory), named, self.model_config, dtype)
+        else:
+            for _ in named:
+                pass  # every rank gives its shards
+        dist.barrier()
+
+    @property
+    def engines(self) -> dict[str, FsdpEngine]:
+        """The engines that learn, by the name they are saved under."""
+        found = {"actor": self.actor.engine}
+        return found if self.critic is None else {**found, "critic": self.critic.engine}
+
+    def save_checkpoint(self, directory: str | Path) -> None:
+        """Write this rank's shards below `directory`, which the driver publishes when all did."""
+        checkpoint.save_shards(Path(directory), self.engines, self.model_config)
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Take up the state saved in `directory`, by whatever number of ranks."""
+        checkpoint.load_shards(Path(directory), self.engines)
+
+    def shutdown(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()

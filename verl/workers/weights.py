@@ -1,0 +1,86 @@
+"""Writing weights the way Hugging Face and vLLM read them: config.json and safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoTokenizer, PretrainedConfig
+
+SHARD_BYTES = 4 << 30
+"""Weights held in host memory at once, and so the size of one file."""
+
+COMPANIONS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "chat_template*", "additional_chat_templates", "generation_config.json",
+)  # fmt: skip
+"""Files beside the weights that make a folder usable."""
+
+
+def shards(named: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Group tensors, in order, into dictionaries of at most SHARD_BYTES (or a single tensor)."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in named:
+        if shard and size + tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    yield shard
+
+
+def write_weights(
+    directory: Path, named: Iterable[tuple[str, Tensor]], config: PretrainedConfig, dtype: str
+) -> None:
+    """Write tensors as `dtype` (float32, bfloat16) with the model's config.
+
+    Each file appears whole or not at all, and the old files of a reused directory disappear.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    target = getattr(torch, dtype)
+    index: dict[str, str] = {}
+    total = 0
+    cast = ((name, tensor.to("cpu", target).contiguous()) for name, tensor in named)
+    for number, shard in enumerate(shards(cast)):
+        name = "model.safetensors" if number == 0 else f"model-{number:05d}.safetensors"
+        part = directory / f"{name}.tmp"
+        save_file(shard, part, metadata={"format": "pt"})
+        os.replace(part, directory / name)
+        index |= dict.fromkeys(shard, name)
+        total += sum(t.nbytes for t in shard.values())
+    _write_index(directory, index, total)
+    config.dtype = dtype
+    config.save_pretrained(directory)
+
+
+def _write_index(directory: Path, index: dict[str, str], total: int) -> None:
+    files = set(index.values())
+    for stale in directory.glob("model*.safetensors"):
+        if stale.name not in files:
+            stale.unlink()
+    path = directory / "model.safetensors.index.json"
+    if len(files) == 1:
+        path.unlink(missing_ok=True)
+        return
+    path.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}))
+
+
+def copy_tokenizer(source: str, directory: Path) -> None:
+    """Bring tokenizer, chat template and generation defaults of model `source` to `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    folder = Path(source)
+    if not folder.is_dir():
+        AutoTokenizer.from_pretrained(source).save_pretrained(directory)
+        return
+    for path in (path for pattern in COMPANIONS for path in folder.glob(pattern)):
+        if path.is_dir():
+            shutil.copytree(path, directory / path.name, dirs_exist_ok=True)
+        else:
+            shutil.copy2(path, directory / path.name)
