@@ -113,7 +113,9 @@ class Demo:
             with self.phase("train", f"{self.algorithm.upper()} with real searches"):
                 self.train("train", retriever[1], self.out / "warm_start")
             with self.phase("empty_retriever", "control: the trained model without documents"):
-                self.train("empty", "empty", self.out / "train" / "model", ["trainer.val_only=true"])
+                self.train(
+                    "empty", "empty", self.out / "train" / "model", ["trainer.val_only=true"]
+                )
         wall = time.time() - self.started_at
         write_report(self.out, self.algorithm, self.seed, self.seconds, wall, self.console)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  the backend must be chosen first
+from matplotlib import pyplot as plt
 
 Row = dict[str, Any]
 

@@ -342,7 +342,7 @@ class Config:
 
     @property
     def kl_in_reward(self) -> bool:
-        """KL to the reference is taken off the reward: when it is not in the loss and has weight."""
+        """KL to the reference is taken off the reward: it has weight and is not in the loss."""
         return not self.actor_rollout_ref.actor.use_kl_loss and self.algorithm.kl_ctrl.kl_coef > 0
 
     @property

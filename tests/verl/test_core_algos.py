@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.verl.jagged_batches import CLOSE, DIALOGUES, Batch, batches, fast, make_batch
 from torch import Tensor
 
+from tests.verl.jagged_batches import CLOSE, DIALOGUES, Batch, batches, fast, make_batch
 from verl import core_algos as algos
 
 

@@ -135,7 +135,7 @@ class RolloutReplicas:
 def build_groups(
     config: Config, agent_factory: Callable[[Config], Agent], total_updates: int
 ) -> tuple[TrainerRanks, RolloutReplicas]:
-    """Place and build all actors; engines and ranks load at the same time where no GPU is shared."""
+    """Place and build all actors; engines and ranks load together where no GPU is shared."""
     use_gpu = uses_gpu(config)
     ranks = create_trainer_group(config.num_ranks, config.trainer.nnodes, use_gpu)
     places = ranks.places()

@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import ray
 from transformers import AutoTokenizer
@@ -19,13 +18,13 @@ from search_r1.llm_agent.generation import build_agent
 from search_r1.reward import RewardInput, RewardScores, build_reward
 from verl.config import Config
 from verl.core_algos import AdaptiveKLController, FixedKLController, KLController
-from verl.data import PromptDataset, Tokenizer
+from verl.data import load_prompts
 from verl.errors import SearchR1Error
 from verl.protocol import Origin, Trajectory
 from verl.reward import Reward, RewardFn
 from verl.tracking import Tracking
 from verl.trainer import cli
-from verl.trainer.groups import build_groups, uses_gpu
+from verl.trainer.groups import build_groups
 from verl.trainer.preflight import preflight
 from verl.trainer.ray_trainer import RayPPOTrainer
 
@@ -69,40 +68,12 @@ def build_kl_controller(config: Config) -> KLController:
     return FixedKLController(control.kl_coef)
 
 
-def load_prompts(
-    config: Config, files: str | Sequence[str], num_rows: int | None, tokenizer: Tokenizer
-) -> PromptDataset:
-    """The prompts of one split, rendered and within the budget."""
-    data = config.data
-    return PromptDataset.load(
-        files,
-        tokenizer,
-        max_start_length=data.max_start_length,
-        num_rows=num_rows,
-        seed=config.trainer.seed,
-        prompt_key=data.prompt_key,
-        filter_overlong=data.filter_overlong_prompts,
-    )
-
-
 def count_steps(config: Config, num_rows: int) -> int:
     """Updates of the run: `total_training_steps`, or enough for `total_epochs` passes."""
     trainer = config.trainer
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
     return -(-num_rows * trainer.total_epochs // config.data.train_batch_size)
-
-
-def open_tracking(config: Config) -> Tracking:
-    """The configured trackers, which also keep the resolved options."""
-    trainer = config.trainer
-    return Tracking(
-        trainer.project_name,
-        trainer.experiment_name,
-        trainer.logger,
-        trainer.default_local_dir,
-        asdict(config),
-    )
 
 
 def start_ray(config: Config) -> None:
@@ -128,7 +99,7 @@ def run(config: Config) -> None:
     try:
         ranks, replicas = build_groups(config, build_agent, total_steps * config.updates_per_step)
         try:
-            with open_tracking(config) as tracking:
+            with Tracking.from_config(config) as tracking:
                 RayPPOTrainer(
                     config=config,
                     ranks=ranks,
@@ -151,9 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
-        config = cli.compose(list(sys.argv[1:] if argv is None else argv))
-        if config is not None:
-            run(config)
+        run(cli.compose(sys.argv[1:] if argv is None else argv))
     except SearchR1Error as error:
         sys.stderr.write(f"{error}\n")
         return 2

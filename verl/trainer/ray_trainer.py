@@ -12,7 +12,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,18 +42,11 @@ from verl.trainer.metrics import (
     reward_metrics,
     rollout_metrics,
     throughput_metrics,
-    validation_metrics,
 )
+from verl.trainer.validation import trajectory_seed, validate
+from verl.workers.weights import copy_tokenizer
 
 logger = logging.getLogger(__name__)
-
-VALIDATION_STREAM = 1 << 31
-"""Keeps the seeds of validation apart from those of any training step."""
-
-
-def trajectory_seed(*key: int) -> int:
-    """A 31-bit seed that depends on every part of the key (run seed, step, index)."""
-    return int(np.random.SeedSequence(key).generate_state(1)[0] & 0x7FFFFFFF)
 
 
 @dataclass
@@ -104,6 +96,7 @@ class RayPPOTrainer:
                     self.save()
                 bar.set_postfix(score=f"{metrics['critic/score/mean']:.3f}")
                 bar.update()
+        self.export()
 
     def is_due(self, frequency: int) -> bool:
         """Every `frequency` steps, and at the end unless it is 0."""
@@ -116,6 +109,7 @@ class RayPPOTrainer:
         timings = Timings()
         with timings.phase("gen"):
             trajectories = self.sample_trajectories()
+            self.replicas.sleep()
         metrics = rollout_metrics(trajectories)
         trajectories = self.drop_failed(trajectories)
         with timings.phase("reward"):
@@ -261,47 +255,40 @@ class RayPPOTrainer:
 
     def validate(self) -> Metrics:
         """Score every validation row; dialogues go to `validation/step_N.jsonl`."""
-        sampling = Sampling(
-            self.config.data.max_response_length,
-            self.config.actor_rollout_ref.rollout.val_kwargs.temperature,
-            self.config.actor_rollout_ref.rollout.val_kwargs.top_p,
-        )
-        trajectories: list[Trajectory] = []
-        size = self.config.data.val_batch_size
-        with tqdm(total=len(self.val_prompts), desc="validate", unit="row", leave=False) as bar:
-            for start in range(0, len(self.val_prompts), size):
-                starts = [
-                    start_trajectory(
-                        self.val_prompts[row],
-                        group=f"val/{row}",
-                        seed=trajectory_seed(self.config.trainer.seed, VALIDATION_STREAM, row),
-                    )
-                    for row in range(start, min(start + size, len(self.val_prompts)))
-                ]
-                trajectories += self.replicas.generate(starts, sampling)
-                bar.update(len(starts))
-        rewards = [self.reward_fn(t) for t in trajectories]
-        self.write_dialogues(trajectories, rewards)
-        return validation_metrics(trajectories, rewards)
-
-    def write_dialogues(
-        self, trajectories: Sequence[Trajectory], rewards: Sequence[Reward]
-    ) -> None:
-        """One json line per validation row: question, gold, dialogue, ending, score."""
         path = self.directory / "validation" / f"step_{self.step}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rows: list[dict[str, Any]] = [
-            {
-                "uid": t.prompt.uid,
-                "data_source": t.prompt.data_source,
-                "question": t.prompt.extra_info.get("question", ""),
-                "ground_truth": list(t.prompt.ground_truth),
-                "dialogue": t.text,
-                "status": t.status.value,
-                "score": r.score,
-                **r.components,
-                "stats": t.stats,
-            }
-            for t, r in zip(trajectories, rewards, strict=True)
-        ]
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        return validate(self.config, self.replicas, self.val_prompts, self.reward_fn, path)
+
+    def save(self) -> None:
+        """Write the checkpoint of this step; it exists whole or not at all."""
+        state = {
+            "step": self.step,
+            "sampler": self.sampler.state_dict(),
+            "kl_coef": self.kl_controller.value,
+        }
+        with checkpoint.writing(self.directory, self.step) as folder:
+            self.ranks.save_checkpoint(folder)
+            checkpoint.write_state(folder, state)
+
+    def resume(self) -> None:
+        """Go on from the checkpoint that `trainer.resume_mode` names, if any."""
+        folder = checkpoint.resolve(self.config.trainer.resume_mode, self.directory)
+        if folder is None:
+            return
+        self.ranks.load_checkpoint(folder)
+        state = checkpoint.read_state(folder)
+        self.step = int(state["step"])
+        self.sampler.load_state_dict(state["sampler"])
+        self.kl_controller.value = float(state["kl_coef"])
+        logger.info("resumed from %s", folder)
+
+    def export(self) -> None:
+        """Write the trained policy as a Hugging Face folder, `model/`."""
+        folder = self.directory / "model"
+        self.ranks.save_weights(folder, self.replicas.dtype)
+        copy_tokenizer(self.config.actor_rollout_ref.model.path, folder)
+        dialogue = {
+            "template": self.config.template,
+            "max_turns": self.config.max_turns,
+            "topk": self.config.retriever.topk,
+        }
+        (folder / "search_r1.json").write_text(json.dumps(dialogue) + "\n")

@@ -1,0 +1,252 @@
+"""The algorithm's order of work, guarded with recording groups instead of Ray actors."""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl.config import Config
+from verl.core_algos import FixedKLController
+from verl.errors import RetrieverError
+from verl.protocol import DataProto, Origin, Prompt, Sampling, Segment, Status, Trajectory
+from verl.reward import Reward
+from verl.tracking import MemoryTracker, Tracking
+from verl.trainer.ray_trainer import RayPPOTrainer
+
+
+class RecordingReplicas:
+    """Finishes trajectories at once: sample k of a prompt answers with k + 1 tokens."""
+
+    dtype = "float32"
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.requests: list[tuple[list[Trajectory], Sampling]] = []
+        self.fail = lambda start: False
+
+    def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
+        self.log.append("generate")
+        self.requests.append((list(starts), sampling))
+        return [self.finish(start) for start in starts]
+
+    def finish(self, start: Trajectory) -> Trajectory:
+        ids = tuple(range(10, 11 + start.sample))
+        spoken = Segment(Origin.POLICY, ids, "x", (-1.0,) * len(ids))
+        seen = Segment(Origin.OBSERVATION, (7, 7), "doc")
+        status = Status.FAILED if self.fail(start) else Status.ANSWERED
+        return dataclasses.replace(
+            start, segments=[*start.segments, spoken, seen], status=status, error="down"
+        )
+
+    def update_weights(self, ranks: object) -> None:
+        self.log.append("update_weights")
+
+    def sleep(self) -> None: ...
+
+    def wake_up(self) -> None: ...
+
+
+class RecordingRanks:
+    """Answers with zeros and keeps every mini-batch."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.mini_batches: list[DataProto] = []
+
+    def _zeros(self, name: str, batch: DataProto) -> torch.Tensor:
+        self.log.append(name)
+        return torch.zeros(batch.num_tokens)
+
+    def log_probs(self, batch: DataProto) -> torch.Tensor:
+        return self._zeros("log_probs", batch)
+
+    def ref_log_probs(self, batch: DataProto) -> torch.Tensor:
+        return self._zeros("ref_log_probs", batch)
+
+    def values(self, batch: DataProto) -> torch.Tensor:
+        return self._zeros("values", batch)
+
+    def update_actor(self, mini: DataProto) -> dict[str, float]:
+        self.log.append("update_actor")
+        self.mini_batches.append(mini)
+        return {"actor/pg_loss": 0.0}
+
+    def update_critic(self, mini: DataProto) -> dict[str, float]:
+        self.log.append("update_critic")
+        return {"critic/vf_loss": 0.0}
+
+    def save_checkpoint(self, directory: Path) -> None: ...
+
+    def save_weights(self, directory: Path, dtype: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+
+
+def score_by_sample(trajectory: Trajectory) -> Reward:
+    """Score 1 for odd samples."""
+    score = float(trajectory.sample % 2)
+    return Reward(score, {"em": score})
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+def prompts(count: int) -> list[Prompt]:
+    """Prompts of two data sets that use the same indices."""
+    return [
+        Prompt(f"{source}#{i}", (1, 2, 3), source, ("gold",), {"index": i})
+        for i in range(count // 2)
+        for source in ("nq", "hotpotqa")
+    ]
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, log: list[str]) -> RayPPOTrainer:
+    config = Config()
+    config.trainer.default_local_dir = str(tmp_path)
+    config.actor_rollout_ref.model.path = str(tmp_path)
+    config.trainer.save_freq = 0
+    config.trainer.test_freq = 0
+    config.data.train_batch_size = 4
+    config.data.val_batch_size = 4
+    config.actor_rollout_ref.rollout.n_agent = 3
+    config.actor_rollout_ref.actor.ppo_mini_batch_size = 6
+    config.actor_rollout_ref.actor.use_kl_loss = True
+    config.algorithm.adv_estimator = "grpo"
+    return build(config, log)
+
+
+def build(config: Config, log: list[str]) -> RayPPOTrainer:
+    tracker = MemoryTracker()
+    return RayPPOTrainer(
+        config=config,
+        ranks=RecordingRanks(log),
+        replicas=RecordingReplicas(log),
+        train_prompts=prompts(8),
+        val_prompts=prompts(10),
+        reward_fn=score_by_sample,
+        kl_controller=FixedKLController(0.001),
+        tracking=Tracking("p", "e", [tracker], config.trainer.default_local_dir),
+        total_steps=2,
+    )
+
+
+def test_line_11_groups_are_prompt_instances_with_n_members(trainer: RayPPOTrainer) -> None:
+    """Equal indices of two data sets are two groups; each keeps its n members through shuffling."""
+    trainer.fit()
+    for step in (0, 1):
+        minis = trainer.ranks.mini_batches[2 * step : 2 * step + 2]
+        groups = Counter(g for mini in minis for g in mini.columns["group"])
+        assert len(groups) == 4
+        assert set(groups.values()) == {3}
+    starts, _ = trainer.replicas.requests[1]
+    by_group: dict[str, set[str]] = {}
+    for start in starts:
+        by_group.setdefault(start.group, set()).add(start.prompt.uid)
+    assert all(len(uids) == 1 for uids in by_group.values())
+
+
+def test_line_12_every_trajectory_has_a_seed_of_its_own(trainer: RayPPOTrainer) -> None:
+    """No two samples of a run share a seed, and the same run draws the same seeds."""
+    trainer.fit()
+    seeds = [start.seed for starts, _ in trainer.replicas.requests for start in starts]
+    assert len(set(seeds)) == len(seeds)
+    again = build(trainer.config, [])
+    again.fit()
+    assert [s.seed for starts, _ in again.replicas.requests for s in starts] == seeds
+
+
+def test_line_13_validation_is_greedy_and_scores_every_row(trainer: RayPPOTrainer) -> None:
+    """Validation asks for temperature 0 and drops no tail (10 rows in requests of 4)."""
+    metrics = trainer.validate()
+    assert [len(starts) for starts, _ in trainer.replicas.requests] == [4, 4, 2]
+    assert {sampling.temperature for _, sampling in trainer.replicas.requests} == {0.0}
+    assert metrics["val/num_rows"] == 10
+    rows = (trainer.directory / "validation" / "step_0.jsonl").read_text().splitlines()
+    assert len({json.loads(row)["uid"] for row in rows}) == 10
+
+
+def test_line_14_one_log_prob_pass_and_one_weight_update_per_step(
+    trainer: RayPPOTrainer, log: list[str]
+) -> None:
+    """However many mini-batches a step has, it looks back once and hands weights over once."""
+    trainer.config.trainer.val_before_train = False
+    trainer.fit()
+    step = ["generate", "log_probs", "ref_log_probs", "update_actor", "update_actor"]
+    assert log == ["update_weights", *(2 * [*step, "update_weights"])]
+
+
+def test_the_old_policy_pass_is_spared_when_there_is_one_update(
+    trainer: RayPPOTrainer, log: list[str]
+) -> None:
+    """With a single mini-batch the updating policy is the old one."""
+    trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size = 12
+    trainer.fit()
+    assert "log_probs" not in log
+    assert all("old_log_probs" not in mini.tokens for mini in trainer.ranks.mini_batches)
+
+
+def test_line_15_n_steps_make_n_updates(trainer: RayPPOTrainer, log: list[str]) -> None:
+    """`total_training_steps=2` makes two weight hand-overs after the first."""
+    trainer.fit()
+    assert log.count("update_weights") == 1 + 2
+    assert trainer.step == 2
+
+
+def test_failed_trajectories_are_left_out_of_the_loss(trainer: RayPPOTrainer) -> None:
+    """What infrastructure broke reaches no mini-batch; the rest of its group stays."""
+    trainer.replicas.fail = lambda start: start.sample == 0
+    trainer.fit()
+    for mini in trainer.ranks.mini_batches:
+        assert mini.lengths.min() > 3 + 1 + 2  # sample 0 would have one policy token
+
+
+def test_a_step_without_any_success_stops_the_run(trainer: RayPPOTrainer) -> None:
+    """When everything fails the message names the retriever."""
+    trainer.replicas.fail = lambda start: True
+    trainer.config.trainer.val_before_train = False
+    with pytest.raises(RetrieverError, match=r"127\.0\.0\.1:8000"):
+        trainer.fit()
+
+
+def test_loss_weights_and_advantages_exist_on_policy_tokens_only(trainer: RayPPOTrainer) -> None:
+    """Observation tokens carry neither weight nor advantage."""
+    trainer.fit()
+    for mini in trainer.ranks.mini_batches:
+        outside = ~mini.tokens["policy_mask"]
+        assert mini.tokens["loss_weights"][outside].abs().max() == 0
+        assert mini.tokens["advantages"][outside].abs().max() == 0
+        assert mini.tokens["loss_weights"].sum().item() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_without_state_masking_documents_are_learned_from(trainer: RayPPOTrainer) -> None:
+    """The ablation puts observation tokens into the loss, and prompts never."""
+    trainer.config.actor_rollout_ref.actor.state_masking = False
+    trainer.fit()
+    mini = trainer.ranks.mini_batches[0]
+    assert torch.equal(mini.tokens["loss_mask"], mini.tokens["response_mask"])
+    assert mini.tokens["loss_weights"][~mini.tokens["policy_mask"]].abs().max() > 0
+
+
+def test_the_critic_warms_up_alone(trainer: RayPPOTrainer, log: list[str]) -> None:
+    """`critic_warmup=1` leaves the policy alone in the first step only."""
+    trainer.config.trainer.critic_warmup = 1
+    trainer.config.algorithm.adv_estimator = "gae"
+    ppo = build(trainer.config, log)
+    ppo.fit()
+    first, second = " ".join(log).split("generate")[-2:]
+    assert "update_critic" in first
+    assert "update_actor" not in first
+    assert "update_actor" in second
+
+
+def test_validation_only_makes_no_update(trainer: RayPPOTrainer, log: list[str]) -> None:
+    """`val_only` validates once and stops."""
+    trainer.config.trainer.val_only = True
+    trainer.fit()
+    assert "update_actor" not in log

@@ -1,0 +1,86 @@
+"""Validation: every row once, greedy unless asked otherwise, dialogues kept for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from tqdm import tqdm
+
+from verl.config import Config
+from verl.protocol import Prompt, Sampling, Trajectory, start_trajectory
+from verl.reward import Reward, RewardFn
+from verl.trainer.metrics import Metrics, validation_metrics
+
+VALIDATION_STREAM = 1 << 31
+"""Keeps the seeds of validation apart from those of any training step."""
+
+
+class Generator(Protocol):
+    """Whatever finishes started trajectories."""
+
+    def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]: ...
+
+
+def trajectory_seed(*key: int) -> int:
+    """A 31-bit seed that depends on every part of the key (run seed, step, index)."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0] & 0x7FFFFFFF)
+
+
+def validate(
+    config: Config,
+    replicas: Generator,
+    prompts: Sequence[Prompt],
+    reward_fn: RewardFn,
+    dialogues: Path,
+) -> Metrics:
+    """Score every prompt and write one json line for each to `dialogues`."""
+    trajectories = sample(config, replicas, prompts)
+    rewards = [reward_fn(t) for t in trajectories]
+    write_dialogues(dialogues, trajectories, rewards)
+    return validation_metrics(trajectories, rewards)
+
+
+def sample(config: Config, replicas: Generator, prompts: Sequence[Prompt]) -> list[Trajectory]:
+    """One trajectory per prompt, in requests of `data.val_batch_size`."""
+    options = config.actor_rollout_ref.rollout.val_kwargs
+    sampling = Sampling(config.data.max_response_length, options.temperature, options.top_p)
+    trajectories: list[Trajectory] = []
+    size = config.data.val_batch_size
+    with tqdm(total=len(prompts), desc="validate", unit="row", leave=False) as bar:
+        for first in range(0, len(prompts), size):
+            starts = [
+                start_trajectory(
+                    prompts[row],
+                    group=f"val/{row}",
+                    seed=trajectory_seed(config.trainer.seed, VALIDATION_STREAM, row),
+                )
+                for row in range(first, min(first + size, len(prompts)))
+            ]
+            trajectories += replicas.generate(starts, sampling)
+            bar.update(len(starts))
+    return trajectories
+
+
+def write_dialogues(
+    path: Path, trajectories: Sequence[Trajectory], rewards: Sequence[Reward]
+) -> None:
+    """One json line per row: question, gold, dialogue, ending, score."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for t, r in zip(trajectories, rewards, strict=True):
+            row = {
+                "uid": t.prompt.uid,
+                "data_source": t.prompt.data_source,
+                "question": t.prompt.extra_info.get("question", ""),
+                "ground_truth": list(t.prompt.ground_truth),
+                "dialogue": t.text,
+                "status": t.status.value,
+                "score": r.score,
+                **r.components,
+                "stats": t.stats,
+            }
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
