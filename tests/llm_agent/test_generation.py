@@ -143,7 +143,7 @@ SHORT_FEEDBACK = replace(TEMPLATES["short"], invalid_action="Invalid.")
 
 def test_line_6_a_budget_without_room_for_the_tags_is_refused() -> None:
     """A budget that would cut the closing tag off fails before any work."""
-    with pytest.raises(ConfigError, match="max_obs_length.*got 20"):
+    with pytest.raises(ConfigError, match=r"max_obs_length: got 20"):
         play([], max_obs_length=20)
 
 
@@ -213,7 +213,7 @@ def test_other_exceptions_are_not_swallowed() -> None:
 
 
 def test_an_invalid_turn_is_told_so_and_goes_on() -> None:
-    """A sampled end of sequence without an action is kept, answered with feedback, and played on."""
+    """A sampled end of sequence without an action is kept, and feedback follows."""
     turn = [*TOKENIZER.encode("I just know."), EOS]
     done, _ = play([turn, "<answer>a</answer>"])
     assert list(done.segments[1].ids) == turn

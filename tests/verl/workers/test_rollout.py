@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from example.model import load_tokenizer
-from example.tiny import tiny_llama
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
+from example.model import load_tokenizer
+from example.tiny import tiny_llama
 from search_r1.llm_agent.generation import AgentConfig, SearchAgent
 from search_r1.search.client import EmptyRetrieval
 from verl.config import Config

@@ -17,6 +17,7 @@ import torch
 from verl.config import Config
 from verl.errors import ModelError, explain
 from verl.protocol import Completion, Sampling
+from verl.workers.devices import has_bfloat16_units
 
 CPU_ENV = {
     # One process fewer to start: the worker lives inside the engine core's process.
@@ -118,7 +119,7 @@ class EngineConfig:
 
 
 def resolve_device(device: str) -> str:
-    """`auto` becomes cuda where there is one, else cpu."""
+    """`auto` becomes cuda where there is one, else cpu; CUDA itself is left to vLLM."""
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -128,7 +129,8 @@ def resolve_dtype(dtype: str, device: str) -> str:
     """`auto` becomes bfloat16 on GPUs and on CPUs with bf16 units, else float32."""
     if dtype != "auto":
         return dtype
-    return "bfloat16" if device == "cuda" or torch.cpu._is_avx512_bf16_supported() else "float32"
+    has_units = device == "cuda" or has_bfloat16_units(torch.device(device))
+    return "bfloat16" if has_units else "float32"
 
 
 class VllmEngine:
