@@ -225,7 +225,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     console = Console(quiet=arguments.json, highlight=False)
     try:
         trajectory = asyncio.run(ask(arguments, console))

@@ -40,7 +40,7 @@ class TransformersEngine:
     ) -> TransformersEngine:
         """Load model and tokenizer; raises ModelError when they are not there."""
         try:
-            weights = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+            weights: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
             tokenizer = AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError) as error:
             is_folder = Path(model).is_dir()
@@ -48,7 +48,7 @@ class TransformersEngine:
             raise ModelError(
                 explain(f"model {model}", got, "a Hugging Face model", "make demo, or --model PATH")
             ) from error
-        return cls(weights.to(device).eval(), tokenizer, listener)
+        return cls(weights.eval().to(device), tokenizer, listener)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Continue `prompt_ids` in a thread, so that the event loop stays free."""
@@ -92,9 +92,9 @@ class TransformersEngine:
     @torch.inference_mode()
     def _logits(self, context: list[int]) -> Tensor:
         """(vocab_size,) float32 logits after `context`; only what the cache lacks is computed."""
-        known = common_prefix(self._cached_ids, context[:-1])
-        if known < len(self._cached_ids):
-            self._cache.crop(known)
+        known = len(self._cached_ids)
+        if known >= len(context) or context[:known] != self._cached_ids:
+            known, self._cache = 0, DynamicCache()  # another dialogue, or the same one again
         new = torch.tensor([context[known:]], device=self.model.device)
         answer = self.model(new, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         self._cached_ids = context.copy()
@@ -125,9 +125,3 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
     """`text` up to the end of the stop string that ends first, and whether there is one."""
     ends = [text.index(tag) + len(tag) for tag in stop if tag in text]
     return (text[: min(ends)], True) if ends else (text, False)
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many leading ids two sequences share."""
-    length = min(len(first), len(second))
-    return next((n for n in range(length) if first[n] != second[n]), length)

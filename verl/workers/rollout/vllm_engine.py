@@ -166,7 +166,7 @@ class VllmEngine:
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(prompt_ids))
         request = str(next(self._numbers))
         running = self._llm.generate(prompt, self._parameters(sampling), request)
-        output = [answer async for answer in running][-1].outputs[0]
+        output: Any = [answer async for answer in running][-1].outputs[0]
         ids = tuple(output.token_ids)
         log_probs = tuple(step[i].logprob for step, i in zip(output.logprobs, ids, strict=True))
         assert version == self.weight_version, "weights changed while a request was running"
