@@ -111,11 +111,9 @@ class Demo:
             retriever = self.start_retriever()
         with stopping(retriever[0]):
             with self.phase("train", f"{self.algorithm.upper()} with real searches"):
-                self.train("train", retriever[1], self.out / "warm_start")
+                self.train(self.out, retriever[1], self.out / "warm_start")
             with self.phase("empty_retriever", "control: the trained model without documents"):
-                self.train(
-                    "empty", "empty", self.out / "train" / "model", ["trainer.val_only=true"]
-                )
+                self.train("empty", "empty", self.out / "model", ["trainer.val_only=true"])
         wall = time.time() - self.started_at
         write_report(self.out, self.algorithm, self.seed, self.seconds, wall, self.console)
 
@@ -146,8 +144,8 @@ class Demo:
         self.console.print(f"retriever answers at {url}")
         return process, f"{url}/retrieve"
 
-    def train(self, name: str, url: str, model: Path, extra: Sequence[str] = ()) -> None:
-        """Run the recipe's script with the example's settings."""
+    def train(self, out: Path, url: str, model: Path, extra: Sequence[str] = ()) -> None:
+        """Run the recipe's script with the example's settings, writing to `out`."""
         environment = {
             **os.environ,
             "PYTHON": sys.executable,
@@ -159,7 +157,7 @@ class Demo:
         options = [
             "data.train_files=" + str(ROOT / "example" / "data" / "train.parquet"),
             "data.val_files=" + str(ROOT / "example" / "data" / "val.parquet"),
-            f"trainer.default_local_dir={self.out / name}",
+            f"trainer.default_local_dir={out}",
             f"trainer.seed={self.seed}",
             *OPTIONS[self.algorithm],
             *extra,

@@ -54,7 +54,7 @@ def summarise(
     out: Path, algorithm: str, seed: int, seconds: Mapping[str, float], wall_s: float
 ) -> Row:
     """The figures of the run, as `summary.json` holds them."""
-    rows = read_jsonl(out / "train" / "metrics.jsonl")
+    rows = read_jsonl(out / "metrics.jsonl")
     _, em = series(rows, "val/em")
     empty = read_jsonl(out / "empty" / "metrics.jsonl")
     last = [row for row in rows if "val/em" in row][-1]
@@ -76,8 +76,8 @@ def summarise(
 
 def dialogues(out: Path, last_step: int, count: int = 3) -> str:
     """The same held-out questions before and after training, as text."""
-    before = read_jsonl(out / "train" / "validation" / "step_0.jsonl")
-    after = read_jsonl(out / "train" / "validation" / f"step_{last_step}.jsonl")
+    before = read_jsonl(out / "validation" / "step_0.jsonl")
+    after = read_jsonl(out / "validation" / f"step_{last_step}.jsonl")
     pairs = list(zip(before, after, strict=True))
     changed = [pair for pair in pairs if pair[0]["score"] < pair[1]["score"]] or pairs
     spaced = [changed[i * len(changed) // count] for i in range(count)]
@@ -92,7 +92,7 @@ def dialogues(out: Path, last_step: int, count: int = 3) -> str:
 def render(summary: Row, out: Path) -> str:
     """The report as Markdown."""
     phases = "\n".join(f"| {name} | {value:.0f} s |" for name, value in summary["phases_s"].items())
-    model = out / "train" / "model"
+    model = out / "model"
     return f"""# {summary["algorithm"].upper()}, {summary["steps"]} steps, seed {summary["seed"]}
 
 | held-out questions ({summary["val_rows"]}, greedy) | exact match |
@@ -114,11 +114,11 @@ Searches per question: {summary["val_valid_search_last"]:.2f}. Wall time {summar
 {dialogues(out, summary["steps"])}
 
 Learning curve: `{out / "learning_curve.png"}`
-Model: `{model}` (checkpoint to resume from: `{out / "train"}`)
+Model: `{model}` (checkpoint to resume from: `{out}/global_step_{summary["steps"]}`)
 
 Ask it (start the retriever first, `bash retrieval_launch.sh` in another terminal):
 
-    .venv/bin/python infer.py --model {model} "What is the calling code of Ghana?"
+    .venv/bin/python infer.py "What is the calling code of Ghana?"
 """
 
 
@@ -132,7 +132,7 @@ def write_report(
 ) -> None:
     """Write summary.json, learning_curve.png and report.md, and show the report."""
     summary = summarise(out, algorithm, seed, seconds, wall_s)
-    plot(read_jsonl(out / "train" / "metrics.jsonl"), out / "learning_curve.png")
+    plot(read_jsonl(out / "metrics.jsonl"), out / "learning_curve.png")
     text = render(summary, out)
     (out / "report.md").write_text(text)
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
