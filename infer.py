@@ -158,7 +158,7 @@ async def ask(arguments: argparse.Namespace, console: Console) -> Trajectory:
         return await agent.run(start_trajectory(prompt, seed=arguments.seed), narrator, sampling)
     finally:
         if isinstance(engine, VllmEngine):
-            engine.shutdown()
+            await engine.shutdown()
         if isinstance(retrieval, RetrievalClient):
             await retrieval.aclose()
 

@@ -59,4 +59,4 @@ class RolloutReplica:
         """End the engine and its process; harmless if it never started or has ended."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            engine.shutdown()
+            await engine.shutdown()

@@ -5,6 +5,8 @@ vLLM is imported when an engine is built, so that everything else works without 
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import itertools
 import multiprocessing
 import os
@@ -24,6 +26,8 @@ CPU_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Engine and trainer take turns on the same cores; bound threads would share one of them.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Threads that spin while they wait take the cores from whoever has work.
+    "OMP_WAIT_POLICY": "PASSIVE",
 }
 QUIET_ENV = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -202,9 +206,12 @@ class VllmEngine:
         if self.config.device != "cpu" and await self._llm.is_sleeping():
             await self._llm.wake_up()
 
-    def shutdown(self) -> None:
+    async def shutdown(self) -> None:
         """End the engine core's process, by force after a while, and wait until it is gone."""
         self._llm.shutdown()
+        await asyncio.sleep(0)  # lets vLLM's output task see that it is cancelled
+        del self._llm
+        gc.collect()  # else vLLM's finaliser complains at the interpreter's exit
         for process in self._processes:
             process.join(SHUTDOWN_TIMEOUT)
             if process.is_alive():
