@@ -32,7 +32,8 @@ CPU_ENV = {
 QUIET_ENV = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "TQDM_DISABLE": "1",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 MIN_BATCHED_TOKENS = 8192
 WORKER_EXTENSION = "verl.workers.rollout.weight_loading.WeightLoading"
