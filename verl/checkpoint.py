@@ -2,7 +2,7 @@
 
 A checkpoint is the folder `global_step_N`:
 
-    shards/            weights and optimizer state of actor and critic (torch.distributed.checkpoint)
+    shards/            weights and optimizer state of actor and critic (distributed checkpoint)
     ranks/             schedule and random states of each rank
     huggingface/       config and tokenizer of the policy
     trainer_state.json what the driver wants back: step, data position, KL controller …

@@ -135,7 +135,7 @@ _SUMS = (
 
 @dataclass(frozen=True)
 class Columns:
-    """The token columns of a micro-batch at the tokens of a forward, (num_wanted,) on its device."""
+    """Token columns of a micro-batch at the tokens of a forward, (num_wanted,) on its device."""
 
     micro: DataProto
     inputs: PackedInputs

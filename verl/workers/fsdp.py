@@ -22,6 +22,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from verl.config import OptimConfig
 from verl.protocol import DataProto, pack
 
+SCHEDULES = ("constant", "linear", "cosine")
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -36,7 +38,7 @@ class EngineOptions:
     grad_clip: float = 1.0
     """Bound on the norm of the gradient over all ranks."""
     schedule: str = "constant"
-    """constant or cosine (to 0 at `num_updates`), after the warm-up."""
+    """After the warm-up: constant, or linear or cosine to 0 at `num_updates`."""
     param_offload: bool = False
     optimizer_offload: bool = False
 
@@ -194,17 +196,18 @@ def lr_factor(step: int, num_warmup: int, num_updates: int, schedule: str) -> fl
     """
     if step < num_warmup:
         return (step + 1) / num_warmup
+    done = min((step - num_warmup) / max(num_updates - num_warmup, 1), 1.0)
     match schedule:
         case "constant":
             return 1.0
+        case "linear":
+            return 1.0 - done
         case "cosine":
-            rest = max(num_updates - num_warmup, 1)
-            return 0.5 * (1 + math.cos(math.pi * min((step - num_warmup) / rest, 1.0)))
+            return 0.5 * (1 + math.cos(math.pi * done))
         case _:
-            raise ValueError(f"got schedule {schedule!r}; expected constant or cosine")
+            raise ValueError(f"got schedule {schedule!r}; expected one of {', '.join(SCHEDULES)}")
 
 
-@functools.cache
 def default_mesh(device: torch.device) -> DeviceMesh:
     """All ranks in one dimension; weights are sharded over it."""
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
