@@ -61,6 +61,7 @@ class Actor:
             found, _ = self.engine.module(inputs, self.temperature)
             if indices:
                 result[flat_positions(batch, indices)[inputs.wanted.cpu()]] = found.cpu()
+        self.engine.reshard()
         return result
 
     def update(self, mini_batch: DataProto) -> Metrics:
@@ -76,7 +77,7 @@ class Actor:
             inputs = PackedInputs.of(micro, loss_mask(micro), self.engine.device)
             loss, observed, mismatch = self._loss(micro, inputs)
             if not torch.isfinite(loss):
-                logger.warning("loss %s on groups %s", float(loss), micro.columns.get("group"))
+                logger.warning("loss %s on groups %s", loss.item(), micro.columns.get("group"))
             self.engine.backward(loss)
             sums += observed
             peak = torch.maximum(peak, mismatch)

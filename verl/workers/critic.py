@@ -38,6 +38,7 @@ class Critic:
             found = self.engine.module(inputs)
             if indices:
                 result[flat_positions(batch, indices)[inputs.wanted.cpu()]] = found.cpu()
+        self.engine.reshard()
         return result
 
     def update(self, mini_batch: DataProto) -> Metrics:

@@ -111,11 +111,14 @@ class FsdpEngine:
         )
         self.scheduler = LambdaLR(self.optimizer, factor)
 
-    @property
-    def sharded_root(self) -> FSDPModule:
-        """The module, as FSDP sees it."""
-        assert isinstance(self.module, FSDPModule)
-        return self.module
+    def reshard(self) -> None:
+        """Free gathered weights: a forward without backward leaves some, in the compute dtype.
+
+        Until then `module.parameters()` are the gathered copies, not the weights.
+        """
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def micro_batches(self, batch: DataProto, budget: int) -> list[tuple[list[int], DataProto]]:
         """Micro-batches of at most `budget` tokens, as (sequence indices, sequences).
@@ -139,6 +142,7 @@ class FsdpEngine:
         `is_finite` must be the same on all ranks. The schedule moves on in any case.
         """
         assert self.optimizer is not None and self.scheduler is not None, "the model is frozen"
+        self.reshard()
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.options.grad_clip)
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         is_skipped = not (is_finite and math.isfinite(norm))
@@ -165,6 +169,7 @@ class FsdpEngine:
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and optimizer state by flat name, sharded; for checkpoints to read and fill."""
+        self.reshard()
         named = dict(self.module.named_parameters())
         found = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
         if self.optimizer is not None:
@@ -178,6 +183,7 @@ class FsdpEngine:
 
         Every rank must run the iteration to its end; tied parameters come once.
         """
+        self.reshard()
         for name, parameter in self.module.named_parameters():
             if name.startswith(prefix):
                 whole = parameter.detach()

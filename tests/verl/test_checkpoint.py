@@ -1,0 +1,125 @@
+"""Checkpoints: whole or absent, and resumed as if nothing had happened. One and two real ranks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.verl.workers import rank_bodies
+from tests.verl.workers.ranks import make_batch, run_ranks, save_tiny
+from verl import checkpoint
+from verl.errors import ConfigError
+from verl.single_controller.dispatch import split_by_tokens
+
+
+def publish(root: Path) -> None:
+    """What the driver does when all ranks have written."""
+    (root / "global_step_3.tmp" / checkpoint.MARKER).touch()
+    os.replace(root / "global_step_3.tmp", root / "global_step_3")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The same training by one rank and by two, each with a checkpoint."""
+    root = tmp_path_factory.mktemp("runs")
+    model = save_tiny(root / "model")
+    found = SimpleNamespace(model=model, root=root)
+    for size, name in ((1, "one"), (2, "two")):
+        out = root / name
+        answers = run_ranks(size, rank_bodies.train, out / "answers", model, str(out))
+        publish(out)
+        setattr(found, name, answers)
+    return found
+
+
+def test_two_ranks_learn_as_one_does(runs: SimpleNamespace) -> None:
+    """Losses, gradient norms and updated weights do not depend on the number of ranks."""
+    for one, two in zip(runs.one[0]["metrics"], runs.two[0]["metrics"], strict=True):
+        uneven = {k for k in one if k.endswith("num_micro_batches")}
+        assert {k: v for k, v in two.items() if k not in uneven} == pytest.approx(
+            {k: v for k, v in one.items() if k not in uneven}, rel=1e-4, abs=1e-6
+        )
+    assert runs.two[0]["metrics"] == runs.two[1]["metrics"]
+    one, two = (load_file(runs.root / n / "weights/model.safetensors") for n in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, x in one.items():
+        torch.testing.assert_close(two[name], x, rtol=1e-3, atol=2e-4)
+
+
+def test_two_ranks_answer_as_one_does(runs: SimpleNamespace) -> None:
+    """Log-probs and values of the shards are those of the whole batch; the reference is frozen."""
+    parts = split_by_tokens(make_batch(rank_bodies.LENGTHS, 0), 2).parts
+    for name, tolerance in (("log_probs", 1e-4), ("values", 1e-3)):
+        whole = torch.split(runs.one[0][name], rank_bodies.LENGTHS)
+        for rank, part in enumerate(parts):
+            expected = torch.cat([whole[i] for i in part])
+            torch.testing.assert_close(
+                runs.two[rank][name], expected, rtol=tolerance, atol=tolerance
+            )
+    assert torch.equal(runs.one[0]["log_probs"], runs.one[0]["ref_log_probs"])
+
+
+@pytest.mark.parametrize("saved", ["one", "two"])
+def test_a_resumed_run_goes_on_as_if_never_stopped(runs: SimpleNamespace, saved: str) -> None:
+    """The next update's metrics are the uninterrupted run's, also with another number of ranks."""
+    root = runs.root / saved
+    resumed = run_ranks(1, rank_bodies.resume, root / "again", runs.model, str(root))
+    exact = saved == "one"
+    for found, expected in zip(resumed[0]["next"], getattr(runs, saved)[0]["next"], strict=True):
+        keys = [k for k in found if not k.endswith("num_micro_batches")]
+        tolerance = {"rel": 0, "abs": 0} if exact else {"rel": 1e-4, "abs": 1e-6}
+        assert [found[k] for k in keys] == pytest.approx([expected[k] for k in keys], **tolerance)
+    before = load_file(root / "weights/model.safetensors")
+    after = load_file(root / "resumed_1/model.safetensors")
+    assert all(torch.equal(after[name], x) for name, x in before.items())
+
+
+def test_export_is_a_folder_that_transformers_loads(runs: SimpleNamespace, tmp_path: Path) -> None:
+    """The export of two ranks' shards holds the weights they saved, without any rank."""
+    out = checkpoint.export(runs.root / "two/global_step_3", tmp_path / "hf", dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.float32
+    expected = load_file(runs.root / "two/weights/model.safetensors")
+    for name, x in model.named_parameters():
+        assert torch.equal(x, expected[name])
+
+
+def test_only_whole_checkpoints_are_found(tmp_path: Path) -> None:
+    """Folders without marker, or still under their temporary name, are never picked up."""
+    assert checkpoint.latest(tmp_path) is None
+    for step in (2, 10):
+        with checkpoint.writing(tmp_path, step) as folder:
+            checkpoint.write_state(folder, {"step": step})
+    (tmp_path / "global_step_11").mkdir()
+    (tmp_path / "global_step_12.tmp").mkdir()
+    (tmp_path / "global_step_12.tmp" / checkpoint.MARKER).touch()
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and checkpoint.read_state(found) == {"step": 10}
+    assert checkpoint.resolve("auto", tmp_path) == found
+    assert checkpoint.resolve("disable", tmp_path) is None
+    with pytest.raises(ConfigError, match="COMPLETE"):
+        checkpoint.resolve(str(tmp_path / "global_step_11"), tmp_path)
+
+
+def test_a_run_killed_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    """A process that dies in the middle of writing costs that checkpoint only."""
+    with checkpoint.writing(tmp_path, 1) as folder:
+        checkpoint.write_state(folder, {"step": 1})
+    script = (
+        "import os, sys; from pathlib import Path; from verl import checkpoint\n"
+        "with checkpoint.writing(Path(sys.argv[1]), 2) as folder:\n"
+        "    checkpoint.write_state(folder, {'step': 2})\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+    assert killed.returncode == -9
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and checkpoint.read_state(found) == {"step": 1}
+    with checkpoint.writing(tmp_path, 2) as folder:
+        assert list(folder.iterdir()) == []

@@ -1,0 +1,61 @@
+"""What a rank does in tests that need processes of their own; importable by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.verl.workers.ranks import make_batch, tiny_config
+from verl import checkpoint
+from verl.single_controller.dispatch import split_by_tokens
+from verl.workers.trainer_worker import TrainerWorker
+
+LENGTHS = [14, 9, 17, 6, 11]
+
+
+def shard_of(rank: int, size: int, lengths: list[int], seed: int) -> Any:
+    return split_by_tokens(make_batch(lengths, seed), size).shards[rank]
+
+
+def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, Any]:
+    """Updates of actor and critic, one with a rank left empty, a checkpoint, one more update."""
+    config = tiny_config(model, size)
+    config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 20
+    worker = TrainerWorker(config, rank, size, "127.0.0.1", port, 10)
+    first = shard_of(rank, size, LENGTHS, 0)
+    answers: dict[str, Any] = {
+        "tokens": first.offsets,
+        "log_probs": worker.log_probs(first),
+        "ref_log_probs": worker.ref_log_probs(first),
+        "metrics": [],
+    }
+    for seed, lengths in enumerate((LENGTHS, [12], [8, 8, 20])):
+        answers["metrics"].append(worker.update_actor(shard_of(rank, size, lengths, seed)))
+        answers["metrics"].append(worker.update_critic(shard_of(rank, size, lengths, seed)))
+    answers["values"] = worker.values(first)
+    worker.save_weights(Path(out) / "weights", "float32")
+    # The driver makes the folder and names it when all ranks are done.
+    worker.save_checkpoint(Path(out) / "global_step_3.tmp")
+    answers["next"] = next_metrics(worker, rank, size)
+    worker.shutdown()
+    return answers
+
+
+def next_metrics(worker: TrainerWorker, rank: int, size: int) -> list[dict[str, float]]:
+    """The metrics of the update after the checkpoint."""
+    shard = shard_of(rank, size, LENGTHS, 7)
+    return [worker.update_actor(shard), worker.update_critic(shard)]
+
+
+def resume(rank: int, size: int, port: int, model: str, out: str) -> dict[str, Any]:
+    """A new run that takes up the checkpoint of `train`."""
+    config = tiny_config(model, size)
+    config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 20
+    worker = TrainerWorker(config, rank, size, "127.0.0.1", port, 10)
+    found = checkpoint.latest(Path(out))
+    assert found is not None
+    worker.load_checkpoint(found)
+    worker.save_weights(Path(out) / f"resumed_{size}", "float32")
+    answers = {"next": next_metrics(worker, rank, size)}
+    worker.shutdown()
+    return answers

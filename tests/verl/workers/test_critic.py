@@ -1,0 +1,61 @@
+"""The value function's alignment and loss, by hand."""
+
+import pytest
+import torch
+
+from example.tiny import tiny_llama
+from tests.verl.workers.ranks import VOCAB, make_batch
+from verl.config import CriticConfig, OptimConfig
+from verl.workers.actor import TokenBudgets
+from verl.workers.attention import PACKED
+from verl.workers.critic import Critic
+from verl.workers.fsdp import EngineOptions, FsdpEngine
+from verl.workers.models import ValueModel, blocks
+
+pytestmark = pytest.mark.usefixtures("single_rank")
+LENGTHS = [12, 9, 17]
+
+
+def make_critic(budget: int = 1000, head_scale: float = 0.1) -> Critic:
+    lm = tiny_llama(VOCAB)
+    lm.set_attn_implementation(PACKED)
+    module = ValueModel(lm)
+    with torch.no_grad():
+        module.value_head.weight += head_scale * torch.arange(64).remainder(7).sub(3)
+    config = CriticConfig(optim=OptimConfig(lr=1e-4))
+    options = EngineOptions(torch.float32, 10, config.optim)
+    engine = FsdpEngine(
+        module, blocks(module, lm), torch.device("cpu"), options, [module.value_head]
+    )
+    return Critic(engine, config, TokenBudgets(budget, budget))
+
+
+def test_value_of_a_token_comes_from_the_state_before_it() -> None:
+    """values[t] is the head of the hidden state at t - 1, and 0 off the policy."""
+    batch = make_batch(LENGTHS)
+    head = 0.1 * torch.arange(64).remainder(7).sub(3).float()
+    parts = []
+    for ids in batch.sequences("input_ids"):
+        hidden = tiny_llama(VOCAB).model(ids[None]).last_hidden_state[0]
+        parts += [torch.zeros(1), (hidden @ head)[:-1]]
+    expected = torch.where(batch.tokens["policy_mask"], torch.cat(parts), 0.0).detach()
+    for budget in (1000, 20):
+        found = make_critic(budget).values(batch)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_new_critic_says_nothing() -> None:
+    """The head starts at zero, so first advantages are not noise."""
+    assert make_critic(head_scale=0.0).values(make_batch(LENGTHS)).abs().max() == 0
+
+
+def test_value_loss_by_hand_and_learning() -> None:
+    """The loss is the clipped half square over policy tokens, and falls with updates."""
+    batch = make_batch(LENGTHS)
+    critic, mask = make_critic(20), batch.tokens["policy_mask"]
+    now, old, returns = critic.values(batch), batch.tokens["values"], batch.tokens["returns"]
+    near = torch.minimum(torch.maximum(now, old - 0.5), old + 0.5)
+    worst = torch.maximum((now - returns) ** 2, (near - returns) ** 2)
+    losses = [critic.update(batch)["critic/vf_loss"] for _ in range(3)]
+    assert losses[0] == pytest.approx(float(0.5 * worst[mask].mean()), rel=1e-4)
+    assert losses[2] < losses[0]
