@@ -96,7 +96,10 @@ def parse(arguments: Sequence[str]) -> SftConfig:
                 raise ConfigError(
                     explain("option", key, "a known option", f"did you mean {near[0]}?")
                 )
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SftConfig), given))
+        merged = OmegaConf.merge(OmegaConf.structured(SftConfig), given)
+        for key in sorted(OmegaConf.missing_keys(merged)):
+            raise ConfigError(explain(key, "nothing", "a path", f"give {key}=PATH"))
+        config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(explain("options", error, "key=value", "see SftConfig")) from error
     assert isinstance(config, SftConfig)
