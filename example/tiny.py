@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from example.model import load_tokenizer
 
 NUM_LAYERS = 2
-HIDDEN_SIZE = 64
+HIDDEN_SIZE = 128  # heads of 32, the smallest that vLLM serves on CPU
 SMOLLM2_VOCAB_SIZE = 49152
 
 
@@ -21,7 +21,7 @@ def tiny_llama(
     tie_word_embeddings: bool = True,
     seed: int = 0,
 ) -> LlamaForCausalLM:
-    """A seeded random model: 4 heads, 2 key-value heads, float32; 3.2M parameters by default.
+    """A seeded random model: 4 heads, 2 key-value heads, float32; 6.6M parameters by default.
 
     The caller's random state is left as it was.
     """

@@ -31,7 +31,14 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 TEMPLATE = "short"
 
-SFT_OPTIONS = ["steps=14", "batch_size=8", "lr=2e-4"]
+SFT_OPTIONS = [
+    "steps=20",
+    "batch_size=8",
+    "lr=2e-4",
+    "schedule=linear",
+    "shuffle=false",
+    "device=cpu",
+]
 COMMON = [
     "trainer.device=cpu",
     "trainer.n_gpus_per_node=1",
@@ -47,7 +54,7 @@ COMMON = [
     "data.max_obs_length=96",
     "data.val_batch_size=128",
     "actor_rollout_ref.model.enable_gradient_checkpointing=false",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048",
     "actor_rollout_ref.actor.optim.lr=2e-5",
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0",
     "actor_rollout_ref.actor.use_kl_loss=false",
@@ -60,16 +67,16 @@ OPTIONS = {
         "data.train_batch_size=6",
         "actor_rollout_ref.rollout.n_agent=6",
         "actor_rollout_ref.actor.ppo_mini_batch_size=36",
-        "trainer.total_training_steps=24",
+        "trainer.total_training_steps=16",
     ],
     "ppo": [
         *COMMON,
-        "data.train_batch_size=32",
+        "data.train_batch_size=36",
         "actor_rollout_ref.rollout.n_agent=1",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=36",
         "critic.optim.lr=5e-5",
         "critic.model.enable_gradient_checkpointing=false",
-        "trainer.total_training_steps=24",
+        "trainer.total_training_steps=16",
     ],
 }
 

@@ -123,6 +123,9 @@ class ActorConfig:
     """Weight of that KL."""
     kl_loss_type: str = "low_var_kl"
     """Estimator: kl, abs, mse, low_var_kl."""
+    skip_zero_advantages: bool = True
+    """Spare the forward of trajectories whose advantages are all 0 (a group of equal scores): they
+    have no gradient. Without effect when KL or entropy is in the loss."""
     state_masking: bool = True
     """Leave observation tokens out of the loss; false trains on documents too (ablation)."""
 
@@ -355,6 +358,13 @@ class Config:
     def needs_reference(self) -> bool:
         """A frozen reference policy must be held."""
         return self.kl_in_reward or self.kl_in_loss
+
+    @property
+    def needs_every_trajectory(self) -> bool:
+        """The policy's loss has terms besides the advantage's, so no trajectory can be spared."""
+        actor = self.actor_rollout_ref.actor
+        has_terms = self.kl_in_loss or actor.entropy_coeff != 0
+        return has_terms or not actor.skip_zero_advantages
 
     @property
     def num_ranks(self) -> int:

@@ -107,7 +107,11 @@ class RayWorkerGroup:
 
 
 def create_trainer_group(
-    num_ranks: int, num_nodes: int, use_gpu: bool, timeout_s: float = 120.0
+    num_ranks: int,
+    num_nodes: int,
+    use_gpu: bool,
+    env: Mapping[str, str],
+    timeout_s: float = 120.0,
 ) -> RayWorkerGroup:
     """One actor per training rank, spread over `num_nodes` nodes, a GPU each if `use_gpu`.
 
@@ -130,7 +134,10 @@ def create_trainer_group(
             placement_group=placement, placement_group_bundle_index=rank // per_node
         )
         options = ActorHost.options(
-            num_cpus=1, num_gpus=1 if use_gpu else 0, scheduling_strategy=strategy
+            num_cpus=1,
+            num_gpus=1 if use_gpu else 0,
+            runtime_env={"env_vars": dict(env)},
+            scheduling_strategy=strategy,
         )
         hosts.append(options.remote())
     return RayWorkerGroup(hosts, placement)

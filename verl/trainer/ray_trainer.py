@@ -49,6 +49,12 @@ from verl.workers.weights import copy_tokenizer
 logger = logging.getLogger(__name__)
 
 
+def with_gradient(mini_batch: DataProto) -> DataProto:
+    """The sequences that have a non-zero advantage; the token weights stay those of the whole."""
+    has_any = [bool(a.any()) for a in mini_batch.sequences("advantages")]
+    return mini_batch.select([i for i, has in enumerate(has_any) if has])
+
+
 @dataclass
 class RayPPOTrainer:
     """PPO and its kin over a group of training ranks and a group of rollout replicas."""
@@ -246,6 +252,8 @@ class RayPPOTrainer:
             return {}
         actor = self.config.actor_rollout_ref.actor
         minis = self.mini_batches(batch, actor.ppo_mini_batch_size, actor.ppo_epochs)
+        if not self.config.needs_every_trajectory:
+            minis = [with_gradient(mini) for mini in minis]
         return mean_by_key([self.ranks.update_actor(mini) for mini in minis])
 
     def update_weights(self) -> None:

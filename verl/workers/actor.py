@@ -86,7 +86,11 @@ class Actor:
         if step.is_skipped:
             logger.warning("update skipped: gradient norm %s on groups %s", step.grad_norm,
                            mini_batch.columns.get("group"))  # fmt: skip
-        metrics = {f"actor/{name}": float(x) for name, x in zip(_SUMS, total, strict=True)}
+        seen = dict(zip(_SUMS, total.tolist(), strict=True))
+        weight = max(seen.pop("weight"), 1e-12)
+        metrics = {
+            f"actor/{name}": x if name in _LOSSES else x / weight for name, x in seen.items()
+        }
         if "rollout_log_probs" in mini_batch.tokens:
             metrics["actor/rollout_mismatch_max"] = float(reduce_max(peak, self.engine.device))
         return {
@@ -121,7 +125,7 @@ class Actor:
         observed = torch.stack([
             loss, pg_loss, kl_loss, entropy,
             *(weighted_sum(x, weights) for x in (seen.approx_kl, seen.clipped, seen.dual_clipped)),
-            weighted_sum(mismatch, weights),
+            weighted_sum(mismatch, weights), weights.sum(),
         ]).detach().cpu()  # fmt: skip
         peak = mismatch.max().reshape(1).cpu() if len(mismatch) else torch.zeros(1)
         return loss, observed, peak
@@ -129,9 +133,12 @@ class Actor:
 
 _SUMS = (
     "loss", "pg_loss", "kl_loss", "entropy",
-    "ppo_kl", "clip_fraction", "dual_clip_fraction", "rollout_mismatch",
+    "ppo_kl", "clip_fraction", "dual_clip_fraction", "rollout_mismatch", "weight",
 )  # fmt: skip
-"""Metrics that are sums over tokens, weighted as the loss is."""
+"""Sums over tokens, weighted as the loss is."""
+
+_LOSSES = {"loss", "pg_loss", "kl_loss"}
+"""Those that are reported as they are; the others as means over the tokens that were seen."""
 
 
 @dataclass(frozen=True)

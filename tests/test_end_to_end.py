@@ -1,0 +1,126 @@
+"""The whole system for real: Ray, FSDP ranks, vLLM, the HTTP retriever, from rows to a model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from example.tiny import tiny_model
+from search_r1.search.local_server import LocalServer
+
+pytest.importorskip("vllm")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A tiny random model, a few rows, and a running retriever over the example corpus."""
+    folder = tmp_path_factory.mktemp("world")
+    model = tiny_model(folder / "model")
+    rows = [
+        {
+            "data_source": source,
+            "prompt": [{"role": "user", "content": f"Question {i}?"}],
+            "ability": "fact-reasoning",
+            "reward_model": {"style": "rule", "ground_truth": {"target": ["a"]}},
+            "extra_info": {"split": "train", "index": i},
+        }
+        for i in range(4)
+        for source in ("nq", "hotpotqa")
+    ]
+    pd.DataFrame(rows).to_parquet(folder / "rows.parquet")
+    corpus = folder / "corpus.jsonl"
+    corpus.write_bytes((ROOT / "example" / "corpus.jsonl").read_bytes())
+    arguments = ["--corpus_path", str(corpus), "--retriever_name", "bm25"]
+    with LocalServer(arguments) as server:
+        yield {"model": str(model), "rows": str(folder / "rows.parquet"), "url": server.url}
+
+
+def train(world: dict[str, str], out: Path, *options: str) -> list[dict[str, Any]]:
+    """Run main_ppo as a user does; returns the logged metrics."""
+    command = [
+        sys.executable, "-m", "verl.trainer.main_ppo",
+        f"data.train_files={world['rows']}", f"data.val_files={world['rows']}",
+        "data.train_batch_size=2", "data.val_batch_size=5", "data.max_start_length=128",
+        "data.max_prompt_length=256", "data.max_response_length=12", "data.max_obs_length=64",
+        f"actor_rollout_ref.model.path={world['model']}",
+        "actor_rollout_ref.rollout.n_agent=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.rollout.cpu_kv_cache_gib=1",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512",
+        "trainer.device=cpu", "trainer.compute_dtype=float32", "trainer.logger=[jsonl]",
+        f"trainer.default_local_dir={out}", f"retriever.url={world['url']}/retrieve",
+        "retriever.topk=1", "template=short", "+max_turns=1", *options,
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def ppo_run(world: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """PPO on two ranks: critic, KL in the reward, two steps with a checkpoint each."""
+    out = tmp_path_factory.mktemp("ppo")
+    train(
+        world, out, "algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=1",
+    )  # fmt: skip
+    return out
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_engine_and_trainer_agree_after_every_update(ppo_run: Path) -> None:
+    """Log-probs of fresh samples, by the engine and by two FSDP ranks, differ by under 1e-3."""
+    steps = [row for row in metrics(ppo_run) if row["step"] > 0]
+    assert [row["step"] for row in steps] == [1, 2]
+    assert all(row["actor/rollout_mismatch"] < 1e-3 for row in steps)
+    assert all(row["actor/lr"] == 1e-3 and row["actor/skipped_updates"] == 0 for row in steps)
+
+
+def test_every_row_is_validated_each_time(ppo_run: Path) -> None:
+    """Eight rows in requests of five: none is dropped, before training and after each step."""
+    assert [row["val/num_rows"] for row in metrics(ppo_run)] == [8, 8, 8]
+
+
+def test_the_export_is_the_trained_model(world: dict[str, str], ppo_run: Path) -> None:
+    """transformers loads `model/`, which differs from where training started."""
+    trained = AutoModelForCausalLM.from_pretrained(ppo_run / "model", dtype=torch.float32)
+    start = AutoModelForCausalLM.from_pretrained(world["model"], dtype=torch.float32)
+    pairs = zip(trained.parameters(), start.parameters(), strict=True)
+    assert max(float((a - b).abs().max()) for a, b in pairs) > 1e-4
+
+
+def test_a_resumed_run_goes_on_with_the_next_step(world: dict[str, str], ppo_run: Path) -> None:
+    """From step 1's checkpoint, on the same ranks, step 2 has the metrics of the unbroken run."""
+    rest = ppo_run.parent / "resumed"
+    resumed = train(
+        world, rest, "algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=2", "trainer.save_freq=0",
+        f"trainer.resume_mode={ppo_run / 'global_step_1'}",
+    )  # fmt: skip
+    assert [row["step"] for row in resumed] == [2]
+    unbroken = metrics(ppo_run)[-1]
+    for name in ("actor/pg_loss", "critic/vf_loss", "actor/grad_norm", "critic/kl",
+                 "response_length/mean", "perf/total_num_tokens"):  # fmt: skip
+        assert resumed[0][name] == pytest.approx(unbroken[name], rel=1e-4, abs=1e-6), name
+
+
+def test_nothing_is_left_running(ppo_run: Path) -> None:
+    """No engine, rank or Ray process of a finished run survives it, nor weights in memory."""
+    out = str(ppo_run)
+    left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])
+            if p.info["cmdline"] and out in " ".join(p.info["cmdline"])]  # fmt: skip
+    assert left == []
