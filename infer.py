@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.text import Text
 from transformers import AutoTokenizer
@@ -37,14 +38,10 @@ from verl.protocol import (
     start_trajectory,
 )
 from verl.rows import Row
+from verl.workers.devices import device_type, dtype_name, resolve_dtype
 from verl.workers.rollout.remote_engine import RemoteEngine
 from verl.workers.rollout.transformers_engine import TransformersEngine
-from verl.workers.rollout.vllm_engine import (
-    EngineConfig,
-    VllmEngine,
-    resolve_device,
-    resolve_dtype,
-)
+from verl.workers.rollout.vllm_engine import EngineConfig, VllmEngine
 
 DEFAULT_MODEL = Path("runs/demo/model")
 DEFAULT_RETRIEVER = "http://127.0.0.1:8000/retrieve"
@@ -128,8 +125,8 @@ def build_engine(arguments: argparse.Namespace, tokenizer: Any, console: Console
         return RemoteEngine(
             arguments.endpoint, arguments.served_model or arguments.model, tokenizer
         )
-    device = resolve_device("auto")
-    dtype = resolve_dtype("auto", device)
+    device = device_type("auto")
+    dtype = dtype_name(resolve_dtype("auto", torch.device(device)))
     if arguments.engine == "vllm":
         length = AgentConfig.max_prompt_length + AgentConfig.max_response_length
         return VllmEngine(EngineConfig(arguments.model, length, device, dtype, max_num_seqs=1))

@@ -17,8 +17,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +24,7 @@ from pathlib import Path
 from rich.console import Console
 
 from scripts.demo_report import write_report
+from scripts.processes import run, stopping, wait_healthy
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
@@ -54,8 +53,8 @@ COMMON = [
     "data.max_obs_length=96",
     "data.val_batch_size=128",
     "actor_rollout_ref.model.enable_gradient_checkpointing=false",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048",
-    "actor_rollout_ref.actor.optim.lr=2e-5",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
+    "actor_rollout_ref.actor.optim.lr=3e-5",
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0",
     "actor_rollout_ref.actor.use_kl_loss=false",
     "actor_rollout_ref.rollout.max_num_seqs=128",
@@ -67,7 +66,7 @@ OPTIONS = {
         "data.train_batch_size=6",
         "actor_rollout_ref.rollout.n_agent=6",
         "actor_rollout_ref.actor.ppo_mini_batch_size=36",
-        "trainer.total_training_steps=16",
+        "trainer.total_training_steps=22",
     ],
     "ppo": [
         *COMMON,
@@ -103,7 +102,7 @@ class Demo:
 
     def python(self, *arguments: str) -> None:
         """Run a module of ours to its end; its output goes to the terminal."""
-        subprocess.run([sys.executable, "-m", *arguments], check=True, cwd=ROOT)
+        run([sys.executable, "-m", *arguments], ROOT)
 
     def run(self) -> None:
         """All phases in order."""
@@ -171,43 +170,7 @@ class Demo:
             *self.extra,
         ]
         script = f"train_{self.algorithm}.sh"
-        subprocess.run(["bash", script, *options], check=True, cwd=ROOT, env=environment)
-
-
-def wait_healthy(
-    process: subprocess.Popen[bytes], port_file: Path, log: Path, timeout_s: float = 60
-) -> str:
-    """The server's address once `/health` answers; the tail of its log if it does not."""
-    deadline = time.time() + timeout_s
-    while time.time() < deadline and process.poll() is None:
-        with contextlib.suppress(FileNotFoundError, ValueError, urllib.error.URLError):
-            url = f"http://127.0.0.1:{int(port_file.read_text())}"
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return url
-        time.sleep(0.2)
-    stop(process)
-    tail = "\n".join(log.read_text().splitlines()[-20:])
-    raise SystemExit(f"the retriever did not become healthy in {timeout_s:.0f} s; its log:\n{tail}")
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process we started, and its children."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-@contextlib.contextmanager
-def stopping(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Stop the process when the body ends, however it ends."""
-    try:
-        yield
-    finally:
-        stop(process)
+        run(["bash", script, *options], ROOT, environment)
 
 
 def fresh_directory(out: Path) -> None:

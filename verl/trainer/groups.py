@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import ray
-import torch
 from torch import Tensor
 
 from verl.config import Config
@@ -24,16 +23,11 @@ from verl.single_controller.ray_group import (
     create_trainer_group,
 )
 from verl.trainer.metrics import Metrics
+from verl.workers.devices import device_type
 from verl.workers.rollout import RolloutReplica
 from verl.workers.trainer_worker import TrainerWorker
 
 SHARED_MEMORY = Path("/dev/shm")
-
-
-def uses_gpu(config: Config) -> bool:
-    """Whether this run computes on CUDA devices."""
-    device = config.trainer.device
-    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
 
 
 class TrainerRanks:
@@ -124,19 +118,19 @@ class RolloutReplicas:
         self.group.call("wake_up")
 
     def shutdown(self) -> None:
-        """Stop the engines and remove their weights from shared memory."""
+        """Remove the weights from shared memory and stop the engines."""
+        shutil.rmtree(self._weights, ignore_errors=True)
         try:
             self.group.call("shutdown")
         finally:
             self.group.shutdown()
-            shutil.rmtree(self._weights, ignore_errors=True)
 
 
 def build_groups(
     config: Config, agent_factory: Callable[[Config], Agent], total_updates: int
 ) -> tuple[TrainerRanks, RolloutReplicas]:
     """Place and build all actors; engines and ranks load together where no GPU is shared."""
-    use_gpu = uses_gpu(config)
+    use_gpu = device_type(config.trainer.device) == "cuda"
     env = {} if use_gpu else cpu_env()
     ranks = create_trainer_group(config.num_ranks, config.trainer.nnodes, use_gpu, env)
     places = ranks.places()

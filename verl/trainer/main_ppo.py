@@ -121,6 +121,7 @@ def run(config: Config) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         run(cli.compose(sys.argv[1:] if argv is None else argv))
     except SearchR1Error as error:

@@ -9,13 +9,17 @@ import torch
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+def device_type(name: str) -> str:
+    """`auto` is cuda where there is such a device, else cpu; takes nothing of the device."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def resolve_device(name: str) -> torch.device:
-    """`auto` is this process's CUDA device where there is one, else the CPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return (
-        torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
-    )
+    """This process's device of the named type."""
+    found = device_type(name)
+    return torch.device(found, torch.cuda.current_device() if found == "cuda" else None)
 
 
 def has_bfloat16_units(device: torch.device) -> bool:
@@ -33,6 +37,11 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"got dtype {name!r}; expected auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16: the name by which engines and files know it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def share_threads(num_processes: int) -> None:

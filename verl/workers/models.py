@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from verl.errors import ModelError, explain
 from verl.protocol import DataProto
@@ -60,6 +61,7 @@ def load_causal_lm(path: str) -> PreTrainedModel:
 
     Raises ModelError when `path` is not there or holds no such model.
     """
+    transformers_logging.disable_progress_bar()  # many actors would draw over each other
     try:
         return AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation=PACKED
@@ -94,11 +96,14 @@ class LogProbModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies in nats at `temperature`, (num_wanted,) float32 each.
 
-        Logits exist for a chunk of tokens at a time, forward and backward. Entropies carry a
-        gradient only if `learn_entropy`.
+        Logits exist for a chunk of tokens at a time, forward and backward: several chunks are
+        computed again in backward, a single one is kept. Entropies carry a gradient only if
+        `learn_entropy`.
         """
         hidden, targets = states(self.lm.get_decoder(), inputs), inputs.targets
         size = max(1, LOGITS_PER_CHUNK // self.lm.config.vocab_size)
+        if len(targets) <= size:
+            return self._chunk(hidden, targets, temperature, learn_entropy)
         chunks = [
             checkpoint(self._chunk, h, t, temperature, learn_entropy, use_reentrant=False)
             for h, t in zip(hidden.split(size), targets.split(size), strict=True)

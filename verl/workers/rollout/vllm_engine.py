@@ -19,7 +19,7 @@ import torch
 from verl.config import Config
 from verl.errors import ModelError, explain
 from verl.protocol import Completion, Sampling
-from verl.workers.devices import has_bfloat16_units
+from verl.workers.devices import device_type, dtype_name, resolve_dtype
 
 CPU_ENV = {
     # One process fewer to start: the worker lives inside the engine core's process.
@@ -69,14 +69,14 @@ class EngineConfig:
     def from_config(cls, config: Config, replica: int = 0) -> EngineConfig:
         """The engine of a training run; replicas differ in their seed."""
         rollout = config.actor_rollout_ref.rollout
-        device = resolve_device(config.trainer.device)
+        device = device_type(config.trainer.device)
         is_eager = device == "cpu" if rollout.enforce_eager is None else rollout.enforce_eager
         wanted = config.trainer.compute_dtype if rollout.dtype == "auto" else rollout.dtype
         return cls(
             model=config.actor_rollout_ref.model.path,
             max_model_len=config.data.max_model_len,
             device=device,
-            dtype=resolve_dtype(wanted, device),
+            dtype=dtype_name(resolve_dtype(wanted, torch.device(device))),
             max_num_seqs=rollout.max_num_seqs,
             seed=config.trainer.seed + replica,
             enforce_eager=is_eager,
@@ -121,21 +121,6 @@ class EngineConfig:
         if self.device != "cpu":
             return QUIET_ENV
         return QUIET_ENV | CPU_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(self.cpu_kv_cache_gib)}
-
-
-def resolve_device(device: str) -> str:
-    """`auto` becomes cuda where there is one, else cpu; CUDA itself is left to vLLM."""
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def resolve_dtype(dtype: str, device: str) -> str:
-    """`auto` becomes bfloat16 on GPUs and on CPUs with bf16 units, else float32."""
-    if dtype != "auto":
-        return dtype
-    has_units = device == "cuda" or has_bfloat16_units(torch.device(device))
-    return "bfloat16" if has_units else "float32"
 
 
 class VllmEngine:
