@@ -73,9 +73,9 @@ OPTIONS = {
         "data.train_batch_size=36",
         "actor_rollout_ref.rollout.n_agent=1",
         "actor_rollout_ref.actor.ppo_mini_batch_size=36",
-        "critic.optim.lr=5e-5",
+        "critic.optim.lr=3e-5",
         "critic.model.enable_gradient_checkpointing=false",
-        "trainer.total_training_steps=16",
+        "trainer.total_training_steps=14",
     ],
 }
 
