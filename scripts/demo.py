@@ -38,6 +38,7 @@ SFT_OPTIONS = [
     "shuffle=false",
     "device=cpu",
 ]
+CONTROL = ["trainer.val_only=true"]
 COMMON = [
     "trainer.device=cpu",
     "trainer.n_gpus_per_node=1",
@@ -119,7 +120,7 @@ class Demo:
             with self.phase("train", f"{self.algorithm.upper()} with real searches"):
                 self.train(self.out, retriever[1], self.out / "warm_start")
             with self.phase("empty_retriever", "control: the trained model without documents"):
-                self.train("empty", "empty", self.out / "model", ["trainer.val_only=true"])
+                self.train(self.out / "empty", "empty", self.out / "model", CONTROL)
         wall = time.time() - self.started_at
         write_report(self.out, self.algorithm, self.seed, self.seconds, wall, self.console)
 
