@@ -121,7 +121,7 @@ class Actor:
             kl = kl_penalty(log_probs, columns["ref_log_probs"], config.kl_loss_type)
             kl_loss = weighted_sum(kl, weights)
         loss = pg_loss + config.kl_loss_coef * kl_loss - config.entropy_coeff * entropy
-        mismatch = _mismatch(log_probs, columns)
+        mismatch = _mismatch(old, columns)
         observed = torch.stack([
             loss, pg_loss, kl_loss, entropy,
             *(weighted_sum(x, weights) for x in (seen.approx_kl, seen.clipped, seen.dual_clipped)),
@@ -160,9 +160,12 @@ class Columns:
         return iter(self.micro.tokens)
 
 
-def _mismatch(log_probs: Tensor, columns: Columns) -> Tensor:
-    """|trainer - engine| log-prob in nats of each token the policy sampled, else 0."""
+def _mismatch(old_log_probs: Tensor, columns: Columns) -> Tensor:
+    """|trainer - engine| log-prob in nats of each token the policy sampled, else 0.
+
+    Both are those of the weights that sampled, however many updates the step has made since.
+    """
     if "rollout_log_probs" not in columns or "policy_mask" not in columns:
-        return torch.zeros_like(log_probs)
-    difference = (log_probs.detach() - columns["rollout_log_probs"]).abs()
+        return torch.zeros_like(old_log_probs)
+    difference = (old_log_probs - columns["rollout_log_probs"]).abs()
     return torch.where(columns["policy_mask"].bool(), difference, 0.0)

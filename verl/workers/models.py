@@ -6,6 +6,7 @@ only. Prompt and observation tokens never reach a head, so they cost no logits.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -102,10 +103,10 @@ class LogProbModel(nn.Module):
         """
         hidden, targets = states(self.lm.get_decoder(), inputs), inputs.targets
         size = max(1, LOGITS_PER_CHUNK // self.lm.config.vocab_size)
-        if len(targets) <= size:
-            return self._chunk(hidden, targets, temperature, learn_entropy)
+        again = functools.partial(checkpoint, self._chunk, use_reentrant=False)
+        compute = self._chunk if len(targets) <= size else again
         chunks = [
-            checkpoint(self._chunk, h, t, temperature, learn_entropy, use_reentrant=False)
+            compute(h, t, temperature, learn_entropy)
             for h, t in zip(hidden.split(size), targets.split(size), strict=True)
         ]
         return torch.cat([c[0] for c in chunks]), torch.cat([c[1] for c in chunks])

@@ -82,7 +82,7 @@ def test_loss_and_gradient_equal_a_hand_written_loss() -> None:
     assert found["actor/loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert found["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert found["actor/entropy"] == pytest.approx(entropy[mask].mean().item(), rel=1e-4)
-    mismatch = (log_probs - c["rollout_log_probs"]).abs()[mask]
+    mismatch = (c["old_log_probs"] - c["rollout_log_probs"]).abs()[mask]
     assert found["actor/rollout_mismatch"] == pytest.approx(mismatch.mean().item(), rel=1e-4)
     assert found["actor/rollout_mismatch_max"] == pytest.approx(mismatch.max().item(), rel=1e-4)
 

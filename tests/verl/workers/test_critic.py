@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from example.tiny import tiny_llama
+from example.tiny import HIDDEN_SIZE, tiny_llama
 from tests.verl.workers.ranks import VOCAB, make_batch
 from verl.config import CriticConfig, OptimConfig
 from verl.workers.actor import TokenBudgets
@@ -21,7 +21,7 @@ def make_critic(budget: int = 1000, head_scale: float = 0.1) -> Critic:
     lm.set_attn_implementation(PACKED)
     module = ValueModel(lm)
     with torch.no_grad():
-        module.value_head.weight += head_scale * torch.arange(64).remainder(7).sub(3)
+        module.value_head.weight += head_scale * torch.arange(HIDDEN_SIZE).remainder(7).sub(3)
     config = CriticConfig(optim=OptimConfig(lr=1e-4))
     options = EngineOptions(torch.float32, 10, config.optim)
     engine = FsdpEngine(
@@ -33,7 +33,7 @@ def make_critic(budget: int = 1000, head_scale: float = 0.1) -> Critic:
 def test_value_of_a_token_comes_from_the_state_before_it() -> None:
     """values[t] is the head of the hidden state at t - 1, and 0 off the policy."""
     batch = make_batch(LENGTHS)
-    head = 0.1 * torch.arange(64).remainder(7).sub(3).float()
+    head = 0.1 * torch.arange(HIDDEN_SIZE).remainder(7).sub(3).float()
     parts = []
     for ids in batch.sequences("input_ids"):
         hidden = tiny_llama(VOCAB).model(ids[None]).last_hidden_state[0]

@@ -1,0 +1,72 @@
+"""The demo's report says what the run's files say."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from scripts.demo_report import write_report
+
+
+def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def validation(em: float, single: float, two_hop: float) -> dict[str, float]:
+    return {
+        "val/em": em,
+        "val/geo_single/em": single,
+        "val/geo_two_hop/em": two_hop,
+        "val/env/valid_searches": 1.5,
+        "val/num_rows": 2,
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two steps: EM from 0 to 1 on two held-out questions, 0.5 without documents."""
+    training = {"critic/score/mean": 0.5, "env/valid_searches": 1.0}
+    write_rows(
+        tmp_path / "metrics.jsonl",
+        [
+            {"step": 0, **validation(0.0, 0.0, 0.0)},
+            {"step": 1, **training},
+            {"step": 2, **training, **validation(1.0, 1.0, 1.0)},
+        ],
+    )
+    write_rows(tmp_path / "empty" / "metrics.jsonl", [{"step": 0, **validation(0.5, 0.5, 0.5)}])
+    for step in (0, 2):
+        rows = [
+            {
+                "question": f"Q{i}?",
+                "ground_truth": ["a"],
+                "dialogue": f"step {step}",
+                "score": step / 2,
+            }
+            for i in range(2)
+        ]
+        write_rows(tmp_path / "validation" / f"step_{step}.jsonl", rows)
+    return tmp_path
+
+
+def test_summary_and_report(run: Path) -> None:
+    """The figures come from the first and last validation and from the control run."""
+    write_report(run, "grpo", 7, {"train": 1.25}, 9.0, Console(quiet=True))
+    summary = json.loads((run / "summary.json").read_text())
+    expected = {
+        "algorithm": "grpo",
+        "seed": 7,
+        "steps": 2,
+        "val_em_first": 0.0,
+        "val_em_last": 1.0,
+        "val_em_empty_retriever": 0.5,
+        "val_valid_search_last": 1.5,
+        "wall_s": 9.0,
+    }
+    assert {name: summary[name] for name in expected} == expected
+    report = (run / "report.md").read_text()
+    assert "step 0" in report
+    assert "step 2" in report
+    assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
