@@ -9,7 +9,7 @@ This module knows nothing of search, Ray or configuration files.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any, Protocol
@@ -218,11 +218,16 @@ class DataProto:
             },
         )
 
+    def positions(self, indices: Sequence[int]) -> Tensor:
+        """Flat positions of the tokens of the sequences at `indices`, in that order."""
+        starts, ends = self.offsets[:-1].tolist(), self.offsets[1:].tolist()
+        spans = [torch.arange(starts[i], ends[i]) for i in indices]
+        return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+
     def select(self, indices: Sequence[int]) -> DataProto:
         """The sequences at `indices`, in that order."""
         index = list(indices)
-        spans = [torch.arange(int(self.offsets[i]), int(self.offsets[i + 1])) for i in index]
-        flat = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+        flat = self.positions(index)
         lengths = self.lengths[index] if index else torch.zeros(0, dtype=torch.int64)
         return DataProto(
             offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
@@ -246,11 +251,6 @@ class DataProto:
     def sequences(self, name: str) -> Iterator[Tensor]:
         """The token column `name`, one view per sequence."""
         return iter(torch.split(self.tokens[name], self.lengths.tolist()))
-
-    def map_tokens(self, **columns: Callable[[Tensor], Tensor]) -> DataProto:
-        """A copy in which each named token column is replaced by the function of it."""
-        changed = {name: function(self.tokens[name]) for name, function in columns.items()}
-        return DataProto(self.offsets, {**self.tokens, **changed}, self.rows, self.columns)
 
 
 def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:

@@ -37,9 +37,7 @@ def split_evenly(count: int, num_parts: int) -> list[list[int]]:
 def join_tokens(outputs: Sequence[Tensor], split: Split, batch: DataProto) -> Tensor:
     """Per-token outputs of all ranks, put back into the batch's own order: (num_tokens,)."""
     order = [index for part in split.parts for index in part]
-    starts, ends = batch.offsets[:-1].tolist(), batch.offsets[1:].tolist()
-    where = torch.cat([torch.arange(starts[i], ends[i]) for i in order])
     flat = torch.cat(list(outputs))
     joined = torch.empty_like(flat)
-    joined[where] = flat
+    joined[batch.positions(order)] = flat
     return joined

@@ -27,13 +27,6 @@ def loss_mask(batch: DataProto) -> Tensor:
     return batch.tokens[name].bool()
 
 
-def flat_positions(batch: DataProto, indices: list[int]) -> Tensor:
-    """Positions in `batch` of the tokens of the sequences `indices`, in order."""
-    offsets = batch.offsets
-    spans = [torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in indices]
-    return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
-
-
 @dataclass(frozen=True)
 class TokenBudgets:
     """Tokens of one packed forward on one rank."""
@@ -60,7 +53,7 @@ class Actor:
             inputs = PackedInputs.of(micro, loss_mask(micro), self.engine.device)
             found, _ = self.engine.module(inputs, self.temperature)
             if indices:
-                result[flat_positions(batch, indices)[inputs.wanted.cpu()]] = found.cpu()
+                result[batch.positions(indices)[inputs.wanted.cpu()]] = found.cpu()
         self.engine.reshard()
         return result
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from verl.config import CriticConfig
 from verl.core_algos import value_loss, weighted_sum
 from verl.protocol import DataProto
-from verl.workers.actor import Columns, Metrics, TokenBudgets, flat_positions, loss_mask
+from verl.workers.actor import Columns, Metrics, TokenBudgets, loss_mask
 from verl.workers.fsdp import FsdpEngine, reduce_sum
 from verl.workers.models import PackedInputs
 
@@ -37,7 +37,7 @@ class Critic:
             inputs = PackedInputs.of(micro, loss_mask(micro), self.engine.device)
             found = self.engine.module(inputs)
             if indices:
-                result[flat_positions(batch, indices)[inputs.wanted.cpu()]] = found.cpu()
+                result[batch.positions(indices)[inputs.wanted.cpu()]] = found.cpu()
         self.engine.reshard()
         return result
 
