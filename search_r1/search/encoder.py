@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from search_r1.search.errors import SetupError
+from search_r1.search.retrievers.settings import EncoderConfig
 
 Vectors = npt.NDArray[np.float32]
 
@@ -101,6 +102,23 @@ class HashEncoder:
             vector[zlib.crc32(word.encode()) % self._dim] += 1
         norm = float(np.linalg.norm(vector))
         return vector / np.float32(norm) if norm else vector
+
+
+def open_encoder(config: EncoderConfig, max_length: int | None = None) -> Encoder:
+    """The encoder that the settings name; raises SetupError with the fix.
+
+    `max_length`: tokens of a passage that are encoded; the model's own limit if None.
+    """
+    name = config.retriever_model
+    assert name is not None, "the caller names a model"
+    if name.partition(":")[0] == HashEncoder.name:
+        return HashEncoder(int(name.partition(":")[2] or 64))
+    return SentenceEncoder(
+        name,
+        batch_size=config.encoder_batch_size,
+        max_length=max_length,
+        use_fp16=config.encoder_dtype == "float16",
+    )
 
 
 def has_e5_prefixes(name: str) -> bool:

@@ -3,6 +3,11 @@
 SearchError
 ├── RetrieverUnavailable   no answer: connection, timeout, 429 or 5xx, after all retries
 ├── RetrieverRefused       a 4xx, or an answer outside the wire contract: retrying is useless
+├── Overloaded             the queue is full: ask again after `retry_after` seconds
+├── DeadlineExceeded       the time that the request allowed was over before its turn
+├── UpstreamUnavailable    an online service failed or limits the rate, after all retries
+├── UpstreamRefused        an online service refused for good: a wrong key, a spent quota
+├── QueryNotRecorded       a replay has no record of this query
 ├── CorpusError            a corpus that is missing or has a malformed row
 ├── IndexMismatch          an index that was not built from this corpus or encoder
 └── SetupError             something to load is not there: package, GPU, model, index
@@ -19,6 +24,31 @@ class RetrieverUnavailable(SearchError):
 
 class RetrieverRefused(SearchError):
     """The server understood and refused, or answered something outside the contract."""
+
+
+class Overloaded(SearchError):
+    """The server's queue is full."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        """`retry_after`: seconds after which there is likely room."""
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineExceeded(SearchError):
+    """The request's time was over before it could be searched."""
+
+
+class UpstreamUnavailable(SearchError):
+    """An online search service did not answer within the allowed retries."""
+
+
+class UpstreamRefused(SearchError):
+    """An online search service refused for good; its message says why."""
+
+
+class QueryNotRecorded(SearchError):
+    """The record that is replayed does not hold this query."""
 
 
 class CorpusError(SearchError):

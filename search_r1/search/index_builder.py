@@ -17,9 +17,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from search_r1.search.corpus import Corpus
-from search_r1.search.encoder import Encoder, SentenceEncoder, Vectors, check_pooling
+from search_r1.search.encoder import Encoder, Vectors, check_pooling, open_encoder
 from search_r1.search.errors import SearchError, SetupError
 from search_r1.search.manifest import Manifest
+from search_r1.search.retrievers.settings import EncoderConfig
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,6 @@ class BuildConfig:
     """Encode in half precision; the index itself is float32."""
     pooling_method: str | None = None
     """Checked against what the model folder declares."""
-    encoder: Encoder | None = None
-    """An encoder that is already loaded, used in place of `model_path`."""
 
 
 def index_folder(save_dir: str | Path, method: str) -> Path:
@@ -91,7 +90,7 @@ def _build_dense(config: BuildConfig, corpus: Corpus, folder: Path) -> Manifest:
         from search_r1.search.retrievers import dense  # noqa: PLC0415
     except ImportError as error:
         raise SetupError(f"a dense index needs FAISS ({error}); pip install faiss-cpu") from error
-    encoder = config.encoder or _load_encoder(config)
+    encoder = _load_encoder(config)
     check_pooling(encoder, config.pooling_method)
     dim = dense.build(_encode(corpus, encoder, config.batch_size), folder)
     return Manifest(
@@ -113,12 +112,12 @@ def _load_encoder(config: BuildConfig) -> Encoder:
             "or another name together with an encoder: for example --model_path "
             "intfloat/e5-base-v2"
         )
-    return SentenceEncoder(
+    options = EncoderConfig(
         config.model_path,
-        batch_size=config.batch_size,
-        max_length=config.max_length,
-        use_fp16=config.use_fp16,
+        encoder_batch_size=config.batch_size,
+        encoder_dtype="float16" if config.use_fp16 else "float32",
     )
+    return open_encoder(options, config.max_length)
 
 
 def _encode(corpus: Corpus, encoder: Encoder, batch_size: int) -> Iterator[Vectors]:

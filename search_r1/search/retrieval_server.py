@@ -7,6 +7,7 @@ loop only parses and writes. Engines live in `retrievers`, the contract in `sche
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -22,8 +23,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from search_r1.search.errors import SearchError, SetupError
+from search_r1.search.options import add_flags, read_flags
 from search_r1.search.retrievers.base import Retriever
-from search_r1.search.retrievers.registry import BUILDERS, RetrieverConfig, build_retriever
+from search_r1.search.retrievers.registry import build_retriever
+from search_r1.search.retrievers.settings import PARTS, RetrieverConfig
 from search_r1.search.schema import Health, RetrieveRequest, RetrieveResponse, to_wire
 
 logger = logging.getLogger(__name__)
@@ -136,16 +139,12 @@ def bind(host: str, port: int) -> socket.socket:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="retrieval_server", description=__doc__)
     add = parser.add_argument
-    add("--index_path", help="a built index; bm25 builds one beside the corpus if absent")
-    add("--corpus_path", help="jsonl with id and contents")
     add("--topk", type=int, default=DEFAULT_TOPK, help="documents for a request without topk")
-    names = ", ".join(BUILDERS)
-    add("--retriever_name", default="bm25", help=f"{names}, or a dense index's name such as e5")
-    add("--retriever_model", help="encoder folder or hub name (dense)")
-    add("--faiss_gpu", action="store_true", help="search on all GPUs, in half precision")
     add("--host", default="127.0.0.1", help="address to bind to")
     add("--port", type=int, default=8000, help="0 picks a free port")
     add("--port_file", type=Path, help="file that receives the port once requests are accepted")
+    for options in (RetrieverConfig, *PARTS.values()):
+        add_flags(parser, options)
     return parser
 
 
@@ -153,13 +152,8 @@ def _run(args: argparse.Namespace) -> None:
     if args.topk < 1:
         raise SetupError(f"--topk {args.topk}; expected 1 or more")
     bound = bind(args.host, args.port)
-    config = RetrieverConfig(
-        retriever_name=args.retriever_name,
-        corpus_path=args.corpus_path,
-        index_path=args.index_path,
-        retriever_model=args.retriever_model,
-        faiss_gpu=args.faiss_gpu,
-    )
+    parts: dict[str, Any] = {name: read_flags(options, args) for name, options in PARTS.items()}
+    config = dataclasses.replace(read_flags(RetrieverConfig, args), **parts)
     retriever = build_retriever(config)
     logger.info("%s: %d documents", retriever.name, retriever.num_documents)
     serve(create_app(retriever, args.topk), bound, args.port_file)

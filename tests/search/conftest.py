@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import uvicorn
 
-from search_r1.search.encoder import HashEncoder
 from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.search.retrieval_server import bind
 from search_r1.search.retrievers.base import Retriever
-from search_r1.search.retrievers.registry import RetrieverConfig, build_retriever
+from search_r1.search.retrievers.registry import build_retriever
+from search_r1.search.retrievers.settings import EncoderConfig, RetrieverConfig
 
 TEXTS = [
     ("Paris", "Paris is the capital of France and lies on the river Seine."),
@@ -60,8 +60,8 @@ def open_engine(corpus_path: Path) -> Callable[[str], Retriever]:
         if name == "empty":
             return build_retriever(RetrieverConfig("empty"))
         folder = corpus_path.parent / "built"
-        encoder = None if name == "bm25" else HashEncoder()
-        build_index(BuildConfig(name, str(corpus_path), str(folder), encoder=encoder))
+        build_index(BuildConfig(name, str(corpus_path), str(folder), model_path="hash"))
+        encoder = EncoderConfig("hash")
         config = RetrieverConfig(name, str(corpus_path), str(folder), encoder=encoder)
         return build_retriever(config)
 

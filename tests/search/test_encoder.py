@@ -13,7 +13,8 @@ from search_r1.search.encoder import HashEncoder, SentenceEncoder, check_pooling
 from search_r1.search.errors import SetupError
 from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.search.local_server import LocalServer
-from search_r1.search.retrievers.registry import RetrieverConfig, build_retriever
+from search_r1.search.retrievers.registry import build_retriever
+from search_r1.search.retrievers.settings import EncoderConfig, RetrieverConfig
 
 
 @pytest.mark.parametrize("name", ["e5-base-v2", "multilingual-e5-large", "E5", "e5_small"])
@@ -66,7 +67,9 @@ def test_a_real_encoder_from_index_to_answer(corpus_path: Path, tmp_path: Path) 
     with LocalServer(flags) as server:
         found = asyncio.run(search(server.url, "the seat of Hungary's government"))
     assert found[0].title == "Budapest"
-    config = RetrieverConfig("minilm", str(corpus_path), str(folder), model_path)
+    config = RetrieverConfig(
+        "minilm", str(corpus_path), str(folder), encoder=EncoderConfig(model_path)
+    )
     hits = build_retriever(config).search(["the seat of the Hungarian government"], 1)
     assert hits[0][0].document.title == "Budapest"
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from search_r1.search.corpus import Corpus
-from search_r1.search.encoder import HashEncoder
 from search_r1.search.errors import CorpusError, IndexMismatch, SearchError, SetupError
 from search_r1.search.index_builder import BuildConfig, build_index, main
 from search_r1.search.manifest import Manifest
-from search_r1.search.retrievers.registry import RetrieverConfig, build_retriever
+from search_r1.search.retrievers.registry import build_retriever
+from search_r1.search.retrievers.settings import EncoderConfig, RetrieverConfig
 
 ROW = '{{"id": "{0}", "contents": "\\"T{0}\\"\\nsome words {0}"}}\n'
 
@@ -26,9 +26,8 @@ def write(path: Path, ids: str) -> Path:
 def test_another_corpus_is_refused(tmp_path: Path, method: str) -> None:
     """An index of another corpus of equal size is refused, naming both and the fix."""
     corpus, other = write(tmp_path / "a.jsonl", "123"), write(tmp_path / "b.jsonl", "132")
-    encoder = HashEncoder()
-    build_index(BuildConfig(method, str(corpus), str(tmp_path), encoder=encoder))
-    config = RetrieverConfig(method, str(other), str(tmp_path), encoder=encoder)
+    build_index(BuildConfig(method, str(corpus), str(tmp_path), model_path="hash"))
+    config = RetrieverConfig(method, str(other), str(tmp_path), encoder=EncoderConfig("hash"))
     with pytest.raises(IndexMismatch) as caught:
         build_retriever(config)
     message = str(caught.value)
@@ -41,8 +40,8 @@ def test_another_corpus_is_refused(tmp_path: Path, method: str) -> None:
 def test_another_encoder_is_refused(tmp_path: Path, dim: int) -> None:
     """An index is served with the encoder that built it only."""
     corpus = write(tmp_path / "a.jsonl", "123")
-    build_index(BuildConfig("e5", str(corpus), str(tmp_path), encoder=HashEncoder(64)))
-    config = RetrieverConfig("e5", str(corpus), str(tmp_path), encoder=HashEncoder(dim))
+    build_index(BuildConfig("e5", str(corpus), str(tmp_path), model_path="hash"))
+    config = RetrieverConfig("e5", str(corpus), str(tmp_path), encoder=EncoderConfig(f"hash:{dim}"))
     with pytest.raises(IndexMismatch, match="--retriever_model"):
         build_retriever(config)
 
@@ -50,11 +49,11 @@ def test_another_encoder_is_refused(tmp_path: Path, dim: int) -> None:
 def test_bare_index_of_another_size_is_refused(tmp_path: Path) -> None:
     """Without a manifest the number of vectors must be the number of documents."""
     corpus = write(tmp_path / "a.jsonl", "123")
-    folder = build_index(BuildConfig("e5", str(corpus), str(tmp_path), encoder=HashEncoder()))
+    folder = build_index(BuildConfig("e5", str(corpus), str(tmp_path), model_path="hash"))
     other = write(tmp_path / "b.jsonl", "12")
     index = str(folder / "vectors.faiss")
     with pytest.raises(IndexMismatch, match=r"3 vectors.*2 documents"):
-        build_retriever(RetrieverConfig("e5", str(other), index, encoder=HashEncoder()))
+        build_retriever(RetrieverConfig("e5", str(other), index, encoder=EncoderConfig("hash")))
 
 
 def test_failed_build_leaves_the_old_index(tmp_path: Path) -> None:
@@ -116,8 +115,8 @@ def test_bad_settings_are_one_line(
     [
         (RetrieverConfig("bm25"), "--corpus_path"),
         (RetrieverConfig("bm25", "CORPUS", "/nowhere"), "/nowhere does not exist"),
-        (RetrieverConfig("bm52", "CORPUS"), "expected bm25, empty, or another"),
-        (RetrieverConfig("e5", "CORPUS", retriever_model="m"), "without --index_path"),
+        (RetrieverConfig("bm52", "CORPUS"), "expected bm25, lucene"),
+        (RetrieverConfig("e5", "CORPUS", encoder=EncoderConfig("m")), "without --index_path"),
     ],
 )
 def test_missing_pieces_are_named(tmp_path: Path, config: RetrieverConfig, problem: str) -> None:

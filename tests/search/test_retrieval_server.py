@@ -126,6 +126,7 @@ class Fragile:
 
     name = "fragile"
     num_documents = 1
+    num_threads = 1
 
     def __init__(self) -> None:
         self.threads: set[int] = set()

@@ -11,9 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from search_r1.search.corpus import Corpus
+from search_r1.search.errors import IndexMismatch
+from search_r1.search.index_builder import BuildConfig, build_index, index_folder
 from search_r1.search.manifest import Manifest
+from search_r1.search.retrievers.base import Retriever
+from search_r1.search.retrievers.locations import locate, open_corpus
+from search_r1.search.retrievers.settings import RetrieverConfig
 from search_r1.search.schema import Hit
 
+logger = logging.getLogger(__name__)
 logging.getLogger("bm25s").setLevel(logging.INFO)  # it asks for DEBUG by itself
 
 
@@ -21,6 +27,7 @@ class Bm25Retriever:
     """Ranks documents that share a word with the query; others are never hits."""
 
     name = "bm25"
+    num_threads = 1
 
     def __init__(self, index: bm25s.BM25, corpus: Corpus) -> None:
         self._index = index
@@ -50,6 +57,23 @@ class Bm25Retriever:
         """Engine, its parameters and the corpus."""
         parameters = {"k1": self._index.k1, "b": self._index.b, "method": self._index.method}
         return {"engine": self.name, **parameters, "corpus": asdict(self._corpus.fingerprint)}
+
+
+def open_retriever(config: RetrieverConfig) -> Retriever:
+    """The index at `index_path`, or one built beside the corpus and kept up to date with it."""
+    corpus = open_corpus(config)
+    if config.index_path is not None:
+        return Bm25Retriever.open(locate(config, "bm25"), corpus)
+    save_dir = corpus.path.parent / "index" / corpus.path.stem
+    folder = index_folder(save_dir, "bm25")
+    if folder.is_dir():
+        try:
+            return Bm25Retriever.open(folder, corpus)
+        except IndexMismatch as error:
+            logger.warning("the corpus has changed, building its index again: %s", error)
+    logger.info("no --index_path: building a BM25 index of %s in %s", corpus.path, folder)
+    build_index(BuildConfig("bm25", str(corpus.path), str(save_dir)))
+    return Bm25Retriever.open(folder, corpus)
 
 
 def tokenize(texts: Sequence[str]) -> list[list[str]]:

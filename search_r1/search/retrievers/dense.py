@@ -9,9 +9,12 @@ from typing import Any
 import faiss
 
 from search_r1.search.corpus import Corpus
-from search_r1.search.encoder import Encoder, Vectors
+from search_r1.search.encoder import Encoder, Vectors, open_encoder
 from search_r1.search.errors import IndexMismatch, SetupError
 from search_r1.search.manifest import PROBE_TEXT, Manifest
+from search_r1.search.retrievers.base import Retriever
+from search_r1.search.retrievers.locations import locate, open_corpus
+from search_r1.search.retrievers.settings import RetrieverConfig
 from search_r1.search.schema import Hit
 
 logger = logging.getLogger(__name__)
@@ -21,6 +24,8 @@ VECTORS_NAME = "vectors.faiss"
 
 class DenseRetriever:
     """Ranks documents by the inner product of query and passage embeddings."""
+
+    num_threads = 1
 
     def __init__(self, name: str, index: faiss.Index, corpus: Corpus, encoder: Encoder) -> None:
         self.name = name
@@ -66,6 +71,15 @@ class DenseRetriever:
         encoder = {"encoder": self._encoder.name, "pooling": self._encoder.pooling}
         facts = {"engine": "faiss-flat", "dim": self._index.d, "dtype": "float32", **encoder}
         return {**facts, "corpus": asdict(self._corpus.fingerprint)}
+
+
+def open_retriever(config: RetrieverConfig) -> Retriever:
+    """The FAISS index and the encoder that the settings name."""
+    corpus = open_corpus(config)
+    path = locate(config, f"{config.retriever_name}_Flat.index")
+    encoder = open_encoder(config.encoder)
+    on_gpu = config.faiss.faiss_gpu
+    return DenseRetriever.open(config.retriever_name, path, corpus, encoder, on_gpu=on_gpu)
 
 
 def build(batches: Iterator[Vectors], folder: Path) -> int:

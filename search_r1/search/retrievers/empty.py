@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from search_r1.search.retrievers.base import Retriever
+from search_r1.search.retrievers.settings import RetrieverConfig
 from search_r1.search.schema import Hit
 
 
@@ -10,6 +12,7 @@ class EmptyRetriever:
     """Answers every query with no documents; needs no corpus and no index."""
 
     name = "empty"
+    num_threads = 1
     num_documents = 0
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
@@ -19,3 +22,8 @@ class EmptyRetriever:
     def info(self) -> dict[str, Any]:
         """The engine's name."""
         return {"engine": self.name}
+
+
+def open_retriever(config: RetrieverConfig) -> Retriever:
+    """The empty engine."""
+    return EmptyRetriever()

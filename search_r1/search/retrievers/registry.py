@@ -1,116 +1,83 @@
-"""Which engine the settings name, where its index lies, and how it is opened."""
+"""Which module has the engine that the settings name; it is imported only then.
 
-import logging
-from collections.abc import Callable
+A row names a module with a function `open_retriever(config) -> Retriever`, and the packages that
+it needs, so that an engine's packages are wanted only by its users.
+"""
+
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
-from search_r1.search.corpus import Corpus
-from search_r1.search.encoder import Encoder, SentenceEncoder
-from search_r1.search.errors import IndexMismatch, SetupError
-from search_r1.search.index_builder import BuildConfig, build_index, index_folder
-from search_r1.search.manifest import build_command
+from search_r1.search.errors import SetupError
 from search_r1.search.retrievers.base import Retriever
-from search_r1.search.retrievers.empty import EmptyRetriever
+from search_r1.search.retrievers.settings import RetrieverConfig
 
-logger = logging.getLogger(__name__)
+PACKAGE = "search_r1.search.retrievers"
 
 
 @dataclass(frozen=True)
-class RetrieverConfig:
-    """Everything that decides what a server searches and how."""
+class Engine:
+    """A row of the registry."""
 
-    retriever_name: str = "bm25"
-    """`bm25`, `empty`, or any other name (`e5`, `bge` ...) for dense search with an encoder."""
-    corpus_path: str | None = None
-    """A jsonl corpus; every engine but `empty` needs it."""
-    index_path: str | None = None
-    """A built index, or a folder that holds `bm25` or `<name>_Flat.index`; BM25 builds its own."""
-    retriever_model: str | None = None
-    """Encoder folder or hub name; dense engines need it."""
-    faiss_gpu: bool = False
-    """Search on all GPUs, in half precision."""
-    encoder: Encoder | None = None
-    """An encoder that is already loaded, used in place of `retriever_model`."""
+    module: str
+    """Below `search_r1.search.retrievers`."""
+    install: str = ""
+    """What to pip install when its import fails."""
+
+
+FAISS = Engine("dense", "'search-r1[dense]'")
+TORCH = Engine("torch_flat", "'search-r1[dense]'")
+LUCENE = Engine("lucene", "'search-r1[lucene]'")
+ONLINE = Engine("online.engine", "'search-r1[online]'")
+RERANK = Engine("rerank", "'search-r1[dense]'")
+ENGINES = {
+    "bm25": Engine("bm25", "bm25s"),
+    "lucene": LUCENE,
+    "google": ONLINE,
+    "serpapi": ONLINE,
+    "brave": ONLINE,
+    "serper": ONLINE,
+    "tavily": ONLINE,
+    "empty": Engine("empty"),
+    "random": Engine("diagnostics"),
+    "oracle": Engine("diagnostics"),
+    "replay": Engine("replay"),
+}
+"""By --retriever_name; any other name is a dense index."""
 
 
 def build_retriever(config: RetrieverConfig) -> Retriever:
     """Open the engine that `config` names; raises a SearchError that says what to fix."""
-    return BUILDERS.get(config.retriever_name, _open_dense)(config)
+    retriever: Retriever = _load(_choose(config)).open_retriever(config)
+    if config.rerank.reranker_model is not None:
+        retriever = _load(RERANK).rerank(retriever, config.rerank)
+    return retriever
 
 
-def _open_empty(config: RetrieverConfig) -> Retriever:
-    return EmptyRetriever()
-
-
-def _open_bm25(config: RetrieverConfig) -> Retriever:
-    try:
-        from search_r1.search.retrievers.bm25 import Bm25Retriever  # noqa: PLC0415
-    except ImportError as error:
-        raise SetupError(f"BM25 needs bm25s ({error}); pip install bm25s") from error
-    corpus = _open_corpus(config)
-    if config.index_path is not None:
-        return Bm25Retriever.open(_locate(config, "bm25"), corpus)
-    save_dir = corpus.path.parent / "index" / corpus.path.stem
-    folder = index_folder(save_dir, "bm25")
-    if folder.is_dir():
-        try:
-            return Bm25Retriever.open(folder, corpus)
-        except IndexMismatch as error:
-            logger.warning("the corpus has changed, building its index again: %s", error)
-    logger.info("no --index_path: building a BM25 index of %s in %s", corpus.path, folder)
-    build_index(BuildConfig("bm25", str(corpus.path), str(save_dir)))
-    return Bm25Retriever.open(folder, corpus)
-
-
-def _open_dense(config: RetrieverConfig) -> Retriever:
+def _choose(config: RetrieverConfig) -> Engine:
+    """The engine of the settings; `bm25` with the folder of a Lucene index is Lucene's."""
     name = config.retriever_name
-    if config.encoder is None and config.retriever_model is None:
+    if name == "bm25" and config.index_path and any(Path(config.index_path).glob("segments_*")):
+        return LUCENE
+    if name in ENGINES:
+        return ENGINES[name]
+    if config.encoder.retriever_model is None:
         raise SetupError(
             f"--retriever_name {name} without --retriever_model; expected "
-            f"{', '.join(BUILDERS)}, or another name together with an encoder: "
+            f"{', '.join(ENGINES)}, or another name together with an encoder: "
             "for example --retriever_name e5 --retriever_model intfloat/e5-base-v2"
         )
+    engines = {"faiss": FAISS, "torch": TORCH}
+    if config.torch.dense_engine not in engines:
+        raise SetupError(f"--dense_engine {config.torch.dense_engine}; expected faiss or torch")
+    return engines[config.torch.dense_engine]
+
+
+def _load(engine: Engine) -> ModuleType:
     try:
-        from search_r1.search.retrievers.dense import DenseRetriever  # noqa: PLC0415
+        return importlib.import_module(f"{PACKAGE}.{engine.module}")
     except ImportError as error:
-        raise SetupError(f"dense search needs FAISS ({error}); pip install faiss-cpu") from error
-    corpus = _open_corpus(config)
-    path = _locate(config, f"{name}_Flat.index")
-    encoder = config.encoder or SentenceEncoder(str(config.retriever_model))
-    return DenseRetriever.open(name, path, corpus, encoder, on_gpu=config.faiss_gpu)
-
-
-BUILDERS: dict[str, Callable[[RetrieverConfig], Retriever]] = {
-    "bm25": _open_bm25,
-    "empty": _open_empty,
-}
-
-
-def _open_corpus(config: RetrieverConfig) -> Corpus:
-    if config.corpus_path is None:
         raise SetupError(
-            f"--retriever_name {config.retriever_name} without --corpus_path; expected a jsonl "
-            "corpus, for example --corpus_path example/corpus.jsonl"
-        )
-    return Corpus.open(config.corpus_path)
-
-
-def _locate(config: RetrieverConfig, index_name: str) -> Path:
-    """The index itself, when `index_path` is it or the folder around it."""
-    command = build_command(str(config.corpus_path), "<folder>", config.retriever_name)
-    if config.index_path is None:
-        raise SetupError(
-            f"--retriever_name {config.retriever_name} without --index_path; build an index "
-            f"first: `{command}`"
-        )
-    path = Path(config.index_path)
-    inner = path / index_name
-    if inner.exists():
-        return inner
-    if not path.exists():
-        raise SetupError(
-            f"index {path} does not exist; expected a built index: set --index_path, or build "
-            f"one: `{command}`"
-        )
-    return path
+            f"{error}, which this engine needs; install it: pip install {engine.install}"
+        ) from error

@@ -11,7 +11,8 @@ from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import HashEncoder
 from search_r1.search.errors import SetupError
 from search_r1.search.retrievers.base import Retriever
-from search_r1.search.retrievers.registry import RetrieverConfig, build_retriever
+from search_r1.search.retrievers.registry import build_retriever
+from search_r1.search.retrievers.settings import EncoderConfig, FaissConfig, RetrieverConfig
 
 
 @pytest.mark.parametrize("k", [1, 3, 8, 50])
@@ -37,7 +38,7 @@ def test_bare_faiss_file_is_served(corpus_path: Path, tmp_path: Path) -> None:
     index = faiss.IndexFlatIP(64)
     index.add(encoder.encode_passages([document.contents for document in Corpus.open(corpus_path)]))
     faiss.write_index(index, str(tmp_path / "e5_Flat.index"))
-    config = RetrieverConfig("e5", str(corpus_path), str(tmp_path), encoder=encoder)
+    config = RetrieverConfig("e5", str(corpus_path), str(tmp_path), encoder=EncoderConfig("hash"))
     hits = build_retriever(config).search(["capital of Hungary, Budapest"], 1)
     assert hits[0][0].document.id == "d7"
 
@@ -50,7 +51,11 @@ def test_gpu_without_gpu_is_refused(
     open_engine("hash")
     folder = str(corpus_path.parent / "built")
     config = RetrieverConfig(
-        "hash", str(corpus_path), folder, faiss_gpu=True, encoder=HashEncoder()
+        "hash",
+        str(corpus_path),
+        folder,
+        faiss=FaissConfig(faiss_gpu=True),
+        encoder=EncoderConfig("hash"),
     )
     with pytest.raises(SetupError, match="sees no GPU"):
         build_retriever(config)
