@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from verl.config import Config
-from verl.trainer import cli
+from verl.trainer.options import cli
 
 ROOT = Path(__file__).parents[1]
 SHIM = """#!/bin/sh

@@ -1,9 +1,9 @@
 """Every option of a training run: one dataclass a section, one home for each default.
 
-Hydra composes these (see `verl/trainer/cli.py`), `check` refuses settings that cannot work before
-anything starts. Nothing here starts work, and nobody mutates a config after start. Option names
-are those of the original Search-R1 scripts; an option that lost its effect says so in its
-docstring and is listed in `verl/trainer/cli.py`, which warns about it.
+Hydra composes these (see `verl/trainer/options/cli.py`), `check` refuses settings that cannot work
+before anything starts. Nothing here starts work, and nobody mutates a config after start. Option
+names are those of the original Search-R1 scripts; an option that lost its effect says so in its
+docstring and is listed in `verl/trainer/options/cli.py`, which warns about it.
 """
 
 from __future__ import annotations

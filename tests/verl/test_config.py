@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from verl.trainer import cli, overrides
-from verl.trainer.options import known_options
+from verl.trainer.options import cli, overrides
+from verl.trainer.options.known import known_options
 
 REQUIRED = (
     "data.train_files=a.parquet",

@@ -17,15 +17,15 @@ from transformers import AutoTokenizer
 from search_r1.llm_agent.generation import build_agent
 from search_r1.reward import RewardInput, RewardScores, build_reward
 from verl.config import Config
-from verl.core_algos import AdaptiveKLController, FixedKLController, KLController
+from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
 from verl.data import load_prompts
 from verl.errors import SearchR1Error
 from verl.protocol import Origin, Trajectory
 from verl.reward import Reward, RewardFn
 from verl.tracking import Tracking
-from verl.trainer import cli
 from verl.trainer.groups import build_groups
-from verl.trainer.preflight import preflight
+from verl.trainer.options import cli
+from verl.trainer.options.preflight import preflight
 from verl.trainer.ray_trainer import RayPPOTrainer
 
 logger = logging.getLogger(__name__)

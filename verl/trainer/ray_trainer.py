@@ -19,15 +19,10 @@ from tqdm import tqdm
 
 from verl import checkpoint
 from verl.config import Config
-from verl.core_algos import (
-    ADVANTAGES,
-    AdvantageInputs,
-    KLController,
-    apply_kl_in_reward,
-    loss_weights,
-    mean_sequence_kl,
-    outcome_to_tokens,
-)
+from verl.core_algos.advantages import ADVANTAGES, AdvantageInputs
+from verl.core_algos.jagged import outcome_to_tokens
+from verl.core_algos.kl import KLController, apply_kl_in_reward, mean_sequence_kl
+from verl.core_algos.losses import loss_weights
 from verl.data import PromptSampler
 from verl.errors import RetrieverError
 from verl.protocol import DataProto, Prompt, Sampling, Status, Trajectory, start_trajectory

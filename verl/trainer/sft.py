@@ -26,7 +26,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from verl.config import OptimConfig
-from verl.core_algos import loss_weights, weighted_sum
+from verl.core_algos.losses import loss_weights, weighted_sum
 from verl.errors import ConfigError, SearchR1Error, explain
 from verl.protocol import DataProto
 from verl.single_controller.dispatch import split_by_tokens

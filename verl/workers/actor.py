@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from verl.config import ActorConfig
-from verl.core_algos import kl_penalty, policy_loss, weighted_sum
+from verl.core_algos.kl import kl_penalty
+from verl.core_algos.losses import policy_loss, weighted_sum
 from verl.protocol import DataProto
 from verl.workers.fsdp import FsdpEngine, reduce_max, reduce_sum
 from verl.workers.models import PackedInputs

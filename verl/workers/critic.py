@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.config import CriticConfig
-from verl.core_algos import value_loss, weighted_sum
+from verl.core_algos.losses import value_loss, weighted_sum
 from verl.protocol import DataProto
 from verl.workers.actor import Columns, Metrics, TokenBudgets, loss_mask
 from verl.workers.fsdp import FsdpEngine, reduce_sum

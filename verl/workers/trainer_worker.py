@@ -18,7 +18,7 @@ from torch import Tensor
 
 from verl import checkpoint
 from verl.config import Config, CriticModelConfig, ModelConfig
-from verl.core_algos import ADVANTAGES
+from verl.core_algos.advantages import ADVANTAGES
 from verl.protocol import DataProto
 from verl.workers.actor import DEFAULT_TOKEN_BUDGET, Actor, Metrics, TokenBudgets
 from verl.workers.critic import Critic

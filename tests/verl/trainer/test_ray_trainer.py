@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from verl.config import Config
-from verl.core_algos import FixedKLController
+from verl.core_algos.kl import FixedKLController
 from verl.errors import RetrieverError
 from verl.protocol import DataProto, Origin, Prompt, Sampling, Segment, Status, Trajectory
 from verl.reward import Reward

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from example.tiny import tiny_llama
 from verl.config import Config
-from verl.core_algos import loss_weights
+from verl.core_algos.losses import loss_weights
 from verl.protocol import DataProto
 
 VOCAB = 97

@@ -12,8 +12,8 @@ import pytest
 
 from verl.config import Config
 from verl.errors import PreflightError
-from verl.trainer import cli
-from verl.trainer.preflight import preflight, retriever_problem
+from verl.trainer.options import cli
+from verl.trainer.options.preflight import preflight, retriever_problem
 
 ROW = {
     "data_source": "nq",

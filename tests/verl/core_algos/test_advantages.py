@@ -13,7 +13,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.verl.jagged_batches import CLOSE, DIALOGUES, Batch, batches, fast, make_batch
-from verl import core_algos as algos
+from verl.core_algos.advantages import (
+    ADVANTAGES,
+    AdvantageInputs,
+    Advantages,
+    compute_gae_advantage,
+    compute_grpo_advantage,
+    dense_group_ids,
+)
+from verl.core_algos.jagged import (
+    last_policy_token,
+    masked_whiten,
+    outcome_to_tokens,
+    segment_sum,
+    sequence_ids,
+)
 
 
 def gae_by_loop(
@@ -41,17 +55,17 @@ def test_jagged_helpers_agree_with_loops(batch: Batch) -> None:
     """Sequence ids, sums, last policy tokens and outcome placement are those of plain loops."""
     x = batch.column(1)
     ids = [i for i, (a, b) in enumerate(batch.spans) for _ in range(a, b)]
-    assert algos.sequence_ids(batch.offsets).tolist() == ids
+    assert sequence_ids(batch.offsets).tolist() == ids
     sums = torch.tensor([float(x[a:b].sum()) for a, b in batch.spans], dtype=torch.float64)
-    torch.testing.assert_close(algos.segment_sum(x, batch.offsets), sums, **CLOSE)
+    torch.testing.assert_close(segment_sum(x, batch.offsets), sums, **CLOSE)
     last = [p[-1] if p else -1 for p in batch.policy_positions()]
-    assert algos.last_policy_token(batch.mask, batch.offsets).tolist() == last
+    assert last_policy_token(batch.mask, batch.offsets).tolist() == last
     scores = torch.arange(1.0, batch.num_seqs + 1)
     expected = torch.zeros(batch.mask.numel())
     for i, position in enumerate(last):
         if position >= 0:
             expected[position] = scores[i]
-    assert torch.equal(algos.outcome_to_tokens(scores, batch.mask, batch.offsets), expected)
+    assert torch.equal(outcome_to_tokens(scores, batch.mask, batch.offsets), expected)
 
 
 @fast
@@ -63,9 +77,7 @@ def test_masked_whiten_uses_masked_mean_and_unbiased_variance(batch: Batch) -> N
     expected = np.zeros(x.numel())
     if chosen.size > 1:
         expected[batch.mask.numpy()] = (chosen - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8)
-    torch.testing.assert_close(
-        algos.masked_whiten(x, batch.mask), torch.from_numpy(expected), **CLOSE
-    )
+    torch.testing.assert_close(masked_whiten(x, batch.mask), torch.from_numpy(expected), **CLOSE)
 
 
 @pytest.mark.parametrize("gamma", [0.99, 1.0])
@@ -77,7 +89,7 @@ def test_line_04_gae_is_that_of_the_compressed_sequence(
 ) -> None:
     """GAE over policy tokens crosses observations in one step, and is 0 off the policy."""
     rewards, values = batch.column(1), batch.column(2)
-    advantages, returns = algos.compute_gae_advantage(
+    advantages, returns = compute_gae_advantage(
         rewards, values, batch.mask, batch.offsets, gamma, lam
     )
     expected_a, expected_r = torch.zeros_like(values), torch.zeros_like(values)
@@ -91,22 +103,22 @@ def test_line_04_gae_is_that_of_the_compressed_sequence(
 
 def test_line_04_outcome_decays_by_policy_tokens_only() -> None:
     """With values 0 the first token sees the outcome through γλ per later policy token."""
-    rewards = algos.outcome_to_tokens(
+    rewards = outcome_to_tokens(
         torch.tensor([1.0, 0.0, 7.0, 7.0]), DIALOGUES.mask, DIALOGUES.offsets
     )
     assert rewards.nonzero().flatten().tolist() == [7]
-    advantages, _ = algos.compute_gae_advantage(
+    advantages, _ = compute_gae_advantage(
         rewards, torch.zeros(13), DIALOGUES.mask, DIALOGUES.offsets, gamma=0.9, lam=0.5
     )
     assert advantages[[2, 3, 7]].tolist() == pytest.approx([0.45**2, 0.45, 1.0])
 
 
 @pytest.mark.parametrize("junk", [1e3, math.nan, math.inf])
-@pytest.mark.parametrize("name", list(algos.ADVANTAGES))
+@pytest.mark.parametrize("name", list(ADVANTAGES))
 def test_line_03_observation_values_change_no_advantage(name: str, junk: float) -> None:
     """Values, and rewards of tokens off the policy, are never read by any estimator."""
-    estimator = algos.ADVANTAGES[name]
-    inputs = algos.AdvantageInputs(
+    estimator = ADVANTAGES[name]
+    inputs = AdvantageInputs(
         token_rewards=DIALOGUES.column(1),
         policy_mask=DIALOGUES.mask,
         offsets=DIALOGUES.offsets,
@@ -151,7 +163,7 @@ def test_grpo_agrees_with_numpy_by_group(batch: Batch, data: st.DataObject, norm
     ids = data.draw(st.lists(st.sampled_from(["a", "b", 1, ("a", 1)]), min_size=batch.num_seqs,
                              max_size=batch.num_seqs))  # fmt: skip
     scores = batch.column(1).new_tensor(np.random.default_rng(batch.seed).random(batch.num_seqs))
-    got = algos.compute_grpo_advantage(scores, ids, batch.mask, batch.offsets, norm)
+    got = compute_grpo_advantage(scores, ids, batch.mask, batch.offsets, norm)
     positions = batch.policy_positions()
     by_sequence = grpo_by_loop(scores.tolist(), ids, [bool(p) for p in positions], norm)
     expected = torch.zeros(batch.mask.numel(), dtype=torch.float64)
@@ -164,7 +176,7 @@ def test_grpo_leaves_failed_trajectories_out_of_their_group() -> None:
     """A sequence without policy tokens (infrastructure failed) does not move its group's mean."""
     batch = make_batch([[True], [True], [False]])
     scores = torch.tensor([1.0, 0.0, -50.0], dtype=torch.float64)
-    got = algos.compute_grpo_advantage(scores, [0, 0, 0], batch.mask, batch.offsets, False)
+    got = compute_grpo_advantage(scores, [0, 0, 0], batch.mask, batch.offsets, False)
     assert got.tolist() == [0.5, -0.5, 0.0]
 
 
@@ -172,7 +184,7 @@ def test_grpo_group_of_one_keeps_its_score() -> None:
     """A lone sample has mean 0 and deviation 1 by convention; a constant group gets 0."""
     batch = make_batch([[True], [True], [True]])
     scores = torch.tensor([0.7, 1.0, 1.0], dtype=torch.float64)
-    got = algos.compute_grpo_advantage(scores, ["x", "y", "y"], batch.mask, batch.offsets)
+    got = compute_grpo_advantage(scores, ["x", "y", "y"], batch.mask, batch.offsets)
     assert got.tolist() == pytest.approx([0.7 / (1 + 1e-6), 0.0, 0.0])
 
 
@@ -188,19 +200,19 @@ def test_line_11_same_index_of_two_data_sets_is_two_groups(ids: Sequence[Hashabl
     """Groups are told apart by the whole id, whatever its type."""
     batch = make_batch([[True]] * 4)
     scores = torch.tensor([0.0, 1.0, 10.0, 30.0], dtype=torch.float64)
-    got = algos.compute_grpo_advantage(scores, ids, batch.mask, batch.offsets, norm_by_std=False)
+    got = compute_grpo_advantage(scores, ids, batch.mask, batch.offsets, norm_by_std=False)
     assert got.tolist() == [-0.5, 0.5, -10.0, 10.0]
-    assert algos.dense_group_ids([1, "1", (1,)], torch.device("cpu")).tolist() == [0, 1, 2]
+    assert dense_group_ids([1, "1", (1,)], torch.device("cpu")).tolist() == [0, 1, 2]
 
 
 def test_grpo_refuses_ids_that_do_not_fit() -> None:
     """One id a sequence, or an error that says so."""
     batch = make_batch([[True], [True]])
     with pytest.raises(ValueError, match="got 1 group ids for 2 scores"):
-        algos.compute_grpo_advantage(torch.zeros(2), ["x"], batch.mask, batch.offsets)
+        compute_grpo_advantage(torch.zeros(2), ["x"], batch.mask, batch.offsets)
 
 
-@pytest.mark.parametrize("name", list(algos.ADVANTAGES))
+@pytest.mark.parametrize("name", list(ADVANTAGES))
 @fast
 @given(batch=batches, data=st.data())
 def test_advantages_do_not_depend_on_the_order_of_sequences(
@@ -212,9 +224,9 @@ def test_advantages_do_not_depend_on_the_order_of_sequences(
     ids = [i // 2 for i in range(batch.num_seqs)]
     rewards, values = batch.column(1), batch.column(2)
 
-    def run(b: Batch, r: Tensor, v: Tensor, g: list[int]) -> algos.Advantages:
-        inputs = algos.AdvantageInputs(r, b.mask, b.offsets, v, g, gamma=0.99, lam=0.95)
-        return algos.ADVANTAGES[name].compute(inputs)
+    def run(b: Batch, r: Tensor, v: Tensor, g: list[int]) -> Advantages:
+        inputs = AdvantageInputs(r, b.mask, b.offsets, v, g, gamma=0.99, lam=0.95)
+        return ADVANTAGES[name].compute(inputs)
 
     plain = run(batch, rewards, values, ids)
     moved = run(other, rewards[index], values[index], [ids[i] for i in order])
@@ -225,6 +237,6 @@ def test_advantages_do_not_depend_on_the_order_of_sequences(
 
 def test_registry_rows_name_what_they_need() -> None:
     """The trainer reads from the row whether to run a critic and whether to group."""
-    needs = {n: (row.needs_critic, row.needs_groups) for n, row in algos.ADVANTAGES.items()}
+    needs = {n: (row.needs_critic, row.needs_groups) for n, row in ADVANTAGES.items()}
     assert needs == {"gae": (True, False), "grpo": (False, True)}
-    assert all(name == row.name for name, row in algos.ADVANTAGES.items())
+    assert all(name == row.name for name, row in ADVANTAGES.items())

@@ -1,7 +1,7 @@
 """What a run needs of its machine, looked at by the driver before any long work.
 
 Model, questions, retriever, devices, disk and tracking packages are all checked; the error lists
-every problem in one line each. Rules between options are in `verl.trainer.checks`.
+every problem in one line each. Rules between options are in `verl.trainer.options.checks`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import yaml
 from verl.config import Config
 from verl.errors import ConfigError
 from verl.tracking import backend_names
-from verl.trainer import cli, overrides
+from verl.trainer.options import cli, overrides
 
 REQUIRED = [
     "data.train_files=a.parquet",

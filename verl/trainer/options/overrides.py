@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import Config
 from verl.errors import ConfigError, explain
-from verl.trainer.options import known_options, known_sections
+from verl.trainer.options.known import known_options, known_sections
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Rules between options, checked before any work: each is one row that names got, expected, fix.
 
-What needs the machine (files, devices, the retriever) is in `verl.trainer.preflight`.
+What needs the machine (files, devices, the retriever) is in `verl.trainer.options.preflight`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.config import Config
-from verl.core_algos import ADVANTAGES, AGGREGATIONS, KL_KINDS
+from verl.core_algos.advantages import ADVANTAGES
+from verl.core_algos.kl import KL_KINDS
+from verl.core_algos.losses import AGGREGATIONS
 from verl.errors import ConfigError, explain
 from verl.tracking import BACKENDS, backend_names
 

@@ -2,7 +2,7 @@
 
 Hydra composes `verl.config.Config` with a preset of `verl/trainer/config/` and the overrides; it
 makes no output folder and stays in the current one. `--cfg job` and `--help` print and exit.
-Rules between options are in `verl.trainer.checks`.
+Rules between options are in `verl.trainer.options.checks`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import Config
 from verl.errors import ConfigError, explain
-from verl.trainer import overrides
-from verl.trainer.checks import check
-from verl.trainer.options import known_options
+from verl.trainer.options import overrides
+from verl.trainer.options.checks import check
+from verl.trainer.options.known import known_options
 
 __all__ = ["check", "compose", "write_resolved"]
 
-PRESETS = Path(__file__).parent / "config"
+PRESETS = Path(__file__).parent.parent / "config"
 DEFAULT_PRESET = "ppo_trainer"
 USAGE = "python3 -m verl.trainer.main_ppo [--config-name PRESET] [--cfg job] [key=value ...]"
 

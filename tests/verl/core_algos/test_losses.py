@@ -11,23 +11,36 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.verl.jagged_batches import CLOSE, DIALOGUES, Batch, batches, fast, make_batch
-from verl import core_algos as algos
+from verl.core_algos.kl import (
+    KL_KINDS,
+    AdaptiveKLController,
+    FixedKLController,
+    apply_kl_in_reward,
+    kl_penalty,
+    mean_sequence_kl,
+)
+from verl.core_algos.losses import (
+    AGGREGATIONS,
+    entropy_from_logits,
+    loss_weights,
+    policy_loss,
+    value_loss,
+    weighted_sum,
+)
 
 
-@pytest.mark.parametrize("aggregation", algos.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_line_03_observation_log_probs_get_exactly_no_gradient(aggregation: str) -> None:
     """Policy, KL and value losses give tokens off the policy no gradient, even extreme ones."""
     mask, offsets = DIALOGUES.mask, DIALOGUES.offsets
     log_probs = torch.where(mask, DIALOGUES.column(1), -1e4).requires_grad_()
     values = torch.where(mask, DIALOGUES.column(2), 1e3).requires_grad_()
-    weights = algos.loss_weights(mask, offsets, aggregation, norm_length=8)
-    losses, _ = algos.policy_loss(
-        log_probs, DIALOGUES.column(1) + 0.01, DIALOGUES.column(3), 0.2, 0.2
-    )
-    for kind in algos.KL_KINDS:
-        losses = losses + algos.kl_penalty(log_probs, DIALOGUES.column(5), kind)
-    losses = losses + algos.value_loss(values, DIALOGUES.column(2), DIALOGUES.column(6), 0.5)
-    algos.weighted_sum(losses, weights).backward()
+    weights = loss_weights(mask, offsets, aggregation, norm_length=8)
+    losses, _ = policy_loss(log_probs, DIALOGUES.column(1) + 0.01, DIALOGUES.column(3), 0.2, 0.2)
+    for kind in KL_KINDS:
+        losses = losses + kl_penalty(log_probs, DIALOGUES.column(5), kind)
+    losses = losses + value_loss(values, DIALOGUES.column(2), DIALOGUES.column(6), 0.5)
+    weighted_sum(losses, weights).backward()
     for leaf in (log_probs, values):
         assert leaf.grad is not None
         assert torch.equal(leaf.grad[~mask], torch.zeros_like(leaf.grad[~mask]))
@@ -39,10 +52,10 @@ def test_line_03_observations_take_no_part_in_kl_reward_or_its_mean() -> None:
     mask = DIALOGUES.mask
     rewards, ref = DIALOGUES.column(1), DIALOGUES.column(3)
     log_probs = torch.where(mask, DIALOGUES.column(2), math.nan)
-    got = algos.apply_kl_in_reward(rewards, log_probs, ref, mask, 0.1, "k1")
+    got = apply_kl_in_reward(rewards, log_probs, ref, mask, 0.1, "k1")
     expected = torch.where(mask, rewards - 0.1 * (DIALOGUES.column(2) - ref), rewards)
     torch.testing.assert_close(got, expected, **CLOSE)
-    kl = algos.mean_sequence_kl(log_probs, ref, mask, DIALOGUES.offsets, "k1")
+    kl = mean_sequence_kl(log_probs, ref, mask, DIALOGUES.offsets, "k1")
     difference = DIALOGUES.column(2) - ref
     by_hand = (difference[[2, 3, 7]].mean() + difference[9]) / 2
     assert float(kl) == pytest.approx(float(by_hand), rel=1e-6)
@@ -59,12 +72,12 @@ KL_BY_HAND: dict[str, Callable[[float], float]] = {
 }
 
 
-@pytest.mark.parametrize("kind", algos.KL_KINDS)
+@pytest.mark.parametrize("kind", KL_KINDS)
 def test_kl_estimators_follow_their_formulas(kind: str) -> None:
     """Every estimator is its formula, clamped k3 included."""
     differences = [-1000.0, -25.0, -2.0, -0.5, 0.0, 0.3, 1.5, 9.0, 25.0]
     log_probs = torch.tensor(differences, dtype=torch.float64)
-    got = algos.kl_penalty(log_probs - 1.0, torch.full_like(log_probs, -1.0), kind)
+    got = kl_penalty(log_probs - 1.0, torch.full_like(log_probs, -1.0), kind)
     assert got.tolist() == pytest.approx([KL_BY_HAND[kind](d) for d in differences], abs=1e-9)
 
 
@@ -74,7 +87,7 @@ def test_kl_estimators_are_right_on_average() -> None:
     reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
     exact = float((policy * (policy / reference).log()).sum())
     for kind in ("k1", "k3"):
-        estimates = algos.kl_penalty(policy.log(), reference.log(), kind)
+        estimates = kl_penalty(policy.log(), reference.log(), kind)
         assert float((policy * estimates).sum()) == pytest.approx(exact)
 
 
@@ -83,20 +96,20 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
     x = torch.zeros(1)
     mask, offsets = torch.ones(1, dtype=torch.bool), torch.tensor([0, 1])
     with pytest.raises(ValueError, match="'k4'; expected one of kl, k1"):
-        algos.kl_penalty(x, x, "k4")
+        kl_penalty(x, x, "k4")
     with pytest.raises(ValueError, match="'mean'; expected one of token-mean"):
-        algos.loss_weights(mask, offsets, "mean")
+        loss_weights(mask, offsets, "mean")
     with pytest.raises(ValueError, match="norm_length=None"):
-        algos.loss_weights(mask, offsets, "seq-mean-token-sum-norm")
+        loss_weights(mask, offsets, "seq-mean-token-sum-norm")
     with pytest.raises(ValueError, match=r"clip_c=1\.0"):
-        algos.policy_loss(x, x, x, 0.2, 0.2, clip_c=1.0)
+        policy_loss(x, x, x, 0.2, 0.2, clip_c=1.0)
     with pytest.raises(ValueError, match=r"target=0\.0"):
-        algos.AdaptiveKLController(0.1, target=0.0, horizon=10)
+        AdaptiveKLController(0.1, target=0.0, horizon=10)
 
 
 def test_kl_controllers_follow_ziegler() -> None:
     """The adaptive coefficient moves by the clipped error, the fixed one not at all."""
-    adaptive = algos.AdaptiveKLController(value=0.2, target=6.0, horizon=100)
+    adaptive = AdaptiveKLController(value=0.2, target=6.0, horizon=100)
     adaptive.update(current_kl=6.6, num_seqs=10)
     assert adaptive.value == pytest.approx(0.2 * (1 + 0.1 * 10 / 100))
     adaptive.value = 0.2
@@ -105,7 +118,7 @@ def test_kl_controllers_follow_ziegler() -> None:
     adaptive.value = 0.2
     adaptive.update(current_kl=0.0, num_seqs=10)
     assert adaptive.value == pytest.approx(0.2 * 0.98)
-    fixed = algos.FixedKLController(0.2)
+    fixed = FixedKLController(0.2)
     fixed.update(current_kl=600.0, num_seqs=10)
     assert fixed.value == 0.2
 
@@ -125,7 +138,7 @@ def aggregate_by_loop(losses: Tensor, batch: Batch, aggregation: str, norm_lengt
     return float(np.mean([per_sequence[aggregation](row) for row in own]))
 
 
-@pytest.mark.parametrize("aggregation", algos.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @fast
 @given(batch=batches, data=st.data())
 def test_loss_weights_give_the_named_mean_and_any_split_adds_up(
@@ -133,8 +146,8 @@ def test_loss_weights_give_the_named_mean_and_any_split_adds_up(
 ) -> None:
     """Weights reproduce the aggregation, and micro-batches and ranks sum to the unsplit loss."""
     losses = batch.column(1)
-    weights = algos.loss_weights(batch.mask, batch.offsets, aggregation, norm_length=7)
-    whole = algos.weighted_sum(losses, weights)
+    weights = loss_weights(batch.mask, batch.offsets, aggregation, norm_length=7)
+    whole = weighted_sum(losses, weights)
     by_hand = aggregate_by_loop(losses, batch, aggregation, 7)
     assert float(whole) == pytest.approx(by_hand, rel=1e-6, abs=1e-6)
     parts = data.draw(st.lists(st.integers(0, 2), min_size=batch.num_seqs, max_size=batch.num_seqs))
@@ -146,7 +159,7 @@ def test_loss_weights_give_the_named_mean_and_any_split_adds_up(
             if p == part
             for t in range(a, b)
         ]
-        split += float(algos.weighted_sum(losses[index], weights[index]))
+        split += float(weighted_sum(losses[index], weights[index]))
     assert split == pytest.approx(float(whole), rel=1e-12, abs=1e-12)
 
 
@@ -169,7 +182,7 @@ def test_policy_loss_agrees_with_the_published_objective(
     """Losses are the dual-clip objective's, and diagnostics say which bound decided."""
     log_ratio, advantages = torch.tensor(pairs, dtype=torch.float64).T
     old = torch.full_like(log_ratio, -2.0)
-    losses, diagnostics = algos.policy_loss(old + log_ratio, old, advantages, low, high, 3.0)
+    losses, diagnostics = policy_loss(old + log_ratio, old, advantages, low, high, 3.0)
     expected = [policy_loss_by_hand(d, a, low, high, 3.0) for d, a in pairs]
     assert losses.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
     torch.testing.assert_close(diagnostics.approx_kl, -log_ratio, **CLOSE)
@@ -181,7 +194,7 @@ def test_policy_loss_diagnostics_and_dead_gradients_by_hand() -> None:
     ratio = torch.tensor([1.1, 1.5, 0.5, 0.5, 4.0, 1e30], dtype=torch.float64)
     advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
     log_probs = ratio.log().requires_grad_()
-    losses, diagnostics = algos.policy_loss(
+    losses, diagnostics = policy_loss(
         log_probs, torch.zeros(6, dtype=torch.float64), advantages, 0.2, 0.2, clip_c=3.0
     )
     losses.sum().backward()
@@ -197,7 +210,7 @@ def test_policy_loss_at_ratio_one_has_the_policy_gradient() -> None:
     """On the first pass the gradient is exactly -A, ties between the two bounds included."""
     log_probs = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([2.0, -3.0, 0.0], dtype=torch.float64)
-    losses, _ = algos.policy_loss(log_probs, log_probs.detach(), advantages, 0.2, 0.2)
+    losses, _ = policy_loss(log_probs, log_probs.detach(), advantages, 0.2, 0.2)
     losses.sum().backward()
     assert log_probs.grad is not None
     assert log_probs.grad.tolist() == [-2.0, 3.0, 0.0]
@@ -210,7 +223,7 @@ def test_value_loss_is_the_larger_of_plain_and_clipped(
 ) -> None:
     """Each loss is half the larger squared error of the value and its clipped version."""
     values, old, returns = torch.tensor(rows, dtype=torch.float64).T
-    got = algos.value_loss(values, old, returns, clip_range)
+    got = value_loss(values, old, returns, clip_range)
     expected = [
         max((v - r) ** 2, (min(max(v, o - clip_range), o + clip_range) - r) ** 2) / 2
         for v, o, r in rows
@@ -225,15 +238,15 @@ def test_gradients_of_both_losses_pass_gradcheck() -> None:
     ref = batch.column(4)
     shift = torch.tensor([0.05, -0.1, 0.5, -0.7, 1.6, 0.1, -0.05, 0.9, -0.9, 0.02, 0.3, 1.3])
     start = (old + shift.double()).requires_grad_()
-    for aggregation in algos.AGGREGATIONS:
-        weights = algos.loss_weights(batch.mask, batch.offsets, aggregation, 5).double()
+    for aggregation in AGGREGATIONS:
+        weights = loss_weights(batch.mask, batch.offsets, aggregation, 5).double()
 
         def actor(x: Tensor, weights: Tensor = weights) -> Tensor:
-            losses, _ = algos.policy_loss(x, old, advantages, 0.2, 0.28)
-            return algos.weighted_sum(losses + 0.1 * algos.kl_penalty(x, ref, "k3"), weights)
+            losses, _ = policy_loss(x, old, advantages, 0.2, 0.28)
+            return weighted_sum(losses + 0.1 * kl_penalty(x, ref, "k3"), weights)
 
         def critic(x: Tensor, weights: Tensor = weights) -> Tensor:
-            return algos.weighted_sum(algos.value_loss(x, old, returns, 0.4), weights)
+            return weighted_sum(value_loss(x, old, returns, 0.4), weights)
 
         assert torch.autograd.gradcheck(actor, (start,))
         assert torch.autograd.gradcheck(critic, (start,))
@@ -242,16 +255,16 @@ def test_gradients_of_both_losses_pass_gradcheck() -> None:
 def test_entropy_is_stable_and_independent_of_chunks() -> None:
     """Entropy equals torch's, survives huge and -inf logits, and chunks change no bit."""
     logits = torch.randn(11, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    whole = algos.entropy_from_logits(logits)
+    whole = entropy_from_logits(logits)
     expected = torch.distributions.Categorical(logits=logits).entropy()
     torch.testing.assert_close(whole, expected, **CLOSE)
-    assert torch.equal(whole, algos.entropy_from_logits(logits, chunk_size=3))
-    assert algos.entropy_from_logits(logits[:0]).shape == (0,)
+    assert torch.equal(whole, entropy_from_logits(logits, chunk_size=3))
+    assert entropy_from_logits(logits[:0]).shape == (0,)
 
     extreme = torch.tensor([[1e4, 1e4, -1e4], [0.0, -math.inf, 0.0]], requires_grad=True)
-    entropy = algos.entropy_from_logits(extreme)
+    entropy = entropy_from_logits(extreme)
     assert entropy.tolist() == pytest.approx([math.log(2)] * 2)
     entropy.sum().backward()
     assert extreme.grad is not None
     assert torch.isfinite(extreme.grad).all()
-    assert algos.entropy_from_logits(extreme.detach().bfloat16()).dtype == torch.float32
+    assert entropy_from_logits(extreme.detach().bfloat16()).dtype == torch.float32

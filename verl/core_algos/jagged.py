@@ -1,0 +1,59 @@
+"""Sequences inside flat tensors: which token belongs where, and sums, means and spread of them."""
+
+import torch
+from torch import Tensor
+
+
+def sequence_ids(offsets: Tensor) -> Tensor:
+    """Return for each token the index of its sequence, (num_tokens,) int64.
+
+    Example: ``offsets = [0, 2, 2, 5]`` gives ``[0, 0, 2, 2, 2]``.
+    """
+    index = torch.arange(offsets.numel() - 1, device=offsets.device)
+    return torch.repeat_interleave(index, offsets.diff())
+
+
+def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
+    """Sum ``x`` (num_tokens,) within each sequence; an empty one gives 0. Returns (num_seqs,)."""
+    total = x.new_zeros(offsets.numel() - 1)
+    return total.index_add(0, sequence_ids(offsets), x)
+
+
+def last_policy_token(policy_mask: Tensor, offsets: Tensor) -> Tensor:
+    """Return the flat index of each sequence's last policy token, -1 without one. (num_seqs,)"""
+    positions = torch.arange(policy_mask.numel(), device=policy_mask.device)
+    candidates = torch.where(policy_mask, positions, -1)
+    last = torch.full((offsets.numel() - 1,), -1, device=policy_mask.device)
+    return last.scatter_reduce(0, sequence_ids(offsets), candidates, reduce="amax")
+
+
+def has_policy_token(policy_mask: Tensor, offsets: Tensor) -> Tensor:
+    """Tell which sequences take part in the loss, (num_seqs,) bool."""
+    return segment_sum(policy_mask.long(), offsets) > 0
+
+
+def outcome_to_tokens(scores: Tensor, policy_mask: Tensor, offsets: Tensor) -> Tensor:
+    """Place each sequence's score (num_seqs,) on its last policy token. Returns (num_tokens,)."""
+    last = last_policy_token(policy_mask, offsets)
+    present = last >= 0
+    rewards = scores.new_zeros(policy_mask.numel())
+    rewards[last[present]] = scores[present]
+    return rewards
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of ``x`` where ``mask`` is True, a scalar; 0 when it is True nowhere."""
+    return x[mask].sum() / mask.sum().clamp(min=1)
+
+
+def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """Shift and scale ``x`` to mean 0 and unbiased variance 1 over ``mask``; 0 elsewhere.
+
+    The variance gets 1e-8 added before the root; a single masked element becomes 0.
+    """
+    chosen = x[mask]
+    centred = chosen - masked_mean(x, mask)
+    variance = centred.square().sum() / max(chosen.numel() - 1, 1)
+    whitened = torch.zeros_like(x)
+    whitened[mask] = centred * torch.rsqrt(variance + 1e-8)
+    return whitened
