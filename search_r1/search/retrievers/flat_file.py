@@ -1,0 +1,128 @@
+"""The rows of a FAISS Flat index file by memory map, without FAISS.
+
+The layout is what `faiss.write_index` writes: a four-letter kind, then `HEADER`, then the number of
+values and the float32 rows. The rows begin at byte 45, so they are never aligned in memory.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from search_r1.search.errors import SetupError
+
+Vectors = npt.NDArray[np.float32]
+
+HEADER = struct.Struct("<4siqqq?iQ")
+"""Kind, dim, rows, two unused integers, whether trained, metric, values that follow."""
+KINDS = {b"IxFI": 0, b"IxF2": 1, b"IxFl": None}
+"""Flat indexes and the metric each implies."""
+METRICS = {0: "inner_product", 1: "l2"}
+OTHER_KINDS = {
+    b"IH": "an HNSW graph",
+    b"Iw": "an inverted file (IVF)",
+    b"Iv": "an inverted file (IVF)",
+    b"IxP": "product quantisation (PQ)",
+    b"IxPT": "vectors behind a transform (PCA, OPQ)",
+    b"IxS": "scalar quantisation (SQ)",
+    b"IxM": "an index with ids of its own (IDMap)",
+    b"IN": "an NSG graph",
+    b"IB": "a binary index",
+}
+"""What FAISS writes by the first letters of the kind; the longest match counts."""
+
+
+@dataclass(frozen=True)
+class FlatFile:
+    """Rows and metric of a Flat index."""
+
+    path: Path
+    metric: str
+    """`inner_product`, or `l2` (squared distance: lower fits better)."""
+    vectors: Vectors
+    """(num_rows, dim), a memory map of the file."""
+
+    @classmethod
+    def open(cls, path: Path) -> "FlatFile":
+        """Map the file; raises SetupError if it is missing, cut off, or not a Flat index."""
+        num_rows, dim, metric = read_shape(path)
+        vectors = np.memmap(path, np.dtype("<f4"), "r", HEADER.size, (num_rows, dim))
+        return cls(path, metric, vectors)
+
+    @property
+    def num_rows(self) -> int:
+        """Vectors in the index."""
+        return int(self.vectors.shape[0])
+
+    @property
+    def dim(self) -> int:
+        """Values of a vector."""
+        return int(self.vectors.shape[1])
+
+    def tiles(self, tile_rows: int, start: int = 0, end: int | None = None) -> Iterator[Vectors]:
+        """Aligned copies of rows [start, end), at most `tile_rows` at a time, in order."""
+        end = self.num_rows if end is None else end
+        for first in range(start, end, tile_rows):
+            yield np.array(self.vectors[first : min(first + tile_rows, end)])
+
+    def rows(self, rows: npt.NDArray[np.int64]) -> Vectors:
+        """A copy of the vectors of `rows`: rows.shape + (dim,)."""
+        return np.asarray(self.vectors[rows.reshape(-1)]).reshape(*rows.shape, self.dim)
+
+
+def read_shape(path: Path) -> tuple[int, int, str]:
+    """Rows, dim and metric of a Flat index, from its header alone; raises SetupError."""
+    if not path.is_file():
+        raise SetupError(f"index {path} does not exist; expected a FAISS index: set --index_path")
+    with path.open("rb") as file:
+        start = file.read(HEADER.size)
+    kind = start[:4]
+    if kind not in KINDS:
+        raise SetupError(_other_kind(path, kind))
+    if len(start) < HEADER.size:
+        raise SetupError(_cut_off(path, len(start), HEADER.size))
+    _, dim, num_rows, _, _, _, metric, count = HEADER.unpack(start)
+    if metric not in METRICS or KINDS[kind] not in (None, metric):
+        raise SetupError(
+            f"{path} is a Flat index of FAISS metric {metric}; expected inner product (0) or "
+            "L2 (1): build it again with index_builder, or search it with --dense_engine faiss"
+        )
+    if dim < 1 or num_rows < 0 or count != dim * num_rows:
+        raise SetupError(
+            f"{path} says {num_rows} rows of {dim} values, but {count} values; expected a file "
+            "that faiss.write_index wrote: build or download it again"
+        )
+    expected, size = HEADER.size + 4 * count, path.stat().st_size
+    if size != expected:
+        raise SetupError(_cut_off(path, size, expected))
+    return num_rows, dim, METRICS[metric]
+
+
+def is_flat(path: Path) -> bool:
+    """Whether the file begins as a Flat index does."""
+    with path.open("rb") as file:
+        return file.read(4) in KINDS
+
+
+def _other_kind(path: Path, kind: bytes) -> str:
+    matches = [prefix for prefix in OTHER_KINDS if kind.startswith(prefix)]
+    if not matches:
+        return (
+            f"{path} begins with {kind!r}, which no FAISS index does; expected a Flat index "
+            "(IxFI, IxF2): give the right --index_path, or download the file again"
+        )
+    return (
+        f"{path} is a FAISS index of kind {kind.decode(errors='replace')!r}, "
+        f"{OTHER_KINDS[max(matches, key=len)]}; the torch engine expects a Flat index "
+        "(IxFI, IxF2): use --dense_engine faiss, or build one with --faiss_type Flat"
+    )
+
+
+def _cut_off(path: Path, size: int, expected: int) -> str:
+    return (
+        f"{path} has {size} bytes, but its header promises {expected}; expected a complete "
+        "index: download it again, or join all of its parts in order"
+    )
