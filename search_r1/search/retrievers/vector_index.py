@@ -1,0 +1,55 @@
+"""What every dense engine checks before it serves an index: its manifest, encoder, corpus and shape.
+
+Loads neither torch nor FAISS. An index is our folder (`vectors.faiss` and a manifest) or a bare
+FAISS file such as the published `e5_Flat.index`.
+"""
+
+from pathlib import Path
+
+from search_r1.search.corpus import Corpus
+from search_r1.search.encoder import Encoder
+from search_r1.search.errors import IndexMismatch
+from search_r1.search.manifest import PROBE_TEXT, Manifest
+from search_r1.search.retrievers.locations import locate
+from search_r1.search.retrievers.settings import RetrieverConfig
+
+VECTORS_NAME = "vectors.faiss"
+
+
+def locate_index(config: RetrieverConfig) -> Path:
+    """The dense index of the settings: our folder or a bare file; raises SetupError without."""
+    return locate(config, f"{config.retriever_name}_Flat.index")
+
+
+def vectors_file(path: Path) -> Path:
+    """The FAISS file of an index that is our folder or that file itself."""
+    return path / VECTORS_NAME if path.is_dir() else path
+
+
+def check_manifest(path: Path, corpus: Corpus, encoder: Encoder) -> None:
+    """Raise IndexMismatch unless our folder was built from this corpus and encoder."""
+    if path.is_dir():
+        manifest = Manifest.load(path)
+        manifest.check_corpus(path, corpus.path, corpus.fingerprint)
+        manifest.check_probe(path, encoder.name, probe(encoder))
+
+
+def check_shape(path: Path, rows: int, dim: int, corpus: Corpus, encoder: Encoder) -> None:
+    """Raise IndexMismatch unless an index of `rows` × `dim` fits corpus and encoder."""
+    if rows != len(corpus):
+        raise IndexMismatch(
+            f"index {path} holds {rows} vectors, but corpus {corpus.path} has "
+            f"{len(corpus)} documents; give the corpus that the index was built from"
+        )
+    encoded = encoder.encode_queries([PROBE_TEXT]).shape[1]
+    if dim != encoded:
+        raise IndexMismatch(
+            f"index {path} has {dim} dimensions, but encoder {encoder.name} gives {encoded}; "
+            "set --retriever_model to the encoder that the index was built with"
+        )
+
+
+def probe(encoder: Encoder) -> tuple[float, ...]:
+    """The encoder's embedding of the probe text, rounded for the manifest."""
+    vector = encoder.encode_passages([PROBE_TEXT])[0]
+    return tuple(round(float(x), 5) for x in vector)
