@@ -1,0 +1,213 @@
+"""What a server answered, kept as jsonl: written by `--record`, served again by `replay`.
+
+The first line names the format and the engine; each further line is one query with its hits and the
+seconds they took. A kill leaves at most one half-written last line: readers leave it out and the
+next Recorder cuts it off. Numbers are written so that they read back bit for bit.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from search_r1.search.errors import SetupError
+from search_r1.search.retrievers.base import fingerprint
+from search_r1.search.schema import Document, Hit
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "search-r1-record"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The hits of a query at `k`, and the seconds that the search took."""
+
+    query: str
+    k: int
+    hits: list[Hit]
+    seconds: float
+
+
+class Recorder:
+    """Appends records to a file; safe to use from several threads, refused to two processes."""
+
+    def __init__(self, path: str | Path, facts: Mapping[str, Any]) -> None:
+        """Create or continue the record at `path` of the engine with these `facts` (its info()).
+
+        Raises SetupError for a file that cannot be written, that another process writes, or that
+        is not a record of this very engine.
+        """
+        self._path = Path(path)
+        self._lock = threading.Lock()
+        self._file = _open_locked(self._path)
+        try:
+            self._known = self._continue(facts)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Append the records whose query and k are not there yet, and flush."""
+        with self._lock:
+            lines = []
+            for record in records:
+                key = (record.query, record.k)
+                if key not in self._known:
+                    self._known.add(key)
+                    lines.append(to_line(record))
+            self._file.write(b"".join(lines))
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; writing afterwards is an error."""
+        with self._lock:
+            self._file.close()
+
+    def _continue(self, facts: Mapping[str, Any]) -> set[tuple[str, int]]:
+        """Write the header, or check it and cut off a half-written line; what is known already."""
+        text = json.dumps(facts)  # facts as they read back
+        if _cut(self._file) == 0:
+            header = {"format": FORMAT, "version": VERSION, "facts": json.loads(text)}
+            self._file.write(_encode({**header, "fingerprint": fingerprint(json.loads(text))}))
+            self._file.flush()
+            return set()
+        recorded = read_facts(self._path)
+        if fingerprint(recorded) != fingerprint(json.loads(text)):
+            raise SetupError(
+                f"{self._path} is a record of another engine: {json.dumps(recorded)}, but this "
+                f"one is {text}; record into a new file, or serve the engine of that record"
+            )
+        return {(row["query"], row["k"]) for _, row in read_rows(self._path)}
+
+
+def read_facts(path: str | Path) -> dict[str, Any]:
+    """The recorded engine's info(); raises SetupError for a file that is no record."""
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            line = file.readline()
+        header = json.loads(line) if line.endswith(b"\n") else None
+    except OSError as error:
+        raise SetupError(
+            f"record {path} cannot be read ({error}); expected a file that a server wrote "
+            "with --record"
+        ) from error
+    except ValueError:
+        header = None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise SetupError(
+            f"{path} is no record: its first line is {line[:80]!r}; expected a file that a server "
+            "wrote with --record"
+        )
+    if header.get("version") != VERSION:
+        raise SetupError(
+            f"record {path} has version {header.get('version')}, expected {VERSION}; record again, "
+            "or serve it with the release that wrote it"
+        )
+    facts: dict[str, Any] = header["facts"]
+    return facts
+
+
+def read_records(path: str | Path) -> Iterator[Record]:
+    """Every record of the file in order, without a half-written last one.
+
+    Raises SetupError for a file that is no record or has a malformed line in its middle.
+    """
+    return (to_record(row) for _, row in read_rows(path))
+
+
+def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Byte offset and fields of every complete line after the header; errors as read_records."""
+    path = Path(path)
+    read_facts(path)
+    with path.open("rb") as file:
+        offset = len(file.readline())
+        for number, line in enumerate(file, start=2):
+            if not line.endswith(b"\n"):
+                logger.warning("%s: left out its half-written last line", path)
+                return
+            yield offset, _parse(path, number, line)
+            offset += len(line)
+
+
+def to_record(row: Mapping[str, Any]) -> Record:
+    """The record that a line's fields hold."""
+    hits = [Hit(Document.from_mapping(item), item["score"]) for item in row["hits"]]
+    return Record(row["query"], row["k"], hits, row["seconds"])
+
+
+def to_line(record: Record) -> bytes:
+    """A record as one line, newline included."""
+    hits = [_item(hit) for hit in record.hits]
+    row = {"query": record.query, "k": record.k, "seconds": float(record.seconds), "hits": hits}
+    return _encode(row)
+
+
+def _item(hit: Hit) -> dict[str, Any]:
+    """`id` and `contents`, and the title and text only where contents do not give them."""
+    document = hit.document
+    item = {"id": document.id, "contents": document.contents, "score": float(hit.score)}
+    if Document.from_contents(document.id, document.contents) != document:
+        item |= {"title": document.title, "text": document.text}
+    return item
+
+
+def _encode(row: Mapping[str, Any]) -> bytes:
+    """ASCII JSON: no character of a query or a document can break the line."""
+    return json.dumps(row, separators=(",", ":")).encode() + b"\n"
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        to_record(row)
+    except (ValueError, KeyError, TypeError) as error:
+        raise SetupError(
+            f"{path} line {number} is no record ({type(error).__name__}: {error}), got "
+            f"{line[:80]!r}; drop this line, or record again"
+        ) from error
+    fields: dict[str, Any] = row
+    return fields
+
+
+def _open_locked(path: Path) -> BinaryIO:
+    """The file for appending, locked until it is closed or the process ends."""
+    try:
+        file = path.open("ab+")
+    except OSError as error:
+        raise SetupError(
+            f"cannot record into {path} ({error}); expected a file in a folder that exists and "
+            "may be written"
+        ) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise SetupError(
+            f"{path} is being recorded by another server; give each server its own --record file"
+        ) from error
+    return file
+
+
+def _cut(file: BinaryIO) -> int:
+    """Remove what follows the last newline; the bytes that stay."""
+    size = end = file.seek(0, os.SEEK_END)
+    tail = b""
+    while end > 0 and b"\n" not in tail:
+        start = max(0, end - (1 << 16))
+        file.seek(start)
+        tail = file.read(end - start)
+        end = start
+    kept = end + tail.rfind(b"\n") + 1
+    if kept < size:
+        logger.warning("%s: cut off %d bytes of a half-written line", file.name, size - kept)
+        file.truncate(kept)
+    file.seek(0, os.SEEK_END)
+    return kept
