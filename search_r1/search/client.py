@@ -1,27 +1,35 @@
 """The asynchronous client of `/retrieve`: pooled, merging, retrying, with typed errors.
 
-Searches that coroutines of one event loop start within a few milliseconds travel in one request.
+Searches that coroutines of one event loop start within a few milliseconds travel in one request,
+equal ones once. Retries and fail-over live in `transport` and `servers`.
 """
 
 import asyncio
-import logging
-import random
+import math
+import os
+import re
+import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import httpx
+from pydantic import SecretStr
 
-from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable, SearchError
+from search_r1.search.errors import RetrieverRefused, SearchError
 from search_r1.search.retrieval import EmptyRetrieval, InMemoryRetrieval, Retrieval
 from search_r1.search.schema import Document, from_wire, well_formed
+from search_r1.search.servers import Servers, read_urls
+from search_r1.search.transport import Patience, Transport, excerpt
 
 __all__ = ["Document", "EmptyRetrieval", "InMemoryRetrieval", "Retrieval", "RetrievalClient"]
 
-logger = logging.getLogger(__name__)
+TOKEN_VARIABLE = "RETRIEVER_TOKEN"
+WHOLE_REQUEST = frozenset({401, 403, 404, 405})
+"""Refusals that no single query of a request can be the cause of."""
 
-Waiter = tuple[str, asyncio.Future[list[Document]]]
+Waiters = list[asyncio.Future[list[Document]]]
 
 
 @dataclass
@@ -29,7 +37,10 @@ class _LoopState:
     """What belongs to one event loop: its connections and the searches not yet sent."""
 
     http: httpx.AsyncClient
-    waiting: list[Waiter] = field(default_factory=list)
+    waiting: dict[str, Waiters] = field(default_factory=dict)
+    """Who waits for each query."""
+    deadline: float = math.inf
+    """When the first of them must have its answer."""
     timer: asyncio.TimerHandle | None = None
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -42,49 +53,57 @@ class RetrievalClient:
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         topk: int | None = None,
         *,
         timeout: float = 60.0,
         max_retries: int = 5,
+        deadline: float | None = None,
         backoff: float = 0.25,
         max_backoff: float = 8.0,
+        max_retry_after: float = 30.0,
         max_batch: int = 256,
         merge_window: float = 0.003,
+        token: str | None = None,
     ) -> None:
         """Nothing is sent yet.
 
-        `url` is the server's base address, or ends in `/retrieve`. `topk` None leaves the number
-        of documents to the server. `timeout` (s) bounds one attempt; after `max_retries` more
-        attempts a search fails. The n-th pause is `backoff` * 2^n s, at most `max_backoff`, cut
-        by up to a half at random. At most `max_batch` queries, started within `merge_window` s,
-        share a request.
+        `url` is a server's base address, or ends in `/retrieve`; several, in a sequence or with
+        commas between them, stand in for each other. `topk` None leaves the number of documents to
+        the server. `timeout` (s) bounds one attempt, `deadline` (s) the whole search; after
+        `max_retries` more attempts, on whichever server, a search fails. The n-th pause is
+        `backoff` * 2^n s, at most `max_backoff`, cut by up to a half at random, or what the server
+        asks for, at most `max_retry_after` s. At most `max_batch` different queries, started within
+        `merge_window` s, share a request. `token` is sent as bearer; its default is the environment
+        variable RETRIEVER_TOKEN.
         """
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"retriever url {url!r}; expected http:// or https:// at its start, for example "
-                "http://127.0.0.1:8000"
-            )
-        httpx.URL(url)  # raises InvalidURL, which says what is wrong
-        self.url = url.rstrip("/").removesuffix("/retrieve")
+        if deadline is not None and not deadline > 0:
+            raise ValueError(f"deadline {deadline}; expected more than 0 seconds, or None")
+        self._urls = read_urls(url)
+        self._patience = Patience(timeout, max_retries, backoff, max_backoff, max_retry_after)
         self._topk = topk
-        self._timeout = timeout
-        self._max_retries = max_retries
-        self._backoff = backoff
-        self._max_backoff = max_backoff
+        self._deadline = math.inf if deadline is None else deadline
         self._max_batch = max_batch
         self._merge_window = merge_window
-        self._states: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._token = _token(os.environ.get(TOKEN_VARIABLE) if token is None else token)
+        self._connect()
+
+    def __repr__(self) -> str:
+        return f"RetrievalClient({','.join(self._urls)!r}, topk={self._topk})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings only, so that a client can be sent to another process."""
-        return {name: value for name, value in vars(self).items() if name != "_states"}
+        return {k: v for k, v in vars(self).items() if k not in ("_states", "_transport")}
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
         """The settings of another process's client, without its connections."""
-        vars(self).update(settings, _states=weakref.WeakKeyDictionary())
+        vars(self).update(settings)
+        self._connect()
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Base addresses of the servers in the order in which this process prefers them."""
+        return self._transport.servers.urls
 
     async def search(self, query: str) -> list[Document]:
         """The documents for one query, best first.
@@ -94,7 +113,9 @@ class RetrievalClient:
         loop = asyncio.get_running_loop()
         state = self._state()
         future: asyncio.Future[list[Document]] = loop.create_future()
-        state.waiting.append((query, future))
+        if not state.waiting:
+            state.deadline = time.monotonic() + self._deadline
+        state.waiting.setdefault(well_formed(query), []).append(future)
         if len(state.waiting) >= self._max_batch:
             self._send(state)
         elif state.timer is None:
@@ -102,9 +123,17 @@ class RetrievalClient:
         return await future
 
     async def health(self) -> dict[str, Any]:
-        """The server's `/health`, asked once; raises RetrieverUnavailable or RetrieverRefused."""
-        answer = await self._attempt("GET", "/health", None)
-        return dict(_json(answer))
+        """The first answer to `/health`, each server asked once at most; raises as `search`."""
+        transport, deadline = self._transport, time.monotonic() + self._deadline
+        retries = len(transport.servers) - 1
+        http = self._state().http
+        answer = await transport.exchange(
+            http, "GET", "/health", max_retries=retries, deadline=deadline
+        )
+        facts = _json(answer)
+        if not isinstance(facts, dict):
+            raise _outside_contract(answer, f"{type(facts).__name__}, not an object")
+        return facts
 
     async def aclose(self) -> None:
         """Finish what was sent from this event loop and close its connections."""
@@ -121,12 +150,21 @@ class RetrievalClient:
     async def __aexit__(self, *failure: object) -> None:
         await self.aclose()
 
+    def _connect(self) -> None:
+        """What no other process can use: the order of servers, and connections."""
+        self._transport = Transport(Servers(self._urls), self._patience)
+        self._states: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = (
+            weakref.WeakKeyDictionary()
+        )
+
     def _state(self) -> _LoopState:
         """This event loop's connections. Proxies of the environment are not for a local server."""
         loop = asyncio.get_running_loop()
         if loop not in self._states:
-            http = httpx.AsyncClient(timeout=self._timeout, trust_env=False)
-            self._states[loop] = _LoopState(http)
+            headers = {}
+            if self._token is not None:
+                headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
+            self._states[loop] = _LoopState(httpx.AsyncClient(headers=headers, trust_env=False))
         return self._states[loop]
 
     def _send(self, state: _LoopState) -> None:
@@ -134,114 +172,102 @@ class RetrievalClient:
         if state.timer is not None:
             state.timer.cancel()
             state.timer = None
-        waiters, state.waiting = state.waiting, []
-        if waiters:
-            task = asyncio.ensure_future(self._serve(state.http, waiters))
+        waiting, state.waiting = state.waiting, {}
+        wanted = {
+            q: waiters for q, waiters in waiting.items() if not all(f.done() for f in waiters)
+        }
+        if wanted:
+            task = asyncio.ensure_future(self._serve(state.http, wanted, state.deadline))
             state.tasks.add(task)
             task.add_done_callback(state.tasks.discard)
 
-    async def _serve(self, http: httpx.AsyncClient, waiters: Sequence[Waiter]) -> None:
+    async def _serve(
+        self, http: httpx.AsyncClient, waiting: Mapping[str, Waiters], deadline: float
+    ) -> None:
         """Give every waiter its documents or the error; a refused batch is asked one by one.
 
         Whatever else happens, no waiter is left waiting: cancelling a finished one has no effect.
         """
         try:
-            found = await self._retrieve(http, [query for query, _ in waiters])
+            found = await self._retrieve(http, list(waiting), deadline)
         except RetrieverRefused as error:
-            if len(waiters) > 1:
-                await asyncio.gather(*(self._serve(http, [waiter]) for waiter in waiters))
+            if len(waiting) > 1 and error.status not in WHOLE_REQUEST:
+                parts = ({query: waiters} for query, waiters in waiting.items())
+                await asyncio.gather(*(self._serve(http, part, deadline) for part in parts))
             else:
-                _fail(waiters, error)
+                _fail(waiting, error)
         except SearchError as error:
-            _fail(waiters, error)
+            _fail(waiting, error)
         else:
-            for (_, future), documents in zip(waiters, found, strict=True):
-                if not future.done():
-                    future.set_result(documents)
+            for waiters, documents in zip(waiting.values(), found, strict=True):
+                for future in waiters:
+                    if not future.done():
+                        future.set_result(list(documents))
         finally:
-            for _, future in waiters:
-                future.cancel()
+            for waiters in waiting.values():
+                for future in waiters:
+                    future.cancel()
 
-    async def _retrieve(self, http: httpx.AsyncClient, queries: list[str]) -> list[list[Document]]:
-        """One request, tried until it is answered or the retries are spent.
-
-        Scores are asked for because the original server fails without them.
-        """
-        clean = [well_formed(query) for query in queries]
-        body = {"queries": clean, "topk": self._topk, "return_scores": True}
-        for attempt in range(self._max_retries + 1):
-            try:
-                answer = await self._attempt("POST", "/retrieve", body, http)
-                return _documents(answer, len(queries))
-            except RetrieverUnavailable as error:
-                if attempt == self._max_retries:
-                    raise RetrieverUnavailable(
-                        f"{error}; gave up after {attempt + 1} attempts: start the retriever "
-                        "(bash retrieval_launch.sh) or correct its url"
-                    ) from error
-                logger.warning("%s; attempt %d of %d", error, attempt + 1, self._max_retries + 1)
-                await asyncio.sleep(self._pause(attempt))
-        raise AssertionError("the last attempt returns or raises")
-
-    def _pause(self, attempt: int) -> float:
-        """Seconds before the next attempt: exponential, bounded, with jitter."""
-        longest: float = min(self._max_backoff, self._backoff * 2.0**attempt)
-        return longest * random.uniform(0.5, 1.0)
-
-    async def _attempt(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None,
-        http: httpx.AsyncClient | None = None,
-    ) -> httpx.Response:
-        """One exchange; raises RetrieverUnavailable where another attempt may help."""
-        http = http or self._state().http
-        try:
-            answer = await http.request(method, self.url + path, json=body)
-        except httpx.RequestError as error:
-            raise RetrieverUnavailable(
-                f"retriever {self.url} does not answer ({type(error).__name__}: {error})"
-            ) from error
-        if answer.status_code == httpx.codes.TOO_MANY_REQUESTS or answer.is_server_error:
-            raise RetrieverUnavailable(
-                f"retriever {self.url} answers {answer.status_code}: {answer.text[:200]}"
-            )
-        if not answer.is_success:
-            raise RetrieverRefused(
-                f"retriever {self.url}{path} refused with {answer.status_code}, expected 200: "
-                f"{answer.text[:500]}"
-            )
-        return answer
+    async def _retrieve(
+        self, http: httpx.AsyncClient, queries: list[str], deadline: float
+    ) -> list[list[Document]]:
+        """One request; scores are asked for because the original server fails without them."""
+        body = {"queries": queries, "topk": self._topk, "return_scores": True}
+        answer = await self._transport.exchange(http, "POST", "/retrieve", body, deadline=deadline)
+        return _documents(answer, len(queries))
 
 
-def _fail(waiters: Sequence[Waiter], error: SearchError) -> None:
-    for _, future in waiters:
-        if not future.done():
-            future.set_exception(error)
+def _token(text: str | None) -> SecretStr | None:
+    """A bearer token, or none for an empty text; what cannot stand in a header is refused."""
+    if not text:
+        return None
+    if not (text.isascii() and text.isprintable() and " " not in text):
+        raise ValueError(
+            "the retriever's token (not shown) has spaces or characters that a header cannot hold; "
+            f"expected printable ASCII: correct {TOKEN_VARIABLE}"
+        )
+    return SecretStr(text)
+
+
+def _fail(waiting: Mapping[str, Waiters], error: SearchError) -> None:
+    for waiters in waiting.values():
+        for future in waiters:
+            if not future.done():
+                future.set_exception(error)
 
 
 def _documents(answer: httpx.Response, num_queries: int) -> list[list[Document]]:
     """The documents of an answer; raises RetrieverRefused if it is outside the contract."""
+    parsed = _json(answer)
     try:
-        found = from_wire(_json(answer))
+        if not all(isinstance(found, list) for found in parsed["result"]):
+            raise TypeError("a result that is not a list of documents")
+        found = from_wire(parsed)
     except (KeyError, TypeError, AttributeError) as error:
         raise _outside_contract(answer, repr(error)) from error
     if len(found) != num_queries:
         raise _outside_contract(answer, f"{len(found)} results for {num_queries} queries")
+    if re.search(rb"\\u[dD]", answer.content):  # half of a surrogate pair can be written in JSON
+        return [[_well_formed(document) for document in documents] for documents in found]
     return found
+
+
+def _well_formed(document: Document) -> Document:
+    """`document` without lone surrogates, which no tokenizer takes."""
+    return Document(*(well_formed(getattr(document, f.name)) for f in fields(Document)))
 
 
 def _json(answer: httpx.Response) -> Any:
     try:
         return answer.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _outside_contract(answer, str(error)) from error
 
 
 def _outside_contract(answer: httpx.Response, reason: str) -> RetrieverRefused:
+    got = repr(excerpt(answer, 200))
     return RetrieverRefused(
-        f"{answer.url} answered outside the wire contract ({reason}): got {answer.text[:200]!r}; "
-        'expected {"result": [[{"document": {"id", "contents", ...}, "score"}]]}: is the url a '
-        "retrieval server's?"
+        f"{answer.url} answered outside the wire contract ({reason}): got {got}; expected "
+        '{"result": [[{"document": {"id", "contents", ...}, "score"}]]}: is the url a retrieval '
+        "server's?"
     )

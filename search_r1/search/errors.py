@@ -25,6 +25,11 @@ class RetrieverUnavailable(SearchError):
 class RetrieverRefused(SearchError):
     """The server understood and refused, or answered something outside the contract."""
 
+    def __init__(self, message: str, status: int | None = None) -> None:
+        """`status`: of the HTTP answer; None for an answer outside the contract."""
+        super().__init__(message)
+        self.status = status
+
 
 class Overloaded(SearchError):
     """The server's queue is full."""
