@@ -6,11 +6,15 @@ SEED ?= 0
 BIN := $(VENV)/bin
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: demo test test-all lint format data clean
+.PHONY: demo install test test-all chromium lint format data clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml scripts/install.py
 	$(PYTHON) scripts/install.py $(VENV)
+
+# Lucene (pyserini and a Java runtime) is wanted by the complete tests only.
+$(VENV)/.installed-lucene: pyproject.toml scripts/install.py
+	$(PYTHON) scripts/install.py $(VENV) --with lucene
 
 install: $(VENV)/.installed
 
@@ -24,8 +28,12 @@ data: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
 
-test-all: $(VENV)/.installed
+test-all: chromium $(VENV)/.installed-lucene
 	$(BIN)/python -m pytest -m "not gpu"
+
+chromium:
+	@command -v chromium >/dev/null || { echo "make test-all opens the search page in Chromium," \
+	"which is missing: apt-get install chromium" >&2; exit 1; }
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
