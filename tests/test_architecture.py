@@ -10,6 +10,7 @@ COMPOSITION_ROOTS = {"verl/trainer/main_ppo.py"}
 PURE = {
     "verl/core_algos/jagged.py": {"torch"},
     "verl/core_algos/advantages.py": {"torch"},
+    "verl/core_algos/groups.py": {"torch"},
     "verl/core_algos/kl.py": {"torch"},
     "verl/core_algos/losses.py": {"torch"},
     "verl/protocol.py": {"torch", "numpy"},

@@ -240,13 +240,14 @@ class AlgorithmConfig:
     """From scores to advantages."""
 
     adv_estimator: str = "gae"
-    """gae (PPO) or grpo."""
+    """gae (PPO), grpo, dr_grpo, rloo, opo, reinforce, reinforce_baseline, reinforce_plus_plus,
+    reinforce_plus_plus_baseline or remax (one more, greedy, rollout a prompt)."""
     gamma: float = 1.0
     """Discount per policy token."""
     lam: float = 1.0
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide group advantages by the group's standard deviation."""
+    """Divide grpo's advantages by the group's standard deviation; dr_grpo never does."""
     kl_penalty: str = "kl"
     """Estimator of KL in the reward: kl, abs, mse, low_var_kl."""
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)

@@ -7,7 +7,14 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from verl.core_algos.jagged import has_policy_token, masked_whiten, segment_sum, sequence_ids
+from verl.core_algos.groups import Groups
+from verl.core_algos.jagged import (
+    has_policy_token,
+    masked_mean,
+    masked_whiten,
+    segment_sum,
+    sequence_ids,
+)
 
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation."""
@@ -62,62 +69,46 @@ def compute_gae_advantage(
     return advantages, returns
 
 
-def dense_group_ids(group_ids: Sequence[Hashable] | Tensor, device: torch.device) -> Tensor:
-    """Number groups 0, 1, … in order of first appearance, (num_seqs,) int64.
-
-    Ids are compared by equality, so that ``("nq", 3)`` and ``("hotpotqa", 3)`` differ.
-    """
-    keys = group_ids.tolist() if isinstance(group_ids, Tensor) else group_ids
-    numbers: dict[Hashable, int] = {}
-    dense = [numbers.setdefault(key, len(numbers)) for key in keys]
-    return torch.tensor(dense, dtype=torch.int64, device=device)
-
-
-def group_statistics(scores: Tensor, groups: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each sequence's group mean and unbiased standard deviation, (num_seqs,) each.
-
-    ``groups`` are dense ids; only sequences where ``members`` (num_seqs,) is True count. A group
-    of fewer than two members has mean 0 and deviation 1, as in veRL: its score passes unchanged.
-    """
-    num_groups = int(groups.max()) + 1 if groups.numel() else 0
-
-    def total(x: Tensor) -> Tensor:
-        return x.new_zeros(num_groups).index_add(0, groups[members], x[members])
-
-    counts = total(torch.ones_like(scores))
-    means = total(scores) / counts.clamp(min=1)
-    squares = total((scores - means[groups]).square())
-    stds = (squares / (counts - 1).clamp(min=1)).sqrt()
-    is_comparable = counts > 1
-    means = torch.where(is_comparable, means, 0.0)
-    stds = torch.where(is_comparable, stds, 1.0)
-    return means[groups], stds[groups]
-
-
-def compute_grpo_advantage(
-    scores: Tensor,
-    group_ids: Sequence[Hashable] | Tensor,
-    policy_mask: Tensor,
-    offsets: Tensor,
-    norm_by_std: bool = True,
+def discounted_returns(
+    rewards: Tensor, policy_mask: Tensor, offsets: Tensor, gamma: float
 ) -> Tensor:
-    """Score relative to its group, on each policy token (Shao et al. 2024, eq. 3).
+    """Return what each policy token still earns, discounted by policy tokens; 0 elsewhere.
 
-    ``(score - mean) / (std + 1e-6)``, without the division when ``norm_by_std`` is False.
-    ``scores`` and ``group_ids`` have one entry a sequence. Returns (num_tokens,), 0 off the policy.
-    Raises ValueError when their lengths differ.
+    All (num_tokens,). It is the advantage of GAE with lambda 1 and a value of 0 everywhere.
     """
-    if len(group_ids) != scores.numel():
-        raise ValueError(
-            f"got {len(group_ids)} group ids for {scores.numel()} scores; give one id a sequence"
-        )
-    groups = dense_group_ids(group_ids, scores.device)
-    members = has_policy_token(policy_mask, offsets)
-    means, stds = group_statistics(scores, groups, members)
-    advantages = scores - means
-    if norm_by_std:
-        advantages = advantages / (stds + STD_EPSILON)
-    return torch.where(policy_mask, advantages[sequence_ids(offsets)], 0.0)
+    values = torch.zeros_like(rewards)
+    return compute_gae_advantage(rewards, values, policy_mask, offsets, gamma, 1.0)[0]
+
+
+def per_token(per_sequence: Tensor, policy_mask: Tensor, offsets: Tensor) -> Tensor:
+    """Give each policy token its sequence's figure (num_seqs,), others 0. Returns (num_tokens,)."""
+    return torch.where(policy_mask, per_sequence[sequence_ids(offsets)], 0.0)
+
+
+def grpo(scores: Tensor, groups: Groups, norm_by_std: bool = True) -> Tensor:
+    """Score relative to its group, (num_seqs,) (Shao et al. 2024, eq. 3).
+
+    ``(score - mean) / (std + 1e-6)``; without the division (``norm_by_std`` False) it is the
+    advantage of Dr.GRPO (Liu et al. 2025).
+    """
+    centred = scores - groups.mean(scores)
+    return centred / (groups.std(scores) + STD_EPSILON) if norm_by_std else centred
+
+
+def rloo(scores: Tensor, groups: Groups) -> Tensor:
+    """Score less the mean of the others in its group, (num_seqs,) (Ahmadian et al. 2024)."""
+    sizes = groups.sizes(scores)
+    factor = torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0)
+    return (scores - groups.mean(scores)) * factor
+
+
+def opo(scores: Tensor, groups: Groups, lengths: Tensor) -> Tensor:
+    """Score less its group's mean weighted by length, (num_seqs,) (Hao et al. 2025).
+
+    ``lengths`` are policy tokens: the baseline of least variance if each token's gradient has
+    about the same norm.
+    """
+    return scores - groups.mean(scores, lengths)
 
 
 @dataclass(frozen=True)
@@ -139,12 +130,37 @@ class AdvantageInputs:
     lam: float = 1.0
     """GAE's lambda."""
     norm_by_std: bool = True
-    """Divide group advantages by the group's standard deviation."""
+    """Divide group advantages by the group's standard deviation (grpo)."""
+    greedy_scores: Tensor | None = None
+    """Reward of the greedy trajectory of each sequence's prompt, (num_seqs,) (remax)."""
 
     @property
     def scores(self) -> Tensor:
         """Sum of rewards over each sequence's policy tokens, (num_seqs,)."""
         return segment_sum(torch.where(self.policy_mask, self.token_rewards, 0.0), self.offsets)
+
+    @property
+    def groups(self) -> Groups:
+        """The groups; raises ValueError unless there is one id a sequence."""
+        assert self.group_ids is not None, "give each sequence its prompt's id as group_ids"
+        return Groups.of(self.group_ids, self.policy_mask, self.offsets)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Policy tokens of each sequence, (num_seqs,)."""
+        return segment_sum(self.policy_mask.to(self.token_rewards.dtype), self.offsets)
+
+    def returns_to_go(self) -> Tensor:
+        """Discounted rewards from each policy token on, (num_tokens,)."""
+        return discounted_returns(self.token_rewards, self.policy_mask, self.offsets, self.gamma)
+
+    def spread(self, per_sequence: Tensor) -> Tensor:
+        """A figure a sequence on each of its policy tokens, (num_tokens,)."""
+        return per_token(per_sequence, self.policy_mask, self.offsets)
+
+    def whiten(self, advantages: Tensor) -> Tensor:
+        """Mean 0 and variance 1 over the policy tokens of the batch, (num_tokens,)."""
+        return masked_whiten(advantages, self.policy_mask)
 
 
 @dataclass(frozen=True)
@@ -161,9 +177,14 @@ class AdvantageEstimator:
     """One algorithm: what it needs, and how it is computed."""
 
     name: str
-    needs_critic: bool
-    needs_groups: bool
+    """As in ``algorithm.adv_estimator``."""
     compute: Callable[[AdvantageInputs], Advantages]
+    needs_critic: bool = False
+    """Reads ``values``."""
+    needs_groups: bool = False
+    """Compares the trajectories of one prompt, of which there must be several."""
+    needs_greedy: bool = False
+    """Reads ``greedy_scores``: one more, greedy, trajectory for each prompt."""
 
 
 def _gae(inputs: AdvantageInputs) -> Advantages:
@@ -176,24 +197,57 @@ def _gae(inputs: AdvantageInputs) -> Advantages:
         inputs.gamma,
         inputs.lam,
     )
-    return Advantages(masked_whiten(advantages, inputs.policy_mask), returns)
+    return Advantages(inputs.whiten(advantages), returns)
 
 
-def _grpo(inputs: AdvantageInputs) -> Advantages:
-    assert inputs.group_ids is not None, "grpo needs group_ids; give each sequence its prompt's id"
-    advantages = compute_grpo_advantage(
-        inputs.scores, inputs.group_ids, inputs.policy_mask, inputs.offsets, inputs.norm_by_std
+def _remax(inputs: AdvantageInputs) -> Tensor:
+    assert inputs.greedy_scores is not None, "remax needs greedy_scores; sample one a prompt"
+    return inputs.spread(inputs.scores - inputs.greedy_scores)
+
+
+def _reinforce_baseline(inputs: AdvantageInputs) -> Tensor:
+    members = has_policy_token(inputs.policy_mask, inputs.offsets)
+    return inputs.returns_to_go() - inputs.spread(
+        masked_mean(inputs.scores, members).expand_as(inputs.scores)
     )
-    return Advantages(advantages, advantages)
 
 
-ADVANTAGES: Mapping[str, AdvantageEstimator] = MappingProxyType(
-    {
-        row.name: row
-        for row in (
-            AdvantageEstimator("gae", needs_critic=True, needs_groups=False, compute=_gae),
-            AdvantageEstimator("grpo", needs_critic=False, needs_groups=True, compute=_grpo),
-        )
-    }
+def _critic_free(
+    name: str, estimate: Callable[[AdvantageInputs], Tensor], **needs: bool
+) -> AdvantageEstimator:
+    """A row whose estimate (num_tokens,) serves as advantage and as return."""
+
+    def compute(inputs: AdvantageInputs) -> Advantages:
+        advantages = estimate(inputs)
+        return Advantages(advantages, advantages)
+
+    return AdvantageEstimator(name, compute, **needs)
+
+
+_ROWS = (
+    AdvantageEstimator("gae", _gae, needs_critic=True),
+    _critic_free(
+        "grpo",
+        lambda x: x.spread(grpo(x.scores, x.groups, x.norm_by_std)),
+        needs_groups=True,
+    ),
+    _critic_free(
+        "dr_grpo",
+        lambda x: x.spread(grpo(x.scores, x.groups, norm_by_std=False)),
+        needs_groups=True,
+    ),
+    _critic_free("rloo", lambda x: x.spread(rloo(x.scores, x.groups)), needs_groups=True),
+    _critic_free("opo", lambda x: x.spread(opo(x.scores, x.groups, x.lengths)), needs_groups=True),
+    _critic_free("reinforce", lambda x: x.returns_to_go()),
+    _critic_free("reinforce_baseline", _reinforce_baseline),
+    _critic_free("reinforce_plus_plus", lambda x: x.whiten(x.returns_to_go())),
+    _critic_free(
+        "reinforce_plus_plus_baseline",
+        lambda x: x.whiten(x.spread(grpo(x.scores, x.groups, norm_by_std=False))),
+        needs_groups=True,
+    ),
+    _critic_free("remax", _remax, needs_greedy=True),
 )
+
+ADVANTAGES: Mapping[str, AdvantageEstimator] = MappingProxyType({row.name: row for row in _ROWS})
 """Estimators by the name used in ``algorithm.adv_estimator``; a new algorithm is a new row."""

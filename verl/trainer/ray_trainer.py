@@ -109,7 +109,9 @@ class RayPPOTrainer:
         """One step: sample, score, judge, learn, hand over the weights."""
         timings = Timings()
         with timings.phase("gen"):
-            trajectories = self.sample_trajectories()
+            rows = self.sampler.next_batch()
+            trajectories = self.sample_trajectories(rows)
+            greedy = self.sample_greedy(rows) if self.advantage.needs_greedy else []
             self.replicas.sleep()
         metrics = rollout_metrics(trajectories)
         trajectories = self.drop_failed(trajectories)
@@ -117,6 +119,8 @@ class RayPPOTrainer:
             rewards = [self.reward_fn(t) for t in trajectories]
         metrics |= reward_metrics(rewards)
         batch = self.assemble(trajectories, rewards)
+        if self.advantage.needs_greedy:
+            batch.rows["greedy_scores"] = self.greedy_scores(greedy, batch, rewards)
         with timings.phase("old_log_prob"):
             self.add_log_probs(batch)
         with timings.phase("values"):
@@ -132,23 +136,45 @@ class RayPPOTrainer:
             self.update_weights()
         return {**metrics, **throughput_metrics(batch, timings), **timings.metrics()}
 
-    def sample_trajectories(self) -> list[Trajectory]:
-        """`n_agent` trajectories for each prompt of the next batch, a seed of its own for each."""
+    def sample_trajectories(self, rows: Sequence[int]) -> list[Trajectory]:
+        """`n_agent` trajectories for each prompt of the batch, a seed of its own for each."""
         rollout = self.config.actor_rollout_ref.rollout
         starts = [
-            start_trajectory(
-                self.train_prompts[row],
-                group=f"{self.step}/{position}",
-                sample=sample,
-                seed=trajectory_seed(self.config.trainer.seed, self.step, position, sample),
-            )
-            for position, row in enumerate(self.sampler.next_batch())
+            self.start(row, position, sample)
+            for position, row in enumerate(rows)
             for sample in range(rollout.n_agent)
         ]
         sampling = Sampling(
             self.config.data.max_response_length, rollout.temperature, rollout.top_p
         )
         return self.replicas.generate(starts, sampling)
+
+    def sample_greedy(self, rows: Sequence[int]) -> list[Trajectory]:
+        """One greedy trajectory for each prompt: the baseline of ReMax, never trained on."""
+        starts = [self.start(row, position, 0) for position, row in enumerate(rows)]
+        sampling = Sampling(self.config.data.max_response_length, temperature=0.0, top_p=1.0)
+        return self.replicas.generate(starts, sampling)
+
+    def start(self, row: int, position: int, sample: int) -> Trajectory:
+        """A sample of the prompt in `row`, which is at `position` of this step's batch."""
+        return start_trajectory(
+            self.train_prompts[row],
+            group=f"{self.step}/{position}",
+            sample=sample,
+            seed=trajectory_seed(self.config.trainer.seed, self.step, position, sample),
+        )
+
+    def greedy_scores(
+        self, greedy: Sequence[Trajectory], batch: DataProto, rewards: Sequence[Reward]
+    ) -> torch.Tensor:
+        """The score of each sequence's greedy trajectory, (num_seqs,).
+
+        Where infrastructure broke that one, the sequence's own score: it then teaches nothing.
+        """
+        known = {t.group: self.reward_fn(t).score for t in greedy if t.status is not Status.FAILED}
+        groups = batch.columns["group"]
+        scores = [known.get(g, r.score) for g, r in zip(groups, rewards, strict=True)]
+        return torch.tensor(scores, dtype=torch.float32)
 
     def drop_failed(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Leave out what infrastructure broke; nothing of it is trained on."""
@@ -211,6 +237,7 @@ class RayPPOTrainer:
                 gamma=algorithm.gamma,
                 lam=algorithm.lam,
                 norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+                greedy_scores=batch.rows.get("greedy_scores"),
             )
         )
         batch.tokens |= {"advantages": estimate.advantages, "returns": estimate.returns}

@@ -1,7 +1,6 @@
 """Jagged helpers and advantages against slow, obvious loops in double precision."""
 
 import math
-from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
@@ -15,12 +14,12 @@ from torch import Tensor
 from tests.verl.jagged_batches import CLOSE, DIALOGUES, Batch, batches, fast, make_batch
 from verl.core_algos.advantages import (
     ADVANTAGES,
+    AdvantageEstimator,
     AdvantageInputs,
     Advantages,
     compute_gae_advantage,
-    compute_grpo_advantage,
-    dense_group_ids,
 )
+from verl.core_algos.groups import dense_group_ids
 from verl.core_algos.jagged import (
     last_policy_token,
     masked_whiten,
@@ -124,6 +123,7 @@ def test_line_03_observation_values_change_no_advantage(name: str, junk: float) 
         offsets=DIALOGUES.offsets,
         values=DIALOGUES.column(2),
         group_ids=["g", "g", "g", "h"],
+        greedy_scores=torch.ones(4, dtype=torch.float64),
         gamma=0.99,
         lam=0.95,
     )
@@ -139,44 +139,116 @@ def test_line_03_observation_values_change_no_advantage(name: str, junk: float) 
     assert not before.returns[~DIALOGUES.mask].any()
 
 
-def grpo_by_loop(
-    scores: Sequence[float], ids: Sequence[Hashable], members: Sequence[bool], norm_by_std: bool
-) -> list[float]:
-    """Group-relative scores with numpy's mean and std(ddof=1), group by group."""
-    groups: dict[Hashable, list[float]] = defaultdict(list)
-    for score, group, is_member in zip(scores, ids, members, strict=True):
-        if is_member:
-            groups[group].append(score)
-    out = []
-    for score, group in zip(scores, ids, strict=True):
-        several = len(groups[group]) > 1
-        mean = np.mean(groups[group]) if several else 0.0
-        std = np.std(groups[group], ddof=1) if several else 1.0
-        out.append((score - mean) / (std + 1e-6) if norm_by_std else score - mean)
+def group_of(scores: Sequence[float], ids: Sequence[Hashable], i: int) -> list[int]:
+    """The members of i's group, by a plain search."""
+    return [j for j in range(len(scores)) if ids[j] == ids[i] and not math.isnan(scores[j])]
+
+
+def sequence_advantage(
+    name: str, scores: Sequence[float], ids: Sequence[Hashable], lengths: Sequence[int], i: int
+) -> float:
+    """One sequence's advantage by the published formula, with numpy; nan scores are no members."""
+    group = group_of(scores, ids, i)
+    own, others = scores[i], [scores[j] for j in group if j != i]
+    several = len(group) > 1
+    everyone = [scores[j] for j in group]
+    mean = np.mean(everyone) if several else 0.0
+    match name:
+        case "grpo":
+            return (own - mean) / ((np.std(everyone, ddof=1) if several else 1.0) + 1e-6)
+        case "dr_grpo":
+            return own - mean
+        case "rloo":
+            return own - (np.mean(others) if several else 0.0)
+        case "opo":
+            weights = [lengths[j] for j in group]
+            return own - (np.average(everyone, weights=weights) if several else 0.0)
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo"])
+@fast
+@given(batches, st.data())
+def test_group_estimators_follow_their_formulas(
+    name: str, batch: Batch, data: st.DataObject
+) -> None:
+    """Each policy token gets its sequence's score relative to its group, others 0."""
+    ids = data.draw(st.lists(st.sampled_from(["a", "b", 1, ("a", 1)]), min_size=batch.num_seqs,
+                             max_size=batch.num_seqs))  # fmt: skip
+    positions = batch.policy_positions()
+    rewards = batch.column(1)
+    scores = [float(rewards[p].sum()) if p else math.nan for p in positions]
+    lengths = [len(p) for p in positions]
+    got = ADVANTAGES[name].compute(
+        AdvantageInputs(rewards, batch.mask, batch.offsets, group_ids=ids)
+    )
+    expected = torch.zeros(batch.mask.numel(), dtype=torch.float64)
+    for i, own in enumerate(positions):
+        if own:
+            expected[own] = sequence_advantage(name, scores, ids, lengths, i)
+    torch.testing.assert_close(got.advantages, expected, **CLOSE)
+
+
+def whitened(x: Tensor, mask: Tensor) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) of the masked entries by numpy, 0 elsewhere."""
+    out, chosen = torch.zeros_like(x), x[mask].numpy()
+    if chosen.size:
+        variance = chosen.var(ddof=1) if chosen.size > 1 else 0.0
+        out[mask] = torch.tensor((chosen - chosen.mean()) / math.sqrt(variance + 1e-8))
     return out
 
 
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
 @fast
-@given(batches, st.data(), st.booleans())
-def test_grpo_agrees_with_numpy_by_group(batch: Batch, data: st.DataObject, norm: bool) -> None:
-    """Advantages are (score - mean) / (std + 1e-6) of the group, at policy tokens only."""
-    ids = data.draw(st.lists(st.sampled_from(["a", "b", 1, ("a", 1)]), min_size=batch.num_seqs,
-                             max_size=batch.num_seqs))  # fmt: skip
-    scores = batch.column(1).new_tensor(np.random.default_rng(batch.seed).random(batch.num_seqs))
-    got = compute_grpo_advantage(scores, ids, batch.mask, batch.offsets, norm)
-    positions = batch.policy_positions()
-    by_sequence = grpo_by_loop(scores.tolist(), ids, [bool(p) for p in positions], norm)
-    expected = torch.zeros(batch.mask.numel(), dtype=torch.float64)
-    for own, advantage in zip(positions, by_sequence, strict=True):
-        expected[own] = advantage
-    torch.testing.assert_close(got, expected, **CLOSE)
+@given(batches)
+def test_reinforce_estimators_follow_their_formulas(gamma: float, batch: Batch) -> None:
+    """Returns to go by a loop; less the batch's mean score; whitened; or less the greedy score."""
+    positions, rewards = batch.policy_positions(), batch.column(1)
+    returns, seen = torch.zeros_like(rewards), []
+    for own in positions:
+        for rank, t in enumerate(own):
+            returns[t] = sum(
+                float(rewards[u]) * gamma ** (k - rank) for k, u in enumerate(own) if k >= rank
+            )
+        seen += [float(rewards[own].sum())] if own else []
+    greedy = torch.arange(batch.num_seqs, dtype=torch.float64)
+    less_greedy = torch.zeros_like(rewards)
+    for i, own in enumerate(positions):
+        less_greedy[own] = rewards[own].sum() - i
+    inputs = AdvantageInputs(rewards, batch.mask, batch.offsets, gamma=gamma, greedy_scores=greedy)
+    baseline = float(np.mean(seen)) if seen else 0.0
+    expected = {
+        "reinforce": returns,
+        "reinforce_baseline": torch.where(batch.mask, returns - baseline, 0.0),
+        "reinforce_plus_plus": whitened(returns, batch.mask),
+        "remax": less_greedy,
+    }
+    for name, column in expected.items():
+        torch.testing.assert_close(ADVANTAGES[name].compute(inputs).advantages, column, **CLOSE)
+
+
+def test_reinforce_plus_plus_baseline_whitens_centred_scores() -> None:
+    """Scores less their group's mean, then whitened over all policy tokens of the batch."""
+    batch = make_batch([[True, False], [True, True], [True], [False, True]])
+    rewards = torch.tensor([1.0, 9.0, 0.0, 0.0, 1.0, 9.0, 1.0], dtype=torch.float64)
+    inputs = AdvantageInputs(rewards, batch.mask, batch.offsets, group_ids=["a", "a", "b", "b"])
+    centred = torch.tensor([0.5, 0, -0.5, -0.5, 0, 0, 0], dtype=torch.float64)
+    got = ADVANTAGES["reinforce_plus_plus_baseline"].compute(inputs).advantages
+    torch.testing.assert_close(got, whitened(centred, batch.mask), **CLOSE)
+
+
+def by_scores(scores: Tensor, ids: Sequence[Hashable] | Tensor, batch: Batch, name: str) -> Tensor:
+    """A group estimator's advantages when each sequence's score sits on its last policy token."""
+    rewards = outcome_to_tokens(scores, batch.mask, batch.offsets)
+    inputs = AdvantageInputs(rewards, batch.mask, batch.offsets, group_ids=ids)
+    return ADVANTAGES[name].compute(inputs).advantages
 
 
 def test_grpo_leaves_failed_trajectories_out_of_their_group() -> None:
     """A sequence without policy tokens (infrastructure failed) does not move its group's mean."""
     batch = make_batch([[True], [True], [False]])
     scores = torch.tensor([1.0, 0.0, -50.0], dtype=torch.float64)
-    got = compute_grpo_advantage(scores, [0, 0, 0], batch.mask, batch.offsets, False)
+    got = by_scores(scores, [0, 0, 0], batch, "dr_grpo")
     assert got.tolist() == [0.5, -0.5, 0.0]
 
 
@@ -184,7 +256,7 @@ def test_grpo_group_of_one_keeps_its_score() -> None:
     """A lone sample has mean 0 and deviation 1 by convention; a constant group gets 0."""
     batch = make_batch([[True], [True], [True]])
     scores = torch.tensor([0.7, 1.0, 1.0], dtype=torch.float64)
-    got = compute_grpo_advantage(scores, ["x", "y", "y"], batch.mask, batch.offsets)
+    got = by_scores(scores, ["x", "y", "y"], batch, "grpo")
     assert got.tolist() == pytest.approx([0.7 / (1 + 1e-6), 0.0, 0.0])
 
 
@@ -200,7 +272,7 @@ def test_line_11_same_index_of_two_data_sets_is_two_groups(ids: Sequence[Hashabl
     """Groups are told apart by the whole id, whatever its type."""
     batch = make_batch([[True]] * 4)
     scores = torch.tensor([0.0, 1.0, 10.0, 30.0], dtype=torch.float64)
-    got = compute_grpo_advantage(scores, ids, batch.mask, batch.offsets, norm_by_std=False)
+    got = by_scores(scores, ids, batch, "dr_grpo")
     assert got.tolist() == [-0.5, 0.5, -10.0, 10.0]
     assert dense_group_ids([1, "1", (1,)], torch.device("cpu")).tolist() == [0, 1, 2]
 
@@ -208,8 +280,8 @@ def test_line_11_same_index_of_two_data_sets_is_two_groups(ids: Sequence[Hashabl
 def test_grpo_refuses_ids_that_do_not_fit() -> None:
     """One id a sequence, or an error that says so."""
     batch = make_batch([[True], [True]])
-    with pytest.raises(ValueError, match="got 1 group ids for 2 scores"):
-        compute_grpo_advantage(torch.zeros(2), ["x"], batch.mask, batch.offsets)
+    with pytest.raises(ValueError, match="got 1 group ids for 2 sequences"):
+        by_scores(torch.zeros(2), ["x"], batch, "grpo")
 
 
 @pytest.mark.parametrize("name", list(ADVANTAGES))
@@ -225,7 +297,10 @@ def test_advantages_do_not_depend_on_the_order_of_sequences(
     rewards, values = batch.column(1), batch.column(2)
 
     def run(b: Batch, r: Tensor, v: Tensor, g: list[int]) -> Advantages:
-        inputs = AdvantageInputs(r, b.mask, b.offsets, v, g, gamma=0.99, lam=0.95)
+        greedy = torch.ones(b.num_seqs, dtype=torch.float64)
+        inputs = AdvantageInputs(
+            r, b.mask, b.offsets, v, g, gamma=0.99, lam=0.95, greedy_scores=greedy
+        )
         return ADVANTAGES[name].compute(inputs)
 
     plain = run(batch, rewards, values, ids)
@@ -235,8 +310,17 @@ def test_advantages_do_not_depend_on_the_order_of_sequences(
     torch.testing.assert_close(moved.returns, plain.returns[index], rtol=1e-6, atol=1e-6)
 
 
-def test_registry_rows_name_what_they_need() -> None:
-    """The trainer reads from the row whether to run a critic and whether to group."""
-    needs = {n: (row.needs_critic, row.needs_groups) for n, row in ADVANTAGES.items()}
-    assert needs == {"gae": (True, False), "grpo": (False, True)}
-    assert all(name == row.name for name, row in ADVANTAGES.items())
+@pytest.mark.parametrize("row", ADVANTAGES.values(), ids=list(ADVANTAGES))
+def test_registry_rows_name_what_they_need(row: AdvantageEstimator) -> None:
+    """A row computes from what it names, and fails at once without any of it."""
+    optional = {
+        "needs_critic": ("values", DIALOGUES.column(2)),
+        "needs_groups": ("group_ids", ["g", "g", "g", "h"]),
+        "needs_greedy": ("greedy_scores", torch.ones(4, dtype=torch.float64)),
+    }
+    needed = dict(value for name, value in optional.items() if getattr(row, name))
+    inputs = AdvantageInputs(DIALOGUES.column(1), DIALOGUES.mask, DIALOGUES.offsets, **needed)
+    assert row.compute(inputs).advantages.shape == DIALOGUES.mask.shape
+    for name in needed:
+        with pytest.raises(AssertionError, match=name):
+            row.compute(replace(inputs, **{name: None}))

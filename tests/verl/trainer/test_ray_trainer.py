@@ -250,3 +250,24 @@ def test_validation_only_makes_no_update(trainer: RayPPOTrainer, log: list[str])
     trainer.config.trainer.val_only = True
     trainer.fit()
     assert "update_actor" not in log
+
+
+def test_remax_compares_with_one_greedy_trajectory_a_prompt(
+    trainer: RayPPOTrainer, log: list[str]
+) -> None:
+    """Each prompt gets one greedy rollout more, which is scored but not trained on."""
+    trainer.config.algorithm.adv_estimator = "remax"
+    trainer = build(trainer.config, log)
+    trainer.replicas.finish = lambda start, finish=trainer.replicas.finish: finish(
+        dataclasses.replace(start, sample=start.sample + 1)
+    )
+    trainer.step = 1
+    trainer.train_step()
+    (sampled, _), (greedy, sampling) = trainer.replicas.requests
+    assert (len(sampled), len(greedy), sampling.temperature) == (12, 4, 0.0)
+    assert [t.group for t in greedy] == [f"1/{i}" for i in range(4)]
+    minis = trainer.ranks.mini_batches
+    assert sum(len(mini) for mini in minis) == 12
+    # Greedy ones are sample 1 here (score 1), the sampled ones 1, 2, 3 (scores 1, 0, 1).
+    found = {float(a) for mini in minis for a in mini.tokens["advantages"].unique()}
+    assert found == {0.0, -1.0}

@@ -163,9 +163,11 @@ def _algorithm(config: Config) -> Iterator[Problem]:
     """Settings under which nothing could be learned."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     key = "actor_rollout_ref.rollout.n_agent"
-    alone = config.algorithm.adv_estimator == "grpo" and rollout.n_agent == 1
+    estimator = ADVANTAGES.get(config.algorithm.adv_estimator)
+    alone = estimator is not None and estimator.needs_groups and rollout.n_agent == 1
     if alone and not config.trainer.val_only:
-        expected = "2 or more: grpo compares the samples of a prompt, one alone has advantage 0"
+        name = config.algorithm.adv_estimator
+        expected = f"2 or more: {name} compares the samples of a prompt, one alone has advantage 0"
         yield key, rollout.n_agent, expected, f"{key}=5"
     if actor.clip_ratio <= 0:
         key = "actor_rollout_ref.actor.clip_ratio"

@@ -128,7 +128,7 @@ def test_defaults_warn_of_nothing(
 @pytest.mark.parametrize(
     ("arguments", "subject"),
     [
-        ("algorithm.adv_estimator=reinforce", "one of gae, grpo"),
+        ("algorithm.adv_estimator=ppo", "one of gae, grpo"),
         ("algorithm.adv_estimator=grpo", "rollout.n_agent: got 1"),
         ("data.max_start_length=5000", "data.max_start_length"),
         ("data.max_obs_length=4096", "data.max_obs_length"),

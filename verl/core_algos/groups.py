@@ -1,0 +1,68 @@
+"""Groups of sequences that answer the same prompt, and sums, means and spread within them."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl.core_algos.jagged import has_policy_token
+
+
+def dense_group_ids(group_ids: Sequence[Hashable] | Tensor, device: torch.device) -> Tensor:
+    """Number groups 0, 1, … in order of first appearance, (num_seqs,) int64.
+
+    Ids are compared by equality, so that ``("nq", 3)`` and ``("hotpotqa", 3)`` differ.
+    """
+    keys = group_ids.tolist() if isinstance(group_ids, Tensor) else group_ids
+    numbers: dict[Hashable, int] = {}
+    dense = [numbers.setdefault(key, len(numbers)) for key in keys]
+    return torch.tensor(dense, dtype=torch.int64, device=device)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which sequences answer the same prompt; those without policy tokens are no members."""
+
+    ids: Tensor
+    """Dense group numbers, (num_seqs,) int64."""
+    members: Tensor
+    """(num_seqs,) bool."""
+
+    @classmethod
+    def of(
+        cls, group_ids: Sequence[Hashable] | Tensor, policy_mask: Tensor, offsets: Tensor
+    ) -> "Groups":
+        """The groups of a batch; raises ValueError unless there is one id a sequence."""
+        num_seqs = offsets.numel() - 1
+        if len(group_ids) != num_seqs:
+            raise ValueError(
+                f"got {len(group_ids)} group ids for {num_seqs} sequences; give one id a sequence"
+            )
+        ids = dense_group_ids(group_ids, policy_mask.device)
+        return cls(ids, has_policy_token(policy_mask, offsets))
+
+    def total(self, x: Tensor) -> Tensor:
+        """Each sequence's sum of ``x`` over the members of its group. Both (num_seqs,)."""
+        num_groups = int(self.ids.max()) + 1 if self.ids.numel() else 0
+        chosen = self.ids[self.members]
+        return x.new_zeros(num_groups).index_add(0, chosen, x[self.members])[self.ids]
+
+    def sizes(self, like: Tensor) -> Tensor:
+        """Members of each sequence's group, (num_seqs,) of the dtype of ``like``."""
+        return self.total(torch.ones_like(like))
+
+    def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Each sequence's (weighted) group mean of ``x``; 0 in a group without a comparison.
+
+        As in veRL, a group of fewer than two members has mean 0: its score passes unchanged.
+        """
+        weights = torch.ones_like(x) if weights is None else weights.to(x.dtype)
+        means = self.total(x * weights) / self.total(weights).clamp(min=1e-12)
+        return torch.where(self.sizes(x) > 1, means, 0.0)
+
+    def std(self, x: Tensor) -> Tensor:
+        """Each sequence's unbiased group deviation of ``x``; 1 in a group without a comparison."""
+        sizes = self.sizes(x)
+        squares = self.total((x - self.mean(x)).square())
+        return torch.where(sizes > 1, (squares / (sizes - 1).clamp(min=1)).sqrt(), 1.0)
