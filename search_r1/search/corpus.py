@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from search_r1.search.errors import CorpusError
 from search_r1.search.schema import Document
@@ -48,7 +49,7 @@ class Corpus:
         """`offsets` (num_documents + 1,) are the rows' first bytes and the end of the file."""
         self.path = path
         self._data = data
-        self._offsets = offsets
+        self._offsets = np.asarray(offsets)  # reads of single items are slow in a `np.memmap`
         self.fingerprint = Fingerprint(len(self), len(data), f"{digest & (2**64 - 1):016x}")
 
     @classmethod
@@ -76,7 +77,15 @@ class Corpus:
 
     def __getitem__(self, row: int) -> Document:
         """The document of a row; raises CorpusError, with the row's number, if malformed."""
-        start, end = int(self._offsets[row]), int(self._offsets[row + 1])
+        return self._read(row, int(self._offsets[row]), int(self._offsets[row + 1]))
+
+    def documents(self, rows: Sequence[int]) -> list[Document]:
+        """The documents of `rows`, in that order."""
+        places = np.asarray(rows, dtype=np.int64)
+        starts, ends = self._offsets[places].tolist(), self._offsets[places + 1].tolist()
+        return [self._read(*place) for place in zip(rows, starts, ends, strict=True)]
+
+    def _read(self, row: int, start: int, end: int) -> Document:
         try:
             return _parse(self._data[start:end])
         except (ValueError, KeyError, TypeError) as error:
@@ -86,16 +95,23 @@ class Corpus:
                 "fix or drop this row, then build the index again"
             ) from error
 
-    def documents(self, rows: Sequence[int]) -> list[Document]:
-        """The documents of `rows`, in that order."""
-        return [self[row] for row in rows]
-
     def __iter__(self) -> Iterator[Document]:
         return (self[row] for row in range(len(self)))
 
 
 def _parse(line: bytes) -> Document:
-    """One row; raises ValueError, KeyError or TypeError for a malformed one."""
+    """One row; raises ValueError, KeyError or TypeError for a malformed one.
+
+    orjson refuses what could not be sent (lone surrogates); what it refuses has a second reading.
+    """
+    try:
+        return Document.from_mapping(orjson.loads(line))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return _parse_slowly(line)
+
+
+def _parse_slowly(line: bytes) -> Document:
+    """As `_parse`, but takes `NaN` in other fields, integers of any size and a byte-order mark."""
     row = json.loads(line)
     if not isinstance(row, dict):
         raise TypeError(f"the row is {type(row).__name__}, expected an object")

@@ -3,10 +3,12 @@
 Both sides use these types: the server writes hits, the client reads them. Nothing here searches.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import orjson
 from pydantic import AfterValidator, BaseModel, Field
 
 
@@ -43,6 +45,8 @@ class Document:
         if "contents" not in row:
             return cls.from_title(str(id), _text(row, "title"), _text(row, "text"))
         document = cls.from_contents(str(id), _text(row, "contents"))
+        if "title" not in row and "text" not in row:
+            return document
         title = document.title if row.get("title") is None else _text(row, "title")
         text = document.text if row.get("text") is None else _text(row, "text")
         return cls(document.id, title, text, document.contents)
@@ -92,6 +96,16 @@ def to_wire(hits: Sequence[Sequence[Hit]], return_scores: bool) -> dict[str, Any
     if return_scores:
         return {"result": [[_scored(hit) for hit in found] for found in hits]}
     return {"result": [[_fields(hit.document) for hit in found] for found in hits]}
+
+
+def to_json(hits: Sequence[Sequence[Hit]], return_scores: bool) -> bytes:
+    """`to_wire` as JSON in UTF-8, made without the dicts; a lone surrogate becomes `?`."""
+    found = hits if return_scores else [[hit.document for hit in row] for row in hits]
+    try:
+        return orjson.dumps({"result": found})
+    except orjson.JSONEncodeError:
+        text = json.dumps(to_wire(hits, return_scores), ensure_ascii=False)
+        return text.encode("utf-8", "replace")
 
 
 def from_wire(answer: Mapping[str, Any]) -> list[list[Document]]:

@@ -86,6 +86,21 @@ def test_malformed_row_is_named(tmp_path: Path, row: str, problem: str) -> None:
     assert "expected a JSON object" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"id": "1", "contents": "a", "rank": NaN}',
+        '{"id": 123456789012345678901234567890, "contents": "a"}',
+        '\ufeff{"id": "1", "contents": "a"}',
+    ],
+)
+def test_rows_that_only_python_reads(tmp_path: Path, row: str) -> None:
+    """What the fast parser refuses but json takes is still a document."""
+    expected = str(json.loads(row.lstrip("\ufeff"))["id"])
+    document = Corpus.open(write(tmp_path / "c.jsonl", row + "\n"))[0]
+    assert (document.id, document.contents) == (expected, "a")
+
+
 @pytest.mark.parametrize("name", ["missing.jsonl", "empty.jsonl"])
 def test_no_corpus(tmp_path: Path, name: str) -> None:
     """A missing or an empty file is refused by name."""

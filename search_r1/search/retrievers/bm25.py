@@ -18,9 +18,15 @@ from search_r1.search.retrievers.base import Retriever
 from search_r1.search.retrievers.locations import locate, open_corpus
 from search_r1.search.retrievers.settings import RetrieverConfig
 from search_r1.search.schema import Hit
+from search_r1.search.stages import stage
 
 logger = logging.getLogger(__name__)
 logging.getLogger("bm25s").setLevel(logging.INFO)  # it asks for DEBUG by itself
+
+Scores = npt.NDArray[np.float32]  # (num_documents,)
+POSTINGS = ("data", "indices", "indptr")
+SAMPLE = 8192
+"""Documents of one word that are looked at for a lower bound of the k-th score."""
 
 
 class Bm25Retriever:
@@ -32,6 +38,8 @@ class Bm25Retriever:
     def __init__(self, index: bm25s.BM25, corpus: Corpus) -> None:
         self._index = index
         self._corpus = corpus
+        # plain arrays over the same map: slicing a `np.memmap` costs as much as a short posting
+        index.scores |= {name: np.asarray(index.scores[name]) for name in POSTINGS}
 
     @classmethod
     def open(cls, folder: Path, corpus: Corpus) -> "Bm25Retriever":
@@ -47,11 +55,36 @@ class Bm25Retriever:
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """At most `k` hits per query, best first, ties by row."""
-        return [self._search_one(words, k) for words in tokenize(queries)]
+        with stage("search"):
+            ranked = [self._rank(words, k) for words in tokenize(queries)]
+        with stage("documents"):
+            documents = iter(self._corpus.documents([row for rows, _ in ranked for row in rows]))
+            return [
+                [Hit(document, score) for score, document in zip(scores, documents, strict=False)]
+                for _, scores in ranked
+            ]
 
-    def _search_one(self, words: list[str], k: int) -> list[Hit]:
-        scores = self._index.get_scores_from_ids(self._index.get_tokens_ids(words))
-        return [Hit(self._corpus[row], float(scores[row])) for row in top_rows(scores, k)]
+    def _rank(self, words: list[str], k: int) -> tuple[list[int], list[float]]:
+        """The best rows and their scores."""
+        words_ids = self._index.get_tokens_ids(words)
+        if not words_ids:
+            return [], []
+        scores = self._index.get_scores_from_ids(words_ids)
+        rows = top_rows(scores, k, self._floor(words_ids, scores, k))
+        return rows, scores[rows].tolist()
+
+    def _floor(self, words_ids: list[int], scores: Scores, k: int) -> float:
+        """A score that at least `k` documents reach, from those of one word; 0 if none is known.
+
+        It spares `top_rows` the sorting of all documents that share only a frequent word.
+        """
+        starts = self._index.scores["indptr"]
+        sizes = [(int(starts[word + 1] - starts[word]), word) for word in words_ids]
+        size, word = min((pair for pair in sizes if pair[0] >= k), default=(0, 0))
+        if size == 0 or k > SAMPLE:
+            return 0.0
+        sample = scores[self._index.scores["indices"][starts[word] : starts[word + 1]][:SAMPLE]]
+        return float(np.partition(sample, len(sample) - k)[len(sample) - k])
 
     def info(self) -> dict[str, Any]:
         """Engine, its parameters and the corpus."""
@@ -94,9 +127,12 @@ def build(texts: Iterable[str], folder: Path) -> None:
     index.save(folder)
 
 
-def top_rows(scores: npt.NDArray[np.float32], k: int) -> list[int]:
-    """The rows of the `k` highest positive scores, best first, equal scores by row."""
-    rows = np.flatnonzero(scores > 0)
+def top_rows(scores: Scores, k: int, floor: float = 0.0) -> list[int]:
+    """The rows of the `k` highest positive scores, best first, equal scores by row.
+
+    `floor`: a score that at least `k` rows are known to reach, so that no other needs sorting.
+    """
+    rows = np.flatnonzero(scores >= floor if floor > 0 else scores > 0)
     found = scores[rows]
     if len(rows) > k:
         at_least = np.partition(found, len(found) - k)[len(found) - k]

@@ -1,18 +1,21 @@
 """BM25: scores against the written formula, ties, and queries without a match."""
 
+import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import bm25s
 import numpy as np
 import pytest
 from bm25s.stopwords import STOPWORDS_EN
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from search_r1.search.corpus import Corpus
+from search_r1.search.retrievers import bm25
 from search_r1.search.retrievers.base import Retriever
 from search_r1.search.retrievers.bm25 import top_rows
 
@@ -59,9 +62,44 @@ def test_ties_are_broken_by_row_at_any_k(open_engine: Callable[[str], Retriever]
     assert found == [["d3"], ["d3", "d4"], ["d3", "d4"]]
 
 
-@given(st.lists(st.integers(-1, 3), max_size=30), st.integers(1, 12))
-def test_top_rows_is_a_sort(values: list[int], k: int) -> None:
-    """The partial selection equals sorting everything."""
+def test_a_batch_is_its_queries_one_by_one(
+    open_engine: Callable[[str], Retriever], queries: list[str]
+) -> None:
+    """Merged requests get bit for bit what each would get alone, at any k."""
+    engine = open_engine("bm25")
+    for k in (1, 2, 3, 99):
+        assert engine.search(queries, k) == [engine.search([query], k)[0] for query in queries]
+
+
+@given(st.lists(st.integers(-1, 3), max_size=30), st.integers(1, 12), st.integers(0, 3))
+def test_top_rows_is_a_sort(values: list[int], k: int, floor: int) -> None:
+    """The partial selection equals sorting everything, with any floor that `k` rows reach."""
     scores = np.array(values, dtype=np.float32)
     ranked = sorted((-v, row) for row, v in enumerate(values) if v > 0)
-    assert top_rows(scores, k) == [row for _, row in ranked[:k]]
+    known = floor if sum(v >= floor for v in values) >= k else 0
+    assert top_rows(scores, k, known) == [row for _, row in ranked[:k]]
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(["ax", "by", "cz", "dw"]), max_size=4), min_size=1),
+    st.integers(1, 9),
+    st.integers(1, 9),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+def test_the_floor_loses_no_document(
+    tmp_path: Path, texts: list[list[str]], k: int, sample: int
+) -> None:
+    """Hits are those of a sort of all scores, whatever words are shared and how few are sampled."""
+    path = tmp_path / "corpus.jsonl"
+    rows = [{"id": str(row), "contents": " ".join(words)} for row, words in enumerate(texts)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = Corpus.open(path)
+    bm25.build((document.contents for document in corpus), tmp_path / "index")
+    index = bm25s.BM25.load(tmp_path / "index", mmap=True, show_progress=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bm25, "SAMPLE", sample)
+        found = bm25.Bm25Retriever(index, corpus).search(["ax by", "cz", "dw ax ax"], k)
+    for words, hits in zip((["ax", "by"], ["cz"], ["dw", "ax", "ax"]), found, strict=True):
+        scores = index.get_scores_from_ids(index.get_tokens_ids(words))
+        ranked = sorted((-s, row) for row, s in enumerate(scores.tolist()) if s > 0)[:k]
+        assert [(-hit.score, int(hit.document.id)) for hit in hits] == ranked

@@ -1,0 +1,37 @@
+"""The wire contract: how hits are written, also where a document holds what UTF-8 cannot."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from search_r1.search.schema import Document, Hit, from_wire, to_json, to_wire
+
+TEXTS = st.text(st.characters(exclude_categories=()))  # lone surrogates too
+DOCUMENTS = st.builds(Document, TEXTS, TEXTS, TEXTS, TEXTS)
+HITS = st.lists(
+    st.lists(st.builds(Hit, DOCUMENTS, st.floats(allow_nan=False, allow_infinity=False)))
+)
+
+
+def replaced(value: object) -> object:
+    """`value` after a passage through UTF-8 with `?` for what it cannot hold."""
+    text = json.dumps(value, ensure_ascii=False)
+    return json.loads(text.encode("utf-8", "replace"))
+
+
+@pytest.mark.parametrize("return_scores", [True, False])
+@given(hits=HITS)
+def test_json_is_the_wire(hits: list[list[Hit]], return_scores: bool) -> None:
+    """The fast writer says what the plain one says, and never fails on a lone surrogate."""
+    written = json.loads(to_json(hits, return_scores))
+    assert written == replaced(to_wire(hits, return_scores))
+
+
+def test_written_documents_are_read_again() -> None:
+    """A client gets the server's documents, with and without scores."""
+    documents = [Document("1", "T", "x", "other contents"), Document("2", "", "y", "y")]
+    hits = [[Hit(document, 0.5) for document in documents], []]
+    for return_scores in (True, False):
+        assert from_wire(json.loads(to_json(hits, return_scores))) == [documents, []]
