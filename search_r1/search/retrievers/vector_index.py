@@ -1,4 +1,4 @@
-"""What every dense engine checks before it serves an index: its manifest, encoder, corpus and shape.
+"""What every dense engine checks before it serves: manifest, encoder, corpus and shape.
 
 Loads neither torch nor FAISS. An index is our folder (`vectors.faiss` and a manifest) or a bare
 FAISS file such as the published `e5_Flat.index`.

@@ -1,0 +1,134 @@
+"""Sizes by formula against what FAISS writes, and the free memory of a container."""
+
+import json
+import struct
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+
+from search_r1.search.errors import SetupError
+from search_r1.search.memory import Host, bytes_of_index, bytes_of_model, cgroup_free
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        "Flat",
+        "HNSW16",
+        "HNSW8,SQ8",
+        "HNSW8_PQ4",
+        "IVF8,Flat",
+        "IVF8,SQ8",
+        "IVF8,PQ4x8",
+        "PQ8",
+        "SQ8",
+        "SQ4",
+        "SQfp16",
+        "PCA8,SQ8",
+        "OPQ4,IVF8,PQ4x4fs",
+    ],
+)
+def test_formula_is_near_the_size_that_faiss_writes(factory: str) -> None:
+    """Every factory string that is proposed or sized stays within 4% of the serialised index."""
+    rows, dim = 8000, 32
+    vectors = np.random.default_rng(0).standard_normal((rows, dim)).astype(np.float32)
+    index = faiss.index_factory(dim, factory)
+    index.train(vectors[:1000])
+    if isinstance(index, faiss.IndexHNSW):
+        index.hnsw.efConstruction = 8
+    index.add(vectors)
+    size = faiss.serialize_index(index).nbytes
+    assert bytes_of_index("faiss", "", rows, dim, factory=factory) == pytest.approx(size, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype", "per_row"),
+    [
+        ("torch", "float32", 3072),
+        ("torch", "float16", 1536),
+        ("torch", "bfloat16", 1536),
+        ("torch", "int8", 768 + 4),
+        ("faiss_gpu", "float16", 1536),
+    ],
+)
+def test_matrix_of_wiki_18(engine: str, dtype: str, per_row: int) -> None:
+    """21,015,324 × 768 takes its values, and int8 one scale per row."""
+    assert bytes_of_index(engine, dtype, 21_015_324, 768) == 21_015_324 * per_row
+
+
+def test_unknown_sizes_are_refused() -> None:
+    """A factory or dtype without a formula is an error, not a guess."""
+    with pytest.raises(SetupError, match="'LSH' is not known: expected Flat"):
+        bytes_of_index("faiss", "", 10, 8, factory="LSH")
+    with pytest.raises(SetupError, match="dtype 'fp16'; expected float32, float16"):
+        bytes_of_index("torch", "fp16", 10, 8)
+
+
+def write_safetensors(path: Path, shapes: list[list[int]]) -> None:
+    """A file in the published layout: header length, JSON header, float32 zeros."""
+    header, end = {}, 0
+    for i, shape in enumerate(shapes):
+        size = 4 * int(np.prod(shape))
+        header[f"w{i}"] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+
+
+def test_model_bytes_are_its_parameters_in_the_dtype(tmp_path: Path) -> None:
+    """Parameters count once, whatever they are stored as; .bin only without safetensors."""
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(400))
+    assert bytes_of_model(str(tmp_path), "float16") == 200
+    (tmp_path / "2_Dense").mkdir()
+    write_safetensors(tmp_path / "model.safetensors", [[3, 5], [7]])
+    write_safetensors(tmp_path / "2_Dense" / "model.safetensors", [[2]])
+    assert bytes_of_model(str(tmp_path), "float32") == 4 * 24
+    assert bytes_of_model(str(tmp_path), "bfloat16") == 2 * 24
+    assert bytes_of_model("intfloat/e5-base-v2", "float32") is None
+
+
+def test_damaged_model_is_refused(tmp_path: Path) -> None:
+    """A download that stopped is named before anything loads."""
+    (tmp_path / "model.safetensors").write_bytes(b"\0\0")
+    with pytest.raises(SetupError, match=r"model\.safetensors is not a safetensors file"):
+        bytes_of_model(str(tmp_path), "float32")
+
+
+def group(folder: Path, limit: str, usage: int, droppable: int, version: int) -> None:
+    """A control group's files as the kernel shows them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    one = version == 1
+    (folder / ("memory.limit_in_bytes" if one else "memory.max")).write_text(f"{limit}\n")
+    (folder / ("memory.usage_in_bytes" if one else "memory.current")).write_text(f"{usage}\n")
+    name = "total_inactive_file" if one else "inactive_file"
+    (folder / "memory.stat").write_text(f"anon 1\n{name} {droppable}\n")
+
+
+def test_tightest_control_group_limits(tmp_path: Path) -> None:
+    """Limits of groups around ours hold too, and droppable file pages count as free."""
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/pod/box\n")
+    group(tmp_path / "v2" / "pod", "1000", 700, 100, 2)
+    group(tmp_path / "v2" / "pod" / "box", "max", 600, 0, 2)
+    assert cgroup_free(membership, tmp_path / "v2") == 400
+    group(tmp_path / "v2" / "pod" / "box", "650", 600, 0, 2)
+    assert cgroup_free(membership, tmp_path / "v2") == 50
+
+
+def test_first_version_of_control_groups(tmp_path: Path) -> None:
+    """Version 1 mounts memory apart from other controllers."""
+    membership = tmp_path / "cgroup"
+    membership.write_text("8:pids:/\n4:cpu,memory:/box\n0::/\n")
+    group(tmp_path / "memory" / "box", "900", 1000, 40, 1)
+    assert cgroup_free(membership, tmp_path) == 0
+    membership.write_text("0::/\n")
+    assert cgroup_free(membership, tmp_path) is None
+    assert cgroup_free(tmp_path / "none", tmp_path) is None
+
+
+def test_this_machine_has_free_memory() -> None:
+    """Measured without GPUs, so without torch."""
+    host = Host.measure(with_gpus=False)
+    assert 1 << 20 < host.free < 1 << 50 and host.gpus == ()

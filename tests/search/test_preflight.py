@@ -1,0 +1,165 @@
+"""Machines that are large enough, machines that are not, and what would fit them."""
+
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from search_r1.search.errors import SetupError
+from search_r1.search.memory import Host
+from search_r1.search.needs import estimate
+from search_r1.search.preflight import check, table
+from search_r1.search.retrievers.flat_file import HEADER
+from search_r1.search.retrievers.settings import (
+    EncoderConfig,
+    FaissConfig,
+    RerankConfig,
+    RetrieverConfig,
+    TorchConfig,
+)
+
+ROWS, DIM = 21_015_324, 768
+GB = 10**9
+
+
+@pytest.fixture(scope="module")
+def wiki(tmp_path_factory: pytest.TempPathFactory) -> RetrieverConfig:
+    """Settings for an index as large as wiki-18's: its header, then a hole in the file."""
+    folder = tmp_path_factory.mktemp("wiki")
+    header = HEADER.pack(b"IxFI", DIM, ROWS, 1 << 20, 1 << 20, True, 0, ROWS * DIM)
+    with (folder / "e5_Flat.index").open("wb") as file:
+        file.write(header)
+        file.truncate(HEADER.size + 4 * ROWS * DIM)
+    (folder / "wiki.jsonl").write_text("{}\n")
+    return RetrieverConfig(
+        "e5", str(folder / "wiki.jsonl"), str(folder), encoder=EncoderConfig("hash")
+    )
+
+
+def with_torch(config: RetrieverConfig, dtype: str, *devices: str) -> RetrieverConfig:
+    """The torch engine on `devices`."""
+    torch = TorchConfig(dense_engine="torch", matrix_dtype=dtype, matrix_devices=devices)
+    return replace(config, torch=torch)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "per_row"), [("float32", 4 * DIM), ("bfloat16", 2 * DIM), ("int8", DIM + 4)]
+)
+def test_matrix_is_shared_by_the_devices(wiki: RetrieverConfig, dtype: str, per_row: int) -> None:
+    """Shards are equal, and a device that is named twice holds two."""
+    config = with_torch(wiki, dtype, "cuda:0", "cuda:1", "cuda", "cpu")
+    sizes = {n.device: n.bytes for n in estimate(config, 2) if n.what.startswith("matrix")}
+    total = ROWS * per_row
+    assert sizes == {
+        "cuda:0": pytest.approx(total / 2, abs=1),
+        "cuda:1": pytest.approx(total / 4, abs=1),
+        "cpu": pytest.approx(total / 4, abs=1),
+    }
+
+
+def test_matrix_is_on_all_gpus_by_default(wiki: RetrieverConfig) -> None:
+    """Without --matrix_devices every GPU has a share, and the host one tile."""
+    needs = estimate(with_torch(wiki, "float16"), 4)
+    matrix = [n for n in needs if n.what.startswith("matrix")]
+    assert [n.device for n in matrix] == [f"cuda:{i}" for i in range(4)]
+    on_host = [n.bytes for n in needs if n.device == "cpu" and not n.optional]
+    assert on_host == [65536 * DIM * 4, ROWS * 8]
+
+
+def test_large_machine_passes_with_a_table(
+    wiki: RetrieverConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is needed and what is free is logged before anything loads."""
+    caplog.set_level(logging.INFO)
+    check(wiki, Host(128 * GB))
+    assert "64.6 GB  index (FAISS)" in caplog.text
+    assert "64.7 GB  needed of 128.0 GB free" in caplog.text
+
+
+def test_small_machine_is_told_what_fits(wiki: RetrieverConfig) -> None:
+    """The figures of the refusal are computed: 24 GB hold int8 and small FAISS indexes only."""
+    with pytest.raises(SetupError) as caught:
+        check(with_torch(wiki, "float32"), Host(24 * GB))
+    text = str(caught.value)
+    assert "cpu needs 65.1 GB (matrix (float32) 64.6 GB" in text and "but 24.0 GB is free" in text
+    assert "--dense_engine torch --matrix_dtype int8: needs 16.7 GB on cpu" in text
+    assert "--faiss_type IVF4096,SQ8: needs 16.5 GB" in text
+    assert "--faiss_type IVF4096,PQ96: needs 2.37 GB" in text
+    assert "bfloat16" not in text and "GPU" not in text and "HNSW" not in text
+
+
+def test_small_gpus_are_told_how_many_would_do(wiki: RetrieverConfig) -> None:
+    """A float16 matrix of 32.3 GB needs two GPUs of 24 GB; int8 needs one."""
+    gpu = replace(wiki, faiss=FaissConfig(faiss_gpu=True))
+    with pytest.raises(SetupError) as caught:
+        check(gpu, Host(16 * GB, (24 * GB,)))
+    text = str(caught.value)
+    assert "cuda:0 needs 32.3 GB (index shard (float16) 32.3 GB), but 24.0 GB is free" in text
+    assert "2 such GPUs and --dense_engine torch --matrix_dtype float16" in text
+    assert "--dense_engine torch --matrix_dtype int8: needs" in text
+    assert "--matrix_devices cpu" not in text
+
+
+@pytest.mark.parametrize("free", [1, 4, 17, 24, 40, 70, 200])
+@pytest.mark.parametrize("gpus", [(), (24,), (80, 80), (141,)])
+def test_whatever_is_proposed_fits(wiki: RetrieverConfig, free: int, gpus: tuple[int, ...]) -> None:
+    """Every proposed dtype of the torch engine passes the check when it is followed."""
+    host = Host(free * GB, tuple(g * GB for g in gpus))
+    try:
+        check(with_torch(wiki, "float32"), host)
+    except SetupError as error:
+        for line in str(error).splitlines()[1:]:
+            if line.strip().startswith("--dense_engine torch"):
+                words = line.partition(":")[0].split()
+                devices = ("cpu",) if "--matrix_devices" in words else ()
+                check(with_torch(wiki, words[3], *devices), host)
+    else:
+        assert free * GB > 64.6 * GB or sum(gpus) > 64.6
+
+
+def test_missing_gpu_is_named(wiki: RetrieverConfig) -> None:
+    """--matrix_devices cuda:1 on a machine without it says which devices there are."""
+    with pytest.raises(SetupError, match=r"cuda:1 does not exist here \(there are cpu, cuda:0\)"):
+        check(with_torch(wiki, "int8", "cuda:1"), Host(200 * GB, (80 * GB,)))
+
+
+def test_unknown_model_is_said_to_be_unknown(wiki: RetrieverConfig) -> None:
+    """A hub name has no size yet; the table says so and nothing is refused for it."""
+    config = replace(wiki, encoder=EncoderConfig("intfloat/e5-base-v2"))
+    config = replace(config, rerank=RerankConfig("BAAI/bge-reranker-base"))
+    lines = table(estimate(config), Host(128 * GB)).splitlines()
+    assert sum("unknown  encoder e5-base-v2" in line for line in lines) == 1
+    assert sum("unknown  reranker bge-reranker-base" in line for line in lines) == 1
+    check(config, Host(128 * GB))
+
+
+def test_mapped_files_are_optional(tmp_path: Path) -> None:
+    """BM25 serves from disk, so a machine without room for its files passes."""
+    corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "bm25"
+    corpus.write_bytes(bytes(3000))
+    folder.mkdir()
+    (folder / "data.npy").write_bytes(bytes(5000))
+    config = RetrieverConfig("bm25", str(corpus), str(folder))
+    optional = {n.what: n.bytes for n in estimate(config) if n.optional}
+    assert optional == {"index (mapped files)": 5000, "documents (mapped file)": 3000}
+    check(config, Host(100))
+
+
+def test_missing_files_are_left_to_whoever_opens_them() -> None:
+    """The check never hides the better error of a corpus or index that is not there."""
+    check(RetrieverConfig("e5", "/no/corpus", "/no/index", encoder=EncoderConfig("hash")), Host(1))
+    check(RetrieverConfig("e5", encoder=EncoderConfig("hash")), Host(1))
+
+
+def test_bm25_is_checked_without_torch(tmp_path: Path) -> None:
+    """The memory check loads neither torch nor FAISS unless an engine needs them."""
+    code = (
+        "import sys; from search_r1.search.preflight import check;"
+        "from search_r1.search.retrievers.settings import RetrieverConfig;"
+        "check(RetrieverConfig('bm25'));"
+        "sys.exit(bool({'torch', 'faiss'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
