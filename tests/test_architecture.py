@@ -13,13 +13,15 @@ PURE = {
     "verl/core_algos/groups.py": {"torch"},
     "verl/core_algos/kl.py": {"torch"},
     "verl/core_algos/losses.py": {"torch"},
+    "verl/core_algos/mismatch.py": {"torch"},
+    "verl/core_algos/policy_losses.py": {"torch"},
     "verl/protocol.py": {"torch", "numpy"},
 }
 STANDARD = {"collections", "dataclasses", "types", "typing", "enum", "heapq", "__future__"}
 
 
 def sources() -> list[Path]:
-    folders = ("verl", "search_r1", "example", "scripts", "tests")
+    folders = ("verl", "search_r1", "example", "scripts", "benchmarks", "tests")
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 

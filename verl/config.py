@@ -112,6 +112,8 @@ class ActorConfig:
     """Epsilon above 1 (clip-higher); null takes `clip_ratio`."""
     clip_ratio_c: float = 3.0
     """Dual-clip bound for negative advantages."""
+    policy_loss: str = "ppo"
+    """ppo (clip, dual clip), gspo (ratio of the sequence), cispo (clipped weight) or gpg (none)."""
     loss_agg_mode: str = "token-mean"
     """How token losses become one: token-mean, seq-mean-token-sum, seq-mean-token-mean,
     seq-mean-token-sum-norm."""
@@ -123,6 +125,16 @@ class ActorConfig:
     """Weight of that KL."""
     kl_loss_type: str = "low_var_kl"
     """Estimator: kl, abs, mse, low_var_kl."""
+    llds_coef: float = 0.0
+    """Weight of the penalty on likelihood that good trajectories lose (LLDS; 0.1 is published)."""
+    llds_gate: str = "turn"
+    """What must have lost likelihood for its tokens to count: turn or trajectory."""
+    rollout_is: str = "none"
+    """Weigh losses by trainer against engine probability: none, token, sequence (product)."""
+    rollout_is_threshold: float = 2.0
+    """Cut of that weight."""
+    rollout_mask_threshold: float | None = None
+    """Leave out tokens (sequences) whose ratio is above this, or below its inverse; null: none."""
     skip_zero_advantages: bool = True
     """Spare the forward of trajectories whose advantages are all 0 (a group of equal scores): they
     have no gradient. Without effect when KL or entropy is in the loss."""
@@ -364,7 +376,7 @@ class Config:
     def needs_every_trajectory(self) -> bool:
         """The policy's loss has terms besides the advantage's, so no trajectory can be spared."""
         actor = self.actor_rollout_ref.actor
-        has_terms = self.kl_in_loss or actor.entropy_coeff != 0
+        has_terms = self.kl_in_loss or actor.entropy_coeff != 0 or actor.llds_coef > 0
         return has_terms or not actor.skip_zero_advantages
 
     @property

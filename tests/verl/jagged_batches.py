@@ -10,6 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from verl.core_algos.policy_losses import PolicyDiagnostics, PolicyLossInputs, ppo
+
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
@@ -55,3 +57,11 @@ fast = settings(max_examples=60, deadline=None, derandomize=True)
 DIALOGUES = make_batch(
     [[False, False, True, True, False, False, False, True], [False, True], [False] * 3, []], seed=5
 )
+
+
+def ppo_losses(
+    log_probs: Tensor, old: Tensor, advantages: Tensor, low: float, high: float
+) -> tuple[Tensor, PolicyDiagnostics]:
+    """`ppo` with the usual dual clip, of tokens in one sequence."""
+    ids = torch.zeros(len(log_probs), dtype=torch.int64)
+    return ppo(PolicyLossInputs(log_probs, old, advantages, ids, low, high, 3.0))

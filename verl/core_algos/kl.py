@@ -6,7 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from verl.core_algos.losses import LOG_RATIO_LIMIT, loss_weights, weighted_sum
+from verl.core_algos.losses import loss_weights, weighted_sum
+from verl.core_algos.policy_losses import LOG_RATIO_LIMIT
 
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 LOW_VAR_KL_LIMIT = 10.0

@@ -1,6 +1,4 @@
-"""Losses of policy and critic by token, and the weights that make one figure of them."""
-
-from dataclasses import dataclass
+"""Weights that make one figure of token losses, the value loss, and entropy."""
 
 import torch
 from torch import Tensor
@@ -13,8 +11,6 @@ AGGREGATIONS = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
-LOG_RATIO_LIMIT = 20.0
-"""Bound on |log-ratio| before exponentiation, in nats: keeps float32 finite."""
 
 
 def loss_weights(
@@ -57,50 +53,6 @@ def loss_weights(
 def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
     """Return Σ weight · loss, a scalar; a loss of weight 0 is not read, even if not finite."""
     return (torch.where(weights != 0, losses, 0.0) * weights).sum()
-
-
-@dataclass(frozen=True)
-class PolicyDiagnostics:
-    """Per-token observations of the policy loss, without gradient, (num_tokens,) each."""
-
-    clipped: Tensor
-    """1.0 where the ratio's clip decided the loss."""
-    dual_clipped: Tensor
-    """1.0 where the dual clip decided the loss."""
-    approx_kl: Tensor
-    """old_log_probs - log_probs: its mean estimates KL(old || new), in nats."""
-
-
-def policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    clip_low: float,
-    clip_high: float,
-    clip_c: float = 3.0,
-) -> tuple[Tensor, PolicyDiagnostics]:
-    """Clipped surrogate (Schulman et al. 2017) with dual clip (Ye et al. 2020), (num_tokens,).
-
-    The ratio is clipped to [1 - clip_low, 1 + clip_high]; where the advantage A is negative the
-    loss is at most ``-clip_c * A``. Weigh the losses with ``loss_weights`` and ``weighted_sum``.
-    Raises ValueError when ``clip_c`` <= 1.
-    """
-    if clip_c <= 1.0:
-        raise ValueError(f"got clip_c={clip_c}; the dual clip needs a bound above 1, such as 3.0")
-    log_ratio = log_probs - old_log_probs
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    clipped = torch.maximum(plain, bounded)
-    ceiling = -clip_c * advantages
-    is_negative = advantages < 0
-    losses = torch.where(is_negative, torch.minimum(clipped, ceiling), clipped)
-    diagnostics = PolicyDiagnostics(
-        clipped=(bounded > plain).to(losses.dtype),
-        dual_clipped=(is_negative & (clipped > ceiling)).to(losses.dtype),
-        approx_kl=-log_ratio.detach(),
-    )
-    return losses, diagnostics
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> Tensor:

@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from verl.config import ActorConfig
+from verl.core_algos.jagged import sequence_ids
 from verl.core_algos.kl import kl_penalty
-from verl.core_algos.losses import policy_loss, weighted_sum
+from verl.core_algos.losses import weighted_sum
+from verl.core_algos.mismatch import importance_weights
+from verl.core_algos.policy_losses import (
+    POLICY_LOSSES,
+    PolicyDiagnostics,
+    PolicyLossInputs,
+    likelihood_loss,
+)
 from verl.protocol import DataProto
 from verl.workers.fsdp import FsdpEngine, reduce_max, reduce_sum
 from verl.workers.models import PackedInputs
@@ -104,34 +112,54 @@ class Actor:
         weights, old = columns["loss_weights"], log_probs.detach()
         if "old_log_probs" in micro.tokens:
             old = columns["old_log_probs"]
-        high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
-        losses, seen = policy_loss(
-            log_probs, old, columns["advantages"], config.clip_ratio, high, config.clip_ratio_c
-        )
-        pg_loss = weighted_sum(losses, weights)
-        entropy = weighted_sum(entropy, weights)
-        kl_loss = torch.zeros_like(pg_loss)
+        rollout = columns.rollout_log_probs(old)
+        losses, seen = self._policy_losses(log_probs, old, rollout, columns)
+        pg_loss, zero = weighted_sum(losses, weights), weights.new_zeros(())
+        entropy, kl_loss, llds_loss = weighted_sum(entropy, weights), zero, zero
         if config.use_kl_loss and config.kl_loss_coef > 0:
             kl = kl_penalty(log_probs, columns["ref_log_probs"], config.kl_loss_type)
             kl_loss = weighted_sum(kl, weights)
+        if config.llds_coef > 0:
+            gates = columns.turns if config.llds_gate == "turn" else columns.sequence_ids
+            kept = columns["advantages"] >= 0
+            llds_loss = weighted_sum(likelihood_loss(log_probs, old, kept, gates), weights)
         loss = pg_loss + config.kl_loss_coef * kl_loss - config.entropy_coeff * entropy
-        mismatch = _mismatch(old, columns)
+        loss = loss + config.llds_coef * llds_loss
+        mismatch = (old - rollout).abs()
+        by_token = (seen.approx_kl, seen.clipped, seen.dual_clipped, mismatch,
+                    kl_penalty(rollout, old, "k3"))  # fmt: skip
         observed = torch.stack([
-            loss, pg_loss, kl_loss, entropy,
-            *(weighted_sum(x, weights) for x in (seen.approx_kl, seen.clipped, seen.dual_clipped)),
-            weighted_sum(mismatch, weights), weights.sum(),
+            loss, pg_loss, kl_loss, llds_loss, entropy,
+            *(weighted_sum(x, weights) for x in by_token), weights.sum(),
         ]).detach().cpu()  # fmt: skip
         peak = mismatch.max().reshape(1).cpu() if len(mismatch) else torch.zeros(1)
         return loss, observed, peak
 
+    def _policy_losses(
+        self, log_probs: Tensor, old: Tensor, rollout: Tensor, columns: Columns
+    ) -> tuple[Tensor, PolicyDiagnostics]:
+        """The chosen policy loss by token, weighed for the engine's mismatch if asked."""
+        config = self.config
+        high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+        ids = columns.sequence_ids
+        inputs = PolicyLossInputs(
+            log_probs, old, columns["advantages"], ids, config.clip_ratio, high, config.clip_ratio_c
+        )
+        losses, seen = POLICY_LOSSES[config.policy_loss](inputs)
+        weights = importance_weights(
+            old, rollout, ids, config.rollout_is, config.rollout_is_threshold,
+            config.rollout_mask_threshold,
+        )  # fmt: skip
+        return losses * weights, seen
+
 
 _SUMS = (
-    "loss", "pg_loss", "kl_loss", "entropy",
-    "ppo_kl", "clip_fraction", "dual_clip_fraction", "rollout_mismatch", "weight",
+    "loss", "pg_loss", "kl_loss", "llds_loss", "entropy",
+    "ppo_kl", "clip_fraction", "dual_clip_fraction", "rollout_mismatch", "rollout_kl", "weight",
 )  # fmt: skip
 """Sums over tokens, weighted as the loss is."""
 
-_LOSSES = {"loss", "pg_loss", "kl_loss"}
+_LOSSES = {"loss", "pg_loss", "kl_loss", "llds_loss"}
 """Those that are reported as they are; the others as means over the tokens that were seen."""
 
 
@@ -153,13 +181,23 @@ class Columns:
     def __iter__(self) -> Iterator[str]:
         return iter(self.micro.tokens)
 
+    @property
+    def sequence_ids(self) -> Tensor:
+        """Which sequence of the micro-batch each token belongs to."""
+        ids = sequence_ids(self.micro.offsets).to(self.inputs.wanted.device)
+        return ids[self.inputs.wanted] if len(ids) else ids
 
-def _mismatch(old_log_probs: Tensor, columns: Columns) -> Tensor:
-    """|trainer - engine| log-prob in nats of each token the policy sampled, else 0.
+    @property
+    def turns(self) -> Tensor:
+        """Which run of neighbouring tokens each belongs to: an observation parts two turns."""
+        breaks = self.inputs.wanted.diff(prepend=self.inputs.wanted[:1]) > 1
+        return breaks.long().cumsum(0)
 
-    Both are those of the weights that sampled, however many updates the step has made since.
-    """
-    if "rollout_log_probs" not in columns or "policy_mask" not in columns:
-        return torch.zeros_like(old_log_probs)
-    difference = (old_log_probs - columns["rollout_log_probs"]).abs()
-    return torch.where(columns["policy_mask"].bool(), difference, 0.0)
+    def rollout_log_probs(self, old_log_probs: Tensor) -> Tensor:
+        """The engine's log-probs; where it sampled nothing, or did not say, the trainer's own.
+
+        Both are those of the weights that sampled, however many updates the step has made since.
+        """
+        if "rollout_log_probs" not in self or "policy_mask" not in self:
+            return old_log_probs
+        return torch.where(self["policy_mask"].bool(), self["rollout_log_probs"], old_log_probs)

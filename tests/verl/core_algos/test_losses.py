@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.verl.jagged_batches import CLOSE, DIALOGUES, Batch, batches, fast, make_batch
+from tests.verl.jagged_batches import CLOSE, DIALOGUES, Batch, batches, fast, make_batch, ppo_losses
 from verl.core_algos.kl import (
     KL_KINDS,
     AdaptiveKLController,
@@ -23,10 +23,10 @@ from verl.core_algos.losses import (
     AGGREGATIONS,
     entropy_from_logits,
     loss_weights,
-    policy_loss,
     value_loss,
     weighted_sum,
 )
+from verl.core_algos.policy_losses import PolicyLossInputs, ppo
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -36,7 +36,7 @@ def test_line_03_observation_log_probs_get_exactly_no_gradient(aggregation: str)
     log_probs = torch.where(mask, DIALOGUES.column(1), -1e4).requires_grad_()
     values = torch.where(mask, DIALOGUES.column(2), 1e3).requires_grad_()
     weights = loss_weights(mask, offsets, aggregation, norm_length=8)
-    losses, _ = policy_loss(log_probs, DIALOGUES.column(1) + 0.01, DIALOGUES.column(3), 0.2, 0.2)
+    losses, _ = ppo_losses(log_probs, DIALOGUES.column(1) + 0.01, DIALOGUES.column(3), 0.2, 0.2)
     for kind in KL_KINDS:
         losses = losses + kl_penalty(log_probs, DIALOGUES.column(5), kind)
     losses = losses + value_loss(values, DIALOGUES.column(2), DIALOGUES.column(6), 0.5)
@@ -102,7 +102,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="norm_length=None"):
         loss_weights(mask, offsets, "seq-mean-token-sum-norm")
     with pytest.raises(ValueError, match=r"clip_c=1\.0"):
-        policy_loss(x, x, x, 0.2, 0.2, clip_c=1.0)
+        ppo(PolicyLossInputs(x, x, x, x.long(), clip_c=1.0))
     with pytest.raises(ValueError, match=r"target=0\.0"):
         AdaptiveKLController(0.1, target=0.0, horizon=10)
 
@@ -163,59 +163,6 @@ def test_loss_weights_give_the_named_mean_and_any_split_adds_up(
     assert split == pytest.approx(float(whole), rel=1e-12, abs=1e-12)
 
 
-def policy_loss_by_hand(log_ratio: float, a: float, low: float, high: float, c: float) -> float:
-    """Dual-clip PPO in the form in which it is published: an objective, negated."""
-    ratio = math.exp(log_ratio)
-    objective = min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a)
-    return -(max(objective, c * a) if a < 0 else objective)
-
-
-@fast
-@given(
-    st.lists(st.tuples(st.floats(-3, 3), st.floats(-5, 5)), min_size=1, max_size=20),
-    st.floats(0.05, 0.3),
-    st.floats(0.05, 0.4),
-)
-def test_policy_loss_agrees_with_the_published_objective(
-    pairs: list[tuple[float, float]], low: float, high: float
-) -> None:
-    """Losses are the dual-clip objective's, and diagnostics say which bound decided."""
-    log_ratio, advantages = torch.tensor(pairs, dtype=torch.float64).T
-    old = torch.full_like(log_ratio, -2.0)
-    losses, diagnostics = policy_loss(old + log_ratio, old, advantages, low, high, 3.0)
-    expected = [policy_loss_by_hand(d, a, low, high, 3.0) for d, a in pairs]
-    assert losses.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
-    torch.testing.assert_close(diagnostics.approx_kl, -log_ratio, **CLOSE)
-
-
-def test_policy_loss_diagnostics_and_dead_gradients_by_hand() -> None:
-    """Clip counts where it decides, and the gradient is 0 there; extreme ratios stay finite."""
-    #                          inside  above   below   below   dual  extreme
-    ratio = torch.tensor([1.1, 1.5, 0.5, 0.5, 4.0, 1e30], dtype=torch.float64)
-    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
-    log_probs = ratio.log().requires_grad_()
-    losses, diagnostics = policy_loss(
-        log_probs, torch.zeros(6, dtype=torch.float64), advantages, 0.2, 0.2, clip_c=3.0
-    )
-    losses.sum().backward()
-    assert losses.tolist() == pytest.approx([-1.1, -1.2, -0.5, 0.8, 3.0, 3.0])
-    assert diagnostics.clipped.tolist() == [0, 1, 0, 1, 0, 0]
-    assert diagnostics.dual_clipped.tolist() == [0, 0, 0, 0, 1, 1]
-    assert log_probs.grad is not None
-    assert log_probs.grad.tolist() == pytest.approx([-1.1, 0, -0.5, 0, 0, 0])
-    assert not diagnostics.approx_kl.requires_grad
-
-
-def test_policy_loss_at_ratio_one_has_the_policy_gradient() -> None:
-    """On the first pass the gradient is exactly -A, ties between the two bounds included."""
-    log_probs = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    advantages = torch.tensor([2.0, -3.0, 0.0], dtype=torch.float64)
-    losses, _ = policy_loss(log_probs, log_probs.detach(), advantages, 0.2, 0.2)
-    losses.sum().backward()
-    assert log_probs.grad is not None
-    assert log_probs.grad.tolist() == [-2.0, 3.0, 0.0]
-
-
 @fast
 @given(st.lists(st.tuples(*[st.floats(-3, 3)] * 3), min_size=1, max_size=20), st.floats(0.1, 1))
 def test_value_loss_is_the_larger_of_plain_and_clipped(
@@ -242,7 +189,7 @@ def test_gradients_of_both_losses_pass_gradcheck() -> None:
         weights = loss_weights(batch.mask, batch.offsets, aggregation, 5).double()
 
         def actor(x: Tensor, weights: Tensor = weights) -> Tensor:
-            losses, _ = policy_loss(x, old, advantages, 0.2, 0.28)
+            losses = ppo_losses(x, old, advantages, 0.2, 0.28)[0]
             return weighted_sum(losses + 0.1 * kl_penalty(x, ref, "k3"), weights)
 
         def critic(x: Tensor, weights: Tensor = weights) -> Tensor:

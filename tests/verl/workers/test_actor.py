@@ -1,5 +1,7 @@
 """The policy's log-probs and updates, against plain transformers and hand-written losses."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -87,6 +89,33 @@ def test_loss_and_gradient_equal_a_hand_written_loss() -> None:
     assert found["actor/rollout_mismatch_max"] == pytest.approx(mismatch.max().item(), rel=1e-4)
 
 
+def test_options_of_the_loss_equal_a_hand_written_loss() -> None:
+    """GPG weighed by truncated sequence ratios, with LLDS gated by turn, by loops and autograd."""
+    batch = make_batch(LENGTHS)
+    lm, c = tiny_llama(VOCAB), batch.tokens
+    log_probs, _ = plain_log_probs(lm, batch)
+    for name in ("old_log_probs", "rollout_log_probs"):
+        c[name] = log_probs.detach() + c[name] + 4.5
+    options = {"policy_loss": "gpg", "rollout_is": "sequence", "llds_coef": 0.3}
+    found = make_actor(rollout_is_threshold=1.5, **options).update(batch)
+    loss, num_tokens = torch.zeros(()), int(c["policy_mask"].sum())
+    bounds = batch.offsets.tolist()
+    for start, end in itertools.pairwise(bounds):
+        own = [t for t in range(start, end) if c["policy_mask"][t]]
+        ratio = (c["old_log_probs"] - c["rollout_log_probs"])[own].sum().exp().clamp(max=1.5)
+        loss = loss - (ratio * c["advantages"] * log_probs)[own].sum()
+        turns = [[t for t in own if t <= u and set(range(t, u)) <= set(own)] for u in own]
+        for turn in (t for t in turns if t[-1] + 1 not in own):
+            kept = [t for t in turn if c["advantages"][t] >= 0]
+            drops = (c["old_log_probs"] - log_probs)[kept]
+            loss = loss + 0.3 * (drops.clamp(min=0).sum() if drops.sum() > 0 else 0.0)
+    assert found["actor/loss"] == pytest.approx(loss.item() / num_tokens, rel=1e-4)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in lm.parameters()]).norm() / num_tokens
+    assert found["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert found["actor/llds_loss"] > 0
+
+
 def test_weights_are_whole_and_exact_after_a_forward() -> None:
     """Weights read after a pass without backward are the float32 ones, not gathered copies."""
     lm = tiny_llama(VOCAB)
@@ -101,10 +130,20 @@ def test_weights_are_whole_and_exact_after_a_forward() -> None:
     assert all(torch.equal(x, expected[name]) for name, x in weights(actor).items())
 
 
-def test_gradient_accumulation_equals_the_unsplit_batch() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"policy_loss": "gspo", "rollout_is": "sequence", "rollout_mask_threshold": 8.0},
+        {"policy_loss": "cispo", "rollout_is": "token", "llds_coef": 0.1},
+        {"policy_loss": "gpg", "llds_coef": 0.1, "llds_gate": "trajectory"},
+    ],
+    ids=str,
+)
+def test_gradient_accumulation_equals_the_unsplit_batch(options: dict[str, object]) -> None:
     """Four micro-batches, with or without activation checkpointing, update as one does."""
     batch = make_batch(LENGTHS)
-    whole, split = make_actor(1000), make_actor(17, checkpointing=True)
+    whole, split = make_actor(1000, **options), make_actor(17, checkpointing=True, **options)
     one, many = whole.update(batch), split.update(batch)
     assert (one.pop("actor/num_micro_batches"), many.pop("actor/num_micro_batches")) == (1, 3)
     assert many == pytest.approx(one, rel=1e-4, abs=1e-6)

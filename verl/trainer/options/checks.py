@@ -12,6 +12,8 @@ from verl.config import Config
 from verl.core_algos.advantages import ADVANTAGES
 from verl.core_algos.kl import KL_KINDS
 from verl.core_algos.losses import AGGREGATIONS
+from verl.core_algos.mismatch import LEVELS
+from verl.core_algos.policy_losses import POLICY_LOSSES
 from verl.errors import ConfigError, explain
 from verl.tracking import BACKENDS, backend_names
 
@@ -36,6 +38,9 @@ def _choices(config: Config) -> Iterator[Problem]:
         ("algorithm.kl_ctrl.type", config.algorithm.kl_ctrl.type, ("fixed", "adaptive")),
         ("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type, KL_KINDS),
         ("actor_rollout_ref.actor.loss_agg_mode", actor.loss_agg_mode, AGGREGATIONS),
+        ("actor_rollout_ref.actor.policy_loss", actor.policy_loss, tuple(POLICY_LOSSES)),
+        ("actor_rollout_ref.actor.llds_gate", actor.llds_gate, ("turn", "trajectory")),
+        ("actor_rollout_ref.actor.rollout_is", actor.rollout_is, LEVELS),
         ("actor_rollout_ref.rollout.name", rollout.name, ("vllm",)),
         ("actor_rollout_ref.rollout.dtype", rollout.dtype, ("auto", "bfloat16", "float32")),
         ("trainer.device", config.trainer.device, ("auto", "cuda", "cpu")),
@@ -172,6 +177,18 @@ def _algorithm(config: Config) -> Iterator[Problem]:
     if actor.clip_ratio <= 0:
         key = "actor_rollout_ref.actor.clip_ratio"
         yield key, actor.clip_ratio, "more than 0", f"{key}=0.2"
+    if actor.llds_coef > 0 and config.updates_per_step == 1:
+        key = "actor_rollout_ref.actor.llds_coef"
+        expected = "0, or several updates a step: with one, no likelihood has fallen since sampling"
+        yield (
+            key,
+            actor.llds_coef,
+            expected,
+            "a smaller ppo_mini_batch_size beside it",
+        )
+    if actor.rollout_mask_threshold is not None and actor.rollout_mask_threshold <= 1:
+        key = "actor_rollout_ref.actor.rollout_mask_threshold"
+        yield key, actor.rollout_mask_threshold, "more than 1, or null", f"{key}=4"
 
 
 def _retrieval(config: Config) -> Iterator[Problem]:

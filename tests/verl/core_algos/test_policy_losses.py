@@ -1,0 +1,171 @@
+"""Policy losses against their published objectives, in double precision."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.verl.jagged_batches import CLOSE, Batch, batches, fast, ppo_losses
+from verl.core_algos.jagged import sequence_ids
+from verl.core_algos.losses import loss_weights, weighted_sum
+from verl.core_algos.policy_losses import (
+    POLICY_LOSSES,
+    PolicyLossInputs,
+    cispo,
+    gpg,
+    gspo,
+    likelihood_loss,
+)
+
+
+def policy_loss_by_hand(log_ratio: float, a: float, low: float, high: float, c: float) -> float:
+    """Dual-clip PPO in the form in which it is published: an objective, negated."""
+    ratio = math.exp(log_ratio)
+    objective = min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a)
+    return -(max(objective, c * a) if a < 0 else objective)
+
+
+@fast
+@given(
+    st.lists(st.tuples(st.floats(-3, 3), st.floats(-5, 5)), min_size=1, max_size=20),
+    st.floats(0.05, 0.3),
+    st.floats(0.05, 0.4),
+)
+def test_policy_loss_agrees_with_the_published_objective(
+    pairs: list[tuple[float, float]], low: float, high: float
+) -> None:
+    """Losses are the dual-clip objective's, and diagnostics say which bound decided."""
+    log_ratio, advantages = torch.tensor(pairs, dtype=torch.float64).T
+    old = torch.full_like(log_ratio, -2.0)
+    losses, diagnostics = ppo_losses(old + log_ratio, old, advantages, low, high)
+    expected = [policy_loss_by_hand(d, a, low, high, 3.0) for d, a in pairs]
+    assert losses.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(diagnostics.approx_kl, -log_ratio, **CLOSE)
+
+
+def test_policy_loss_diagnostics_and_dead_gradients_by_hand() -> None:
+    """Clip counts where it decides, and the gradient is 0 there; extreme ratios stay finite."""
+    #                          inside  above   below   below   dual  extreme
+    ratio = torch.tensor([1.1, 1.5, 0.5, 0.5, 4.0, 1e30], dtype=torch.float64)
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    log_probs = ratio.log().requires_grad_()
+    losses, diagnostics = ppo_losses(
+        log_probs, torch.zeros(6, dtype=torch.float64), advantages, 0.2, 0.2
+    )
+    losses.sum().backward()
+    assert losses.tolist() == pytest.approx([-1.1, -1.2, -0.5, 0.8, 3.0, 3.0])
+    assert diagnostics.clipped.tolist() == [0, 1, 0, 1, 0, 0]
+    assert diagnostics.dual_clipped.tolist() == [0, 0, 0, 0, 1, 1]
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == pytest.approx([-1.1, 0, -0.5, 0, 0, 0])
+    assert not diagnostics.approx_kl.requires_grad
+
+
+def test_policy_loss_at_ratio_one_has_the_policy_gradient() -> None:
+    """On the first pass the gradient is exactly -A, ties between the two bounds included."""
+    log_probs = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([2.0, -3.0, 0.0], dtype=torch.float64)
+    losses, _ = ppo_losses(log_probs, log_probs.detach(), advantages, 0.2, 0.2)
+    losses.sum().backward()
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == [-2.0, 3.0, 0.0]
+
+
+def inputs_of(batch: Batch, scale: float = 0.3) -> tuple[PolicyLossInputs, Tensor]:
+    """The policy tokens of a batch with random log-probs, and their weights by sequence."""
+    mask = batch.mask
+    old = batch.column(1)[mask]
+    log_probs = (old + batch.column(2, scale)[mask]).requires_grad_()
+    ids = sequence_ids(batch.offsets)
+    advantages = torch.arange(1.0, batch.num_seqs + 1, dtype=torch.float64)
+    advantages[1::2] *= -1.0
+    inputs = PolicyLossInputs(log_probs, old, advantages[ids][mask], ids[mask], 0.1, 0.2)
+    weights = loss_weights(mask, batch.offsets, "seq-mean-token-mean")[mask].double()
+    return inputs, weights
+
+
+@fast
+@given(batches)
+def test_gspo_is_the_objective_of_sequence_ratios_with_its_gradient(batch: Batch) -> None:
+    """Value and gradient are those of the clipped surrogate of s = exp(mean log-ratio)."""
+    inputs, weights = inputs_of(batch)
+    got = weighted_sum(gspo(inputs)[0], weights)
+    free = inputs.log_probs.detach().clone().requires_grad_()
+    objectives = []
+    for i in range(batch.num_seqs):
+        own = inputs.sequence_ids == i
+        if own.any():
+            s = (free[own] - inputs.old_log_probs[own]).mean().exp()
+            a = inputs.advantages[own][0]
+            clipped = torch.minimum(s * a, s.clamp(0.9, 1.2) * a)
+            objectives.append(torch.maximum(clipped, 3.0 * a) if a < 0 else clipped)
+    if not objectives:
+        assert got.item() == 0.0
+        return
+    expected = -torch.stack(objectives).mean()
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    (gradient,) = torch.autograd.grad(got, inputs.log_probs)
+    (by_hand,) = torch.autograd.grad(expected, free)
+    torch.testing.assert_close(gradient, by_hand, rtol=1e-6, atol=1e-6)
+
+
+@fast
+@given(batches)
+def test_cispo_and_gpg_have_the_gradients_of_their_papers(batch: Batch) -> None:
+    """d/dlogπ is -clip(ratio) A for CISPO, with no token left out, and -A for GPG."""
+    inputs, _ = inputs_of(batch)
+    ratio = (inputs.log_probs - inputs.old_log_probs).exp().detach()
+    bounded = ratio.clamp(0.9, 1.2)
+    cases = ((cispo, bounded, bounded != ratio), (gpg, torch.ones_like(ratio), ratio < 0))
+    for loss, factor, clipped in cases:
+        losses, seen = loss(inputs)
+        (gradient,) = torch.autograd.grad(losses.sum(), inputs.log_probs)
+        torch.testing.assert_close(gradient, -factor * inputs.advantages, **CLOSE)
+        assert seen.clipped.bool().tolist() == clipped.tolist()
+
+
+@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+@fast
+@given(batch=batches)
+def test_every_loss_starts_at_the_policy_gradient(name: str, batch: Batch) -> None:
+    """Where the policy has not moved, each loss has the gradient -A (GSPO: its sequence's mean)."""
+    inputs, weights = inputs_of(batch, scale=0.0)
+    losses, _ = POLICY_LOSSES[name](inputs)
+    (gradient,) = torch.autograd.grad(weighted_sum(losses, weights), inputs.log_probs)
+    torch.testing.assert_close(gradient, -inputs.advantages * weights, **CLOSE)
+
+
+def test_gspo_does_not_mix_sequences() -> None:
+    """Moving one sequence's log-probs leaves the other's losses as they are."""
+    old = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
+    ids, ones = torch.tensor([0, 0, 1]), torch.ones(3, dtype=torch.float64)
+    before, _ = gspo(PolicyLossInputs(old, old, ones, ids))
+    after, _ = gspo(PolicyLossInputs(old + torch.tensor([0.0, 0.0, 5.0]), old, ones, ids))
+    assert torch.equal(before[:2], after[:2]) and before[2] != after[2]
+
+
+@fast
+@given(st.lists(st.tuples(st.floats(-2, 2), st.booleans(), st.integers(0, 3)), max_size=20))
+def test_likelihood_loss_costs_what_good_turns_lost(rows: list[tuple[float, bool, int]]) -> None:
+    """LLDS by a loop: tokens that fell, of preserved turns that fell as a whole, cost the fall."""
+    drops = torch.tensor([d for d, _, _ in rows], dtype=torch.float64)
+    kept = torch.tensor([k for _, k, _ in rows], dtype=torch.bool)
+    gates = torch.tensor([g for _, _, g in rows], dtype=torch.int64)
+    got = likelihood_loss(-drops, torch.zeros_like(drops), kept, gates)
+    for cost, (drop, is_kept, gate) in zip(got.tolist(), rows, strict=True):
+        total = sum(d for d, k, g in rows if k and g == gate)
+        if abs(total) > 1e-9:
+            assert cost == (max(drop, 0.0) if is_kept and total > 0 else 0.0)
+
+
+def test_likelihood_loss_gradient_passes_gradcheck() -> None:
+    """The gradient pulls fallen tokens of a fallen turn back up and leaves the others alone."""
+    old = torch.zeros(4, dtype=torch.float64)
+    start = torch.tensor([-0.5, 0.1, 0.7, -0.2], dtype=torch.float64, requires_grad=True)
+    kept, gates = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
+    assert torch.autograd.gradcheck(lambda x: likelihood_loss(x, old, kept, gates).sum(), (start,))
+    likelihood_loss(start, old, kept, gates).sum().backward()
+    assert start.grad is not None and start.grad.tolist() == [-1.0, 0.0, 0.0, 0.0]

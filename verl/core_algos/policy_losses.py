@@ -1,0 +1,154 @@
+"""Losses of the policy by token, and the registry that names them.
+
+All tensors here are (num_tokens,) over the tokens of the loss alone, of whole sequences.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+"""Bound on |log-ratio| before exponentiation, in nats: keeps float32 finite."""
+
+
+@dataclass(frozen=True)
+class PolicyLossInputs:
+    """What a policy loss may read."""
+
+    log_probs: Tensor
+    """Of the policy being trained, with gradient."""
+    old_log_probs: Tensor
+    """Of the policy that sampled."""
+    advantages: Tensor
+    sequence_ids: Tensor
+    """Which sequence each token belongs to, int64 from 0."""
+    clip_low: float = 0.2
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high] ..."""
+    clip_high: float = 0.2
+    """... a larger one is DAPO's clip-higher (Yu et al. 2025)."""
+    clip_c: float = 3.0
+    """Dual clip: bound on the loss, in units of the advantage, where that is negative."""
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log π - log π_old, in nats."""
+        return self.log_probs - self.old_log_probs
+
+    @property
+    def ratio(self) -> Tensor:
+        """π / π_old, its logarithm bounded."""
+        return self.log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+    def clip(self, ratio: Tensor) -> Tensor:
+        """The ratio within its range."""
+        return ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+
+
+@dataclass(frozen=True)
+class PolicyDiagnostics:
+    """Observations of a policy loss by token, without gradient."""
+
+    clipped: Tensor
+    """1.0 where the ratio's clip decided the loss."""
+    dual_clipped: Tensor
+    """1.0 where the dual clip decided the loss."""
+    approx_kl: Tensor
+    """old_log_probs - log_probs: its mean estimates KL(old || new), in nats."""
+
+
+PolicyLoss = Callable[[PolicyLossInputs], tuple[Tensor, PolicyDiagnostics]]
+
+
+def ppo(inputs: PolicyLossInputs) -> tuple[Tensor, PolicyDiagnostics]:
+    """Clipped surrogate (Schulman et al. 2017) with dual clip (Ye et al. 2020).
+
+    Where the advantage A is negative the loss is at most ``-clip_c * A``. Raises ValueError when
+    ``clip_c`` <= 1.
+    """
+    return _clipped_surrogate(inputs, inputs.ratio)
+
+
+def gspo(inputs: PolicyLossInputs) -> tuple[Tensor, PolicyDiagnostics]:
+    """Clipped surrogate of the sequence's ratio (Zheng et al. 2025, eq. 5-7, token form).
+
+    The ratio of every token is the geometric mean of its sequence's, and passes the gradient to
+    that token alone. Published clips are about 3e-4; aggregate with ``seq-mean-token-mean``.
+    """
+    log_ratio = inputs.log_ratio
+    mean = _sequence_mean(log_ratio.detach(), inputs.sequence_ids)
+    ratio = (mean + log_ratio - log_ratio.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return _clipped_surrogate(inputs, ratio)
+
+
+def cispo(inputs: PolicyLossInputs) -> tuple[Tensor, PolicyDiagnostics]:
+    """REINFORCE weighted by the clipped ratio, which has no gradient (MiniMax 2025, eq. 4).
+
+    No token loses its gradient to the clip.
+    """
+    ratio = inputs.ratio.detach()
+    weight = inputs.clip(ratio)
+    losses = -weight * inputs.advantages * inputs.log_probs
+    return losses, _diagnose(inputs, clipped=weight != ratio)
+
+
+def gpg(inputs: PolicyLossInputs) -> tuple[Tensor, PolicyDiagnostics]:
+    """-A log π: no ratio, no clip (Chu et al. 2025)."""
+    losses = -inputs.advantages * inputs.log_probs
+    return losses, _diagnose(inputs, clipped=torch.zeros_like(losses, dtype=torch.bool))
+
+
+POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
+    {"ppo": ppo, "gspo": gspo, "cispo": cispo, "gpg": gpg}
+)
+"""Losses by the name used in ``actor.policy_loss``."""
+
+
+def likelihood_loss(
+    log_probs: Tensor, old_log_probs: Tensor, preserved: Tensor, gate_ids: Tensor
+) -> Tensor:
+    """Penalise the loss of likelihood of good tokens: LLDS (Deng et al. 2025, arXiv 2512.04220).
+
+    ``preserved`` (bool) are the tokens whose likelihood is to be kept: those of trajectories whose
+    advantage is not negative. ``gate_ids`` (int64 from 0) name the turn, or the trajectory, that a
+    token belongs to. Where a gate's summed log-prob has fallen since sampling, each of its tokens
+    that fell costs ``old_log_probs - log_probs``; all others cost 0.
+    """
+    drop = torch.where(preserved, old_log_probs - log_probs, 0.0)
+    num_gates = int(gate_ids.max()) + 1 if gate_ids.numel() else 0
+    total = drop.detach().new_zeros(num_gates).index_add(0, gate_ids, drop.detach())
+    return torch.where(total[gate_ids] > 0, drop.clamp(min=0.0), 0.0)
+
+
+def _clipped_surrogate(inputs: PolicyLossInputs, ratio: Tensor) -> tuple[Tensor, PolicyDiagnostics]:
+    if inputs.clip_c <= 1.0:
+        raise ValueError(
+            f"got clip_c={inputs.clip_c}; the dual clip needs a bound above 1, such as 3.0"
+        )
+    advantages = inputs.advantages
+    plain = -advantages * ratio
+    bounded = -advantages * inputs.clip(ratio)
+    clipped = torch.maximum(plain, bounded)
+    ceiling = -inputs.clip_c * advantages
+    is_negative = advantages < 0
+    losses = torch.where(is_negative, torch.minimum(clipped, ceiling), clipped)
+    is_dual = is_negative & (clipped > ceiling)
+    return losses, _diagnose(inputs, clipped=bounded > plain, dual_clipped=is_dual)
+
+
+def _diagnose(
+    inputs: PolicyLossInputs, clipped: Tensor, dual_clipped: Tensor | None = None
+) -> PolicyDiagnostics:
+    dtype = inputs.log_probs.dtype
+    dual = torch.zeros_like(clipped) if dual_clipped is None else dual_clipped
+    return PolicyDiagnostics(clipped.to(dtype), dual.to(dtype), -inputs.log_ratio.detach())
+
+
+def _sequence_mean(x: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Each token's mean of ``x`` over its sequence."""
+    num_seqs = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
+    total = x.new_zeros(num_seqs).index_add(0, sequence_ids, x)
+    count = x.new_zeros(num_seqs).index_add(0, sequence_ids, torch.ones_like(x))
+    return (total / count.clamp(min=1))[sequence_ids]
