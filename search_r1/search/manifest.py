@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from search_r1.search.corpus import Fingerprint
@@ -20,12 +21,25 @@ class Manifest:
     count: int
     """Documents in the index."""
     dtype: str = "float32"
+    """Of the embeddings that were indexed."""
     encoder: str = ""
     """Name of the encoder's folder; empty for BM25. Informative: `probe` is what is compared."""
     pooling: str = ""
     dim: int = 0
     probe: tuple[float, ...] = ()
     """Embedding of `PROBE_TEXT` as a passage: another encoder, prefix or pooling gives another."""
+    factory: str = "Flat"
+    """What FAISS made of the vectors; without meaning for BM25."""
+    max_length: int | None = None
+    """Tokens of a passage that were encoded; the model's own limit if None."""
+    query_prefix: str = ""
+    passage_prefix: str = ""
+    normalizes: bool = True
+    """Whether the vectors have length 1."""
+    created: str = ""
+    """UTC time; empty in manifests of before it was written."""
+    made_with: str = ""
+    """The indexing package and its version."""
 
     def save(self, folder: Path) -> None:
         """Write `manifest.json` into `folder`."""
@@ -67,6 +81,11 @@ class Manifest:
 
 
 PROBE_TEXT = '"Paris"\nParis is the capital of France.'
+
+
+def now() -> str:
+    """The UTC time, for `created`."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def build_command(corpus: str, save_dir: str, method: str = "bm25") -> str:
