@@ -72,7 +72,9 @@ class OracleRetriever:
         return [self._search_one(query, k) for query in queries]
 
     def _search_one(self, query: str, k: int) -> list[Hit]:
-        found = self._passages.get(normalise(query)) or self._best_row(query)
+        found = self._passages.get(normalise(query))
+        if found is None:
+            found = self._best_row(query)
         passages = list(found.values())[:k]
         return [Hit(document, 1 / rank) for rank, document in enumerate(passages, start=1)]
 
