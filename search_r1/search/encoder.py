@@ -1,17 +1,18 @@
-"""Text to vectors: the `Encoder` seam and its sentence-transformers implementation.
+"""Text to vectors: the `Encoder` seam, the encoder without a model, and the choice of encoder.
 
-torch and sentence-transformers are loaded only when an encoder is opened, so BM25 needs neither.
+torch and transformers are loaded only when a model is opened, so BM25 needs neither.
 """
 
 import re
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from search_r1.search.encoders.families import family_of, model_name
 from search_r1.search.errors import SetupError
 from search_r1.search.retrievers.settings import EncoderConfig
 
@@ -19,63 +20,26 @@ Vectors = npt.NDArray[np.float32]
 
 
 class Encoder(Protocol):
-    """Anything that embeds queries and passages into one space of unit vectors."""
+    """Anything that embeds queries and passages into one space, compared by inner product."""
 
     name: str
     pooling: str
     dtype: str
+    """Of the computation; vectors are float32."""
+    normalizes: bool
+    """Whether vectors have unit length."""
 
     def encode_queries(self, queries: Sequence[str]) -> Vectors:
-        """(num_queries, dim) float32, L2-normalised."""
+        """(num_queries, dim) float32, contiguous, in the order of `queries`."""
         ...
 
     def encode_passages(self, passages: Sequence[str]) -> Vectors:
-        """(num_passages, dim) float32, L2-normalised."""
+        """(num_passages, dim) float32, contiguous, in the order of `passages`."""
         ...
 
-
-class SentenceEncoder:
-    """Any sentence-transformers or e5-style folder or hub name."""
-
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        batch_size: int = 64,
-        max_length: int | None = None,
-        use_fp16: bool = False,
-    ) -> None:
-        """Load the model on a GPU if there is one; `max_length` in tokens, the model's if None."""
-        self._model = _load(model_path)
-        self._batch_size = batch_size
-        if max_length is not None:
-            self._model.max_seq_length = max_length
-        if use_fp16:
-            self._model.half()
-        self.name = Path(model_path).name
-        self.pooling = _pooling(self._model)
-        self.dtype = "float16" if use_fp16 else "float32"
-        is_e5 = has_e5_prefixes(self.name)
-        self._query_prefix = "query: " if is_e5 else ""
-        self._passage_prefix = "passage: " if is_e5 else ""
-
-    def encode_queries(self, queries: Sequence[str]) -> Vectors:
-        """(num_queries, dim) float32, L2-normalised."""
-        return self._encode([self._query_prefix + query for query in queries])
-
-    def encode_passages(self, passages: Sequence[str]) -> Vectors:
-        """(num_passages, dim) float32, L2-normalised."""
-        return self._encode([self._passage_prefix + passage for passage in passages])
-
-    def _encode(self, texts: list[str]) -> Vectors:
-        vectors = self._model.encode(
-            texts,
-            batch_size=self._batch_size,
-            normalize_embeddings=True,
-            convert_to_numpy=True,
-            show_progress_bar=False,
-        )
-        return np.ascontiguousarray(vectors, dtype=np.float32)
+    def info(self) -> dict[str, Any]:
+        """JSON-ready facts that decide a vector: name, pooling, prefixes, dtype, weights ..."""
+        ...
 
 
 class HashEncoder:
@@ -84,17 +48,24 @@ class HashEncoder:
     name = "hash"
     pooling = "sum"
     dtype = "float32"
+    normalizes = True
 
     def __init__(self, dim: int = 64) -> None:
         self._dim = dim
 
     def encode_queries(self, queries: Sequence[str]) -> Vectors:
         """(num_queries, dim) float32, L2-normalised."""
+        if not queries:
+            return np.zeros((0, self._dim), dtype=np.float32)
         return np.stack([self._encode(query) for query in queries])
 
     def encode_passages(self, passages: Sequence[str]) -> Vectors:
         """(num_passages, dim) float32, L2-normalised."""
         return self.encode_queries(passages)
+
+    def info(self) -> dict[str, Any]:
+        """Name and dimensions."""
+        return {"name": self.name, "dim": self._dim}
 
     def _encode(self, text: str) -> Vectors:
         vector = np.zeros(self._dim, dtype=np.float32)
@@ -104,30 +75,50 @@ class HashEncoder:
         return vector / np.float32(norm) if norm else vector
 
 
+class PairEncoder:
+    """Two encoders of one space: one for queries, another for passages, as dpr has."""
+
+    def __init__(self, queries: Encoder, passages: Encoder) -> None:
+        """Raises SetupError when their vectors cannot be compared."""
+        self._queries, self._passages = queries, passages
+        self.name = passages.name
+        self.pooling, self.dtype = passages.pooling, passages.dtype
+        self.normalizes = passages.normalizes
+        dims = [len(e.encode_passages(["a"])[0]) for e in (queries, passages)]
+        if dims[0] != dims[1] or queries.normalizes != passages.normalizes:
+            raise SetupError(
+                f"--query_model {queries.name} gives {_kind(queries, dims[0])}, but "
+                f"--retriever_model {passages.name} {_kind(passages, dims[1])}; expected the two "
+                "encoders of one training"
+            )
+
+    def encode_queries(self, queries: Sequence[str]) -> Vectors:
+        """(num_queries, dim) float32 of the encoder of queries."""
+        return self._queries.encode_queries(queries)
+
+    def encode_passages(self, passages: Sequence[str]) -> Vectors:
+        """(num_passages, dim) float32 of the encoder of passages."""
+        return self._passages.encode_passages(passages)
+
+    def info(self) -> dict[str, Any]:
+        """What decides a vector, of both encoders."""
+        return {"queries": self._queries.info(), "passages": self._passages.info()}
+
+
 def open_encoder(config: EncoderConfig, max_length: int | None = None) -> Encoder:
     """The encoder that the settings name; raises SetupError with the fix.
 
     `max_length`: tokens of a passage that are encoded; the model's own limit if None.
     """
-    name = config.retriever_model
-    assert name is not None, "the caller names a model"
-    if name.partition(":")[0] == HashEncoder.name:
-        return HashEncoder(int(name.partition(":")[2] or 64))
-    return SentenceEncoder(
-        name,
-        batch_size=config.encoder_batch_size,
-        max_length=max_length,
-        use_fp16=config.encoder_dtype == "float16",
-    )
-
-
-def has_e5_prefixes(name: str) -> bool:
-    """Whether `name` has e5 as a word, as in `e5-base-v2` and `multilingual-e5-large`."""
-    return re.search(r"(?<![a-z0-9])e5(?![a-z0-9])", name.lower()) is not None
+    if config.query_model is None:
+        return _open_one(config, max_length)
+    queries = replace(config, retriever_model=config.query_model, query_model=None)
+    passages = replace(config, query_model=None)
+    return PairEncoder(_open_one(queries, max_length), _open_one(passages, max_length))
 
 
 def check_pooling(encoder: Encoder, wanted: str | None) -> None:
-    """Raise SetupError when `wanted` (mean, cls ...) is not what the model folder declares."""
+    """Raise SetupError when `wanted` (mean, cls ...) is not what the encoder does."""
     if wanted is not None and encoder.pooling and wanted != encoder.pooling:
         raise SetupError(
             f"--pooling_method {wanted}, but {encoder.name} declares {encoder.pooling!r}; "
@@ -135,34 +126,24 @@ def check_pooling(encoder: Encoder, wanted: str | None) -> None:
         )
 
 
-def _load(model_path: str) -> Any:
-    """The sentence-transformers model; raises SetupError with the fix."""
-    if model_path.startswith((".", "/", "~")) and not Path(model_path).is_dir():
-        raise SetupError(
-            f"encoder folder {model_path} does not exist; expected a sentence-transformers "
-            "folder or a hub name such as intfloat/e5-base-v2: set --retriever_model"
-        )
+def _open_one(config: EncoderConfig, max_length: int | None) -> Encoder:
+    """The encoder of one model."""
+    path = config.retriever_model
+    assert path is not None, "the caller names a model"
+    kind, _, dim = path.partition(":")
+    if kind == HashEncoder.name:
+        return HashEncoder(int(dim or 64))
+    family = family_of(model_name(path), config.encoder_family)
     try:
-        from sentence_transformers import SentenceTransformer  # noqa: PLC0415
+        from search_r1.search.encoders.opening import open_model  # noqa: PLC0415
     except ImportError as error:
         raise SetupError(
-            f"dense retrieval needs sentence-transformers ({error}); "
-            "install it: pip install sentence-transformers"
+            f"dense retrieval needs torch and transformers ({error}); "
+            "install them: pip install 'search-r1[dense]'"
         ) from error
-    try:
-        return SentenceTransformer(model_path)
-    except (OSError, ValueError) as error:
-        raise SetupError(
-            f"encoder {model_path!r} cannot be loaded ({error}); expected a sentence-transformers "
-            "folder or a hub name such as intfloat/e5-base-v2: set --retriever_model"
-        ) from error
+    encoder: Encoder = open_model(config, family, max_length)
+    return encoder
 
 
-def _pooling(model: Any) -> str:
-    """What the model's pooling module does, for example `mean` or `cls`; empty if unknown."""
-    for module in model:
-        if hasattr(module, "get_pooling_mode_str"):  # sentence-transformers 5
-            return str(module.get_pooling_mode_str())
-        if hasattr(module, "pooling_mode"):  # from 6 on
-            return str(module.pooling_mode)
-    return ""
+def _kind(encoder: Encoder, dim: int) -> str:
+    return f"{dim} dimensions, {'' if encoder.normalizes else 'not '}normalised"

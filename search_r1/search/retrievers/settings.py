@@ -23,10 +23,17 @@ class EncoderConfig:
     )
     query_max_length: int = option(256, "tokens of a query that are encoded", at_least=1)
     encoder_dtype: str = option("float32", "float32, float16 or bfloat16")
-    encoder_batch_size: int = option(64, "texts per encoder call", at_least=1)
+    encoder_batch_size: int | None = option(
+        None, "texts per encoder call; default: 64 on a GPU, 16 on a CPU", at_least=1
+    )
     encoder_device: str | None = option(None, "cpu, cuda:1 ...; default: a GPU if there is one")
     compile_encoder: bool = option(False, "torch.compile the encoder")
     trust_remote_code: bool = option(False, "run Python code that comes with a model")
+    encoder_family: str | None = option(
+        None,
+        "e5, e5-instruct, bge-en, bge, dpr, contriever or other: decides prefixes and pooling; "
+        "default: by the model's name",
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Encoders of text by neural models; `search_r1.search.encoder` opens them."""
