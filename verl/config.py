@@ -248,6 +248,16 @@ class KlControlConfig:
 
 
 @dataclass
+class FilterGroupsConfig:
+    """Dynamic sampling: train on groups whose members do not all score the same."""
+
+    enable: bool = False
+    """Replace groups of equal scores by those of further prompts."""
+    max_num_gen_batches: int = 10
+    """Batches of prompts that a step may sample before it takes what it has."""
+
+
+@dataclass
 class AlgorithmConfig:
     """From scores to advantages."""
 
@@ -263,6 +273,7 @@ class AlgorithmConfig:
     kl_penalty: str = "kl"
     """Estimator of KL in the reward: kl, abs, mse, low_var_kl."""
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     no_think_rl: bool = False
     """Train without a thinking part: `<think>` is closed at once in the prompt."""
 

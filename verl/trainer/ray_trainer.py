@@ -24,21 +24,19 @@ from verl.core_algos.jagged import outcome_to_tokens
 from verl.core_algos.kl import KLController, apply_kl_in_reward, mean_sequence_kl
 from verl.core_algos.losses import loss_weights
 from verl.data import PromptSampler
-from verl.errors import RetrieverError
-from verl.protocol import DataProto, Prompt, Sampling, Status, Trajectory, start_trajectory
-from verl.reward import Reward, RewardFn
+from verl.protocol import DataProto, Prompt
+from verl.reward import RewardFn
 from verl.tracking import Tracking
+from verl.trainer.collection import Collector, Samples
 from verl.trainer.groups import RolloutReplicas, TrainerRanks
 from verl.trainer.metrics import (
     Metrics,
     Timings,
     advantage_metrics,
     mean_by_key,
-    reward_metrics,
-    rollout_metrics,
     throughput_metrics,
 )
-from verl.trainer.validation import trajectory_seed, validate
+from verl.trainer.validation import validate
 from verl.workers.weights import copy_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -76,6 +74,10 @@ class RayPPOTrainer:
         )
         self.directory = Path(self.config.trainer.default_local_dir)
         self.advantage = ADVANTAGES[self.config.algorithm.adv_estimator]
+        self.collector = Collector(
+            self.config, self.replicas, self.train_prompts, self.sampler, self.reward_fn,
+            with_greedy=self.advantage.needs_greedy,
+        )  # fmt: skip
 
     def fit(self) -> None:
         """Train to `total_steps` updates, validating and saving on the way."""
@@ -108,19 +110,8 @@ class RayPPOTrainer:
     def train_step(self) -> Metrics:
         """One step: sample, score, judge, learn, hand over the weights."""
         timings = Timings()
-        with timings.phase("gen"):
-            rows = self.sampler.next_batch()
-            trajectories = self.sample_trajectories(rows)
-            greedy = self.sample_greedy(rows) if self.advantage.needs_greedy else []
-            self.replicas.sleep()
-        metrics = rollout_metrics(trajectories)
-        trajectories = self.drop_failed(trajectories)
-        with timings.phase("reward"):
-            rewards = [self.reward_fn(t) for t in trajectories]
-        metrics |= reward_metrics(rewards)
-        batch = self.assemble(trajectories, rewards)
-        if self.advantage.needs_greedy:
-            batch.rows["greedy_scores"] = self.greedy_scores(greedy, batch, rewards)
+        samples, metrics = self.collector.collect(self.step, timings)
+        batch = self.assemble(samples)
         with timings.phase("old_log_prob"):
             self.add_log_probs(batch)
         with timings.phase("values"):
@@ -136,66 +127,16 @@ class RayPPOTrainer:
             self.update_weights()
         return {**metrics, **throughput_metrics(batch, timings), **timings.metrics()}
 
-    def sample_trajectories(self, rows: Sequence[int]) -> list[Trajectory]:
-        """`n_agent` trajectories for each prompt of the batch, a seed of its own for each."""
-        rollout = self.config.actor_rollout_ref.rollout
-        starts = [
-            self.start(row, position, sample)
-            for position, row in enumerate(rows)
-            for sample in range(rollout.n_agent)
-        ]
-        sampling = Sampling(
-            self.config.data.max_response_length, rollout.temperature, rollout.top_p
-        )
-        return self.replicas.generate(starts, sampling)
-
-    def sample_greedy(self, rows: Sequence[int]) -> list[Trajectory]:
-        """One greedy trajectory for each prompt: the baseline of ReMax, never trained on."""
-        starts = [self.start(row, position, 0) for position, row in enumerate(rows)]
-        sampling = Sampling(self.config.data.max_response_length, temperature=0.0, top_p=1.0)
-        return self.replicas.generate(starts, sampling)
-
-    def start(self, row: int, position: int, sample: int) -> Trajectory:
-        """A sample of the prompt in `row`, which is at `position` of this step's batch."""
-        return start_trajectory(
-            self.train_prompts[row],
-            group=f"{self.step}/{position}",
-            sample=sample,
-            seed=trajectory_seed(self.config.trainer.seed, self.step, position, sample),
-        )
-
-    def greedy_scores(
-        self, greedy: Sequence[Trajectory], batch: DataProto, rewards: Sequence[Reward]
-    ) -> torch.Tensor:
-        """The score of each sequence's greedy trajectory, (num_seqs,).
-
-        Where infrastructure broke that one, the sequence's own score: it then teaches nothing.
-        """
-        known = {t.group: self.reward_fn(t).score for t in greedy if t.status is not Status.FAILED}
-        groups = batch.columns["group"]
-        scores = [known.get(g, r.score) for g, r in zip(groups, rewards, strict=True)]
-        return torch.tensor(scores, dtype=torch.float32)
-
-    def drop_failed(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Leave out what infrastructure broke; nothing of it is trained on."""
-        failed = [t for t in trajectories if t.status is Status.FAILED]
-        if len(failed) == len(trajectories):
-            raise RetrieverError(
-                f"all {len(failed)} trajectories of step {self.step} failed, the last with: "
-                f"{failed[-1].error}; see that {self.config.retriever.url} answers, then start "
-                "again with trainer.resume_mode=auto"
-            )
-        if failed:
-            logger.warning("step %d: %d trajectories failed and are left out: %s", self.step,
-                           len(failed), failed[0].error)  # fmt: skip
-        return [t for t in trajectories if t.status is not Status.FAILED]
-
-    def assemble(self, trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> DataProto:
+    def assemble(self, samples: Samples) -> DataProto:
         """The jagged batch with scores; `loss_mask` says which tokens are learned from."""
-        batch = DataProto.from_trajectories(trajectories)
+        batch = DataProto.from_trajectories(samples.trajectories)
         masking = self.config.actor_rollout_ref.actor.state_masking
         batch.tokens["loss_mask"] = batch.tokens["policy_mask" if masking else "response_mask"]
-        batch.rows["scores"] = torch.tensor([r.score for r in rewards], dtype=torch.float32)
+        scores = [r.score for r in samples.rewards]
+        batch.rows["scores"] = torch.tensor(scores, dtype=torch.float32)
+        if self.advantage.needs_greedy:
+            greedy = torch.tensor(samples.greedy_scores, dtype=torch.float32)
+            batch.rows["greedy_scores"] = greedy
         return batch
 
     def add_log_probs(self, batch: DataProto) -> None:

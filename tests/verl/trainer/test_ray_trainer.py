@@ -3,106 +3,27 @@
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.verl.trainer.recording import (
+    RecordingRanks,
+    RecordingReplicas,
+    prompts,
+    score_by_sample,
+)
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.errors import RetrieverError
-from verl.protocol import DataProto, Origin, Prompt, Sampling, Segment, Status, Trajectory
-from verl.reward import Reward
 from verl.tracking import MemoryTracker, Tracking
 from verl.trainer.ray_trainer import RayPPOTrainer
-
-
-class RecordingReplicas:
-    """Finishes trajectories at once: sample k of a prompt answers with k + 1 tokens."""
-
-    dtype = "float32"
-
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
-        self.requests: list[tuple[list[Trajectory], Sampling]] = []
-        self.fail = lambda start: False
-
-    def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
-        self.log.append("generate")
-        self.requests.append((list(starts), sampling))
-        return [self.finish(start) for start in starts]
-
-    def finish(self, start: Trajectory) -> Trajectory:
-        ids = tuple(range(10, 11 + start.sample))
-        spoken = Segment(Origin.POLICY, ids, "x", (-1.0,) * len(ids))
-        seen = Segment(Origin.OBSERVATION, (7, 7), "doc")
-        status = Status.FAILED if self.fail(start) else Status.ANSWERED
-        return dataclasses.replace(
-            start, segments=[*start.segments, spoken, seen], status=status, error="down"
-        )
-
-    def update_weights(self, ranks: object) -> None:
-        self.log.append("update_weights")
-
-    def sleep(self) -> None: ...
-
-    def wake_up(self) -> None: ...
-
-
-class RecordingRanks:
-    """Answers with zeros and keeps every mini-batch."""
-
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
-        self.mini_batches: list[DataProto] = []
-
-    def _zeros(self, name: str, batch: DataProto) -> torch.Tensor:
-        self.log.append(name)
-        return torch.zeros(batch.num_tokens)
-
-    def log_probs(self, batch: DataProto) -> torch.Tensor:
-        return self._zeros("log_probs", batch)
-
-    def ref_log_probs(self, batch: DataProto) -> torch.Tensor:
-        return self._zeros("ref_log_probs", batch)
-
-    def values(self, batch: DataProto) -> torch.Tensor:
-        return self._zeros("values", batch)
-
-    def update_actor(self, mini: DataProto) -> dict[str, float]:
-        self.log.append("update_actor")
-        self.mini_batches.append(mini)
-        return {"actor/pg_loss": 0.0}
-
-    def update_critic(self, mini: DataProto) -> dict[str, float]:
-        self.log.append("update_critic")
-        return {"critic/vf_loss": 0.0}
-
-    def save_checkpoint(self, directory: Path) -> None: ...
-
-    def save_weights(self, directory: Path, dtype: str) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-
-
-def score_by_sample(trajectory: Trajectory) -> Reward:
-    """Score 1 for odd samples."""
-    score = float(trajectory.sample % 2)
-    return Reward(score, {"em": score})
 
 
 @pytest.fixture
 def log() -> list[str]:
     return []
-
-
-def prompts(count: int) -> list[Prompt]:
-    """Prompts of two data sets that use the same indices."""
-    return [
-        Prompt(f"{source}#{i}", (1, 2, 3), source, ("gold",), {"index": i})
-        for i in range(count // 2)
-        for source in ("nq", "hotpotqa")
-    ]
 
 
 @pytest.fixture

@@ -62,6 +62,9 @@ def _ranges(config: Config) -> Iterator[Problem]:
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     at_least_one = {
         "data.train_batch_size": data.train_batch_size,
+        "algorithm.filter_groups.max_num_gen_batches": (
+            config.algorithm.filter_groups.max_num_gen_batches
+        ),
         "data.val_batch_size": data.val_batch_size,
         "data.train_data_num": data.train_data_num,
         "data.val_data_num": data.val_data_num,
@@ -173,6 +176,9 @@ def _algorithm(config: Config) -> Iterator[Problem]:
     if alone and not config.trainer.val_only:
         name = config.algorithm.adv_estimator
         expected = f"2 or more: {name} compares the samples of a prompt, one alone has advantage 0"
+        yield key, rollout.n_agent, expected, f"{key}=5"
+    if config.algorithm.filter_groups.enable and rollout.n_agent == 1:
+        expected = "2 or more: algorithm.filter_groups compares the samples of a prompt"
         yield key, rollout.n_agent, expected, f"{key}=5"
     if actor.clip_ratio <= 0:
         key = "actor_rollout_ref.actor.clip_ratio"

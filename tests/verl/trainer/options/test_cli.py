@@ -130,6 +130,12 @@ def test_defaults_warn_of_nothing(
     [
         ("algorithm.adv_estimator=ppo", "one of gae, grpo"),
         ("algorithm.adv_estimator=grpo", "rollout.n_agent: got 1"),
+        ("algorithm.filter_groups.enable=true", "rollout.n_agent: got 1"),
+        ("actor_rollout_ref.actor.policy_loss=pg", "one of ppo, gspo"),
+        (
+            "actor_rollout_ref.actor.llds_coef=0.1 actor_rollout_ref.actor.ppo_mini_batch_size=512",
+            "several updates a step",
+        ),
         ("data.max_start_length=5000", "data.max_start_length"),
         ("data.max_obs_length=4096", "data.max_obs_length"),
         ("data.max_response_length=0", "data.max_response_length: got 0, expected 1"),

@@ -1,0 +1,59 @@
+"""Which trajectories a step is made of."""
+
+from collections import Counter
+
+import pytest
+
+from tests.verl.trainer.recording import RecordingReplicas, prompts, score_by_sample
+from verl.config import Config
+from verl.data import PromptSampler
+from verl.protocol import Trajectory
+from verl.reward import Reward
+from verl.trainer.collection import Collector
+from verl.trainer.metrics import Timings
+
+
+def make_collector(replicas: RecordingReplicas, reward_fn: object = score_by_sample) -> Collector:
+    config = Config()
+    config.data.train_batch_size = 4
+    config.actor_rollout_ref.rollout.n_agent = 3
+    config.algorithm.filter_groups.enable = True
+    config.algorithm.filter_groups.max_num_gen_batches = 3
+    sampler = PromptSampler(8, 4, shuffle=True, seed=0)
+    return Collector(config, replicas, prompts(8), sampler, reward_fn)  # type: ignore[arg-type]
+
+
+def score_hotpotqa_only(trajectory: Trajectory) -> Reward:
+    """The samples of a question of nq are all wrong; those of hotpotqa differ."""
+    is_hotpotqa = trajectory.prompt.data_source == "hotpotqa"
+    return Reward(float(is_hotpotqa and trajectory.sample == 1))
+
+
+def test_dynamic_sampling_fills_the_batch_with_groups_that_differ() -> None:
+    """Groups of equal scores are replaced by further prompts; no group is cut or repeated."""
+    collector = make_collector(RecordingReplicas([]), score_hotpotqa_only)
+    samples, metrics = collector.collect(1, Timings())
+    groups = Counter(t.group for t in samples.trajectories)
+    assert set(groups.values()) == {3} and len(groups) == metrics["rollout/kept_groups"] == 4
+    assert {t.prompt.data_source for t in samples.trajectories} == {"hotpotqa"}
+    assert [r.score for r in samples.rewards] == [t.sample == 1 for t in samples.trajectories]
+    assert metrics["rollout/gen_batches"] in (2, 3)
+    assert metrics["critic/score/mean"] == pytest.approx(1 / 6, abs=0.1)
+
+
+def test_dynamic_sampling_ends() -> None:
+    """When nothing differs a step samples max_num_gen_batches batches and goes on with them."""
+    replicas = RecordingReplicas([])
+    samples, metrics = make_collector(replicas, lambda t: Reward(0.0)).collect(1, Timings())
+    assert (len(replicas.requests), metrics["rollout/kept_groups"]) == (3, 0)
+    assert len(samples.trajectories) == 36
+    seeds = [t.seed for starts, _ in replicas.requests for t in starts]
+    assert len(set(seeds)) == 36
+
+
+def test_without_filter_every_group_is_kept() -> None:
+    """One batch of prompts, n_agent samples each, whatever they score."""
+    collector = make_collector(RecordingReplicas([]), lambda t: Reward(0.0))
+    collector.config.algorithm.filter_groups.enable = False
+    samples, metrics = collector.collect(1, Timings())
+    assert len(samples.trajectories) == 12 and "rollout/kept_groups" not in metrics

@@ -1,0 +1,160 @@
+"""The trajectories of one step: sampled, scored, and chosen by what they can teach."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from verl.config import Config
+from verl.data import PromptSampler
+from verl.errors import RetrieverError
+from verl.protocol import Prompt, Sampling, Status, Trajectory, start_trajectory
+from verl.reward import Reward, RewardFn
+from verl.trainer.groups import RolloutReplicas
+from verl.trainer.metrics import Metrics, Timings, reward_metrics, rollout_metrics
+from verl.trainer.validation import trajectory_seed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Samples:
+    """Scored trajectories, none of which failed."""
+
+    trajectories: list[Trajectory] = field(default_factory=list)
+    rewards: list[Reward] = field(default_factory=list)
+    greedy_scores: list[float] = field(default_factory=list)
+    """For ReMax: the score of the greedy trajectory of each one's prompt."""
+
+    def extend(self, other: Samples) -> None:
+        """Append another's."""
+        self.trajectories += other.trajectories
+        self.rewards += other.rewards
+        self.greedy_scores += other.greedy_scores
+
+    def select(self, groups: set[str]) -> Samples:
+        """Those of the named groups."""
+        kept = [i for i, t in enumerate(self.trajectories) if t.group in groups]
+        return Samples(
+            [self.trajectories[i] for i in kept],
+            [self.rewards[i] for i in kept],
+            [self.greedy_scores[i] for i in kept if self.greedy_scores],
+        )
+
+    def instructive_groups(self) -> list[str]:
+        """Groups whose members do not all have the same score, in order of appearance."""
+        scores: dict[str, set[float]] = {}
+        for trajectory, reward in zip(self.trajectories, self.rewards, strict=True):
+            scores.setdefault(trajectory.group, set()).add(reward.score)
+        return [group for group, found in scores.items() if len(found) > 1]
+
+
+@dataclass
+class Collector:
+    """Samples a step's trajectories from the replicas and scores them."""
+
+    config: Config
+    replicas: RolloutReplicas
+    prompts: Sequence[Prompt]
+    sampler: PromptSampler
+    reward_fn: RewardFn
+    with_greedy: bool = False
+    """Sample one greedy trajectory a prompt besides, as the baseline of ReMax."""
+
+    def collect(self, step: int, timings: Timings) -> tuple[Samples, Metrics]:
+        """`train_batch_size` prompts' trajectories, and what all that were sampled looked like.
+
+        With `algorithm.filter_groups` (dynamic sampling, Yu et al. 2025) groups of equal scores
+        are replaced by those of further prompts, for at most `max_num_gen_batches` batches.
+        """
+        filters, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
+        sampled, kept, rounds = Samples(), Samples(), 0
+        everyone: list[Trajectory] = []
+        num_kept = 0
+        while rounds == 0 or (
+            filters.enable and num_kept < wanted and rounds < filters.max_num_gen_batches
+        ):
+            found, batch = self._sample_batch(step, rounds, timings)
+            everyone += batch
+            sampled.extend(found)
+            groups = found.instructive_groups()[: wanted - num_kept]
+            kept.extend(found.select(set(groups)))
+            num_kept, rounds = num_kept + len(groups), rounds + 1
+        self.replicas.sleep()
+        metrics = {**rollout_metrics(everyone), **reward_metrics(sampled.rewards)}
+        if not filters.enable:
+            return sampled, metrics
+        metrics |= {"rollout/gen_batches": float(rounds), "rollout/kept_groups": float(num_kept)}
+        if not num_kept:
+            logger.warning("step %d: every group of %d batches has equal scores", step, rounds)
+            return sampled, metrics
+        return kept, metrics
+
+    def _sample_batch(
+        self, step: int, round_: int, timings: Timings
+    ) -> tuple[Samples, list[Trajectory]]:
+        """One batch of prompts: its scored trajectories, and all of them, failed ones too."""
+        rows = self.sampler.next_batch()
+        first = round_ * len(rows)
+        with timings.phase("gen"):
+            trajectories = self._sample(step, rows, first)
+            greedy = self._sample_greedy(step, rows, first) if self.with_greedy else []
+        alive = self._drop_failed(step, trajectories)
+        with timings.phase("reward"):
+            rewards = [self.reward_fn(t) for t in alive]
+            samples = Samples(alive, rewards)
+            if self.with_greedy:
+                samples.greedy_scores = self._greedy_scores(greedy, samples)
+        return samples, trajectories
+
+    def _sample(self, step: int, rows: Sequence[int], first: int) -> list[Trajectory]:
+        """`n_agent` trajectories for each prompt, a seed of its own for each."""
+        rollout = self.config.actor_rollout_ref.rollout
+        starts = [
+            self._start(step, row, position, sample)
+            for position, row in enumerate(rows, first)
+            for sample in range(rollout.n_agent)
+        ]
+        sampling = Sampling(
+            self.config.data.max_response_length, rollout.temperature, rollout.top_p
+        )
+        return self.replicas.generate(starts, sampling)
+
+    def _sample_greedy(self, step: int, rows: Sequence[int], first: int) -> list[Trajectory]:
+        """One greedy trajectory for each prompt, never trained on."""
+        starts = [self._start(step, row, position, 0) for position, row in enumerate(rows, first)]
+        sampling = Sampling(self.config.data.max_response_length, temperature=0.0, top_p=1.0)
+        return self.replicas.generate(starts, sampling)
+
+    def _start(self, step: int, row: int, position: int, sample: int) -> Trajectory:
+        """A sample of the prompt in `row`, the step's prompt number `position`."""
+        return start_trajectory(
+            self.prompts[row],
+            group=f"{step}/{position}",
+            sample=sample,
+            seed=trajectory_seed(self.config.trainer.seed, step, position, sample),
+        )
+
+    def _greedy_scores(self, greedy: Sequence[Trajectory], samples: Samples) -> list[float]:
+        """The score of each trajectory's greedy counterpart.
+
+        Where infrastructure broke that one, the trajectory's own: it then teaches nothing.
+        """
+        known = {t.group: self.reward_fn(t).score for t in greedy if t.status is not Status.FAILED}
+        pairs = zip(samples.trajectories, samples.rewards, strict=True)
+        return [known.get(t.group, r.score) for t, r in pairs]
+
+    def _drop_failed(self, step: int, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Leave out what infrastructure broke; nothing of it is trained on."""
+        failed = [t for t in trajectories if t.status is Status.FAILED]
+        if len(failed) == len(trajectories):
+            raise RetrieverError(
+                f"all {len(failed)} trajectories of step {step} failed, the last with: "
+                f"{failed[-1].error}; see that {self.config.retriever.url} answers, then start "
+                "again with trainer.resume_mode=auto"
+            )
+        if failed:
+            logger.warning("step %d: %d trajectories failed and are left out: %s", step,
+                           len(failed), failed[0].error)  # fmt: skip
+        return [t for t in trajectories if t.status is not Status.FAILED]
