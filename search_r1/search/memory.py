@@ -19,6 +19,8 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 """Bytes of a value by dtype."""
 CODE_BITS = {"Flat": 32, "SQ8": 8, "SQ6": 6, "SQ4": 4, "SQfp16": 16, "SQbf16": 16}
 """Bits of a value by the code's name in a FAISS factory string."""
+QUERY_BLOCK = 256
+"""Queries whose scores of a tile the torch engine holds at once."""
 ID_BYTES = 8
 LINK_BYTES = 4
 NODE_BYTES = 16

@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from search_r1.search.memory import bytes_of_index, bytes_of_model
+from search_r1.search.memory import QUERY_BLOCK, bytes_of_index, bytes_of_model
 from search_r1.search.retrievers.flat_file import is_flat, read_shape
 from search_r1.search.retrievers.registry import ENGINES
 from search_r1.search.retrievers.settings import RetrieverConfig, TorchConfig
 from search_r1.search.retrievers.vector_index import vectors_file
 
 OFFSET_BYTES = 8
-QUERY_BLOCK = 256
-"""Queries whose scores of a tile the torch engine holds at once."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ Loads neither torch nor FAISS. An index is our folder (`vectors.faiss` and a man
 FAISS file such as the published `e5_Flat.index`.
 """
 
+import hashlib
 from pathlib import Path
 
 from search_r1.search.corpus import Corpus
@@ -14,6 +15,8 @@ from search_r1.search.retrievers.locations import locate
 from search_r1.search.retrievers.settings import RetrieverConfig
 
 VECTORS_NAME = "vectors.faiss"
+NUM_SAMPLES = 256
+SAMPLE_BYTES = 4096
 
 
 def locate_index(config: RetrieverConfig) -> Path:
@@ -53,3 +56,19 @@ def probe(encoder: Encoder) -> tuple[float, ...]:
     """The encoder's embedding of the probe text, rounded for the manifest."""
     vector = encoder.encode_passages([PROBE_TEXT])[0]
     return tuple(round(float(x), 5) for x in vector)
+
+
+def index_digest(file: Path) -> str:
+    """64-bit BLAKE2b hash (hex) of a file's size and of samples from its first to its last byte.
+
+    Two indexes of one corpus differ in nearly every vector, so samples tell them apart without
+    reading 64 GB.
+    """
+    size = file.stat().st_size
+    hasher = hashlib.blake2b(str(size).encode(), digest_size=8)
+    last = max(0, size - SAMPLE_BYTES)
+    with file.open("rb") as data:
+        for i in range(NUM_SAMPLES):
+            data.seek(last * i // (NUM_SAMPLES - 1))
+            hasher.update(data.read(SAMPLE_BYTES))
+    return hasher.hexdigest()
