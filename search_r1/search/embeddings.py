@@ -30,8 +30,9 @@ class EmbeddingFile:
         """Open what `create` made in `folder`."""
         self.path = folder / FILE_NAME
         self._shard_rows = shard_rows
-        self.matrix: Matrix = np.load(self.path, mmap_mode="r", allow_pickle=False)
-        self._start = self.matrix.offset  # type: ignore[attr-defined]
+        mapped: np.memmap[Any, Any] = np.load(self.path, mmap_mode="r", allow_pickle=False)
+        self.matrix: Matrix = mapped
+        self._start = mapped.offset
         self._data = os.open(self.path, os.O_WRONLY)
         self._done = os.open(folder / DONE_NAME, os.O_RDWR)
 

@@ -63,10 +63,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _config(args: argparse.Namespace) -> BuildConfig:
     """The build that the flags ask for."""
-    values: dict[str, Any] = {
-        field.name: getattr(args, field.name) for field in dataclasses.fields(BuildConfig)
-    }
-    return BuildConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    names = [field.name for field in dataclasses.fields(BuildConfig)]
+    values: dict[str, Any] = {name: getattr(args, name) for name in names}
+    values["devices"] = tuple(args.devices)
+    return BuildConfig(**values)
 
 
 def main(argv: list[str] | None = None) -> int:

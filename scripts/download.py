@@ -1,0 +1,201 @@
+"""Fetch the published wiki-18 corpus and indexes: `python -m scripts.download e5 --save_dir data`.
+
+Files come from the Hugging Face hub (`HF_ENDPOINT` names a mirror), go on where a download was
+interrupted, are checked against the hub's SHA-256, joined and unpacked. `--dry-run` only tells
+what would be fetched and the disk it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.hub_files import DownloadError, HubFile, disk_error, fetch, list_files
+from scripts.joining import Joined, unpack
+
+logger = logging.getLogger(__name__)
+
+ROWS = 21_015_324
+"""Passages of wiki-18."""
+DIM = 768
+HEADER_BYTES = 45
+"""Of a FAISS Flat index."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A row of what is published."""
+
+    repo: str
+    prefix: str
+    """The files of the repository that are wanted start so."""
+    target: str
+    """What they become in --save_dir."""
+    kind: str
+    """`parts` are joined in order, `gzip` is unpacked, `folder` is kept as it is."""
+    published_bytes: int
+    """About what `target` takes, for when the hub cannot be reached."""
+
+
+ITEMS = {
+    "corpus": Item(
+        "PeterJinGo/wiki-18-corpus", "wiki-18.jsonl.gz", "wiki-18.jsonl", "gzip", 14_000_000_000
+    ),
+    "e5": Item(
+        "PeterJinGo/wiki-18-e5-index",
+        "part_",
+        "e5_Flat.index",
+        "parts",
+        ROWS * DIM * 4 + HEADER_BYTES,
+    ),
+    "e5-hnsw64": Item(
+        "PeterJinGo/wiki-18-e5-index-HNSW64",
+        "part_",
+        "e5_HNSW64.index",
+        "parts",
+        ROWS * (DIM * 4 + 4 * 2 * 64 + 20),
+    ),
+    "bm25": Item("PeterJinGo/wiki-18-bm25-index", "bm25/", "bm25", "folder", 3_000_000_000),
+}
+UNPACKED_PER_PACKED = 3
+"""About what a byte of a packed corpus becomes."""
+SERVE = {
+    "e5": "--retriever_name e5 --retriever_model intfloat/e5-base-v2",
+    "e5-hnsw64": "--retriever_name e5 --retriever_model intfloat/e5-base-v2",
+    "bm25": "--retriever_name bm25",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one item means for this machine."""
+
+    item: Item
+    files: tuple[HubFile, ...]
+    """Empty where the hub could not be asked."""
+    save_dir: Path
+
+    @property
+    def target(self) -> Path:
+        """Where the finished item lies."""
+        return self.save_dir / self.item.target
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that come over the network."""
+        return sum(file.size for file in self.files) or self.item.published_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """The most that lies on the disk at once."""
+        sizes = [file.size for file in self.files]
+        if not sizes:
+            return self.item.published_bytes
+        if self.item.kind == "gzip":
+            return sum(sizes) + UNPACKED_PER_PACKED * sum(sizes)
+        return sum(sizes) + (max(sizes[1:], default=0) if self.item.kind == "parts" else 0)
+
+    @property
+    def missing_bytes(self) -> int:
+        """What of `disk_bytes` is not on the disk yet."""
+        here = Joined(self.target, self.files).size if self.item.kind == "parts" else 0
+        return 0 if self.target.exists() else max(0, self.disk_bytes - here)
+
+
+def make_plan(name: str, save_dir: Path, *, may_guess: bool) -> Plan:
+    """The files of an item by the hub's listing; raises DownloadError if it cannot be asked.
+
+    `may_guess`: then the plan holds the table's published size alone.
+    """
+    item = ITEMS[name]
+    try:
+        files = tuple(list_files(item.repo, item.prefix))
+    except DownloadError as error:
+        if not may_guess:
+            raise
+        logger.warning("%s; sizes of %s are the published ones", error, name)
+        files = ()
+    return Plan(item, files, save_dir)
+
+
+def describe(plan: Plan) -> str:
+    """What would be fetched, and the disk it needs."""
+    item = plan.item
+    source = "" if plan.files else " (by published size; the hub was not asked)"
+    lines = [
+        f"{item.repo} -> {plan.target}{source}",
+        f"  fetch {plan.fetched_bytes / 1e9:.2f} GB, disk {plan.disk_bytes / 1e9:.2f} GB",
+    ]
+    return "\n".join(lines + [f"  {file.path}  {file.size} bytes" for file in plan.files])
+
+
+def carry_out(plan: Plan) -> None:
+    """Fetch, check, join and unpack; what is finished already is left as it is."""
+    if plan.target.exists():
+        logger.info("%s is there already", plan.target)
+        return
+    aside = plan.save_dir / f".{plan.item.target}.parts"
+    if plan.item.kind == "parts":
+        joined = Joined(plan.target, plan.files)
+        for file in joined.missing():
+            joined.append(file, fetch(plan.item.repo, file, aside))
+        joined.finish()
+    elif plan.item.kind == "gzip":
+        unpack(fetch(plan.item.repo, plan.files[0], aside), plan.target)
+    else:
+        for file in plan.files:
+            fetch(plan.item.repo, file, aside)
+        (aside / plan.item.prefix).rename(plan.target)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def serve_command(name: str, save_dir: Path) -> str:
+    """The command that serves an index of the published corpus."""
+    target = save_dir / ITEMS[name].target
+    corpus = save_dir / ITEMS["corpus"].target
+    return (
+        f"python -m search_r1.search.retrieval_server {SERVE[name]} "
+        f"--index_path {target} --corpus_path {corpus}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command-line entry; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    parser = argparse.ArgumentParser(prog="download", description=__doc__)
+    add = parser.add_argument
+    add("items", nargs="+", choices=list(ITEMS), help="what to fetch; indexes need corpus too")
+    add("--save_dir", type=Path, default=Path("data/wiki-18"), help="folder that receives it")
+    add("--dry-run", action="store_true", help="tell what would be fetched, and fetch nothing")
+    args = parser.parse_args(argv)
+    try:
+        return _run(args.items, args.save_dir, is_dry=args.dry_run)
+    except DownloadError as error:
+        sys.stderr.write(f"download: {error}\n")
+        return 2
+
+
+def _run(names: list[str], save_dir: Path, *, is_dry: bool) -> int:
+    plans = [make_plan(name, save_dir, may_guess=is_dry) for name in names]
+    for plan in plans:
+        sys.stdout.write(describe(plan) + "\n")
+    problem = disk_error(save_dir, sum(plan.missing_bytes for plan in plans))
+    if is_dry:
+        sys.stdout.write(f"{problem or 'the disk is large enough'}\n")
+        return 0
+    if problem:
+        raise DownloadError(problem)
+    for plan in plans:
+        carry_out(plan)
+    served = [name for name in names if name in SERVE]
+    sys.stdout.write("\n".join(["serve with:", *[serve_command(n, save_dir) for n in served], ""]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Parts to one file without twice the disk, and .gz to plain; both appear when complete."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from scripts.hub_files import CHUNK_BYTES, DownloadError, HubFile
+
+
+class Joined:
+    """A file that is made by appending parts; how long it is says which parts it has."""
+
+    def __init__(self, target: Path, parts: Sequence[HubFile]) -> None:
+        """`target` appears when all `parts` are joined."""
+        self._target = target
+        self._partial = target.with_name(f".{target.name}.partial")
+        self._parts = list(parts)
+
+    @property
+    def size(self) -> int:
+        """Bytes that are joined by now."""
+        return self._partial.stat().st_size if self._partial.exists() else 0
+
+    def missing(self) -> Iterator[HubFile]:
+        """The parts that are not joined as a whole, in order."""
+        end = 0
+        for part in self._parts:
+            end += part.size
+            if self.size < end:
+                yield part
+
+    def append(self, part: HubFile, path: Path) -> None:
+        """Join the next part and remove its own file, once it is on the disk."""
+        start = sum(before.size for before in self._parts[: self._parts.index(part)])
+        if start == 0:
+            path.replace(self._partial)
+            return
+        with self._partial.open("r+b") as joined, path.open("rb") as source:
+            joined.truncate(start)  # what a killed run had appended of this part
+            joined.seek(start)
+            shutil.copyfileobj(source, joined, CHUNK_BYTES)
+            joined.flush()
+            os.fsync(joined.fileno())
+        path.unlink()
+
+    def finish(self) -> None:
+        """Let the target appear."""
+        whole = sum(part.size for part in self._parts)
+        assert self.size == whole, f"{self._partial}: {self.size} bytes, expected {whole}"
+        self._partial.replace(self._target)
+
+
+def unpack(packed: Path, target: Path) -> None:
+    """Unpack a .gz as a stream and remove it; raises DownloadError if it is not one."""
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        with gzip.open(packed, "rb") as source, partial.open("wb") as file:
+            shutil.copyfileobj(source, file, CHUNK_BYTES)
+            file.flush()
+            os.fsync(file.fileno())
+    except (EOFError, gzip.BadGzipFile) as error:
+        packed.unlink()
+        raise DownloadError(f"{packed} is no complete .gz ({error}): fetch it again") from error
+    partial.replace(target)
+    packed.unlink()

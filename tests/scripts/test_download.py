@@ -1,0 +1,270 @@
+"""Fetching from a local server that answers as the hub documents: tree, resolve, ranges."""
+
+import gzip
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from scripts import download
+from scripts.download import ITEMS, main
+from scripts.hub_files import DownloadError, HubFile, verify
+from scripts.joining import Joined, unpack
+
+MB = 1 << 20
+
+
+class Hub:
+    """Files by `repo/path`, what was asked for, and how the server misbehaves."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.ranges: list[str] = []
+        self.bodies: list[str] = []
+        self.wrong_checksum = False
+        self.knows_ranges = True
+        self.stall_after: int | None = None
+        self.stalled = threading.Event()
+        self.resume = threading.Event()
+
+    def tree(self, repo: str) -> list[dict[str, object]]:
+        """The listing of a repository."""
+        found = [(k[len(repo) + 1 :], v) for k, v in self.files.items() if k.startswith(repo + "/")]
+        return [self._entry(path, data) for path, data in found]
+
+    def _entry(self, path: str, data: bytes) -> dict[str, object]:
+        digest = hashlib.sha256(b"other" if self.wrong_checksum else data).hexdigest()
+        lfs = {"oid": digest, "size": len(data), "pointerSize": 130}
+        return {"type": "file", "path": path, "size": len(data), "oid": "0" * 40, "lfs": lfs}
+
+
+def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self._file(self.path.removeprefix("/datasets/").replace("/resolve/main", ""), b"")
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            if path.startswith("/api/datasets/"):
+                repo = path.removeprefix("/api/datasets/").removesuffix("/tree/main")
+                self._send(200, json.dumps(hub.tree(repo)).encode(), {})
+                return
+            key = path.removeprefix("/datasets/").partition("/resolve/")
+            name = key[0] + "/" + key[2].partition("/")[2]
+            hub.bodies.append(name)
+            self._file(name, hub.files.get(name))
+
+        def _file(self, name: str, body: bytes | None) -> None:
+            data = hub.files.get(name)
+            if data is None:
+                self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+                return
+            etag = f'"{hashlib.sha256(data).hexdigest()}"'
+            facts = {"X-Repo-Commit": "1" * 40, "ETag": etag, "X-Linked-Etag": etag}
+            facts["X-Linked-Size"] = str(len(data))
+            asked = self.headers.get("Range")
+            if asked and body and hub.knows_ranges:
+                hub.ranges.append(asked)
+                start = int(asked.removeprefix("bytes=").partition("-")[0])
+                facts["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+                self._send(206, data[start:], facts)
+            else:
+                self._send(200, body or b"", facts, length=len(data))
+
+        def _send(
+            self, status: int, body: bytes, facts: dict[str, str], length: int | None = None
+        ) -> None:
+            self.send_response(status)
+            for key, value in facts.items():
+                self.send_header(key, value)
+            self.send_header("Content-Length", str(len(body) if length is None else length))
+            self.end_headers()
+            if hub.stall_after is not None and len(body) > hub.stall_after:
+                self.wfile.write(body[: hub.stall_after])
+                self.wfile.flush()
+                hub.stall_after = None
+                hub.stalled.set()
+                hub.resume.wait(60)
+                self.close_connection = True
+                return
+            self.wfile.write(body)
+
+    return Handler
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A server that is the hub for this test."""
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(hub))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+    yield hub
+    hub.resume.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def publish(hub: Hub, parts: dict[str, bytes], name: str = "e5") -> None:
+    hub.files |= {f"{ITEMS[name].repo}/{path}": data for path, data in parts.items()}
+
+
+def test_parts_are_joined_and_removed(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parts become one file in their order, nothing else stays, and the serve command is told."""
+    publish(hub, {"part_ab": b"world" * 9, "part_aa": b"hello" * 7, "README.md": b"x"})
+    assert main(["e5", "--save_dir", str(tmp_path)]) == 0
+    assert (tmp_path / "e5_Flat.index").read_bytes() == b"hello" * 7 + b"world" * 9
+    assert [path.name for path in tmp_path.iterdir()] == ["e5_Flat.index"]
+    assert f"--index_path {tmp_path / 'e5_Flat.index'}" in capsys.readouterr().out
+    fetched = len(hub.bodies)
+    assert main(["e5", "--save_dir", str(tmp_path)]) == 0
+    assert len(hub.bodies) == fetched, "what is complete is not fetched again"
+
+
+def test_corpus_is_unpacked_and_a_folder_kept(hub: Hub, tmp_path: Path) -> None:
+    """The packed corpus becomes jsonl; the BM25 index becomes its folder."""
+    publish(hub, {"wiki-18.jsonl.gz": gzip.compress(b'{"id": "1"}\n' * 99)}, "corpus")
+    publish(hub, {"bm25/segments_1": b"s", "bm25/a.fdt": b"f"}, "bm25")
+    assert main(["corpus", "bm25", "--save_dir", str(tmp_path)]) == 0
+    assert (tmp_path / "wiki-18.jsonl").read_bytes() == b'{"id": "1"}\n' * 99
+    assert sorted(p.name for p in (tmp_path / "bm25").iterdir()) == ["a.fdt", "segments_1"]
+
+
+def test_a_killed_download_goes_on(hub: Hub, tmp_path: Path) -> None:
+    """After kill -9 the second run asks only for the bytes that are missing."""
+    data = os.urandom(5 * MB)
+    publish(hub, {"part_aa": b"start", "part_ab": data})
+    hub.stall_after = 4 * MB
+    command = [sys.executable, "-m", "scripts.download", "e5", "--save_dir", str(tmp_path)]
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    incomplete = tmp_path / ".e5_Flat.index.parts" / "part_ab.incomplete"
+    try:
+        assert hub.stalled.wait(60)
+        while incomplete.stat().st_size < 2 * MB:
+            assert run.poll() is None
+    finally:
+        run.kill()
+        run.wait()
+    hub.resume.set()
+    have = incomplete.stat().st_size
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    assert (tmp_path / "e5_Flat.index").read_bytes() == b"start" + data
+    assert hub.ranges == [f"bytes={have}-"]
+    assert hub.bodies.count(f"{ITEMS['e5'].repo}/part_aa") == 1
+
+
+def test_a_broken_connection_goes_on(hub: Hub, tmp_path: Path) -> None:
+    """A connection that breaks in the middle costs one more request for the rest."""
+    data = os.urandom(3 * MB)
+    publish(hub, {"part_aa": data})
+    hub.stall_after = 2 * MB
+    hub.resume.set()
+    assert main(["e5", "--save_dir", str(tmp_path)]) == 0
+    assert (tmp_path / "e5_Flat.index").read_bytes() == data
+    assert len(hub.ranges) == 1
+
+
+def test_a_server_without_ranges_starts_anew(hub: Hub, tmp_path: Path) -> None:
+    """A whole answer to a question for the rest replaces what was there."""
+    publish(hub, {"part_aa": b"whole file"})
+    hub.knows_ranges = False
+    (tmp_path / ".e5_Flat.index.parts").mkdir()
+    (tmp_path / ".e5_Flat.index.parts" / "part_aa.incomplete").write_bytes(b"whole")
+    assert main(["e5", "--save_dir", str(tmp_path)]) == 0
+    assert (tmp_path / "e5_Flat.index").read_bytes() == b"whole file"
+
+
+def test_wrong_checksum_is_refused(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that is not what the hub says is removed, never joined."""
+    publish(hub, {"part_aa": b"hello"})
+    hub.wrong_checksum = True
+    assert main(["e5", "--save_dir", str(tmp_path)]) == 2
+    assert "SHA-256" in capsys.readouterr().err
+    assert not (tmp_path / "e5_Flat.index").exists()
+    assert not (tmp_path / ".e5_Flat.index.parts" / "part_aa").exists()
+    hub.wrong_checksum = False
+    assert main(["e5", "--save_dir", str(tmp_path)]) == 0
+
+
+def test_dry_run_names_files_and_disk(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The dry run tells the hub's sizes and fetches nothing."""
+    publish(hub, {"part_aa": b"a" * 70, "part_ab": b"b" * 30})
+    assert main(["e5", "--save_dir", str(tmp_path), "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert "part_aa  70 bytes" in output and "part_ab  30 bytes" in output
+    assert hub.bodies == [] and list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_without_the_hub_tells_published_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a hub the sizes are the table's and are said to be so; a real run is refused."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the port of nothing
+    assert main(["e5", "--save_dir", str(tmp_path), "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert "64.56 GB" in output and "published size" in output
+    assert main(["e5", "--save_dir", str(tmp_path)]) == 2
+    assert "HF_ENDPOINT" in capsys.readouterr().err
+
+
+def test_too_small_a_disk_is_refused(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is fetched when it would not fit."""
+    publish(hub, {"part_aa": b"hello"})
+    small: Callable[[Path, int], str] = lambda folder, need: f"{folder} has too little for {need}"  # noqa: E731
+    monkeypatch.setattr(download, "disk_error", small)
+    assert main(["e5", "--save_dir", str(tmp_path)]) == 2
+    assert "too little for 5" in capsys.readouterr().err
+    assert hub.bodies == []
+
+
+@pytest.mark.parametrize("appended", [0, 3, 7])
+def test_a_killed_join_appends_once(tmp_path: Path, appended: int) -> None:
+    """What a killed run had appended of a part is not there twice."""
+    parts = [HubFile("part_aa", 5, None), HubFile("part_ab", 7, None)]
+    (tmp_path / ".x.partial").write_bytes(b"first" + b"seconds"[:appended])
+    joined = Joined(tmp_path / "x", parts)
+    for part in joined.missing():
+        path = tmp_path / part.path
+        path.write_bytes(b"seconds")
+        joined.append(part, path)
+    joined.finish()
+    assert (tmp_path / "x").read_bytes() == b"firstseconds"
+
+
+def test_a_truncated_archive_is_refused(tmp_path: Path) -> None:
+    """A .gz that ends early is not taken for a smaller corpus."""
+    packed = tmp_path / "c.gz"
+    packed.write_bytes(gzip.compress(os.urandom(999))[:500])
+    with pytest.raises(DownloadError, match=r"no complete \.gz"):
+        unpack(packed, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
+    """Small files without a checksum are at least as long as the hub says."""
+    path = tmp_path / "f"
+    path.write_bytes(b"abc")
+    with pytest.raises(DownloadError, match="3 bytes"):
+        verify(path, HubFile("f", 4, None))
