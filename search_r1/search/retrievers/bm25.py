@@ -1,7 +1,7 @@
 """BM25 (the Lucene variant) over a memory-mapped bm25s index; needs neither torch nor Java."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -115,16 +115,6 @@ def tokenize(texts: Sequence[str]) -> list[list[str]]:
         list(texts), stopwords="en", return_ids=False, show_progress=False
     )
     return words
-
-
-def build(texts: Iterable[str], folder: Path) -> None:
-    """Index `texts`, one document each in row order, and save the index into `folder`."""
-    tokens = bm25s.tokenize(texts, stopwords="en", show_progress=False)
-    if not tokens.vocab:
-        tokens.vocab[""] = 0
-    index = bm25s.BM25()
-    index.index(tokens, show_progress=True)
-    index.save(folder)
 
 
 def top_rows(scores: Scores, k: int, floor: float = 0.0) -> list[int]:
