@@ -28,6 +28,8 @@ class Encoder(Protocol):
     """Of the computation; vectors are float32."""
     normalizes: bool
     """Whether vectors have unit length."""
+    query_prefix: str
+    passage_prefix: str
 
     def encode_queries(self, queries: Sequence[str]) -> Vectors:
         """(num_queries, dim) float32, contiguous, in the order of `queries`."""
@@ -49,6 +51,8 @@ class HashEncoder:
     pooling = "sum"
     dtype = "float32"
     normalizes = True
+    query_prefix = ""
+    passage_prefix = ""
 
     def __init__(self, dim: int = 64) -> None:
         self._dim = dim
@@ -84,6 +88,7 @@ class PairEncoder:
         self.name = passages.name
         self.pooling, self.dtype = passages.pooling, passages.dtype
         self.normalizes = passages.normalizes
+        self.query_prefix, self.passage_prefix = queries.query_prefix, passages.passage_prefix
         dims = [len(e.encode_passages(["a"])[0]) for e in (queries, passages)]
         if dims[0] != dims[1] or queries.normalizes != passages.normalizes:
             raise SetupError(

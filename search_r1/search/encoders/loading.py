@@ -35,14 +35,14 @@ def torch_dtype(flag: str, name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def pick_device(name: str | None) -> torch.device:
+def pick_device(flag: str, name: str | None) -> torch.device:
     """The device called `name`, by default a GPU if there is one; raises SetupError if absent."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise SetupError(
-            f"--encoder_device {name} cannot be used ({error}); expected cpu, or a GPU that "
+            f"--{flag} {name} cannot be used ({error}); expected cpu, or a GPU that "
             "torch sees such as cuda:0"
         ) from error
     return device

@@ -39,11 +39,12 @@ class ModulesEncoder:
         self.name = name
         self.normalizes = declared.normalizes
         self.dtype = config.encoder_dtype
-        self._declared = declared
+        self.query_prefix = declared.query_prefix
+        self.passage_prefix = declared.passage_prefix
         dtype = torch_dtype("encoder_dtype", self.dtype)
         self._model: Any = SentenceTransformer(
             config.retriever_model,
-            device=str(pick_device(config.encoder_device)),
+            device=str(pick_device("encoder_device", config.encoder_device)),
             trust_remote_code=config.trust_remote_code,
             model_kwargs={"dtype": dtype},
         ).to(dtype)
@@ -57,11 +58,11 @@ class ModulesEncoder:
 
     def encode_queries(self, queries: Sequence[str]) -> Vectors:
         """(num_queries, dim) float32."""
-        return self._encode(queries, self._declared.query_prefix, self._query_length)
+        return self._encode(queries, self.query_prefix, self._query_length)
 
     def encode_passages(self, passages: Sequence[str]) -> Vectors:
         """(num_passages, dim) float32."""
-        return self._encode(passages, self._declared.passage_prefix, self._passage_length)
+        return self._encode(passages, self.passage_prefix, self._passage_length)
 
     def info(self) -> dict[str, Any]:
         """What decides a vector."""
@@ -70,8 +71,8 @@ class ModulesEncoder:
             "pooling": self.pooling,
             "normalizes": self.normalizes,
             "dtype": self.dtype,
-            "query_prefix": self._declared.query_prefix,
-            "passage_prefix": self._declared.passage_prefix,
+            "query_prefix": self.query_prefix,
+            "passage_prefix": self.passage_prefix,
             "query_max_length": self._query_length,
             "weights": self._weights,
         }

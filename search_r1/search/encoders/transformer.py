@@ -51,9 +51,10 @@ class TransformerEncoder:
         self.pooling = _pooling(name, declared, config.pooling_method)
         self.normalizes = declared.normalizes
         self.dtype = config.encoder_dtype
-        self._declared = declared
+        self.query_prefix = declared.query_prefix
+        self.passage_prefix = declared.passage_prefix
         dtype = torch_dtype("encoder_dtype", self.dtype)
-        self._device = pick_device(config.encoder_device)
+        self._device = pick_device("encoder_device", config.encoder_device)
         model = _load(path, declared.subfolder, self.pooling, dtype, config.trust_remote_code)
         model.to(self._device)
         self._dim = _dim(model.config)
@@ -75,11 +76,11 @@ class TransformerEncoder:
                 f"{self.name} encodes passages only (dpr has two encoders); expected the "
                 "encoder of questions too: set --query_model"
             )
-        return self._encode(queries, self._declared.query_prefix, self._query_length)
+        return self._encode(queries, self.query_prefix, self._query_length)
 
     def encode_passages(self, passages: Sequence[str]) -> Vectors:
         """(num_passages, dim) float32."""
-        return self._encode(passages, self._declared.passage_prefix, self._passage_length)
+        return self._encode(passages, self.passage_prefix, self._passage_length)
 
     def info(self) -> dict[str, Any]:
         """What decides a vector."""
@@ -88,8 +89,8 @@ class TransformerEncoder:
             "pooling": self.pooling,
             "normalizes": self.normalizes,
             "dtype": self.dtype,
-            "query_prefix": self._declared.query_prefix,
-            "passage_prefix": self._declared.passage_prefix,
+            "query_prefix": self.query_prefix,
+            "passage_prefix": self.passage_prefix,
             "query_max_length": self._query_length,
             "weights": self._weights,
         }

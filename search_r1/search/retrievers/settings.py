@@ -69,6 +69,7 @@ class RerankConfig:
     reranker_batch_size: int = option(32, "pairs per reranker call", at_least=1)
     reranker_max_length: int = option(512, "tokens of a pair that are read", at_least=8)
     reranker_dtype: str = option("float32", "float32, float16 or bfloat16")
+    reranker_device: str | None = option(None, "cpu, cuda:1 ...; default: a GPU if there is one")
 
 
 @dataclass(frozen=True)
