@@ -68,9 +68,9 @@ class LuceneRetriever:
             return [[Hit(self._read(hit), float(hit.score)) for hit in hits] for hits in found]
 
     def _search_all(self, queries: Sequence[str], k: int) -> list[Any]:
-        """A list of Java `ScoredDoc` per query."""
-        if not queries:
-            return []
+        """A list of Java `ScoredDoc` per query; a pool of threads is made for several."""
+        if len(queries) < 2:
+            return [self._index.search(well_formed(query), k) for query in queries]
         texts, keys = self._new_list(), self._new_list()
         for place, query in enumerate(queries):
             texts.add(well_formed(query))
