@@ -17,8 +17,9 @@ _secrets: set[str] = set()
 def read_credentials(service: Service) -> Credentials:
     """The service's key and setting; raises SetupError naming the variable to set."""
     credentials = Credentials(*(_read(service, variable) for variable in service.variables))
-    _secrets.update(form(credentials.key) for form in (str, quote, quote_plus))
-    _secrets.add(quote(credentials.key, safe=""))
+    key = credentials.key
+    spellings = (key, quote(key), quote_plus(key), key.replace("/", r"\/"))  # in URLs and JSON
+    _secrets.update(spellings)
     for name in CHATTY:
         logger = logging.getLogger(name)
         if _hide_record not in logger.filters:

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 MOST_BYTES = 8 << 20
 LONGEST_WAIT_S = 60.0
 """A Retry-After above it is an outage for the caller, who decides when to come back."""
+MOST_READ = 100_000
+"""Bytes of an error answer that are looked at."""
 MOST_MESSAGE = 300
 
 
@@ -94,7 +96,8 @@ class Upstream:
         try:
             return self.service.read(json.loads(body))
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-            said = hide(f"{type(error).__name__}: {error}; got {body[:80]!r}")
+            got = hide(body[:MOST_READ].decode("utf-8", "replace"))[:80]
+            said = hide(f"{type(error).__name__}: {error}; got {got!r}")
             raise _Again(f"an answer outside its documented form ({said})") from None
 
     def _send(self, call: Call) -> tuple[httpx.Response, bytes]:
@@ -114,7 +117,7 @@ class Upstream:
 
     def _judge(self, response: httpx.Response, body: bytes) -> Exception:
         """What an answer other than 200 means for the next try."""
-        status, said = response.status_code, hide(body.decode("utf-8", "replace"))
+        status, said = response.status_code, body[:MOST_READ].decode("utf-8", "replace")
         limited = status in (408, 425, 429) or status >= 500 or self.service.busy.search(said)
         message = f"{status}: {_message(said)}"
         if limited and not self.service.spent.search(said):
@@ -142,11 +145,11 @@ def _check_url(url: str) -> str:
 
 
 def _message(body: str) -> str:
-    """The words inside an error answer, whichever of the usual fields they are in."""
+    """The words inside an error answer, whichever of the usual fields they are in; no key."""
     try:
         found: Json = json.loads(body)
     except (ValueError, RecursionError):
         found = body
     while isinstance(found, dict):
         found = next((found[n] for n in ("error", "detail", "message") if found.get(n)), str(found))
-    return " ".join(str(found).split())[:MOST_MESSAGE] or "no message"
+    return hide(" ".join(str(found).split()))[:MOST_MESSAGE] or "no message"

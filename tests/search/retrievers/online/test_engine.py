@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -139,6 +141,22 @@ def test_long_queries_are_cut_at_a_word(start: Any, documented: Any, name: str) 
         query = documented.asked_for(asked)[0]
         assert len(query) <= service.most_chars and len(query.split()) <= service.most_words
         assert set(query.split()) in ({"word"}, {"x" * service.most_chars})
+
+
+@pytest.mark.parametrize("status", [200, 400, 500])
+@pytest.mark.parametrize(
+    "spelling", ["{}", '{{"error": "no such key: {}"}}', '{{"message": "{}"}}']
+)
+def test_echoed_keys_are_hidden(
+    start: Any, documented: Any, key: str, status: int, spelling: str
+) -> None:
+    """A service that repeats the key, even escaped or cut by our limits, does not reveal it."""
+    for filler in ("", "x" * 70, "x" * 280):
+        body = spelling.format(filler + key.replace("/", r"\/")).encode()
+        _, open_engine = start(lambda asked, body=body: type(documented.busy)(body, status))
+        with pytest.raises((UpstreamRefused, UpstreamUnavailable)) as caught:
+            open_engine(online_retries=0).search(["river"], 3)
+        assert "k3y" not in str(caught.value)
 
 
 @pytest.mark.parametrize("refusal", ["wrong_key", "spent"])
@@ -295,6 +313,18 @@ def test_facts_say_what_decides_an_answer(
     if name == "google":
         monkeypatch.setenv("GOOGLE_CSE_ID", "another")
         assert fingerprint(open_engine().info()) != mark
+
+
+def test_nothing_heavy_is_loaded_for_snippets() -> None:
+    """A service without page texts needs neither an HTML reader nor torch, FAISS or numpy."""
+    code = (
+        "import sys; from search_r1.search.retrievers.registry import build_retriever;"
+        "from search_r1.search.retrievers.settings import RetrieverConfig;"
+        "build_retriever(RetrieverConfig('brave'));"
+        "print({'torch', 'faiss', 'trafilatura', 'numpy', 'bm25s'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_stages_are_reported(start: Any, documented: Any) -> None:
