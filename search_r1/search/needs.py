@@ -12,7 +12,7 @@ from search_r1.search.memory import QUERY_BLOCK, bytes_of_index, bytes_of_model
 from search_r1.search.retrievers.flat_file import is_flat, read_shape
 from search_r1.search.retrievers.registry import ENGINES
 from search_r1.search.retrievers.settings import RetrieverConfig, TorchConfig
-from search_r1.search.retrievers.vector_index import vectors_file
+from search_r1.search.retrievers.vector_index import locate_index, vectors_file
 
 OFFSET_BYTES = 8
 
@@ -64,12 +64,9 @@ def estimate(config: RetrieverConfig, num_gpus: int = 0) -> list[Need]:
 
 def index_file(config: RetrieverConfig) -> Path | None:
     """The FAISS file of a dense index, if it is there."""
-    if config.index_path is None:
+    if config.index_path is None or not Path(config.index_path).exists():
         return None
-    path = Path(config.index_path)
-    inner = path / f"{config.retriever_name}_Flat.index"
-    folder = inner if inner.exists() else path
-    file = vectors_file(folder)
+    file = vectors_file(locate_index(config))
     return file if file.is_file() else None
 
 

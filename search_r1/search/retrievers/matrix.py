@@ -21,8 +21,8 @@ from search_r1.search.retrievers.top_k import Best, best_columns, by_score_then_
 
 MARGIN = 32
 """Candidates beyond k whose scores are summed again."""
-SUM_VALUES = 1 << 23
-"""Values that are summed in float64 at a time (64 MB)."""
+SUM_VALUES = 1 << 21
+"""Values that are summed in float64 at a time (16 MB)."""
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,

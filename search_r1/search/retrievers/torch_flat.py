@@ -84,9 +84,8 @@ class TorchFlatRetriever:
         """Engine, index, encoder and the corpus."""
         facts = {"engine": "torch-flat", "dim": self._flat.dim, "metric": self._flat.metric}
         stored = {"dtype": self._layout.dtype, "rescore": self._layout.rescore}
-        encoder = {"encoder": self._encoder.name, "pooling": self._encoder.pooling}
-        index = {"index": self._digest, "encoder_dtype": self._encoder.dtype}
-        return {**facts, **stored, **encoder, **index, "corpus": asdict(self._corpus.fingerprint)}
+        index = {"index": self._digest, "corpus": asdict(self._corpus.fingerprint)}
+        return {**facts, **stored, **index, "encoder": self._encoder.info()}
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import Encoder
-from search_r1.search.errors import IndexMismatch
+from search_r1.search.errors import IndexMismatch, SetupError
 from search_r1.search.manifest import PROBE_TEXT, Manifest
 from search_r1.search.retrievers.locations import locate
 from search_r1.search.retrievers.settings import RetrieverConfig
@@ -20,8 +20,21 @@ SAMPLE_BYTES = 4096
 
 
 def locate_index(config: RetrieverConfig) -> Path:
-    """The dense index of the settings: our folder or a bare file; raises SetupError without."""
-    return locate(config, f"{config.retriever_name}_Flat.index")
+    """The dense index of the settings: our folder or a bare file; raises SetupError without.
+
+    Of a folder around several it is `<name>_Flat.index`, else the only `<name>_*.index`.
+    """
+    flat = f"{config.retriever_name}_Flat.index"
+    around = Path(config.index_path or "")
+    found = sorted(path.name for path in around.glob(f"{config.retriever_name}_*.index"))
+    if config.index_path is None or flat in found or not found:
+        return locate(config, flat)
+    if len(found) > 1:
+        raise SetupError(
+            f"--index_path {around} holds {', '.join(found)}; expected one index: give "
+            f"--index_path {around / found[0]}"
+        )
+    return locate(config, found[0])
 
 
 def vectors_file(path: Path) -> Path:
