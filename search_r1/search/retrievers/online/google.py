@@ -29,6 +29,8 @@ def build(credentials: Credentials, ask: Ask) -> Call:
 
 def read(answer: Json) -> list[Found]:
     """`items`, absent where nothing was found."""
+    if answer["kind"] != "customsearch#search":
+        raise TypeError(f"kind is {answer['kind']!r}, expected 'customsearch#search'")
     return read_items(answer.get("items", []), "link", "title", "snippet")
 
 

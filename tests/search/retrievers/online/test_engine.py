@@ -188,8 +188,8 @@ def test_rate_limits_and_failures_pass(start: Any, documented: Any) -> None:
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"", b"<html>busy</html>", b"\xff\xfe", b"[]", b"null", b"3", b"{}x", b"[" * 100_000],
-    ids=["empty", "html", "bytes", "list", "null", "number", "tail", "deep"],
+    [b"", b"<html>busy</html>", b"\xff\xfe", b"[]", b"null", b"3", b"{}", b"{}x", b"[" * 100_000],
+    ids=["empty", "html", "bytes", "list", "null", "number", "nothing", "tail", "deep"],
 )
 def test_garbage_is_an_outage(start: Any, documented: Any, garbage: bytes) -> None:
     """An answer outside the documented form is tried again, then a typed error, never a result."""
