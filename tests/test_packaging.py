@@ -1,0 +1,63 @@
+"""What the code imports is what `pyproject.toml` declares, and its files travel with a wheel."""
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+OURS = {"verl", "search_r1", "example", "scripts", "benchmarks", "tests", "infer"}
+BY_INSTALLER = {"vllm"}  # scripts/install.py chooses its build
+INSIDE_EXTRAS = {"jnius": "pyjnius", "jnius_config": "pyjnius", "pyserini": "pyserini"}
+"""Modules of the extra `lucene`, which the ordinary environment lacks."""
+
+
+def plain(name: str) -> str:
+    """A distribution's name as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared() -> set[str]:
+    """The distributions of the dependencies and of all extras."""
+    project = PROJECT["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    return {plain(re.split(r"[\[<>=!~ ;]", line)[0]) for lines in lists for line in lines}
+
+
+def imported() -> dict[str, Path]:
+    """The top module of every import outside the standard library, with a file that has it."""
+    found: dict[str, Path] = {}
+    for path in [*ROOT.glob("verl/**/*.py"), *ROOT.glob("search_r1/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module]
+            found |= {name.partition(".")[0]: path for name in names}
+    return {n: path for n, path in found.items() if n not in OURS | sys.stdlib_module_names}
+
+
+def test_every_import_is_declared() -> None:
+    """A fresh environment has every package that some module imports."""
+    known, distributions = declared() | BY_INSTALLER, packages_distributions()
+    for module, path in imported().items():
+        names = {plain(name) for name in distributions.get(module, [])}
+        names.add(plain(INSIDE_EXTRAS.get(module, module)))
+        assert names & known, f"{path} imports {module}, which pyproject.toml does not declare"
+
+
+def test_files_of_packages_are_declared() -> None:
+    """Whatever a package reads beside its modules is in its package-data."""
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]
+    given = {
+        file
+        for package, globs in patterns.items()
+        for pattern in globs
+        for file in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    for folder in ("verl", "search_r1"):
+        suffixes = (".yaml", ".html", ".js", ".css", ".json")
+        files = [f for f in (ROOT / folder).rglob("*") if f.suffix in suffixes]
+        assert set(files) <= given
