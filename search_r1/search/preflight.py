@@ -16,7 +16,7 @@ from search_r1.search.retrievers.settings import FaissConfig, RetrieverConfig, T
 
 logger = logging.getLogger(__name__)
 
-GB = 1e9
+GB, MB = 1e9, 1e6
 MAX_GPUS = 16
 FACTORIES = ("HNSW32", "IVF4096,Flat", "IVF4096,SQ8", "IVF4096,PQ{m}")
 """Smaller or faster FAISS indexes that are proposed, by falling accuracy."""
@@ -40,7 +40,7 @@ def check(config: RetrieverConfig, host: Host | None = None) -> None:
 
 
 def table(needs: list[Need], host: Host) -> str:
-    """One line per need and one per device, in GB (10⁹ bytes)."""
+    """One line per need and one per device, in GB (10⁹ bytes) or MB; optional ones in brackets."""
     lines = []
     for device, free in _devices(host).items():
         mine = [need for need in needs if need.device == device]
@@ -58,6 +58,8 @@ def _total(needs: list[Need]) -> int:
 
 
 def _gb(count: float) -> str:
+    if count < GB / 10:
+        return f"{count / MB:.3g} MB"
     return f"{count / GB:.3g} GB" if count < 10 * GB else f"{count / GB:.1f} GB"
 
 
