@@ -26,6 +26,11 @@ class BuildConfig:
     pooling_method: str | None = option(
         None, "mean, cls or pooler; default: what the model folder or its family declares"
     )
+    encoder_family: str | None = option(
+        None,
+        "e5, e5-instruct, bge-en, bge, dpr, contriever or other: decides prefixes and pooling; "
+        "default: by the model's name",
+    )
     devices: tuple[str, ...] = option(
         (), "devices that share the encoding, one process each; default: all GPUs, else cpu"
     )

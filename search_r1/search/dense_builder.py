@@ -70,6 +70,7 @@ def _encoder_settings(config: BuildConfig) -> EncoderConfig:
         faiss_builder.check_gpu()
     return EncoderConfig(
         config.model_path,
+        encoder_family=config.encoder_family,
         pooling_method=config.pooling_method,
         encoder_batch_size=config.batch_size,
         encoder_dtype="float16" if config.use_fp16 else "float32",
@@ -98,9 +99,9 @@ def _manifest(config: BuildConfig, corpus: Corpus, encoder: Encoder) -> Manifest
         probe=embedded,
         factory=config.faiss_type,
         max_length=config.max_length,
-        query_prefix=getattr(encoder, "query_prefix", ""),
-        passage_prefix=getattr(encoder, "passage_prefix", ""),
-        normalizes=abs(float(np.linalg.norm(embedded)) - 1) < 0.01,
+        query_prefix=encoder.query_prefix,
+        passage_prefix=encoder.passage_prefix,
+        normalizes=encoder.normalizes,
         created=now(),
         made_with=faiss_builder.MADE_WITH,
     )

@@ -1,6 +1,7 @@
 """What an index was built from, written beside it, and the check before it is served."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -71,7 +72,7 @@ class Manifest:
 
     def check_probe(self, folder: Path, encoder: str, probe: Sequence[float]) -> None:
         """Raise IndexMismatch unless the encoder embeds the probe as at indexing (cos > 0.99)."""
-        similarity = sum(a * b for a, b in zip(self.probe, probe, strict=False))
+        similarity = _cosine(self.probe, probe)
         if len(probe) != self.dim or similarity < 0.99:
             raise IndexMismatch(
                 f"index {folder} was built with encoder {self.encoder!r} ({self.dim} dimensions), "
@@ -81,6 +82,12 @@ class Manifest:
 
 
 PROBE_TEXT = '"Paris"\nParis is the capital of France.'
+
+
+def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
+    """Cosine of two vectors, which need not have length 1; 0 if one has length 0."""
+    scale = math.hypot(*a) * math.hypot(*b)
+    return sum(x * y for x, y in zip(a, b, strict=False)) / scale if scale else 0.0
 
 
 def now() -> str:

@@ -133,3 +133,46 @@ def test_folder_without_manifest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bm25").mkdir()
     with pytest.raises(SearchError, match=r"manifest\.json cannot be read"):
         build_retriever(RetrieverConfig("bm25", str(corpus), str(tmp_path)))
+
+
+KILLED_AT_A_SYNC = """
+import os, signal, sys
+left, sync = int(sys.argv[1]), os.fsync
+def fsync(handle):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    sync(handle)
+os.fsync = fsync
+from search_r1.search.index_builder import main
+sys.exit(main(sys.argv[2:]))
+"""
+"""The builder, killed for good just before its n-th write reaches the disk."""
+
+
+@pytest.mark.parametrize(
+    ("method", "moments"), [("bm25", [1, 0, 3, 4, 9, 1]), ("e5", [1, 3, 0, 5, 10, 2])]
+)
+def test_a_killed_build_goes_on(tmp_path: Path, method: str, moments: list[int]) -> None:
+    """Killed again and again at different moments, a build ends as an undisturbed one does."""
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_text("".join(ROW.format(i) for i in range(61)))
+    flags = ["--retrieval_method", method, "--corpus_path", str(corpus), "--model_path", "hash"]
+    flags += ["--shard_rows", "8", "--save_dir"]
+    undisturbed = tmp_path / "undisturbed"
+    assert main([*flags, str(undisturbed)]) == 0
+    command = [sys.executable, "-c", KILLED_AT_A_SYNC]
+    for moment in moments:
+        run = [*command, str(moment), *flags, str(tmp_path / "killed")]
+        assert subprocess.run(run, check=False, capture_output=True).returncode == -9
+        assert not list((tmp_path / "killed").glob("[!.]*")), "half an index is visible"
+    last = [*command, "1000", *flags, str(tmp_path / "killed")]
+    done = subprocess.run(last, check=True, capture_output=True, text=True)
+    assert "going on with the work" in done.stderr
+    (whole,), (pieced,) = undisturbed.iterdir(), (tmp_path / "killed").iterdir()
+    for path in whole.iterdir():
+        if path.name != "manifest.json":
+            assert (pieced / path.name).read_bytes() == path.read_bytes(), path.name
+    facts = [json.loads((p / "manifest.json").read_text()) for p in (whole, pieced)]
+    assert facts[0] | {"created": ""} == facts[1] | {"created": ""}
