@@ -11,14 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from search_r1.search.errors import SetupError
-from search_r1.search.retrievers.matrix import (
-    DTYPES,
-    Layout,
-    Matrix,
-    choose_devices,
-    quantize,
-    recall,
-)
+from search_r1.search.retrievers.matrix import Layout, Matrix, choose_devices, recall
+from search_r1.search.retrievers.shard import DTYPES, quantize
 from tests.search.retrievers.flat_indexes import brute_force, load, random_rows, unit, write
 
 
