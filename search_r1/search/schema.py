@@ -75,6 +75,12 @@ class RetrieveRequest(BaseModel):
         default=None, ge=1, description="Documents per query; null means the server's --topk."
     )
     return_scores: bool = Field(default=False, description="Wrap each document with its score.")
+    deadline_s: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds to wait for the answer, at most the server's --deadline; then 504.",
+    )
 
 
 class RetrieveResponse(BaseModel):

@@ -20,6 +20,7 @@ from search_r1.search.local_server import LocalServer
 from search_r1.search.retrieval_server import bind, create_app, main
 from search_r1.search.retrievers.base import Retriever
 from search_r1.search.schema import Document, Hit
+from search_r1.search.service.config import ServiceConfig
 
 FIELDS = {"id", "title", "text", "contents"}
 HTTP = httpx.Client(timeout=30, trust_env=False)
@@ -39,7 +40,7 @@ def engine(request: pytest.FixtureRequest, open_engine: Callable[[str], Retrieve
 
 @pytest.fixture(scope="module")
 def url(engine: Retriever, serve: Callable[..., Any]) -> Iterator[str]:
-    with serve(create_app(engine, default_topk=2)) as address:
+    with serve(create_app(engine, ServiceConfig(topk=2))) as address:
         yield address
 
 
@@ -104,7 +105,7 @@ def test_bad_requests_are_422(url: str, body: Any) -> None:
 
 def test_odd_queries_are_answered(url: str, queries: list[str]) -> None:
     """Empty, huge, non-ASCII and ill-formed queries have answers; unknown fields are ignored."""
-    odd = ["", " ", "a" * 50_000, "湖\u2028\x00", "bad \ud800 half", *queries]
+    odd = ["", " ", "a" * 16_000, "湖\u2028\x00", "bad \ud800 half", *queries]
     answer = post(url, {"queries": odd, "unknown": 1})
     assert answer.status_code == 200
     assert len(answer.json()["result"]) == len(odd)
@@ -244,12 +245,22 @@ def test_a_server_that_cannot_start_says_why() -> None:
     assert time.monotonic() - start < 30
 
 
-@pytest.mark.parametrize("flags", [["--topk", "0"], ["--port", "PORT"], ["--port", "70000"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--topk", "101"],
+        ["--max_pending", "5"],
+        ["--port", "PORT"],
+        ["--port", "70000"],
+        ["--cache_path", "/nowhere/cache.sqlite"],
+        ["--record", "/nowhere/record.jsonl"],
+    ],
+)
 def test_bad_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """A taken port or an impossible number is refused before anything is loaded."""
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = str(taken.getsockname()[1])
         argv = [port if flag == "PORT" else flag for flag in flags]
-        assert main(["--retriever_name", "bm25", *argv]) == 2
+        assert main(["--retriever_name", "empty", *argv]) == 2
     assert "expected" in capsys.readouterr().err

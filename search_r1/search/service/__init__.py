@@ -1,0 +1,1 @@
+"""The HTTP service over any engine: merging, caching, admission, statuses, metrics."""

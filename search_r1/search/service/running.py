@@ -1,0 +1,100 @@
+"""A service on a port: bound early, announced when ready, drained at SIGINT or SIGTERM."""
+
+import contextlib
+import logging
+import os
+import socket
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from search_r1.search.errors import SetupError
+from search_r1.search.service.app import Service
+from search_r1.search.service.config import TOKEN_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 75
+LOOPBACK = ("127.", "::1")
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that writes its port to a file, and drains its service before it stops."""
+
+    def __init__(
+        self, config: uvicorn.Config, service: Service, port_file: Path | None, port: int
+    ) -> None:
+        super().__init__(config)
+        self._service = service
+        self._port_file = port_file
+        self._port = port
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen, then write the port."""
+        await super().startup(sockets=sockets)
+        if self._port_file is not None and self.started:
+            temporary = self._port_file.with_name(f".{self._port_file.name}.{os.getpid()}")
+            temporary.write_text(f"{self._port}\n")
+            temporary.replace(self._port_file)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """From now on new requests are refused; uvicorn then waits for those accepted."""
+        self._service.is_draining = True
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer what was accepted, within the seconds allowed."""
+        self._service.drain()
+        await super().shutdown(sockets=sockets)
+
+
+def serve(app: FastAPI, bound: socket.socket, port_file: Path | None = None) -> bool:
+    """Serve `app` on a bound socket until SIGINT or SIGTERM; accepted requests are finished.
+
+    Returns whether no search was left running.
+    """
+    host, port = bound.getsockname()[:2]
+    service: Service = app.state.service
+    logger.info("serving on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(service.config.drain) + 2,
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        _Server(config, service, port_file, port).run(sockets=[bound])
+    return service.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, not yet listening; raises SetupError if it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise SetupError(
+            f"cannot serve on {host}:{port} ({error}); expected a free port of this machine: "
+            "give another --port, or --port 0 for any free one"
+        ) from error
+    return bound
+
+
+def warn_if_open(bound: socket.socket, token: str | None) -> None:
+    """Say when anyone in the network may search."""
+    host = bound.getsockname()[0]
+    if not token and not host.startswith(LOOPBACK):
+        logger.warning(
+            "bound to %s without a token: whoever reaches this address may search; set %s, "
+            "or bind to 127.0.0.1",
+            host,
+            TOKEN_VARIABLE,
+        )
