@@ -7,6 +7,7 @@ best, and finds nothing if it shares no word with any row.
 
 import hashlib
 import json
+import logging
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ import numpy as np
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SetupError
 from search_r1.search.schema import Document, Hit
+
+logging.getLogger("bm25s").setLevel(logging.INFO)  # it asks for DEBUG by itself
 
 EXPECTED = (
     'expected {"question": "...", "documents": [{"id": "7", "contents": "..."}]}, or '

@@ -1,15 +1,22 @@
-"""Answers of services and texts of pages on disk: one sqlite file, JSON inside, kept for good."""
+"""Answers of services and texts of pages: the last ones in memory, or all of them on disk.
+
+On disk they are one sqlite file with JSON inside, kept for good.
+"""
 
 import json
 import logging
 import sqlite3
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 from search_r1.search.errors import SetupError
 from search_r1.search.retrievers.online.service import Found
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +29,81 @@ CREATE TABLE IF NOT EXISTS pages (
 ) WITHOUT ROWID;
 """
 PATIENCE_S = 10.0
+NUM_RECENT_ANSWERS = 4096
+NUM_RECENT_PAGES = 512
+
+
+class Cache(Protocol):
+    """What keeps answers and pages; None is a miss. Safe to use from several threads."""
+
+    def answer(self, scope: str, query: str, k: int) -> list[Found] | None:
+        """The results kept for a query at `k`."""
+        ...
+
+    def keep_answer(self, scope: str, query: str, k: int, found: Sequence[Found]) -> None:
+        """Keep the results of a query at `k`."""
+        ...
+
+    def page(self, scope: str, url: str) -> str | None:
+        """The text kept for a page."""
+        ...
+
+    def keep_page(self, scope: str, url: str, content: str) -> None:
+        """Keep the text of a page."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files."""
+        ...
+
+
+class _Recent(Generic[T]):
+    """The values that were used last."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._values: OrderedDict[tuple[str, ...], T] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, *key: str) -> T | None:
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
+
+    def put(self, value: T, *key: str) -> None:
+        with self._lock:
+            self._values[key] = value
+            self._values.move_to_end(key)
+            if len(self._values) > self._most:
+                self._values.popitem(last=False)
+
+
+class RecentAnswers:
+    """The last answers and pages, so that a batch that failed in part is not paid for twice."""
+
+    def __init__(self) -> None:
+        self._answers: _Recent[list[Found]] = _Recent(NUM_RECENT_ANSWERS)
+        self._pages: _Recent[str] = _Recent(NUM_RECENT_PAGES)
+
+    def answer(self, scope: str, query: str, k: int) -> list[Found] | None:
+        """The results kept for a query at `k`."""
+        return self._answers.get(scope, query, str(k))
+
+    def keep_answer(self, scope: str, query: str, k: int, found: Sequence[Found]) -> None:
+        """Keep the results of a query at `k`."""
+        self._answers.put(list(found), scope, query, str(k))
+
+    def page(self, scope: str, url: str) -> str | None:
+        """The text kept for a page."""
+        return self._pages.get(scope, url)
+
+    def keep_page(self, scope: str, url: str, content: str) -> None:
+        """Keep the text of a page."""
+        self._pages.put(content, scope, url)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
 
 
 class AnswerCache:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 from search_r1.search.errors import SetupError
 from search_r1.search.retrievers.base import Retriever, fingerprint
 from search_r1.search.retrievers.online.addresses import AddressPolicy
-from search_r1.search.retrievers.online.cache import AnswerCache
+from search_r1.search.retrievers.online.cache import AnswerCache, Cache, RecentAnswers
 from search_r1.search.retrievers.online.fetch import PageFetcher
 from search_r1.search.retrievers.online.keys import read_credentials
 from search_r1.search.retrievers.online.service import Ask, Found
@@ -45,7 +45,7 @@ class OnlineRetriever:
         self,
         upstream: Upstream,
         config: OnlineConfig,
-        cache: AnswerCache | None,
+        cache: Cache,
         pages: Pages | None,
     ) -> None:
         """`cache` keeps the service's answers; `pages` replaces snippets by the pages' texts."""
@@ -96,12 +96,11 @@ class OnlineRetriever:
         asked = self._upstream.service.shorten(query)
         if not asked:
             return []
-        kept = None if self._cache is None else self._cache.answer(self._scope, asked, k)
+        kept = self._cache.answer(self._scope, asked, k)
         if kept is not None:
             return kept
         found = self._ask_pages(asked, k)
-        if self._cache is not None:
-            self._cache.keep_answer(self._scope, asked, k, found)
+        self._cache.keep_answer(self._scope, asked, k, found)
         return found
 
     def _ask_pages(self, query: str, k: int) -> list[Found]:
@@ -137,12 +136,12 @@ def open_online(name: str, config: OnlineConfig, policy: AddressPolicy) -> Onlin
     """The service `name`; pages are fetched from where `policy` allows. Raises SetupError."""
     service = SERVICES[name]
     upstream = Upstream(service, read_credentials(service), config)
-    cache = None if config.online_cache is None else AnswerCache(config.online_cache)
+    cache = AnswerCache(config.online_cache) if config.online_cache else RecentAnswers()
     pages = _open_pages(config, policy, cache) if config.page_text else None
     return OnlineRetriever(upstream, config, cache, pages)
 
 
-def _open_pages(config: OnlineConfig, policy: AddressPolicy, cache: AnswerCache | None) -> Pages:
+def _open_pages(config: OnlineConfig, policy: AddressPolicy, cache: Cache) -> Pages:
     try:
         # only --page_text needs what reads HTML
         from search_r1.search.retrievers.online.pages import PageReader  # noqa: PLC0415

@@ -39,7 +39,7 @@ def _read(service: Service, variable: str) -> str:
     if not value:
         raise SetupError(
             f"--retriever_name {service.name} without the environment variable {variable}; "
-            f"expected {' and '.join(service.variables)}: export them before the server starts"
+            f"it needs {' and '.join(service.variables)}: export what its account page shows"
         )
     if not all("!" <= character <= "~" for character in value):
         raise SetupError(

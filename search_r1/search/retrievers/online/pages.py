@@ -7,7 +7,7 @@ import re
 import trafilatura
 from lxml import etree
 
-from search_r1.search.retrievers.online.cache import AnswerCache
+from search_r1.search.retrievers.online.cache import Cache
 from search_r1.search.retrievers.online.fetch import Page, PageError, PageFetcher
 from search_r1.search.schema import well_formed
 
@@ -25,9 +25,7 @@ BROKEN = (ValueError, TypeError, AttributeError, LookupError, RecursionError, et
 class PageReader:
     """Texts of pages, from the cache where they are kept."""
 
-    def __init__(
-        self, fetcher: PageFetcher, cache: AnswerCache | None, scope: str, most_chars: int
-    ) -> None:
+    def __init__(self, fetcher: PageFetcher, cache: Cache, scope: str, most_chars: int) -> None:
         """`scope` tells the cache's pages apart by how they were read."""
         self._fetcher = fetcher
         self._cache = cache
@@ -36,15 +34,14 @@ class PageReader:
 
     def text(self, url: str) -> str | None:
         """The first characters of the page's text, cut at a word; None if it cannot be read."""
-        text = None if self._cache is None else self._cache.page(self._scope, url)
+        text = self._cache.page(self._scope, url)
         if text is None:
             try:
                 text = extract(self._fetcher.fetch(url))
             except PageError as error:
                 logger.info("no text of page %r: %s", url, error)
                 return None
-            if self._cache is not None:
-                self._cache.keep_page(self._scope, url, text)
+            self._cache.keep_page(self._scope, url, text)
         return cut(text, self._most_chars)
 
     def close(self) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from search_r1.search.errors import SetupError
-from search_r1.search.retrievers.online.cache import AnswerCache
+from search_r1.search.retrievers.online import cache as cache_module
+from search_r1.search.retrievers.online.cache import AnswerCache, RecentAnswers
 from search_r1.search.retrievers.online.service import Found
 
 FOUND = [Found("https://a/", "A 湖", "text\u2028", 0.1 + 0.2), Found("https://b/", "", "")]
@@ -27,6 +28,23 @@ def test_keeps_answers_by_scope_query_and_k(tmp_path: Path) -> None:
     assert cache.page("2000", "https://a/") == "page"
     assert cache.page("2000", "https://b/") is None
     cache.close()
+
+
+def test_the_last_answers_stay_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a file the last used answers and pages are kept, older ones forgotten."""
+    monkeypatch.setattr(cache_module, "NUM_RECENT_ANSWERS", 2)
+    monkeypatch.setattr(cache_module, "NUM_RECENT_PAGES", 1)
+    cache = RecentAnswers()
+    cache.keep_answer("s", "a", 1, FOUND)
+    cache.keep_answer("s", "b", 1, [])
+    assert cache.answer("s", "a", 1) == FOUND
+    cache.keep_answer("s", "c", 1, FOUND)
+    assert [cache.answer("s", query, 1) for query in "abc"] == [FOUND, None, FOUND]
+    assert cache.answer("s", "a", 2) is cache.answer("other", "a", 1) is None
+    cache.keep_page("s", "u", "text")
+    assert cache.page("s", "u") == "text"
+    cache.keep_page("s", "v", "more")
+    assert (cache.page("s", "u"), cache.page("s", "v")) == (None, "more")
 
 
 def test_two_servers_share_a_file(tmp_path: Path) -> None:

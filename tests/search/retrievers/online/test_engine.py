@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,28 @@ def test_answers_outlive_the_server(start: Any, documented: Any, tmp_path: Path)
     assert len(server.asked) == count
     second.search(["river"], 2)
     assert len(server.asked) == count + 1
+
+
+def test_a_failed_batch_is_not_paid_for_twice(start: Any, documented: Any) -> None:
+    """When one query of a batch fails, asking the others again costs no request."""
+    reply = type(documented.busy)
+
+    def answer(asked: Any) -> Any:
+        together.wait()  # so that none is called off before it began
+        query, count, offset = documented.asked_for(asked)
+        if query == "bad":
+            return reply({"error": "bad query"}, 400)
+        return reply(documented.answer(results_of(query, count, offset)))
+
+    together = threading.Barrier(4, timeout=20)
+    server, open_engine = start(answer)
+    engine = open_engine()
+    with pytest.raises(UpstreamRefused):
+        engine.search(["a", "bad", "b", "c"], 2)
+    engine._requests.shutdown(wait=True)  # those under way finish
+    engine._requests = ThreadPoolExecutor(2)
+    assert [len(hits) for hits in engine.search(["a", "b", "c"], 2)] == [2, 2, 2]
+    assert len(server.asked) == 4
 
 
 def test_failures_are_not_kept(start: Any, documented: Any, tmp_path: Path) -> None:
