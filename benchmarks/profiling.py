@@ -1,0 +1,70 @@
+"""Where a server's time goes, sampled from outside by py-spy (an optional package)."""
+
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.figures import Figure
+from search_r1.search.errors import SetupError
+
+RATE = 200
+"""Samples per second."""
+
+
+def find_py_spy() -> str:
+    """The py-spy program; raises SetupError where it is missing."""
+    beside = shutil.which("py-spy", path=sysconfig.get_path("scripts"))
+    found = beside or shutil.which("py-spy")
+    if found is None:
+        raise SetupError("--profile needs py-spy, which is missing: pip install py-spy")
+    return found
+
+
+@contextmanager
+def recorded(pid: int, path: Path) -> Iterator[None]:
+    """Sample the process while the block runs and write its collapsed stacks to `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = [find_py_spy(), "record", "--pid", str(pid), "--rate", str(RATE), "--gil"]
+    command += ["--format", "raw", "--duration", "3600", "--output", str(path)]
+    process = subprocess.Popen(command, stdout=sys.stderr, stderr=sys.stderr)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def shares(collapsed: str) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
+    """Share of samples (0..1) by function: on top of the stack, and anywhere in it; most first.
+
+    `collapsed` has lines `outer;inner;innermost COUNT`.
+    """
+    own: Counter[str] = Counter()
+    inclusive: Counter[str] = Counter()
+    for line in collapsed.splitlines():
+        stack, _, count = line.rpartition(" ")
+        frames = [frame.rsplit(":", 1)[0] + ")" for frame in stack.split(";")]
+        own[frames[-1]] += int(count)
+        inclusive.update(dict.fromkeys(frames, int(count)))
+    total = sum(own.values())
+    return tuple(  # type: ignore[return-value]
+        [(name, count / total) for name, count in counter.most_common()]
+        for counter in (own, inclusive)
+    )
+
+
+def profile_figures(path: Path, top: int = 8) -> list[Figure]:
+    """The functions that hold the interpreter most often."""
+    own, inclusive = shares(path.read_text())
+    rows = [("itself", own), ("with callees", inclusive)]
+    return [
+        Figure(f"profile, {kind}: {name}", 100 * share, "%", note="of samples under the GIL")
+        for kind, found in rows
+        for name, share in found[:top]
+    ]

@@ -1,0 +1,115 @@
+"""The servers that are compared, each a child process: ours with its engines, and the baseline."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from benchmarks.corpora import Place
+from search_r1.search.errors import RetrieverUnavailable
+from search_r1.search.local_server import LocalServer
+
+START_S = 600.0
+BASELINES = ("baseline", "baseline-concurrent")
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that answers."""
+
+    url: str
+    pid: int
+    start_seconds: float
+    """From the start of the process to its first healthy answer."""
+
+    def cpu_seconds(self) -> float:
+        """Processor time that the server has used so far."""
+        times = psutil.Process(self.pid).cpu_times()
+        return float(times.user + times.system)
+
+    def resident_bytes(self) -> tuple[int, int]:
+        """The resident set, and the part of it that is no mapped file."""
+        memory = psutil.Process(self.pid).memory_info()
+        return int(memory.rss), int(memory.rss - memory.shared)
+
+
+def engine_flags(name: str, place: Place, model: str) -> list[str]:
+    """Our server's flags for `bm25`, `faiss`, `faiss:FACTORY`, `torch` or `torch:DTYPE`."""
+    corpus = ["--corpus_path", str(place.corpus)]
+    if name == "bm25":
+        return ["--retriever_name", "bm25", *corpus, "--index_path", str(place.bm25)]
+    engine, _, variant = name.partition(":")
+    index = place.faiss(variant) if engine == "faiss" and variant else place.flat
+    if index.parent.name.endswith(".index"):
+        index = index.parent
+    flags = ["--retriever_name", "minilm", "--retriever_model", model, *corpus]
+    flags += ["--index_path", str(index), "--dense_engine", engine]
+    return flags + (["--matrix_dtype", variant] if engine == "torch" and variant else [])
+
+
+@contextmanager
+def serving(name: str, place: Place, model: str, threads: int, *extra: str) -> Iterator[Running]:
+    """Start the server called `name`, wait until it is healthy, stop it at the end.
+
+    Its log is `<cache>/logs/<name>-<corpus>.log`.
+    """
+    log = place.cache / "logs" / f"{name.replace(':', '-')}-{place.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    if name in BASELINES:
+        with _baseline(name, place, model, threads, log) as (url, pid):
+            yield Running(url, pid, time.perf_counter() - start)
+        return
+    flags = [*engine_flags(name, place, model), *extra]
+    with LocalServer(flags, timeout=START_S, log_path=log) as server:
+        yield Running(server.url, server.pid, time.perf_counter() - start)
+
+
+@contextmanager
+def _baseline(
+    name: str, place: Place, model: str, threads: int, log: Path
+) -> Iterator[tuple[str, int]]:
+    port = _free_port()
+    command = [sys.executable, "-m", "benchmarks.baseline_server", "--port", str(port)]
+    command += ["--corpus_path", str(place.corpus), "--index_file", str(place.flat)]
+    command += ["--model", model, "--threads", str(threads)]
+    command += ["--cache", str(place.cache / "datasets")]
+    command += ["--concurrent"] if name.endswith("concurrent") else []
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        _await(f"http://127.0.0.1:{port}", process, log)
+        yield f"http://127.0.0.1:{port}", process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+def _await(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    """Wait for `/health`; raises RetrieverUnavailable with the log's end."""
+    deadline = time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{url}/health", timeout=5.0, trust_env=False).is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.05)
+    words = log.read_bytes()[-2000:].decode(errors="replace")
+    raise RetrieverUnavailable(f"the baseline did not start (limit {START_S:g} s):\n{words}")

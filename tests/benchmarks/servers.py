@@ -1,0 +1,27 @@
+"""Apps on real ports, for the tests of the benchmarks."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from search_r1.search.retrieval_server import bind
+
+
+@contextmanager
+def running(app: Any) -> Iterator[str]:
+    """The base address of `app`, served by uvicorn in a thread."""
+    bound = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

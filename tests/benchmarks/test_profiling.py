@@ -1,0 +1,24 @@
+"""Shares of a profile from collapsed stacks."""
+
+import pytest
+
+from benchmarks.profiling import shares
+
+STACKS = """main (a.py:1);search (b.py:5);parse (c.py:9) 6
+main (a.py:1);search (b.py:6) 3
+main (a.py:2);parse (c.py:8);parse (c.py:9) 1
+"""
+
+
+def test_shares_by_hand() -> None:
+    """Lines of one function count together, a recursive one once per stack."""
+    own, inclusive = shares(STACKS)
+    assert dict(own) == pytest.approx({"parse (c.py)": 0.7, "search (b.py)": 0.3})
+    assert dict(inclusive) == pytest.approx(
+        {"main (a.py)": 1.0, "search (b.py)": 0.9, "parse (c.py)": 0.7}
+    )
+
+
+def test_shares_of_nothing() -> None:
+    """A profile without samples has no shares."""
+    assert shares("") == ([], [])
