@@ -15,6 +15,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
 }
+CPU_TILE_ROWS = 8192
+"""Most rows that a CPU scores at a time: their scores stay in its cache."""
 
 
 class Shard:
@@ -50,6 +52,8 @@ class Shard:
     def best(self, queries: Tensor, k: int, tile_rows: int) -> Best:
         """The k best candidates of (num_queries, dim) float32 queries; rows of the whole matrix."""
         queries = queries.to(self.device)
+        if self.device.type == "cpu":
+            tile_rows = min(tile_rows, CPU_TILE_ROWS)
         product = self._product(queries)
         best: Best | None = None
         for start in range(0, len(self), tile_rows):
