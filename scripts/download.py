@@ -85,6 +85,11 @@ class Plan:
         return self.save_dir / self.item.target
 
     @property
+    def aside(self) -> Path:
+        """The folder of files that are not joined or unpacked yet."""
+        return self.save_dir / f".{self.item.target}.parts"
+
+    @property
     def fetched_bytes(self) -> int:
         """Bytes that come over the network."""
         return sum(file.size for file in self.files) or self.item.published_bytes
@@ -103,6 +108,7 @@ class Plan:
     def missing_bytes(self) -> int:
         """What of `disk_bytes` is not on the disk yet."""
         here = Joined(self.target, self.files).size if self.item.kind == "parts" else 0
+        here += sum(path.stat().st_size for path in self.aside.rglob("*") if path.is_file())
         return 0 if self.target.exists() else max(0, self.disk_bytes - here)
 
 
@@ -138,19 +144,18 @@ def carry_out(plan: Plan) -> None:
     if plan.target.exists():
         logger.info("%s is there already", plan.target)
         return
-    aside = plan.save_dir / f".{plan.item.target}.parts"
     if plan.item.kind == "parts":
         joined = Joined(plan.target, plan.files)
         for file in joined.missing():
-            joined.append(file, fetch(plan.item.repo, file, aside))
+            joined.append(file, fetch(plan.item.repo, file, plan.aside))
         joined.finish()
     elif plan.item.kind == "gzip":
-        unpack(fetch(plan.item.repo, plan.files[0], aside), plan.target)
+        unpack(fetch(plan.item.repo, plan.files[0], plan.aside), plan.target)
     else:
         for file in plan.files:
-            fetch(plan.item.repo, file, aside)
-        (aside / plan.item.prefix).rename(plan.target)
-    shutil.rmtree(aside, ignore_errors=True)
+            fetch(plan.item.repo, file, plan.aside)
+        (plan.aside / plan.item.prefix).rename(plan.target)
+    shutil.rmtree(plan.aside, ignore_errors=True)
 
 
 def serve_command(name: str, save_dir: Path) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from scripts import download
-from scripts.download import ITEMS, main
+from scripts.download import ITEMS, Plan, main
 from scripts.hub_files import DownloadError, HubFile, verify
 from scripts.joining import Joined, unpack
 
@@ -237,6 +237,17 @@ def test_too_small_a_disk_is_refused(
     assert main(["e5", "--save_dir", str(tmp_path)]) == 2
     assert "too little for 5" in capsys.readouterr().err
     assert hub.bodies == []
+
+
+def test_what_is_here_needs_no_room_again(tmp_path: Path) -> None:
+    """A resumed download is not refused for the bytes it has already."""
+    files = (HubFile("part_aa", 5, None), HubFile("part_ab", 7, None))
+    plan = Plan(ITEMS["e5"], files, tmp_path)
+    assert (plan.disk_bytes, plan.missing_bytes) == (19, 19)
+    (tmp_path / ".e5_Flat.index.partial").write_bytes(b"first")
+    plan.aside.mkdir()
+    (plan.aside / "part_ab.incomplete").write_bytes(b"sec")
+    assert plan.missing_bytes == 19 - 8
 
 
 @pytest.mark.parametrize("appended", [0, 3, 7])
