@@ -1,0 +1,78 @@
+"""Engines whose calls can be seen and held."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+
+from search_r1.search.schema import Document, Hit
+
+
+def hits_of(query: str, k: int) -> list[Hit]:
+    """What the engine below answers: k documents that name query, k and rank."""
+    return [
+        Hit(Document.from_title(f"{query}/{k}/{rank}", query, "text"), 1 / (rank + 3))
+        for rank in range(k)
+    ]
+
+
+class Watched:
+    """Keeps the batches that it was asked; may be held, and may fail for some queries."""
+
+    name = "watched"
+    num_documents = 1
+
+    def __init__(self, *, num_threads: int = 1, failures: dict[str, Exception] | None = None):
+        self.num_threads = num_threads
+        self.calls: list[tuple[list[str], int]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Semaphore(0)
+        self.failures = failures or {}
+        self.facts: dict[str, Any] = {"engine": "watched"}
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        self.calls.append((list(queries), k))
+        self.entered.release()
+        assert self.gate.wait(30)
+        for query in queries:
+            if query in self.failures:
+                raise self.failures[query]
+        return [hits_of(query, k) for query in queries]
+
+    def info(self) -> dict[str, Any]:
+        return self.facts
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the event loop run until `condition` holds."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def client(app: Any, token: str | None = None) -> httpx.AsyncClient:
+    """A client of the app in this process."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    transport = httpx.ASGITransport(app)
+    return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers)
+
+
+async def ask(http: httpx.AsyncClient, *queries: str, **fields: Any) -> httpx.Response:
+    """One request to /retrieve."""
+    return await http.post("/retrieve", json={"queries": queries, **fields})
+
+
+def ids(answer: httpx.Response) -> list[list[str]]:
+    """The documents' ids, by query."""
+    return [[document["id"] for document in found] for found in answer.json()["result"]]
+
+
+def metric(app: Any, sample: str) -> float:
+    """The value of one line of /metrics; 0 if it is not there."""
+    for line in app.state.service.metrics.text().decode().splitlines():
+        if line.startswith(f"{sample} "):
+            return float(line.rpartition(" ")[2])
+    return 0.0
