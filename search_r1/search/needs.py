@@ -78,13 +78,20 @@ def _index(config: RetrieverConfig, num_gpus: int) -> Iterator[Need]:
     if config.torch.dense_engine == "torch":
         rows, dim, _ = read_shape(file)
         yield from _matrix(config.torch, rows, dim, num_gpus)
-    elif config.faiss.faiss_gpu and is_flat(file):
-        rows, dim, _ = read_shape(file)
-        each = math.ceil(bytes_of_index("faiss_gpu", "float16", rows, dim) / max(1, num_gpus))
+    elif config.faiss.faiss_gpu:
         for i in range(max(1, num_gpus)):
+            each = math.ceil(_faiss_on_gpus(file) / max(1, num_gpus))
             yield Need(f"cuda:{i}", "index shard (float16)", each)
     else:
         yield Need("cpu", "index (FAISS)", file.stat().st_size)
+
+
+def _faiss_on_gpus(file: Path) -> int:
+    """Bytes of an index on all GPUs together: a Flat one in float16, others as they are stored."""
+    if not is_flat(file):
+        return file.stat().st_size
+    rows, dim, _ = read_shape(file)
+    return bytes_of_index("faiss_gpu", "float16", rows, dim)
 
 
 def _matrix(torch: TorchConfig, rows: int, dim: int, num_gpus: int) -> Iterator[Need]:
@@ -126,7 +133,7 @@ def _models(config: RetrieverConfig, num_gpus: int) -> Iterator[Need]:
                 yield Need(device, f"encoder {Path(name).name}", size)
     if (name := rerank.reranker_model) is not None:
         size = bytes_of_model(name, rerank.reranker_dtype)
-        yield Need(default, f"reranker {Path(name).name}", size)
+        yield Need(_named(rerank.reranker_device or default), f"reranker {Path(name).name}", size)
 
 
 def _documents(config: RetrieverConfig) -> Iterator[Need]:

@@ -129,7 +129,10 @@ def test_missing_gpu_is_named(wiki: RetrieverConfig) -> None:
 def test_unknown_model_is_said_to_be_unknown(wiki: RetrieverConfig) -> None:
     """A hub name has no size yet; the table says so and nothing is refused for it."""
     config = replace(wiki, encoder=EncoderConfig("intfloat/e5-base-v2"))
-    config = replace(config, rerank=RerankConfig("BAAI/bge-reranker-base"))
+    rerank = RerankConfig("BAAI/bge-reranker-base", reranker_device="cpu")
+    config = replace(config, rerank=rerank)
+    on_gpu = {n.what: n.device for n in estimate(config, 1) if "e5" in n.what or "bge" in n.what}
+    assert list(on_gpu.values()) == ["cuda:0", "cpu"]
     lines = table(estimate(config), Host(128 * GB)).splitlines()
     assert sum("unknown  encoder e5-base-v2" in line for line in lines) == 1
     assert sum("unknown  reranker bge-reranker-base" in line for line in lines) == 1
