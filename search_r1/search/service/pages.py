@@ -22,8 +22,9 @@ HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """A route for each file of the page."""
-    return [_route(path, FOLDER / name, kind) for path, (name, kind) in FILES.items()]
+    """A route for each file of the page that is there."""
+    files = [(path, FOLDER / name, kind) for path, (name, kind) in FILES.items()]
+    return [_route(path, file, kind) for path, file, kind in files if file.is_file()]
 
 
 def _route(path: str, file: Path, kind: str) -> Route:
