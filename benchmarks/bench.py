@@ -1,6 +1,8 @@
 """The settings of a benchmark and the one way in which it measures a server."""
 
 import contextlib
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,9 +58,10 @@ class Run:
     report: LoadReport
     server_cpu: float
     """Processor seconds of the server during the load."""
-    start_seconds: float
     resident: tuple[int, int]
     """Bytes of the server's resident set after the load, and those that are no mapped file."""
+    counters: dict[str, float]
+    """What the server's `/metrics` gained during the load."""
 
 
 def measure(
@@ -75,14 +78,15 @@ def measure(
     """Start the server, warm it up, load it; raises RuntimeError for any incomplete answer."""
     with serving(name, place, bench.model, bench.threads, *extra) as server:
         run_load(server.url, bench.warm, clients=8, topk=bench.topk)
-        cpu = server.cpu_seconds()
+        before, cpu = server.counters(), server.cpu_seconds()
         with recorded(server.pid, profile) if profile else contextlib.nullcontext():
             clients = 1 if batch > 1 else bench.clients
             report = run_load(
                 server.url, queries, clients=clients, mode=mode, topk=bench.topk, batch=batch
             )
         used = server.cpu_seconds() - cpu
-        run = Run(report, used, server.start_seconds, server.resident_bytes())
+        gained = {k: v - before.get(k, 0.0) for k, v in server.counters().items()}
+        run = Run(report, used, server.resident_bytes(), gained)
     if report.num_errors:
         raise RuntimeError(
             f"{name} on {place.name}: {report.num_errors} of {len(queries)} answers are not "
@@ -107,3 +111,23 @@ def rate_figures(name: str, runs: Sequence[Run], *, note: str = "") -> list[Figu
         Figure(f"{name}: rate", mean([r.rate for r in reports]), "queries/s", note=note),
         *percents,
     ]
+
+
+STAGE = re.compile(r'retriever_stage_seconds_sum\{stage="(\w+)"\}')
+
+
+def cost_figures(name: str, runs: Sequence[Run]) -> list[Figure]:
+    """Processor time, size of batches and time by stage of a server, the mean over its runs."""
+    queries = sum(run.report.num_queries for run in runs)
+    used = sum(run.server_cpu for run in runs)
+    figures = [Figure(f"{name}: processor time", 1e3 * used / queries, "ms/query")]
+    gained: Counter[str] = Counter()
+    for run in runs:
+        gained.update(run.counters)
+    if count := gained["retriever_batch_size_count"]:
+        size = gained["retriever_batch_size_sum"] / count
+        figures.append(Figure(f"{name}: batch", size, "queries"))
+    for key, seconds in sorted(gained.items()):
+        if (match := STAGE.fullmatch(key)) and match[1] != "queue":
+            figures.append(Figure(f"{name}: stage {match[1]}", 1e3 * seconds / queries, "ms/query"))
+    return figures

@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import faiss
@@ -88,8 +88,8 @@ def prepare(cache: Path, data: Path, model: str, repeated: int = REPEATED) -> No
         if not place.bm25.exists():
             build_index(BuildConfig("bm25", str(place.corpus), str(place.index)))
     if not real.flat.exists():
-        options = {"batch_size": 128, "max_length": MAX_LENGTH}
-        build_index(BuildConfig("minilm", str(real.corpus), str(real.index), model, **options))
+        config = BuildConfig("minilm", str(real.corpus), str(real.index), model)
+        build_index(replace(config, batch_size=128, max_length=MAX_LENGTH))
     check_repetition(real.corpus, large.corpus)
     _make(large.flat, lambda path: repeat_vectors(real.flat, path, len(Corpus.open(large.corpus))))
 

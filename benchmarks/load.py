@@ -145,11 +145,10 @@ async def drive(
 ) -> None:
     """Send numbered requests over `num_clients` connections until there are no more."""
     place = urlsplit(url)
+    host, port = place.hostname or "127.0.0.1", place.port or 80
     loop = asyncio.get_running_loop()
     pairs = [
-        await loop.create_connection(
-            lambda: _Connection(requests, record), place.hostname, place.port
-        )
+        await loop.create_connection(lambda: _Connection(requests, record), host, port)
         for _ in range(num_clients)
     ]
     await asyncio.gather(*(connection.closed for _, connection in pairs))

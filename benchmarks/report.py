@@ -6,7 +6,7 @@ import platform
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,8 @@ def machine() -> str:
         names = [x for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
         model = names[0].partition(":")[2].strip() if names else model
     memory = psutil.virtual_memory().total / 2**30
-    packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    installed = {found.metadata["Name"]: found.version for found in distributions()}
+    packages = ", ".join(f"{name} {installed[name]}" for name in PACKAGES if name in installed)
     python = ".".join(map(str, sys.version_info[:3]))
     return f"{os.cpu_count()} cores ({model}), {memory:.0f} GiB; Python {python}, {packages}"
 

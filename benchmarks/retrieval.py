@@ -17,6 +17,7 @@ from benchmarks import corpora, engines, report, sizing, throughput
 from benchmarks.bench import Bench
 from benchmarks.figures import Figure
 from benchmarks.profiling import find_py_spy
+from benchmarks.servers import stop_servers_when_terminated
 from search_r1.search.errors import SearchError
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command-line entry; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    stop_servers_when_terminated()
     args = _parser().parse_args(argv)
     name = "trial.jsonl" if args.trial else "results.jsonl"
     results = args.results or args.cache / name

@@ -1,5 +1,6 @@
 """The servers that are compared, each a child process: ours with its engines, and the baseline."""
 
+import signal
 import socket
 import subprocess
 import sys
@@ -34,10 +35,27 @@ class Running:
         times = psutil.Process(self.pid).cpu_times()
         return float(times.user + times.system)
 
+    def counters(self) -> dict[str, float]:
+        """The sums and counts of its `/metrics` by name and labels; empty for the baseline."""
+        answer = httpx.get(f"{self.url}/metrics", timeout=30.0, trust_env=False)
+        return read_counters(answer.text) if answer.is_success else {}
+
     def resident_bytes(self) -> tuple[int, int]:
         """The resident set, and the part of it that is no mapped file."""
         memory = psutil.Process(self.pid).memory_info()
         return int(memory.rss), int(memory.rss - memory.shared)
+
+
+def stop_servers_when_terminated() -> None:
+    """Let SIGTERM unwind this process, so that no server outlives it."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
+def read_counters(text: str) -> dict[str, float]:
+    """Values by name and labels from Prometheus' text format, buckets left out."""
+    lines = [x for x in text.splitlines() if x and not x.startswith("#") and "_bucket{" not in x]
+    pairs = [line.rsplit(" ", 1) for line in lines]
+    return {name: float(value) for name, value in pairs}
 
 
 def engine_flags(name: str, place: Place, model: str) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks import corpora
 from benchmarks.figures import number, percentile, slope
 from benchmarks.load import Answer, complete, drive, render
-from benchmarks.servers import Running, serving
+from benchmarks.servers import Running, serving, stop_servers_when_terminated
 
 MIB = 2**20
 WARM_UP = 0.3
@@ -135,6 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command-line entry; returns the exit status: 0 if memory is flat and nothing failed."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    stop_servers_when_terminated()
     parser = argparse.ArgumentParser(prog="benchmarks.soak", description=__doc__)
     corpora.add_place_flags(parser)
     add = parser.add_argument
@@ -143,13 +144,15 @@ def main(argv: list[str] | None = None) -> int:
     add("--engine", default="faiss", help="bm25, faiss or torch")
     add("--corpus", choices=("44k", "1m"), default="44k")
     add("--share_fresh", type=float, default=0.5, help="share of queries never asked before")
+    add("--cache_entries", type=int, default=5000, help="of the server: filled in the warm-up")
     add("--server_flags", nargs=argparse.REMAINDER, default=[], help="further flags, at the end")
     args = parser.parse_args(argv)
     model = args.model or corpora.encoder_folder()
     corpora.prepare(args.cache, args.data, model)
     place, seconds = corpora.Place(args.cache, args.corpus), 60 * args.minutes
     questions, threads = corpora.questions(args.data), os.cpu_count() or 1
-    with serving(args.engine, place, model, threads, *args.server_flags) as server:
+    flags = ["--cache_entries", str(args.cache_entries), *args.server_flags]
+    with serving(args.engine, place, model, threads, *flags) as server:
         work = soak(server, questions, seconds, args.clients, args.share_fresh)
         seen = asyncio.run(work)
     is_well = report(seen, seconds, args.cache / f"soak-{args.engine}-{args.corpus}.json")

@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from benchmarks.answers import differences
-from benchmarks.bench import Bench, Run, mean, measure, rate_figures
+from benchmarks.bench import Bench, Run, cost_figures, mean, measure, rate_figures
 from benchmarks.figures import Figure
 from benchmarks.profiling import profile_figures
 from benchmarks.servers import BASELINES
@@ -23,7 +23,8 @@ def clients(bench: Bench, corpus: str) -> list[Figure]:
 
 def batch(bench: Bench, corpus: str) -> list[Figure]:
     """One client that asks 512 distinct queries in one request."""
-    queries = bench.questions[: BATCH * (3 if corpus == "44k" else 1)]
+    num_requests = max(1, len(slow_asked(bench, corpus)) // BATCH)
+    queries = bench.questions[: BATCH * num_requests]
     runs = contest(bench, corpus, queries, queries, batch=min(BATCH, len(queries)))
     return compare(bench, runs, rate_bar=1.5)
 
@@ -78,6 +79,7 @@ def compare(
     figures = []
     for name, some in runs.items():
         figures += rate_figures(name, some, note=f"{some[0].report.num_queries} queries")
+        figures += cost_figures(name, some)
     for name in bench.engines:
         figures.append(Figure(f"{name} / baseline: rate", rates[name] / best_rate, "x", rate_bar))
         if p99_bar is not None:
@@ -118,15 +120,11 @@ def bm25(bench: Bench, corpus: str) -> list[Figure]:
         rate, *latencies = rate_figures(mode, runs, note=f"{len(queries)} queries")
         bar = 1500.0 if mode == "raw" else None
         figures += [Figure(rate.name, rate.value, rate.unit, bar, note=rate.note), *latencies]
-        figures += [_cpu_figure(mode, "server", mean([r.server_cpu for r in runs]), queries)]
-        own = mean([r.report.cpu_seconds for r in runs])
-        figures += [_cpu_figure(mode, "generator", own, queries)]
+        figures += cost_figures(f"{mode}, server", runs)
+        own = 1e3 * mean([r.report.cpu_seconds for r in runs]) / len(queries)
+        figures.append(Figure(f"{mode}, generator: processor time", own, "ms/query"))
     if bench.profile:
         path = bench.cache / "profiles" / f"bm25-{corpus}.txt"
         measure(bench, "bm25", place, queries, profile=path)
         figures += profile_figures(path)
     return figures
-
-
-def _cpu_figure(mode: str, who: str, seconds: float, queries: Sequence[str]) -> Figure:
-    return Figure(f"{mode}: processor time of the {who}", 1e3 * seconds / len(queries), "ms/query")
