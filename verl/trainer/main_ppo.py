@@ -6,6 +6,7 @@ configuration. User mistakes end in one message and exit code 2, before any long
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import sys
@@ -36,15 +37,8 @@ ORIGIN_NAMES = {Origin.PROMPT: "prompt", Origin.POLICY: "policy", Origin.OBSERVA
 def build_reward_fn(config: Config) -> RewardFn:
     """The configured rule, reading a trajectory's own segments."""
     options = config.reward_model
-    rule = build_reward(
-        options.name,
-        RewardScores(
-            format_score=options.format_score,
-            structure_format_score=options.structure_format_score,
-            final_format_score=options.final_format_score,
-            retrieval_score=options.retrieval_score,
-        ),
-    )
+    scores = {f.name: getattr(options, f.name) for f in dataclasses.fields(RewardScores)}
+    rule = build_reward(options.name, RewardScores(**scores), options.weights)
 
     def score(trajectory: Trajectory) -> Reward:
         output = rule(
@@ -53,6 +47,8 @@ def build_reward_fn(config: Config) -> RewardFn:
                 segments=[(ORIGIN_NAMES[s.origin], s.text) for s in trajectory.segments],
                 ground_truth=trajectory.prompt.ground_truth,
                 data_source=trajectory.prompt.data_source,
+                num_searches=int(trajectory.stats.get("valid_searches", 0)),
+                num_invalid=int(trajectory.stats.get("invalid_actions", 0)),
             )
         )
         return Reward(output.score, output.components)
