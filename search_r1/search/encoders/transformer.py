@@ -67,7 +67,10 @@ class TransformerEncoder:
         self._batch_size = config.encoder_batch_size or (
             CPU_BATCH if self._device.type == "cpu" else GPU_BATCH
         )
-        self._model: Any = torch.compile(model, dynamic=True) if config.compile_encoder else model
+        self._model: Any = model
+        if config.compile_encoder:
+            self._model = torch.compile(model, dynamic=True)
+            self._compile()
 
     def encode_queries(self, queries: Sequence[str]) -> Vectors:
         """(num_queries, dim) float32; raises SetupError for an encoder of passages alone."""
@@ -94,6 +97,11 @@ class TransformerEncoder:
             "query_max_length": self._query_length,
             "weights": self._weights,
         }
+
+    def _compile(self) -> None:
+        """Compile now what the first searches would wait for: one text, and several."""
+        for texts in (["a"], ["a", "a b c"]):
+            self._encode(texts, self.query_prefix, self._query_length)
 
     @torch.inference_mode()
     def _encode(self, texts: Sequence[str], prefix: str, max_length: int) -> Vectors:

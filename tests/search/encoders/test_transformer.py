@@ -265,3 +265,13 @@ def test_real_minilm() -> None:
     assert vectors == pytest.approx(library, abs=1e-5)
     half = open_encoder(replace(EncoderConfig(path), encoder_dtype="bfloat16"))
     assert (half.encode_passages(texts) * vectors).sum(1).min() > 0.999
+
+
+@pytest.mark.slow
+def test_compiled_encoder(make_model: MakeModel) -> None:
+    """torch.compile changes no vector, for one text as for many."""
+    path = make_model("e5-tiny")
+    plain, compiled = batched(path), batched(path, compile_encoder=True)
+    for texts in (TEXTS[:1], TEXTS):
+        expected = plain.encode_queries(texts)
+        assert compiled.encode_queries(texts) == pytest.approx(expected, abs=1e-5)
