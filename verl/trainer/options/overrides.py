@@ -143,6 +143,8 @@ def _normalise_one(override: Override) -> list[str]:
     if key not in known_options() and key not in known_sections():
         raise unknown_key(given)
     check_type(key, value)
+    if isinstance(value, dict) and key in known_options():
+        return [f"++{key}.{name}={item}" for name, item in value.items()]  # Hydra's way to add
     text = str(override.input_line).split("=", 1)[1]
     return [f"{key}={text}"]
 
@@ -184,7 +186,9 @@ def _schema() -> DictConfig:
 
 def _example(default: Any) -> str:
     """A default as one would type it."""
-    return {None: "null", True: "true", False: "false"}.get(default, str(default))
+    if default is None or isinstance(default, bool):
+        return {None: "null", True: "true", False: "false"}[default]
+    return str(default)
 
 
 def warn_no_effect(config: DictConfig) -> None:

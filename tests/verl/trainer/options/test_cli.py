@@ -226,3 +226,11 @@ def test_resolved_config_composes_again(tmp_path: Path) -> None:
     text = "defaults: [config_schema, _self_]\n" + path.read_text()
     (tmp_path / "again.yaml").write_text(text)
     assert cli.compose(["-cd", str(tmp_path), "-cn", "again"]) == config
+
+
+def test_a_mapping_is_given_as_one_option() -> None:
+    """Weights by name compose into a dictionary, and a weight that is no number is refused."""
+    config = compose("reward_model.weights={em: 1.0, f1: 0.5}")
+    assert config.reward_model.weights == {"em": 1.0, "f1": 0.5}
+    with pytest.raises(ConfigError, match=r"reward_model\.weights"):
+        compose("reward_model.weights={em: much}")
