@@ -60,6 +60,7 @@ def documents(bench: Bench, corpus: str) -> list[Figure]:
     path = bench.place(corpus).corpus
     ours = Corpus.open(path)
     cache = str(bench.cache / "datasets")
+    datasets.disable_progress_bars()
     table = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=cache)
     ours_s = _read_times(len(ours), lambda rows: ours.documents(rows))
     table_s = _read_times(len(ours), lambda rows: [table[row] for row in rows])

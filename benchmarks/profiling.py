@@ -40,31 +40,21 @@ def recorded(pid: int, path: Path) -> Iterator[None]:
         process.wait(60)
 
 
-def shares(collapsed: str) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
-    """Share of samples (0..1) by function: on top of the stack, and anywhere in it; most first.
+def shares(collapsed: str) -> dict[str, float]:
+    """Share of samples (0..1) that each function is on top of the stack, most first.
 
-    `collapsed` has lines `outer;inner;innermost COUNT`.
+    `collapsed` has lines `outer;inner;innermost (file.py:LINE) COUNT`.
     """
-    own: Counter[str] = Counter()
-    inclusive: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for line in collapsed.splitlines():
         stack, _, count = line.rpartition(" ")
-        frames = [frame.rsplit(":", 1)[0] + ")" for frame in stack.split(";")]
-        own[frames[-1]] += int(count)
-        inclusive.update(dict.fromkeys(frames, int(count)))
-    total = sum(own.values())
-    return tuple(  # type: ignore[return-value]
-        [(name, count / total) for name, count in counter.most_common()]
-        for counter in (own, inclusive)
-    )
+        counts[stack.rpartition(";")[2].rpartition(":")[0] + ")"] += int(count)
+    total = counts.total()
+    return {name: count / total for name, count in counts.most_common()}
 
 
-def profile_figures(path: Path, top: int = 8) -> list[Figure]:
+def profile_figures(path: Path, top: int = 12) -> list[Figure]:
     """The functions that hold the interpreter most often."""
-    own, inclusive = shares(path.read_text())
-    rows = [("itself", own), ("with callees", inclusive)]
-    return [
-        Figure(f"profile, {kind}: {name}", 100 * share, "%", note="of samples under the GIL")
-        for kind, found in rows
-        for name, share in found[:top]
-    ]
+    found = list(shares(path.read_text()).items())[:top]
+    note = "of samples that hold the interpreter"
+    return [Figure(f"profile: {name}", 100 * share, "%", note=note) for name, share in found]

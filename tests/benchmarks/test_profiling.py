@@ -11,14 +11,10 @@ main (a.py:2);parse (c.py:8);parse (c.py:9) 1
 
 
 def test_shares_by_hand() -> None:
-    """Lines of one function count together, a recursive one once per stack."""
-    own, inclusive = shares(STACKS)
-    assert dict(own) == pytest.approx({"parse (c.py)": 0.7, "search (b.py)": 0.3})
-    assert dict(inclusive) == pytest.approx(
-        {"main (a.py)": 1.0, "search (b.py)": 0.9, "parse (c.py)": 0.7}
-    )
+    """Lines of one function count together; only the innermost function counts."""
+    assert shares(STACKS) == pytest.approx({"parse (c.py)": 0.7, "search (b.py)": 0.3})
 
 
 def test_shares_of_nothing() -> None:
     """A profile without samples has no shares."""
-    assert shares("") == ([], [])
+    assert shares("") == {}
