@@ -44,6 +44,11 @@ class LocalServer:
         """Process id of the server."""
         return self._process.pid
 
+    @property
+    def status(self) -> int | None:
+        """Exit status of the server; None while it runs."""
+        return self._process.poll()
+
     def start(self) -> Self:
         """Start and wait until `/health` answers; raises RetrieverUnavailable with the log."""
         self._folder = tempfile.TemporaryDirectory(prefix="retriever-")

@@ -12,10 +12,16 @@ import pytest
 import uvicorn
 
 from search_r1.search.index_builder import BuildConfig, build_index
+from search_r1.search.recording import Record, Recorder
 from search_r1.search.retrieval_server import bind
 from search_r1.search.retrievers.base import Retriever
 from search_r1.search.retrievers.registry import build_retriever
-from search_r1.search.retrievers.settings import EncoderConfig, RetrieverConfig
+from search_r1.search.retrievers.settings import (
+    DiagnosticConfig,
+    EncoderConfig,
+    RetrieverConfig,
+    TorchConfig,
+)
 
 TEXTS = [
     ("Paris", "Paris is the capital of France and lies on the river Seine."),
@@ -54,18 +60,46 @@ def corpus_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def open_engine(corpus_path: Path) -> Callable[[str], Retriever]:
-    """Builds and opens an engine over the small corpus by name."""
+    """Builds and opens an engine over the small corpus by name; `torch` is exact over `hash`."""
 
     def open_by_name(name: str) -> Retriever:
-        if name == "empty":
-            return build_retriever(RetrieverConfig("empty"))
         folder = corpus_path.parent / "built"
-        build_index(BuildConfig(name, str(corpus_path), str(folder), model_path="hash"))
         encoder = EncoderConfig("hash")
-        config = RetrieverConfig(name, str(corpus_path), str(folder), encoder=encoder)
-        return build_retriever(config)
+        if name in ("bm25", "hash", "torch"):
+            method = "hash" if name == "torch" else name
+            build_index(BuildConfig(method, str(corpus_path), str(folder), model_path="hash"))
+            name, engine = method, TorchConfig("torch" if name == "torch" else "faiss")
+            config = RetrieverConfig(
+                name, str(corpus_path), str(folder), encoder=encoder, torch=engine
+            )
+            return build_retriever(config)
+        diagnostics = _diagnostics(corpus_path, name, open_by_name)
+        return build_retriever(RetrieverConfig(name, str(corpus_path), diagnostics=diagnostics))
 
     return open_by_name
+
+
+def _diagnostics(
+    corpus_path: Path, name: str, open_by_name: Callable[[str], Retriever]
+) -> DiagnosticConfig:
+    """The files that `oracle` and `replay` answer from."""
+    if name == "oracle":
+        path = corpus_path.with_name("oracle.jsonl")
+        documents = [{"id": "d0", "contents": '"Paris"\nParis is the capital of France.'}]
+        row = {"question": QUERIES[0], "documents": documents}
+        path.write_text(json.dumps(row) + "\n")
+        return DiagnosticConfig(oracle_path=str(path))
+    if name == "replay":
+        path = corpus_path.with_name("record.jsonl")
+        engine = open_by_name("bm25")
+        recorder = Recorder(path, engine.info())
+        for k in (3, 100):
+            found = engine.search(QUERIES, k)
+            pairs = zip(QUERIES, found, strict=True)
+            recorder.write([Record(query, k, hits, 0.001) for query, hits in pairs])
+        recorder.close()
+        return DiagnosticConfig(replay_path=str(path))
+    return DiagnosticConfig()
 
 
 @contextmanager

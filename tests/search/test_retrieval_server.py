@@ -17,10 +17,12 @@ import pytest
 
 from search_r1.search.errors import CorpusError, RetrieverUnavailable
 from search_r1.search.local_server import LocalServer
+from search_r1.search.recording import read_records
 from search_r1.search.retrieval_server import bind, create_app, main
-from search_r1.search.retrievers.base import Retriever
+from search_r1.search.retrievers.base import Retriever, fingerprint
 from search_r1.search.schema import Document, Hit
 from search_r1.search.service.config import ServiceConfig
+from search_r1.search.service.running import warn_if_open
 
 FIELDS = {"id", "title", "text", "contents"}
 HTTP = httpx.Client(timeout=30, trust_env=False)
@@ -33,7 +35,11 @@ def _close_connections() -> Iterator[None]:
     HTTP.close()
 
 
-@pytest.fixture(scope="module", params=["bm25", "hash", "empty"])
+ENGINES = ["bm25", "hash", "torch", "empty", "random", "oracle", "replay"]
+"""Every engine that opens without a network or a model."""
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest, open_engine: Callable[[str], Retriever]) -> Retriever:
     return open_engine(request.param)
 
@@ -103,10 +109,14 @@ def test_bad_requests_are_422(url: str, body: Any) -> None:
     assert answer.json()["detail"]
 
 
-def test_odd_queries_are_answered(url: str, queries: list[str]) -> None:
+def test_odd_queries_are_answered(url: str, engine: Retriever, queries: list[str]) -> None:
     """Empty, huge, non-ASCII and ill-formed queries have answers; unknown fields are ignored."""
     odd = ["", " ", "a" * 16_000, "湖\u2028\x00", "bad \ud800 half", *queries]
     answer = post(url, {"queries": odd, "unknown": 1})
+    if engine.name == "replay":
+        assert (answer.status_code, "is recorded" in answer.text) == (424, True)
+        odd = queries
+        answer = post(url, {"queries": odd, "unknown": 1})
     assert answer.status_code == 200
     assert len(answer.json()["result"]) == len(odd)
 
@@ -118,7 +128,8 @@ def test_health_and_info(url: str, engine: Retriever) -> None:
     assert health == {"status": "ok", **expected}
     info = httpx.get(f"{url}/info").json()
     assert info["default_topk"] == 2
-    assert ("corpus" in info) == (engine.name != "empty")
+    assert info.items() >= json.loads(json.dumps(engine.info())).items()
+    assert info["fingerprint"] == fingerprint(engine.info())
     assert "/retrieve" in httpx.get(f"{url}/openapi.json").json()["paths"]
 
 
@@ -209,6 +220,57 @@ def test_launch_script(corpus_path: Path, tmp_path: Path) -> None:
         status = process.wait(20)
     assert (info["retriever"], info["default_topk"]) == ("bm25", 5)
     assert status in (0, -signal.SIGTERM)
+
+
+def test_shutdown_finishes_what_was_accepted(corpus_path: Path, tmp_path: Path) -> None:
+    """SIGTERM under load: every connection is answered or closed, nothing is half-written.
+
+    The log has no traceback, the status is 0, and the record holds what was searched.
+    """
+    record, log = tmp_path / "record.jsonl", tmp_path / "server.log"
+    flags = ["--corpus_path", str(corpus_path), "--record", str(record)]
+    answered = []
+
+    def ask(i: int) -> None:
+        try:
+            answer = post(server.url, {"queries": [f"river {i}"]})
+        except httpx.TransportError:
+            return
+        assert answer.status_code in (200, 503) and answer.json()
+        if answer.status_code == 200:
+            answered.append(f"river {i}")
+        if len(answered) == 100:
+            os.kill(server.pid, signal.SIGTERM)
+
+    with LocalServer(flags, log_path=log) as server, ThreadPoolExecutor(16) as pool:
+        list(pool.map(ask, range(1000)))
+    assert 100 <= len(answered) < 1000
+    assert server.status == 0
+    assert "Traceback" not in log.read_text()
+    assert {r.query for r in read_records(record)} >= set(answered)
+
+
+def test_a_token_is_wanted_and_given_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The server takes RETRIEVER_TOKEN, does not log it, and LocalServer waits for it as before."""
+    monkeypatch.setenv("RETRIEVER_TOKEN", "hush-hush")
+    log = tmp_path / "server.log"
+    with LocalServer(["--retriever_name", "empty"], log_path=log) as server:
+        assert post(server.url, {"queries": []}).status_code == 401
+        headers = {"Authorization": "Bearer hush-hush"}
+        assert HTTP.get(f"{server.url}/info", headers=headers).status_code == 200
+    assert "hush" not in log.read_text()
+
+
+def test_serving_a_network_without_a_token_warns(caplog: pytest.LogCaptureFixture) -> None:
+    """Bound elsewhere than to this machine, a server without a token says who may search."""
+    with bind("0.0.0.0", 0) as everywhere, bind("127.0.0.1", 0) as here:
+        warn_if_open(everywhere, "token")
+        warn_if_open(here, None)
+        assert not caplog.records
+        warn_if_open(everywhere, None)
+    assert "RETRIEVER_TOKEN" in caplog.text
 
 
 def test_an_interrupt_ends_quietly(tmp_path: Path) -> None:

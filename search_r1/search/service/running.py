@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import signal
 import socket
 from pathlib import Path
 from types import FrameType
@@ -53,7 +54,7 @@ class _Server(uvicorn.Server):
 def serve(app: FastAPI, bound: socket.socket, port_file: Path | None = None) -> bool:
     """Serve `app` on a bound socket until SIGINT or SIGTERM; accepted requests are finished.
 
-    Returns whether no search was left running.
+    Called from the main thread. Returns whether no search was left running.
     """
     host, port = bound.getsockname()[:2]
     service: Service = app.state.service
@@ -67,6 +68,9 @@ def serve(app: FastAPI, bound: socket.socket, port_file: Path | None = None) -> 
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(service.config.drain) + 2,
     )
+    # uvicorn raises the signal again when it is done, which would skip the closing of files;
+    # from here on the process ends by itself
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     with contextlib.suppress(KeyboardInterrupt):
         _Server(config, service, port_file, port).run(sockets=[bound])
     return service.close()
