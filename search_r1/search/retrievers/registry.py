@@ -58,7 +58,7 @@ def build_retriever(config: RetrieverConfig) -> Retriever:
 def _choose(config: RetrieverConfig) -> Engine:
     """The engine of the settings; `bm25` with the folder of a Lucene index is Lucene's."""
     name = config.retriever_name
-    if name == "bm25" and config.index_path and any(Path(config.index_path).glob("segments_*")):
+    if name == "bm25" and config.index_path and _is_lucene(Path(config.index_path)):
         return LUCENE
     if name in ENGINES:
         return ENGINES[name]
@@ -72,6 +72,11 @@ def _choose(config: RetrieverConfig) -> Engine:
     if config.torch.dense_engine not in engines:
         raise SetupError(f"--dense_engine {config.torch.dense_engine}; expected faiss or torch")
     return engines[config.torch.dense_engine]
+
+
+def _is_lucene(path: Path) -> bool:
+    """Whether the folder, or the `bm25` folder in it, holds Lucene's segments."""
+    return any(any(folder.glob("segments_*")) for folder in (path, path / "bm25"))
 
 
 def _load(engine: Engine) -> ModuleType:
