@@ -6,7 +6,7 @@ SEED ?= 0
 BIN := $(VENV)/bin
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: demo install test test-all chromium lint format data clean
+.PHONY: bench demo install test test-all chromium lint format data clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml scripts/install.py
@@ -34,6 +34,9 @@ test-all: chromium $(VENV)/.installed-lucene
 chromium:
 	@command -v chromium >/dev/null || { echo "make test-all opens the search page in Chromium," \
 	"which is missing: apt-get install chromium" >&2; exit 1; }
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.retrieval $(BENCH_ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
