@@ -26,7 +26,15 @@ HOST_RESERVE_GB = 4.0
 """For the encoder, Python and the system; documents are mapped and need no memory of their own."""
 VALUE_BYTES = {"": 4.0, "HNSW32": 4.0, "SQfp16": 2.0, "SQ8": 1.0}
 """Bytes of a value in a FAISS index by factory string."""
-SCANNED = ("faiss", "faiss:SQfp16", "faiss:SQ8", "torch", "torch:float16", "torch:int8")
+SCANNED = (
+    "faiss",
+    "faiss:SQfp16",
+    "faiss:SQ8",
+    "torch",
+    "torch:float16",
+    "torch:bfloat16",
+    "torch:int8",
+)
 """Engines whose time grows with the number of vectors, so that a rate can be carried over."""
 NUM_TIMED = 64
 """Queries of a timed search: what 64 clients bring at once."""
