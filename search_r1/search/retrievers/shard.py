@@ -61,9 +61,7 @@ class Shard:
             scores = product(start, end)
             if self._norms is not None:
                 scores = scores.mul_(2).sub_(self._norms[start:end])
-            values, columns = best_columns(scores, k)
-            found = values, columns + (self.first_row + start)
-            best = found if best is None else merge(best, found, k)
+            best = _improve(best, scores, self.first_row + start, k)
         assert best is not None, "a shard has at least one row"
         return best[0].cpu(), best[1].cpu()
 
@@ -119,6 +117,24 @@ class Shard:
     def rows(self, rows: Tensor) -> Tensor:
         """Stored rows (n, dim) float32 on the host, by their numbers in the whole matrix."""
         return self._rows((rows - self.first_row).to(self.device)).cpu()
+
+
+def _improve(best: Best | None, scores: Tensor, first_row: int, k: int) -> Best:
+    """The k best after one more tile of scores (num_queries, n), whose rows come after all before.
+
+    The further a scan is, the fewer tiles hold anything: only queries whose highest score beats
+    their k-th best are looked at, since an equal one would lose to the earlier row.
+    """
+    if best is None or best[0].shape[1] < k:
+        values, columns = best_columns(scores, k)
+        found = values, columns + first_row
+        return found if best is None else merge(best, found, k)
+    hot = (scores.amax(dim=1) > best[0][:, -1]).nonzero().flatten()
+    if not len(hot):
+        return best
+    values, columns = best_columns(scores[hot], k)
+    merged = merge((best[0][hot], best[1][hot]), (values, columns + first_row), k)
+    return best[0].index_copy(0, hot, merged[0]), best[1].index_copy(0, hot, merged[1])
 
 
 def open_shard(device: str, first_row: int, num_rows: int, flat: FlatFile, dtype: str) -> Shard:
