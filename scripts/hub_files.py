@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from search_r1.search.progress import Report, progress
+from search_r1.search.indexing.progress import Report, progress
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from search_r1.search.build_config import BuildConfig, index_folder
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SearchError, SetupError
+from search_r1.search.indexing.build_config import BuildConfig, index_folder
 from search_r1.search.options import add_flags
 
 __all__ = ["BuildConfig", "build_index", "index_folder", "main"]
@@ -37,7 +37,7 @@ def build_index(config: BuildConfig) -> Path:
 
 def _bm25(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
     try:
-        from search_r1.search import bm25_builder  # noqa: PLC0415
+        from search_r1.search.indexing import bm25_builder  # noqa: PLC0415
     except ImportError as error:
         raise SetupError(f"BM25 needs bm25s ({error}); pip install bm25s") from error
     bm25_builder.build(config, corpus, folder)
@@ -45,7 +45,7 @@ def _bm25(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
 
 def _dense(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
     try:
-        from search_r1.search import dense_builder  # noqa: PLC0415
+        from search_r1.search.indexing import dense_builder  # noqa: PLC0415
     except ImportError as error:
         raise SetupError(f"a dense index needs FAISS ({error}); pip install faiss-cpu") from error
     dense_builder.build(config, corpus, folder)

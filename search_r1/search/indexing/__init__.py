@@ -1,0 +1,1 @@
+"""How an index is built: resumable embeddings and tokens, FAISS and BM25, and their folder."""

@@ -1,0 +1,53 @@
+"""What to index, how and where to: options of `index_builder` as data and as flags."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from search_r1.search.options import option
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """What to index, how, and where to."""
+
+    retrieval_method: str
+    """`bm25`, or any other name (`e5` ...) for a dense index under that name."""
+    corpus_path: str
+    save_dir: str
+    model_path: str | None = option(
+        None, "encoder: a folder, a hub name, or `hash` (no model, for trials); dense needs it"
+    )
+    use_fp16: bool = option(False, "encode in half precision")
+    max_length: int | None = option(
+        None, "tokens of a passage that are encoded; default: the model's own limit", at_least=1
+    )
+    batch_size: int = option(64, "passages per encoder call", at_least=1)
+    pooling_method: str | None = option(
+        None, "mean, cls or pooler; default: what the model folder or its family declares"
+    )
+    encoder_family: str | None = option(
+        None,
+        "e5, e5-instruct, bge-en, bge, dpr, contriever or other: decides prefixes and pooling; "
+        "default: by the model's name",
+    )
+    devices: tuple[str, ...] = option(
+        (), "devices that share the encoding, one process each; default: all GPUs, else cpu"
+    )
+    faiss_type: str = option("Flat", "a FAISS factory: Flat, HNSW64, SQ8, IVF4096,Flat ...")
+    faiss_gpu: bool = option(False, "train IVF lists on the GPUs that FAISS sees")
+    embedding_dtype: str = option("float32", "float32 or float16: how embeddings are kept")
+    save_embedding: bool = option(False, "keep the embeddings beside the index")
+    embedding_path: str | None = option(
+        None, "index these embeddings (.npy, or bare values) instead of encoding the corpus"
+    )
+    shard_rows: int = option(
+        1024, "documents between two saves, the most that a killed build loses", at_least=1
+    )
+    trust_remote_code: bool = option(False, "run Python code that comes with a model")
+
+
+def index_folder(save_dir: str | Path, method: str, faiss_type: str = "Flat") -> Path:
+    """Where `build_index` puts the index of `method`."""
+    factory = re.sub(r"[^A-Za-z0-9]+", "_", faiss_type)
+    return Path(save_dir) / ("bm25" if method == "bm25" else f"{method}_{factory}.index")

@@ -1,0 +1,176 @@
+"""The hidden folder in which an index is made: one builder at a time, kept until it is complete.
+
+The work for `<dir>/e5_Flat.index` lies in `<dir>/.e5_Flat.index.partial/` together with a key of
+what decides it; the same build goes on there, another one starts anew. The finished index is
+renamed into its place, so that no reader ever sees a half of it.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from search_r1.search.errors import CorpusError, SetupError
+
+logger = logging.getLogger(__name__)
+
+KEY_NAME = "key.json"
+READY_NAME = "ready"
+"""Where the finished index lies inside the work folder before it is renamed."""
+
+
+@contextmanager
+def work_folder(target: Path, key: Mapping[str, Any]) -> Iterator[Path]:
+    """The folder with what earlier runs of the build `key` left; a run that fails keeps it.
+
+    Raises SetupError if another builder is at work there or nothing can be written.
+    """
+    work = target.with_name(f".{target.name}.partial")
+    with _locked(target):
+        shutil.rmtree(_trash(work), ignore_errors=True)
+        _resume_or_start(work, dict(key))
+        try:
+            yield work
+        except CorpusError:
+            _discard(work)  # a corpus that is put right is another corpus
+            raise
+        _discard(work)
+
+
+def publish(work: Path, target: Path) -> None:
+    """Put the complete index in `work` in place of an older one."""
+    ready = work / READY_NAME
+    for path in [*ready.rglob("*"), ready]:
+        sync(path)
+    outdated = work / "outdated"
+    shutil.rmtree(outdated, ignore_errors=True)
+    if target.exists():
+        target.rename(outdated)
+    ready.rename(target)
+    sync(target.parent)
+
+
+def fresh_folder(folder: Path) -> Path:
+    """`folder`, empty."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that after a crash it is there complete or not at all."""
+    temporary = path.with_name(path.name + ".writing")
+    temporary.write_bytes(data)
+    sync(temporary)
+    temporary.rename(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Bring a file's data, or a folder's entries, onto the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def check_disk(folder: Path, need: int, parts: str) -> None:
+    """Say what the build needs and raise SetupError if the disk has less; bytes."""
+    existing = next(path for path in [folder, *folder.parents] if path.exists())
+    free = shutil.disk_usage(existing).free
+    logger.info("disk: %s needed in %s (%s), %s free", gb(need), folder, parts, gb(free))
+    if need > free:
+        raise SetupError(
+            f"{folder} has {gb(free)} free, but the build needs {gb(need)} ({parts}); expected "
+            "room for all of it: free some, or give a --save_dir on another disk"
+        )
+
+
+def gb(size: float) -> str:
+    """Bytes in a person's unit."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Exclude other builders of `target`; the lock goes with the process, however it ends."""
+    path = target.with_name(f".{target.name}.lock")
+    while True:
+        handle = _open_lock(path)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(handle)
+            raise SetupError(
+                f"another builder is making {target}; expected one at a time: wait for it, end "
+                "it, or give another --save_dir"
+            ) from error
+        if _is_at(handle, path):
+            break
+        os.close(handle)  # its owner finished and removed it while this one was opening it
+    try:
+        yield
+    finally:
+        path.unlink()
+        os.close(handle)
+
+
+def _open_lock(path: Path) -> int:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise SetupError(
+            f"cannot write an index into {path.parent} ({error}); expected a writable folder: "
+            "build it elsewhere with index_builder --save_dir, and give that as --index_path"
+        ) from error
+
+
+def _discard(work: Path) -> None:
+    """Remove the folder; renamed first, so that a kill meanwhile leaves no half of it."""
+    work.rename(_trash(work))
+    shutil.rmtree(_trash(work))
+
+
+def _trash(work: Path) -> Path:
+    return work.with_name(work.name + ".trash")
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether the open file is still the one at `path`."""
+    return path.exists() and path.stat().st_ino == os.fstat(handle).st_ino
+
+
+def _resume_or_start(work: Path, key: dict[str, Any]) -> None:
+    """Keep the work folder if it is of the same build, else empty it and say so."""
+    found = _read_key(work)
+    differing = [name for name in key if found is None or not _same(found.get(name), key[name])]
+    if found is not None and not differing:
+        logger.info("going on with the work in %s", work)
+        return
+    if work.exists():
+        reason = "has no key" if found is None else f"was of another {', '.join(differing)}"
+        logger.warning("the work in %s %s: starting over", work, reason)
+    fresh_folder(work)
+    write_whole(work / KEY_NAME, json.dumps(key, indent=2).encode())
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    """Equal, or lists of nearly equal numbers: another device rounds a probe otherwise."""
+    if isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
+        return all(abs(a - b) < 0.005 for a, b in zip(found, wanted, strict=True))
+    return bool(found == wanted)
+
+
+def _read_key(work: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads((work / KEY_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found
