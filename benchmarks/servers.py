@@ -59,7 +59,11 @@ def read_counters(text: str) -> dict[str, float]:
 
 
 def engine_flags(name: str, place: Place, model: str) -> list[str]:
-    """Our server's flags for `bm25`, `faiss`, `faiss:FACTORY`, `torch` or `torch:DTYPE`."""
+    """Our server's flags for `bm25`, `faiss`, `faiss:FACTORY`, `torch` or `torch:DTYPE`.
+
+    A dense name may end in `@DTYPE`, the encoder's.
+    """
+    name, _, encoder_dtype = name.partition("@")
     corpus = ["--corpus_path", str(place.corpus)]
     if name == "bm25":
         return ["--retriever_name", "bm25", *corpus, "--index_path", str(place.bm25)]
@@ -69,6 +73,7 @@ def engine_flags(name: str, place: Place, model: str) -> list[str]:
         index = index.parent
     flags = ["--retriever_name", "minilm", "--retriever_model", model, *corpus]
     flags += ["--index_path", str(index), "--dense_engine", engine]
+    flags += ["--encoder_dtype", encoder_dtype] if encoder_dtype else []
     return flags + (["--matrix_dtype", variant] if engine == "torch" and variant else [])
 
 
