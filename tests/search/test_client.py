@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import pickle
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,12 @@ class Script:
     """A query that makes its whole request a 422."""
     body: bytes | None = None
     """What good answers say, if not an echo of the queries."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Of scripted failures."""
+    refuses: str = ""
+    """A field of the body that is refused by name."""
+    tokens: list[str | None] = field(default_factory=list)
+    """What the requests had as Authorization."""
 
 
 def scripted(script: Script) -> FastAPI:
@@ -42,11 +49,14 @@ def scripted(script: Script) -> FastAPI:
     async def retrieve(request: Request) -> Response:
         body = await request.json()
         script.requests.append(body)
+        script.tokens.append(request.headers.get("Authorization"))
+        if script.refuses in body:
+            return Response(f"extra field {script.refuses}", status_code=422)
         status = script.statuses.pop(0) if script.statuses else GOOD
         if status == SLOW:
             await asyncio.sleep(SLOW_S)
         if status not in (SLOW, GOOD):
-            return Response("scripted", status_code=status)
+            return Response("scripted", status_code=status, headers=script.headers)
         if script.poison and script.poison in body["queries"]:
             return Response("poisoned", status_code=422)
         if script.body is not None:
@@ -115,6 +125,14 @@ def test_url_without_scheme_is_refused() -> None:
         RetrievalClient("127.0.0.1:8000")
 
 
+def test_equal_searches_travel_once(url: str, script: Script) -> None:
+    """Each of several equal searches gets the documents, in a list of its own."""
+    found = ask(RetrievalClient(url), "a", "b", "a", "a\ud800", "a?")
+    assert texts(found) == ["a", "b", "a", "a?", "a?"]
+    assert [r["queries"] for r in script.requests] == [["a", "b", "a?"]]
+    assert found[0] is not found[2]
+
+
 @pytest.mark.parametrize("failures", [[500], [503, 502], [429], [429, 500, 504]])
 def test_transient_failures_are_retried(url: str, script: Script, failures: list[int]) -> None:
     """429 and 5xx are tried again until they pass, with growing pauses."""
@@ -132,6 +150,79 @@ def test_retries_are_bounded(url: str, script: Script) -> None:
     assert [type(error) for error in found] == [RetrieverUnavailable] * 2
     assert url in str(found[0]) and "503" in str(found[0]) and "3 attempts" in str(found[0])
     assert len(script.requests) == 3
+
+
+@pytest.mark.parametrize("status", [503, 429])
+def test_line_19_a_server_that_asks_for_time_gets_it(url: str, script: Script, status: int) -> None:
+    """`Retry-After` lengthens a pause, but not beyond the limit."""
+    script.statuses, script.headers = [status], {"Retry-After": "3600"}
+    start = time.monotonic()
+    client = RetrievalClient(url, backoff=0.001, max_retry_after=0.3)
+    assert texts(ask(client, "q")) == ["q"]
+    assert 0.3 <= time.monotonic() - start < 60
+    assert len(script.requests) == 2
+
+
+def test_line_19_a_deadline_ends_a_search(url: str, script: Script) -> None:
+    """The deadline cuts attempts and pauses short, and no pause is made that could not help."""
+    script.statuses = [SLOW] * 9
+    start = time.monotonic()
+    [error] = ask(RetrievalClient(url, deadline=0.2), "q")
+    assert isinstance(error, RetrieverUnavailable) and "deadline" in str(error)
+    assert time.monotonic() - start < SLOW_S
+    script.statuses, script.headers = [503] * 9, {"Retry-After": "20"}
+    start = time.monotonic()
+    [error] = ask(RetrievalClient(url, deadline=10), "q")
+    assert isinstance(error, RetrieverUnavailable) and "deadline" in str(error)
+    assert time.monotonic() - start < 10
+    with pytest.raises(ValueError, match="deadline 0"):
+        RetrievalClient(url, deadline=0)
+
+
+def test_servers_are_told_how_long_an_attempt_waits(url: str, script: Script) -> None:
+    """`deadline_s` is the attempt's time; a server that refuses the field never sees it again."""
+    assert texts(ask(RetrievalClient(url, timeout=7), "q")) == ["q"]
+    assert script.requests[-1]["deadline_s"] == 7
+    ask(RetrievalClient(url, timeout=7, deadline=5), "q")
+    assert 0 < script.requests[-1]["deadline_s"] <= 5
+    script.refuses = "deadline_s"
+    script.requests.clear()
+    client = RetrievalClient(url)
+    assert texts(ask(client, "a", "b")) == ["a", "b"]
+    assert texts(ask(client, "c")) == ["c"]
+    assert ["deadline_s" in request for request in script.requests] == [True, False, False]
+
+
+def test_the_token_is_sent_and_never_shown(
+    url: str, script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the environment or the argument, after pickling too; not in repr, logs or errors."""
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("RETRIEVER_TOKEN", "from-env-5")
+    client = pickle.loads(pickle.dumps(RetrievalClient(url, max_retries=1, backoff=0.01)))
+    monkeypatch.setenv("RETRIEVER_TOKEN", "")
+    script.statuses = [500, 500]
+    [error] = ask(client, "q")
+    ask(RetrievalClient(url, token="given-7"), "q")
+    ask(RetrievalClient(url), "q")
+    assert script.tokens == ["Bearer from-env-5"] * 2 + ["Bearer given-7", None]
+    shown = f"{client!r} {client.__getstate__()!r} {vars(client)} {error} {caplog.text}"
+    assert caplog.text and "from-env-5" not in shown and "given-7" not in shown
+    for wrong in ("two words", "line\nbreak", "ключ"):
+        with pytest.raises(ValueError, match="RETRIEVER_TOKEN") as caught:
+            RetrievalClient(url, token=wrong)
+        assert wrong not in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [401, 404, 413, 422, 424])
+def test_line_19_refusals_are_not_retried(url: str, script: Script, status: int) -> None:
+    """A 4xx fails at once; one that no query can have caused is not asked again one by one."""
+    script.statuses = [status] * 9
+    found = ask(RetrievalClient(url), "a", "b")
+    assert [type(error) for error in found] == [RetrieverRefused] * 2
+    assert [error.status for error in found if isinstance(error, RetrieverRefused)] == [status] * 2
+    assert len(script.requests) == (1 if status in (401, 404) else 3)
+    assert ("RETRIEVER_TOKEN" in str(found[0])) == (status == 401)
 
 
 def test_timeouts_are_retried(url: str, script: Script) -> None:
@@ -192,6 +283,10 @@ def test_a_refused_query_does_not_fail_its_neighbours(url: str, script: Script) 
         b'{"result": []}',
         b'{"result": [[{"id": "1"}]]}',
         b'{"result": [[7]]}',
+        b'{"result": [{}]}',
+        b'{"result": {"a": 1}}',
+        b"[" * 100_000,
+        b"\xff\xfe",
     ],
 )
 def test_answers_outside_the_contract(url: str, script: Script, body: bytes) -> None:
@@ -226,6 +321,12 @@ def test_a_cancelled_search_leaves_the_others(url: str) -> None:
 def test_ill_formed_queries_are_sent(url: str) -> None:
     """Half a surrogate pair cannot be written as UTF-8; it is replaced, not raised."""
     assert texts(ask(RetrievalClient(url), "a\ud800b")) == ["a?b"]
+
+
+def test_ill_formed_documents_are_mended(url: str, script: Script) -> None:
+    """Half a surrogate pair in an answer would stop a tokenizer; whole pairs stay."""
+    script.body = b'{"result": [[{"id": "1", "contents": "\\"T\\"\\n\\ud83d\\ude00 \\uD800"}]]}'
+    assert texts(ask(RetrievalClient(url), "q")) == ["\U0001f600 ?"]
 
 
 @pytest.mark.parametrize("name", ["bm25", "hash", "empty"])

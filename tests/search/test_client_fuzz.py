@@ -1,0 +1,213 @@
+"""The client against a scripted server of raw bytes: random statuses, bodies, cuts and delays."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from search_r1.search.client import Document, RetrievalClient
+from search_r1.search.errors import RetrieverUnavailable, SearchError
+
+SLOW_S = 0.4
+TIMEOUT_S = 0.15
+MAX_RETRIES = 2
+SLACK_S = 5.0
+"""A busy machine's delays; a client that hangs takes for ever."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How one request is answered."""
+
+    status: int = 200
+    body: bytes | None = None
+    """None: an echo of the queries."""
+    headers: tuple[tuple[str, str], ...] = ()
+    length_error: int = 0
+    """Added to Content-Length."""
+    kept: float = 1.0
+    """Part of the bytes that is sent before the connection closes."""
+    delay: float = 0.0
+    is_trickled: bool = False
+    """Byte after byte, for longer than the client waits."""
+    reset: bool = False
+    """Close at once."""
+
+
+def echo(queries: list[str]) -> bytes:
+    """A document for each query that names it."""
+    hits = [[{"document": {"id": q, "contents": f'"T"\n{q}'}, "score": 1.0}] for q in queries]
+    return json.dumps({"result": hits}).encode()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+BODIES = st.one_of(
+    st.none(),
+    st.none(),
+    st.binary(max_size=40),
+    JSON.map(lambda value: json.dumps(value).encode()),
+    JSON.map(lambda value: json.dumps({"result": value}).encode()),
+    JSON.map(lambda value: json.dumps({"result": [[value]]}).encode()),
+    st.just(echo(["of another request"]) + b"}"),
+)
+HEADERS = st.sampled_from(
+    [
+        ("Retry-After", "0"),
+        ("Retry-After", "Sun, 99 Foo"),
+        ("Content-Encoding", "gzip"),
+        ("Content-Type", "application/json; charset=hex"),
+        ("Location", "http://["),
+        ("Transfer-Encoding", "chunked"),
+        ("Connection", "close"),
+    ]
+)
+ANSWERS = st.builds(
+    Answer,
+    status=st.sampled_from([200, 200, 200, 204, 301, 400, 401, 422, 424, 429, 500, 503, 504, 999]),
+    body=BODIES,
+    headers=st.lists(HEADERS, max_size=2).map(tuple),
+    length_error=st.sampled_from([0, 0, 0, 1, -1, 1000]),
+    kept=st.sampled_from([1.0, 1.0, 1.0, 0.0, 0.5, 0.99]),
+    delay=st.sampled_from([0.0, 0.0, 0.0, 0.02, SLOW_S]),
+    is_trickled=st.sampled_from([False] * 9 + [True]),
+    reset=st.sampled_from([False] * 5 + [True]),
+)
+QUERIES = st.lists(st.text(max_size=8), min_size=1, max_size=6)
+
+
+async def read_queries(reader: asyncio.StreamReader) -> list[str]:
+    """The queries of the next request; IncompleteReadError when there is none."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = int(head.split(b"content-length:")[1].split(b"\r\n")[0])
+    return [str(query) for query in json.loads(await reader.readexactly(length))["queries"]]
+
+
+async def write(answer: Answer, queries: list[str], writer: asyncio.StreamWriter) -> bool:
+    """Send the answer; whether the connection may be used again."""
+    await asyncio.sleep(answer.delay)
+    body = echo(queries) if answer.body is None else answer.body
+    length = max(0, len(body) + answer.length_error)
+    lines = [f"HTTP/1.1 {answer.status} Scripted", f"Content-Length: {length}"]
+    lines += [f"{name}: {value}" for name, value in answer.headers]
+    sent = ("\r\n".join(lines) + "\r\n\r\n").encode() + body
+    sent = sent[: int(len(sent) * answer.kept)]
+    for i in range(0, len(sent), 1 if answer.is_trickled else max(1, len(sent))):
+        writer.write(sent[i : i + (1 if answer.is_trickled else len(sent))])
+        await writer.drain()
+        if answer.is_trickled:
+            await asyncio.sleep(0.05)
+    return answer.kept == 1 and not answer.length_error
+
+
+@asynccontextmanager
+async def scripted(answers: list[Answer]) -> AsyncIterator[str]:
+    """A server on a free port that gives the answers in turn, then echoes."""
+    script = iter(answers)
+    connections: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.add(task)
+        try:
+            is_open = True
+            while is_open:
+                queries = await read_queries(reader)
+                answer = next(script, Answer())
+                is_open = not answer.reset and await write(answer, queries, writer)
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass  # the client left, or the test is over
+        finally:
+            writer.close()
+            connections.discard(task)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for task in set(connections):
+            task.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+
+
+def is_echo(documents: list[Document], query: str) -> bool:
+    return [document.id for document in documents] == [query]
+
+
+def scripted_documents(answers: list[Answer]) -> list[list[str]]:
+    """Ids that well-formed scripted bodies hold, which a search may rightly be given."""
+    found = []
+    for answer in answers:
+        try:
+            result = json.loads(answer.body or b"")["result"]
+            found += [[str(item.get("document", item)["id"]) for item in hits] for hits in result]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
+    return found
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(st.lists(ANSWERS, max_size=8), QUERIES, st.sampled_from([None, 0.1, 0.3]))
+def test_line_19_every_search_ends_with_documents_or_a_typed_error(
+    answers: list[Answer], queries: list[str], deadline: float | None
+) -> None:
+    """Whatever a server sends: no hang beyond the bound, no other exception, no mixed answers."""
+    attempts_s = (MAX_RETRIES + 1) * (TIMEOUT_S + 0.02)
+    bound = 2 * attempts_s if deadline is None else deadline  # a refused batch is asked once more
+
+    async def search_all() -> list[list[Document] | BaseException]:
+        async with scripted(answers) as url:
+            client = RetrievalClient(
+                url,
+                timeout=TIMEOUT_S,
+                max_retries=MAX_RETRIES,
+                backoff=0.001,
+                max_retry_after=0.01,
+                max_batch=4,
+                deadline=deadline,
+            )
+            async with asyncio.timeout(bound + SLACK_S):
+                found = await asyncio.gather(*map(client.search, queries), return_exceptions=True)
+            await client.aclose()  # not where the bound was broken: it would wait as long
+            return found
+
+    scripted_ids = scripted_documents(answers)
+    for query, found in zip(queries, asyncio.run(search_all()), strict=True):
+        event(type(found).__name__)
+        if isinstance(found, BaseException):
+            assert isinstance(found, SearchError), repr(found)
+        else:
+            ids = [document.id for document in found]
+            assert is_echo(found, query) or ids in scripted_ids, (query, ids)
+
+
+def test_line_19_an_answer_that_trickles_is_too_late() -> None:
+    """A byte now and then keeps no attempt alive: the timeout is for the whole answer."""
+    trickle = Answer(is_trickled=True, headers=(("X", "x" * 10_000),))
+
+    async def search() -> list[list[Document] | BaseException]:
+        async with scripted([trickle] * 2) as url:
+            client = RetrievalClient(url, timeout=TIMEOUT_S, max_retries=1, backoff=0.001)
+            async with asyncio.timeout(2 * TIMEOUT_S + SLACK_S):
+                found = await asyncio.gather(client.search("q"), return_exceptions=True)
+            await client.aclose()
+            return found
+
+    [error] = asyncio.run(search())
+    assert isinstance(error, RetrieverUnavailable)
+
+
+def test_the_fuzz_meets_documents_and_errors() -> None:
+    """The oracle above is not vacuous: echoes are told from the documents of other queries."""
+    assert is_echo([Document.from_contents("a", "x")], "a")
+    assert not is_echo([Document.from_contents("b", "x")], "a")
+    assert scripted_documents([Answer(body=echo(["z"]))]) == [["z"]]

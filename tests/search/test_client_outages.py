@@ -1,0 +1,152 @@
+"""Real server processes that are killed while searches are under way."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from search_r1.search.client import Document, RetrievalClient
+from search_r1.search.local_server import REPOSITORY, LocalServer
+from search_r1.search.retrieval_server import bind
+from search_r1.search.retrievers.base import Retriever
+
+NUM_SEARCHES = 1000
+NUM_CLIENTS = 16
+START_S = 120.0
+
+
+@pytest.fixture
+def args(corpus_path: Path, open_engine: Callable[[str], Retriever]) -> list[str]:
+    """The flags of a bm25 server over the small corpus."""
+    open_engine("bm25")
+    folder = corpus_path.parent / "built"
+    return ["--corpus_path", str(corpus_path), "--index_path", str(folder)]
+
+
+@pytest.fixture
+def expected(open_engine: Callable[[str], Retriever], queries: list[str]) -> list[list[Document]]:
+    """What the searches below must find, asked of the engine itself, one query at a time."""
+    engine = open_engine("bm25")
+    answers = {q: [hit.document for hit in engine.search([q], 3)[0]] for q in wordings(queries)}
+    return [answers[query] for query in searches(queries)]
+
+
+def wordings(queries: list[str]) -> list[str]:
+    """Many different queries with known answers."""
+    return [f"{one} {other}" for one in queries for other in queries]
+
+
+def searches(queries: list[str]) -> list[str]:
+    different = wordings(queries)
+    return [different[i % len(different)] for i in range(NUM_SEARCHES)]
+
+
+def start(args: list[str], port: int) -> subprocess.Popen[bytes]:
+    """The server's command line on a fixed port, in a process of its own."""
+    command = [sys.executable, "-m", "search_r1.search.retrieval_server", *args]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen(
+        [*command, "--port", str(port)], env=environment, stderr=subprocess.DEVNULL
+    )
+
+
+def await_health(url: str) -> None:
+    """Until the server answers."""
+    limit = time.monotonic() + START_S
+    while time.monotonic() < limit:
+        try:
+            if httpx.get(url + "/health", trust_env=False).is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.02)
+    raise AssertionError(f"{url} did not become healthy in {START_S} s")
+
+
+async def search_all(
+    client: RetrievalClient, queries: list[str], interrupt: Callable[[], None]
+) -> list[list[Document]]:
+    """Every query by one of a few clients, each in turn; `interrupt` is called at the half."""
+    found: dict[int, list[Document]] = {}
+    half = asyncio.Event()
+
+    async def search_every(first: int) -> None:
+        for i in range(first, len(queries), NUM_CLIENTS):
+            found[i] = await client.search(queries[i])
+            if len(found) >= len(queries) // 2:
+                half.set()
+
+    async def cut() -> None:
+        await half.wait()
+        interrupt()
+
+    async with client:
+        await asyncio.gather(cut(), *map(search_every, range(NUM_CLIENTS)))
+    return [found[i] for i in range(len(queries))]
+
+
+def test_line_19_a_killed_server_that_returns_is_waited_for(
+    args: list[str], queries: list[str], expected: list[list[Document]]
+) -> None:
+    """SIGKILL amid 1,000 searches and a start on the same port: all end with right answers."""
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    processes = [start(args, port)]
+
+    def kill_and_start_again() -> None:
+        processes[0].kill()
+        processes[0].wait()
+        processes.append(start(args, port))
+
+    try:
+        await_health(url)
+        client = RetrievalClient(url, 3, max_retries=100, max_backoff=0.5)
+        found = asyncio.run(search_all(client, searches(queries), kill_and_start_again))
+        assert processes[1].poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert len(processes) == 2
+    assert found == expected
+
+
+def test_line_19_another_server_stands_in_for_a_killed_one(
+    args: list[str], queries: list[str], expected: list[list[Document]]
+) -> None:
+    """Of two servers the one in use is killed: the other answers all, with no pause between."""
+    with LocalServer(args) as one, LocalServer(args) as other:
+        pids = {one.url: one.pid, other.url: other.pid}
+        client = RetrievalClient(
+            f"{one.url},{other.url}", 3, max_retries=1, backoff=600, max_backoff=600, deadline=60
+        )
+        in_use = client.urls[0]
+        found = asyncio.run(
+            search_all(client, searches(queries), lambda: os.kill(pids[in_use], signal.SIGKILL))
+        )
+        assert [one.status, other.status].count(None) == 1
+    assert found == expected
+
+
+def test_line_19_an_outage_of_all_names_every_server() -> None:
+    """The error says of each url why it failed, and the attempts are those allowed in total."""
+    with bind("127.0.0.1", 0) as first, bind("127.0.0.1", 0) as second:
+        urls = [f"http://127.0.0.1:{closed.getsockname()[1]}" for closed in (first, second)]
+        client = RetrievalClient(urls, max_retries=4, backoff=0.001, max_backoff=0.002)
+
+        async def search() -> BaseException:
+            async with client:
+                [error] = await asyncio.gather(client.search("q"), return_exceptions=True)
+            assert isinstance(error, BaseException)
+            return error
+
+        error = asyncio.run(search())
+    assert all(url in str(error) for url in urls)
+    assert str(error).count("ConnectError") == 2 and "gave up after 5 attempts" in str(error)
