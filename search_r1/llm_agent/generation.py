@@ -226,6 +226,7 @@ def build_retrieval(config: Config) -> Retrieval:
         retriever.topk,
         timeout=retriever.timeout,
         max_retries=retriever.max_retries,
+        deadline=retriever.deadline,
     )
 
 

@@ -202,11 +202,16 @@ def _retrieval(config: Config) -> Iterator[Problem]:
     if not config.do_search:
         return
     url = config.retriever.url
-    if url != "empty" and not url.startswith(("http://", "https://")):
+    addresses = [] if url == "empty" else url.split(",")
+    if not all(one.strip().startswith(("http://", "https://")) for one in addresses):
         example = "retriever.url=http://127.0.0.1:8000/retrieve"
-        yield "retriever.url", repr(url), "an http address of /retrieve, or empty", example
+        expected = "http addresses of /retrieve with commas between them, or empty"
+        yield "retriever.url", repr(url), expected, example
     if config.retriever.topk < 1:
         yield "retriever.topk", config.retriever.topk, "1 or more documents", "retriever.topk=3"
     if config.retriever.timeout <= 0:
         fix = "retriever.timeout=60"
         yield "retriever.timeout", config.retriever.timeout, "more than 0 seconds", fix
+    if config.retriever.deadline is not None and config.retriever.deadline <= 0:
+        fix = "retriever.deadline=null"
+        yield "retriever.deadline", config.retriever.deadline, "more than 0 seconds, or null", fix

@@ -126,16 +126,17 @@ def _questions(config: Config) -> Iterator[SearchR1Error]:
 
 
 def _retriever(config: Config) -> Iterator[SearchR1Error]:
-    """A search server that answers, unless the run searches nothing."""
+    """Search servers that all answer, unless the run searches nothing."""
     url = config.retriever.url
     if not config.do_search or url == "empty":
         return
     timeout = min(config.retriever.timeout, PROBE_SECONDS)
-    problem = retriever_problem(url, timeout)
-    if problem:
-        expected = 'an answer {"result": [...]} to POST /retrieve'
-        fix = "start it (bash retrieval_launch.sh) and set retriever.url=http://HOST:PORT/retrieve"
-        yield RetrieverError(explain(f"retriever.url={url}", problem, expected, fix))
+    for address in map(str.strip, url.split(",")):
+        problem = retriever_problem(address, timeout)
+        if problem:
+            expected = 'an answer {"result": [...]} to POST /retrieve'
+            fix = "start it (bash retrieval_launch.sh) and set retriever.url=http://HOST:PORT/retrieve"
+            yield RetrieverError(explain(f"retriever.url={address}", problem, expected, fix))
 
 
 def retriever_problem(url: str, timeout: float) -> str:

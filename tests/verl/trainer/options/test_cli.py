@@ -146,6 +146,8 @@ def test_defaults_warn_of_nothing(
         ("trainer.logger=[console,foo]", "trainer.logger: got foo"),
         ("trainer.save_freq=-2", "trainer.save_freq"),
         ("retriever.url=localhost:8000", "retriever.url"),
+        ("""'retriever.url="http://a:8000,b:8000"'""", "with commas between them"),
+        ("retriever.deadline=0", "retriever.deadline"),
         ("retriever.topk=0", "retriever.topk"),
         ("max_turns=-1", "max_turns"),
     ],

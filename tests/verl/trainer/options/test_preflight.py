@@ -177,6 +177,14 @@ def test_run_without_search_asks_no_retriever(sound: list[str]) -> None:
     preflight(cli.compose([*sound, "do_search=false", "retriever.url=http://127.0.0.1:9/retrieve"]))
 
 
+def test_every_retriever_of_several_is_probed(sound: list[str]) -> None:
+    """Of several addresses only the one that does not answer is told."""
+    with server({"/health": (200, "{}")}) as url:
+        several = f'retriever.url="{url}, http://127.0.0.1:9/retrieve"'
+        [problem] = problems(cli.compose([*sound, several]))
+    assert "retriever.url=http://127.0.0.1:9/retrieve" in problem
+
+
 @pytest.mark.parametrize(
     ("routes", "problem"),
     [
