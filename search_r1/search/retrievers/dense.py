@@ -16,6 +16,7 @@ from search_r1.search.retrievers.vector_index import (
     check_shape,
     index_digest,
     locate_index,
+    read_ahead,
     vectors_file,
 )
 from search_r1.search.schema import Hit
@@ -76,5 +77,6 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
     """The FAISS index and the encoder that the settings name."""
     corpus = open_corpus(config)
     path = locate_index(config)
+    read_ahead(vectors_file(path))
     encoder = open_encoder(config.encoder)
     return DenseRetriever.open(config.retriever_name, path, corpus, encoder, config.faiss)

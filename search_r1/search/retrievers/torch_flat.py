@@ -26,6 +26,7 @@ from search_r1.search.retrievers.vector_index import (
     check_shape,
     index_digest,
     locate_index,
+    read_ahead,
     vectors_file,
 )
 from search_r1.search.schema import Hit
@@ -92,6 +93,7 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
     """The Flat index and the encoder that the settings name."""
     corpus = open_corpus(config)
     path = locate_index(config)
+    read_ahead(vectors_file(path))
     flat = FlatFile.open(vectors_file(path))
     encoder = open_encoder(config.encoder)
     check_manifest(path, corpus, encoder)

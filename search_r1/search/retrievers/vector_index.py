@@ -5,6 +5,8 @@ FAISS file such as the published `e5_Flat.index`.
 """
 
 import hashlib
+import logging
+import threading
 from pathlib import Path
 
 from search_r1.search.corpus import Corpus
@@ -14,9 +16,12 @@ from search_r1.search.manifest import PROBE_TEXT, Manifest
 from search_r1.search.retrievers.locations import locate
 from search_r1.search.retrievers.settings import RetrieverConfig
 
+logger = logging.getLogger(__name__)
+
 VECTORS_NAME = "vectors.faiss"
 NUM_SAMPLES = 256
 SAMPLE_BYTES = 4096
+READ_BYTES = 1 << 24
 
 
 def locate_index(config: RetrieverConfig) -> Path:
@@ -69,6 +74,27 @@ def probe(encoder: Encoder) -> tuple[float, ...]:
     """The encoder's embedding of the probe text, rounded for the manifest."""
     vector = encoder.encode_passages([PROBE_TEXT])[0]
     return tuple(round(float(x), 5) for x in vector)
+
+
+def read_ahead(file: Path) -> threading.Thread:
+    """Read a file from end to end in the background, so that it is in memory when it is needed.
+
+    The encoder takes seconds to load meanwhile, and a mapped file that is first read by a search
+    comes page by page, several times slower than in a row.
+    """
+    thread = threading.Thread(target=_read_through, args=(file,), name="read-ahead", daemon=True)
+    thread.start()
+    return thread
+
+
+def _read_through(file: Path) -> None:
+    buffer = bytearray(READ_BYTES)
+    try:
+        with file.open("rb", buffering=0) as data:
+            while data.readinto(buffer):
+                pass
+    except OSError as error:  # whoever needs the file reports it
+        logger.info("not read ahead: %s", error)
 
 
 def index_digest(file: Path) -> str:

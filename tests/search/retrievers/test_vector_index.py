@@ -6,7 +6,12 @@ import pytest
 
 from search_r1.search.errors import SetupError
 from search_r1.search.retrievers.settings import RetrieverConfig
-from search_r1.search.retrievers.vector_index import index_digest, locate_index, vectors_file
+from search_r1.search.retrievers.vector_index import (
+    index_digest,
+    locate_index,
+    read_ahead,
+    vectors_file,
+)
 
 
 def located(folder: Path) -> Path:
@@ -42,3 +47,18 @@ def test_digest_sees_size_start_middle_and_end(tmp_path: Path, size: int) -> Non
     assert len(set(digests)) == len(contents)
     path.write_bytes(contents[0])
     assert index_digest(path) == digests[0]
+
+
+def test_reading_ahead_reads_all_and_fails_quietly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread comes to an end for a file of several blocks, and for one that is not there."""
+    monkeypatch.setattr("search_r1.search.retrievers.vector_index.READ_BYTES", 1000)
+    file = tmp_path / "vectors.faiss"
+    file.write_bytes(b"x" * 2500)
+    with caplog.at_level("INFO"):
+        for path in (file, tmp_path / "missing"):
+            thread = read_ahead(path)
+            thread.join(10)
+            assert not thread.is_alive()
+    assert "missing" in caplog.text
