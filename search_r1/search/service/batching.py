@@ -1,8 +1,10 @@
 """Merges the queries of all requests into batches of one k, each distinct query searched once.
 
-Everything here runs on the event loop; searches run in threads. An idle engine waits a few
-milliseconds for more queries; while it is busy, whatever arrives is the next batch. Batches hold
-one k, since engines may rank k and 2k documents differently.
+Everything here runs on the event loop; searches run in threads. An engine waits a moment for more
+queries before it searches: a few milliseconds, or a small share of what the last search took, in
+which the clients it answered come back. Without that share they split into two halves that take
+turns, and batches stay half as large. While an engine is busy, whatever arrives is the next batch.
+Batches hold one k, since engines may rank k and 2k documents differently.
 """
 
 import asyncio
@@ -23,6 +25,11 @@ from search_r1.search.service.searching import Outcome, Searcher
 from search_r1.search.stages import Seconds
 
 logger = logging.getLogger(__name__)
+
+LINGER = 1 / 16
+"""Share of the last search that an engine waits for more queries ..."""
+MAX_LINGER = 0.05
+"""... and at most so long, in s."""
 
 
 class Ticket:
@@ -123,6 +130,7 @@ class Batcher:
         self._num_waiting = 0
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._linger = 0.0
         metrics.watch(lambda: self._num_waiting, lambda: self.num_pending)
 
     @property
@@ -211,7 +219,7 @@ class Batcher:
         if self._num_waiting >= self._config.max_batch:
             self._search()
         elif self._timer is None:
-            wait = self._config.batch_wait_ms / 1000
+            wait = max(self._config.batch_wait_ms / 1000, self._linger)
             self._timer = asyncio.get_running_loop().call_later(wait, self._search)
 
     def _search(self) -> None:
@@ -254,6 +262,7 @@ class Batcher:
             outcome = searched.result()
             self._metrics.observe(len(batch.jobs), outcome)
             self._gate.measured(len(batch.jobs), outcome.elapsed)
+            self._linger = min(LINGER * outcome.elapsed, MAX_LINGER)
         batch.seconds = outcome.seconds
         for job, result in zip(batch.jobs, outcome.results, strict=True):
             del self._in_flight[job.query, job.k]
@@ -262,5 +271,13 @@ class Batcher:
             for ticket in job.tickets.values():
                 ticket.batches[id(batch)] = batch
                 ticket.add(job.query, result)
-        if self._waiting:
+        self._linger_or_search()
+
+    def _linger_or_search(self) -> None:
+        """After a search: soon the next one, with those who come back; at once if it is full."""
+        if not self._waiting or self._timer is not None:
+            return
+        if self._num_waiting >= self._config.max_batch or not self._linger:
             self._search()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(self._linger, self._search)

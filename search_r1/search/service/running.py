@@ -68,9 +68,9 @@ def serve(app: FastAPI, bound: socket.socket, port_file: Path | None = None) -> 
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(service.config.drain) + 2,
     )
-    # uvicorn raises the signal again when it is done, which would skip the closing of files;
-    # from here on the process ends by itself
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    # uvicorn raises the signal again when it is done, which would skip the closing of files; from
+    # here on the process ends by itself. Unlike a handler, this also holds while Python finalises.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(KeyboardInterrupt):
         _Server(config, service, port_file, port).run(sockets=[bound])
     return service.close()
