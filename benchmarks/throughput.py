@@ -3,7 +3,7 @@
 import random
 from collections.abc import Mapping, Sequence
 
-from benchmarks.answers import differences
+from benchmarks.answers import differences, recall
 from benchmarks.bench import Bench, Run, cost_figures, mean, measure, rate_figures
 from benchmarks.figures import Figure
 from benchmarks.profiling import profile_figures
@@ -84,7 +84,7 @@ def compare(
         figures.append(Figure(f"{name} / baseline: rate", rates[name] / best_rate, "x", rate_bar))
         if p99_bar is not None:
             figures.append(_tail_figure(name, tails[name] / best_tail, p99_bar))
-        figures.append(_equal_figure(name, runs))
+        figures.append(_recall_figure(name, runs) if "@" in name else _equal_figure(name, runs))
     return figures
 
 
@@ -104,6 +104,13 @@ def _equal_figure(name: str, runs: Mapping[str, Sequence[Run]]) -> Figure:
         at_most=0,
         note=f"of {len(theirs)}; order of scores within 1e-5 aside",
     )
+
+
+def _recall_figure(name: str, runs: Mapping[str, Sequence[Run]]) -> Figure:
+    """How many of the baseline's documents an encoder of lower precision finds."""
+    ours, theirs = _answers(runs[name][0]), _answers(runs[BASELINES[0]][0])
+    share = recall(ours[: len(theirs)], theirs)
+    return Figure(f"{name}: of the baseline's documents", 100 * share, "%")
 
 
 def _answers(run: Run) -> list[list[dict[str, object]] | None]:

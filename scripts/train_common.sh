@@ -50,7 +50,7 @@ trainer.test_freq=${TEST_FREQ:-50}
 trainer.total_training_steps=${TOTAL_STEPS:-1005}
 trainer.seed=${SEED:-0}
 max_turns=${MAX_TURNS:-2}
-retriever.url=$RETRIEVER_URL
+retriever.url='$RETRIEVER_URL'
 retriever.topk=${TOPK:-3}
 OPTIONS
   [[ -z ${OUTPUT_DIR:-} ]] || echo "trainer.default_local_dir=$OUTPUT_DIR"
