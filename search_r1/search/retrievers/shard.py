@@ -71,7 +71,7 @@ class Shard:
         if self._scales is not None:
             return self._int8_on_cpu(queries) if on_cpu else self._int8_on_gpu(queries)
         if self._values.dtype == torch.float32:
-            return lambda start, end: queries @ self._values[start:end].T
+            return lambda start, end: (self._values[start:end] @ queries.T).T
         if on_cpu:
             return lambda start, end: queries @ self._widen(start, end).T
         half = queries.to(self._values.dtype)
