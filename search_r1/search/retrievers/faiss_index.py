@@ -11,9 +11,20 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 
-from search_r1.search.encoder import Vectors
+from search_r1.search.encoder import Vectors, open_encoder
 from search_r1.search.errors import SetupError
-from search_r1.search.retrievers.settings import FaissConfig
+from search_r1.search.retrievers.base import Retriever
+from search_r1.search.retrievers.dense import DenseRetriever
+from search_r1.search.retrievers.locations import open_corpus
+from search_r1.search.retrievers.settings import FaissConfig, RetrieverConfig
+from search_r1.search.retrievers.vector_index import (
+    check_manifest,
+    check_shape,
+    index_digest,
+    locate_index,
+    read_ahead,
+    vectors_file,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +49,7 @@ class FaissIndex:
         self.num_rows, self.dim = int(index.ntotal), int(index.d)
         self.metric = METRICS[index.metric_type]
         self._facts = {
+            "engine": "faiss",
             "kind": type(index).__name__,
             "dim": self.dim,
             "metric": self.metric,
@@ -69,7 +81,7 @@ class FaissIndex:
         return cls(index, config)
 
     def info(self) -> dict[str, Any]:
-        """Kind, dim, metric, and how far a search goes."""
+        """Engine, kind, dim, metric, and how far a search goes."""
         return self._facts
 
     def search(self, queries: Vectors, k: int) -> tuple[list[list[float]], list[list[int]]]:
@@ -159,3 +171,20 @@ def _to_gpus(index: Any) -> Any:
             "that FAISS has on GPUs (Flat, IVF with Flat, SQ or PQ) and room for it: leave "
             "--faiss_gpu out to search on CPU"
         ) from error
+
+
+def open_retriever(config: RetrieverConfig) -> Retriever:
+    """The FAISS index and the encoder that the settings name.
+
+    The index is our folder, or a bare FAISS file such as the published `e5_Flat.index`. Raises
+    IndexMismatch if it is not of this corpus and encoder.
+    """
+    corpus = open_corpus(config)
+    path = locate_index(config)
+    file = vectors_file(path)
+    read_ahead(file)
+    encoder = open_encoder(config.encoder)
+    check_manifest(path, corpus, encoder)
+    index = FaissIndex.open(file, config.faiss)
+    check_shape(path, index.num_rows, index.dim, corpus, encoder)
+    return DenseRetriever(config.retriever_name, index, index_digest(file), corpus, encoder)

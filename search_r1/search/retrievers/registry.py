@@ -26,7 +26,7 @@ class Engine:
     """What to pip install when its import fails."""
 
 
-FAISS = Engine("dense", "'search-r1[dense]'")
+FAISS = Engine("faiss_index", "'search-r1[dense]'")
 TORCH = Engine("torch_flat", "'search-r1[dense]'")
 LUCENE = Engine("lucene", "'search-r1[lucene]'")
 ONLINE = Engine("online.engine", "'search-r1[online]'")

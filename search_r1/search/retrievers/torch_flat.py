@@ -6,8 +6,6 @@ dtype costs is measured while it loads.
 
 import logging
 import random
-from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import Encoder, open_encoder
 from search_r1.search.retrievers.base import Retriever
+from search_r1.search.retrievers.dense import DenseRetriever
 from search_r1.search.retrievers.flat_file import FlatFile, Vectors
 from search_r1.search.retrievers.locations import open_corpus
 from search_r1.search.retrievers.matrix import MARGIN, Layout, Matrix, choose_devices, rank, recall
@@ -29,8 +28,6 @@ from search_r1.search.retrievers.vector_index import (
     read_ahead,
     vectors_file,
 )
-from search_r1.search.schema import Hit
-from search_r1.search.stages import stage
 
 logger = logging.getLogger(__name__)
 
@@ -39,19 +36,12 @@ PROBE_WORDS = 12
 PROBE_TOPK = 3
 
 
-class TorchFlatRetriever:
-    """Ranks documents by the inner product (or distance) of query and passage embeddings."""
+class TorchFlatIndex:
+    """The rows of a Flat index in a matrix of any dtype."""
 
-    num_threads = 1
-
-    def __init__(
-        self, name: str, flat: FlatFile, layout: Layout, corpus: Corpus, encoder: Encoder
-    ) -> None:
+    def __init__(self, flat: FlatFile, layout: Layout, corpus: Corpus, encoder: Encoder) -> None:
         """Load the matrix; a dtype below float32 is compared with float32 on the way."""
-        self.name = name
         self._flat, self._layout = flat, layout
-        self._corpus, self._encoder = corpus, encoder
-        self._digest = index_digest(flat.path)
         self._matrix = Matrix(flat, layout)
         self.recall = 1.0
         """Share of the exact top 3 that is found, over the probe queries."""
@@ -64,41 +54,28 @@ class TorchFlatRetriever:
                 *(PROBE_TOPK, layout.dtype, layout.rescore, NUM_PROBES, self.recall),
             )
 
-    @property
-    def num_documents(self) -> int:
-        """Documents that can be found."""
-        return len(self._corpus)
-
-    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """At most `k` hits per query, best first, ties by row."""
-        if not queries:
-            return []
-        with stage("encode"):
-            vectors = self._encoder.encode_queries(queries)
-        with stage("search"):
-            scores, rows = self._matrix.search(vectors, k)
-        with stage("documents"):
-            documents = iter(self._corpus.documents([row for found in rows for row in found]))
-            return [[Hit(next(documents), score) for score in found] for found in scores]
+    def search(self, queries: Vectors, k: int) -> tuple[list[list[float]], list[list[int]]]:
+        """Scores and rows of at most `k` vectors per query, best first, ties by row."""
+        return self._matrix.search(queries, k)
 
     def info(self) -> dict[str, Any]:
-        """Engine, index, encoder and the corpus."""
+        """Engine, shape, metric, and what is stored."""
         facts = {"engine": "torch-flat", "dim": self._flat.dim, "metric": self._flat.metric}
-        stored = {"dtype": self._layout.dtype, "rescore": self._layout.rescore}
-        index = {"index": self._digest, "corpus": asdict(self._corpus.fingerprint)}
-        return {**facts, **stored, **index, "encoder": self._encoder.info()}
+        return {**facts, "dtype": self._layout.dtype, "rescore": self._layout.rescore}
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
     """The Flat index and the encoder that the settings name."""
     corpus = open_corpus(config)
     path = locate_index(config)
-    read_ahead(vectors_file(path))
-    flat = FlatFile.open(vectors_file(path))
+    file = vectors_file(path)
+    read_ahead(file)
+    flat = FlatFile.open(file)
     encoder = open_encoder(config.encoder)
     check_manifest(path, corpus, encoder)
     check_shape(path, flat.num_rows, flat.dim, corpus, encoder)
-    return TorchFlatRetriever(config.retriever_name, flat, _layout(config.torch), corpus, encoder)
+    index = TorchFlatIndex(flat, _layout(config.torch), corpus, encoder)
+    return DenseRetriever(config.retriever_name, index, index_digest(file), corpus, encoder)
 
 
 def _layout(config: TorchConfig) -> Layout:

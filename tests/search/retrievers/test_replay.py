@@ -27,7 +27,7 @@ def open_replay(path: Path, latency: bool = False) -> Retriever:
     return build_retriever(RetrieverConfig("replay", diagnostics=diagnostics))
 
 
-@pytest.mark.parametrize("name", ["bm25", "e5", "empty"])
+@pytest.mark.parametrize("name", ["bm25", "hash", "empty"])
 def test_answers_as_the_engine_did(
     tmp_path: Path, open_engine: Callable[[str], Retriever], queries: list[str], name: str
 ) -> None:
