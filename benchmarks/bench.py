@@ -33,7 +33,7 @@ class Bench:
     """Runs of every server; the order turns around each time."""
     clients: int = 64
     topk: int = 3
-    engines: tuple[str, ...] = ("faiss", "torch", "torch@bfloat16")
+    engines: tuple[str, ...] = ("faiss", "faiss@bfloat16", "torch")
     profile: bool = False
 
     def place(self, name: str) -> Place:
