@@ -5,7 +5,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import psutil
 from benchmarks.figures import Figure, number
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+DETAILS = (": stage ", ": processor time", ": batch", ": p50", "resident set")
+"""Figures that a page can do without."""
 BEGIN = "<!-- results: begin (written by benchmarks.retrieval --write-docs) -->"
 END = "<!-- results: end -->"
 PACKAGES = ("faiss-cpu", "torch", "bm25s", "transformers", "datasets", "fastapi", "uvicorn")
@@ -57,6 +59,12 @@ def append(path: Path, result: PartResult) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(result.to_line() + "\n")
+
+
+def essential(result: PartResult) -> PartResult:
+    """A part without the figures that explain the others; those stay in the JSON lines."""
+    kept = [f for f in result.figures if not any(word in f.name for word in DETAILS)]
+    return replace(result, figures=kept)
 
 
 def table(result: PartResult) -> str:
@@ -107,5 +115,7 @@ def write_docs(results: Mapping[str, PartResult], path: Path = DOCS) -> None:
     if not found:
         raise ValueError(f"{path} lacks {BEGIN!r} or {END!r}; expected both markers: restore them")
     machines = "\n".join(dict.fromkeys(f"Machine: {r.machine}." for r in results.values()))
-    body = "\n\n".join([machines, verdicts(results.values()), *map(table, results.values())])
+    body = "\n\n".join(
+        [machines, verdicts(results.values()), *(table(essential(r)) for r in results.values())]
+    )
     path.write_text(f"{before}{BEGIN}\n\n{body}\n{END}{after}", encoding="utf-8")

@@ -7,7 +7,11 @@ import pytest
 from benchmarks.figures import Figure
 from benchmarks.report import BEGIN, END, PartResult, append, load, table, verdicts, write_docs
 
-FIGURES = [Figure("rate", 9.5, "x", at_least=8), Figure("p99", 0.5, "x", at_most=0.25)]
+FIGURES = [
+    Figure("rate", 9.5, "x", at_least=8),
+    Figure("p99", 0.5, "x", at_most=0.25),
+    Figure("faiss: stage encode", 3.0, "ms/query"),
+]
 
 
 def result(part: str = "clients-44k", *, is_trial: bool = False) -> PartResult:
@@ -41,6 +45,7 @@ def test_docs_get_the_results_between_the_markers(tmp_path: Path) -> None:
     assert text.startswith("before\n")
     assert text.endswith(f"{END}\nafter\n")
     assert text.count("### clients-44k") == 1
+    assert "| rate |" in text and "stage encode" not in text
     assert "old" not in text
 
 
