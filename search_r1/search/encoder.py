@@ -1,4 +1,4 @@
-"""Text to vectors: the `Encoder` seam, the encoder without a model, and the choice of encoder.
+"""Text to vectors: the choice of encoder, the one without a model, and two of one space.
 
 torch and transformers are loaded only when a model is opened, so BM25 needs neither.
 """
@@ -7,41 +7,14 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from search_r1.search.encoders.families import family_of, model_name
+from search_r1.search.encoders.interface import Encoder, Vectors
 from search_r1.search.errors import SetupError
 from search_r1.search.retrievers.settings import EncoderConfig
-
-Vectors = npt.NDArray[np.float32]
-
-
-class Encoder(Protocol):
-    """Anything that embeds queries and passages into one space, compared by inner product."""
-
-    name: str
-    pooling: str
-    dtype: str
-    """Of the computation; vectors are float32."""
-    normalizes: bool
-    """Whether vectors have unit length."""
-    query_prefix: str
-    passage_prefix: str
-
-    def encode_queries(self, queries: Sequence[str]) -> Vectors:
-        """(num_queries, dim) float32, contiguous, in the order of `queries`."""
-        ...
-
-    def encode_passages(self, passages: Sequence[str]) -> Vectors:
-        """(num_passages, dim) float32, contiguous, in the order of `passages`."""
-        ...
-
-    def info(self) -> dict[str, Any]:
-        """JSON-ready facts that decide a vector: name, pooling, prefixes, dtype, weights ..."""
-        ...
 
 
 class HashEncoder:

@@ -1,20 +1,17 @@
 """Opens the model of an encoder: reads what its folder declares and picks who runs it."""
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from search_r1.search.encoders.declaration import Declaration, read_declaration
 from search_r1.search.encoders.families import Family, model_name
+from search_r1.search.encoders.interface import Encoder
 from search_r1.search.encoders.loading import explained, find_file
 from search_r1.search.encoders.transformer import TransformerEncoder
 from search_r1.search.errors import SetupError
 from search_r1.search.retrievers.settings import EncoderConfig
 
-if TYPE_CHECKING:
-    from search_r1.search.encoder import Encoder
 
-
-def open_model(config: EncoderConfig, family: Family, max_length: int | None) -> "Encoder":
+def open_model(config: EncoderConfig, family: Family, max_length: int | None) -> Encoder:
     """The encoder of a model folder or hub name; raises SetupError with the fix."""
     path = config.retriever_model
     assert path is not None, "the caller names a model"
@@ -29,7 +26,7 @@ def open_model(config: EncoderConfig, family: Family, max_length: int | None) ->
 
 def _open_modules(
     name: str, declared: Declaration, config: EncoderConfig, max_length: int | None
-) -> "Encoder":
+) -> Encoder:
     """sentence-transformers is imported only for the models that need it."""
     try:
         from search_r1.search.encoders.modules import ModulesEncoder  # noqa: PLC0415

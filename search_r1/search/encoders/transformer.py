@@ -13,9 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModel
 from transformers.models.dpr.modeling_dpr import DPRContextEncoder, DPRQuestionEncoder
 
-from search_r1.search.encoder import Vectors
 from search_r1.search.encoders.batches import by_length, padded
 from search_r1.search.encoders.declaration import POOLINGS, Declaration
+from search_r1.search.encoders.interface import Vectors
 from search_r1.search.encoders.loading import (
     load_model,
     load_tokenizer,

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from search_r1.search.corpus import Corpus
-from search_r1.search.encoder import Encoder, check_pooling, open_encoder
+from search_r1.search.encoder import check_pooling, open_encoder
+from search_r1.search.encoders.interface import Encoder
 from search_r1.search.errors import IndexMismatch, SetupError
 from search_r1.search.indexing import faiss_builder
 from search_r1.search.indexing.build_config import BuildConfig

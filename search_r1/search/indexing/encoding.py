@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from search_r1.search.corpus import Corpus
-from search_r1.search.encoder import Encoder, open_encoder
+from search_r1.search.encoder import open_encoder
+from search_r1.search.encoders.interface import Encoder
 from search_r1.search.errors import SearchError, SetupError
 from search_r1.search.indexing.embeddings import EmbeddingFile
 from search_r1.search.indexing.progress import Report, progress

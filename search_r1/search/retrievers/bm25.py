@@ -19,6 +19,7 @@ from search_r1.search.retrievers.locations import locate, open_corpus
 from search_r1.search.retrievers.settings import RetrieverConfig
 from search_r1.search.schema import Hit
 from search_r1.search.stages import stage
+from search_r1.search.words import tokenize
 
 logger = logging.getLogger(__name__)
 logging.getLogger("bm25s").setLevel(logging.INFO)  # it asks for DEBUG by itself
@@ -107,14 +108,6 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
     logger.info("no --index_path: building a BM25 index of %s in %s", corpus.path, folder)
     build_index(BuildConfig("bm25", str(corpus.path), str(save_dir)))
     return Bm25Retriever.open(folder, corpus)
-
-
-def tokenize(texts: Sequence[str]) -> list[list[str]]:
-    """Lower-case words of two or more characters without English stop words, per text."""
-    words: list[list[str]] = bm25s.tokenize(
-        list(texts), stopwords="en", return_ids=False, show_progress=False
-    )
-    return words
 
 
 def top_rows(scores: Scores, k: int, floor: float = 0.0) -> list[int]:

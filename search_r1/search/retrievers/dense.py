@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from search_r1.search.corpus import Corpus
-from search_r1.search.encoder import Encoder, Vectors
+from search_r1.search.encoders.interface import Encoder, Vectors
 from search_r1.search.schema import Hit
 from search_r1.search.stages import stage
 

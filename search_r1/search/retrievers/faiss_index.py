@@ -11,7 +11,8 @@ import faiss
 import numpy as np
 import numpy.typing as npt
 
-from search_r1.search.encoder import Vectors, open_encoder
+from search_r1.search.encoder import open_encoder
+from search_r1.search.encoders.interface import Vectors
 from search_r1.search.errors import SetupError
 from search_r1.search.retrievers.base import Retriever
 from search_r1.search.retrievers.dense import DenseRetriever

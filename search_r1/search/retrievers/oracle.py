@@ -21,6 +21,7 @@ import numpy as np
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SetupError
 from search_r1.search.schema import Document, Hit
+from search_r1.search.words import tokenize
 
 logging.getLogger("bm25s").setLevel(logging.INFO)  # it asks for DEBUG by itself
 
@@ -83,7 +84,7 @@ class OracleRetriever:
 
     def _best_row(self, query: str) -> dict[str, Document]:
         """The passages of BM25's best row (the first of equal ones), none if no word is shared."""
-        words = bm25s.tokenize([query], stopwords="en", return_ids=False, show_progress=False)[0]
+        words = tokenize([query])[0]
         scores = self._index.get_scores_from_ids(self._index.get_tokens_ids(words))
         best = int(np.argmax(scores))
         return self._passages[self._questions[best]] if scores[best] > 0 else {}

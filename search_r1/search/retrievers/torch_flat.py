@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from search_r1.search.corpus import Corpus
-from search_r1.search.encoder import Encoder, open_encoder
+from search_r1.search.encoder import open_encoder
+from search_r1.search.encoders.interface import Encoder
 from search_r1.search.retrievers.base import Retriever
 from search_r1.search.retrievers.dense import DenseRetriever
 from search_r1.search.retrievers.flat_file import FlatFile, Vectors

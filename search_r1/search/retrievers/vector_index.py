@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from search_r1.search.corpus import Corpus
-from search_r1.search.encoder import Encoder
+from search_r1.search.encoders.interface import Encoder
 from search_r1.search.errors import IndexMismatch, SetupError
 from search_r1.search.manifest import PROBE_TEXT, Manifest
 from search_r1.search.retrievers.locations import locate
