@@ -19,6 +19,15 @@ def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
     return total.index_add(0, sequence_ids(offsets), x)
 
 
+def sum_by_id(x: Tensor, ids: Tensor) -> Tensor:
+    """Return for each token the sum of ``x`` over all tokens with its id. All (num_tokens,).
+
+    ``ids`` are int64 from 0: sequences, or turns, of tokens that need not be neighbours.
+    """
+    num_ids = int(ids.max()) + 1 if ids.numel() else 0
+    return x.new_zeros(num_ids).index_add(0, ids, x)[ids]
+
+
 def last_policy_token(policy_mask: Tensor, offsets: Tensor) -> Tensor:
     """Return the flat index of each sequence's last policy token, -1 without one. (num_seqs,)"""
     positions = torch.arange(policy_mask.numel(), device=policy_mask.device)

@@ -6,6 +6,7 @@ Tensors are (num_tokens,) over the tokens of the loss, of whole sequences, and c
 import torch
 from torch import Tensor
 
+from verl.core_algos.jagged import sum_by_id
 from verl.core_algos.policy_losses import LOG_RATIO_LIMIT
 
 LEVELS = ("none", "token", "sequence")
@@ -33,7 +34,7 @@ def importance_weights(
         case "token":
             pass
         case "sequence":
-            log_ratio = _sequence_sum(log_ratio, sequence_ids)
+            log_ratio = sum_by_id(log_ratio, sequence_ids)
         case _:
             raise ValueError(f"got level {level!r}; expected one of {', '.join(LEVELS)}")
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
@@ -42,9 +43,3 @@ def importance_weights(
         return weights
     is_near = (ratio <= mask_threshold) & (ratio >= 1.0 / mask_threshold)
     return torch.where(is_near, weights, 0.0)
-
-
-def _sequence_sum(x: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Each token's sum of ``x`` over its sequence."""
-    num_seqs = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
-    return x.new_zeros(num_seqs).index_add(0, sequence_ids, x)[sequence_ids]

@@ -10,6 +10,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from verl.core_algos.jagged import sum_by_id
+
 LOG_RATIO_LIMIT = 20.0
 """Bound on |log-ratio| before exponentiation, in nats: keeps float32 finite."""
 
@@ -78,7 +80,8 @@ def gspo(inputs: PolicyLossInputs) -> tuple[Tensor, PolicyDiagnostics]:
     that token alone. Published clips are about 3e-4; aggregate with ``seq-mean-token-mean``.
     """
     log_ratio = inputs.log_ratio
-    mean = _sequence_mean(log_ratio.detach(), inputs.sequence_ids)
+    ids = inputs.sequence_ids
+    mean = sum_by_id(log_ratio.detach(), ids) / sum_by_id(torch.ones_like(log_ratio), ids)
     ratio = (mean + log_ratio - log_ratio.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return _clipped_surrogate(inputs, ratio)
 
@@ -117,9 +120,8 @@ def likelihood_loss(
     that fell costs ``old_log_probs - log_probs``; all others cost 0.
     """
     drop = torch.where(preserved, old_log_probs - log_probs, 0.0)
-    num_gates = int(gate_ids.max()) + 1 if gate_ids.numel() else 0
-    total = drop.detach().new_zeros(num_gates).index_add(0, gate_ids, drop.detach())
-    return torch.where(total[gate_ids] > 0, drop.clamp(min=0.0), 0.0)
+    total = sum_by_id(drop.detach(), gate_ids)
+    return torch.where(total > 0, drop.clamp(min=0.0), 0.0)
 
 
 def _clipped_surrogate(inputs: PolicyLossInputs, ratio: Tensor) -> tuple[Tensor, PolicyDiagnostics]:
@@ -144,11 +146,3 @@ def _diagnose(
     dtype = inputs.log_probs.dtype
     dual = torch.zeros_like(clipped) if dual_clipped is None else dual_clipped
     return PolicyDiagnostics(clipped.to(dtype), dual.to(dtype), -inputs.log_ratio.detach())
-
-
-def _sequence_mean(x: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Each token's mean of ``x`` over its sequence."""
-    num_seqs = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
-    total = x.new_zeros(num_seqs).index_add(0, sequence_ids, x)
-    count = x.new_zeros(num_seqs).index_add(0, sequence_ids, torch.ones_like(x))
-    return (total / count.clamp(min=1))[sequence_ids]

@@ -32,3 +32,17 @@ class Encoder(Protocol):
     def info(self) -> dict[str, Any]:
         """JSON-ready facts that decide a vector: name, pooling, prefixes, dtype, weights ..."""
         ...
+
+
+def facts(encoder: Encoder, query_max_length: int, weights: str) -> dict[str, Any]:
+    """What decides a vector of a model: its habits, its limit in tokens, a hash of its weights."""
+    return {
+        "name": encoder.name,
+        "pooling": encoder.pooling,
+        "normalizes": encoder.normalizes,
+        "dtype": encoder.dtype,
+        "query_prefix": encoder.query_prefix,
+        "passage_prefix": encoder.passage_prefix,
+        "query_max_length": query_max_length,
+        "weights": weights,
+    }

@@ -11,7 +11,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 
 from search_r1.search.encoders.declaration import Declaration
-from search_r1.search.encoders.interface import Vectors
+from search_r1.search.encoders.interface import Vectors, facts
 from search_r1.search.encoders.loading import pick_device, torch_dtype, weights_digest
 from search_r1.search.errors import SetupError
 from search_r1.search.retrievers.settings import EncoderConfig
@@ -66,16 +66,7 @@ class ModulesEncoder:
 
     def info(self) -> dict[str, Any]:
         """What decides a vector."""
-        return {
-            "name": self.name,
-            "pooling": self.pooling,
-            "normalizes": self.normalizes,
-            "dtype": self.dtype,
-            "query_prefix": self.query_prefix,
-            "passage_prefix": self.passage_prefix,
-            "query_max_length": self._query_length,
-            "weights": self._weights,
-        }
+        return facts(self, self._query_length, self._weights)
 
     def _encode(self, texts: Sequence[str], prefix: str, max_length: int) -> Vectors:
         self._model.max_seq_length = max_length

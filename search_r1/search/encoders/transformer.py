@@ -15,7 +15,7 @@ from transformers.models.dpr.modeling_dpr import DPRContextEncoder, DPRQuestionE
 
 from search_r1.search.encoders.batches import by_length, padded
 from search_r1.search.encoders.declaration import POOLINGS, Declaration
-from search_r1.search.encoders.interface import Vectors
+from search_r1.search.encoders.interface import Vectors, facts
 from search_r1.search.encoders.loading import (
     load_model,
     load_tokenizer,
@@ -87,16 +87,7 @@ class TransformerEncoder:
 
     def info(self) -> dict[str, Any]:
         """What decides a vector."""
-        return {
-            "name": self.name,
-            "pooling": self.pooling,
-            "normalizes": self.normalizes,
-            "dtype": self.dtype,
-            "query_prefix": self.query_prefix,
-            "passage_prefix": self.passage_prefix,
-            "query_max_length": self._query_length,
-            "weights": self._weights,
-        }
+        return facts(self, self._query_length, self._weights)
 
     def _compile(self) -> None:
         """Compile now what the first searches would wait for: one text, and several."""
