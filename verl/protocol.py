@@ -132,7 +132,11 @@ class Trajectory:
 
     @property
     def num_policy_tokens(self) -> int:
-        return sum(len(s.ids) for s in self.segments if s.origin is Origin.POLICY)
+        return self.num_tokens_of(Origin.POLICY)
+
+    def num_tokens_of(self, origin: Origin) -> int:
+        """Tokens of one origin."""
+        return sum(len(s.ids) for s in self.segments if s.origin is origin)
 
     @property
     def text(self) -> str:

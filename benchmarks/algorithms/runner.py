@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Self
 
 import torch
@@ -127,7 +128,7 @@ def run_variant(
         with building(config) as trainer:
             trainer.fit()
             trajectories = sampled_answers(trainer)
-            sampled_em = mean([r.components["em"] for r in trainer.reward(trajectories)])
+            sampled_em = fmean(r.components["em"] for r in trainer.reward(trajectories))
     moved = distance(load(out / "model"), load(base), trajectories)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     result = Result(
@@ -160,11 +161,6 @@ def sampled_answers(trainer: RayPPOTrainer) -> list[Trajectory]:
         for row, prompt in enumerate(trainer.val_prompts)
     ]
     return trainer.replicas.generate(starts, sampling)
-
-
-def mean(values: Sequence[float]) -> float:
-    """The mean of at least one number."""
-    return sum(values) / len(values)
 
 
 def stay_on(core: int) -> None:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from search_r1.asking.options import SETTINGS_FILE
 from verl.errors import ModelError, explain
+from verl.workers.adapters import PREFIX, Adapter, config_of
 
 WEIGHTS = "adapter_model.safetensors"
-SETTINGS = "search_r1.json"
 LIMIT_BYTES = 12_000_000
 """The largest adapter that is shipped."""
 
@@ -77,23 +77,16 @@ def write(
     Raises ModelError for more bytes than are shipped.
     """
     whole = adapter.scaled()
-    tensors = {name: t.to(dtype).contiguous() for name, t in sorted(whole.tensors.items())}
-    size = sum(t.nbytes for t in tensors.values())
+    size = sum(t.numel() for t in whole.tensors.values()) * dtype.itemsize
     if size > LIMIT_BYTES:
         fix = "lower sft_rank or rl_rank in example/smollm2/settings.py"
         raise ModelError(explain("adapter", f"{size} bytes", f"at most {LIMIT_BYTES}", fix))
-    out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
-    config = LoraConfig(
-        r=whole.rank,
-        lora_alpha=whole.rank,
-        target_modules=sorted({module.rpartition(".")[2] for module in whole.modules}),
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
-        inference_mode=True,
-    )
-    config.target_modules = sorted(config.target_modules or ())  # a set has no order of its own
-    config.save_pretrained(str(out))
-    (out / SETTINGS).write_text(json.dumps(dict(dialogue)) + "\n", encoding="utf-8")
+    config = config_of({
+        "lora_rank": whole.rank,
+        "lora_alpha": whole.rank,
+        "target_modules": {module.rpartition(".")[2] for module in whole.modules},
+        "base": base,
+    })  # fmt: skip
+    tensors = {name.removeprefix(PREFIX): t for name, t in sorted(whole.tensors.items())}
+    Adapter(config, tensors).write(out, dtype)
+    (out / SETTINGS_FILE).write_text(json.dumps(dict(dialogue)) + "\n", encoding="utf-8")

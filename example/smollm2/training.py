@@ -92,7 +92,7 @@ def report(num_rows: int, made: Sequence[Dialogue], file: Path, tokenizer: Any) 
     """How many questions had a dialogue, and how long these are in tokens."""
     trajectories = load_demonstrations(str(file), tokenizer, UNLIMITED)
     lengths = [trajectory.num_tokens for trajectory in trajectories]
-    written = [sum(len(s.ids) for s in t.segments if s.log_probs) for t in trajectories]
+    written = [trajectory.num_policy_tokens for trajectory in trajectories]
     return {
         "questions": num_rows,
         "dialogues": len(made),

@@ -108,10 +108,6 @@ class Reply:
                     numbers.append(number)
         return [Source(document, tuple(numbers)) for document, numbers in found.values()]
 
-    def num_tokens(self, origin: Origin) -> int:
-        """Tokens of one origin."""
-        return sum(len(s.ids) for s in self.trajectory.segments if s.origin is origin)
-
     def to_json(self) -> dict[str, Any]:
         """What `--json` prints: the outcome, the searches and the whole dialogue."""
         return {

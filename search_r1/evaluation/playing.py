@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from search_r1.evaluation.judging import Judge
 from search_r1.evaluation.methods import Method, put
 from search_r1.evaluation.samples import Sample, Search
-from search_r1.llm_agent.generation import SearchAgent
-from search_r1.reward import RewardInput, build_reward
-from search_r1.reward.interface import Origin as OriginName
+from search_r1.llm_agent.generation import SearchAgent, derived_seed
+from search_r1.reward import build_reward
 from search_r1.reward.normalize import normalize_answer
+from search_r1.scoring import reward_input
 from search_r1.search.client import Document, Retrieval
 from search_r1.search.errors import SearchError
 from verl.data import Tokenizer, render
@@ -23,11 +22,6 @@ from verl.rows import Row
 
 _SCORES = build_reward("f1")
 """Gives EM, F1 and cover-EM as components."""
-_NAMES: dict[Origin, OriginName] = {
-    Origin.PROMPT: "prompt",
-    Origin.POLICY: "policy",
-    Origin.OBSERVATION: "observation",
-}
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ class Player:
         """One finished and scored dialogue; a failed search makes a failed one."""
         recorder = Recorder(self.agent.retrieval, task.row.ground_truth)
         agent = replace(self.agent, retrieval=recorder)
-        seed = sample_seed(self.seed, *task.key)
+        seed = derived_seed(self.seed, *task.key)
         try:
             row, num_read = await self._put(task.row, agent)
         except SearchError as error:
@@ -116,7 +110,9 @@ class Player:
         return start_trajectory(render(row, self.tokenizer), sample=sample, seed=seed)
 
     async def _scored(self, end: Trajectory, recorder: Recorder, num_read: int) -> Sample:
-        dialogue = self._dialogue(end)
+        question = str(end.prompt.extra_info["question"])
+        seen = reward_input(end, self.agent.config.template.tags)
+        dialogue = replace(seen, question=question)
         scores = _SCORES(dialogue).components
         judged = None
         if self.judge is not None and end.status is not Status.FAILED:
@@ -138,25 +134,12 @@ class Player:
             turns=int(stats.get("turns", 0)),
             invalid_actions=int(stats.get("invalid_actions", 0)),
             truncated_turns=int(stats.get("truncated_turns", 0)),
-            prompt_tokens=_num_tokens(end, Origin.PROMPT) - num_read,
-            policy_tokens=_num_tokens(end, Origin.POLICY),
-            observation_tokens=_num_tokens(end, Origin.OBSERVATION) + num_read,
+            prompt_tokens=end.num_tokens_of(Origin.PROMPT) - num_read,
+            policy_tokens=end.num_policy_tokens,
+            observation_tokens=end.num_tokens_of(Origin.OBSERVATION) + num_read,
             dialogue=tuple(dialogue.segments),
             judge=judged,
             error=end.error,
-        )
-
-    def _dialogue(self, end: Trajectory) -> RewardInput:
-        """The dialogue as rewards see it."""
-        return RewardInput(
-            policy_texts=[s.text for s in end.segments if s.origin is Origin.POLICY],
-            segments=[(_NAMES[s.origin], s.text) for s in end.segments],
-            ground_truth=end.prompt.ground_truth,
-            data_source=end.prompt.data_source,
-            num_searches=int(end.stats.get("valid_searches", 0)),
-            num_invalid=int(end.stats.get("invalid_actions", 0)),
-            question=str(end.prompt.extra_info["question"]),
-            grammar=self.agent.config.template.tags,
         )
 
 
@@ -174,13 +157,3 @@ def check_rows(rows: Sequence[Row], player: Player, limit: int) -> None:
         got = f"{len(overlong)} of {len(rows)} prompts over {limit} tokens: {overlong[0]} ..."
         fix = f"--max-start-length {longest}; every row is scored, so none is left out"
         raise DataError(explain("--max-start-length", got, "prompts that fit", fix))
-
-
-def sample_seed(seed: int, uid: str, sample: int) -> int:
-    """A 31-bit seed that depends on all three, not on the order of rows."""
-    digest = hashlib.blake2b(f"{seed}/{uid}/{sample}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") & 0x7FFFFFFF
-
-
-def _num_tokens(end: Trajectory, origin: Origin) -> int:
-    return sum(len(segment.ids) for segment in end.segments if segment.origin is origin)

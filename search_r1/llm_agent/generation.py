@@ -125,7 +125,7 @@ class SearchAgent:
             sampling,
             max_tokens=self.config.max_response_length,
             stop=self.config.template.stop,
-            seed=None if seed is None else turn_seed(seed, turn),
+            seed=None if seed is None else derived_seed(seed, turn),
         )
 
     def _counts(self, completion: Completion, action: Action, is_last: bool) -> dict[str, int]:
@@ -197,9 +197,9 @@ class SearchAgent:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
-def turn_seed(seed: int, turn: int) -> int:
-    """A 31-bit seed that depends on both trajectory seed and turn number."""
-    digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=4).digest()
+def derived_seed(*parts: int | str) -> int:
+    """A 31-bit seed that depends on every part, such as a trajectory's seed and the turn."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") & 0x7FFFFFFF
 
 

@@ -55,7 +55,7 @@ def facts(reply: Reply) -> dict[str, Any]:
         "searches": [search_json(search) for search in reply.searches],
         "status": reply.status.value,
         "turns": len(reply.turns),
-        "observation_tokens": reply.num_tokens(Origin.OBSERVATION),
+        "observation_tokens": reply.trajectory.num_tokens_of(Origin.OBSERVATION),
     }
 
 
@@ -66,7 +66,8 @@ def finish_reason(reply: Reply) -> str:
 
 def usage(reply: Reply) -> dict[str, int]:
     """Tokens of the request and of the policy; what was read in between is counted apart."""
-    prompt, sampled = reply.num_tokens(Origin.PROMPT), reply.num_tokens(Origin.POLICY)
+    prompt = reply.trajectory.num_tokens_of(Origin.PROMPT)
+    sampled = reply.trajectory.num_policy_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": sampled,

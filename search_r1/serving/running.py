@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from search_r1.asking.opening import AskingOptions, opened
 from search_r1.asking.options import option
 from search_r1.search.errors import SetupError
-from search_r1.search.service.running import LOOPBACK, bind
+from search_r1.search.service.running import bind, warn_if_open, write_port
 from search_r1.serving.app import Service, build_app
 from verl.errors import SearchR1Error
 
@@ -47,8 +47,7 @@ async def serve(options: ServingOptions, bound: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM. Raises SearchR1Error when the agent cannot be opened."""
     token = os.environ.get(TOKEN_VARIABLE) or None
     host, port = bound.getsockname()[:2]
-    if token is None and not host.startswith(LOOPBACK):
-        logger.warning("anyone who reaches %s may ask: set %s", host, TOKEN_VARIABLE)
+    warn_if_open(bound, token, TOKEN_VARIABLE)
     async with opened(options) as asker:
         app = build_app(Service(asker, options.name, token))
         server = _server(app)
@@ -61,7 +60,7 @@ async def serve(options: ServingOptions, bound: socket.socket) -> None:
             await asyncio.sleep(0.05)
         logger.info("%s answers at http://%s:%d/v1", options.name, host, port)
         if options.port_file:
-            Path(options.port_file).write_text(f"{port}\n", encoding="utf-8")
+            write_port(Path(options.port_file), port)
         await running
 
 

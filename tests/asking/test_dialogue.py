@@ -64,7 +64,7 @@ def test_a_budget_bounds_all_turns_together() -> None:
     budget = len(TWO_SEARCHES[0]) + 5
     reply, _ = play(asker(engine), max_tokens=budget)
     assert [request.sampling.max_tokens for request in engine.requests] == [budget, 5]
-    assert (reply.num_tokens(Origin.POLICY), reply.answer) == (budget, None)
+    assert (reply.trajectory.num_tokens_of(Origin.POLICY), reply.answer) == (budget, None)
     assert len(reply.turns) == 2
 
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from search_r1.evaluation.playing import Task, check_rows, holds, sample_seed
+from search_r1.evaluation.playing import Task, check_rows, holds
 from search_r1.evaluation.samples import Sample
+from search_r1.llm_agent.generation import derived_seed
 from search_r1.reward import RewardInput
 from search_r1.search.client import Document, EmptyRetrieval, Retrieval
 from search_r1.search.errors import RetrieverUnavailable
@@ -121,9 +122,9 @@ def test_an_answer_stands_in_whole_words(text: str, answer: str, found: bool) ->
 
 def test_seeds_do_not_depend_on_the_order_of_rows() -> None:
     """Each dialogue has its own, by evaluation seed, row and sample."""
-    seeds = {sample_seed(s, uid, k) for s in (0, 1) for uid in ("a#1", "a#2") for k in (0, 1)}
+    seeds = {derived_seed(s, uid, k) for s in (0, 1) for uid in ("a#1", "a#2") for k in (0, 1)}
     assert len(seeds) == 8
-    assert sample_seed(0, "a#1", 1) == sample_seed(0, "a#1", 1)
+    assert derived_seed(0, "a#1", 1) == derived_seed(0, "a#1", 1)
 
 
 def test_long_prompts_are_refused_not_left_out() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from search_r1.llm_agent.generation import AgentConfig, SearchAgent, build_agent, turn_seed
+from search_r1.llm_agent.generation import AgentConfig, SearchAgent, build_agent, derived_seed
 from search_r1.llm_agent.tags import TEMPLATES
 from search_r1.search.client import EmptyRetrieval, InMemoryRetrieval, Retrieval
 from search_r1.search.errors import RetrieverUnavailable
@@ -167,9 +167,9 @@ def test_line_12_each_turn_of_each_trajectory_has_a_seed_of_its_own() -> None:
     script = ["<search>oslo</search>"] * 3
     seeds = [[r.sampling.seed for r in play(script, seed=s)[1].requests] for s in (1, 2, 1)]
     assert len({*seeds[0], *seeds[1]}) == 6
-    assert seeds[0] == seeds[2] == [turn_seed(1, turn) for turn in range(3)]
+    assert seeds[0] == seeds[2] == [derived_seed(1, turn) for turn in range(3)]
     assert [r.sampling.seed for r in play(script)[1].requests] == [None] * 3
-    assert len({turn_seed(s, t) for s in range(100) for t in range(10)}) == 1000
+    assert len({derived_seed(s, t) for s in range(100) for t in range(10)}) == 1000
 
 
 def test_line_13_sampling_is_the_callers_on_every_turn() -> None:

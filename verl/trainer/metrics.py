@@ -60,9 +60,7 @@ def mean_by_key(rows: Sequence[Mapping[str, float]]) -> Metrics:
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     """Lengths, endings and the agent's own counts, over all trajectories (failed ones too)."""
     lengths = [t.num_policy_tokens for t in trajectories]
-    observed = [
-        sum(len(s.ids) for s in t.segments if s.origin is Origin.OBSERVATION) for t in trajectories
-    ]
+    observed = [t.num_tokens_of(Origin.OBSERVATION) for t in trajectories]
     endings = {
         f"rollout/{status.value}": float(np.mean([t.status is status for t in trajectories]))
         for status in Status

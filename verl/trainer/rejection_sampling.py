@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 from collections import Counter, defaultdict
@@ -21,7 +20,7 @@ from typing import Any
 
 from verl.errors import DataError, SearchR1Error, explain
 from verl.protocol import Status
-from verl.trainer.rollout_data import TOKENIZER, read_header, read_rows
+from verl.trainer.rollout_data import TOKENIZER, read_header, read_rows, write_lines
 
 
 @dataclass(frozen=True)
@@ -105,12 +104,12 @@ def write(path: str | Path, tokenizer: str, candidates: Sequence[Candidate]) -> 
     """Demonstrations with exact ids; the file appears whole or not at all."""
     out = Path(path)
     out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(out.name + ".tmp")
-    with part.open("w", encoding="utf-8") as file:
-        for c in candidates:
-            row = {"uid": c.uid, "score": c.score, "step": c.step, TOKENIZER: tokenizer}
-            file.write(json.dumps({**row, "segments": list(c.segments)}) + "\n")
-    os.replace(part, out)
+    rows = [
+        {"uid": c.uid, "score": c.score, "step": c.step, TOKENIZER: tokenizer,
+         "segments": list(c.segments)}
+        for c in candidates
+    ]  # fmt: skip
+    write_lines(out, rows)
 
 
 def _accepted(directory: str | Path, criteria: Criteria, report: Report) -> Iterator[Candidate]:

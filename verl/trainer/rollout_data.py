@@ -44,7 +44,7 @@ def open_folder(directory: str | Path, tokenizer: Vocabulary) -> None:
         raise ConfigError(explain("trainer.rollout_data_dir", got, "a folder of its own", fix))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / HEADER, [header])
+        write_lines(folder / HEADER, [header])
     except OSError as error:
         expected = "a folder that can be written"
         raise ConfigError(
@@ -57,7 +57,7 @@ def write_step(
 ) -> None:
     """Write one step's trajectories with their scores; the file appears whole or not at all."""
     rows = [_row(step, t, r) for t, r in zip(trajectories, rewards, strict=True)]
-    _write(Path(directory) / f"step_{step:08d}.jsonl", rows)
+    write_lines(Path(directory) / f"step_{step:08d}.jsonl", rows)
 
 
 def read_header(directory: str | Path) -> str:
@@ -102,7 +102,7 @@ def _row(step: int, trajectory: Trajectory, reward: Reward) -> dict[str, Any]:
     }
 
 
-def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """One JSON line a row, under the final name only when complete."""
     part = path.with_name(path.name + ".tmp")
     part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

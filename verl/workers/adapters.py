@@ -59,11 +59,11 @@ class Adapter:
             delta = self.delta(name)
             yield name, weight if delta is None else weight.float() + delta.to(weight.device)
 
-    def write(self, directory: Path) -> None:
-        """Write peft's folder in float32; each file appears whole or not at all."""
+    def write(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+        """Write peft's folder; each file appears whole or not at all."""
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {
-            PREFIX + name: tensor.detach().to("cpu", torch.float32).contiguous()
+            PREFIX + name: tensor.detach().to("cpu", dtype).contiguous()
             for name, tensor in self.tensors.items()
         }
         part = directory / "adapter_model.safetensors.tmp"
@@ -87,11 +87,13 @@ class Adapter:
 
 
 def config_of(record: Mapping[str, Any]) -> LoraConfig:
-    """The options that a checkpoint's record holds."""
+    """peft's form of the options that a checkpoint's record holds."""
     return LoraConfig(
         r=record["lora_rank"],
         lora_alpha=record["lora_alpha"],
         target_modules=list(record["target_modules"]),
+        lora_dropout=0.0,
+        bias="none",
         task_type="CAUSAL_LM",
         base_model_name_or_path=record["base"],
     )

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from verl.config import ALL_LINEAR, AdapterConfig
 from verl.errors import ConfigError, explain
-from verl.workers.adapters import Adapter
+from verl.workers.adapters import Adapter, config_of
 from verl.workers.fsdp import EngineOptions, FsdpEngine
-from verl.workers.models import LogProbModel, PackedInputs, blocks, states
+from verl.workers.models import LogProbModel, PackedInputs, blocks, build_value_head, values
 
 
 class Role(enum.StrEnum):
@@ -59,15 +59,12 @@ def target_names(lm: PreTrainedModel, wanted: str | list[str]) -> list[str]:
 
 def peft_config(lm: PreTrainedModel, options: AdapterConfig) -> LoraConfig:
     """peft's form of an adapter's options, as its folder records it too."""
-    return LoraConfig(
-        r=options.lora_rank,
-        lora_alpha=options.lora_alpha,  # type: ignore[arg-type]  # peft divides it by r
-        target_modules=target_names(lm, options.target_modules),
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=lm.config.name_or_path,
-    )
+    return config_of({
+        "lora_rank": options.lora_rank,
+        "lora_alpha": options.lora_alpha,
+        "target_modules": target_names(lm, options.target_modules),
+        "base": lm.config.name_or_path,
+    })  # fmt: skip
 
 
 class AdaptedModel(LogProbModel):
@@ -89,8 +86,7 @@ class AdaptedModel(LogProbModel):
         for parameter in self._adapter_parameters():
             parameter.data = parameter.data.float()
         if Role.CRITIC in adapters:
-            self.value_head = nn.Linear(lm.config.hidden_size, 1, bias=False)
-            nn.init.zeros_(self.value_head.weight)
+            self.value_head = build_value_head(lm)
         self.role: Role | None = None
         self.use(next(iter(adapters)))
 
@@ -119,7 +115,7 @@ class AdaptedModel(LogProbModel):
     def forward(self, inputs: PackedInputs, *arguments: Any) -> Any:
         """Values, (num_wanted,) float32, for the critic; else as LogProbModel."""
         if self.role is Role.CRITIC:
-            return self.value_head(states(self.lm.get_decoder(), inputs)).float().sum(-1)
+            return values(self.lm.get_decoder(), self.value_head, inputs)
         return super().forward(inputs, *arguments)
 
 

@@ -129,12 +129,23 @@ class ValueModel(nn.Module):
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.trunk = lm.get_decoder()
-        self.value_head = nn.Linear(lm.config.hidden_size, 1, bias=False)
-        nn.init.zeros_(self.value_head.weight)
+        self.value_head = build_value_head(lm)
 
     def forward(self, inputs: PackedInputs) -> Tensor:
         """Values, (num_wanted,) float32; 0 before the first update."""
-        return self.value_head(states(self.trunk, inputs)).float().sum(-1)
+        return values(self.trunk, self.value_head, inputs)
+
+
+def build_value_head(lm: PreTrainedModel) -> nn.Linear:
+    """From a state to its value, which is 0 for now."""
+    head = nn.Linear(lm.config.hidden_size, 1, bias=False)
+    nn.init.zeros_(head.weight)
+    return head
+
+
+def values(trunk: nn.Module, value_head: nn.Module, inputs: PackedInputs) -> Tensor:
+    """The value of the state before each wanted token, (num_wanted,) float32."""
+    return value_head(states(trunk, inputs)).float().sum(-1)
 
 
 def blocks(module: nn.Module, lm: PreTrainedModel) -> list[nn.Module]:

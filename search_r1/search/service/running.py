@@ -36,9 +36,7 @@ class _Server(uvicorn.Server):
         """Start to listen, then write the port."""
         await super().startup(sockets=sockets)
         if self._port_file is not None and self.started:
-            temporary = self._port_file.with_name(f".{self._port_file.name}.{os.getpid()}")
-            temporary.write_text(f"{self._port}\n")
-            temporary.replace(self._port_file)
+            write_port(self._port_file, self._port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """From now on new requests are refused; uvicorn then waits for those accepted."""
@@ -92,7 +90,14 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def warn_if_open(bound: socket.socket, token: str | None) -> None:
+def write_port(file: Path, port: int) -> None:
+    """Say in a file which port is served; it appears whole or not at all."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(f"{port}\n")
+    temporary.replace(file)
+
+
+def warn_if_open(bound: socket.socket, token: str | None, variable: str = TOKEN_VARIABLE) -> None:
     """Say when anyone in the network may search."""
     host = bound.getsockname()[0]
     if not token and not host.startswith(LOOPBACK):
@@ -100,5 +105,5 @@ def warn_if_open(bound: socket.socket, token: str | None) -> None:
             "bound to %s without a token: whoever reaches this address may search; set %s, "
             "or bind to 127.0.0.1",
             host,
-            TOKEN_VARIABLE,
+            variable,
         )

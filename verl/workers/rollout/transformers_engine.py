@@ -86,31 +86,22 @@ class TransformersEngine:
         is_over: Callable[[], bool],
     ) -> Completion:
         with self._lock:
-            return self._sampled(prompt_ids, sampling, tell, is_over)
-
-    def _sampled(
-        self,
-        prompt_ids: list[int],
-        sampling: Sampling,
-        tell: Listener,
-        is_over: Callable[[], bool],
-    ) -> Completion:
-        ids: list[int] = []
-        log_probs: list[float] = []
-        text, told, reason = "", 0, "length"
-        for token, log_prob in self._samples(prompt_ids, sampling):
-            ids.append(token)
-            log_probs.append(log_prob)
-            text, is_stopped = cut_at_stop(self.tokenizer.decode(ids), sampling.stop)
-            if not text.endswith(REPLACEMENT):
-                tell(text[told:])
-                told = len(text)
-            if is_stopped or token in self._end_ids():
-                reason = "stop"
-                break
-            if len(ids) == sampling.max_tokens or is_over():
-                break
-        return Completion(tuple(ids), tuple(log_probs), text, reason)
+            ids: list[int] = []
+            log_probs: list[float] = []
+            text, told, reason = "", 0, "length"
+            for token, log_prob in self._samples(prompt_ids, sampling):
+                ids.append(token)
+                log_probs.append(log_prob)
+                text, is_stopped = cut_at_stop(self.tokenizer.decode(ids), sampling.stop)
+                if not text.endswith(REPLACEMENT):
+                    tell(text[told:])
+                    told = len(text)
+                if is_stopped or token in self._end_ids():
+                    reason = "stop"
+                    break
+                if len(ids) == sampling.max_tokens or is_over():
+                    break
+            return Completion(tuple(ids), tuple(log_probs), text, reason)
 
     def _samples(self, prompt_ids: list[int], sampling: Sampling) -> Iterator[tuple[int, float]]:
         """Sampled ids with their log-probs, without end."""
