@@ -7,6 +7,10 @@
     ├── ResourceError    too few devices, or too little disk
     ├── RetrieverError   the search server does not answer, or answers something else
     ├── CollapseError    the collapse guard ended the run; exit status 3
+    ├── RetrieverOutage  the search server stayed away too long in mid-run; exit status 4
+    ├── Interrupted      asked to stop, or out of time, and saved; exit status 75
+    ├── RankLost         a training rank died; the run goes on from its last checkpoint
+    ├── ReplicaLost      a rollout replica died more often than it may be replaced
     └── PreflightError   several of the above, found together before any work
 
 An entry point prints the message of these and exits with `exit_code`; anything else is a bug and
@@ -48,6 +52,29 @@ class CollapseError(SearchR1Error):
     """The policy collapsed in mid-run; the message names the last healthy checkpoint."""
 
     exit_code = 3
+
+
+class RetrieverOutage(RetrieverError):
+    """The search server stayed away for longer than `retriever.max_outage`; the run was saved."""
+
+    exit_code = 4
+
+
+class Interrupted(SearchR1Error):
+    """The run was asked to stop, or its time is nearly over; it was saved and can go on.
+
+    The exit status is EX_TEMPFAIL: the same command goes on with `trainer.resume_mode=auto`.
+    """
+
+    exit_code = 75
+
+
+class RankLost(SearchR1Error):
+    """A training rank died, and with it what it held of the weights."""
+
+
+class ReplicaLost(SearchR1Error):
+    """A rollout replica died more often than it may be replaced."""
 
 
 class PreflightError(SearchR1Error):
