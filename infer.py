@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
+from example.smollm2.shipped import with_model
 from search_r1.asking.batch import answer_all, read_questions
 from search_r1.asking.dialogue import SILENCE, Hearer, Reply
 from search_r1.asking.interactive import converse
@@ -103,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own = {"question", "interactive", "file", "json", "show_documents", "out"}
     try:
         options = {name: value for name, value in vars(given).items() if name not in own}
-        return act(given, AskingOptions.given(options))
+        return act(given, AskingOptions.given(with_model(options)))
     except SearchR1Error as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

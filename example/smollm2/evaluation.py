@@ -10,8 +10,9 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-from example.smollm2.recipe import ROOT, Recipe
+from example.smollm2.recipe import Recipe
 from example.smollm2.settings import settings_of
+from example.smollm2.shipped import SHIPPED
 from search_r1.evaluation.cli import main as evaluate
 from search_r1.evaluation.manifest import versions
 from search_r1.evaluation.store import METRICS
@@ -19,7 +20,6 @@ from search_r1.evaluation.summary import ROWS
 from verl.errors import DataError, explain
 
 EMPTY = "empty"
-SHIPPED = ROOT / "example" / "smollm2" / "adapter"
 PLACES = ("out", "data_dir", "model")
 """Settings that hold on one machine."""
 MEASURES = ("em", "f1", "answer_in_documents", "searches")

@@ -21,6 +21,7 @@ from example.smollm2 import adapters
 from example.smollm2.dialogues import Dialogue, make_dialogues
 from example.smollm2.recipe import ROOT, Recipe
 from example.smollm2.settings import MODEL_FOLDER
+from example.smollm2.shipped import made_base
 from scripts.processes import run
 from search_r1.llm_agent.generation import AgentConfig, SearchAgent
 from search_r1.llm_agent.tags import TEMPLATES
@@ -49,8 +50,7 @@ def prepare_data(recipe: Recipe) -> None:
         "-m", "search_r1.search.index_builder", "--retrieval_method", "bm25",
         "--corpus_path", str(recipe.data / "corpus.jsonl"), "--save_dir", str(recipe.index),
     )  # fmt: skip
-    if not (recipe.base / "config.json").is_file():
-        recipe.python("-m", "example.model", "--out", str(recipe.base))
+    made_base(recipe.base)
 
 
 def write_dialogues(recipe: Recipe) -> None:
