@@ -33,7 +33,9 @@ class TrainerConfig:
     n_gpus_per_node: int = 8
     """Training ranks per node (on CPU: processes)."""
     nnodes: int = 1
-    """Nodes of the Ray cluster."""
+    """Nodes of the Ray cluster that hold ranks."""
+    node_timeout: float = 600.0
+    """Seconds that a run waits for its nodes, at the start and after one was lost."""
     total_epochs: int = 15
     """Passes over the training rows, if `total_training_steps` is null."""
     total_training_steps: int | None = None
@@ -52,4 +54,7 @@ class TrainerConfig:
     """disable, auto (latest complete checkpoint, if any), or the path of one."""
     seed: int = 0
     """Seed of data order, sampling and initialisation of the value head."""
+    deterministic: bool = False
+    """The same seed on the same machine gives the same metrics, bit for bit on CPU: each engine
+    decodes one dialogue at a time, which is slow (docs/determinism.md); to compare runs by."""
     guard: GuardConfig = field(default_factory=GuardConfig)

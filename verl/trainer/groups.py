@@ -23,7 +23,7 @@ from verl.single_controller.ray_group import (
     create_trainer_group,
 )
 from verl.trainer.metrics import Metrics
-from verl.workers.devices import device_type
+from verl.workers.devices import DETERMINISTIC_ENV, device_type
 from verl.workers.rollout import RolloutReplica
 from verl.workers.trainer_worker import TrainerWorker
 
@@ -148,6 +148,8 @@ def build_groups(
     """Place and build all actors; engines and ranks load together where no GPU is shared."""
     use_gpu = device_type(config.trainer.device) == "cuda"
     env = {} if use_gpu else cpu_env()
+    if config.trainer.deterministic:
+        env |= DETERMINISTIC_ENV
     ranks = create_trainer_group(config.num_ranks, config.trainer.nnodes, use_gpu, env)
     places = ranks.places()
     rollout = config.actor_rollout_ref.rollout

@@ -6,6 +6,16 @@ import os
 
 import torch
 
+DETERMINISTIC_ENV = {
+    # Matrix products that do not depend on where in memory their operands happen to lie.
+    "MKL_CBWR": "AVX2,STRICT",
+    # As many threads as were asked for, however busy the machine is.
+    "MKL_DYNAMIC": "FALSE",
+    "OMP_DYNAMIC": "FALSE",
+    # cuBLAS picks kernels by the workspace that is free, unless that is fixed.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+"""What a process must find in its environment to compute the same again, bit for bit."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -42,6 +52,15 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """`bfloat16` for torch.bfloat16: the name by which engines and files know it."""
     return str(dtype).removeprefix("torch.")
+
+
+def make_deterministic(device: torch.device) -> None:
+    """Let torch take algorithms of this process that give the same bits each time.
+
+    On CPU one that cannot is an error; on GPUs, where some have no other, a warning.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
+    torch.backends.cudnn.benchmark = False
 
 
 def share_threads(num_processes: int) -> None:

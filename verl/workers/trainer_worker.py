@@ -22,7 +22,7 @@ from verl.core_algos.advantages import ADVANTAGES
 from verl.protocol import DataProto
 from verl.workers.actor import DEFAULT_TOKEN_BUDGET, Actor, Metrics, TokenBudgets
 from verl.workers.critic import Critic
-from verl.workers.devices import resolve_device, resolve_dtype, share_threads
+from verl.workers.devices import make_deterministic, resolve_device, resolve_dtype, share_threads
 from verl.workers.fsdp import EngineOptions, FsdpEngine
 from verl.workers.lora import Role, adapted_engine, policy_adapter, policy_weights, share
 from verl.workers.models import LogProbModel, ValueModel, blocks, load_causal_lm
@@ -87,6 +87,8 @@ class TrainerWorker:
         self.dtype = resolve_dtype(config.trainer.compute_dtype, self.device)
         if self.device.type == "cpu":
             share_threads(min(world_size, config.trainer.n_gpus_per_node))
+        if config.trainer.deterministic:
+            make_deterministic(self.device)
         self._join(master_addr, master_port)
         self._seed(config.trainer.seed)
         self.needs_critic = ADVANTAGES[config.algorithm.adv_estimator].needs_critic

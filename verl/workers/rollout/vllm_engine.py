@@ -68,6 +68,8 @@ class EngineConfig:
     """GPUs of this engine."""
     lora_rank: int = 0
     """Rank of the adapter that the policy is; 0 when it is all weights."""
+    deterministic: bool = False
+    """Each request alone and from its first token, so that no other can change its last bits."""
 
     @classmethod
     def from_config(cls, config: Config, replica: int = 0) -> EngineConfig:
@@ -88,6 +90,7 @@ class EngineConfig:
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             tensor_parallel_size=rollout.tensor_model_parallel_size,
             lora_rank=config.actor_rollout_ref.model.lora_rank,
+            deterministic=config.trainer.deterministic,
         )
 
     def vllm_arguments(self) -> dict[str, Any]:
@@ -100,10 +103,10 @@ class EngineConfig:
             "model": self.model,
             "dtype": self.dtype,
             "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
+            "max_num_seqs": 1 if self.deterministic else self.max_num_seqs,
             "seed": self.seed,
             "enforce_eager": self.enforce_eager,
-            "enable_prefix_caching": True,
+            "enable_prefix_caching": not self.deterministic,
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             "worker_extension_cls": WORKER_EXTENSION,
