@@ -46,14 +46,14 @@ MIN_FREE_BYTES = 1 << 30
 
 def preflight(config: Config) -> None:
     """Raise PreflightError with every problem found, or return when the run may start."""
-    checks = (_models, adapter_problems, _questions, _retriever, _devices, _disk, _tracking)
+    checks = (model_problems, adapter_problems, _questions, retriever_problems, _devices, _disk, _tracking)
     problems = [problem for check in checks for problem in check(config)]
     if problems:
         raise PreflightError(problems)
     logger.info("preflight: model, data, retriever, devices and disk are there")
 
 
-def _models(config: Config) -> Iterator[SearchR1Error]:
+def model_problems(config: Config) -> Iterator[SearchR1Error]:
     """The policy's weights, and the critic's where they are others."""
     path = config.actor_rollout_ref.model.path
     yield from _model("actor_rollout_ref.model.path", path)
@@ -126,7 +126,7 @@ def _questions(config: Config) -> Iterator[SearchR1Error]:
             yield DataError(explain(f"data.{key}_files", f"{usable} rows", expected, fix))
 
 
-def _retriever(config: Config) -> Iterator[SearchR1Error]:
+def retriever_problems(config: Config) -> Iterator[SearchR1Error]:
     """Search servers that all answer, unless the run searches nothing."""
     url = config.retriever.url
     if not config.do_search or url == "empty":
@@ -199,7 +199,7 @@ def _disk(config: Config) -> Iterator[SearchR1Error]:
         yield ResourceError(explain(key, f"{target} ({existing} cannot be)", expected, fix))
         return
     saves = config.trainer.save_freq != 0 and not config.trainer.val_only
-    weights = _weight_bytes(config.actor_rollout_ref.model.path) if saves else 0
+    weights = weight_bytes(config.actor_rollout_ref.model.path) if saves else 0
     needed = max(MIN_FREE_BYTES if saves else 0, CHECKPOINT_FACTOR * weights)
     free = shutil.disk_usage(existing).free
     if free < needed:
@@ -209,7 +209,7 @@ def _disk(config: Config) -> Iterator[SearchR1Error]:
         yield ResourceError(explain(key, got, expected, fix))
 
 
-def _weight_bytes(path: str) -> int:
+def weight_bytes(path: str) -> int:
     """Size of a local model's weights; 0 for a name of the hub."""
     files = Path(path).expanduser().glob("*")
     return sum(f.stat().st_size for f in files if f.name.endswith(WEIGHT_SUFFIXES))
