@@ -9,6 +9,7 @@
     ├── CollapseError    the collapse guard ended the run; exit status 3
     ├── RetrieverOutage  the search server stayed away too long in mid-run; exit status 4
     ├── Interrupted      asked to stop, or out of time, and saved; exit status 75
+    ├── SaveError        a checkpoint that could not be written, twice in a row or at the end
     ├── RankLost         a training rank died; the run goes on from its last checkpoint
     ├── ReplicaLost      a rollout replica died more often than it may be replaced
     └── PreflightError   several of the above, found together before any work
@@ -67,6 +68,10 @@ class Interrupted(SearchR1Error):
     """
 
     exit_code = 75
+
+
+class SaveError(SearchR1Error):
+    """A checkpoint that could not be written; the ones before it are as they were."""
 
 
 class RankLost(SearchR1Error):

@@ -1,8 +1,6 @@
 """Checkpoints: whole or absent, and resumed as if nothing had happened. One and two real ranks."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from tests.verl.workers import rank_bodies
 from tests.verl.workers.ranks import make_batch, run_ranks, save_tiny
 from verl import checkpoint
-from verl.errors import ConfigError
 from verl.single_controller.dispatch import split_by_tokens
 
 
@@ -90,38 +87,3 @@ def test_export_is_a_folder_that_transformers_loads(runs: SimpleNamespace, tmp_p
     expected = load_file(runs.root / "two/weights/model.safetensors")
     for name, x in model.named_parameters():
         assert torch.equal(x, expected[name])
-
-
-def test_only_whole_checkpoints_are_found(tmp_path: Path) -> None:
-    """Folders without marker, or still under their temporary name, are never picked up."""
-    assert checkpoint.latest(tmp_path) is None
-    for step in (2, 10):
-        with checkpoint.writing(tmp_path, step) as folder:
-            checkpoint.write_state(folder, {"step": step})
-    (tmp_path / "global_step_11").mkdir()
-    (tmp_path / "global_step_12.tmp").mkdir()
-    (tmp_path / "global_step_12.tmp" / checkpoint.MARKER).touch()
-    found = checkpoint.latest(tmp_path)
-    assert found is not None and checkpoint.read_state(found) == {"step": 10}
-    assert checkpoint.resolve("auto", tmp_path) == found
-    assert checkpoint.resolve("disable", tmp_path) is None
-    with pytest.raises(ConfigError, match="COMPLETE"):
-        checkpoint.resolve(str(tmp_path / "global_step_11"), tmp_path)
-
-
-def test_line_21_a_run_killed_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
-    """A process that dies in the middle of writing costs that checkpoint only."""
-    with checkpoint.writing(tmp_path, 1) as folder:
-        checkpoint.write_state(folder, {"step": 1})
-    script = (
-        "import os, sys; from pathlib import Path; from verl import checkpoint\n"
-        "with checkpoint.writing(Path(sys.argv[1]), 2) as folder:\n"
-        "    checkpoint.write_state(folder, {'step': 2})\n"
-        "    os.kill(os.getpid(), 9)\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
-    assert killed.returncode == -9
-    found = checkpoint.latest(tmp_path)
-    assert found is not None and checkpoint.read_state(found) == {"step": 1}
-    with checkpoint.writing(tmp_path, 2) as folder:
-        assert list(folder.iterdir()) == []

@@ -1,0 +1,133 @@
+"""Folders of checkpoints: whole or absent at every moment, and nobody else's."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl import checkpoint
+from verl.checkpoint import folders
+from verl.errors import ConfigError
+
+
+def save(root: Path, step: int) -> Path:
+    """A checkpoint that holds its step."""
+    with checkpoint.writing(root, step) as folder:
+        checkpoint.write_state(folder, {"step": step})
+    return checkpoint.step_folder(root, step)
+
+
+def test_only_whole_checkpoints_are_found(tmp_path: Path) -> None:
+    """Folders without marker, or still under their temporary name, are never picked up."""
+    assert checkpoint.latest(tmp_path) is None
+    for step in (2, 10):
+        with checkpoint.writing(tmp_path, step) as folder:
+            checkpoint.write_state(folder, {"step": step})
+    (tmp_path / "global_step_11").mkdir()
+    (tmp_path / "global_step_12.tmp").mkdir()
+    (tmp_path / "global_step_12.tmp" / checkpoint.MARKER).touch()
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and checkpoint.read_state(found) == {"step": 10}
+    assert checkpoint.resolve("auto", tmp_path) == found
+    assert checkpoint.resolve("disable", tmp_path) is None
+    with pytest.raises(ConfigError, match="COMPLETE"):
+        checkpoint.resolve(str(tmp_path / "global_step_11"), tmp_path)
+
+
+def test_line_21_a_run_killed_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    """A process that dies in the middle of writing costs that checkpoint only."""
+    with checkpoint.writing(tmp_path, 1) as folder:
+        checkpoint.write_state(folder, {"step": 1})
+    script = (
+        "import os, sys; from pathlib import Path; from verl import checkpoint\n"
+        "with checkpoint.writing(Path(sys.argv[1]), 2) as folder:\n"
+        "    checkpoint.write_state(folder, {'step': 2})\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+    assert killed.returncode == -9
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and checkpoint.read_state(found) == {"step": 1}
+    with checkpoint.writing(tmp_path, 2) as folder:
+        assert [path.name for path in folder.iterdir()] == ["WRITER"]
+
+
+def test_the_rest_of_a_killed_run_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    """What a dead process left half-written goes; whole checkpoints and other folders stay."""
+    save(tmp_path, 1)
+    script = (
+        "import os, sys; from pathlib import Path; from verl import checkpoint\n"
+        "checkpoint.begin(Path(sys.argv[1]), 2); os.kill(os.getpid(), 9)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+    (tmp_path / "global_step_7").mkdir()  # another framework's: no marker, but not ours to delete
+    (tmp_path / "model.tmp").mkdir()
+    assert len(list(tmp_path.glob("global_step_2.*.tmp"))) == 1
+    checkpoint.clean(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "global_step_1", "global_step_7", "model.tmp",
+    ]  # fmt: skip
+
+
+def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
+    """A second start in the same folder does not take a running save away."""
+    script = (
+        "import sys; from pathlib import Path; from verl import checkpoint\n"
+        "with checkpoint.writing(Path(sys.argv[1]), 2) as folder:\n"
+        "    checkpoint.write_state(folder, {'step': 2})\n"
+        "    print('writing', flush=True); sys.stdin.readline()\n"
+    )
+    writer = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "writing\n"
+    checkpoint.clean(tmp_path)
+    writer.communicate("go on\n", timeout=60)
+    assert writer.returncode == 0
+    assert checkpoint.read_state(checkpoint.step_folder(tmp_path, 2)) == {"step": 2}
+
+
+def test_no_moment_of_a_replacement_loses_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at any rename while step 1 is saved again, the next start finds a whole step 1."""
+    real, calls = os.replace, 0
+
+    def dying(*names: Path) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == fatal:
+            raise KeyboardInterrupt
+        real(*names)
+
+    monkeypatch.setattr(folders.os, "replace", dying)
+    for fatal in (1, 2):
+        root = tmp_path / str(fatal)
+        monkeypatch.setattr(folders.os, "replace", real)
+        save(root, 1)
+        calls = 0
+        monkeypatch.setattr(folders.os, "replace", dying)
+        part = checkpoint.begin(root, 1)
+        checkpoint.write_state(part.folder, {"step": 1, "again": True})
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.publish(part)
+        part.lock.close()
+        monkeypatch.setattr(folders.os, "replace", real)
+        checkpoint.clean(root)
+        found = checkpoint.latest(root)
+        assert found is not None and checkpoint.read_state(found)["again"]
+        assert len(list(root.iterdir())) == 1
+
+
+def test_later_steps_of_an_earlier_run_are_set_aside(tmp_path: Path) -> None:
+    """A run that starts at step 2 is never resumed from another run's step 5, which is kept."""
+    for step in (1, 2, 5):
+        save(tmp_path, step)
+    moved = checkpoint.set_aside(tmp_path, after=2)
+    assert [checkpoint.read_state(path) for path in moved] == [{"step": 5}]
+    assert checkpoint.latest(tmp_path) == checkpoint.step_folder(tmp_path, 2)
+    assert checkpoint.set_aside(tmp_path, after=2) == []

@@ -1,0 +1,34 @@
+"""The command line of checkpoints: `python -m verl.checkpoint export STEP_DIR --out DIR`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl.checkpoint.exporting import export
+from verl.errors import SearchR1Error
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line: export a checkpoint."""
+    parser = argparse.ArgumentParser(description="Checkpoints of a training run.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("export", help="write a Hugging Face folder")
+    command.add_argument("step_dir", type=Path, help="a global_step_N folder")
+    command.add_argument("--out", type=Path, required=True, help="folder to write")
+    command.add_argument("--base", help="model whose config and tokenizer (and base) to take")
+    command.add_argument(
+        "--adapter", action="store_true", help="write the adapter alone, as peft reads it"
+    )
+    command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    options = parser.parse_args(arguments)
+    try:
+        out = export(options.step_dir, options.out, options.base, options.dtype, options.adapter)
+        print(out)  # noqa: T201
+    except SearchR1Error as error:
+        parser.exit(2, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""A checkpoint becomes a Hugging Face folder, without ranks and without devices."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoConfig
+
+from verl.checkpoint.folders import MARKER, is_complete
+from verl.checkpoint.shards import read_adapters
+from verl.errors import ConfigError, explain
+from verl.workers.adapters import Adapter, check_base, config_of
+from verl.workers.models import load_causal_lm
+from verl.workers.weights import SHARD_BYTES, copy_tokenizer, write_weights
+
+
+def export(
+    step_dir: Path,
+    out: Path,
+    base: str | None = None,
+    dtype: str = "bfloat16",
+    adapter_only: bool = False,
+) -> Path:
+    """Write the policy of a checkpoint as a Hugging Face folder with tokenizer; returns `out`.
+
+    `base` names the model to take config and tokenizer from, instead of those in the checkpoint,
+    and the weights below an adapter. With `adapter_only` peft's folder is written instead. Needs
+    neither ranks nor devices. Raises ConfigError when `step_dir` is not complete, or holds no
+    adapter where one is asked for, or the base is not that of the adapter.
+    """
+    if not is_complete(step_dir):
+        raise ConfigError(
+            explain("checkpoint", step_dir, f"global_step_N with {MARKER} inside",
+                    "give a complete checkpoint; an interrupted one cannot be used")
+        )  # fmt: skip
+    record = read_adapters(step_dir).get("actor")
+    if record is None and adapter_only:
+        raise ConfigError(
+            explain("--adapter", step_dir, "a checkpoint of a run with lora_rank above 0",
+                    "leave --adapter out: all weights were trained")
+        )  # fmt: skip
+    part = out.with_name(out.name + ".tmp")
+    shutil.rmtree(part, ignore_errors=True)
+    if adapter_only:
+        _read_adapter(step_dir, record, base).write(part)
+    else:
+        _write_model(step_dir, part, record, base, dtype)
+    if out.exists():
+        shutil.rmtree(out)
+    os.replace(part, out)
+    return out
+
+
+def _write_model(
+    step_dir: Path, out: Path, record: Mapping[str, Any] | None, base: str | None, dtype: str
+) -> None:
+    """The whole policy: its trained weights, or its base with the adapter merged."""
+    source = base or str(step_dir / "huggingface")
+    named = _read_policy(step_dir / "shards")
+    if record is not None:
+        adapter = _read_adapter(step_dir, record, base)
+        lm = load_causal_lm(str(adapter.config.base_model_name_or_path))
+        named = adapter.merge((name, p.detach()) for name, p in lm.named_parameters())
+    write_weights(out, named, AutoConfig.from_pretrained(source), dtype)
+    copy_tokenizer(source, out)
+
+
+def _read_adapter(step_dir: Path, record: Mapping[str, Any], base: str | None) -> Adapter:
+    """The policy's adapter, over `base` if that is where its base lies now."""
+    check_base(record, base or record["base"])
+    config = config_of({**record, "base": base or record["base"]})
+    return Adapter.of_parameters(config, dict(_read_policy(step_dir / "shards")), "actor")
+
+
+def _read_policy(shards: Path) -> Iterator[tuple[str, Tensor]]:
+    """Name and whole tensor of each of the policy's weights, a few GiB at a time."""
+    prefix = "actor.model.lm."
+    metadata = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
+    group: dict[str, Tensor] = {}
+    for key, entry in metadata.items():
+        if not key.startswith(prefix) or not isinstance(entry, TensorStorageMetadata):
+            continue
+        group[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        if sum(t.nbytes for t in group.values()) > SHARD_BYTES:
+            yield from _fill(group, shards, prefix)
+            group = {}
+    yield from _fill(group, shards, prefix)
+
+
+def _fill(group: dict[str, Tensor], shards: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    if group:
+        dcp.load(group, checkpoint_id=shards, no_dist=True)
+    for key, tensor in group.items():
+        yield key.removeprefix(prefix), tensor

@@ -1,0 +1,223 @@
+"""Folders of checkpoints: their names, their markers, and how they appear and go in one moment.
+
+A folder under another name than `global_step_N`, or without `COMPLETE`, is never resumed from. What
+a killed run left half-written is removed at the next start; a folder that a living process writes
+is told by the lock that it holds on `WRITER`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from verl.errors import ConfigError, explain
+
+logger = logging.getLogger(__name__)
+
+MARKER = "COMPLETE"
+HEALTHY = "HEALTHY"
+WRITER = "WRITER"
+"""The file that a writer locks for as long as it writes."""
+STEP_NAME = re.compile(r"global_step_(\d+)")
+PART_NAME = re.compile(r"global_step_(\d+)\.([0-9a-f]{8}\.)?tmp")
+ASIDE = "set_aside"
+"""Folder of what a run left whose steps the present run goes through again."""
+STALE_S = 3600.0
+"""Where files cannot be locked, an unfinished folder unchanged for so long is nobody's."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A checkpoint that is being written."""
+
+    root: Path
+    step: int
+    folder: Path
+    lock: IO[str]
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is, or would be."""
+    return root / f"global_step_{step}"
+
+
+def step_of(step_dir: Path) -> int:
+    """The step that a checkpoint folder's name says."""
+    match = STEP_NAME.fullmatch(step_dir.name)
+    assert match is not None, f"got {step_dir.name}, expected global_step_N"
+    return int(match.group(1))
+
+
+def mark_healthy(step_dir: Path) -> None:
+    """Say in the folder that its weights are good, so that it is kept."""
+    (step_dir / HEALTHY).touch()
+
+
+def is_complete(step_dir: Path) -> bool:
+    """Whether the folder is a checkpoint whose writing ended."""
+    return STEP_NAME.fullmatch(step_dir.name) is not None and (step_dir / MARKER).is_file()
+
+
+def all_complete(root: Path) -> list[Path]:
+    """The complete checkpoints below `root`, oldest step first."""
+    found = [path for path in root.glob("global_step_*") if is_complete(path)]
+    return sorted(found, key=step_of)
+
+
+def latest(root: Path) -> Path | None:
+    """The complete checkpoint of the highest step below `root`, if any."""
+    found = all_complete(root)
+    return found[-1] if found else None
+
+
+def resolve(resume_mode: str, root: Path) -> Path | None:
+    """What `trainer.resume_mode` (disable, auto, a path) means; None to start anew.
+
+    Raises ConfigError when a path is not a complete checkpoint.
+    """
+    if resume_mode == "disable":
+        return None
+    if resume_mode == "auto":
+        return latest(root)
+    path = Path(resume_mode)
+    if not is_complete(path):
+        raise ConfigError(
+            explain("trainer.resume_mode", resume_mode, f"global_step_N with {MARKER} inside",
+                    "give auto, or the path of a complete checkpoint")
+        )  # fmt: skip
+    return path
+
+
+@contextlib.contextmanager
+def writing(root: Path, step: int) -> Iterator[Path]:
+    """The folder to write checkpoint `step` into; it becomes `global_step_N` if the body succeeds.
+
+    Example: `with writing(root, 3) as folder: ranks.save_checkpoint(folder)`.
+    """
+    part = begin(root, step)
+    try:
+        yield part.folder
+    except BaseException:
+        abandon(part)
+        raise
+    publish(part)
+
+
+def begin(root: Path, step: int) -> Part:
+    """A new folder for checkpoint `step`; no other attempt's ranks ever write under its name."""
+    folder = root / f"global_step_{step}.{uuid.uuid4().hex[:8]}.tmp"
+    folder.mkdir(parents=True)
+    lock = (folder / WRITER).open("w")
+    with contextlib.suppress(OSError):  # a file system without locks: see STALE_S
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return Part(root, step, folder, lock)
+
+
+def publish(part: Part) -> Path:
+    """Make a written folder the checkpoint of its step, in place of one that was there."""
+    _flush(part.folder)
+    (part.folder / WRITER).unlink(missing_ok=True)
+    marker = part.folder / MARKER
+    marker.write_text(f"{part.step}\n")
+    _flush_one(marker)
+    final = step_folder(part.root, part.step)
+    remove(final)
+    os.replace(part.folder, final)
+    _flush_one(part.root)
+    part.lock.close()
+    return final
+
+
+def abandon(part: Part) -> None:
+    """Remove what was written of a checkpoint that will not be one."""
+    part.lock.close()
+    shutil.rmtree(part.folder, ignore_errors=True)
+
+
+def remove(step_dir: Path) -> None:
+    """Delete a checkpoint; at no moment is it there in part, nor taken for whole."""
+    if not step_dir.exists():
+        return
+    gone = step_dir.with_name(f"{step_dir.name}.{uuid.uuid4().hex[:8]}.tmp")
+    (step_dir / MARKER).unlink(missing_ok=True)
+    os.replace(step_dir, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def clean(root: Path) -> None:
+    """Remove what killed runs left half-written below `root`; what a live one writes stays.
+
+    A folder whose marker was written, but which was not renamed yet, becomes a checkpoint.
+    """
+    for folder in sorted(root.glob("global_step_*.tmp")):
+        match = PART_NAME.fullmatch(folder.name)
+        if match is None or not folder.is_dir():
+            continue
+        final = step_folder(root, int(match.group(1)))
+        if (folder / MARKER).is_file() and not is_complete(final):
+            logger.info("%s was written to its end: it is %s", folder, final.name)
+            remove(final)
+            os.replace(folder, final)
+        elif _is_being_written(folder):
+            logger.warning("%s is being written by another process: two runs share %s", folder,
+                           root)  # fmt: skip
+        else:
+            logger.info("%s is the rest of a run that was killed: removed", folder)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_being_written(folder: Path) -> bool:
+    """Whether a living process holds the folder's lock, on any machine that shares it."""
+    try:
+        with (folder / WRITER).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return True
+        return time.time() - _last_change(folder) < STALE_S
+    return False
+
+
+def _last_change(folder: Path) -> float:
+    """When anything in the folder last changed, in seconds since the epoch."""
+    return max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+
+
+def set_aside(root: Path, after: int) -> list[Path]:
+    """Move checkpoints of steps above `after` into `set_aside/`; returns where they are now.
+
+    A run that starts before them would else be taken for the one that wrote them.
+    """
+    place = root / ASIDE / uuid.uuid4().hex[:8]
+    later = [step_dir for step_dir in all_complete(root) if step_of(step_dir) > after]
+    for step_dir in later:
+        place.mkdir(parents=True, exist_ok=True)
+        os.replace(step_dir, place / step_dir.name)
+    return [place / step_dir.name for step_dir in later]
+
+
+def _flush(folder: Path) -> None:
+    """Bring all files of a folder to disk, as far as this machine holds them back."""
+    for path in folder.rglob("*"):
+        _flush_one(path)
+
+
+def _flush_one(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

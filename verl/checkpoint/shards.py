@@ -1,0 +1,156 @@
+"""The ranks' side: each writes and reads its own shards, nobody ever holds the whole model.
+
+Written in place of the caller, or in the background from a copy of this rank's shards in host
+memory. A rank that cannot write still takes part to the end, so that no other waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import PretrainedConfig
+
+from verl.checkpoint.state import random_states, set_random_states
+from verl.errors import SaveError
+from verl.workers.adapters import check_same
+from verl.workers.fsdp import FsdpEngine
+from verl.workers.weights import copy_tokenizer
+
+logger = logging.getLogger(__name__)
+
+ADAPTERS_FILE = "adapters.json"
+
+
+@dataclass
+class ShardWriter:
+    """Writes this rank's part of checkpoints, one at a time; all ranks make the same calls."""
+
+    _group: dist.ProcessGroup | None = field(init=False, default=None)
+    _shards: Future[Any] | None = field(init=False, default=None)
+    _problem: str = field(init=False, default="")
+
+    def start(
+        self, directory: Path, engines: Mapping[str, FsdpEngine], model_config: PretrainedConfig
+    ) -> None:
+        """Copy this rank's shards to host memory and begin to write them; training may go on."""
+        assert self._shards is None, "the checkpoint before is still being written: call finish"
+        if self._group is None:
+            # Its own, since the ranks talk while training goes on; in host memory, so gloo.
+            self._group = dist.new_group(backend="gloo")
+        self._problem = _write_own(directory, engines, model_config)
+        self._shards = dcp.async_save(
+            _tensors(engines), checkpoint_id=directory / "shards", process_group=self._group
+        )
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether what `start` began is still under way."""
+        return self._shards is not None and not self._shards.done()
+
+    def finish(self) -> str:
+        """Wait for what `start` began; what went wrong, or an empty text."""
+        assert self._shards is not None, "nothing is being written"
+        shards, self._shards = self._shards, None
+        try:
+            shards.result()
+        except (OSError, CheckpointException) as error:
+            return self._problem or _reason(error)
+        return self._problem
+
+
+def save_shards(
+    directory: Path, engines: Mapping[str, FsdpEngine], model_config: PretrainedConfig
+) -> None:
+    """Write this rank's part of all engines; every rank calls it with the same directory.
+
+    Raises SaveError when a file cannot be written.
+    """
+    problem = _write_own(directory, engines, model_config)
+    try:
+        dcp.save(_tensors(engines), checkpoint_id=directory / "shards")
+    except (OSError, CheckpointException) as error:
+        problem = problem or _reason(error)
+    dist.barrier()
+    if problem:
+        raise SaveError(f"rank {dist.get_rank()} could not write {directory}: {problem}")
+
+
+def _reason(error: Exception) -> str:
+    """The first failure among those of all ranks, in one line."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = min(error.failures.items())
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _write_own(
+    directory: Path, engines: Mapping[str, FsdpEngine], model_config: PretrainedConfig
+) -> str:
+    """Write the small files of this rank; what went wrong, or an empty text."""
+    schedules = {name: engine.scheduler.state_dict() for name, engine in engines.items()}
+    own = _rank_file(directory, dist.get_rank())
+    try:
+        own.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"schedules": schedules, "random": random_states()}, own)
+        if dist.get_rank() == 0:
+            records = _adapter_records(engines)
+            if records:
+                (directory / ADAPTERS_FILE).write_text(json.dumps(records, indent=1) + "\n")
+            model_config.save_pretrained(directory / "huggingface")
+            copy_tokenizer(model_config.name_or_path, directory / "huggingface")
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+        return _reason(error)
+    return ""
+
+
+def load_shards(directory: Path, engines: Mapping[str, FsdpEngine]) -> None:
+    """Take up what `save_shards` wrote, whatever number of ranks wrote it.
+
+    A rank that did not exist then keeps its random states. Raises ConfigError when the adapters, or
+    the base below them, are not those of the checkpoint.
+    """
+    check_same(read_adapters(directory), _adapter_records(engines))
+    dcp.load(_tensors(engines), checkpoint_id=directory / "shards")
+    own = _rank_file(directory, dist.get_rank())
+    state = torch.load(own if own.exists() else _rank_file(directory, 0), weights_only=False)
+    for name, engine in engines.items():
+        engine.take_up_schedule(state["schedules"][name]["last_epoch"])
+    if own.exists():
+        set_random_states(state["random"])
+    dist.barrier()
+
+
+def _adapter_records(engines: Mapping[str, FsdpEngine]) -> dict[str, Any]:
+    """The options and base of each engine that trains an adapter."""
+    views = {name: engine.view for name, engine in engines.items()}
+    return {name: view.record() for name, view in views.items() if view is not None}
+
+
+def read_adapters(step_dir: Path) -> dict[str, Any]:
+    """The adapters that a checkpoint holds, by engine; none where all weights were trained."""
+    path = step_dir / ADAPTERS_FILE
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def _rank_file(directory: Path, rank: int) -> Path:
+    return directory / "ranks" / f"rank_{rank}.pt"
+
+
+def _tensors(engines: Mapping[str, FsdpEngine]) -> dict[str, Tensor]:
+    """All tensors to keep, by flat name; loading fills them in place."""
+    return {
+        f"{name}.{key}": tensor
+        for name, engine in engines.items()
+        for key, tensor in engine.tensors().items()
+    }

@@ -1,0 +1,83 @@
+"""What the driver keeps of a run besides weights: where it stood between steps, random states."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+STATE_FILE = "trainer_state.json"
+DRIVER_FILE = "ranks/driver.pt"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Where a run stood after a finished step; JSON throughout."""
+
+    step: int
+    sampler: Mapping[str, Any]
+    """The data position."""
+    kl_coef: float
+    reward: Mapping[str, Any] = field(default_factory=dict)
+    guard: Mapping[str, Any] | None = None
+    best: Mapping[str, Any] | None = None
+    """`metric`, `value` and `step` of the best validation so far."""
+    score: float | None = None
+    """The best metric's value at this very step, where it was validated."""
+    pending: Mapping[str, float] | None = None
+    """Metrics of a step that was learned from but not yet validated and logged."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Self:
+        """From a checkpoint's state, which may hold more, and less if it is an old one."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in state.items() if name in names})
+
+
+def write_state(step_dir: Path, state: Mapping[str, Any]) -> None:
+    """Write the driver's own state, a JSON object."""
+    (step_dir / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n")
+
+
+def read_state(step_dir: Path) -> dict[str, Any]:
+    """The driver's own state."""
+    return dict(json.loads((step_dir / STATE_FILE).read_text()))
+
+
+def random_states() -> dict[str, Any]:
+    """The states of all random generators of this process."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+    }
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Bring back what `random_states` gave."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def write_driver_random(step_dir: Path) -> None:
+    """Keep the driver's random states."""
+    (step_dir / DRIVER_FILE).parent.mkdir(exist_ok=True)
+    torch.save(random_states(), step_dir / DRIVER_FILE)
+
+
+def read_driver_random(step_dir: Path) -> None:
+    """Bring the driver's random states back, where the checkpoint has them."""
+    if (step_dir / DRIVER_FILE).exists():
+        set_random_states(torch.load(step_dir / DRIVER_FILE, weights_only=False))
