@@ -7,13 +7,20 @@ it hosts, so that a group can learn its addresses and devices before any heavy w
 from __future__ import annotations
 
 import inspect
+import logging
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -21,6 +28,10 @@ from ray.util.scheduling_strategies import (
 
 from verl.errors import ResourceError
 
+logger = logging.getLogger(__name__)
+
+NOTICE_S = 20.0
+"""Seconds between two lines of a run that waits for nodes."""
 KEEP_VISIBLE_DEVICES = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -106,14 +117,10 @@ class RayWorkerGroup:
             remove_placement_group(self._placement)
 
 
-def create_trainer_group(
-    num_ranks: int,
-    num_nodes: int,
-    use_gpu: bool,
-    env: Mapping[str, str],
-    timeout_s: float = 120.0,
-) -> RayWorkerGroup:
-    """One actor per training rank, spread over `num_nodes` nodes, a GPU each if `use_gpu`.
+def reserve(
+    num_ranks: int, num_nodes: int, use_gpu: bool, timeout_s: float = 120.0
+) -> PlacementGroup:
+    """Room for the training ranks on `num_nodes` nodes; waits for nodes that are not there yet.
 
     Raises ResourceError when the cluster can't place them within `timeout_s`.
     """
@@ -121,13 +128,43 @@ def create_trainer_group(
     bundle = {"CPU": float(per_node), **({"GPU": float(per_node)} if use_gpu else {})}
     spread = "STRICT_SPREAD" if num_nodes > 1 else "STRICT_PACK"
     placement = placement_group([bundle] * num_nodes, strategy=spread)
-    if not placement.wait(timeout_s):
+    wanted = f"{num_nodes} x {bundle}"
+    end = time.monotonic() + timeout_s
+    while not placement.wait(max(0.0, min(NOTICE_S, end - time.monotonic()))):
+        if time.monotonic() < end:
+            logger.warning("waiting for %s in the Ray cluster: %s", wanted, describe_nodes())
+            continue
         remove_placement_group(placement)
         raise ResourceError(
-            f"the Ray cluster could not place {num_nodes} x {bundle} in {timeout_s:.0f} s: it has "
-            f"{ray.cluster_resources()}; lower trainer.n_gpus_per_node or trainer.nnodes, or add "
-            "nodes"
+            f"the Ray cluster could not place {wanted} in {timeout_s:.0f} s: {describe_nodes()}; "
+            "add nodes (docs/multinode.md), lower trainer.n_gpus_per_node or trainer.nnodes, or "
+            "wait longer with trainer.node_timeout"
         )
+    return placement
+
+
+def describe_nodes() -> str:
+    """The cluster's nodes with what each has, and those that were lost."""
+    lines = []
+    for node in ray.nodes():
+        kinds = {kind: node["Resources"].get(kind, 0.0) for kind in ("CPU", "GPU")}
+        state = ", ".join(f"{n:.0f} {kind}" for kind, n in kinds.items() if n or kind == "CPU")
+        lines.append(f"{node['NodeManagerAddress']} ({state if node['Alive'] else 'lost'})")
+    return f"{len(lines)} node(s), " + ", ".join(lines)
+
+
+def nodes_of(placement: PlacementGroup) -> dict[str, str]:
+    """Address of each node where a placement lies, by the node's id."""
+    ids = placement_group_table(placement)["bundles_to_node_id"].values()
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    return {node_id: addresses[node_id] for node_id in ids}
+
+
+def create_trainer_group(
+    placement: PlacementGroup, num_ranks: int, use_gpu: bool, env: Mapping[str, str]
+) -> RayWorkerGroup:
+    """One actor per training rank in what was reserved, in order; a GPU each if `use_gpu`."""
+    per_node = num_ranks // placement.bundle_count
     hosts = []
     for rank in range(num_ranks):
         strategy = PlacementGroupSchedulingStrategy(
@@ -143,6 +180,12 @@ def create_trainer_group(
     return RayWorkerGroup(hosts, placement)
 
 
+def first_of_nodes(places: Sequence[Place]) -> list[int]:
+    """The first actor of each node."""
+    nodes = [place.node_id for place in places]
+    return [nodes.index(node) for node in dict.fromkeys(nodes)]
+
+
 def create_rollout_group(
     places: Sequence[Place], num_replicas: int, gpus_per_replica: int, env: Mapping[str, str]
 ) -> RayWorkerGroup:
@@ -152,8 +195,9 @@ def create_rollout_group(
     (`gpus_per_replica` 0) replicas go round the ranks' nodes.
     """
     hosts = []
+    firsts = first_of_nodes(places)
     for replica in range(num_replicas):
-        first = replica * gpus_per_replica if gpus_per_replica else replica % len(places)
+        first = replica * gpus_per_replica if gpus_per_replica else firsts[replica % len(firsts)]
         shared = places[first : first + gpus_per_replica]
         variables = dict(env)
         if shared:

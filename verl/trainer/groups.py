@@ -6,8 +6,6 @@ Both hide how work is divided: the trainer hands over whole batches and gets who
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,13 +19,16 @@ from verl.single_controller.ray_group import (
     RayWorkerGroup,
     create_rollout_group,
     create_trainer_group,
+    nodes_of,
+    reserve,
 )
+from verl.trainer.cluster import anchored, check_nodes, uses_gpus
 from verl.trainer.metrics import Metrics
-from verl.workers.devices import DETERMINISTIC_ENV, device_type
+from verl.workers.devices import DETERMINISTIC_ENV
+from verl.workers.network import forwarded
+from verl.workers.node_folder import new_path
 from verl.workers.rollout import RolloutReplica
 from verl.workers.trainer_worker import TrainerWorker
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class TrainerRanks:
@@ -63,20 +64,28 @@ class TrainerRanks:
         return dict(self.group.scatter("update_critic", split.shards)[0])
 
     def save_weights(self, directory: Path, dtype: str) -> None:
-        """Write the policy as a Hugging Face folder, one copy per node."""
-        self.group.call("save_weights", str(directory), dtype)
+        """Write the policy as a Hugging Face folder."""
+        self.group.call("save_weights", str(directory.absolute()), dtype)
 
     def save_adapter(self, directory: Path) -> None:
-        """Write the policy's adapter as peft's folder, one copy per node."""
-        self.group.call("save_adapter", str(directory))
+        """Write the policy's adapter as peft's folder."""
+        self.group.call("save_adapter", str(directory.absolute()))
+
+    def hand_over_weights(self, directory: Path, dtype: str) -> None:
+        """Write the policy into `directory` on each node, for its engines."""
+        self.group.call("hand_over_weights", str(directory), dtype)
+
+    def hand_over_adapter(self, directory: Path) -> None:
+        """Write the policy's adapter into `directory` on each node, for its engines."""
+        self.group.call("hand_over_adapter", str(directory))
 
     def save_checkpoint(self, directory: Path) -> None:
         """Every rank writes its shards below `directory`."""
-        self.group.call("save_checkpoint", str(directory))
+        self.group.call("save_checkpoint", str(directory.absolute()))
 
     def load_checkpoint(self, directory: Path) -> None:
         """Every rank reads its shards from `directory`."""
-        self.group.call("load_checkpoint", str(directory))
+        self.group.call("load_checkpoint", str(directory.absolute()))
 
     def scale_lr(self, scale: float) -> None:
         """Actor and critic learn at `scale` times their configured rates from now on."""
@@ -95,11 +104,7 @@ class RolloutReplicas:
         self.dtype = dtype
         self.has_adapter = has_adapter
         self.version = 0
-        self._weights = Path(
-            tempfile.mkdtemp(
-                prefix="search-r1-weights-", dir=SHARED_MEMORY if SHARED_MEMORY.exists() else None
-            )
-        )
+        self._weights = new_path()
 
     def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
         """Finish `starts`, in their order."""
@@ -119,10 +124,10 @@ class RolloutReplicas:
         """
         self.version += 1
         if self.has_adapter:
-            ranks.save_adapter(self._weights)
+            ranks.hand_over_adapter(self._weights)
             self.group.call("update_adapter", str(self._weights), self.version)
             return
-        ranks.save_weights(self._weights, self.dtype)
+        ranks.hand_over_weights(self._weights, self.dtype)
         self.group.call("update_weights", str(self._weights), self.version)
 
     def sleep(self) -> None:
@@ -134,8 +139,7 @@ class RolloutReplicas:
         self.group.call("wake_up")
 
     def shutdown(self) -> None:
-        """Remove the weights from shared memory and stop the engines."""
-        shutil.rmtree(self._weights, ignore_errors=True)
+        """Stop the engines."""
         try:
             self.group.call("shutdown")
         finally:
@@ -146,15 +150,21 @@ def build_groups(
     config: Config, agent_factory: Callable[[Config], Agent], total_updates: int
 ) -> tuple[TrainerRanks, RolloutReplicas]:
     """Place and build all actors; engines and ranks load together where no GPU is shared."""
-    use_gpu = device_type(config.trainer.device) == "cuda"
-    env = {} if use_gpu else cpu_env()
+    config = anchored(config)
+    use_gpu = uses_gpus(config)
+    env = forwarded(os.environ) | ({} if use_gpu else cpu_env())
     if config.trainer.deterministic:
         env |= DETERMINISTIC_ENV
-    ranks = create_trainer_group(config.num_ranks, config.trainer.nnodes, use_gpu, env)
+    trainer = config.trainer
+    placement = reserve(config.num_ranks, trainer.nnodes, use_gpu, trainer.node_timeout)
+    check_nodes(config, nodes_of(placement))
+    ranks = create_trainer_group(placement, config.num_ranks, use_gpu, env)
     places = ranks.places()
     rollout = config.actor_rollout_ref.rollout
     per_replica = rollout.tensor_model_parallel_size if use_gpu else 0
-    num_replicas = rollout.num_replicas or (config.num_ranks // per_replica if use_gpu else 1)
+    num_replicas = rollout.num_replicas or (
+        config.num_ranks // per_replica if use_gpu else trainer.nnodes
+    )
     replicas = create_rollout_group(places, num_replicas, per_replica, env)
     arguments = [(config, agent_factory, replica) for replica in range(num_replicas)]
     replicas_built = replicas.start_build(RolloutReplica, arguments)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -23,6 +22,7 @@ from verl.data import load_prompts, num_batches
 from verl.errors import SearchR1Error
 from verl.tracking import Tracking
 from verl.trainer.groups import build_groups
+from verl.trainer.cluster import start_ray
 from verl.trainer.options import cli
 from verl.trainer.options.preflight import preflight
 from verl.trainer.ray_trainer import RayPPOTrainer
@@ -45,16 +45,6 @@ def count_steps(config: Config, num_rows: int) -> int:
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
     return num_batches(num_rows, config.data.train_batch_size, trainer.total_epochs)
-
-
-def start_ray(config: Config) -> None:
-    """Join the cluster of RAY_ADDRESS (as `ray job submit` sets it), or start one of our own."""
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init()
-        return
-    num_cpus = max(os.cpu_count() or 1, config.num_ranks)
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init("local", include_dashboard=False, num_cpus=num_cpus, logging_level="warning")
 
 
 @contextlib.contextmanager

@@ -26,6 +26,8 @@ from verl.workers.devices import make_deterministic, resolve_device, resolve_dty
 from verl.workers.fsdp import EngineOptions, FsdpEngine
 from verl.workers.lora import Role, adapted_engine, policy_adapter, policy_weights, share
 from verl.workers.models import LogProbModel, ValueModel, blocks, load_causal_lm
+from verl.workers.network import interface_variables
+from verl.workers.node_folder import NodeFolder
 from verl.workers.weights import write_weights
 
 
@@ -83,6 +85,7 @@ class TrainerWorker:
     ) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
         self.total_steps = total_steps
+        self._folder: NodeFolder | None = None
         self.device = resolve_device(config.trainer.device)
         self.dtype = resolve_dtype(config.trainer.compute_dtype, self.device)
         if self.device.type == "cpu":
@@ -97,6 +100,8 @@ class TrainerWorker:
         self.critic = self._build_critic() if self.needs_critic else None
 
     def _join(self, address: str, port: int) -> None:
+        if self.config.trainer.nnodes > 1:
+            os.environ |= {**interface_variables(address), **os.environ}  # what a user set stays
         os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=self.rank, world_size=self.world_size)
@@ -195,23 +200,49 @@ class TrainerWorker:
         return self.critic.update(batch)
 
     def save_weights(self, directory: str | Path, dtype: str = "bfloat16") -> None:
-        """Write the policy as a Hugging Face folder; the first rank of each node writes.
+        """Write the policy as a Hugging Face folder, once; an adapter is merged into the weights.
 
-        An adapter is merged into the weights.
+        `directory` is on a file system that the first rank sees.
         """
-        named = policy_weights(self.actor.engine)
-        if self.rank % self.config.trainer.n_gpus_per_node == 0:
-            write_weights(Path(directory), named, self.model_config, dtype)
-        else:
-            for _ in named:
-                pass  # every rank gives its shards
-        dist.barrier()
+        self._write_weights(Path(directory), dtype, is_writer=self.rank == 0)
 
     def save_adapter(self, directory: str | Path) -> None:
-        """Write the policy's adapter as peft's folder; the first rank of each node writes."""
+        """Write the policy's adapter as peft's folder, once."""
+        self._write_adapter(Path(directory), is_writer=self.rank == 0)
+
+    def hand_over_weights(self, directory: str | Path, dtype: str) -> None:
+        """As `save_weights`, but into a folder of each node's memory that goes with its rank."""
+        self._open(Path(directory))
+        self._write_weights(Path(directory), dtype, is_writer=self.is_first_of_node)
+
+    def hand_over_adapter(self, directory: str | Path) -> None:
+        """As `save_adapter`, but into a folder of each node's memory that goes with its rank."""
+        self._open(Path(directory))
+        self._write_adapter(Path(directory), is_writer=self.is_first_of_node)
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether this rank writes for its node."""
+        return self.rank % self.config.trainer.n_gpus_per_node == 0
+
+    def _open(self, directory: Path) -> None:
+        if self.is_first_of_node and self._folder is None:
+            self._folder = NodeFolder(directory)
+
+    def _write_weights(self, directory: Path, dtype: str, is_writer: bool) -> None:
+        """Every rank gives its shards; writers write them."""
+        named = policy_weights(self.actor.engine)
+        if is_writer:
+            write_weights(directory, named, self.model_config, dtype)
+        else:
+            for _ in named:
+                pass
+        dist.barrier()
+
+    def _write_adapter(self, directory: Path, is_writer: bool) -> None:
         adapter = policy_adapter(self.actor.engine)
-        if self.rank % self.config.trainer.n_gpus_per_node == 0:
-            adapter.write(Path(directory))
+        if is_writer:
+            adapter.write(directory)
         dist.barrier()
 
     @property
@@ -234,5 +265,7 @@ class TrainerWorker:
             engine.scale_lr(scale)
 
     def shutdown(self) -> None:
-        """Leave the process group."""
+        """Leave the process group, and take the weights out of the node's memory."""
+        if self._folder is not None:
+            self._folder.close()
         dist.destroy_process_group()

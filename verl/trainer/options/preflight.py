@@ -46,7 +46,15 @@ MIN_FREE_BYTES = 1 << 30
 
 def preflight(config: Config) -> None:
     """Raise PreflightError with every problem found, or return when the run may start."""
-    checks = (model_problems, adapter_problems, _questions, retriever_problems, _devices, _disk, _tracking)
+    checks = (
+        model_problems,
+        adapter_problems,
+        _questions,
+        retriever_problems,
+        _devices,
+        _disk,
+        _tracking,
+    )
     problems = [problem for check in checks for problem in check(config)]
     if problems:
         raise PreflightError(problems)

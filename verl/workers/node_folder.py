@@ -1,0 +1,66 @@
+"""A folder in a machine's memory that lives no longer than the process that opened it.
+
+Weights on their way from ranks to engines are large, and memory that a killed run leaves behind
+is missing from the next one: so nothing here relies on a process ending in good order.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import uuid
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "search-r1-weights-"
+LOCK = ".lock"
+KEEPER = 'cat > /dev/null; exec rm -rf -- "$1"'
+"""Waits until its standard input ends, which is when its parent does."""
+
+
+def new_path() -> Path:
+    """A path that is free on every machine; nothing is made."""
+    root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path("/tmp")
+    return root / f"{PREFIX}{uuid.uuid4().hex}"
+
+
+class NodeFolder:
+    """The folder `path`, made on this machine; what earlier owners left beside it is removed."""
+
+    def __init__(self, path: Path) -> None:
+        """Make and lock the folder, and start the process that removes it after this one."""
+        self.path = path
+        sweep(path.parent)
+        part = path.with_name("." + path.name)
+        part.mkdir(mode=0o700)
+        self._lock = os.open(part / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        part.rename(path)  # seen by others only when it is locked
+        self._keeper = subprocess.Popen(
+            ["sh", "-c", KEEPER, "sh", str(path)], stdin=subprocess.PIPE, start_new_session=True
+        )
+
+    def close(self) -> None:
+        """Remove the folder now."""
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        self._keeper.wait()
+        os.close(self._lock)
+
+
+def sweep(root: Path) -> None:
+    """Remove the folders below `root` whose owners are gone; another user's are left alone."""
+    for folder in root.glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(folder / LOCK, os.O_RDWR)
+        except OSError:
+            continue  # gone by now, or not ours
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            pass  # its owner lives
+        finally:
+            os.close(lock)
