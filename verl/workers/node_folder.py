@@ -39,7 +39,10 @@ class NodeFolder:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         part.rename(path)  # seen by others only when it is locked
         self._keeper = subprocess.Popen(
-            ["sh", "-c", KEEPER, "sh", str(path)], stdin=subprocess.PIPE, start_new_session=True
+            ["sh", "-c", KEEPER, "sh", str(path)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            env={"PATH": os.environ.get("PATH", os.defpath)},  # not marked as the run's: outlives it
         )
 
     def close(self) -> None:
