@@ -10,8 +10,9 @@
     ├── RetrieverOutage  the search server stayed away too long in mid-run; exit status 4
     ├── Interrupted      asked to stop, or out of time, and saved; exit status 75
     ├── SaveError        a checkpoint that could not be written, twice in a row or at the end
-    ├── RankLost         a training rank died; the run goes on from its last checkpoint
-    ├── ReplicaLost      a rollout replica died more often than it may be replaced
+    ├── RankLost         a training rank died; the run goes on from its last checkpoint, or, more
+    │                    often than `trainer.max_restarts` allows, ends; exit status 5
+    ├── ReplicaLost      a rollout replica died and cannot be replaced; likewise
     └── PreflightError   several of the above, found together before any work
 
 An entry point prints the message of these and exits with `exit_code`; anything else is a bug and
@@ -77,9 +78,13 @@ class SaveError(SearchR1Error):
 class RankLost(SearchR1Error):
     """A training rank died, and with it what it held of the weights."""
 
+    exit_code = 5
+
 
 class ReplicaLost(SearchR1Error):
-    """A rollout replica died more often than it may be replaced."""
+    """A rollout replica died and cannot be replaced, or no more."""
+
+    exit_code = 5
 
 
 class PreflightError(SearchR1Error):

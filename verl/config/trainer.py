@@ -52,8 +52,18 @@ class TrainerConfig:
     """Validate, then stop."""
     resume_mode: str = "disable"
     """disable, auto (latest complete checkpoint, if any), or the path of one."""
+    resume_anyway: list[str] = field(default_factory=list)
+    """What may differ from the checkpoint that is resumed from: data, corpus, algorithm … as the
+    refusal names it."""
     seed: int = 0
     """Seed of data order, sampling and initialisation of the value head."""
+    max_restarts: int = 3
+    """How often a run may lose a process and go on by itself: a rollout replica, which is started
+    again alone, or a training rank, with which everything starts again from the last checkpoint
+    (docs/failures.md). Both count; 0 ends the run at the first."""
+    hang_timeout: float | None = 600.0
+    """Seconds without a sign of life after which a rollout replica counts as dead; null for
+    none."""
     deterministic: bool = False
     """The same seed on the same machine gives the same metrics, bit for bit on CPU: each engine
     decodes one dialogue at a time, which is slow (docs/determinism.md); to compare runs by."""

@@ -38,6 +38,7 @@ def check(config: Config) -> None:
         _retrieval,
         reward_problems,
         _adapters,
+        _restarts,
     )
     problems = [explain(*problem) for rule in rules for problem in rule(config)]
     if problems:
@@ -223,6 +224,17 @@ def _guard(config: Config) -> Iterator[Problem]:
         expected = "1 or more: a rollback needs checkpoints to go back to"
         fix = "trainer.save_freq=10, or trainer.guard.action=stop"
         yield "trainer.save_freq", trainer.save_freq, expected, fix
+
+
+def _restarts(config: Config) -> Iterator[Problem]:
+    """How patient a run is with processes that die or hang."""
+    trainer = config.trainer
+    if trainer.max_restarts < 0:
+        key = "trainer.max_restarts"
+        yield key, trainer.max_restarts, "0 or more restarts", f"{key}=3"
+    if trainer.hang_timeout is not None and trainer.hang_timeout <= 0:
+        key = "trainer.hang_timeout"
+        yield key, trainer.hang_timeout, "more than 0 seconds, or null", f"{key}=600"
 
 
 def _retrieval(config: Config) -> Iterator[Problem]:
