@@ -20,6 +20,7 @@ from search_r1.llm_agent.tags import TEMPLATES, Action, ActionKind, Template, pa
 from search_r1.search.client import EmptyRetrieval, Retrieval, RetrievalClient
 from search_r1.search.errors import SearchError
 from search_r1.search.schema import Document
+from search_r1.search.tally import counting
 from verl.config import Config
 from verl.errors import ConfigError, explain
 from verl.protocol import Completion, Engine, Origin, Sampling, Segment, Status, Trajectory
@@ -84,14 +85,17 @@ class SearchAgent:
 
     async def run(self, start: Trajectory, engine: Engine, sampling: Sampling) -> Trajectory:
         """Play one dialogue to its end; see `verl.protocol.Agent`."""
-        trajectory = replace(start, segments=list(start.segments), stats={})
+        trajectory = replace(start, segments=list(start.segments), stats={}, faults={})
         counts: Counter[str] = Counter()
         if self._opening:
             trajectory.segments.append(self._added(Origin.PROMPT, self._opening))
-        try:
-            trajectory.status = await self._play(trajectory, engine, sampling, counts)
-        except SearchError as error:
-            trajectory.status, trajectory.error = Status.FAILED, str(error)
+        with counting() as faults:
+            try:
+                trajectory.status = await self._play(trajectory, engine, sampling, counts)
+            except SearchError as error:
+                trajectory.status, trajectory.error = Status.FAILED, str(error)
+        has_failed = trajectory.status is Status.FAILED
+        trajectory.faults = {**faults, "searches_failed": int(has_failed)}
         trajectory.stats = _stats(counts, trajectory)
         return trajectory
 

@@ -1,7 +1,8 @@
 """The asynchronous client of `/retrieve`: pooled, merging, retrying, with typed errors.
 
 Searches that coroutines of one event loop start within a few milliseconds travel in one request,
-equal ones once. Retries and fail-over live in `transport` and `servers`.
+equal ones once. Retries and fail-over live in `transport` and `servers`; how many searches needed
+them is noted in `tally`.
 """
 
 import asyncio
@@ -17,11 +18,12 @@ from typing import Any, Self
 import httpx
 from pydantic import SecretStr
 
-from search_r1.search.errors import RetrieverRefused, SearchError
+from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable, SearchError
 from search_r1.search.retrieval import EmptyRetrieval, InMemoryRetrieval, Retrieval
 from search_r1.search.schema import Document, from_wire, well_formed
 from search_r1.search.servers import Servers, read_urls
-from search_r1.search.transport import Patience, Transport, excerpt
+from search_r1.search.tally import note
+from search_r1.search.transport import NUM_RETRIES, Patience, Transport, excerpt
 
 __all__ = ["Document", "EmptyRetrieval", "InMemoryRetrieval", "Retrieval", "RetrievalClient"]
 
@@ -29,7 +31,16 @@ TOKEN_VARIABLE = "RETRIEVER_TOKEN"
 WHOLE_REQUEST = frozenset({401, 403, 404, 405})
 """Refusals that no single query of a request can be the cause of."""
 
-Waiters = list[asyncio.Future[list[Document]]]
+
+@dataclass(frozen=True)
+class _Found:
+    """What one search found, and how many attempts failed before."""
+
+    documents: list[Document]
+    num_retries: int
+
+
+Waiters = list[asyncio.Future[_Found]]
 
 
 @dataclass
@@ -112,7 +123,7 @@ class RetrievalClient:
         """
         loop = asyncio.get_running_loop()
         state = self._state()
-        future: asyncio.Future[list[Document]] = loop.create_future()
+        future: asyncio.Future[_Found] = loop.create_future()
         if not state.waiting:
             state.deadline = time.monotonic() + self._deadline
         state.waiting.setdefault(well_formed(query), []).append(future)
@@ -120,7 +131,13 @@ class RetrievalClient:
             self._send(state)
         elif state.timer is None:
             state.timer = loop.call_later(self._merge_window, self._send, state)
-        return await future
+        try:
+            found = await future
+        except RetrieverUnavailable as error:
+            note(error.num_retries)
+            raise
+        note(found.num_retries)
+        return found.documents
 
     async def health(self) -> dict[str, Any]:
         """The first answer to `/health`, each server asked once at most; raises as `search`."""
@@ -205,10 +222,10 @@ class RetrievalClient:
         except SearchError as error:
             _fail(waiting, error)
         else:
-            for waiters, documents in zip(waiting.values(), found, strict=True):
+            for waiters, one in zip(waiting.values(), found, strict=True):
                 for future in waiters:
                     if not future.done():
-                        future.set_result(list(documents))
+                        future.set_result(_Found(list(one.documents), one.num_retries))
         finally:
             for waiters in waiting.values():
                 for future in waiters:
@@ -216,11 +233,12 @@ class RetrievalClient:
 
     async def _retrieve(
         self, http: httpx.AsyncClient, queries: list[str], deadline: float
-    ) -> list[list[Document]]:
+    ) -> list[_Found]:
         """One request; scores are asked for because the original server fails without them."""
         body = {"queries": queries, "topk": self._topk, "return_scores": True}
         answer = await self._transport.exchange(http, "POST", "/retrieve", body, deadline=deadline)
-        return _documents(answer, len(queries))
+        num_retries = answer.extensions[NUM_RETRIES]
+        return [_Found(found, num_retries) for found in _documents(answer, len(queries))]
 
 
 def _token(text: str | None) -> SecretStr | None:

@@ -21,6 +21,11 @@ class SearchError(Exception):
 class RetrieverUnavailable(SearchError):
     """The server did not answer within the allowed retries; an infrastructure failure."""
 
+    def __init__(self, message: str, num_retries: int = 0) -> None:
+        """`num_retries`: further attempts that were made, in vain."""
+        super().__init__(message)
+        self.num_retries = num_retries
+
 
 class RetrieverRefused(SearchError):
     """The server understood and refused, or answered something outside the contract."""

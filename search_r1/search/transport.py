@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 DEADLINE_FIELD = "deadline_s"
 """Optional field of a request: seconds for which this attempt waits for the answer."""
+OUTAGE_S = 30.0
+"""After an exchange that no server answered, for so long every other one tries just once."""
+NUM_RETRIES = "num_retries"
+"""The entry of an answer's `extensions` that says how many attempts failed before it."""
 
 _random = random.SystemRandom()  # seeding `random`, as training does, must not align the pauses
 
@@ -81,16 +85,21 @@ class Failures:
         )
         return RetrieverUnavailable(
             f"{tried or 'no retriever was asked'}; gave up after {self.counts.total()} attempts"
-            f"{cause}: start the retriever (bash retrieval_launch.sh) or correct its url"
+            f"{cause}: start the retriever (bash retrieval_launch.sh) or correct its url",
+            num_retries=max(0, self.counts.total() - 1),
         )
 
 
 class Transport:
-    """Sends requests to whichever of the servers answers."""
+    """Sends requests to whichever of the servers answers.
+
+    An outage is found out once, not by each search again: see `OUTAGE_S`.
+    """
 
     def __init__(self, servers: Servers, patience: Patience) -> None:
         self.servers = servers
         self._patience = patience
+        self._answered_at = self._outage_until = -math.inf
 
     async def exchange(
         self,
@@ -108,6 +117,7 @@ class Transport:
         RetrieverUnavailable, which names every server tried, or RetrieverRefused.
         """
         patience, failures, num_pauses = self._patience, Failures(), 0
+        begun = time.monotonic() if max_retries is None else -math.inf
         retries = patience.max_retries if max_retries is None else max_retries
         for attempt in range(retries + 1):
             limit = min(patience.timeout, deadline - time.monotonic())
@@ -115,20 +125,39 @@ class Transport:
                 break
             server = self.servers.choose()
             try:
-                return await self._attempt(http, server, method, path, body, limit)
+                answer = await self._attempt(http, server, method, path, body, limit)
+                answer.extensions[NUM_RETRIES] = attempt
+                return answer
             except AttemptFailed as error:
                 failures.add(server.url, error)
                 logger.warning("retriever %s %s; attempt %d of %d", server.url, error,
                                attempt + 1, retries + 1)  # fmt: skip
                 if attempt == retries:
+                    self._give_up(begun)
                     raise failures.error("") from error
+                if attempt + 1 >= len(self.servers) and time.monotonic() < self._outage_until:
+                    raise failures.error(", as others did shortly before") from error
                 if not self.servers.has_ready():
                     pause = patience.pause(num_pauses, error.retry_after)
                     num_pauses += 1
                     if time.monotonic() + pause >= deadline:
                         break
                     await asyncio.sleep(pause)
+        self._give_up(begun)
         raise failures.error(", since the deadline is over before the next could be answered")
+
+    def _give_up(self, begun: float) -> None:
+        """Spare other exchanges the wait, if none was answered since this one of all tries began.
+
+        A time before all others, as of one that was to try less, spares nothing.
+        """
+        if self._answered_at < begun:
+            self._outage_until = time.monotonic() + OUTAGE_S
+
+    def _answered(self, server: Server) -> None:
+        """`server` is in service, so there is no outage."""
+        self.servers.succeeded(server)
+        self._answered_at, self._outage_until = time.monotonic(), -math.inf
 
     async def _attempt(
         self,
@@ -155,12 +184,12 @@ class Transport:
             self.servers.failed(server, started, error.retry_after)
             raise
         except RetrieverRefused as error:
-            self.servers.succeeded(server)
+            self._answered(server)
             if server.takes_deadline and body is not None and DEADLINE_FIELD in str(error):
                 server.takes_deadline = False
                 raise AttemptFailed(f"does not know the field {DEADLINE_FIELD}") from error
             raise
-        self.servers.succeeded(server)
+        self._answered(server)
         return answer
 
 

@@ -20,3 +20,6 @@ class RetrieverConfig:
     """Further tries after a failed request, at another address or with growing pauses."""
     deadline: float | None = None
     """Seconds one search may take with all its tries; null: as long as they last."""
+    max_outage: float = 1800.0
+    """Seconds for which a training run waits for a server that went away; then it saves and stops
+    with exit status 4, and the same command goes on with `trainer.resume_mode=auto`."""

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 
 from verl.config import Config
 from verl.data import PromptSampler
-from verl.errors import RetrieverError
 from verl.protocol import Prompt, Sampling, Status, Trajectory, start_trajectory
 from verl.reward import Reward, RewardManager
-from verl.trainer.groups import RolloutReplicas
 from verl.trainer.metrics import Metrics, Timings, reward_metrics, rollout_metrics
+from verl.trainer.outages import PatientRollout, survivors
 from verl.trainer.rollout_data import write_step
 from verl.trainer.validation import trajectory_seed
 
@@ -58,10 +57,10 @@ class Samples:
 
 @dataclass
 class Collector:
-    """Samples a step's trajectories from the replicas and scores them."""
+    """Samples a step's trajectories and scores them."""
 
     config: Config
-    replicas: RolloutReplicas
+    rollout: PatientRollout
     prompts: Sequence[Prompt]
     sampler: PromptSampler
     reward: RewardManager
@@ -88,12 +87,13 @@ class Collector:
             groups = found.instructive_groups()[: wanted - num_kept]
             kept.extend(found.select(set(groups)))
             num_kept, rounds = num_kept + len(groups), rounds + 1
-        self.replicas.sleep()
+        self.rollout.sleep()
         if self.config.trainer.rollout_data_dir is not None:
             with timings.phase("rollout_data"):
                 directory = self.config.trainer.rollout_data_dir
                 write_step(directory, step, sampled.trajectories, sampled.rewards)
         metrics = {**rollout_metrics(everyone), **reward_metrics(sampled.rewards)}
+        metrics |= self.rollout.take_faults()
         if not filters.enable:
             return sampled, metrics
         metrics |= {"rollout/gen_batches": float(rounds), "rollout/kept_groups": float(num_kept)}
@@ -111,7 +111,7 @@ class Collector:
         with timings.phase("gen"):
             trajectories = self._sample(step, rows, first)
             greedy = self._sample_greedy(step, rows, first) if self.with_greedy else []
-        alive = self._drop_failed(step, trajectories)
+        alive = survivors(trajectories, f"step {step}", self.config.retriever)
         with timings.phase("reward"):
             samples = Samples(alive, self.reward(alive))
             if self.with_greedy:
@@ -129,13 +129,13 @@ class Collector:
         sampling = Sampling(
             self.config.data.max_response_length, rollout.temperature, rollout.top_p
         )
-        return self.replicas.generate(starts, sampling)
+        return self.rollout.generate(starts, sampling)
 
     def _sample_greedy(self, step: int, rows: Sequence[int], first: int) -> list[Trajectory]:
         """One greedy trajectory for each prompt, never trained on."""
         starts = [self._start(step, row, position, 0) for position, row in enumerate(rows, first)]
         sampling = Sampling(self.config.data.max_response_length, temperature=0.0, top_p=1.0)
-        return self.replicas.generate(starts, sampling)
+        return self.rollout.generate(starts, sampling)
 
     def _start(self, step: int, row: int, position: int, sample: int) -> Trajectory:
         """A sample of the prompt in `row`, the step's prompt number `position`."""
@@ -155,17 +155,3 @@ class Collector:
         rewards = self.reward(alive)
         known = {t.group: r.score for t, r in zip(alive, rewards, strict=True)}
         return [known.get(t.group, math.nan) for t in samples.trajectories]
-
-    def _drop_failed(self, step: int, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Leave out what infrastructure broke; nothing of it is trained on."""
-        failed = [t for t in trajectories if t.status is Status.FAILED]
-        if len(failed) == len(trajectories):
-            raise RetrieverError(
-                f"all {len(failed)} trajectories of step {step} failed, the last with: "
-                f"{failed[-1].error}; see that {self.config.retriever.url} answers, then start "
-                "again with trainer.resume_mode=auto"
-            )
-        if failed:
-            logger.warning("step %d: %d trajectories failed and are left out: %s", step,
-                           len(failed), failed[0].error)  # fmt: skip
-        return [t for t in trajectories if t.status is not Status.FAILED]

@@ -14,17 +14,19 @@ from collections.abc import Iterator, Sequence
 import ray
 from transformers import AutoTokenizer
 
-from search_r1.llm_agent.generation import build_agent
+from search_r1.llm_agent.generation import EMPTY, build_agent
 from search_r1.scoring import build_reward_manager
+from search_r1.search.probe import SearchProbe
 from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
 from verl.data import load_prompts, num_batches
 from verl.errors import SearchR1Error
 from verl.tracking import Tracking
-from verl.trainer.groups import build_groups
 from verl.trainer.cluster import start_ray
+from verl.trainer.groups import build_groups
 from verl.trainer.options import cli
 from verl.trainer.options.preflight import preflight
+from verl.trainer.outages import PROBE_S, Probe, always_there
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.rollout_data import open_folder
 
@@ -37,6 +39,14 @@ def build_kl_controller(config: Config) -> KLController:
     if control.type == "adaptive":
         return AdaptiveKLController(control.kl_coef, control.target_kl, control.horizon)
     return FixedKLController(control.kl_coef)
+
+
+def build_probe(config: Config) -> Probe:
+    """What asks the retriever whether it answers."""
+    retriever = config.retriever
+    if not config.do_search or retriever.url == EMPTY:
+        return always_there
+    return SearchProbe(retriever.url, retriever.topk, min(retriever.timeout, PROBE_S))
 
 
 def count_steps(config: Config, num_rows: int) -> int:
@@ -75,6 +85,7 @@ def building(config: Config) -> Iterator[RayPPOTrainer]:
                     kl_controller=build_kl_controller(config),
                     tracking=tracking,
                     total_steps=total_steps,
+                    probe=build_probe(config),
                 )
         finally:
             replicas.shutdown()

@@ -39,6 +39,7 @@ from verl.trainer.metrics import (
     mean_by_key,
     throughput_metrics,
 )
+from verl.trainer.outages import PatientRollout, Probe, always_there
 from verl.trainer.validation import validate
 from verl.workers.weights import copy_tokenizer
 
@@ -58,6 +59,7 @@ class RayPPOTrainer:
     kl_controller: KLController
     tracking: Tracking
     total_steps: int
+    probe: Probe = always_there
     step: int = 0
     sampler: PromptSampler = field(init=False)
 
@@ -73,8 +75,9 @@ class RayPPOTrainer:
         self.watch = Watch(self.config.trainer.guard, self.directory)
         self.advantage = ADVANTAGES[self.config.algorithm.adv_estimator]
         self.reward = adapted(self.reward_fn)
+        self.rollout = PatientRollout(self.replicas, self.config.retriever, self.probe)
         self.collector = Collector(
-            self.config, self.replicas, self.train_prompts, self.sampler, self.reward,
+            self.config, self.rollout, self.train_prompts, self.sampler, self.reward,
             with_greedy=self.advantage.needs_greedy,
         )  # fmt: skip
 
@@ -212,7 +215,7 @@ class RayPPOTrainer:
     def validate(self) -> Metrics:
         """Score every validation row; dialogues go to `validation/step_N.jsonl`."""
         path = self.directory / "validation" / f"step_{self.step}.jsonl"
-        return validate(self.config, self.replicas, self.val_prompts, self.reward, path)
+        return validate(self.config, self.rollout, self.val_prompts, self.reward, path)
 
     def save(self) -> None:
         """Write the checkpoint of this step; it exists whole or not at all."""

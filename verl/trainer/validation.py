@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from tqdm import tqdm
@@ -14,15 +13,10 @@ from verl.config import Config
 from verl.protocol import Prompt, Sampling, Trajectory, start_trajectory
 from verl.reward import Reward, RewardManager
 from verl.trainer.metrics import Metrics, validation_metrics
+from verl.trainer.outages import Generator, PatientRollout, survivors
 
 VALIDATION_STREAM = 1 << 31
 """Keeps the seeds of validation apart from those of any training step."""
-
-
-class Generator(Protocol):
-    """Whatever finishes started trajectories."""
-
-    def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]: ...
 
 
 def trajectory_seed(*key: int) -> int:
@@ -32,19 +26,24 @@ def trajectory_seed(*key: int) -> int:
 
 def validate(
     config: Config,
-    replicas: Generator,
+    rollout: PatientRollout,
     prompts: Sequence[Prompt],
     reward: RewardManager,
     dialogues: Path,
 ) -> Metrics:
-    """Score every prompt and write one json line for each to `dialogues`."""
-    trajectories = sample(config, replicas, prompts)
+    """Score every prompt and write one json line for each to `dialogues`.
+
+    A row that infrastructure broke for good has no score, right or wrong: it is left out, and
+    counted as `val/fault/trajectories_dropped`. Raises RetrieverOutage where nothing is left.
+    """
+    trajectories = survivors(sample(config, rollout, prompts), "validation", config.retriever)
     rewards = reward(trajectories)
     write_dialogues(dialogues, trajectories, rewards)
-    return validation_metrics(trajectories, rewards)
+    faults = {f"val/{name}": count for name, count in rollout.take_faults().items()}
+    return {**validation_metrics(trajectories, rewards), **faults}
 
 
-def sample(config: Config, replicas: Generator, prompts: Sequence[Prompt]) -> list[Trajectory]:
+def sample(config: Config, rollout: Generator, prompts: Sequence[Prompt]) -> list[Trajectory]:
     """One trajectory per prompt, in requests of `data.val_batch_size`."""
     options = config.val_sampling
     sampling = Sampling(config.data.max_response_length, options.temperature, options.top_p)
@@ -60,7 +59,7 @@ def sample(config: Config, replicas: Generator, prompts: Sequence[Prompt]) -> li
                 )
                 for row in range(first, min(first + size, len(prompts)))
             ]
-            trajectories += replicas.generate(starts, sampling)
+            trajectories += rollout.generate(starts, sampling)
             bar.update(len(starts))
     return trajectories
 

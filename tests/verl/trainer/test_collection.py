@@ -11,6 +11,7 @@ from verl.protocol import Trajectory
 from verl.reward import EachAlone, Reward, RewardFn
 from verl.trainer.collection import Collector
 from verl.trainer.metrics import Timings
+from verl.trainer.outages import PatientRollout
 
 
 def make_collector(replicas: RecordingReplicas, reward: RewardFn = score_by_sample) -> Collector:
@@ -20,7 +21,8 @@ def make_collector(replicas: RecordingReplicas, reward: RewardFn = score_by_samp
     config.algorithm.filter_groups.enable = True
     config.algorithm.filter_groups.max_num_gen_batches = 3
     sampler = PromptSampler(8, 4, shuffle=True, seed=0)
-    return Collector(config, replicas, prompts(8), sampler, EachAlone(reward))  # type: ignore[arg-type]
+    rollout = PatientRollout(replicas, config.retriever)
+    return Collector(config, rollout, prompts(8), sampler, EachAlone(reward))
 
 
 def score_hotpotqa_only(trajectory: Trajectory) -> Reward:

@@ -19,6 +19,7 @@ from verl.trainer import rejection_sampling
 from verl.trainer.collection import Collector
 from verl.trainer.demonstrations import load_demonstrations
 from verl.trainer.metrics import Timings
+from verl.trainer.outages import PatientRollout
 from verl.trainer.rejection_sampling import Criteria, choose
 from verl.trainer.rollout_data import fingerprint, open_folder, read_rows, write_step
 
@@ -162,9 +163,10 @@ def test_the_collector_keeps_what_it_scored(tmp_path: Path) -> None:
     open_folder(tmp_path, TOKENIZER)
     replicas = RecordingReplicas([])
     replicas.fail = lambda start: start.sample == 0
+    rollout = PatientRollout(replicas, config.retriever)
     collector = Collector(
-        config, replicas, prompts(8), PromptSampler(8, 4), EachAlone(score_by_sample)
-    )  # type: ignore[arg-type]
+        config, rollout, prompts(8), PromptSampler(8, 4), EachAlone(score_by_sample)
+    )
     for step in (1, 2, 2):
         samples, _ = collector.collect(step, Timings())
     rows = [row for _, row in read_rows(tmp_path)]

@@ -255,3 +255,6 @@ def _retrieval(config: Config) -> Iterator[Problem]:
     if config.retriever.deadline is not None and config.retriever.deadline <= 0:
         fix = "retriever.deadline=null"
         yield "retriever.deadline", config.retriever.deadline, "more than 0 seconds, or null", fix
+    if not config.retriever.max_outage >= 0:
+        fix = "retriever.max_outage=1800"
+        yield "retriever.max_outage", config.retriever.max_outage, "0 seconds or more", fix
