@@ -1,0 +1,209 @@
+"""`python -m benchmarks.determinism`: does a greedy dialogue depend on who is decoded beside it?
+
+The example's held-out questions are answered by the tiny policy (or `--model`) with vLLM and a
+BM25 server, in requests of several sizes, twice each, and once as `trainer.deterministic=true` has
+it. What is compared are whole dialogues, documents included, and the log-probs of their tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from benchmarks.algorithms.variants import COMMON
+from search_r1.llm_agent.generation import build_agent
+from search_r1.scoring import build_reward_manager
+from search_r1.search.local_server import LocalServer
+from verl.config import Config
+from verl.data import load_prompts
+from verl.protocol import Sampling, Trajectory, start_trajectory
+from verl.trainer.options import cli
+from verl.trainer.validation import VALIDATION_STREAM, trajectory_seed
+from verl.workers.rollout import RolloutReplica
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "example" / "data"
+CORPUS = ROOT / "example" / "corpus.jsonl"
+BASE = ROOT / "runs" / "benchmarks" / "tiny_policy"
+
+console = Console(soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Game:
+    """All questions, played once."""
+
+    trajectories: list[Trajectory]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What requests of one size came to, against the first row of the same number format."""
+
+    dtype: str
+    size: int
+    """Dialogues started together."""
+    deterministic: bool
+    num_dialogues: int
+    num_changed: int
+    """Dialogues that are not those of the first row."""
+    num_unrepeated: int
+    """Dialogues that are not those of the second time, with the same engine."""
+    max_difference: float
+    """Of a token's log-prob, in dialogues that are the same, from the first row; nats."""
+    exact_match: float
+    seconds: float
+    """For all questions, the first time."""
+
+
+def play(config: Config, sizes: Sequence[int], sampled: bool, times: int) -> list[list[Game]]:
+    """The games of one engine, `times` of each size."""
+    tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
+    prompts = load_prompts(config, config.data.val_files, config.data.val_data_num, tokenizer)
+    starts = [
+        start_trajectory(prompt, group=str(row), seed=trajectory_seed(0, VALIDATION_STREAM, row))
+        for row, prompt in enumerate(prompts)
+    ]
+    sampling = Sampling(config.data.max_response_length, 1.0 if sampled else 0.0, 1.0)
+    return asyncio.run(_games(config, starts, sampling, sizes, times))
+
+
+async def _games(
+    config: Config,
+    starts: Sequence[Trajectory],
+    sampling: Sampling,
+    sizes: Sequence[int],
+    times: int,
+) -> list[list[Game]]:
+    replica = RolloutReplica(config, build_agent, 0)
+    await replica.start()
+    await replica.rollout(starts[:2], sampling)  # whatever is made at the first request
+    try:
+        return [
+            [await _game(replica, starts, sampling, size) for _ in range(times)] for size in sizes
+        ]
+    finally:
+        await replica.shutdown()
+
+
+async def _game(
+    replica: RolloutReplica, starts: Sequence[Trajectory], sampling: Sampling, size: int
+) -> Game:
+    began = time.perf_counter()
+    done: list[Trajectory] = []
+    for first in range(0, len(starts), size):
+        done += await replica.rollout(starts[first : first + size], sampling)
+    return Game(done, time.perf_counter() - began)
+
+
+def num_changed(one: Sequence[Trajectory], other: Sequence[Trajectory]) -> int:
+    """Dialogues whose tokens are not the same."""
+    return sum(a.ids != b.ids for a, b in zip(one, other, strict=True))
+
+
+def max_difference(one: Sequence[Trajectory], other: Sequence[Trajectory]) -> float:
+    """The largest difference of a token's log-prob in dialogues that are the same, nats."""
+    pairs = [
+        (x, y)
+        for a, b in zip(one, other, strict=True)
+        if a.ids == b.ids
+        for p, q in zip(a.segments, b.segments, strict=True)
+        for x, y in zip(p.log_probs, q.log_probs, strict=True)
+    ]
+    return max((abs(x - y) for x, y in pairs), default=0.0)
+
+
+def measure(
+    dtype: str, sizes: Sequence[int], options: Sequence[str], sampled: bool, times: int = 2
+) -> list[Row]:
+    """One row a size, then one of a deterministic engine that is given all at once."""
+    rows: list[Row] = []
+    first: list[Trajectory] = []
+    for deterministic in (False, True):
+        wanted = [max(sizes)] if deterministic else sizes
+        own = [
+            f"actor_rollout_ref.rollout.dtype={dtype}",
+            f"trainer.deterministic={str(deterministic).lower()}",
+        ]
+        config = cli.compose([*options, *own])
+        reward = build_reward_manager(config)
+        for size, games in zip(wanted, play(config, wanted, sampled, times), strict=True):
+            found = games[0].trajectories
+            first = first or found
+            row = Row(
+                dtype=dtype,
+                size=size,
+                deterministic=deterministic,
+                num_dialogues=len(found),
+                num_changed=num_changed(first, found),
+                num_unrepeated=num_changed(found, games[-1].trajectories),
+                max_difference=max_difference(first, found),
+                exact_match=fmean(scored.components["em"] for scored in reward(found)),
+                seconds=games[0].seconds,
+            )
+            rows.append(row)
+            console.print(row)
+    return rows
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The rows as a table for docs/determinism.md."""
+    names = ("format", "dialogues at once", "changed", "changed when repeated",
+             "log-probs differ by", "exact match", "seconds")  # fmt: skip
+    lines = ["| " + " | ".join(names) + " |", "| --- " * len(names) + "|"]
+    for row in rows:
+        size = f"{row.size}, `deterministic`" if row.deterministic else str(row.size)
+        cells = (row.dtype, size, f"{row.num_changed} of {row.num_dialogues}",
+                 str(row.num_unrepeated), f"{row.max_difference:.1e}", f"{row.exact_match:.3f}",
+                 f"{row.seconds:.1f}")  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Greedy dialogues in batches of several sizes.")
+    parser.add_argument("--model", type=Path, default=BASE, help="policy; the tiny one if left out")
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--rows", type=int, default=120, help="held-out questions")
+    parser.add_argument("--sampled", action="store_true", help="at temperature 1, with fixed seeds")
+    parser.add_argument("--out", type=Path, default=BASE.parent / "determinism")
+    parser.add_argument("options", nargs="*", help="options of the trainer, key=value")
+    given = parser.parse_args()
+    if not (given.model / "config.json").exists():
+        sys.exit(f"no model at {given.model}: write it by python -m example.tiny_policy --out DIR")
+    logging.basicConfig(level=logging.WARNING)
+    given.out.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    with LocalServer(["--retriever_name", "bm25", "--corpus_path", str(CORPUS)]) as server:
+        options = [
+            f"actor_rollout_ref.model.path={given.model.resolve()}",
+            f"data.train_files={DATA / 'train.parquet'}",
+            f"data.val_files={DATA / 'val.parquet'}",
+            f"data.val_data_num={given.rows}",
+            f"retriever.url={server.url}/retrieve",
+            *COMMON,
+            *given.options,
+        ]
+        for dtype in given.dtypes:
+            rows += measure(dtype, given.sizes, options, given.sampled)
+    (given.out / "rows.json").write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
+    (given.out / "table.md").write_text(markdown(rows))
+    console.print(markdown(rows), markup=False)
+
+
+if __name__ == "__main__":
+    main()

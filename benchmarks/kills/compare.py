@@ -1,0 +1,90 @@
+"""Two runs held against each other, step by step, and their trained weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/", "retriever/", "failures/")
+"""Beginnings of the names of metrics that clocks, machines and mishaps make, not the seed."""
+COMPUTED = ("perf/total_num_tokens",)
+"""Metrics that begin so and are the seed's all the same."""
+
+Row = Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A metric that is not what it was without kills."""
+
+    step: int
+    name: str
+    expected: float | None
+    got: float | None
+
+    @property
+    def size(self) -> float:
+        """Absolute; infinite where one of the two is no number."""
+        if self.expected is None or self.got is None:
+            return math.inf
+        return abs(self.expected - self.got)
+
+
+def read_rows(path: Path) -> list[dict[str, float | None]]:
+    """The rows of a `metrics.jsonl`; a line that a kill tore is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def is_computed(name: str) -> bool:
+    """Whether the seed alone determines the metric."""
+    return name in COMPUTED or not name.startswith(MEASURED)
+
+
+def differences(
+    expected: Sequence[Row], got: Sequence[Row], tolerance: float = 0.0
+) -> Iterator[Difference]:
+    """Where `got` is off by more than `tolerance`, or lacks a step or a metric.
+
+    A step that was done again after a kill is in `got` more than once; each time counts.
+    """
+    steps = {_step(row): row for row in expected}
+    seen = {_step(row) for row in got}
+    for step in steps.keys() - seen:
+        yield Difference(step, "step", float(step), None)
+    for row in got:
+        step = _step(row)
+        right = steps.get(step, {})
+        for name in sorted(filter(is_computed, right.keys() | row.keys())):
+            found = Difference(step, name, right.get(name), row.get(name))
+            if found.expected != found.got and not found.size <= tolerance:
+                yield found
+
+
+def _step(row: Row) -> int:
+    return int(row["step"] or 0)
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two Hugging Face folders hold the same tensors, bit for bit."""
+    first, second = _tensors(one), _tensors(other)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    assert files, f"no weights in {folder}"
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}

@@ -1,0 +1,120 @@
+"""A run of the real trainer on the example, begun by one command as often as it takes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.algorithms.runner import DATA, ROOT
+from benchmarks.algorithms.variants import COMMON
+from benchmarks.kills.compare import read_rows
+from benchmarks.kills.processes import Family
+
+RESUMED = re.compile(r"resumed from (\S+)")
+COMPLETE = "COMPLETE"
+
+OPTIONS = (
+    *COMMON,
+    "algorithm.adv_estimator=gae",
+    "algorithm.kl_ctrl.kl_coef=0.001",
+    "algorithm.kl_ctrl.type=adaptive",
+    "critic.optim.lr=1e-4",
+    "critic.model.enable_gradient_checkpointing=false",
+    "data.train_batch_size=8",
+    "data.val_data_num=8",
+    "data.val_batch_size=8",
+    "max_turns=2",
+    "data.max_response_length=32",
+    "actor_rollout_ref.rollout.n_agent=1",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "trainer.n_gpus_per_node=2",
+    "trainer.deterministic=true",
+    "trainer.resume_mode=auto",
+    "trainer.save_freq=1",
+    "trainer.test_freq=5",
+)
+"""PPO on two ranks, with all that a checkpoint holds: critic, KL controller, schedules."""
+
+
+@dataclass
+class Training:
+    """One run in `folder`, which outlives the processes that work on it."""
+
+    folder: Path
+    base: Path
+    url: str
+    num_steps: int
+    extra: Sequence[str] = ()
+    starts: int = 0
+    """How often the command was given."""
+    process: subprocess.Popen[bytes] | None = None
+    family: Family | None = None
+    relatives: list[Family] = field(default_factory=list)
+    """The processes of each start."""
+
+    def command(self) -> list[str]:
+        """The same each time."""
+        return [
+            sys.executable, "-m", "verl.trainer.main_ppo", *OPTIONS,
+            f"actor_rollout_ref.model.path={self.base}",
+            f"data.train_files={DATA / 'train.parquet'}",
+            f"data.val_files={DATA / 'val.parquet'}",
+            f"retriever.url={self.url}",
+            f"trainer.default_local_dir={self.folder}",
+            f"trainer.total_training_steps={self.num_steps}",
+            *self.extra,
+        ]  # fmt: skip
+
+    def start(self) -> None:
+        """Give the command; its output goes to `start_N.log`."""
+        self.starts += 1
+        self.folder.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with self.log_path(self.starts).open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command(), cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+        self.family = Family(self.process.pid)
+        self.relatives.append(self.family)
+
+    def log_path(self, start: int) -> Path:
+        """Where the output of a start goes."""
+        return self.folder / f"start_{start}.log"
+
+    @property
+    def status(self) -> int | None:
+        """Exit status of the present start; None while it runs."""
+        assert self.process is not None, "call start() first"
+        return self.process.poll()
+
+    def rows(self) -> list[dict[str, float | None]]:
+        """The metrics logged so far, steps that were done again included."""
+        return read_rows(self.folder / "metrics.jsonl")
+
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is half written."""
+        return any(self.folder.glob("global_step_*.tmp"))
+
+    def complete(self) -> set[str]:
+        """Names of the checkpoints that are whole."""
+        return {path.parent.name for path in self.folder.glob(f"global_step_*/{COMPLETE}")}
+
+    def resumed(self) -> list[str]:
+        """Names of the checkpoints that were taken up, start after start."""
+        logs = [self.log_path(start) for start in range(1, self.starts + 1)]
+        found = [RESUMED.findall(log.read_text(errors="replace")) for log in logs]
+        return [Path(name).name for names in found for name in names]
+
+    def stop(self) -> None:
+        """End whatever still runs."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+        for family in self.relatives:
+            family.end()

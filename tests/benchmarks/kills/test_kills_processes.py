@@ -1,0 +1,55 @@
+"""The processes of a run."""
+
+import subprocess
+import sys
+import time
+
+import psutil
+
+from benchmarks.kills.processes import Family
+from benchmarks.kills.schedule import Victim
+
+PARENT = """
+import subprocess, sys, time
+child = "import sys, time; time.sleep(60)"
+subprocess.Popen(["{name}", "-c", child], executable=sys.executable)
+time.sleep(60)
+"""
+
+
+def start(name: str) -> tuple["subprocess.Popen[bytes]", Family]:
+    process = subprocess.Popen([sys.executable, "-c", PARENT.format(name=name)])
+    return process, Family(process.pid)
+
+
+def wait_for_child(family: Family) -> psutil.Process:
+    deadline = time.monotonic() + 30
+    while len(alive := family.alive()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive[1]
+
+
+def test_an_orphan_is_still_of_the_family() -> None:
+    """Who lost its parent to a kill is found, and ended."""
+    process, family = start("x")
+    child = wait_for_child(family)
+    process.kill()
+    process.wait()
+    assert family.alive() == [child]
+    assert family.wait_gone(0.0) == [child]
+    family.end()
+    assert family.wait_gone(30.0) == []
+
+
+def test_victims_are_known_by_their_titles() -> None:
+    """Driver and engine core are found, and no rank where there is none."""
+    process, family = start("VLLM::EngineCore")
+    child = wait_for_child(family)
+    try:
+        assert family.find(Victim.ENGINE) == [child]
+        assert [found.pid for found in family.find(Victim.DRIVER)] == [process.pid]
+        assert family.find(Victim.RANK) == []
+    finally:
+        process.kill()
+        process.wait()
+        family.end()

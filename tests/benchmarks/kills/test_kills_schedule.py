@@ -1,0 +1,24 @@
+"""Whom to kill, and when."""
+
+from collections import Counter
+
+from benchmarks.kills.schedule import Moment, Victim, plan
+
+
+def test_every_kind_of_victim_has_its_turn() -> None:
+    """Of 20 kills each kind of process is hit 4 times by choice, and 4 come in the saving."""
+    kills = plan(20, seed=0, step_seconds=2.0)
+    assert [kill.number for kill in kills] == list(range(1, 21))
+    by_choice = Counter(kill.victim for kill in kills if kill.moment is not Moment.SAVING)
+    assert by_choice == dict.fromkeys(Victim, 4)
+
+
+def test_the_seed_decides() -> None:
+    """The same seed gives the same plan, another one another."""
+    assert plan(5, 1, 2.0) == plan(5, 1, 2.0) != plan(5, 2, 2.0)
+
+
+def test_saving_hits_those_that_save() -> None:
+    """Engines have no part in a checkpoint."""
+    saving = [kill for kill in plan(50, 3, 2.0) if kill.moment is Moment.SAVING]
+    assert {kill.victim for kill in saving} == {Victim.DRIVER, Victim.RANK}
