@@ -40,6 +40,7 @@ from verl.checkpoint.shards import (
     ADAPTERS_FILE,
     ShardWriter,
     load_shards,
+    num_bytes,
     read_adapters,
     save_shards,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "latest",
     "load_shards",
     "mark_healthy",
+    "num_bytes",
     "publish",
     "random_states",
     "read_adapters",

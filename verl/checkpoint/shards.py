@@ -19,10 +19,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from verl.checkpoint.state import random_states, set_random_states
-from verl.errors import SaveError
 from verl.workers.adapters import check_same
 from verl.workers.fsdp import FsdpEngine
 from verl.workers.weights import copy_tokenizer
@@ -71,10 +71,10 @@ class ShardWriter:
 
 def save_shards(
     directory: Path, engines: Mapping[str, FsdpEngine], model_config: PretrainedConfig
-) -> None:
+) -> str:
     """Write this rank's part of all engines; every rank calls it with the same directory.
 
-    Raises SaveError when a file cannot be written.
+    Returns what went wrong, or an empty text.
     """
     problem = _write_own(directory, engines, model_config)
     try:
@@ -82,11 +82,20 @@ def save_shards(
     except (OSError, CheckpointException) as error:
         problem = problem or _reason(error)
     dist.barrier()
-    if problem:
-        raise SaveError(f"rank {dist.get_rank()} could not write {directory}: {problem}")
+    return problem
 
 
-def _reason(error: Exception) -> str:
+def num_bytes(engines: Mapping[str, FsdpEngine]) -> int:
+    """Bytes of this rank's shards, which is what a copy of them takes."""
+    return sum(_local(tensor).nbytes for tensor in _tensors(engines).values())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _reason(error: BaseException) -> str:
     """The first failure among those of all ranks, in one line."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = min(error.failures.items())

@@ -43,7 +43,23 @@ class TrainerConfig:
     critic_warmup: int = 0
     """Steps in which only the critic learns."""
     save_freq: int = -1
-    """Steps between checkpoints; -1 saves at the end only, 0 never."""
+    """Steps between checkpoints; -1 saves at the end only, 0 never. A run that is interrupted saves
+    in any case (docs/checkpoints.md)."""
+    save_minutes: float | None = None
+    """Minutes after which the next finished step is saved besides; null looks at steps only."""
+    async_save: bool = True
+    """Train on while a checkpoint is written, from a copy of each rank's shards in host memory;
+    where the host has no room for that, and with false, training waits."""
+    keep_last: int | None = None
+    """Checkpoints to keep, newest first; null keeps all. Older ones that the guard needs, or that
+    `keep_best` names, stay."""
+    keep_best: int = 1
+    """Checkpoints to keep besides, of the highest `best_metric` among those validated."""
+    best_metric: str = "val/score"
+    """Validation metric, the higher the better."""
+    time_limit: float | None = None
+    """Minutes that this process may take; a run saves and stops when another step might not fit.
+    null asks SLURM_JOB_END_TIME, where Slurm sets it."""
     test_freq: int = -1
     """Steps between validations; -1 validates at start and end only, 0 never after start."""
     val_before_train: bool = True
@@ -52,6 +68,9 @@ class TrainerConfig:
     """Validate, then stop."""
     resume_mode: str = "disable"
     """disable, auto (latest complete checkpoint, if any), or the path of one."""
+    resume_anyway: list[str] = field(default_factory=list)
+    """What may differ from the checkpoint that is resumed from: data, corpus, algorithm … as the
+    refusal names it."""
     resume_anyway: list[str] = field(default_factory=list)
     """What may differ from the checkpoint that is resumed from: data, corpus, algorithm … as the
     refusal names it."""

@@ -13,6 +13,7 @@ import ray
 from torch import Tensor
 
 from verl.config import Config
+from verl.errors import SaveError
 from verl.protocol import Agent, DataProto, Sampling, Trajectory
 from verl.single_controller.dispatch import join_tokens, split_by_tokens, split_evenly
 from verl.single_controller.ray_group import (
@@ -80,8 +81,24 @@ class TrainerRanks:
         self.group.call("hand_over_adapter", str(directory))
 
     def save_checkpoint(self, directory: Path) -> None:
-        """Every rank writes its shards below `directory`."""
-        self.group.call("save_checkpoint", str(directory.absolute()))
+        """Every rank writes its shards below `directory`. Raises SaveError."""
+        raise_first(self.group.call("save_checkpoint", str(directory.absolute())))
+
+    def start_checkpoint(self, directory: Path) -> None:
+        """Every rank copies its shards to host memory and begins to write them."""
+        self.group.call("start_checkpoint", str(directory.absolute()))
+
+    def finish_checkpoint(self) -> None:
+        """Wait until what `start_checkpoint` began is written. Raises SaveError."""
+        raise_first(self.group.call("finish_checkpoint"))
+
+    def can_copy_checkpoint(self) -> bool:
+        """Whether each host has the memory for a copy of the shards of its ranks."""
+        room = self.group.call("checkpoint_room")
+        needed: dict[str, int] = {}
+        for host, num_bytes, _ in room:
+            needed[host] = needed.get(host, 0) + num_bytes
+        return all(needed[host] < 0.8 * available for host, _, available in room)
 
     def load_checkpoint(self, directory: Path) -> None:
         """Every rank reads its shards from `directory`."""
@@ -144,6 +161,13 @@ class RolloutReplicas:
             self.group.call("shutdown")
         finally:
             self.group.shutdown()
+
+
+def raise_first(problems: Sequence[str]) -> None:
+    """Raise SaveError with the first rank's problem, if any rank had one."""
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise SaveError(problem if problem.startswith("rank ") else f"rank {rank}: {problem}")
 
 
 def build_groups(

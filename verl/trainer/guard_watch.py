@@ -8,7 +8,7 @@ run under `action=rollback` starts from, and what it goes on from, is trusted at
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ class Watch:
 
     config: GuardConfig
     directory: Path
+    settle: Callable[[], None] = lambda: None
+    """Waits for a checkpoint that is still being written."""
     pending: list[int] = field(default_factory=list)
     """Steps of checkpoints that are not proven yet, in order."""
     healthy: int | None = None
@@ -59,10 +61,22 @@ class Watch:
         self.pending.append(step)
 
     def trust(self, step: int) -> None:
-        """Take the checkpoint of `step` for healthy from now on."""
-        self.healthy = step
+        """Take the checkpoint of `step` for healthy from now on, if it is there."""
+        self.settle()
+        self.forget(step)
+        if self._exists(step):
+            self.healthy = step
+            checkpoint.mark_healthy(checkpoint.step_folder(self.directory, step))
+
+    def forget(self, step: int) -> None:
+        """The checkpoint of `step` is not there, or needs no proof any more."""
         self.pending = [pending for pending in self.pending if pending != step]
-        checkpoint.mark_healthy(checkpoint.step_folder(self.directory, step))
+
+    @property
+    def needed(self) -> set[int]:
+        """Steps whose checkpoints must stay: the healthy one, and the next one to be proven."""
+        found = {self.pending[0]} if self.pending else set()
+        return found if self.healthy is None else {*found, self.healthy}
 
     @property
     def wants_start(self) -> bool:

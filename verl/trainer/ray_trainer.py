@@ -7,10 +7,11 @@ about search: agents run inside the rollout replicas, and the reward is a functi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ import numpy as np
 from tqdm import tqdm
 
 from verl import checkpoint
+from verl.checkpoint import RunState
+from verl.checkpoint.state import read_driver_random
 from verl.config import Config
 from verl.core_algos.advantages import ADVANTAGES
 from verl.core_algos.kl import KLController
 from verl.data import PromptSampler
-from verl.errors import CollapseError
+from verl.errors import CollapseError, Interrupted, RetrieverOutage, SearchR1Error
 from verl.protocol import DataProto, Prompt
 from verl.reward import RewardFn, RewardManager, adapted
 from verl.tracking import Tracking
@@ -40,6 +43,8 @@ from verl.trainer.metrics import (
     throughput_metrics,
 )
 from verl.trainer.outages import PatientRollout, Probe, always_there
+from verl.trainer.saving import SavePlan, Saver
+from verl.trainer.stopping import Stopper, end_of_time
 from verl.trainer.validation import validate
 from verl.workers.weights import copy_tokenizer
 
@@ -60,7 +65,13 @@ class RayPPOTrainer:
     tracking: Tracking
     total_steps: int
     probe: Probe = always_there
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    """Configuration and fingerprints, kept with each checkpoint; see `verl.trainer.resuming`."""
     step: int = 0
+    best: Mapping[str, Any] | None = None
+    """`metric`, `value` and `step` of the best validation so far."""
+    finished: RunState = field(init=False)
+    """Where the run stood after the last finished step, which is what a checkpoint holds."""
     sampler: PromptSampler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,7 +83,13 @@ class RayPPOTrainer:
             seed=self.config.trainer.seed,
         )
         self.directory = Path(self.config.trainer.default_local_dir)
-        self.watch = Watch(self.config.trainer.guard, self.directory)
+        self.saver = Saver(
+            self.config.trainer, self.directory, self.ranks, self.identity,
+            protected=lambda: self.watch.needed, lost=lambda step: self.watch.forget(step),
+        )  # fmt: skip
+        self.save_plan = SavePlan(self.config.trainer, self.total_steps)
+        self.stopper = Stopper(end_of_time(self.config.trainer.time_limit))
+        self.watch = Watch(self.config.trainer.guard, self.directory, self.saver.settle)
         self.advantage = ADVANTAGES[self.config.algorithm.adv_estimator]
         self.reward = adapted(self.reward_fn)
         self.rollout = PatientRollout(self.replicas, self.config.retriever, self.probe)
@@ -80,37 +97,71 @@ class RayPPOTrainer:
             self.config, self.rollout, self.train_prompts, self.sampler, self.reward,
             with_greedy=self.advantage.needs_greedy,
         )  # fmt: skip
+        self.finished = self.state()
 
     def fit(self) -> None:
-        """Train to `total_steps` updates, validating and saving on the way."""
-        trainer = self.config.trainer
-        self.resume()
-        self.update_weights()
-        if trainer.val_only or (trainer.val_before_train and self.step == 0):
-            self.tracking.log(self.validate(), self.step)
-        if trainer.val_only:
-            return
-        if self.watch.wants_start:
-            self.save_trusted()
+        """Train to `total_steps` updates, validating and saving on the way.
+
+        Raises Interrupted and RetrieverOutage when the last finished step was saved, and
+        CollapseError.
+        """
+        with self.stopper.listening(), self.saving_what_is_finished():
+            trainer = self.config.trainer
+            self.resume()
+            self.update_weights()
+            if trainer.val_only or (trainer.val_before_train and self.step == 0):
+                self.tracking.log(self.validate(), self.step)
+            if trainer.val_only:
+                return
+            if self.watch.wants_start:
+                self.save_trusted()
+            self.train()
+            self.export()
+
+    def train(self) -> None:
+        """The steps that are left."""
+        if self.finished.pending is not None:
+            self.conclude(dict(self.finished.pending))
         with tqdm(total=self.total_steps, initial=self.step, desc="train", unit="step") as bar:
             while self.step < self.total_steps:
-                self.step += 1
-                metrics = self.train_step()
-                verdict = self.watch.judge(self.step, metrics)
-                must_recover = self.watch.acts_on(verdict)
-                if must_recover:
-                    self.recover(verdict, metrics)
-                if self.is_due(trainer.test_freq):
-                    metrics |= self.validate()
-                metrics |= self.reward.observe(self.step, metrics)
-                self.tracking.log(metrics, self.step)
-                if must_recover:
-                    self.save_trusted()
-                elif self.is_due(trainer.save_freq):
-                    self.save()
+                self.stopper.check()
+                self.saver.poll()
+                with self.stopper.timing_step():
+                    self.step += 1
+                    metrics = self.train_step()
+                    verdict = self.watch.judge(self.step, metrics)
+                    must_recover = self.watch.acts_on(verdict)
+                    if must_recover:
+                        self.recover(verdict, metrics)
+                    self.conclude(metrics, must_recover)
                 bar.set_postfix(score=f"{metrics['critic/score/mean']:.3f}")
                 bar.update()
-        self.export()
+        self.saver.settle(is_final=True)
+
+    def conclude(self, metrics: Metrics, was_recovered: bool = False) -> None:
+        """End a step whose weights are final: validate, log, save."""
+        self.finished, score = self.state(pending=metrics), None
+        if self.is_due(self.config.trainer.test_freq):
+            metrics |= self.validate()
+            score = self.note_best(metrics)
+        metrics |= self.reward.observe(self.step, metrics)
+        self.tracking.log(metrics, self.step)
+        self.finished = self.state(score=score)
+        if was_recovered:
+            self.save_trusted()
+        elif self.save_plan.is_due(self.step):
+            self.save()
+
+    def note_best(self, metrics: Metrics) -> float | None:
+        """The best metric's value at this step, remembered if it is the highest so far."""
+        name = self.config.trainer.best_metric
+        score = metrics.get(name)
+        if score is None:
+            known = ", ".join(sorted(key for key in metrics if key.startswith("val/")))
+            logger.warning("trainer.best_metric: no %s was measured, only %s", name, known)
+        elif self.best is None or score > self.best["value"]:
+            self.best = {"metric": name, "value": score, "step": self.step}
+        return score
 
     def is_due(self, frequency: int) -> bool:
         """Every `frequency` steps, and at the end unless it is 0."""
@@ -121,7 +172,8 @@ class RayPPOTrainer:
     def train_step(self) -> Metrics:
         """One step: sample, score, judge, learn, hand over the weights."""
         timings = Timings()
-        samples, metrics = self.collector.collect(self.step, timings)
+        with self.stopper.interruptible():
+            samples, metrics = self.collector.collect(self.step, timings)
         batch = assemble(samples, self.config)
         with timings.phase("old_log_prob"):
             self.add_log_probs(batch)
@@ -215,46 +267,88 @@ class RayPPOTrainer:
     def validate(self) -> Metrics:
         """Score every validation row; dialogues go to `validation/step_N.jsonl`."""
         path = self.directory / "validation" / f"step_{self.step}.jsonl"
-        return validate(self.config, self.rollout, self.val_prompts, self.reward, path)
+        with self.stopper.interruptible():
+            return validate(self.config, self.rollout, self.val_prompts, self.reward, path)
 
-    def save(self) -> None:
-        """Write the checkpoint of this step; it exists whole or not at all."""
-        self.watch.saved(self.step)
-        state = {
-            "step": self.step,
-            "sampler": self.sampler.state_dict(),
-            "kl_coef": self.kl_controller.value,
-            "reward": self.reward.state_dict(),
-            "guard": self.watch.state_dict(),
-        }
-        with checkpoint.writing(self.directory, self.step) as folder:
-            self.ranks.save_checkpoint(folder)
-            checkpoint.write_state(folder, state)
+    def state(
+        self, score: float | None = None, pending: Mapping[str, float] | None = None
+    ) -> RunState:
+        """Where the run stands now; see `RunState` for `score` and `pending`."""
+        return RunState(
+            step=self.step,
+            sampler=self.sampler.state_dict(),
+            kl_coef=self.kl_controller.value,
+            reward=self.reward.state_dict(),
+            guard=self.watch.state_dict(),
+            best=self.best,
+            score=score,
+            pending=None if pending is None else dict(pending),
+        )
+
+    def save(self, wait: bool = False) -> None:
+        """Write the checkpoint of the last finished step; it exists whole or not at all."""
+        self.watch.saved(self.finished.step)
+        self.finished = replace(self.finished, guard=self.watch.state_dict())
+        self.save_plan.saved()
+        self.saver.save(self.finished, wait)
+        self.stopper.longest_save_s = self.saver.longest_s
 
     def save_trusted(self) -> None:
         """Write a checkpoint that a rollback may go back to from now on."""
-        self.save()
+        self.finished = self.state(self.finished.score)
+        self.save(wait=True)
         self.watch.trust(self.step)
+
+    @contextlib.contextmanager
+    def saving_what_is_finished(self) -> Iterator[None]:
+        """Save the last finished step when the body is interrupted, or the retriever stays away."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not self.stopper.reason:
+                raise
+            raise Interrupted(self.save_at_the_end(self.stopper.reason)) from None
+        except (Interrupted, RetrieverOutage) as error:
+            raise type(error)(self.save_at_the_end(str(error))) from error
+        except SearchR1Error:
+            self.saver.close()
+            raise
+
+    def save_at_the_end(self, reason: str) -> str:
+        """Save what is finished unless it was; returns the reason and how to go on."""
+        if self.finished.step == 0 or self.config.trainer.val_only:
+            return f"{reason}; nothing was learned yet: start again with the same command"
+        self.saver.settle()
+        if self.saver.last_step != self.finished.step or self.finished.pending is not None:
+            self.save(wait=True)
+        folder = checkpoint.step_folder(self.directory, self.finished.step)
+        return f"{reason}; saved {folder}: go on with the same command and trainer.resume_mode=auto"
 
     def resume(self) -> None:
         """Go on from the checkpoint that `trainer.resume_mode` names, if any."""
+        checkpoint.clean(self.directory)
         folder = checkpoint.resolve(self.config.trainer.resume_mode, self.directory)
-        if folder is None:
-            return
-        state = self.load(folder)
-        self.step = int(state["step"])
-        self.sampler.load_state_dict(state["sampler"])
-        if "guard" in state:
-            self.watch.load_state_dict(state["guard"])
-            self.ranks.scale_lr(self.watch.lr_scale)
-        logger.info("resumed from %s", folder)
+        if folder is not None:
+            state = self.load(folder)
+            self.step, self.best = state.step, state.best
+            self.sampler.load_state_dict(state.sampler)
+            if state.guard is not None:
+                self.watch.load_state_dict(state.guard)
+                self.ranks.scale_lr(self.watch.lr_scale)
+            read_driver_random(folder)
+            self.finished = state
+            self.saver.resumed(folder)
+            logger.info("resumed from %s", folder)
+        for moved in checkpoint.set_aside(self.directory, after=self.step if folder else -1):
+            logger.warning("an earlier run's checkpoint is now %s", moved)
 
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Take up what learns; returns the rest of the driver's state, which says where it was."""
+    def load(self, folder: Path) -> RunState:
+        """Take up what learns; returns the driver's state, which says where it was."""
+        self.saver.settle()
         self.ranks.load_checkpoint(folder)
-        state = checkpoint.read_state(folder)
-        self.kl_controller.value = float(state["kl_coef"])
-        self.reward.load_state_dict(state.get("reward", {}))
+        state = RunState.of(checkpoint.read_state(folder))
+        self.kl_controller.value = float(state.kl_coef)
+        self.reward.load_state_dict(state.reward)
         return state
 
     def export(self) -> None:

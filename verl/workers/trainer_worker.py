@@ -6,12 +6,15 @@ Every rank gets every call, with its shard of the batch.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
+import socket
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -98,6 +101,7 @@ class TrainerWorker:
         self.actor = self._build_actor()
         self.reference = self._build_reference() if config.needs_reference else None
         self.critic = self._build_critic() if self.needs_critic else None
+        self._shard_writer = checkpoint.ShardWriter()
 
     def _join(self, address: str, port: int) -> None:
         if self.config.trainer.nnodes > 1:
@@ -251,9 +255,25 @@ class TrainerWorker:
         found = {"actor": self.actor.engine}
         return found if self.critic is None else {**found, "critic": self.critic.engine}
 
-    def save_checkpoint(self, directory: str | Path) -> None:
-        """Write this rank's shards below `directory`, which the driver publishes when all did."""
-        checkpoint.save_shards(Path(directory), self.engines, self.model_config)
+    def save_checkpoint(self, directory: str | Path) -> str:
+        """Write this rank's shards below `directory`, which the driver publishes when all did.
+
+        Returns what went wrong, or an empty text.
+        """
+        return checkpoint.save_shards(Path(directory), self.engines, self.model_config)
+
+    def start_checkpoint(self, directory: str | Path) -> None:
+        """Copy this rank's shards, and write them below `directory` while training goes on."""
+        self._shard_writer.start(Path(directory), self.engines, self.model_config)
+
+    async def finish_checkpoint(self) -> str:
+        """Wait for what `start_checkpoint` began; what went wrong, or an empty text."""
+        return await asyncio.to_thread(self._shard_writer.finish)
+
+    def checkpoint_room(self) -> tuple[str, int, int]:
+        """This host's name, the bytes of this rank's shards, and the host's free memory."""
+        available = psutil.virtual_memory().available
+        return socket.gethostname(), checkpoint.num_bytes(self.engines), available
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Take up the state saved in `directory`, by whatever number of ranks."""

@@ -1,8 +1,9 @@
 """Folders of checkpoints: whole or absent at every moment, and nobody else's."""
 
+import multiprocessing
 import os
-import subprocess
-import sys
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,16 @@ import pytest
 from verl import checkpoint
 from verl.checkpoint import folders
 from verl.errors import ConfigError
+
+FORK = multiprocessing.get_context("fork")
+
+
+def run_and_die(work: Callable[[], object]) -> None:
+    """Run `work`, which kills its own process."""
+    process = FORK.Process(target=work)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def save(root: Path, step: int) -> Path:
@@ -40,14 +51,13 @@ def test_line_21_a_run_killed_while_saving_leaves_the_previous_checkpoint(tmp_pa
     """A process that dies in the middle of writing costs that checkpoint only."""
     with checkpoint.writing(tmp_path, 1) as folder:
         checkpoint.write_state(folder, {"step": 1})
-    script = (
-        "import os, sys; from pathlib import Path; from verl import checkpoint\n"
-        "with checkpoint.writing(Path(sys.argv[1]), 2) as folder:\n"
-        "    checkpoint.write_state(folder, {'step': 2})\n"
-        "    os.kill(os.getpid(), 9)\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
-    assert killed.returncode == -9
+
+    def die_while_writing() -> None:
+        with checkpoint.writing(tmp_path, 2) as folder:
+            checkpoint.write_state(folder, {"step": 2})
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run_and_die(die_while_writing)
     found = checkpoint.latest(tmp_path)
     assert found is not None and checkpoint.read_state(found) == {"step": 1}
     with checkpoint.writing(tmp_path, 2) as folder:
@@ -57,11 +67,7 @@ def test_line_21_a_run_killed_while_saving_leaves_the_previous_checkpoint(tmp_pa
 def test_the_rest_of_a_killed_run_is_removed_at_the_next_start(tmp_path: Path) -> None:
     """What a dead process left half-written goes; whole checkpoints and other folders stay."""
     save(tmp_path, 1)
-    script = (
-        "import os, sys; from pathlib import Path; from verl import checkpoint\n"
-        "checkpoint.begin(Path(sys.argv[1]), 2); os.kill(os.getpid(), 9)\n"
-    )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+    run_and_die(lambda: (checkpoint.begin(tmp_path, 2), os.kill(os.getpid(), signal.SIGKILL)))
     (tmp_path / "global_step_7").mkdir()  # another framework's: no marker, but not ours to delete
     (tmp_path / "model.tmp").mkdir()
     assert len(list(tmp_path.glob("global_step_2.*.tmp"))) == 1
@@ -73,21 +79,21 @@ def test_the_rest_of_a_killed_run_is_removed_at_the_next_start(tmp_path: Path) -
 
 def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
     """A second start in the same folder does not take a running save away."""
-    script = (
-        "import sys; from pathlib import Path; from verl import checkpoint\n"
-        "with checkpoint.writing(Path(sys.argv[1]), 2) as folder:\n"
-        "    checkpoint.write_state(folder, {'step': 2})\n"
-        "    print('writing', flush=True); sys.stdin.readline()\n"
-    )
-    writer = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert writer.stdout is not None
-    assert writer.stdout.readline() == "writing\n"
+    begun, go_on = FORK.Event(), FORK.Event()
+
+    def write() -> None:
+        with checkpoint.writing(tmp_path, 2) as folder:
+            checkpoint.write_state(folder, {"step": 2})
+            begun.set()
+            go_on.wait(60)
+
+    writer = FORK.Process(target=write)
+    writer.start()
+    assert begun.wait(60)
     checkpoint.clean(tmp_path)
-    writer.communicate("go on\n", timeout=60)
-    assert writer.returncode == 0
+    go_on.set()
+    writer.join(60)
+    assert writer.exitcode == 0
     assert checkpoint.read_state(checkpoint.step_folder(tmp_path, 2)) == {"step": 2}
 
 

@@ -72,7 +72,15 @@ class RecordingRanks:
         return {"critic/vf_loss": 0.0}
 
     def save_checkpoint(self, directory: Path) -> None:
-        self.log.append(f"save {directory.name.removesuffix('.tmp')}")
+        self.log.append(f"save {directory.name.partition('.')[0]}")
+
+    def can_copy_checkpoint(self) -> bool:
+        return True
+
+    def start_checkpoint(self, directory: Path) -> None:
+        self.save_checkpoint(directory)
+
+    def finish_checkpoint(self) -> None: ...
 
     def load_checkpoint(self, directory: Path) -> None:
         self.log.append(f"load {directory.name}")

@@ -1,0 +1,223 @@
+"""When a run saves, how its checkpoints come about, and which of them it keeps.
+
+A checkpoint is written by all ranks, in the background where `trainer.async_save` says so, and
+appears when the last of them has ended. The driver's part of it is one `RunState`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from verl import checkpoint
+from verl.checkpoint import RunState
+from verl.checkpoint.folders import Part, abandon
+from verl.checkpoint.state import write_driver_random
+from verl.config import TrainerConfig
+from verl.errors import SaveError, SearchR1Error
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 2
+"""Checkpoints in a row that may not be written before the run ends."""
+
+
+class Ranks(Protocol):
+    """What saving needs of the training ranks."""
+
+    def save_checkpoint(self, directory: Path) -> None:
+        """Every rank writes its shards."""
+        ...
+
+    def can_copy_checkpoint(self) -> bool:
+        """Whether each host's memory holds a copy of its ranks' shards."""
+        ...
+
+    def start_checkpoint(self, directory: Path) -> None:
+        """Every rank copies its shards and begins to write them."""
+        ...
+
+    def finish_checkpoint(self) -> None:
+        """Wait until every rank has written them."""
+        ...
+
+
+@dataclass
+class SavePlan:
+    """Whether a checkpoint is due: by steps, and by minutes since the last one."""
+
+    config: TrainerConfig
+    total_steps: int
+    clock: Callable[[], float] = time.monotonic
+    _saved_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._saved_at = self.clock()
+
+    def is_due(self, step: int) -> bool:
+        """Every `save_freq` steps, after `save_minutes`, and at the end unless `save_freq` is 0."""
+        frequency, minutes = self.config.save_freq, self.config.save_minutes
+        if step == self.total_steps:
+            return frequency != 0
+        by_time = minutes is not None and self.clock() - self._saved_at >= 60 * minutes
+        return by_time or (frequency > 0 and step % frequency == 0)
+
+    def saved(self) -> None:
+        """A checkpoint was begun now."""
+        self._saved_at = self.clock()
+
+
+@dataclass
+class Pending:
+    """A checkpoint that is being written in the background."""
+
+    part: Part
+    written: Future[Path]
+
+
+@dataclass
+class Saver:
+    """Writes and keeps the checkpoints of one run below `root`."""
+
+    config: TrainerConfig
+    root: Path
+    ranks: Ranks
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    """Configuration and fingerprints, which a resume is compared with; JSON."""
+    protected: Callable[[], set[int]] = set
+    """Steps whose checkpoints are needed, whatever their age."""
+    lost: Callable[[int], None] = lambda step: None
+    """Told the step of a checkpoint that was deleted, or could not be written."""
+    last_step: int | None = None
+    """Step of the newest checkpoint that was written or resumed from."""
+    longest_s: float = 0.0
+    _pending: Pending | None = field(init=False, default=None)
+    _num_failures: int = field(init=False, default=0)
+
+    def save(self, state: RunState, wait: bool = False) -> None:
+        """Write the checkpoint of a state; with `wait`, or without `async_save`, to its end.
+
+        The one before is waited for. Raises SaveError when writing failed twice in a row, or at
+        once with `wait`.
+        """
+        self.settle()
+        start = time.monotonic()
+        part: Part | None = None
+        try:
+            part = checkpoint.begin(self.root, state.step)
+            written = {**asdict(state), **self.identity}
+            checkpoint.write_state(part.folder, written)
+            write_driver_random(part.folder)
+            if self.config.async_save and not wait and self.ranks.can_copy_checkpoint():
+                self.ranks.start_checkpoint(part.folder)
+                self._pending = Pending(part, _in_background(self._finish, part))
+            else:
+                self.ranks.save_checkpoint(part.folder)
+                self._written(checkpoint.publish(part))
+        except (OSError, SaveError) as error:
+            self._failed(state.step, part, error, is_final=wait)
+        self.longest_s = max(self.longest_s, time.monotonic() - start)
+
+    def resumed(self, folder: Path) -> None:
+        """The run goes on from this checkpoint; one of its own need not be written again."""
+        if folder.resolve().parent == self.root.resolve():
+            self.last_step = checkpoint.step_of(folder)
+
+    def poll(self) -> None:
+        """Take note of a background write that has ended."""
+        if self._pending is not None and self._pending.written.done():
+            self.settle()
+
+    def settle(self, is_final: bool = False) -> None:
+        """Wait for the background write, if there is one.
+
+        Raises SaveError when it failed for the second time in a row, or is the last.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        start = time.monotonic()
+        try:
+            self._written(pending.written.result())
+        except (OSError, SaveError) as error:
+            self._failed(pending.part.step, pending.part, error, is_final)
+        self.longest_s = max(self.longest_s, time.monotonic() - start)
+
+    def _finish(self, part: Part) -> Path:
+        self.ranks.finish_checkpoint()
+        return checkpoint.publish(part)
+
+    def _written(self, folder: Path) -> None:
+        self._num_failures = 0
+        self.last_step = checkpoint.step_of(folder)
+        logger.info("saved %s", folder)
+        self.make_room()
+
+    def _failed(self, step: int, part: Part | None, error: Exception, is_final: bool) -> None:
+        """Report a checkpoint that was not written; raises SaveError when it is one too many."""
+        if part is not None:
+            abandon(part)
+        self.lost(step)
+        self._num_failures += 1
+        last = checkpoint.latest(self.root)
+        text = (
+            f"the checkpoint of step {step} could not be written ({error}); "
+            f"{f'the last one is {last}' if last else 'there is none before it'}; see that "
+            f"{self.root} is writable and its disk has room"
+        )
+        if is_final or self._num_failures >= MAX_FAILURES:
+            raise SaveError(text) from error
+        logger.error("%s; the run goes on", text)
+
+    def make_room(self) -> None:
+        """Delete the checkpoints that nothing asks to keep; see `to_keep`."""
+        if self.config.keep_last is None:
+            return
+        there = checkpoint.all_complete(self.root)
+        kept = to_keep(there, self.config.keep_last, self.config.keep_best, self.protected())
+        for step_dir in there:
+            if step_dir not in kept:
+                logger.info("%s is no longer needed: removed", step_dir)
+                checkpoint.remove(step_dir)
+                self.lost(checkpoint.step_of(step_dir))
+
+    def close(self) -> None:
+        """Let the background write end while the run ends for another reason, which counts more."""
+        try:
+            self.settle(is_final=True)
+        except SearchR1Error as error:
+            logger.error("%s", error)
+
+
+def to_keep(
+    there: Sequence[Path], keep_last: int, keep_best: int, protected: set[int]
+) -> set[Path]:
+    """Of complete checkpoints, oldest first: the newest `keep_last` and in any case the newest one,
+    the `keep_best` of the highest score, the newest healthy one, and the protected steps."""
+    scores = {path: checkpoint.read_state(path).get("score") for path in there}
+    judged = [path for path in there if scores[path] is not None]
+    best = sorted(judged, key=lambda path: (scores[path], checkpoint.step_of(path)))
+    healthy = [path for path in there if (path / checkpoint.HEALTHY).exists()]
+    kept = {*there[-max(keep_last, 1) :], *healthy[-1:]}
+    kept |= set(best[-keep_best:]) if keep_best else set()
+    return kept | {path for path in there if checkpoint.step_of(path) in protected}
+
+
+def _in_background(work: Callable[[Part], Path], part: Part) -> Future[Path]:
+    """Run `work(part)` in a thread that does not hold the process back from ending."""
+    done: Future[Path] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work(part))
+        except BaseException as error:  # noqa: BLE001 (raised again where the result is asked for)
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return done
