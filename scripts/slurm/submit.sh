@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Gives a recipe to sbatch with the settings of a file (example.conf shows one).
+#   bash scripts/slurm/submit.sh train my.conf [SBATCH OPTION...] [-- TRAINER OPTION...]
+#   bash scripts/slurm/submit.sh retriever my.conf --gpus-per-node=0 --nodes=1
+#   DRY_RUN=1 bash scripts/slurm/submit.sh train my.conf           # print the command only
+set -euo pipefail
+if (($# < 2)) || [[ $1 != train && $1 != retriever ]]; then
+  echo "usage: bash scripts/slurm/submit.sh train|retriever CONF [SBATCH OPTION...] [-- OPTION...]" >&2
+  exit 2
+fi
+recipe=$1 conf=$2
+shift 2
+[[ -f $conf ]] || { echo "$conf: no such file; copy scripts/slurm/example.conf" >&2; exit 2; }
+command -v sbatch >/dev/null || { echo "no sbatch here: run this on a login node" >&2; exit 2; }
+
+set -a # the job sees what the file sets
+# shellcheck source=scripts/slurm/example.conf
+source "$conf"
+set +a
+SEARCH_R1=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+export SEARCH_R1
+
+options=(--job-name="${EXPERIMENT_NAME:-search-r1}-$recipe" --export=ALL)
+add() { [[ -z $2 ]] || options+=("$1=$2"); }
+add --partition "${PARTITION:-}"
+add --account "${ACCOUNT:-}"
+add --qos "${QOS:-}"
+add --time "${TIME:-}"
+add --nodes "${NODES:-}"
+add --gpus-per-node "${GPUS:-}"
+add --cpus-per-task "${CPUS:-}"
+add --mem "${MEM:-}"
+[[ $recipe != train || -z ${WARNING:-} ]] || options+=("--signal=B:USR1@$WARNING")
+# shellcheck disable=SC2206 # a list of options
+options+=(${SBATCH_ARGS:-})
+while (($#)) && [[ $1 != -- ]]; do
+  options+=("$1")
+  shift
+done
+if (($#)); then shift; fi
+
+cd "$SEARCH_R1"
+command=(sbatch "${options[@]}" "scripts/slurm/$recipe.sbatch" "$@")
+printf '%q ' "${command[@]}"
+echo
+[[ -n ${DRY_RUN:-} ]] || "${command[@]}"

@@ -1,0 +1,210 @@
+"""A real Slurm for tests: munged, slurmctld and one slurmd a simulated node, all on this machine.
+
+Debian's packages run it, by their programs and without a service manager; nothing outside a
+temporary folder is touched, and every process is ended by its id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
+PACKAGES = "apt-get install munge slurmctld slurmd slurm-client"
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdSpoolDir={folder}/spool-%n
+StateSaveLocation={folder}/state
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+CredType=cred/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+JobRequeue=1
+KillWait=20
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus}\n"
+
+
+def search_path() -> str:
+    """PATH with the folders of daemons, which a user's lacks."""
+    return os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/usr/local/sbin"])
+
+
+def missing_programs() -> list[str]:
+    """The programs of Slurm that this machine lacks."""
+    return [name for name in PROGRAMS if shutil.which(name, path=search_path()) is None]
+
+
+def free_ports(num: int) -> list[int]:
+    """Different ports that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(num)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    """Return when `condition` holds; fails with `what` after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s"
+        time.sleep(0.3)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running Slurm and the environment in which its commands find it."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    def command(self, *command: str, env: Mapping[str, str] | None = None) -> str:
+        """The output of one of Slurm's commands."""
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**self.environment, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def submit(self, recipe: str, *arguments: str, options: Sequence[str] = (),
+               env: Mapping[str, str] | None = None) -> str:  # fmt: skip
+        """Give a recipe of scripts/slurm to sbatch; returns the job's id."""
+        output = f"--output={self.folder}/%j.out"
+        line = ["sbatch", "--parsable", output, *options, f"scripts/slurm/{recipe}", *arguments]
+        return self.command(*line, env=env).strip()
+
+    def facts(self, job: str) -> dict[str, str]:
+        """What Slurm says of a job: JobState, Restarts, ExitCode, Reason ..."""
+        words = self.command("scontrol", "show", "job", job, "--oneliner").split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def state(self, job: str) -> str:
+        return self.facts(job)["JobState"]
+
+    def log(self, job: str) -> str:
+        """What the job has printed."""
+        path = self.folder / f"{job}.out"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait_log(self, job: str, text: str, seconds: float = 60) -> None:
+        """Return when the job has printed `text`."""
+        self._wait(job, lambda: text in self.log(job), seconds, f"log with {text!r}")
+
+    def wait_state(self, job: str, state: str, seconds: float = 60) -> None:
+        """Return when the job is in a state."""
+        self._wait(job, lambda: self.state(job) == state, seconds, state)
+
+    def wait_restart(self, job: str, restarts: int, seconds: float = 60) -> None:
+        """Return when the job is in the queue again; there it need not wait Slurm's two minutes."""
+
+        def is_back() -> bool:
+            facts = self.facts(job)
+            return facts["Restarts"] == str(restarts) and facts["JobState"] == "PENDING"
+
+        self._wait(job, is_back, seconds, f"restart {restarts}")
+        self.command("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    def _wait(self, job: str, is_so: Callable[[], bool], seconds: float, what: str) -> None:
+        try:
+            wait_until(is_so, seconds, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.facts(job)}\n{self.log(job)[-4000:]}") from None
+
+
+@contextlib.contextmanager
+def start_cluster(folder: Path, nodes: Sequence[str] = ("n1", "n2"), cpus: int = 8
+                  ) -> Iterator[Cluster]:  # fmt: skip
+    """A Slurm of simulated nodes, each `cpus` wide, until the context ends."""
+    environment = {**os.environ, "PATH": search_path(), "SLURM_CONF": str(folder / "slurm.conf")}
+    cluster = Cluster(folder, environment)
+    write_configuration(folder, nodes, cpus)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(daemon(cluster, "munged", "--foreground", "--force", "--num-threads=2",
+                                   *munge_files(folder)))  # fmt: skip
+        wait_until((folder / "munge.sock").exists, 10, "munged")
+        stack.enter_context(daemon(cluster, "slurmctld", "-D", "-i"))
+        for node in nodes:
+            stack.enter_context(daemon(cluster, "slurmd", "-D", "-N", node))
+        idle = ["sinfo", "--noheader", "--states=idle", "--Node", "--format=%N"]
+        try:
+            wait_until(lambda: sinfo(cluster, idle) == sorted(nodes), 30, "nodes of Slurm")
+        except AssertionError as error:
+            logs = "".join(path.read_text()[-1500:] for path in folder.glob("*.log"))
+            raise AssertionError(f"{error}\n{logs}") from None
+        yield cluster
+
+
+def sinfo(cluster: Cluster, command: Sequence[str]) -> list[str]:
+    """Names of nodes; none while slurmctld does not answer yet."""
+    done = subprocess.run(
+        command, env=cluster.environment, capture_output=True, text=True, timeout=30
+    )
+    return sorted(done.stdout.split())
+
+
+def write_configuration(folder: Path, nodes: Sequence[str], cpus: int) -> None:
+    """slurm.conf and munge's key; several slurmd on one machine differ by name and port."""
+    host, user = socket.gethostname(), pwd.getpwuid(os.getuid()).pw_name
+    control, *ports = free_ports(1 + len(nodes))
+    text = CONFIGURATION.format(host=host, port=control, user=user, folder=folder)
+    for name, port in zip(nodes, ports, strict=True):
+        text += NODE.format(name=name, host=host, port=port, cpus=cpus)
+    folder.chmod(0o755)
+    (folder / "state").mkdir()
+    (folder / "slurm.conf").write_text(text)
+    (folder / "munge.key").write_bytes(os.urandom(1024))
+    (folder / "munge.key").chmod(0o400)
+
+
+def munge_files(folder: Path) -> list[str]:
+    """munged's flags: its files all in our folder."""
+    names = {"key-file": "key", "socket": "sock", "pid-file": "pid", "log-file": "log",
+             "seed-file": "seed"}  # fmt: skip
+    return [f"--{flag}={folder}/munge.{suffix}" for flag, suffix in names.items()]
+
+
+@contextlib.contextmanager
+def daemon(cluster: Cluster, name: str, *flags: str) -> Iterator[None]:
+    """A daemon of Slurm in the foreground, until the context ends."""
+    with (cluster.folder / f"{name}{flags[-1].strip('-')[:3]}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [name, *flags], env=cluster.environment, stdout=log, stderr=log, cwd=cluster.folder
+        )
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,53 @@
+"""In the trainer's place (`ENTRY`), where a test is about the shell around it.
+
+It keeps the trainer's contract: options as key=value, a checkpoint folder and exit status 75 after
+SIGUSR1 or SIGTERM, steps that go on from the newest checkpoint. And it misbehaves where asked to.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+LAST_STEP = 3
+
+
+def newest(folder: Path) -> int:
+    return max((int(path.name.split("_")[-1]) for path in folder.glob("global_step_*")), default=0)
+
+
+def main() -> int:
+    """A start without end, but for the one that finds the last but one step done."""
+    options = dict(option.split("=", 1) for option in sys.argv[1:])
+    folder = Path(options["trainer.default_local_dir"])
+    step = newest(folder) + 1
+
+    signals: list[int] = []
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, lambda number, _: signals.append(number))
+    if "STAND_IN_LEAVES" in os.environ:  # a process that nobody but its mark knows
+        subprocess.Popen(["sleep", "4321"], start_new_session=True)
+    print(
+        f"stand-in: step {step} {options['trainer.resume_mode']} nodes={options['trainer.nnodes']} "
+        f"ray={os.environ.get('RAY_ADDRESS')} retriever={options['retriever.url']} "
+        f"end={os.environ.get('SLURM_JOB_END_TIME')}",
+        flush=True,
+    )
+    if "STAND_IN_STATUS" in os.environ:
+        return int(os.environ["STAND_IN_STATUS"])
+    while step < LAST_STEP and not signals:
+        time.sleep(0.1)
+    if not signals:
+        return 0
+    if "STAND_IN_SAVES_NOTHING" not in os.environ:
+        (folder / f"global_step_{step}").mkdir()
+    print(f"stand-in: signal {signals[0]}, saved step {step}", flush=True)
+    return 75
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""The shell of scripts/slurm without a Slurm: its two commands are stand-ins on the PATH.
+
+What a real Slurm does with the recipes is in test_jobs.py, which is slow.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+RECIPES = ROOT / "scripts" / "slurm"
+SCONTROL = """#!/bin/bash
+case "$1 $2" in
+"show hostnames") echo n1 ;;
+*) echo "scontrol $*" ;;
+esac
+"""
+SQUEUE = """#!/bin/bash
+[[ $* != *--jobs=7* ]] || echo 7
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """What Slurm and the user give a job of one node, number 42, that needs no retriever."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, text in {"scontrol": SCONTROL, "squeue": SQUEUE}.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    return {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "PYTHON": sys.executable,
+        "ENTRY": "tests.scripts.slurm.stand_in",
+        "SLURM_JOB_ID": "42",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "N_GPUS": "1",
+        "RETRIEVER_URL": "empty",
+        "OUTPUT_DIR": str(tmp_path / "run"),
+        "LOG_DIR": str(tmp_path / "logs"),
+        "RAY_TMP": str(tmp_path),
+    }
+
+
+def job(environment: dict[str, str], *signals: int, **variables: str) -> tuple[int, str]:
+    """Exit status and output of train.sbatch; each signal is sent to its shell while it trains."""
+    process = subprocess.Popen(
+        ["bash", str(RECIPES / "train.sbatch")],
+        env={**environment, **variables},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    output = ""
+    for number in signals:
+        while "stand-in: step" not in output:
+            output += process.stdout.readline()
+            assert process.poll() is None, output
+        process.send_signal(number)
+    output += process.communicate(timeout=60)[0]
+    return process.returncode, output
+
+
+def finish(environment: dict[str, str]) -> None:
+    """Let the next start find all steps but the last done."""
+    (Path(environment["OUTPUT_DIR"]) / "global_step_2").mkdir(parents=True)
+
+
+def test_a_run_that_finishes_is_not_queued_again(environment: dict[str, str]) -> None:
+    """Status 0, resume by itself, nothing left of the job's temporary folder."""
+    finish(environment)
+    status, output = job(environment)
+    assert status == 0
+    assert "stand-in: step 3 auto nodes=1" in output
+    assert "scontrol requeue" not in output
+    assert not Path(environment["RAY_TMP"], "sr1-42").exists()
+
+
+def test_a_warned_run_saves_and_is_queued_again(environment: dict[str, str]) -> None:
+    """SIGUSR1 reaches the trainer; its status 75 puts the job back into the queue."""
+    status, output = job(environment, signal.SIGUSR1)
+    assert status == 75
+    assert "saved step 1" in output
+    assert output.index("goes on after step 1") < output.index("scontrol requeue 42")
+
+
+def test_a_cancelled_run_is_not_queued_again(environment: dict[str, str]) -> None:
+    """After SIGTERM the same status 75 means that the run may be submitted again, by a person."""
+    status, output = job(environment, signal.SIGTERM)
+    assert status == 75
+    assert "saved step 1" in output
+    assert "scontrol requeue" not in output
+
+
+def test_a_crash_is_not_queued_again(environment: dict[str, str]) -> None:
+    """A mistake of the user or a bug would only be met again."""
+    status, output = job(environment, STAND_IN_STATUS="2")
+    assert status == 2
+    assert "scontrol requeue" not in output
+
+
+def test_a_lost_retriever_is_looked_for_by_the_next_start(environment: dict[str, str]) -> None:
+    """Status 4 is queued again: the start waits for the retriever with a limit of its own."""
+    (Path(environment["LOG_DIR"]) / "42").mkdir(parents=True)
+    status, output = job(environment, STAND_IN_STATUS="4")
+    assert status == 4
+    assert "scontrol requeue 42" in output
+
+
+def test_requeues_are_bounded(environment: dict[str, str]) -> None:
+    """The last allowed start is not queued again."""
+    for restarts, queued in (("4", True), ("5", False)):
+        output = job(environment, signal.SIGUSR1, SLURM_RESTART_COUNT=restarts, MAX_REQUEUES="5")[1]
+        assert ("scontrol requeue 42" in output) is queued
+        assert ("MAX_REQUEUES=5 is used up" in output) is not queued
+
+
+def test_starts_without_progress_are_bounded(environment: dict[str, str]) -> None:
+    """A job whose time never suffices for a step stops asking, and says why."""
+    outputs = [job(environment, signal.SIGUSR1, STAND_IN_SAVES_NOTHING="1")[1] for _ in range(3)]
+    assert ["scontrol requeue" in output for output in outputs] == [True, True, False]
+    assert "3 starts in a row brought no new checkpoint" in outputs[2]
+
+
+def test_two_jobs_do_not_write_into_one_folder(environment: dict[str, str]) -> None:
+    """The job that runs keeps the folder; one that ended does not."""
+    finish(environment)
+    owner = Path(environment["OUTPUT_DIR"]) / "slurm_job"
+    owner.write_text("7\n")
+    status, output = job(environment)
+    assert (status, "job 7 writes into" in output) == (2, True)
+    owner.write_text("6\n")
+    assert job(environment)[0] == 0
+    assert owner.read_text() == "42\n"
+
+
+def test_orphans_of_the_job_are_ended(environment: dict[str, str]) -> None:
+    """A process whose parent is gone is found by the job's mark."""
+    finish(environment)
+    status, output = job(environment, STAND_IN_LEAVES="1")
+    assert status == 0
+    assert "ending 1 processes that were left" in output
+
+
+def test_a_job_without_gpus_says_so(environment: dict[str, str]) -> None:
+    """Neither GPUs from Slurm nor N_GPUS."""
+    del environment["N_GPUS"]
+    status, output = job(environment)
+    assert status == 2
+    assert "give sbatch --gpus-per-node=8, or set N_GPUS" in output
+
+
+def test_an_absent_retriever_has_a_limit(environment: dict[str, str]) -> None:
+    """Nothing trains when the retriever is not there in time; the line names its address."""
+    began = time.monotonic()
+    status, output = job(
+        environment, RETRIEVER_URL="http://127.0.0.1:9/retrieve", RETRIEVER_WAIT="1"
+    )
+    assert status == 1
+    assert "http://127.0.0.1:9/health: not there after 1 s" in output
+    assert "stand-in" not in output
+    assert time.monotonic() - began < 30
+
+
+def test_a_retriever_that_cannot_start_ends_the_job(environment: dict[str, str]) -> None:
+    """Its own words are in the job's log."""
+    del environment["RETRIEVER_URL"]
+    status, output = job(environment, CORPUS_PATH="/no/corpus.jsonl")
+    assert status == 1
+    assert "the retriever on n1: its process ended" in output
+    assert "| corpus /no/corpus.jsonl does not exist" in output
+
+
+def submit(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """submit.sh, which prints its command."""
+    return subprocess.run(
+        ["bash", str(RECIPES / "submit.sh"), *arguments],
+        env={**env, "DRY_RUN": "1"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+def test_submit_translates_a_file_of_settings(environment: dict[str, str], tmp_path: Path) -> None:
+    """Slurm's settings become options of sbatch; what follows -- goes to the trainer."""
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    conf = tmp_path / "my.conf"
+    conf.write_text('PARTITION=gpu\nNODES=2\nGPUS=8\nTIME=1:00:00\nSBATCH_ARGS="--exclusive"\n')
+    done = submit("train", str(conf), "--nice=5", "--", "max_turns=4", env=environment)
+    words = done.stdout.split()
+    assert words[0] == "sbatch"
+    assert {"--partition=gpu", "--nodes=2", "--gpus-per-node=8", "--time=1:00:00", "--exclusive",
+            "--nice=5"} <= set(words)  # fmt: skip
+    assert words[-2:] == ["scripts/slurm/train.sbatch", "max_turns=4"]
+
+
+def test_submit_names_what_is_missing(environment: dict[str, str], tmp_path: Path) -> None:
+    """A recipe, a file of settings and sbatch are needed."""
+    assert "usage:" in submit("both", env=environment).stderr
+    assert "no such file" in submit("train", "no.conf", env=environment).stderr
+    if shutil.which("sbatch") is None:
+        example = str(RECIPES / "example.conf")
+        assert "login node" in submit("train", example, env=environment).stderr
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.iterdir()), ids=lambda path: path.name)
+def test_the_shell_can_read_its_files(path: Path) -> None:
+    """No syntax error in a branch that no test runs."""
+    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
