@@ -10,12 +10,14 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import ray
 from transformers import AutoTokenizer
 
 from search_r1.llm_agent.generation import EMPTY, build_agent
 from search_r1.scoring import build_reward_manager
+from search_r1.search.identity import retriever_identity
 from search_r1.search.probe import SearchProbe
 from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
@@ -28,6 +30,7 @@ from verl.trainer.options import cli
 from verl.trainer.options.preflight import preflight
 from verl.trainer.outages import PROBE_S, Probe, always_there
 from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.resuming import check_resume, identity
 from verl.trainer.rollout_data import open_folder
 
 logger = logging.getLogger(__name__)
@@ -49,6 +52,15 @@ def build_probe(config: Config) -> Probe:
     return SearchProbe(retriever.url, retriever.topk, min(retriever.timeout, PROBE_S))
 
 
+def identify(config: Config) -> dict[str, Any]:
+    """What a checkpoint says it was made with; the retriever tells what it serves."""
+    retriever = config.retriever
+    if not config.do_search or retriever.url == EMPTY:
+        return identity(config, {})
+    timeout = min(retriever.timeout, PROBE_S)
+    return identity(config, retriever_identity(retriever.url, timeout))
+
+
 def count_steps(config: Config, num_rows: int) -> int:
     """Updates of the run: `total_training_steps`, or enough for `total_epochs` passes."""
     trainer = config.trainer
@@ -61,6 +73,8 @@ def count_steps(config: Config, num_rows: int) -> int:
 def building(config: Config) -> Iterator[RayPPOTrainer]:
     """Check everything and build everything; all is taken down again when the context ends."""
     preflight(config)
+    made_with = identify(config)
+    check_resume(config, made_with)
     cli.write_resolved(config, config.trainer.default_local_dir)
     tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
     data = config.data
@@ -86,6 +100,7 @@ def building(config: Config) -> Iterator[RayPPOTrainer]:
                     tracking=tracking,
                     total_steps=total_steps,
                     probe=build_probe(config),
+                    identity=made_with,
                 )
         finally:
             replicas.shutdown()
