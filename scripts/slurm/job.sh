@@ -53,12 +53,13 @@ on_warning() {
   kill -USR1 "$main_pid" 2>/dev/null || true
 }
 
-# scancel, or the time limit itself.
+# scancel, or the time limit itself. Slurm signals the trainer too, which ends at once when it gets
+# SIGTERM twice: what it is sent here only asks to save.
 on_end() {
   interrupted=1 cancelled=1
   ((!starting)) || exit 143
-  note "Slurm ends the job"
-  kill -TERM "$main_pid" 2>/dev/null || true
+  note "Slurm ends the job: $GRACE s for the trainer to end"
+  kill -USR1 "$main_pid" 2>/dev/null || true
 }
 
 # run_main COMMAND...: to its end; returns its exit status, whatever signals come meanwhile.
@@ -69,8 +70,11 @@ run_main() {
   while true; do
     interrupted=0 status=0
     wait "$main_pid" || status=$?
-    ((interrupted)) || return "$status"
+    ((interrupted)) || break
+    ((!cancelled)) || await_end "$GRACE" "$main_pid"
   done
+  ((status != 128 + 10)) || status=75 # warned before it listened: nothing is lost
+  return "$status"
 }
 
 # Ends what the job started, the trainer first; what hides is found by its mark.
@@ -94,12 +98,17 @@ clean_up() {
 
 # end_processes SECONDS PID...: SIGTERM, and SIGKILL for those that are there after SECONDS.
 end_processes() {
+  local pid
+  for pid in "${@:2}"; do [[ -z $pid ]] || kill -TERM "$pid" 2>/dev/null; done
+  await_end "$@"
+}
+
+# await_end SECONDS PID...: until all are gone; SIGKILL for those that are there after SECONDS.
+await_end() {
   local limit=$((SECONDS + $1)) pid
-  shift
-  for pid; do [[ -z $pid ]] || kill -TERM "$pid" 2>/dev/null; done
-  for pid; do
+  for pid in "${@:2}"; do
     while [[ -n $pid ]] && kill -0 "$pid" 2>/dev/null; do
-      ((SECONDS < limit)) || kill -KILL "$pid" 2>/dev/null
+      ((SECONDS < limit)) || kill -KILL "$pid" 2>/dev/null || true
       sleep 0.2
     done
   done
@@ -115,9 +124,12 @@ marked() {
   done
 }
 
+# What Ray wrote on this node, whether the trainer or we started it.
 keep_ray_logs() {
-  local logs=$ray_tmp/session_latest/logs
-  [[ ! -d $logs ]] || cp -r "$logs" "$job_dir/ray-${SLURM_RESTART_COUNT:-0}"
+  local logs
+  for logs in "$ray_tmp"/{,ray/}session_latest/logs; do
+    [[ ! -d $logs ]] || cp -r "$logs" "$job_dir/ray-${SLURM_RESTART_COUNT:-0}"
+  done
 }
 
 # The newest checkpoint's step, or 0.

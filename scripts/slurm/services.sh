@@ -43,10 +43,10 @@ load_modules() {
   module load $MODULES || die "module load $MODULES failed" 2
 }
 
-# The job's time limit in seconds since 1970, for trainer.time_limit; older Slurms do not set it.
+# When the job must be over, in seconds since 1970, for the trainer; older Slurms do not set it.
 export_end_time() {
   local end
-  [[ -z ${SLURM_JOB_END_TIME:-} ]] || return 0
+  unset SLURM_JOB_END_TIME # perhaps that of a job which submitted this one
   end=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)
   if [[ $end == 20* ]]; then
     SLURM_JOB_END_TIME=$(date --date="$end" +%s)
@@ -166,7 +166,9 @@ start_ray() {
   port=$(free_port $((20000 + SLURM_JOB_ID % 5000 * 2)))
   client=$(free_port $((port + 1)))
   RAY_ADDRESS=$(address_of "${nodes[0]}"):$port
-  export RAY_ADDRESS
+  # Whoever reaches a cluster of Ray may run anything in it, and others share the network.
+  RAY_AUTH_TOKEN=$("$PYTHON" -c 'import secrets; print(secrets.token_hex(32))')
+  export RAY_ADDRESS RAY_AUTH_TOKEN RAY_AUTH_MODE=token
   start_ray_node "${nodes[0]}" --head --port="$port" --ray-client-server-port="$client" \
     --include-dashboard=false --disable-usage-stats --temp-dir="$ray_tmp"
   has_nodes 1 "${nodes[0]}"

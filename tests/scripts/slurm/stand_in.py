@@ -20,6 +20,11 @@ def newest(folder: Path) -> int:
     return max((int(path.name.split("_")[-1]) for path in folder.glob("global_step_*")), default=0)
 
 
+def say(text: str) -> None:
+    sys.stdout.write(f"stand-in: {text}\n")
+    sys.stdout.flush()
+
+
 def main() -> int:
     """A start without end, but for the one that finds the last but one step done."""
     options = dict(option.split("=", 1) for option in sys.argv[1:])
@@ -31,11 +36,10 @@ def main() -> int:
         signal.signal(number, lambda number, _: signals.append(number))
     if "STAND_IN_LEAVES" in os.environ:  # a process that nobody but its mark knows
         subprocess.Popen(["sleep", "4321"], start_new_session=True)
-    print(
-        f"stand-in: step {step} {options['trainer.resume_mode']} nodes={options['trainer.nnodes']} "
+    say(
+        f"step {step} {options['trainer.resume_mode']} nodes={options['trainer.nnodes']} "
         f"ray={os.environ.get('RAY_ADDRESS')} retriever={options['retriever.url']} "
-        f"end={os.environ.get('SLURM_JOB_END_TIME')}",
-        flush=True,
+        f"end={os.environ.get('SLURM_JOB_END_TIME')}"
     )
     if "STAND_IN_STATUS" in os.environ:
         return int(os.environ["STAND_IN_STATUS"])
@@ -45,7 +49,7 @@ def main() -> int:
         return 0
     if "STAND_IN_SAVES_NOTHING" not in os.environ:
         (folder / f"global_step_{step}").mkdir()
-    print(f"stand-in: signal {signals[0]}, saved step {step}", flush=True)
+    say(f"signal {signals[0]}, saved step {step}")
     return 75
 
 
