@@ -71,9 +71,6 @@ class TrainerConfig:
     resume_anyway: list[str] = field(default_factory=list)
     """What may differ from the checkpoint that is resumed from: data, corpus, algorithm … as the
     refusal names it."""
-    resume_anyway: list[str] = field(default_factory=list)
-    """What may differ from the checkpoint that is resumed from: data, corpus, algorithm … as the
-    refusal names it."""
     seed: int = 0
     """Seed of data order, sampling and initialisation of the value head."""
     max_restarts: int = 3
@@ -86,4 +83,10 @@ class TrainerConfig:
     deterministic: bool = False
     """The same seed on the same machine gives the same metrics, bit for bit on CPU: each engine
     decodes one dialogue at a time, which is slow (docs/determinism.md); to compare runs by."""
+    memory_preflight: str = "refuse"
+    """What an estimate that this machine has not the memory for leads to: refuse, warn, off."""
+    memory_watch_seconds: float = 5.0
+    """Seconds between two looks at the host's memory during a run; 0 never looks."""
+    memory_low: float = 0.1
+    """Free share of the host's memory below which a line says what uses it; Ray kills at 0.05."""
     guard: GuardConfig = field(default_factory=GuardConfig)

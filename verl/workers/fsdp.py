@@ -146,6 +146,16 @@ class FsdpEngine:
             schedule=self.options.schedule,
         )
         self.scheduler = LambdaLR(self.optimizer, factor)
+        self._move_optimizer(torch.device("cpu"))
+
+    def release(self) -> None:
+        """Free gathered weights, and give back the device memory that torch keeps for reuse.
+
+        An engine shares the device: it wakes up into what is free there.
+        """
+        self.reshard()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def reshard(self) -> None:
         """Free gathered weights: a forward without backward leaves some, in the compute dtype.
@@ -193,6 +203,7 @@ class FsdpEngine:
             self.optimizer._opt_called = True
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
+        self.release()
         return StepResult(norm, lr, is_skipped)
 
     def take_up_schedule(self, num_done: int) -> None:
@@ -242,6 +253,7 @@ class FsdpEngine:
         for name, parameter in self.module.named_parameters():
             if name.startswith(prefix) and keep(name):
                 yield name.removeprefix(prefix), self._whole(parameter)
+        self.release()
 
     def full_learned(self) -> dict[str, Tensor]:
         """Name and whole tensor of each parameter that this engine trains, on every rank."""

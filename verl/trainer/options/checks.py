@@ -60,6 +60,7 @@ def _choices(config: Config) -> Iterator[Problem]:
         ("actor_rollout_ref.rollout.name", rollout.name, ("vllm",)),
         ("actor_rollout_ref.rollout.dtype", rollout.dtype, ("auto", "bfloat16", "float32")),
         ("trainer.device", config.trainer.device, ("auto", "cuda", "cpu")),
+        ("trainer.memory_preflight", config.trainer.memory_preflight, ("refuse", "warn", "off")),
         ("trainer.guard.action", config.trainer.guard.action, ("warn", "stop", "rollback")),
         (
             "trainer.compute_dtype",
@@ -133,6 +134,7 @@ def _shares(config: Config) -> Iterator[Problem]:
             True,
         ),
         "critic.optim.lr_warmup_steps_ratio": (config.critic.optim.lr_warmup_steps_ratio, True),
+        "trainer.memory_low": (config.trainer.memory_low, True),
     }
     for key, (got, zero_allowed) in unit.items():
         if not 0 <= got <= 1 or (got == 0 and not zero_allowed):

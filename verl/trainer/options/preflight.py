@@ -33,6 +33,7 @@ from verl.errors import (
 from verl.rows import load_rows
 from verl.tracking import backend_names
 from verl.trainer.options.adapters import adapter_problems
+from verl.trainer.options.memory import memory_problems
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ def preflight(config: Config) -> None:
         _questions,
         retriever_problems,
         _devices,
+        memory_problems,
         _disk,
         _tracking,
     )

@@ -1,0 +1,115 @@
+"""The memory of this machine now: host (within the container's limit), /dev/shm, GPUs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+SHARED_MEMORY = Path("/dev/shm")
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+NO_LIMIT = 1 << 60
+"""Version 1 writes an unlimited group as a number beyond any machine."""
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The host's memory, or the container's where that has less, in bytes."""
+
+    total: int
+    free: int
+    """What processes may still take; file pages that the kernel can drop count as free."""
+
+    @property
+    def used_share(self) -> float:
+        """Share that is taken, from 0 to 1."""
+        return 1 - self.free / self.total
+
+    @classmethod
+    def now(cls, membership: Path = Path("/proc/self/cgroup")) -> HostMemory:
+        """This machine's."""
+        physical = psutil.virtual_memory()
+        found = [cls(physical.total, physical.available), *control_groups(membership)]
+        total = min(memory.total for memory in found)
+        return cls(total, min(total, *(memory.free for memory in found)))
+
+
+def control_groups(membership: Path, mount: Path = CONTROL_GROUPS) -> Iterator[HostMemory]:
+    """The limit of our control group and of each around it, as far as they have one."""
+    if not membership.is_file():
+        return
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _up_from(mount, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            yield from _up_from(mount / "memory", path, *names)
+
+
+def _up_from(
+    mount: Path, path: str, limit: str, usage: str, droppable: str
+) -> Iterator[HostMemory]:
+    folder = mount / path.strip("/")
+    while folder.is_relative_to(mount):
+        found = _group(folder, limit, usage, droppable)
+        if found is not None:
+            yield found
+        folder = folder.parent
+
+
+def _group(folder: Path, limit: str, usage: str, droppable: str) -> HostMemory | None:
+    """One group's memory; None where it has no limit, or is not there to be read."""
+    try:
+        words = (folder / limit).read_text().strip()
+        used = int((folder / usage).read_text())
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return None
+    if words == "max" or int(words) >= NO_LIMIT:
+        return None
+    facts = dict(line.split() for line in lines)
+    return HostMemory(int(words), max(0, int(words) - used + int(facts.get(droppable, 0))))
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """One GPU's memory in bytes."""
+
+    total: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run may take here."""
+
+    host: HostMemory
+    shared_free: int | None
+    """Of /dev/shm; None where there is none and a temporary folder takes its place."""
+    devices: tuple[DeviceMemory, ...] = ()
+
+    @classmethod
+    def now(cls, with_devices: bool) -> Machine:
+        """This machine; `with_devices` asks the GPUs too."""
+        shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else None
+        return cls(HostMemory.now(), shared, _devices_by_child() if with_devices else ())
+
+
+def device_memory() -> tuple[DeviceMemory, ...]:
+    """Every visible GPU; asking makes a context on each of them."""
+    found = (torch.cuda.mem_get_info(i) for i in range(torch.cuda.device_count()))
+    return tuple(DeviceMemory(total, free) for free, total in found)
+
+
+def _devices_by_child() -> tuple[DeviceMemory, ...]:
+    """As `device_memory`, by a process whose contexts end with it."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(device_memory).result()

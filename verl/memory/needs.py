@@ -1,0 +1,100 @@
+"""What the parts of a run are called, when they hold memory, and the constants nobody can compute.
+
+Constants are round numbers for things outside our tensors (contexts, libraries, processes); those
+of the CPU were measured, those of the GPU are read from published logs (docs/memory.md).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FLOAT = 4
+"""Bytes of a float32 value: master weights, gradients, moments."""
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+class Phase(enum.StrEnum):
+    """What a run is doing; everything that is held in a phase is needed at once."""
+
+    LOAD = "loading"
+    GENERATE = "generation"
+    LOG_PROBS = "log-probs"
+    REF_LOG_PROBS = "reference log-probs"
+    VALUES = "values"
+    UPDATE_CRITIC = "critic's backward"
+    STEP_CRITIC = "critic's optimizer step"
+    UPDATE_ACTOR = "actor's backward"
+    STEP_ACTOR = "actor's optimizer step"
+    HAND_OVER = "hand-over of weights"
+    SAVE = "saving"
+
+
+class Place(enum.StrEnum):
+    """Where memory is held."""
+
+    DEVICE = "device"
+    """Of one GPU; each holds the same."""
+    HOST = "host"
+    """Of one node, all its processes together; every byte of a run on CPU."""
+    SHARED = "shared"
+    """Files in /dev/shm of one node; they are part of the host's memory too."""
+
+
+ALWAYS = frozenset(Phase)
+AWAKE = frozenset({Phase.GENERATE, Phase.HAND_OVER, Phase.SAVE})
+"""Phases in which engines hold their share of the devices."""
+ASLEEP = ALWAYS - AWAKE
+LOADED = ALWAYS - {Phase.LOAD}
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory that one thing holds in one place, in some phases."""
+
+    place: Place
+    what: str
+    bytes: int
+    phases: frozenset[Phase] = ALWAYS
+    optional: bool = False
+    """The run does without it where there is no room."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Bytes of what our formulas do not reach."""
+
+    context: int
+    """Of a device, by a training rank: CUDA context, cuBLAS workspace, communication buffers."""
+    engine_asleep: int
+    """Of a device, by a sleeping engine: its context and captured graphs stay."""
+    engine_other: int
+    """Of a device, by an engine awake, beside weights, activations and KV cache."""
+    rank: int
+    """Of the host, by a training rank before it loads anything: Python, torch, transformers."""
+    engine: int
+    """Of the host, by an engine's processes before they load anything."""
+    driver: int
+    """Of the host, by the driver and Ray's own processes."""
+
+
+CPU = Constants(0, 0, 0, rank=600 * MIB, engine=1500 * MIB, driver=1500 * MIB)
+GPU = Constants(
+    context=GIB, engine_asleep=2 * GIB, engine_other=2 * GIB,
+    rank=2 * GIB, engine=4 * GIB, driver=2 * GIB,
+)  # fmt: skip
+
+
+def power_of_two(count: int) -> int:
+    """The next power of two: torch rounds every piece of pinned host memory up to it."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def pinned(numels: Sequence[int], item: int, shards: int = 1) -> int:
+    """Pinned host bytes of tensors of `numels` values of `item` bytes, cut into `shards`.
+
+    Source: PowerOf2Ceil in ATen/core/CachingHostAllocator.h; freed blocks are kept for reuse.
+    """
+    return sum(power_of_two(-(-numel // shards) * item) for numel in numels)

@@ -1,0 +1,82 @@
+"""The run's memory against this machine's, before anything is loaded.
+
+What cannot fit is refused, what is close is warned of, both with settings that would fit. What
+other nodes of a cluster have is not seen from here: on a cluster nothing is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+
+import torch
+from transformers import AutoConfig
+
+from verl.config import Config
+from verl.errors import ResourceError, SearchR1Error
+from verl.memory.estimate import Estimate, Setting, estimate
+from verl.memory.fitting import CLOSE, REFUSED, proposals, shortages
+from verl.memory.machine import Machine
+from verl.memory.shape import KNOWN_TYPES, ModelShape
+from verl.memory.table import proposal_line, shortage_line, table
+from verl.workers.devices import device_type, dtype_name, resolve_dtype
+
+logger = logging.getLogger(__name__)
+
+
+def memory_problems(config: Config) -> Iterator[SearchR1Error]:
+    """ResourceError where the run cannot fit; the estimate, and what is close, are logged."""
+    how = config.trainer.memory_preflight
+    if how == "off":
+        return
+    policy = _shape(config.actor_rollout_ref.model.path)
+    critic = _shape(config.critic.model.path or config.actor_rollout_ref.model.path)
+    if policy is None or critic is None:
+        known = ", ".join(KNOWN_TYPES)
+        logger.info("memory: not estimated; it is for local or cached models of type %s", known)
+        return
+    on_gpu = device_type(config.trainer.device) == "cuda"
+    machine = Machine.now(with_devices=on_gpu)
+    setting = _setting(config, policy, critic, machine, on_gpu)
+    found = estimate(config, setting)
+    logger.info("memory needed and free:\n%s", table(found, machine))
+    if on_gpu and not machine.devices:
+        return  # told by the check of devices
+    limit = REFUSED if how == "refuse" and not os.environ.get("RAY_ADDRESS") else None
+    if limit is not None and shortages(config, found, machine, limit):
+        yield ResourceError(verdict("too small", config, setting, machine, found, limit))
+    elif shortages(config, found, machine, CLOSE):
+        logger.warning("%s", verdict("close", config, setting, machine, found, CLOSE))
+
+
+def verdict(
+    word: str, config: Config, setting: Setting, machine: Machine, found: Estimate, limit: float
+) -> str:
+    """What is short by `limit`, and settings that would fit with room to spare."""
+    lines = [shortage_line(short, found) for short in shortages(config, found, machine, limit)]
+    options = [proposal_line(*proposal) for proposal in proposals(config, setting, machine)]
+    options = options or ["free some memory, take more devices, or a smaller model"]
+    rule = f"refused above {REFUSED:.0%} of what is free; trainer.memory_preflight=warn starts it"
+    return (
+        f"this machine is {word} ({rule}): {'; '.join(lines)}; expected settings that fit:\n      "
+        + "\n      ".join(options)
+    )
+
+
+def _setting(
+    config: Config, policy: ModelShape, critic: ModelShape, machine: Machine, on_gpu: bool
+) -> Setting:
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dtype = dtype_name(resolve_dtype(config.trainer.compute_dtype, device))
+    total = min((memory.total for memory in machine.devices), default=0)
+    return Setting(policy, critic, on_gpu, total, dtype)
+
+
+def _shape(path: str) -> ModelShape | None:
+    """The model's sizes, from its folder or the hub's cache; None where they are not known."""
+    try:
+        facts = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError):
+        return None
+    return ModelShape.of(facts.to_dict())
