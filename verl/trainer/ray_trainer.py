@@ -25,7 +25,7 @@ from verl.config import Config
 from verl.core_algos.advantages import ADVANTAGES
 from verl.core_algos.kl import KLController
 from verl.data import PromptSampler
-from verl.errors import CollapseError, Interrupted, RetrieverOutage, SearchR1Error
+from verl.errors import CollapseError, Interrupted, RankLost, RetrieverOutage, SearchR1Error
 from verl.protocol import DataProto, Prompt
 from verl.reward import RewardFn, RewardManager, adapted
 from verl.tracking import Tracking
@@ -43,7 +43,7 @@ from verl.trainer.metrics import (
     throughput_metrics,
 )
 from verl.trainer.outages import PatientRollout, Probe, always_there
-from verl.trainer.saving import SavePlan, Saver
+from verl.trainer.saving import LOST_RANK_S, SavePlan, Saver
 from verl.trainer.stopping import Stopper, end_of_time
 from verl.trainer.validation import validate
 from verl.workers.weights import copy_tokenizer
@@ -117,6 +117,7 @@ class RayPPOTrainer:
                 self.save_trusted()
             self.train()
             self.export()
+            self.saver.settle(is_final=True)
 
     def train(self) -> None:
         """The steps that are left."""
@@ -136,7 +137,6 @@ class RayPPOTrainer:
                     self.conclude(metrics, must_recover)
                 bar.set_postfix(score=f"{metrics['critic/score/mean']:.3f}")
                 bar.update()
-        self.saver.settle(is_final=True)
 
     def conclude(self, metrics: Metrics, was_recovered: bool = False) -> None:
         """End a step whose weights are final: validate, log, save."""
@@ -310,8 +310,8 @@ class RayPPOTrainer:
             raise Interrupted(self.save_at_the_end(self.stopper.reason)) from None
         except (Interrupted, RetrieverOutage) as error:
             raise type(error)(self.save_at_the_end(str(error))) from error
-        except SearchR1Error:
-            self.saver.close()
+        except SearchR1Error as error:
+            self.saver.close(LOST_RANK_S if isinstance(error, RankLost) else None)
             raise
 
     def save_at_the_end(self, reason: str) -> str:

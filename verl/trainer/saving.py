@@ -24,6 +24,8 @@ from verl.errors import SaveError, SearchR1Error
 
 logger = logging.getLogger(__name__)
 
+LOST_RANK_S = 10.0
+"""Time for a background write to end when a rank has died: it is nearly done, or never will be."""
 MAX_FAILURES = 2
 """Checkpoints in a row that may not be written before the run ends."""
 
@@ -122,6 +124,10 @@ class Saver:
                 self._written(checkpoint.publish(part))
         except (OSError, SaveError) as error:
             self._failed(state.step, part, error, is_final=wait)
+        except BaseException:
+            if part is not None and self._pending is None:
+                abandon(part)
+            raise
         self.longest_s = max(self.longest_s, time.monotonic() - start)
 
     def resumed(self, folder: Path) -> None:
@@ -134,8 +140,8 @@ class Saver:
         if self._pending is not None and self._pending.written.done():
             self.settle()
 
-    def settle(self, is_final: bool = False) -> None:
-        """Wait for the background write, if there is one.
+    def settle(self, is_final: bool = False, patience_s: float | None = None) -> None:
+        """Wait for the background write, if there is one; at most `patience_s` seconds.
 
         Raises SaveError when it failed for the second time in a row, or is the last.
         """
@@ -144,9 +150,12 @@ class Saver:
             return
         start = time.monotonic()
         try:
-            self._written(pending.written.result())
+            self._written(pending.written.result(patience_s))
         except (OSError, SaveError) as error:
             self._failed(pending.part.step, pending.part, error, is_final)
+        except BaseException:
+            abandon(pending.part)
+            raise
         self.longest_s = max(self.longest_s, time.monotonic() - start)
 
     def _finish(self, part: Part) -> Path:
@@ -187,10 +196,10 @@ class Saver:
                 checkpoint.remove(step_dir)
                 self.lost(checkpoint.step_of(step_dir))
 
-    def close(self) -> None:
+    def close(self, patience_s: float | None = None) -> None:
         """Let the background write end while the run ends for another reason, which counts more."""
         try:
-            self.settle(is_final=True)
+            self.settle(is_final=True, patience_s=patience_s)
         except SearchR1Error as error:
             logger.error("%s", error)
 
