@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import Tensor
 from verl import checkpoint
 from verl.config import AdapterConfig, Config, CriticModelConfig, ModelConfig
 from verl.core_algos.advantages import ADVANTAGES
+from verl.memory.machine import HostMemory
 from verl.protocol import DataProto
 from verl.workers.actor import DEFAULT_TOKEN_BUDGET, Actor, Metrics, TokenBudgets
 from verl.workers.critic import Critic
@@ -272,8 +272,7 @@ class TrainerWorker:
 
     def checkpoint_room(self) -> tuple[str, int, int]:
         """This host's name, the bytes of this rank's shards, and the host's free memory."""
-        available = psutil.virtual_memory().available
-        return socket.gethostname(), checkpoint.num_bytes(self.engines), available
+        return socket.gethostname(), checkpoint.num_bytes(self.engines), HostMemory.now().free
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Take up the state saved in `directory`, by whatever number of ranks."""

@@ -34,6 +34,7 @@ def check(config: Config) -> None:
         _batches,
         _engines,
         algorithm_problems,
+        _saving,
         _guard,
         _retrieval,
         reward_problems,
@@ -203,6 +204,23 @@ def _adapters(config: Config) -> Iterator[Problem]:
         if options.has_adapter and options.lora_alpha <= 0:
             key = f"{section}.lora_alpha"
             yield key, options.lora_alpha, "more than 0", f"{key}={2 * options.lora_rank}"
+
+
+def _saving(config: Config) -> Iterator[Problem]:
+    """Times that can pass, and counts of checkpoints."""
+    trainer = config.trainer
+    for name in ("save_minutes", "time_limit"):
+        got = getattr(trainer, name)
+        if got is not None and not got > 0:
+            yield f"trainer.{name}", got, "more than 0 minutes, or null", f"trainer.{name}=null"
+    if trainer.keep_last is not None and trainer.keep_last < 1:
+        fix = "trainer.keep_last=1, or null to keep all"
+        yield "trainer.keep_last", trainer.keep_last, "1 checkpoint or more", fix
+    if trainer.keep_best < 0:
+        yield "trainer.keep_best", trainer.keep_best, "0 or more checkpoints", "trainer.keep_best=1"
+    if not trainer.best_metric.startswith("val/"):
+        key = "trainer.best_metric"
+        yield key, trainer.best_metric, "a metric of validation, val/…", f"{key}=val/score"
 
 
 def _guard(config: Config) -> Iterator[Problem]:
