@@ -1,0 +1,18 @@
+"""A run that is killed again and again ends as the run that is left alone."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.kills.__main__ import main
+
+pytest.importorskip("vllm")
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_to_kills(tmp_path: Path) -> None:
+    """Five kills, one of each kind: the same metrics and weights, nothing broken, nothing left.
+
+    The full proof is `python -m benchmarks.kills --kills 20`.
+    """
+    assert main(["--kills", "5", "--seed", "1", "--out", str(tmp_path)]) == 0
