@@ -113,7 +113,7 @@ class Trajectory:
     stats: dict[str, float] = field(default_factory=dict)
     """Counts of the agent's own making (searches, valid actions ...), averaged into metrics."""
     faults: dict[str, int] = field(default_factory=dict)
-    """Counts of what infrastructure did to it (searches tried again ...), summed into `fault/...`."""
+    """Counts of what infrastructure did to it (searches tried again ...), summed to `fault/`."""
     group: str = ""
     """The prompt instance of this step; samples of one instance share it."""
     sample: int = 0

@@ -26,13 +26,21 @@ class LocalServer:
     """
 
     def __init__(
-        self, args: list[str], *, timeout: float = 120.0, log_path: str | Path | None = None
+        self,
+        args: list[str],
+        *,
+        port: int = 0,
+        timeout: float = 120.0,
+        log_path: str | Path | None = None,
     ) -> None:
-        """`args` are the server's flags without host and port; `timeout` to be healthy, in s."""
+        """`args` are the server's flags without host and port; `timeout` to be healthy, in s.
+
+        `port` 0 takes any free one.
+        """
         self._args = args
         self._timeout = timeout
         self._log_path = log_path
-        self.port = 0
+        self.port = port
 
     @property
     def url(self) -> str:
@@ -56,7 +64,7 @@ class LocalServer:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         port_file = Path(self._folder.name) / "port"
         command = [sys.executable, "-m", "search_r1.search.retrieval_server", *self._args]
-        command += ["--host", "127.0.0.1", "--port", "0", "--port_file", str(port_file)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--port_file", str(port_file)]
         paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         with self._log.open("wb") as log:

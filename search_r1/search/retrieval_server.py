@@ -21,6 +21,7 @@ from search_r1.search.retrievers.registry import build_retriever
 from search_r1.search.retrievers.settings import PARTS, RetrieverConfig
 from search_r1.search.service.app import create_app
 from search_r1.search.service.config import TOKEN_VARIABLE, ServiceConfig
+from search_r1.search.service.drills import Drill, DrillConfig
 from search_r1.search.service.running import bind, serve, warn_if_open
 
 __all__ = ["bind", "create_app", "main", "serve"]
@@ -37,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to bind to")
     add("--port", type=int, default=8000, help="0 picks a free port")
     add("--port_file", type=Path, help="file that receives the port once requests are accepted")
-    for options in (ServiceConfig, RetrieverConfig, *PARTS.values()):
+    for options in (ServiceConfig, RetrieverConfig, *PARTS.values(), DrillConfig):
         add_flags(parser, options)
     return parser
 
@@ -46,6 +47,8 @@ def _run(args: argparse.Namespace) -> bool:
     """Serve until stopped; whether no search was left running."""
     service = read_flags(ServiceConfig, args)
     service.check()
+    drill = read_flags(DrillConfig, args)
+    drill.check()
     token = _token()
     with bind(args.host, args.port) as bound:
         warn_if_open(bound, token)
@@ -57,6 +60,9 @@ def _run(args: argparse.Namespace) -> bool:
         logger.info("%s: %d documents", retriever.name, retriever.num_documents)
         recorder = None if service.record is None else Recorder(service.record, retriever.info())
         app = create_app(retriever, service, token=token, recorder=recorder)
+        if drill.is_on:
+            logger.warning("DRILL: requests fail on purpose: %s", drill)
+            app.add_middleware(Drill, config=drill)
         return serve(app, bound, args.port_file)
 
 
