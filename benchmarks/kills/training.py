@@ -36,6 +36,7 @@ OPTIONS = (
     "trainer.n_gpus_per_node=2",
     "trainer.deterministic=true",
     "trainer.resume_mode=auto",
+    "trainer.max_restarts=1000",
     "trainer.save_freq=1",
     "trainer.test_freq=5",
 )
