@@ -21,9 +21,12 @@ from verl.config import Config
 from verl.core_algos.advantages import ADVANTAGES
 from verl.errors import ConfigError
 from verl.rows import file_list
+from verl.trainer.options.known import known_options
 from verl.workers.adapters import fingerprint
 
 logger = logging.getLogger(__name__)
+
+MISSING = object()
 
 FIXED = (
     "data.train_batch_size", "data.train_data_num", "actor_rollout_ref.model.lora_rank",
@@ -156,14 +159,15 @@ def _is_in(key: str, names: Sequence[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Options by dotted key; an empty section and a list are values."""
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of today by dotted key, as far as a configuration, a nested dict, has them."""
     found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
+    for key in known_options():
+        value: Any = config
+        for name in key.split("."):
+            value = value.get(name, MISSING) if isinstance(value, Mapping) else MISSING
+        if value is not MISSING:
+            found[key] = value
     return found
 
 

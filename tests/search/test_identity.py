@@ -1,0 +1,42 @@
+"""What a retriever serves is told apart: corpus, engine with its index, and encoder."""
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+
+from search_r1.search.identity import retriever_identity
+from search_r1.search.service.app import create_app
+from tests.search.service.engines import Watched
+
+FACTS = {"engine": "flat", "index": "i1", "corpus": {"sha256": "c1"}, "encoder": {"model": "e1"}}
+
+
+def test_each_part_has_a_fingerprint_of_its_own(serve: Callable[..., Any]) -> None:
+    """Another corpus, index or encoder changes that one fingerprint; limits of the server none."""
+    engine = Watched()
+
+    def found(**facts: Any) -> dict[str, str]:
+        engine.facts = {**FACTS, **facts}
+        with serve(create_app(engine)) as url:
+            return retriever_identity(f"{url}/retrieve", timeout=30.0)
+
+    first = found()
+    assert set(first) == {"corpus", "index", "encoder"}
+    changes: dict[str, dict[str, Any]] = {
+        "corpus": {"corpus": {"sha256": "c2"}},
+        "index": {"index": "i2"},
+        "encoder": {"encoder": {"model": "e2"}},
+    }
+    for name, facts in changes.items():
+        second = found(**facts)
+        assert {key for key in first if first[key] != second[key]} == {name}
+    engine.num_documents += 1
+    assert found() == first
+
+
+def test_a_server_without_info_has_no_fingerprints(serve: Callable[..., Any]) -> None:
+    """The original's server, and none at all, leave nothing to compare; neither is an error."""
+    with serve(FastAPI()) as url:
+        assert retriever_identity(f"{url}/retrieve", timeout=30.0) == {}
+    assert retriever_identity(f"{url}/retrieve", timeout=5.0) == {}
