@@ -339,8 +339,9 @@ class RayPPOTrainer:
             self.finished = state
             self.saver.resumed(folder)
             logger.info("resumed from %s", folder)
-        for moved in checkpoint.set_aside(self.directory, after=self.step if folder else -1):
-            logger.warning("an earlier run's checkpoint is now %s", moved)
+        if not self.config.trainer.val_only:
+            for moved in checkpoint.set_aside(self.directory, after=self.step if folder else -1):
+                logger.warning("an earlier run's checkpoint is now %s", moved)
 
     def load(self, folder: Path) -> RunState:
         """Take up what learns; returns the driver's state, which says where it was."""
