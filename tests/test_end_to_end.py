@@ -54,9 +54,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         yield found
 
 
-def train(world: dict[str, str], out: Path, *options: str) -> list[dict[str, Any]]:
-    """Run main_ppo as a user does; returns the logged metrics."""
-    command = [
+def command_of(world: dict[str, str], out: Path, *options: str) -> list[str]:
+    """The command line of a small run, as a user gives it."""
+    return [
         sys.executable, "-m", "verl.trainer.main_ppo",
         f"data.train_files={world['rows']}", f"data.val_files={world['rows']}",
         "data.train_batch_size=2", "data.val_batch_size=5", "data.max_start_length=128",
@@ -70,6 +70,11 @@ def train(world: dict[str, str], out: Path, *options: str) -> list[dict[str, Any
         "actor_rollout_ref.actor.skip_zero_advantages=false",  # a random model earns nothing
         "retriever.topk=1", "template=short", "+max_turns=1", *options,
     ]  # fmt: skip
+
+
+def train(world: dict[str, str], out: Path, *options: str) -> list[dict[str, Any]]:
+    """Run main_ppo as a user does; returns the logged metrics."""
+    command = command_of(world, out, *options)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=590)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -194,3 +194,13 @@ def test_an_unknown_best_metric_is_told(config: Config, caplog: pytest.LogCaptur
     config.trainer.best_metric = "val/emm"
     build(config).fit()
     assert "no val/emm was measured, only val/" in caplog.text
+
+
+def test_a_validation_alone_moves_nothing(config: Config) -> None:
+    """`val_only` in the folder of a run leaves its checkpoints to be resumed from."""
+    config.trainer.save_freq = 2
+    build(config).fit()
+    config.trainer.resume_mode, config.trainer.val_only = "disable", True
+    build(config).fit()
+    folder = Path(config.trainer.default_local_dir)
+    assert [checkpoint.step_of(path) for path in checkpoint.all_complete(folder)] == [2, 4]

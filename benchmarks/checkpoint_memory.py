@@ -1,0 +1,194 @@
+"""Memory that saving takes: each rank's peak resident set while a checkpoint is written.
+
+`python -m benchmarks.checkpoint_memory` shards random models over 1, 2 and 4 real processes (gloo,
+CPU), weights and AdamW moments in float32, and saves them in place, in the background (from a copy)
+and, to compare with, as earlier systems do: gathered on the first rank. The kernel's own high-water
+mark is read, after it was reset and freed memory was given back, so no short peak is missed. Every
+rank is a fresh process for each model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import multiprocessing
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from verl import checkpoint
+from verl.config import OptimConfig
+from verl.workers.fsdp import EngineOptions, FsdpEngine
+from verl.workers.models import LogProbModel, blocks
+
+MIB = 1 << 20
+SIZES = {"small": (384, 8), "large": (768, 8)}
+"""Width and layers of the models: the second has four times the weights in its layers."""
+VOCABULARY = 8192
+WAYS = ("in place", "background", "gathered")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What one way of saving took."""
+
+    model: str
+    parameters: int
+    num_ranks: int
+    way: str
+    shard_mib: float
+    """The largest shard of a rank."""
+    extra_mib: float
+    """The largest growth of a rank's resident set."""
+
+    @property
+    def ratio(self) -> float:
+        """Growth in shards."""
+        return self.extra_mib / self.shard_mib
+
+
+def build_engine(width: int, layers: int) -> FsdpEngine:
+    """A random model with optimizer state, sharded over all ranks."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=4 * width,
+        num_hidden_layers=layers, num_attention_heads=width // 64, num_key_value_heads=width // 64,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    lm = LlamaForCausalLM(config)
+    options = EngineOptions(torch.float32, num_updates=1, optim=OptimConfig())
+    engine = FsdpEngine(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), options)
+    for tensor in engine.tensors().values():  # zeros that were never written take no memory
+        if tensor.ndim:
+            tensor.add_(1e-3)
+    return engine
+
+
+def gather(engine: FsdpEngine, folder: Path) -> None:
+    """Whole tensors on the first rank, then one file: what this project does not do."""
+    whole = {}
+    for name, tensor in engine.tensors().items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if dist.get_rank() == 0:
+            whole[name] = full
+    if whole:
+        folder.mkdir(parents=True)
+        torch.save(whole, folder / "all.pt")
+    dist.barrier()
+
+
+def save(engine: FsdpEngine, way: str, folder: Path, lm_config: LlamaConfig) -> None:
+    """Write the engine's state in one of WAYS, to the end."""
+    if way == "gathered":
+        gather(engine, folder)
+    elif way == "in place":
+        problem = checkpoint.save_shards(folder, {"actor": engine}, lm_config)
+        assert not problem, problem
+    else:
+        writer = checkpoint.ShardWriter()
+        writer.start(folder, {"actor": engine}, lm_config)
+        problem = writer.finish()
+        assert not problem, problem
+
+
+def growth_mib(work: Callable[[], None]) -> float:
+    """How far the resident set of this process rises above where it is now during `work`."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    before = _status("VmRSS")
+    work()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(name: str) -> int:
+    """A figure of this process, in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def run_rank(
+    rank: int, size: int, port: int, shape: tuple[int, int], folder: Path, answers: Queue[object]
+) -> None:
+    """One rank's growth and shard, for each way."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    engine = build_engine(*shape)
+    source = folder / "tokenizer"
+    source.mkdir(exist_ok=True)
+    lm_config = LlamaConfig(name_or_path=str(source))
+    # The first of each way loads code and opens connections, whatever the model's size.
+    save_all = [(way, number) for number in (0, 1) for way in WAYS]
+    found = {
+        way: growth_mib(lambda w=way, n=number: save(engine, w, folder / f"{w} {n}", lm_config))
+        for way, number in save_all
+    }
+    count = sum(parameter.numel() for parameter in engine.module.parameters())
+    answers.put((checkpoint.num_bytes({"actor": engine}) / MIB, found, count))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(name: str, num_ranks: int) -> list[Figure]:
+    """The figures of one model on a number of ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    answers: Queue[object] = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(
+                target=run_rank, args=(r, num_ranks, port, SIZES[name], Path(folder), answers)
+            )
+            for r in range(num_ranks)
+        ]
+        for process in ranks:
+            process.start()
+        rows: list[tuple[float, dict[str, float], int]] = [answers.get() for _ in ranks]  # type: ignore[misc]
+        for process in ranks:
+            process.join()
+    shard = max(row[0] for row in rows)
+    return [
+        Figure(name, rows[0][2], num_ranks, way, shard, max(row[1][way] for row in rows))
+        for way in WAYS
+    ]
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """The figures as Markdown."""
+    lines = ["| parameters | ranks | shard, MiB | " + " | ".join(f"{w}, MiB" for w in WAYS) + " |",
+             "|---|---|---|" + "---|" * len(WAYS)]  # fmt: skip
+    for key in dict.fromkeys((f.model, f.num_ranks) for f in figures):
+        own = [f for f in figures if (f.model, f.num_ranks) == key]
+        cells = " | ".join(f"{f.extra_mib:.0f} ({f.ratio:.2f} shards)" for f in own)
+        head = f"| {own[0].parameters / 1e6:.1f}M | {key[1]} | {own[0].shard_mib:.0f} | "
+        lines.append(f"{head}{cells} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES))
+    parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
+    options = parser.parse_args()
+    figures = [f for name in options.sizes for n in options.ranks for f in measure(name, n)]
+    print(table(figures))  # noqa: T201
+    if options.out is not None:
+        options.out.write_text(json.dumps([asdict(f) for f in figures], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""A real run that is asked to stop while it works saves, ends with status 75, and goes on."""
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_end_to_end import ROOT, command_of, start_world
+from verl import checkpoint
+from verl.errors import Interrupted
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.slow
+
+OPTIONS = ["algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=2", "trainer.save_freq=-1",
+           "trainer.total_training_steps=3", "trainer.val_before_train=false",
+           "trainer.resume_mode=auto"]  # fmt: skip
+COMPARED = ("actor/pg_loss", "actor/grad_norm", "response_length/mean", "perf/total_num_tokens")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """One world for both runs."""
+    with start_world(tmp_path_factory.mktemp("world")) as found:
+        yield found
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    path = out / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def start(world: dict[str, str], out: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command_of(world, out, *OPTIONS), cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def end(run: subprocess.Popen[str]) -> tuple[int, str]:
+    text, _ = run.communicate(timeout=590)
+    return run.returncode, text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stopped_run_goes_on_as_if_never_stopped(
+    world: dict[str, str], tmp_path: Path, number: int
+) -> None:
+    """Stopped after its first step, wherever it then is, and started again: the same steps."""
+    status, text = end(start(world, tmp_path / "whole"))
+    assert status == 0, text[-3000:]
+    run = start(world, tmp_path / "stopped")
+    while not rows(tmp_path / "stopped") and run.poll() is None:
+        time.sleep(0.05)
+    run.send_signal(number)
+    status, text = end(run)
+    assert status == Interrupted.exit_code, text[-3000:]
+    assert "resume_mode=auto" in text
+    assert checkpoint.latest(tmp_path / "stopped") is not None
+    status, text = end(start(world, tmp_path / "stopped"))
+    assert status == 0, text[-3000:]
+    whole, both = rows(tmp_path / "whole"), rows(tmp_path / "stopped")
+    assert [row["step"] for row in both] == [row["step"] for row in whole] == [1, 2, 3]
+    for expected, found in zip(whole, both, strict=True):
+        for name in COMPARED:
+            assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
