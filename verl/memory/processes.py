@@ -52,7 +52,7 @@ def usages(names: Mapping[int, str] | None = None) -> list[Usage]:
 def _marks(process: psutil.Process) -> Mapping[str, str]:
     """A process's environment; nothing of another user's."""
     try:
-        return process.environ()
+        return dict(process.environ())
     except psutil.AccessDenied:
         return {}
 
@@ -65,7 +65,7 @@ def _name(process: psutil.Process, part: str | None, is_ours: bool) -> str:
     if any(RETRIEVER in word for word in command):
         return "retriever"
     if not is_ours:
-        return process.name()
+        return str(process.name())
     title = " ".join(command)
     if part is not None:
         kind = " (engine core)" if "EngineCore" in title else ""

@@ -20,6 +20,7 @@ from verl.errors import RankLost, ReplicaLost
 from verl.memory.machine import SHARED_MEMORY, HostMemory
 from verl.memory.processes import Usage, usages
 from verl.memory.table import GB, amount
+from verl.single_controller.ray_group import Place
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,11 @@ class HostWatch:
             "perf/host_memory_free_gb": worst.free / GB,
             "perf/host_memory_used_share": worst.used_share,
         }
+
+
+def rank_names(places: Sequence[Place], node_id: str) -> dict[int, str]:
+    """The number of each rank on this node, by the id of its process."""
+    return {place.pid: f"rank {i}" for i, place in enumerate(places) if place.node_id == node_id}
 
 
 def describe(memory: HostMemory, found: Sequence[Usage]) -> str:

@@ -18,8 +18,9 @@ from verl.errors import DataError, RankLost
 from verl.memory import watch as module
 from verl.memory.machine import HostMemory, control_groups
 from verl.memory.processes import Usage, usages
-from verl.memory.watch import HostWatch, describe, watching
+from verl.memory.watch import HostWatch, describe, rank_names, watching
 from verl.single_controller.lifeline import MARK, PART
+from verl.single_controller.ray_group import Place
 
 GIB = 1 << 30
 HOLD = "x = bytearray({size}); x[::4096] = b'1' * len(x[::4096]); print('held'); input()"
@@ -124,6 +125,12 @@ def test_another_runs_processes_are_not_ours(
     assert not any(usage.is_ours and usage.name == "replica-3" for usage in usages())
     monkeypatch.setenv(MARK, "test-run")
     assert any(usage.is_ours and usage.name == "replica-3" for usage in usages())
+
+
+def test_ranks_of_other_nodes_are_not_looked_for_here() -> None:
+    """A process id means something on its own node only."""
+    places = [Place("a", "h1", (), 11), Place("b", "h2", (), 12), Place("a", "h1", (), 13)]
+    assert rank_names(places, "a") == {11: "rank 0", 13: "rank 2"}
 
 
 @pytest.mark.parametrize(
