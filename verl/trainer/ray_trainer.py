@@ -25,7 +25,7 @@ from verl.config import Config
 from verl.core_algos.advantages import ADVANTAGES
 from verl.core_algos.kl import KLController
 from verl.data import PromptSampler
-from verl.errors import CollapseError, Interrupted, RankLost, RetrieverOutage, SearchR1Error
+from verl.errors import CollapseError, Interrupted, RankLost, ReplicaLost, RetrieverOutage
 from verl.protocol import DataProto, Prompt
 from verl.reward import RewardFn, RewardManager, adapted
 from verl.tracking import Tracking
@@ -310,19 +310,32 @@ class RayPPOTrainer:
             raise Interrupted(self.save_at_the_end(self.stopper.reason)) from None
         except (Interrupted, RetrieverOutage) as error:
             raise type(error)(self.save_at_the_end(str(error))) from error
-        except SearchR1Error as error:
-            self.saver.close(LOST_RANK_S if isinstance(error, RankLost) else None)
+        except Exception as error:
+            self.saver.close(None if isinstance(error, CollapseError) else LOST_RANK_S)
+            if self.stopper.reason and isinstance(error, (RankLost, ReplicaLost)):
+                # Whoever sent the signal sent it to all processes: nothing is to be mended.
+                raise Interrupted(self.how_to_go_on(self.stopper.reason)) from error
             raise
 
     def save_at_the_end(self, reason: str) -> str:
         """Save what is finished unless it was; returns the reason and how to go on."""
         if self.finished.step == 0 or self.config.trainer.val_only:
             return f"{reason}; nothing was learned yet: start again with the same command"
-        self.saver.settle()
-        if self.saver.last_step != self.finished.step or self.finished.pending is not None:
-            self.save(wait=True)
-        folder = checkpoint.step_folder(self.directory, self.finished.step)
-        return f"{reason}; saved {folder}: go on with the same command and trainer.resume_mode=auto"
+        try:
+            self.saver.settle()
+            if self.saver.last_step != self.finished.step or self.finished.pending is not None:
+                self.save(wait=True)
+        except RankLost as error:
+            self.saver.close(LOST_RANK_S)
+            logger.error("the last finished step could not be saved: %s", error)
+        return self.how_to_go_on(reason)
+
+    def how_to_go_on(self, reason: str) -> str:
+        """The reason of an end, the last checkpoint, and what goes on from it."""
+        found = checkpoint.latest(self.directory)
+        if found is None:
+            return f"{reason}; there is no checkpoint: start again with the same command"
+        return f"{reason}; saved {found}: go on with the same command and trainer.resume_mode=auto"
 
     def resume(self) -> None:
         """Go on from the checkpoint that `trainer.resume_mode` names, if any."""

@@ -116,7 +116,7 @@ class Saver:
             written = {**asdict(state), **self.identity}
             checkpoint.write_state(part.folder, written)
             write_driver_random(part.folder)
-            if self.config.async_save and not wait and self.ranks.can_copy_checkpoint():
+            if self.config.async_save and not wait and self._can_copy():
                 self.ranks.start_checkpoint(part.folder)
                 self._pending = Pending(part, _in_background(self._finish, part))
             else:
@@ -129,6 +129,14 @@ class Saver:
                 abandon(part)
             raise
         self.longest_s = max(self.longest_s, time.monotonic() - start)
+
+    def _can_copy(self) -> bool:
+        """Whether the hosts have room for copies; where they have not, the log says so."""
+        if self.ranks.can_copy_checkpoint():
+            return True
+        logger.warning("host memory has no room for a copy of the shards: training waits for the "
+                       "checkpoint to be written")  # fmt: skip
+        return False
 
     def resumed(self, folder: Path) -> None:
         """The run goes on from this checkpoint; one of its own need not be written again."""
