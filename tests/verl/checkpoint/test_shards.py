@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
 from tests.verl.workers import rank_bodies
@@ -87,3 +89,51 @@ def test_export_is_a_folder_that_transformers_loads(runs: SimpleNamespace, tmp_p
     expected = load_file(runs.root / "two/weights/model.safetensors")
     for name, x in model.named_parameters():
         assert torch.equal(x, expected[name])
+
+
+@pytest.mark.parametrize("size", ["one", "two"])
+def test_what_is_written_in_the_background_is_what_was_there_at_the_start(
+    runs: SimpleNamespace, size: str
+) -> None:
+    """Training changes weights and moments in place meanwhile; the copy is that of the start."""
+    assert all(answer["problems"] == "" for answer in getattr(runs, size))
+    at_once, later = (
+        read_all(runs.root / size / name / "shards") for name in ("global_step_3", "in_background")
+    )
+    assert at_once.keys() == later.keys()
+    assert any(key.endswith("exp_avg_sq") for key in later)
+    assert all(torch.equal(at_once[key], x) for key, x in later.items())
+    states = [
+        torch.load(runs.root / size / name / "ranks/rank_0.pt", weights_only=False)
+        for name in ("global_step_3", "in_background")
+    ]
+    assert states[0]["schedules"] == states[1]["schedules"]
+
+
+def test_each_rank_writes_its_own_half(runs: SimpleNamespace) -> None:
+    """No rank's file, nor what it copies, is larger than its shard by more than padding."""
+    whole = runs.one[0]["num_bytes"]
+    assert sum(answer["num_bytes"] for answer in runs.two) == pytest.approx(whole, rel=0.02)
+    for name in ("global_step_3", "in_background"):
+        for rank in (0, 1):
+            written = (runs.root / "two" / name / f"shards/__{rank}_0.distcp").stat().st_size
+            assert written == pytest.approx(whole / 2, rel=0.25)  # small tensors' headers besides
+
+
+def test_what_cannot_be_written_is_said_by_every_rank(runs: SimpleNamespace) -> None:
+    """No rank waits for one that failed; at once and in the background."""
+    for answer in runs.two:
+        assert len(answer["refused"]) == 2
+        assert all("NotADirectoryError" in problem for problem in answer["refused"])
+
+
+def read_all(shards: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a distributed checkpoint, whole."""
+    metadata = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
+    found = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(found, checkpoint_id=shards, no_dist=True)
+    return found

@@ -204,3 +204,33 @@ def test_a_validation_alone_moves_nothing(config: Config) -> None:
     build(config).fit()
     folder = Path(config.trainer.default_local_dir)
     assert [checkpoint.step_of(path) for path in checkpoint.all_complete(folder)] == [2, 4]
+
+
+def test_a_signal_that_ended_the_ranks_too_stops_the_run(config: Config) -> None:
+    """Nobody builds them again: the status says that the run goes on later, from what there is."""
+    config.trainer.save_freq = 1
+
+    def end_everything() -> None:
+        trainer.stopper.reason = "the run got SIGTERM"
+        raise RankLost("rank 0 died")
+
+    trainer = build(config, 5, end_everything)
+    with pytest.raises(Interrupted, match="global_step_2"):
+        trainer.fit()
+
+
+def test_ranks_that_die_while_a_stopped_run_is_saved_do_not_hide_why_it_stopped(
+    config: Config,
+) -> None:
+    """The last whole checkpoint is named, not the one that could not be written."""
+    config.trainer.save_freq = 2
+    trainer = build(config, 7, terminate)
+
+    def die(directory: Path) -> None:
+        raise RankLost("rank 0 died")
+
+    trainer.ranks.save_checkpoint, trainer.ranks.start_checkpoint = die, lambda directory: None
+    with pytest.raises(Interrupted, match="global_step_2: go on"):
+        trainer.fit()
+    folder = Path(config.trainer.default_local_dir)
+    assert [path.name for path in folder.glob("global_step_*")] == ["global_step_2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,16 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
     answers["values"] = worker.values(first)
     worker.save_weights(Path(out) / "weights", "float32")
     # The driver makes the folder and names it when all ranks are done.
-    worker.save_checkpoint(Path(out) / "global_step_3.tmp")
+    answers["problems"] = worker.save_checkpoint(Path(out) / "global_step_3.tmp")
+    answers["num_bytes"] = worker.checkpoint_room()[1]
+    worker.start_checkpoint(Path(out) / "in_background")
     answers["next"] = next_metrics(worker, rank, size)
+    answers["problems"] += asyncio.run(worker.finish_checkpoint())
+    blocked = Path(out) / "answers" / "0.pt" / "checkpoint"  # below a file
+    blocked.parent.touch()
+    answers["refused"] = [worker.save_checkpoint(blocked)]
+    worker.start_checkpoint(blocked)
+    answers["refused"].append(asyncio.run(worker.finish_checkpoint()))
     worker.shutdown()
     return answers
 
