@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -78,7 +79,7 @@ def test_the_warning_saves_and_the_job_goes_on_until_it_is_done(
         assert f"back into the queue; it goes on after step {step}" in cluster.log(job)
     cluster.wait_state(job, "COMPLETED")
     log = cluster.log(job)
-    assert re.search(r"step 3 .*ray=None retriever=http://127.0.0.1:\d+/retrieve end=\d+", log)
+    assert re.search(r"step 3 .*ray=None retriever='http://127.0.0.1:\d+/retrieve' end=\d+", log)
     assert (tmp_path / "logs" / job / "job.log").read_text() == log
     assert "documents" in (tmp_path / "logs" / job / "retriever-n1.log").read_text()
     assert_clean(job)
@@ -109,3 +110,117 @@ def test_a_cancelled_job_saves_and_leaves_nothing(
     assert "back into the queue" not in cluster.log(job)
     assert cluster.facts(job)["Restarts"] == "0"
     assert_clean(job)
+
+
+def test_a_retriever_that_does_not_start_fails_the_job(
+    cluster: Cluster, settings: dict[str, str]
+) -> None:
+    """The job fails before any training, with the server's own words, and leaves nothing."""
+    job = cluster.submit("train.sbatch", env={**settings, "CORPUS_PATH": "/no/corpus.jsonl"})
+    cluster.wait_state(job, "FAILED")
+    assert "| corpus /no/corpus.jsonl does not exist" in cluster.log(job)
+    assert "stand-in" not in cluster.log(job)
+    assert_clean(job)
+
+
+def test_two_jobs_on_one_node_do_not_disturb_each_other(
+    cluster: Cluster, settings: dict[str, str], tmp_path: Path
+) -> None:
+    """Each has its own retriever; the end of one leaves the other's processes alone."""
+    options = ["--nodelist=n1", "--cpus-per-task=4"]
+    jobs = [
+        cluster.submit(
+            "train.sbatch", options=options, env={**settings, "OUTPUT_DIR": str(tmp_path / name)}
+        )
+        for name in ("one", "two")
+    ]
+    urls = []
+    for job in jobs:
+        cluster.wait_log(job, "stand-in: step 1")
+        urls += re.findall(r"retriever='(http\S+)'", cluster.log(job))
+    assert len(set(urls)) == 2
+    cluster.command("scancel", jobs[0])
+    cluster.wait_state(jobs[0], "CANCELLED")
+    assert_clean(jobs[0])
+    assert cluster.state(jobs[1]) == "RUNNING"
+    assert httpx.get(urls[1].replace("retrieve", "health"), trust_env=False).is_success
+    cluster.command("scancel", jobs[1])
+    cluster.wait_state(jobs[1], "CANCELLED")
+    assert_clean(jobs[1])
+
+
+def test_a_dead_retriever_is_started_again_where_it_was(
+    cluster: Cluster, settings: dict[str, str]
+) -> None:
+    """The address that the trainer was given answers again after the server was killed."""
+    job = cluster.submit("train.sbatch", env=settings)
+    cluster.wait_log(job, "stand-in: step 1")
+    (url,) = re.findall(r"retriever='(http\S+)'", cluster.log(job))
+    (server,) = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "search_r1.search.retrieval_server" in (process.info["cmdline"] or [])
+        and settings["CORPUS_PATH"] in process.info["cmdline"]
+    ]
+    server.kill()
+    server.wait(10)
+    wait_until(lambda: answers(url), 40, "the retriever")
+    cluster.command("scancel", job)
+    cluster.wait_state(job, "CANCELLED")
+    assert_clean(job)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url.replace("retrieve", "health"), trust_env=False).is_success
+    except httpx.TransportError:
+        return False
+
+
+def test_a_retriever_in_a_job_of_its_own(
+    cluster: Cluster, settings: dict[str, str], tmp_path: Path
+) -> None:
+    """Training waits for its address, and the address goes when the retriever's job does."""
+    file = tmp_path / "retriever.url"
+    env = {**settings, "RETRIEVER_FILE": str(file)}
+    training = cluster.submit("train.sbatch", env=env)
+    serving = cluster.submit("retriever.sbatch", env=env)
+    cluster.wait_log(training, "stand-in: step 1")
+    assert f"retriever='{file.read_text().strip()}'" in cluster.log(training)
+    cluster.command("scancel", training, serving)
+    for job in (training, serving):
+        cluster.wait_state(job, "CANCELLED")
+        assert_clean(job)
+    assert not file.exists()
+
+
+def test_several_nodes_share_one_ray(cluster: Cluster, settings: dict[str, str]) -> None:
+    """Two nodes: one cluster of Ray and a retriever on each, and all of it goes with the job."""
+    env = {**settings, "RETRIEVER_NODES": "all"}
+    job = cluster.submit("train.sbatch", options=["--nodes=2"], env=env)
+    cluster.wait_log(job, "stand-in: step 1", 120)
+    log = cluster.log(job)
+    (address,) = re.findall(r"Ray: 2 nodes at (\S+)", log)
+    assert f"nodes=2 ray={address} " in log
+    (urls,) = re.findall(r"retriever='(http\S+)'", log)
+    assert len(set(urls.split(","))) == 2
+    cluster.command("scancel", "--batch", "--signal=USR1", job)
+    cluster.wait_restart(job, 1)
+    assert_clean(job)
+    cluster.command("scancel", job)
+
+
+def test_a_failed_node_has_the_job_start_again(cluster: Cluster, settings: dict[str, str]) -> None:
+    """Slurm ends the job and queues it again by itself; it starts on the node that is left."""
+    job = cluster.submit("train.sbatch", options=["--nodelist=n1"], env=settings)
+    cluster.wait_log(job, "stand-in: step 1")
+    cluster.command("scontrol", "update", "NodeName=n1", "State=DOWN", "Reason=test")
+    try:
+        cluster.wait_restart(job, 1)
+        assert_clean(job)
+    finally:
+        cluster.command("scontrol", "update", "NodeName=n1", "State=RESUME")
+    cluster.wait_log(job, "start 2, on n1")
+    cluster.wait_log(job, "stand-in: step 2")
+    cluster.command("scancel", job)
+    cluster.wait_state(job, "CANCELLED")
