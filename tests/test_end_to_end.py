@@ -28,6 +28,16 @@ ROOT = Path(__file__).resolve().parent.parent
 def start_world(folder: Path) -> Iterator[dict[str, str]]:
     """A tiny random model, a few rows, and a running retriever over the example corpus."""
     model = tiny_model(folder / "model")
+    write_rows(folder / "rows.parquet")
+    corpus = folder / "corpus.jsonl"
+    corpus.write_bytes((ROOT / "example" / "corpus.jsonl").read_bytes())
+    arguments = ["--corpus_path", str(corpus), "--retriever_name", "bm25"]
+    with LocalServer(arguments) as server:
+        yield {"model": str(model), "rows": str(folder / "rows.parquet"), "url": server.url}
+
+
+def write_rows(path: Path) -> None:
+    """Four questions each of two data sets."""
     rows = [
         {
             "data_source": source,
@@ -39,12 +49,7 @@ def start_world(folder: Path) -> Iterator[dict[str, str]]:
         for i in range(4)
         for source in ("nq", "hotpotqa")
     ]
-    pd.DataFrame(rows).to_parquet(folder / "rows.parquet")
-    corpus = folder / "corpus.jsonl"
-    corpus.write_bytes((ROOT / "example" / "corpus.jsonl").read_bytes())
-    arguments = ["--corpus_path", str(corpus), "--retriever_name", "bm25"]
-    with LocalServer(arguments) as server:
-        yield {"model": str(model), "rows": str(folder / "rows.parquet"), "url": server.url}
+    pd.DataFrame(rows).to_parquet(path)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,6 +32,9 @@ POLL_S = 2.0
 FIX = "start it (bash retrieval_launch.sh)"
 COUNTS = ("trajectories_resampled", "trajectories_dropped", "outage_s")
 """What is counted here, beside what trajectories count themselves."""
+
+
+Check = Callable[[], None]
 
 
 class Generator(Protocol):
@@ -65,6 +68,7 @@ class Outage:
 
     retriever: RetrieverConfig
     probe: Probe
+    check: Check
     began: float | None = None
     """A time of `time.monotonic`; None while it was never found away."""
 
@@ -83,6 +87,7 @@ class Outage:
             if now >= next_line:
                 logger.warning("%s", self._line(problem, now - self.began, num_failed))
                 next_line = now + LINE_S
+            self.check()
             time.sleep(min(POLL_S, left))
         if next_line == -math.inf:
             return 0.0
@@ -109,8 +114,7 @@ class Outage:
         """What the run ends with."""
         return (
             f"{self.retriever.url} has not answered for {away:.0f} s, longer than "
-            f"retriever.max_outage={self.retriever.max_outage:g}: {problem}; {FIX}, then the same "
-            "command with trainer.resume_mode=auto"
+            f"retriever.max_outage={self.retriever.max_outage:g}: {problem}; {FIX}"
         )
 
 
@@ -121,6 +125,8 @@ class PatientRollout:
     replicas: Engines
     retriever: RetrieverConfig
     probe: Probe = always_there
+    check: Check = lambda: None
+    """Called while the run waits; may raise to end it, as when its time is over."""
     faults: Metrics = field(default_factory=lambda: defaultdict(float))
 
     def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
@@ -132,7 +138,7 @@ class PatientRollout:
         """
         finished = self._sample(starts, sampling)
         failed, vain_rounds = broken(finished), 0
-        outage = Outage(self.retriever, self.probe)
+        outage = Outage(self.retriever, self.probe, self.check)
         while failed and vain_rounds < MAX_VAIN_ROUNDS:
             logger.warning("%d of %d trajectories failed and are to be sampled again: %s",
                            len(failed), len(starts), finished[failed[0]].error)  # fmt: skip
@@ -144,7 +150,7 @@ class PatientRollout:
             self.faults["trajectories_resampled"] += len(failed)
             still = broken(finished)
             if len(still) < len(failed):
-                vain_rounds, outage = 0, Outage(self.retriever, self.probe)
+                vain_rounds, outage = 0, Outage(self.retriever, self.probe, self.check)
             else:
                 vain_rounds += int(waited == 0)
             failed = still
@@ -189,8 +195,7 @@ def survivors(
     if len(failed) == len(trajectories):
         raise RetrieverOutage(
             f"all {len(failed)} trajectories of {of_what} failed again and again, the last with: "
-            f"{last.error}; see that {retriever.url} answers searches, then start the same command "
-            "with trainer.resume_mode=auto"
+            f"{last.error}; see that {retriever.url} answers searches"
         )
     logger.warning(
         "%s: %d of %d trajectories failed for good and are left out, the last (%s) with: %s",

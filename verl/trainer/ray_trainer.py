@@ -92,7 +92,9 @@ class RayPPOTrainer:
         self.watch = Watch(self.config.trainer.guard, self.directory, self.saver.settle)
         self.advantage = ADVANTAGES[self.config.algorithm.adv_estimator]
         self.reward = adapted(self.reward_fn)
-        self.rollout = PatientRollout(self.replicas, self.config.retriever, self.probe)
+        self.rollout = PatientRollout(
+            self.replicas, self.config.retriever, self.probe, self.stopper.check
+        )
         self.collector = Collector(
             self.config, self.rollout, self.train_prompts, self.sampler, self.reward,
             with_greedy=self.advantage.needs_greedy,

@@ -18,7 +18,7 @@ from tests.search.conftest import running
 from tests.search.service.engines import Watched
 from tests.verl.trainer.recording import RecordingReplicas, prompts
 from verl.config.retriever import RetrieverConfig
-from verl.errors import RetrieverOutage
+from verl.errors import Interrupted, RetrieverOutage
 from verl.protocol import DataProto, Origin, Sampling, Status, Trajectory, start_trajectory
 from verl.trainer import outages
 from verl.trainer.outages import MAX_VAIN_ROUNDS, PatientRollout
@@ -124,9 +124,22 @@ def test_an_outage_that_lasts_too_long_ends_the_run() -> None:
     """The message says how long, the limit, and what to do; the exit status is 4."""
     config = RetrieverConfig(url="http://there:1/retrieve", max_outage=0.05)
     rollout = PatientRollout(failing(RecordingReplicas([]), {0: 1}), config, Away(float("inf")))
-    with pytest.raises(RetrieverOutage, match=r"there:1.*max_outage=0\.05.*resume_mode") as caught:
+    with pytest.raises(RetrieverOutage, match=r"there:1.*max_outage=0\.05.*start it") as caught:
         rollout.generate(starts(), SAMPLING)
     assert caught.value.exit_code == 4
+
+
+def test_a_run_whose_time_is_over_waits_no_longer() -> None:
+    """What the run is asked between steps is asked while it waits, too."""
+
+    def check() -> None:
+        raise Interrupted("time is over")
+
+    rollout = PatientRollout(
+        failing(RecordingReplicas([]), {0: 1}), RetrieverConfig(), Away(float("inf")), check
+    )
+    with pytest.raises(Interrupted):
+        rollout.generate(starts(), SAMPLING)
 
 
 def test_a_retriever_that_is_back_for_nothing_is_not_waited_for_without_end() -> None:

@@ -1,0 +1,166 @@
+"""Whole runs, for real, whose retriever errs, hangs, dies, comes back, or does not."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from example.model import load_tokenizer
+from example.tiny import tiny_llama
+from search_r1.search.local_server import LocalServer
+from tests.test_end_to_end import ROOT, command_of, metrics, train, write_rows
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.slow
+
+COUNTRIES = ("France", "Japan", "India", "China", "Spain", "Italy")
+NEXT = {
+    "<": ("search",),
+    "search": (">",),
+    ">": COUNTRIES,
+    "</": ("search",),
+    **dict.fromkeys(COUNTRIES, ("</",)),
+}
+"""Which tokens follow a token, all as likely; `<` follows every other one."""
+OPTIONS = (
+    "algorithm.adv_estimator=gae", "critic.optim.lr=1e-4", "actor_rollout_ref.actor.optim.lr=1e-4",
+    "trainer.total_training_steps=4", "trainer.test_freq=2", "trainer.save_freq=0",
+    "retriever.max_retries=3", "retriever.timeout=3",
+)  # fmt: skip
+"""Of every run here."""
+DRILL = ("--inject_failures", "0.2", "--inject_hangs", "0.05", "--inject_seed", "3")
+NOT_THE_RUNS = ("timing_s/", "perf/", "fault/", "val/fault/")
+"""Metrics of the machine and the disturbance."""
+
+
+def searching_model(folder: Path) -> str:
+    """A model that can do nothing but search, for one country or another."""
+    tokenizer = load_tokenizer()
+    model = tiny_llama(tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id)
+    states = {tokenizer.convert_tokens_to_ids(t): i for i, t in enumerate(NEXT, start=1)}
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+        embedding.zero_()[:, 0] = 1.0
+        head.zero_()[tokenizer.convert_tokens_to_ids("<"), 0] = 2.0
+        for (token, followers), (token_id, state) in zip(NEXT.items(), states.items(), strict=True):
+            assert tokenizer.convert_ids_to_tokens(token_id) == token
+            embedding[token_id] = torch.nn.functional.one_hot(torch.tensor(state), 128).float()
+            for follower in followers:
+                head[tokenizer.convert_tokens_to_ids(follower), state] = 2.0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def retriever(folder: Path, *flags: str) -> LocalServer:
+    """A retriever over the example corpus, not yet started; it keeps its port."""
+    corpus = folder / "corpus.jsonl"
+    if not corpus.exists():
+        corpus.write_bytes((ROOT / "example" / "corpus.jsonl").read_bytes())
+    return LocalServer(["--corpus_path", str(corpus), "--retriever_name", "bm25", *flags])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A model that searches and rows; each run brings its retriever."""
+    folder = tmp_path_factory.mktemp("world")
+    write_rows(folder / "rows.parquet")
+    model = searching_model(folder / "model")
+    return {"model": model, "rows": str(folder / "rows.parquet"), "folder": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose retriever is always there."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    with retriever(Path(world["folder"])) as server:
+        train({**world, "url": server.url}, out, *OPTIONS)
+    return out
+
+
+@contextmanager
+def started(world: dict[str, str], out: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A run under way, its output in `out/log`."""
+    out.mkdir(exist_ok=True)
+    with (out / "log").open("ab") as log:
+        command = command_of(world, out, *OPTIONS, *options)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def wait_for(condition: Callable[[], bool], run: subprocess.Popen[bytes], out: Path) -> None:
+    """Until the condition holds, while the run lives."""
+    limit = time.monotonic() + 400
+    while not condition():
+        assert run.poll() is None and time.monotonic() < limit, (out / "log").read_text()[-4000:]
+        time.sleep(0.05)
+
+
+def has_step_one(out: Path) -> bool:
+    return (out / "metrics.jsonl").exists() and any(row["step"] == 1 for row in metrics(out))
+
+
+def compare(out: Path, undisturbed: Path) -> list[dict[str, Any]]:
+    """Every metric of every step is that of the undisturbed run; returns them."""
+    found, expected = metrics(out), metrics(undisturbed)
+    assert [row["step"] for row in found] == [row["step"] for row in expected] == [0, 1, 2, 3, 4]
+    for got, wanted in zip(found, expected, strict=True):
+        names = {name for name in got | wanted if not name.startswith(NOT_THE_RUNS)}
+        for name in names:
+            assert got[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name
+    return found
+
+
+def test_line_19_a_run_outlives_its_retriever(
+    world: dict[str, str], undisturbed: Path, tmp_path: Path
+) -> None:
+    """With 20 % errors and 5 % hangs, killed and started again: the metrics are as without."""
+    assert all(row["env/valid_searches"] == 1.0 for row in metrics(undisturbed) if row["step"])
+    out, server = tmp_path / "run", retriever(Path(world["folder"]), *DRILL)
+    with server, started({**world, "url": server.url}, out) as run:
+        wait_for(lambda: has_step_one(out), run, out)
+        server.kill()
+        wait_for(lambda: "the run waits for up to" in (out / "log").read_text(), run, out)
+        server.start()
+        run.wait(400)
+    assert run.returncode == 0
+    rows = compare(out, undisturbed)
+    total = {name: sum(row.get(name, 0.0) + row.get(f"val/{name}", 0.0) for row in rows)
+             for name in rows[-1] if name.startswith("fault/")}  # fmt: skip
+    assert total["fault/outage_s"] > 0 and total["fault/trajectories_dropped"] == 0
+    for name in ("searches_failed", "searches_retried", "trajectories_resampled"):
+        assert total[f"fault/{name}"] > 0
+
+
+def test_a_run_whose_retriever_stays_away_can_go_on_later(
+    world: dict[str, str], undisturbed: Path, tmp_path: Path
+) -> None:
+    """Exit status 4 and a checkpoint; the same command then makes the rest of the steps."""
+    out, server = tmp_path / "run", retriever(Path(world["folder"]))
+    with server:
+        there = {**world, "url": server.url}
+        with started(there, out, "retriever.max_outage=5") as run:
+            wait_for(lambda: has_step_one(out), run, out)
+            server.kill()
+            run.wait(400)
+    log = (out / "log").read_text()
+    assert run.returncode == 4, log[-4000:]
+    assert "retriever.max_outage=5" in log.splitlines()[-1]
+    assert list(out.glob("global_step_*"))
+    with server:
+        train(there, out, *OPTIONS, "retriever.max_outage=5", "trainer.resume_mode=auto")
+    compare(out, undisturbed)
