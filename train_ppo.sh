@@ -4,6 +4,7 @@
 #   bash train_ppo.sh                                      # the recipe
 #   BASE_MODEL=meta-llama/Llama-3.2-3B N_GPUS=4 bash train_ppo.sh
 #   bash train_ppo.sh max_turns=4 trainer.val_only=true    # any option; the last one wins
+#   PRESET=1x80 bash train_ppo.sh                          # settings for a machine: docs/memory.md
 #   bash train_ppo.sh --cfg job                            # print the options, start nothing
 #
 # Variables: those below and in scripts/train_common.sh. It needs a retriever (retrieval_launch.sh).
@@ -20,6 +21,9 @@ train \
   "actor_rollout_ref.rollout.n_agent=${N_AGENT:-1}" \
   "critic.model.path=${CRITIC_MODEL:-$BASE_MODEL}" \
   "critic.model.enable_gradient_checkpointing=${GRADIENT_CHECKPOINTING:-true}" \
+  "critic.model.lora_rank=${CRITIC_LORA_RANK:-${LORA_RANK:-0}}" \
+  "critic.model.lora_alpha=${LORA_ALPHA:-16}" \
+  "critic.ppo_max_token_len_per_gpu=${CRITIC_MAX_TOKENS_PER_GPU:-${MAX_TOKENS_PER_GPU:-null}}" \
   "critic.model.fsdp_config.param_offload=$OFFLOAD" \
   "critic.model.fsdp_config.optimizer_offload=$OFFLOAD" \
   "critic.optim.lr=${CRITIC_LR:-1e-5}" \

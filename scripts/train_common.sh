@@ -10,6 +10,18 @@ if [[ -z ${PYTHON:-} ]]; then
   [[ -x $root/.venv/bin/python ]] && PYTHON=$root/.venv/bin/python
 fi
 
+# PRESET=1x24 and the like: memory settings for a machine, docs/memory.md; variables that are set win.
+if [[ -n ${PRESET:-} ]]; then
+  if [[ ! -f $root/scripts/presets/$PRESET.sh ]]; then
+    known=("$root"/scripts/presets/*.sh)
+    known=("${known[@]##*/}")
+    echo "PRESET: got $PRESET, expected one of ${known[*]%.sh}" >&2
+    exit 2
+  fi
+  # shellcheck source=/dev/null
+  source "$root/scripts/presets/$PRESET.sh"
+fi
+
 : "${BASE_MODEL:=Qwen/Qwen2.5-3B}"
 : "${DATA_DIR:=data/nq_search}"
 : "${RETRIEVER_URL:=http://127.0.0.1:8000/retrieve}"
@@ -30,14 +42,17 @@ data.max_start_length=${MAX_START_LENGTH:-2048}
 data.max_obs_length=${MAX_OBS_LENGTH:-500}
 actor_rollout_ref.model.path=$BASE_MODEL
 actor_rollout_ref.model.enable_gradient_checkpointing=${GRADIENT_CHECKPOINTING:-true}
+actor_rollout_ref.model.lora_rank=${LORA_RANK:-0}
+actor_rollout_ref.model.lora_alpha=${LORA_ALPHA:-16}
 actor_rollout_ref.actor.optim.lr=${ACTOR_LR:-1e-6}
 actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=${ACTOR_WARMUP:-0.285}
 actor_rollout_ref.actor.ppo_mini_batch_size=${MINI_BATCH_SIZE:-256}
 actor_rollout_ref.actor.ppo_micro_batch_size=${MICRO_BATCH_SIZE:-64}
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu=${MAX_TOKENS_PER_GPU:-null}
 actor_rollout_ref.actor.state_masking=${STATE_MASKING:-true}
 actor_rollout_ref.actor.fsdp_config.param_offload=$OFFLOAD
 actor_rollout_ref.actor.fsdp_config.optimizer_offload=$OFFLOAD
-actor_rollout_ref.ref.fsdp_config.param_offload=$OFFLOAD
+actor_rollout_ref.ref.fsdp_config.param_offload=${REF_OFFLOAD:-$OFFLOAD}
 actor_rollout_ref.rollout.temperature=${TEMPERATURE:-1.0}
 actor_rollout_ref.rollout.gpu_memory_utilization=${GPU_MEMORY_UTILIZATION:-0.6}
 actor_rollout_ref.rollout.tensor_model_parallel_size=${TENSOR_PARALLEL:-1}

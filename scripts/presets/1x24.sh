@@ -1,0 +1,8 @@
+# shellcheck shell=bash
+# One GPU of 24 GB and 64 GB of host memory: Qwen2.5-1.5B by adapters of rank 64.
+: "${N_GPUS:=1}"
+: "${BASE_MODEL:=Qwen/Qwen2.5-1.5B}"
+: "${LORA_RANK:=64}" "${LORA_ALPHA:=128}" "${ACTOR_LR:=1e-5}" "${CRITIC_LR:=1e-4}"
+: "${MAX_TOKENS_PER_GPU:=16384}"
+: "${GPU_MEMORY_UTILIZATION:=0.5}"
+: "${OFFLOAD:=false}"

@@ -1,0 +1,7 @@
+# shellcheck shell=bash
+# Two GPUs of 80 GB and 256 GB of host memory: Qwen2.5-3B, all weights.
+: "${N_GPUS:=2}"
+: "${BASE_MODEL:=Qwen/Qwen2.5-3B}"
+: "${MAX_TOKENS_PER_GPU:=16384}"
+: "${GPU_MEMORY_UTILIZATION:=0.4}"
+: "${OFFLOAD:=false}" "${REF_OFFLOAD:=true}"
