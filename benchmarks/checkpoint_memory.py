@@ -32,7 +32,7 @@ from verl.workers.fsdp import EngineOptions, FsdpEngine
 from verl.workers.models import LogProbModel, blocks
 
 MIB = 1 << 20
-SIZES = {"small": (384, 8), "large": (768, 8)}
+SIZES = {"small": (256, 8), "large": (512, 8)}
 """Width and layers of the models: the second has four times the weights in its layers."""
 VOCABULARY = 8192
 WAYS = ("in place", "background", "gathered")
