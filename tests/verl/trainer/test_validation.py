@@ -1,8 +1,17 @@
 """How validation samples."""
 
+import json
+from pathlib import Path
+
+import pytest
+
 from tests.verl.trainer.recording import RecordingReplicas, prompts
 from verl.config import Config
-from verl.trainer.validation import sample
+from verl.errors import RetrieverOutage
+from verl.reward import EachAlone, Reward
+from verl.trainer.metrics import Metrics
+from verl.trainer.outages import PatientRollout
+from verl.trainer.validation import sample, validate
 
 
 def requested(config: Config) -> set[tuple[float, float]]:
@@ -23,3 +32,30 @@ def test_line_13_validation_is_greedy_unless_the_original_is_asked_for() -> None
     config.compat.sampled_validation = False
     rollout.val_kwargs.temperature = 0.3
     assert requested(config) == {(0.3, 1.0)}
+
+
+def validated(replicas: RecordingReplicas, dialogues: Path) -> Metrics:
+    """Six rows, each of which scores 1 where it could be played."""
+    config = Config()
+    rollout = PatientRollout(replicas, config.retriever)
+    reward = EachAlone(lambda trajectory: Reward(1.0, {"em": 1.0}))
+    return validate(config, rollout, prompts(6), reward, dialogues)
+
+
+def test_line_19_rows_that_infrastructure_broke_are_not_wrong(tmp_path: Path) -> None:
+    """They are left out of every mean, and counted; dialogues hold what was scored."""
+    replicas = RecordingReplicas([])
+    replicas.fail = lambda start: start.group in ("val/1", "val/4")
+    found = validated(replicas, tmp_path / "step_1.jsonl")
+    assert (found["val/em"], found["val/num_rows"]) == (1.0, 4)
+    assert found["val/fault/trajectories_dropped"] == 2
+    rows = [json.loads(line) for line in (tmp_path / "step_1.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["answered"] * 4
+
+
+def test_a_validation_without_any_row_is_no_measurement(tmp_path: Path) -> None:
+    """It ends the run, with the reason, rather than with a score of 0."""
+    replicas = RecordingReplicas([])
+    replicas.fail = lambda start: True
+    with pytest.raises(RetrieverOutage, match="6 trajectories of validation"):
+        validated(replicas, tmp_path / "step_1.jsonl")

@@ -179,6 +179,7 @@ def test_defaults_warn_of_nothing(
         ("retriever.url=localhost:8000", "retriever.url"),
         ("""'retriever.url="http://a:8000,b:8000"'""", "with commas between them"),
         ("retriever.deadline=0", "retriever.deadline"),
+        ("retriever.max_outage=-1", "retriever.max_outage"),
         ("retriever.topk=0", "retriever.topk"),
         ("max_turns=-1", "max_turns"),
     ],

@@ -1,0 +1,156 @@
+"""That nobody answers is found out by one search, not by each again."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import httpx
+import pytest
+
+from search_r1.search.client import RetrievalClient
+from search_r1.search.errors import RetrieverUnavailable
+from search_r1.search.probe import SearchProbe
+from search_r1.search.servers import Servers
+from search_r1.search.tally import RETRIED, counting
+from search_r1.search.transport import Patience, Transport
+from tests.search.conftest import running
+
+URL = "http://there:1"
+NUM_RETRIES = 2
+
+
+class Scripted:
+    """A server whose answers depend on the path, behind a transport of the client library."""
+
+    def __init__(self, num_retries: int = NUM_RETRIES) -> None:
+        self.num_asked: Counter[str] = Counter()
+        self.is_away = False
+        patience = Patience(max_retries=num_retries, backoff=0.02, max_backoff=0.02)
+        self.transport = Transport(Servers([URL]), patience)
+        self.http = httpx.AsyncClient(transport=httpx.MockTransport(self.answer))
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        self.num_asked[request.url.path] += 1
+        if self.is_away or request.url.path == "/bad":
+            return httpx.Response(500)
+        return httpx.Response(200, json={})
+
+    async def ask(self, path: str, **options: Any) -> int:
+        """How many attempts an exchange makes, answered or not."""
+        before = self.num_asked[path]
+        try:
+            await self.transport.exchange(self.http, "GET", path, **options)
+        except RetrieverUnavailable as error:
+            assert error.num_retries == self.num_asked[path] - before - 1
+        return self.num_asked[path] - before
+
+
+def test_after_an_exchange_in_vain_others_try_once_until_one_is_answered() -> None:
+    """The pauses of an outage are spent once; an answer ends it."""
+    server = Scripted()
+
+    async def play() -> list[int]:
+        server.is_away = True
+        attempts = [await server.ask("/a"), await server.ask("/b"), await server.ask("/c")]
+        server.is_away = False
+        attempts.append(await server.ask("/d"))
+        server.is_away = True
+        return [*attempts, await server.ask("/e")]
+
+    assert asyncio.run(play()) == [1 + NUM_RETRIES, 1, 1, 1, 1 + NUM_RETRIES]
+
+
+def test_exchanges_under_way_give_up_with_the_first() -> None:
+    """Those that began later do not go through all the pauses of their own."""
+    server = Scripted(num_retries=20)
+    server.is_away = True
+
+    async def late() -> int:
+        while server.num_asked["/first"] < 15:
+            await asyncio.sleep(0.001)
+        return await server.ask("/late")
+
+    async def play() -> list[int]:
+        return await asyncio.gather(server.ask("/first"), late())
+
+    first, after = asyncio.run(play())
+    assert first == 21 and after < 21
+
+
+def test_one_bad_request_among_good_ones_is_no_outage() -> None:
+    """Where others are answered meanwhile, everyone keeps all tries; so after a failed probe."""
+    server = Scripted()
+
+    async def chatter() -> None:
+        while True:
+            await server.ask("/good")
+            await asyncio.sleep(0.005)
+
+    async def play() -> list[int]:
+        others = asyncio.ensure_future(chatter())
+        bad = [await server.ask("/bad"), await server.ask("/bad")]
+        others.cancel()
+        return bad
+
+    assert asyncio.run(play()) == [1 + NUM_RETRIES] * 2
+    other = Scripted()
+    other.is_away = True
+    assert asyncio.run(other.ask("/health", max_retries=0)) == 1
+    assert asyncio.run(other.ask("/a")) == 1 + NUM_RETRIES
+
+
+class Flaky:
+    """An application that answers searches after so many errors of a status."""
+
+    def __init__(self, status: int, num_errors: int) -> None:
+        self.status = status
+        self.num_left = num_errors
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        self.num_left -= 1
+        status = self.status if self.num_left >= 0 else 200
+        await send({"type": "http.response.start", "status": status,
+                    "headers": [(b"content-length", b"15")]})  # fmt: skip
+        await send({"type": "http.response.body", "body": b'{"result":[[]]}'})
+
+
+def test_each_search_of_a_shared_request_knows_that_it_was_retried() -> None:
+    """Tasks count their own searches, though these travelled together."""
+
+    async def one(client: RetrievalClient, query: str, searches: int) -> int:
+        with counting() as counts:
+            for _ in range(searches):
+                await client.search(query)
+        return counts[RETRIED]
+
+    async def play(url: str) -> list[int]:
+        async with RetrievalClient(url, 1, backoff=0.01) as client:
+            return await asyncio.gather(one(client, "a", 1), one(client, "a", 3))
+
+    with running(Flaky(500, 1)) as url:
+        assert asyncio.run(play(url)) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("status", "num_errors", "says"), [(500, 0, ""), (500, 1, ""), (401, 9, ""), (500, 9, "500")]
+)
+def test_a_probe_tells_whether_searches_are_answered(
+    status: int, num_errors: int, says: str
+) -> None:
+    """A single error is no outage, and a refusal is an answer that waiting would not change."""
+    with running(Flaky(status, num_errors)) as url:
+        problem = SearchProbe(url, 1, 5.0)(30.0)
+    assert says in problem and bool(problem) == bool(says)
+
+
+def test_a_probe_takes_no_longer_than_it_may() -> None:
+    """A server that accepts and says nothing is away."""
+
+    async def silent(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    with running(silent) as url:
+        assert "does not answer" in SearchProbe(url, 1, 60.0)(0.2)
