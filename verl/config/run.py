@@ -88,6 +88,11 @@ class Config:
         return policy.has_adapter and critic.has_adapter and is_same
 
     @property
+    def critic_path(self) -> str:
+        """The weights that a critic starts from."""
+        return self.critic.model.path or self.actor_rollout_ref.model.path
+
+    @property
     def num_ranks(self) -> int:
         """Training ranks over all nodes."""
         return self.trainer.n_gpus_per_node * self.trainer.nnodes

@@ -81,7 +81,7 @@ def estimate(config: Config, setting: Setting) -> Estimate:
     constants = GPU if setting.on_gpu else CPU
     needs = [
         *process_needs(config, constants, setting.on_gpu),
-        *loading_needs(models, local),
+        *loading_needs(models),
         *batch_needs(config),
         *hand_over_needs(config, policy, engine_item),
         *saving_needs(models, ranks, local),

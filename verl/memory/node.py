@@ -25,11 +25,11 @@ def process_needs(config: Config, constants: Constants, on_gpu: bool) -> Iterato
     yield Need(Place.HOST, "driver and Ray", constants.driver)
 
 
-def loading_needs(models: Sequence[HeldModel], local: int) -> Iterator[Need]:
-    """Every rank reads each model whole before it keeps its shard, one model after another."""
+def loading_needs(models: Sequence[HeldModel]) -> Iterator[Need]:
+    """Each rank reads its models whole before it keeps its shard: one after another, if need be."""
     largest = max(m.load_item * m.shape.parameters() for m in models)
     loading = frozenset({Phase.LOAD})
-    yield Need(Place.HOST, "whole models while they load", local * largest, loading)
+    yield Need(Place.HOST, "a whole model while it loads", largest, loading)
 
 
 def batch_needs(config: Config) -> Iterator[Need]:

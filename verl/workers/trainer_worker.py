@@ -27,6 +27,7 @@ from verl.workers.actor import DEFAULT_TOKEN_BUDGET, Actor, Metrics, TokenBudget
 from verl.workers.critic import Critic
 from verl.workers.devices import make_deterministic, resolve_device, resolve_dtype, share_threads
 from verl.workers.fsdp import EngineOptions, FsdpEngine
+from verl.workers.loading import loading_turn
 from verl.workers.lora import Role, adapted_engine, policy_adapter, policy_weights, share
 from verl.workers.models import LogProbModel, ValueModel, blocks, load_causal_lm
 from verl.workers.network import interface_variables
@@ -98,9 +99,11 @@ class TrainerWorker:
         self._join(master_addr, master_port)
         self._seed(config.trainer.seed)
         self.needs_critic = ADVANTAGES[config.algorithm.adv_estimator].needs_critic
-        self.actor = self._build_actor()
-        self.reference = self._build_reference() if config.needs_reference else None
-        self.critic = self._build_critic() if self.needs_critic else None
+        paths = {config.actor_rollout_ref.model.path, config.critic_path}
+        with loading_turn(paths, config.trainer.n_gpus_per_node):
+            self.actor = self._build_actor()
+            self.reference = self._build_reference() if config.needs_reference else None
+            self.critic = self._build_critic() if self.needs_critic else None
         self._shard_writer = checkpoint.ShardWriter()
 
     def _join(self, address: str, port: int) -> None:
@@ -165,8 +168,7 @@ class TrainerWorker:
         if self.config.shares_base:
             engine = share(self.actor.engine, Role.CRITIC, options)
         else:
-            path = critic.model.path or self.config.actor_rollout_ref.model.path
-            lm = load_model(critic.model, path, self.dtype)
+            lm = load_model(critic.model, self.config.critic_path, self.dtype)
             engine = self._critic_engine(lm, options)
         return Critic(engine, critic, critic_budgets(self.config))
 
