@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from tests.verl.workers.ranks import make_batch, tiny_config
 from verl import checkpoint
@@ -37,6 +41,7 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
     worker.save_weights(Path(out) / "weights", "float32")
     # The driver makes the folder and names it when all ranks are done.
     answers["problems"] = worker.save_checkpoint(Path(out) / "global_step_3.tmp")
+    answers["drawn"] = draw()
     answers["num_bytes"] = worker.checkpoint_room()[1]
     worker.start_checkpoint(Path(out) / "in_background")
     answers["next"] = next_metrics(worker, rank, size)
@@ -48,6 +53,11 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
     answers["refused"].append(asyncio.run(worker.finish_checkpoint()))
     worker.shutdown()
     return answers
+
+
+def draw() -> tuple[float, float, float]:
+    """A number from each random generator."""
+    return random.random(), float(np.random.random()), float(torch.rand(()))
 
 
 def next_metrics(worker: TrainerWorker, rank: int, size: int) -> list[dict[str, float]]:
@@ -64,7 +74,8 @@ def resume(rank: int, size: int, port: int, model: str, out: str) -> dict[str, A
     found = checkpoint.latest(Path(out))
     assert found is not None
     worker.load_checkpoint(found)
+    drawn = draw()
     worker.save_weights(Path(out) / f"resumed_{size}", "float32")
-    answers = {"next": next_metrics(worker, rank, size)}
+    answers = {"next": next_metrics(worker, rank, size), "drawn": drawn}
     worker.shutdown()
     return answers
