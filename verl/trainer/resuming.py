@@ -65,6 +65,9 @@ FREE = (
 )  # fmt: skip
 """Options, or sections, of the machine; files and models are compared by their content instead."""
 
+TOLD = ("trainer.compute_dtype", "trainer.critic_warmup", "trainer.deterministic")
+"""Options of those sections that are not of the machine alone."""
+
 
 def identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
     """What a checkpoint keeps for a later comparison, as JSON: `config` and `fingerprints`.
@@ -117,7 +120,8 @@ def _options(saved: Mapping[str, Any], present: Mapping[str, Any], config: Confi
     """Refused differences of options; those that are only told go to the log."""
     old, new = flat(saved["config"]), flat(present["config"])
     for key in sorted(old.keys() & new.keys()):
-        if old[key] == new[key] or (_is_in(key, FREE) and not _is_in(key, EXPERIMENT)):
+        is_free = _is_in(key, FREE) and not _is_in(key, (*EXPERIMENT, *TOLD))
+        if is_free or old[key] == new[key]:
             continue
         change = f"{key}: got {_short(new[key])}, the checkpoint has {_short(old[key])}"
         if key in FIXED or _adds_critic(key, old[key], new[key]):

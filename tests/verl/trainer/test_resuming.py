@@ -11,7 +11,7 @@ from verl import checkpoint
 from verl.config import Config
 from verl.errors import ConfigError
 from verl.trainer.options.known import known_options
-from verl.trainer.resuming import EXPERIMENT, FIXED, FREE, check_resume, flat, identity
+from verl.trainer.resuming import EXPERIMENT, FIXED, FREE, TOLD, check_resume, flat, identity
 
 SERVED = {"corpus": "c1", "index": "i1", "encoder": "e1"}
 
@@ -124,6 +124,9 @@ def test_a_changed_learning_rate_is_told_and_taken(
     config.actor_rollout_ref.actor.optim.lr = 1e-7
     assert differences(config) == ""
     assert "actor_rollout_ref.actor.optim.lr: got 1e-07, the checkpoint has 1e-06" in caplog.text
+    config.trainer.compute_dtype = "float32"
+    assert differences(config) == ""
+    assert 'trainer.compute_dtype: got "float32", the checkpoint has "auto"' in caplog.text
 
 
 def test_what_cannot_be_compared_is_told(config: Config, caplog: pytest.LogCaptureFixture) -> None:
@@ -145,6 +148,6 @@ def test_every_named_option_exists() -> None:
     """A renamed option cannot leave the lists silently."""
     known = known_options()
     sections = {key.rpartition(".")[0] for key in known} | {key.split(".")[0] for key in known}
-    for name in (*FIXED, *EXPERIMENT, *FREE):
+    for name in (*FIXED, *EXPERIMENT, *FREE, *TOLD):
         assert name in known or any(s == name or s.startswith(f"{name}.") for s in sections), name
     assert set(flat(dataclasses.asdict(Config()))) >= set(FIXED)

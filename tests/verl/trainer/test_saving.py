@@ -19,6 +19,7 @@ class SlowRanks:
         self.go_on = threading.Event()
         self.problem = ""
         self.can_copy = True
+        self.is_writing = False
         self.calls: list[str] = []
 
     def save_checkpoint(self, directory: Path) -> None:
@@ -29,10 +30,13 @@ class SlowRanks:
         return self.can_copy
 
     def start_checkpoint(self, directory: Path) -> None:
+        assert not self.is_writing, "two writes overlap"
+        self.is_writing = True
         self.calls.append("start")
 
     def finish_checkpoint(self) -> None:
         assert self.go_on.wait(60)
+        self.is_writing = False
         self._raise()
 
     def _raise(self) -> None:
