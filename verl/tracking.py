@@ -6,10 +6,12 @@ Knows nothing of what the metrics mean, except which few the console shows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, ModuleType, TracebackType
@@ -31,6 +33,13 @@ class Tracker(Protocol):
         """Record one step."""
         ...
 
+    def rewind(self, step: int | None) -> None:
+        """Forget the steps after `step`, which come again; None forgets all of this tracker's own.
+
+        What can no longer be changed is left as it is.
+        """
+        ...
+
     def close(self) -> None:
         """Flush and let go."""
         ...
@@ -42,16 +51,39 @@ class ConsoleTracker:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         logger.info("step %d  %s", step, compact(metrics))
 
+    def rewind(self, step: int | None) -> None:
+        """What was shown was shown."""
+
     def close(self) -> None:
         """Nothing is held."""
 
 
 class JsonlTracker:
-    """`metrics.jsonl`: one flushed line a step; a resumed run appends."""
+    """`metrics.jsonl`: one flushed line a step, each step once; a resumed run appends."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = (directory / "metrics.jsonl").open("a", encoding="utf-8")
+        self._path = directory / "metrics.jsonl"
+        self._start = self._path.stat().st_size if self._path.exists() else 0
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def rewind(self, step: int | None) -> None:
+        """Move what is forgotten to `metrics.superseded.jsonl`; a torn last line goes with it."""
+        self._file.close()
+        old = self._path.read_bytes()
+        if step is None:
+            kept, forgotten = [old[: self._start]], [old[self._start :]]
+        else:
+            lines = old.splitlines(keepends=True)
+            kept = [line for line in lines if not _is_after(line, step)]
+            forgotten = [line for line in lines if _is_after(line, step)]
+        if any(forgotten):
+            with self._path.with_name("metrics.superseded.jsonl").open("ab") as file:
+                file.writelines(forgotten)
+            part = self._path.with_suffix(".tmp")
+            part.write_bytes(b"".join(kept))
+            os.replace(part, self._path)
+        self._file = self._path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
@@ -75,6 +107,9 @@ class WandbTracker:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
 
+    def rewind(self, step: int | None) -> None:
+        """What was sent stays: of a step that comes again wandb keeps the first values."""
+
     def close(self) -> None:
         self._run.finish()
 
@@ -85,7 +120,13 @@ class TensorboardTracker:
     def __init__(self, directory: Path) -> None:
         _load("tensorboard", "tensorboard")
         module = _load("torch.utils.tensorboard", "tensorboard")
-        self._writer = module.SummaryWriter(str(directory / "tensorboard"))
+        self._open = functools.partial(module.SummaryWriter, str(directory / "tensorboard"))
+        self._writer = self._open()
+
+    def rewind(self, step: int | None) -> None:
+        """TensorBoard passes over the steps that come again."""
+        self._writer.close()
+        self._writer = self._open(purge_step=0 if step is None else step + 1)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -104,6 +145,9 @@ class MemoryTracker:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self.records.append((step, dict(metrics)))
+
+    def rewind(self, step: int | None) -> None:
+        self.records = [record for record in self.records if step is not None and record[0] <= step]
 
     def close(self) -> None:
         """The records stay."""
@@ -166,6 +210,14 @@ class Tracking:
         for tracker in self._trackers:
             tracker.log(plain, step)
 
+    def rewind(self, step: int | None) -> None:
+        """Forget the steps after `step` everywhere: the run goes on from it.
+
+        None forgets what was logged through this object, for a run that begins anew.
+        """
+        for tracker in self._trackers:
+            tracker.rewind(step)
+
     def close(self) -> None:
         """Close every backend."""
         for tracker in self._trackers:
@@ -181,6 +233,14 @@ class Tracking:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _is_after(line: bytes, step: int) -> bool:
+    """Whether a line of the log is of a later step, or was never finished."""
+    try:
+        return int(json.loads(line)["step"]) > step
+    except (ValueError, KeyError, TypeError):
+        return True
 
 
 def backend_names(logger_option: str | Sequence[str]) -> list[str]:

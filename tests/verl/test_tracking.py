@@ -67,3 +67,38 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_backend_names_takes_a_name_or_a_list(option: str | list[str]) -> None:
     """Both spellings of trainer.logger mean one backend."""
     assert backend_names(option) == ["wandb"]
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    """Steps after the checkpoint come again: their lines, and a torn one, are put aside."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "x": 1.0}\n{"step": 4, "x"')
+    with Tracking("p", "e", ["jsonl"], tmp_path) as tracking:
+        tracking.rewind(2)
+        tracking.log({"x": 9.0}, 3)
+    steps = [json.loads(line) for line in path.read_text().splitlines()]
+    assert steps == [{"step": 1}, {"step": 2}, {"step": 3, "x": 9.0}]
+    aside = (tmp_path / "metrics.superseded.jsonl").read_text()
+    assert aside == '{"step": 3, "x": 1.0}\n{"step": 4, "x"'
+
+
+def test_a_run_that_begins_anew_forgets_its_own_steps_only(tmp_path: Path) -> None:
+    """What an earlier run logged in the same folder is not this one's to forget."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 5}\n')
+    with Tracking("p", "e", ["jsonl"], tmp_path) as tracking:
+        tracking.log({}, 1)
+        tracking.rewind(None)
+        tracking.log({}, 1)
+    assert path.read_text() == '{"step": 5}\n{"step": 1}\n'
+
+
+def test_nothing_is_rewritten_where_nothing_comes_again(tmp_path: Path) -> None:
+    """The log of a run that goes on where it stopped is the same file."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 5}\n')
+    inode = path.stat().st_ino
+    with Tracking("p", "e", ["jsonl"], tmp_path) as tracking:
+        tracking.rewind(5)
+    assert path.stat().st_ino == inode
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -1,4 +1,4 @@
-"""Groups of Ray actors: where they run, how they are called, how they go away.
+"""Groups of Ray actors: how they are called, how they go away, and what tells that one is gone.
 
 An `ActorHost` is an empty Ray actor that first tells where it landed and later builds the object
 it hosts, so that a group can learn its addresses and devices before any heavy work starts.
@@ -7,36 +7,27 @@ it hosts, so that a group can learn its addresses and devices before any heavy w
 from __future__ import annotations
 
 import inspect
-import logging
+import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import (
-    NodeAffinitySchedulingStrategy,
-    PlacementGroupSchedulingStrategy,
-)
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from verl.errors import ResourceError
+from verl.errors import SearchR1Error
+from verl.single_controller.deaths import DEATHS, broke_collective, cause_of
+from verl.single_controller.lifeline import PART, Lifeline, sweep
 
-logger = logging.getLogger(__name__)
-
-NOTICE_S = 20.0
-"""Seconds between two lines of a run that waits for nodes."""
-KEEP_VISIBLE_DEVICES = {
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
-"""Tell Ray to leave CUDA_VISIBLE_DEVICES as we set it for actors that share GPUs with others."""
+GRACE_S = 10.0
+"""How long an error waits for the news that it came of another actor's death."""
+NODE_GRACE_S = 60.0
+"""The same where a rank could not reach another: Ray needs as long to give up a node."""
+LAST_CALL_S = 30.0
+"""How long actors may take to end in good order before they are killed."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +37,7 @@ class Place:
     node_id: str
     host: str
     gpu_ids: tuple[str, ...]
+    pid: int = 0
 
 
 @ray.remote
@@ -54,12 +46,21 @@ class ActorHost:
 
     def __init__(self) -> None:
         self.hosted: Any = None
+        self._lifeline: Lifeline | None = None
 
     async def place(self) -> Place:
         """Node, address and GPUs of this actor."""
         context = ray.get_runtime_context()
         gpu_ids = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", []))
-        return Place(context.get_node_id(), ray.util.get_node_ip_address(), gpu_ids)
+        return Place(context.get_node_id(), ray.util.get_node_ip_address(), gpu_ids, os.getpid())
+
+    async def guard(self, mark: str) -> None:
+        """Have what bears `mark` on this node end with this actor, as on the driver's with it."""
+        self._lifeline = Lifeline(mark)
+
+    async def clear(self) -> int:
+        """Kill what is left here of the actor that this one replaces; returns how many."""
+        return sweep(PART, os.environ[PART])
 
     async def free_port(self) -> int:
         """A port that is free on this actor's node now."""
@@ -78,18 +79,34 @@ class ActorHost:
 
 
 class RayWorkerGroup:
-    """Actors that are called together; results come in the order of the actors."""
+    """Actors that are called together; results come in the order of the actors.
 
-    def __init__(self, hosts: Sequence[Any], placement: PlacementGroup | None = None) -> None:
-        self.hosts = list(hosts)
+    `options[i].remote()` makes actor i.
+    """
+
+    def __init__(
+        self,
+        options: Sequence[Any],
+        name: str,
+        lost: type[SearchR1Error],
+        placement: PlacementGroup | None = None,
+    ) -> None:
+        """`name` is what users call one of the actors, `lost` the error when one is gone."""
+        self.name = name
+        self._lost_error = lost
+        self._options = list(options)
+        self.hosts = [option.remote() for option in self._options]
         self._placement = placement
+        self._places: list[Place] = []
 
     def __len__(self) -> int:
         return len(self.hosts)
 
     def places(self) -> list[Place]:
         """Where each actor runs."""
-        return list(ray.get([host.place.remote() for host in self.hosts]))
+        if not self._places:
+            self._places = self.gather([host.place.remote() for host in self.hosts])
+        return self._places
 
     def free_port(self) -> int:
         """A port that is free where the first actor runs."""
@@ -100,14 +117,95 @@ class RayWorkerGroup:
         pairs = zip(self.hosts, args, strict=True)
         return [host.build.remote(factory, *arguments) for host, arguments in pairs]
 
+    def submit(self, index: int, method: str, *args: Any) -> Any:
+        """Begin a call on one actor; returns a Ray reference."""
+        return self.hosts[index].call.remote(method, *args)
+
     def call(self, method: str, *args: Any) -> list[Any]:
         """The same call on every actor."""
-        return list(ray.get([host.call.remote(method, *args) for host in self.hosts]))
+        return self.gather([self.submit(i, method, *args) for i in range(len(self))])
 
     def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
         """The call with `shards[i]` first on actor i."""
-        pairs = zip(self.hosts, shards, strict=True)
-        return list(ray.get([host.call.remote(method, shard, *args) for host, shard in pairs]))
+        assert len(shards) == len(self), f"{len(shards)} shards for {len(self)} actors"
+        return self.gather([self.submit(i, method, s, *args) for i, s in enumerate(shards)])
+
+    def gather(self, calls: Sequence[Any]) -> list[Any]:
+        """The answers to `calls`, one call per actor, in their order.
+
+        Returns as soon as one fails, for the others may wait for it for ever. Raises the group's
+        error when an actor is gone; else what the hosted object raised.
+        """
+        answers: dict[Any, Any] = {}
+        waiting = list(calls)
+        while waiting:
+            done, waiting = ray.wait(waiting, num_returns=1)
+            try:
+                answers[done[0]] = ray.get(done[0])
+            except RayError as error:
+                self._raise(error, calls, list(calls).index(done[0]))
+        return [answers[call] for call in calls]
+
+    def _raise(self, error: RayError, calls: Sequence[Any], index: int) -> NoReturn:
+        """What an error of actor `index` comes of: the death of an actor, or the error itself."""
+        if isinstance(error, DEATHS):
+            raise self.lost(index, cause_of(error)) from error
+        is_broken = broke_collective(error)
+        dead = self._find_dead(calls, NODE_GRACE_S if is_broken else GRACE_S)
+        if dead is not None:
+            raise self.lost(*dead) from error
+        if is_broken:
+            raise self.lost(index, f"cut off from the others ({cause_of(error)})") from error
+        raise error
+
+    def _find_dead(self, calls: Sequence[Any], seconds: float) -> tuple[int, str] | None:
+        """The first actor found to be gone, and why; None if each has answered or time is up."""
+        asked = {call: i for i, call in enumerate(calls)}
+        asked |= {host.place.remote(): i for i, host in enumerate(self.hosts)}
+        waiting, end = list(asked), time.monotonic() + seconds
+        while waiting and time.monotonic() < end:
+            done, waiting = ray.wait(waiting, timeout=max(0.0, end - time.monotonic()))
+            for call in done:
+                try:
+                    ray.get(call)
+                except DEATHS as error:
+                    return asked[call], cause_of(error)
+                except RayError:
+                    continue  # it lives, and failed
+        return None
+
+    def lost(self, index: int, cause: str) -> SearchR1Error:
+        """The error that says which actor is gone, where it was, and why."""
+        return self._lost_error(f"{self.describe(index)} is lost: {cause}")
+
+    def describe(self, index: int) -> str:
+        """An actor by its number, and where it runs if that is known."""
+        if not self._places:
+            return f"{self.name} {index}"
+        place = self._places[index]
+        return f"{self.name} {index} on node {place.host} (process {place.pid})"
+
+    def replace(self, index: int) -> None:
+        """Put an empty actor in the place of one, of which nothing is left then.
+
+        Raises the group's error when there is no such place any more.
+        """
+        ray.kill(self.hosts[index])
+        self.hosts[index] = host = self._options[index].remote()
+        try:
+            ray.get(host.clear.remote())
+            self.places()[index] = ray.get(host.place.remote())
+        except DEATHS as error:
+            raise self.lost(index, cause_of(error)) from error
+
+    def start_one(self, index: int, factory: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Build the hosted object of one actor."""
+        ray.get(self.hosts[index].build.remote(factory, *args))
+
+    def last_call(self, method: str) -> None:
+        """Ask every actor to end in good order; those that cannot are left to `shutdown`."""
+        calls = [self.submit(i, method) for i in range(len(self))]
+        ray.wait(calls, num_returns=len(calls), timeout=LAST_CALL_S)
 
     def shutdown(self) -> None:
         """End the actors and give their resources back."""
@@ -115,99 +213,3 @@ class RayWorkerGroup:
             ray.kill(host)
         if self._placement is not None:
             remove_placement_group(self._placement)
-
-
-def reserve(
-    num_ranks: int, num_nodes: int, use_gpu: bool, timeout_s: float = 120.0
-) -> PlacementGroup:
-    """Room for the training ranks on `num_nodes` nodes; waits for nodes that are not there yet.
-
-    Raises ResourceError when the cluster can't place them within `timeout_s`.
-    """
-    per_node = num_ranks // num_nodes
-    bundle = {"CPU": float(per_node), **({"GPU": float(per_node)} if use_gpu else {})}
-    spread = "STRICT_SPREAD" if num_nodes > 1 else "STRICT_PACK"
-    placement = placement_group([bundle] * num_nodes, strategy=spread)
-    wanted = f"{num_nodes} x {bundle}"
-    end = time.monotonic() + timeout_s
-    while not placement.wait(max(0.0, min(NOTICE_S, end - time.monotonic()))):
-        if time.monotonic() < end:
-            logger.warning("waiting for %s in the Ray cluster: %s", wanted, describe_nodes())
-            continue
-        remove_placement_group(placement)
-        raise ResourceError(
-            f"the Ray cluster could not place {wanted} in {timeout_s:.0f} s: {describe_nodes()}; "
-            "add nodes (docs/multinode.md), lower trainer.n_gpus_per_node or trainer.nnodes, or "
-            "wait longer with trainer.node_timeout"
-        )
-    return placement
-
-
-def describe_nodes() -> str:
-    """The cluster's nodes with what each has, and those that were lost."""
-    lines = []
-    for node in ray.nodes():
-        kinds = {kind: node["Resources"].get(kind, 0.0) for kind in ("CPU", "GPU")}
-        state = ", ".join(f"{n:.0f} {kind}" for kind, n in kinds.items() if n or kind == "CPU")
-        lines.append(f"{node['NodeManagerAddress']} ({state if node['Alive'] else 'lost'})")
-    return f"{len(lines)} node(s), " + ", ".join(lines)
-
-
-def nodes_of(placement: PlacementGroup) -> dict[str, str]:
-    """Address of each node where a placement lies, by the node's id."""
-    ids = placement_group_table(placement)["bundles_to_node_id"].values()
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    return {node_id: addresses[node_id] for node_id in ids}
-
-
-def create_trainer_group(
-    placement: PlacementGroup, num_ranks: int, use_gpu: bool, env: Mapping[str, str]
-) -> RayWorkerGroup:
-    """One actor per training rank in what was reserved, in order; a GPU each if `use_gpu`."""
-    per_node = num_ranks // placement.bundle_count
-    hosts = []
-    for rank in range(num_ranks):
-        strategy = PlacementGroupSchedulingStrategy(
-            placement_group=placement, placement_group_bundle_index=rank // per_node
-        )
-        options = ActorHost.options(
-            num_cpus=1,
-            num_gpus=1 if use_gpu else 0,
-            runtime_env={"env_vars": dict(env)},
-            scheduling_strategy=strategy,
-        )
-        hosts.append(options.remote())
-    return RayWorkerGroup(hosts, placement)
-
-
-def first_of_nodes(places: Sequence[Place]) -> list[int]:
-    """The first actor of each node."""
-    nodes = [place.node_id for place in places]
-    return [nodes.index(node) for node in dict.fromkeys(nodes)]
-
-
-def create_rollout_group(
-    places: Sequence[Place], num_replicas: int, gpus_per_replica: int, env: Mapping[str, str]
-) -> RayWorkerGroup:
-    """One actor per engine, beside the training ranks whose GPUs it shares.
-
-    Replica i shares the GPUs of the ranks `i * gpus_per_replica ...`; without GPUs
-    (`gpus_per_replica` 0) replicas go round the ranks' nodes.
-    """
-    hosts = []
-    firsts = first_of_nodes(places)
-    for replica in range(num_replicas):
-        first = replica * gpus_per_replica if gpus_per_replica else firsts[replica % len(firsts)]
-        shared = places[first : first + gpus_per_replica]
-        variables = dict(env)
-        if shared:
-            devices = ",".join(gpu for place in shared for gpu in place.gpu_ids)
-            variables |= {**KEEP_VISIBLE_DEVICES, "CUDA_VISIBLE_DEVICES": devices}
-        options = ActorHost.options(
-            num_cpus=0,
-            max_concurrency=1000,
-            runtime_env={"env_vars": variables},
-            scheduling_strategy=NodeAffinitySchedulingStrategy(places[first].node_id, soft=False),
-        )
-        hosts.append(options.remote())
-    return RayWorkerGroup(hosts)

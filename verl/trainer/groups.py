@@ -14,22 +14,27 @@ from torch import Tensor
 
 from verl.config import Config
 from verl.errors import SaveError
-from verl.protocol import Agent, DataProto, Sampling, Trajectory
-from verl.single_controller.dispatch import join_tokens, split_by_tokens, split_evenly
-from verl.single_controller.ray_group import (
-    RayWorkerGroup,
+from verl.protocol import Agent, DataProto
+from verl.single_controller.dispatch import join_tokens, split_by_tokens
+from verl.single_controller.lifeline import MARK, Lifeline
+from verl.single_controller.placement import (
     create_rollout_group,
     create_trainer_group,
+    first_of_nodes,
     nodes_of,
     reserve,
 )
+from verl.single_controller.ray_group import RayWorkerGroup
 from verl.trainer.cluster import anchored, check_nodes, uses_gpus
 from verl.trainer.metrics import Metrics
+from verl.trainer.replicas import RolloutReplicas
+from verl.trainer.restarts import Restarts
 from verl.workers.devices import DETERMINISTIC_ENV
 from verl.workers.network import forwarded
-from verl.workers.node_folder import new_path
 from verl.workers.rollout import RolloutReplica
 from verl.workers.trainer_worker import TrainerWorker
+
+__all__ = ["RolloutReplicas", "TrainerRanks", "build_groups"]
 
 
 class TrainerRanks:
@@ -108,59 +113,13 @@ class TrainerRanks:
         """Actor and critic learn at `scale` times their configured rates from now on."""
         self.group.call("scale_lr", scale)
 
+    def make_room(self) -> None:
+        """Give back the devices' memory that holds nothing."""
+        self.group.call("make_room")
+
     def shutdown(self) -> None:
         """End the ranks."""
         self.group.shutdown()
-
-
-class RolloutReplicas:
-    """Engines that turn started trajectories into finished ones."""
-
-    def __init__(self, group: RayWorkerGroup, dtype: str, has_adapter: bool = False) -> None:
-        self.group = group
-        self.dtype = dtype
-        self.has_adapter = has_adapter
-        self.version = 0
-        self._weights = new_path()
-
-    def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
-        """Finish `starts`, in their order."""
-        parts = split_evenly(len(starts), len(self.group))
-        answers = self.group.scatter(
-            "rollout", [[starts[i] for i in part] for part in parts], sampling
-        )
-        finished: dict[int, Trajectory] = {}
-        for part, answer in zip(parts, answers, strict=True):
-            finished.update(zip(part, answer, strict=True))
-        return [finished[i] for i in range(len(starts))]
-
-    def update_weights(self, ranks: TrainerRanks) -> None:
-        """Bring the actor's present weights into every engine; old cached prefixes are dropped.
-
-        Where the actor is an adapter, that alone travels.
-        """
-        self.version += 1
-        if self.has_adapter:
-            ranks.hand_over_adapter(self._weights)
-            self.group.call("update_adapter", str(self._weights), self.version)
-            return
-        ranks.hand_over_weights(self._weights, self.dtype)
-        self.group.call("update_weights", str(self._weights), self.version)
-
-    def sleep(self) -> None:
-        """Give the devices' memory to the training ranks."""
-        self.group.call("sleep")
-
-    def wake_up(self) -> None:
-        """Take the memory back, before weights are updated or tokens generated."""
-        self.group.call("wake_up")
-
-    def shutdown(self) -> None:
-        """Stop the engines."""
-        try:
-            self.group.call("shutdown")
-        finally:
-            self.group.shutdown()
 
 
 def raise_first(problems: Sequence[str]) -> None:
@@ -171,18 +130,23 @@ def raise_first(problems: Sequence[str]) -> None:
 
 
 def build_groups(
-    config: Config, agent_factory: Callable[[Config], Agent], total_updates: int
+    config: Config,
+    agent_factory: Callable[[Config], Agent],
+    total_updates: int,
+    lifeline: Lifeline,
+    restarts: Restarts,
 ) -> tuple[TrainerRanks, RolloutReplicas]:
     """Place and build all actors; engines and ranks load together where no GPU is shared."""
     config = anchored(config)
     use_gpu = uses_gpus(config)
-    env = forwarded(os.environ) | ({} if use_gpu else cpu_env())
+    env = forwarded(os.environ) | ({} if use_gpu else cpu_env()) | {MARK: lifeline.mark}
     if config.trainer.deterministic:
         env |= DETERMINISTIC_ENV
     trainer = config.trainer
     placement = reserve(config.num_ranks, trainer.nnodes, use_gpu, trainer.node_timeout)
     check_nodes(config, nodes_of(placement))
     ranks = create_trainer_group(placement, config.num_ranks, use_gpu, env)
+    guard_nodes(ranks, lifeline.mark)
     places = ranks.places()
     rollout = config.actor_rollout_ref.rollout
     per_replica = rollout.tensor_model_parallel_size if use_gpu else 0
@@ -190,6 +154,7 @@ def build_groups(
         config.num_ranks // per_replica if use_gpu else trainer.nnodes
     )
     replicas = create_rollout_group(places, num_replicas, per_replica, env)
+    replicas.places()
     arguments = [(config, agent_factory, replica) for replica in range(num_replicas)]
     replicas_built = replicas.start_build(RolloutReplica, arguments)
     if use_gpu:
@@ -201,15 +166,30 @@ def build_groups(
     )
     if not use_gpu:
         start_engines(replicas, replicas_built, then_sleep=False)
-    ray.get(ranks_built)
-    dtype = replicas.call("dtype")[0]
-    has_adapter = config.actor_rollout_ref.model.has_adapter
-    return TrainerRanks(ranks), RolloutReplicas(replicas, dtype, has_adapter)
+    ranks.gather(ranks_built)
+    trainer_ranks = TrainerRanks(ranks)
+    return trainer_ranks, RolloutReplicas(
+        replicas,
+        RolloutReplica,
+        arguments,
+        restarts,
+        has_adapter=config.actor_rollout_ref.model.has_adapter,
+        hang_timeout=trainer.hang_timeout,
+        make_room=trainer_ranks.make_room,
+    )
+
+
+def guard_nodes(ranks: RayWorkerGroup, mark: str) -> None:
+    """Have a watchdog on each node but the driver's, which has the run's own."""
+    places = ranks.places()
+    own = ray.get_runtime_context().get_node_id()
+    others = [i for i in first_of_nodes(places) if places[i].node_id != own]
+    ranks.gather([ranks.hosts[i].guard.remote(mark) for i in others])
 
 
 def start_engines(replicas: RayWorkerGroup, built: Sequence[object], then_sleep: bool) -> None:
     """Load the engines; on shared GPUs they then give the memory to the ranks."""
-    ray.get(list(built))
+    replicas.gather(built)
     replicas.call("start")
     if then_sleep:
         replicas.call("sleep")

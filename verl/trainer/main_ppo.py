@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -23,6 +24,9 @@ from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
 from verl.data import load_prompts, num_batches
 from verl.errors import SearchR1Error
+from verl.memory.watch import rank_names, watching
+from verl.protocol import Prompt
+from verl.single_controller.lifeline import Lifeline
 from verl.tracking import Tracking
 from verl.trainer.cluster import start_ray
 from verl.trainer.groups import build_groups
@@ -30,8 +34,10 @@ from verl.trainer.options import cli
 from verl.trainer.options.preflight import preflight
 from verl.trainer.outages import PROBE_S, Probe, always_there
 from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.restarts import Restarts
 from verl.trainer.resuming import check_resume, identity
 from verl.trainer.rollout_data import open_folder
+from verl.trainer.supervision import supervise
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +75,19 @@ def count_steps(config: Config, num_rows: int) -> int:
     return num_batches(num_rows, config.data.train_batch_size, trainer.total_epochs)
 
 
-@contextlib.contextmanager
-def building(config: Config) -> Iterator[RayPPOTrainer]:
-    """Check everything and build everything; all is taken down again when the context ends."""
+@dataclass(frozen=True)
+class Prepared:
+    """What a run has beside its processes, checked; the same for every attempt at it."""
+
+    config: Config
+    identity: Mapping[str, Any]
+    train_prompts: Sequence[Prompt]
+    val_prompts: Sequence[Prompt]
+    total_steps: int
+
+
+def prepare(config: Config) -> Prepared:
+    """Check everything that a run needs, and read its questions."""
     preflight(config)
     made_with = identify(config)
     check_resume(config, made_with)
@@ -81,38 +97,68 @@ def building(config: Config) -> Iterator[RayPPOTrainer]:
     train_prompts = load_prompts(config, data.train_files, data.train_data_num, tokenizer)
     val_prompts = load_prompts(config, data.val_files, data.val_data_num, tokenizer)
     total_steps = count_steps(config, len(train_prompts))
-    reward = build_reward_manager(config)
     if config.trainer.rollout_data_dir is not None:
         open_folder(config.trainer.rollout_data_dir, tokenizer)
-    start_ray(config)
-    try:
-        ranks, replicas = build_groups(config, build_agent, total_steps * config.updates_per_step)
+    return Prepared(config, made_with, train_prompts, val_prompts, total_steps)
+
+
+@contextlib.contextmanager
+def processes(
+    prepared: Prepared, tracking: Tracking, restarts: Restarts
+) -> Iterator[RayPPOTrainer]:
+    """A trainer with all its processes, which end with the context, whatever ends that."""
+    config = prepared.config
+    updates = prepared.total_steps * config.updates_per_step
+    with Lifeline() as lifeline, watching(config) as host_memory:
+        start_ray(config)
         try:
-            with Tracking.from_config(config) as tracking:
+            ranks, replicas = build_groups(config, build_agent, updates, lifeline, restarts)
+            node_id = ray.get_runtime_context().get_node_id()
+            host_memory.names = rank_names(ranks.group.places(), node_id)
+            try:
                 yield RayPPOTrainer(
                     config=config,
                     ranks=ranks,
                     replicas=replicas,
-                    train_prompts=train_prompts,
-                    val_prompts=val_prompts,
-                    reward_fn=reward,
+                    train_prompts=prepared.train_prompts,
+                    val_prompts=prepared.val_prompts,
+                    reward_fn=build_reward_manager(config),
                     kl_controller=build_kl_controller(config),
                     tracking=tracking,
-                    total_steps=total_steps,
+                    total_steps=prepared.total_steps,
                     probe=build_probe(config),
-                    identity=made_with,
+                    faults=lambda: {**restarts.metrics(), **host_memory.metrics()},
+                    identity=prepared.identity,
                 )
+            finally:
+                replicas.shutdown()
+                ranks.shutdown()
         finally:
-            replicas.shutdown()
-            ranks.shutdown()
-    finally:
-        ray.shutdown()
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def building(config: Config) -> Iterator[RayPPOTrainer]:
+    """Check everything and build everything, once; all is taken down when the context ends."""
+    prepared = prepare(config)
+    with (
+        Tracking.from_config(config) as tracking,
+        processes(prepared, tracking, Restarts(config.trainer.max_restarts)) as trainer,
+    ):
+        yield trainer
 
 
 def run(config: Config) -> None:
-    """One run from beginning to end."""
-    with building(config) as trainer:
-        trainer.fit()
+    """One run from beginning to end; it starts again by itself when it lost a rank."""
+    prepared = prepare(config)
+    restarts = Restarts(config.trainer.max_restarts)
+    with Tracking.from_config(config) as tracking:
+
+        def attempt(config: Config) -> None:
+            with processes(replace(prepared, config=config), tracking, restarts) as trainer:
+                trainer.fit()
+
+        supervise(attempt, config, restarts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

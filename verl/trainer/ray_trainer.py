@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,8 @@ class RayPPOTrainer:
     tracking: Tracking
     total_steps: int
     probe: Probe = always_there
+    faults: Callable[[], Metrics] = dict
+    """Counts of lost processes so far, for the metrics of each step."""
     identity: Mapping[str, Any] = field(default_factory=dict)
     """Configuration and fingerprints, kept with each checkpoint; see `verl.trainer.resuming`."""
     step: int = 0
@@ -192,7 +194,8 @@ class RayPPOTrainer:
             metrics |= self.drift(batch)
         with timings.phase("update_weights"):
             self.update_weights()
-        return {**metrics, **throughput_metrics(batch, timings), **timings.metrics()}
+        performance = {**throughput_metrics(batch, timings), **timings.metrics()}
+        return {**metrics, **performance, **self.faults()}
 
     def add_log_probs(self, batch: DataProto) -> None:
         """Old and reference log-probs, where an algorithm needs them.
@@ -354,9 +357,20 @@ class RayPPOTrainer:
             self.finished = state
             self.saver.resumed(folder)
             logger.info("resumed from %s", folder)
+        self.rewind(folder is not None)
         if not self.config.trainer.val_only:
             for moved in checkpoint.set_aside(self.directory, after=self.step if folder else -1):
                 logger.warning("an earlier run's checkpoint is now %s", moved)
+
+    def rewind(self, was_resumed: bool) -> None:
+        """Take out of the trackers what comes again; a validation alone takes nothing out."""
+        if self.config.trainer.val_only:
+            return
+        comes_again = self.step == 0 or self.finished.pending is not None
+        if was_resumed or self.config.trainer.resume_mode == "auto":
+            self.tracking.rewind(self.step - comes_again)
+        else:
+            self.tracking.rewind(None)
 
     def load(self, folder: Path) -> RunState:
         """Take up what learns; returns the driver's state, which says where it was."""

@@ -42,7 +42,7 @@ class NodeFolder:
             ["sh", "-c", KEEPER, "sh", str(path)],
             stdin=subprocess.PIPE,
             start_new_session=True,
-            env={"PATH": os.environ.get("PATH", os.defpath)},  # not marked as the run's: outlives it
+            env={"PATH": os.environ.get("PATH", os.defpath)},  # without the run's mark: outlives it
         )
 
     def close(self) -> None:

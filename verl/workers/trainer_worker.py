@@ -285,6 +285,11 @@ class TrainerWorker:
         for engine in self.engines.values():
             engine.scale_lr(scale)
 
+    def make_room(self) -> None:
+        """Give back the memory of the device that torch keeps though nothing is in it."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def shutdown(self) -> None:
         """Leave the process group, and take the weights out of the node's memory."""
         if self._folder is not None:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 
 from verl.config import Config
 from verl.protocol import Agent, Sampling, Trajectory
-from verl.workers.rollout.vllm_engine import EngineConfig, VllmEngine
+from verl.workers.rollout.vllm_engine import EngineConfig, EngineDied, VllmEngine
+
+__all__ = ["EngineDied", "RolloutReplica"]
 
 
 class RolloutReplica:
@@ -42,6 +44,16 @@ class RolloutReplica:
         """Finish `starts`, all at once, in their order; a failed search is not an exception."""
         runs = (self.agent.run(start, self.engine, sampling) for start in starts)
         return list(await asyncio.gather(*runs))
+
+    async def probe(self) -> None:
+        """Answer if actor and engine are alive. Raises EngineDied when the engine is not."""
+        if self._engine is not None:
+            await self._engine.probe()
+
+    async def take(self, directory: str, version: int, is_adapter: bool) -> None:
+        """Take what the ranks handed over, an adapter or all weights."""
+        update = self.update_adapter if is_adapter else self.update_weights
+        await update(directory, version)
 
     async def update_weights(self, weights_dir: str, version: int) -> None:
         """Take the weights of a Hugging Face folder; completions carry `version` from now on."""

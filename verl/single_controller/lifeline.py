@@ -1,0 +1,156 @@
+"""Every process that a run starts goes down with it, whatever ended it.
+
+Each attempt of a run has a mark: a variable in the environment of every process it starts, so that
+Ray's daemons, actors, engine cores and their workers are found wherever they hang in the process
+tree. A small process of its own, the watchdog, holds the reading end of a pipe whose writing end
+the driver holds. When the driver ends, even by SIGKILL, the pipe does too, and the watchdog kills
+what still bears the mark, and removes what those had open in shared memory. Nothing else is
+touched: another run has another mark.
+
+This file is also the watchdog's program; it imports little, to start at once and stay small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import secrets
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+MARK = "SEARCH_R1_RUN"
+"""Variable with the mark of the attempt that a process belongs to."""
+PART = "SEARCH_R1_PART"
+"""Variable with the part of it, where that may be replaced alone: `MARK/replica-0`."""
+SHARED_MEMORY = re.compile(r"\s(/dev/shm/[^/\s]+)$", re.MULTILINE)
+"""A file directly in there, of a line of /proc/PID/maps; folders have owners of their own."""
+POLL_S = 0.1
+"""Between two looks at the processes of the machine."""
+LOOK_S = 1.0
+"""Between the watchdog's looks at whose child it is."""
+DEAF = 'trap "" INT TERM HUP USR1 USR2; exec "$@"'
+"""Runs a command that ignores signals from its first moment: what stops a run, and may be sent to
+all processes of a job, must not stop its cleaning."""
+CLOSE_S = 60.0
+"""How long the end of a run may take for all that; the watchdog itself never gives up."""
+
+
+def marked(variable: str, value: str) -> list[psutil.Process]:
+    """The processes that were started with `variable=value`, but this one."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(variable) == value:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue  # gone by now, or another user's
+    return found
+
+
+def sweep(variable: str, value: str, seconds: float = math.inf) -> int:
+    """Kill the processes that bear `variable=value` until none is left; returns how many.
+
+    After `seconds` it gives up on those that the kernel does not let go, as with a lost disk.
+    """
+    killed: set[int] = set()
+    files: set[Path] = set()
+    end = time.monotonic() + seconds
+    while (found := marked(variable, value)) and time.monotonic() < end:
+        files |= {path for process in found for path in shared_memory(process)}
+        for process in found:
+            _kill(process)
+        killed |= {process.pid for process in found}
+        time.sleep(POLL_S)
+    for path in files - mapped_files() if files else ():
+        path.unlink(missing_ok=True)
+    return len(killed)
+
+
+def _kill(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.kill()
+
+
+def shared_memory(process: psutil.Process) -> set[Path]:
+    """The files of /dev/shm that a process has mapped; those already unlinked are none."""
+    try:
+        maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+    except OSError:
+        return set()
+    return {Path(name) for name in SHARED_MEMORY.findall(maps)}
+
+
+def mapped_files() -> set[Path]:
+    """The files of /dev/shm that any process has mapped."""
+    return {path for process in psutil.process_iter() for path in shared_memory(process)}
+
+
+class Lifeline:
+    """The mark of one attempt, and the watchdog that outlives the process which made this.
+
+    Example: `with Lifeline() as lifeline: start(env={MARK: lifeline.mark})`.
+    """
+
+    def __init__(self, mark: str | None = None) -> None:
+        """Start the watchdog; processes started from now on inherit the mark.
+
+        `mark` is given where processes of an attempt run on further machines.
+        """
+        self.mark = mark or f"{os.getpid()}-{secrets.token_hex(8)}"
+        environment = {k: v for k, v in os.environ.items() if k not in (MARK, PART)}
+        self._watchdog = subprocess.Popen(
+            ["sh", "-c", DEAF, "sh", sys.executable, "-P", __file__, self.mark, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # a ctrl-c in the driver's terminal does not reach it
+        )
+        self._before = os.environ.get(MARK)
+        os.environ[MARK] = self.mark
+
+    def close(self) -> None:
+        """End whatever bears the mark still, and the watchdog with it; harmless if repeated."""
+        if self._before is None:
+            os.environ.pop(MARK, None)
+        else:
+            os.environ[MARK] = self._before
+        sweep(MARK, self.mark, CLOSE_S)
+        assert self._watchdog.stdin is not None
+        self._watchdog.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._watchdog.wait(CLOSE_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def watch(mark: str, owner: int) -> None:
+    """Wait for the end of process `owner`, our parent, then end everything marked.
+
+    The pipe tells it at once, unless a forked child of the owner holds it open.
+    """
+    while os.getppid() == owner:
+        if select.select([0], [], [], LOOK_S)[0] and not os.read(0, 1):
+            break
+    sweep(MARK, mark)
+
+
+if __name__ == "__main__":
+    watch(sys.argv[1], int(sys.argv[2]))
