@@ -39,12 +39,14 @@ class Run:
     rows: list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """PPO on two ranks, policy and critic as adapters, two steps with a checkpoint each."""
+@pytest.fixture(scope="module", params=["adapter", "merged"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """PPO on two ranks, policy and critic as adapters, two steps with a checkpoint each; the engine
+    computes with the adapter, or is given the sum."""
+    merges = f"actor_rollout_ref.rollout.merge_adapter={request.param == 'merged'}"
     out = tmp_path_factory.mktemp("lora")
     with start_world(tmp_path_factory.mktemp("world")) as world:
-        rows = train(world, out, *OPTIONS, "trainer.save_freq=1", "trainer.test_freq=0")
+        rows = train(world, out, *OPTIONS, merges, "trainer.save_freq=1", "trainer.test_freq=0")
         yield Run(world, out, rows)
 
 

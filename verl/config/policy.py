@@ -109,6 +109,9 @@ class RolloutConfig:
     """auto (bfloat16 where the trainer computes in it), bfloat16, float32."""
     max_num_seqs: int = 256
     """Trajectories decoded at once by one engine."""
+    merge_adapter: bool | None = None
+    """Give the engine the policy with its adapter merged, not the adapter; null means true on CPU,
+    where vLLM computes an adapter more slowly than the model below it, and false on GPU."""
     enforce_eager: bool | None = None
     """Skip graph capture and compilation; null means true on CPU and false on GPU."""
     log_prob_micro_batch_size: int | None = None

@@ -17,6 +17,7 @@ from verl.memory.needs import (
     power_of_two,
 )
 from verl.memory.shape import ModelShape
+from verl.workers.devices import engine_takes_adapter
 from verl.workers.rollout.vllm_engine import MIN_BATCHED_TOKENS, VLLM_LORA_RANKS
 
 POOL = 20 * MIB
@@ -62,7 +63,7 @@ def engine_room(config: Config, shape: ModelShape, item: int, device_bytes: int)
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     size = rollout.tensor_model_parallel_size
     weights = item * shape.parameters() // size
-    if model.has_adapter:
+    if engine_takes_adapter(config):
         room = next(rank for rank in VLLM_LORA_RANKS if rank >= model.lora_rank)
         weights += item * shape.adapter(room) // size
     batch = max(MIN_BATCHED_TOKENS, rollout.max_num_seqs)

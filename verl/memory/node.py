@@ -8,6 +8,7 @@ from verl.config import Config
 from verl.memory.needs import FLOAT, LOADED, Constants, Need, Phase, Place
 from verl.memory.ranks import HeldModel
 from verl.memory.shape import ModelShape
+from verl.workers.devices import engine_takes_adapter
 from verl.workers.weights import SHARD_BYTES
 
 BATCH_BYTES = 160
@@ -45,7 +46,7 @@ def hand_over_needs(config: Config, policy: ModelShape, item: int) -> Iterator[N
     node, and each file is written beside the one it replaces. Of an adapter, that alone travels.
     """
     model = config.actor_rollout_ref.model
-    if model.has_adapter:
+    if engine_takes_adapter(config):
         size = FLOAT * policy.adapter(model.lora_rank, model.target_modules)
         yield Need(Place.SHARED, "weights for the engines", 2 * size, LOADED)
         return

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.config import Config
 from verl.errors import ConfigError, PreflightError, ResourceError, SearchR1Error, explain
 from verl.trainer.options import preflight
-from verl.workers.devices import device_type
+from verl.workers.devices import device_type, engine_takes_adapter
 from verl.workers.node_folder import SHARED_MEMORY
 
 SHARED_SECONDS = 20.0
@@ -224,7 +224,7 @@ def appears(path: Path, seconds: float = SHARED_SECONDS) -> bool:
 def memory_problems(config: Config) -> list[SearchR1Error]:
     """Room for the weights that ranks hand to engines through the node's shared memory."""
     needed = preflight.weight_bytes(config.actor_rollout_ref.model.path)
-    if config.actor_rollout_ref.model.has_adapter or not SHARED_MEMORY.is_dir():
+    if engine_takes_adapter(config) or not SHARED_MEMORY.is_dir():
         return []
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free >= needed:

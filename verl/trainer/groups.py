@@ -29,7 +29,7 @@ from verl.trainer.cluster import anchored, check_nodes, uses_gpus
 from verl.trainer.metrics import Metrics
 from verl.trainer.replicas import RolloutReplicas
 from verl.trainer.restarts import Restarts
-from verl.workers.devices import DETERMINISTIC_ENV
+from verl.workers.devices import DETERMINISTIC_ENV, engine_takes_adapter
 from verl.workers.network import forwarded
 from verl.workers.rollout import RolloutReplica
 from verl.workers.trainer_worker import TrainerWorker
@@ -173,7 +173,7 @@ def build_groups(
         RolloutReplica,
         arguments,
         restarts,
-        has_adapter=config.actor_rollout_ref.model.has_adapter,
+        has_adapter=engine_takes_adapter(config),
         hang_timeout=trainer.hang_timeout,
         make_room=trainer_ranks.make_room,
     )

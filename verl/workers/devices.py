@@ -6,6 +6,8 @@ import os
 
 import torch
 
+from verl.config import Config
+
 DETERMINISTIC_ENV = {
     # Matrix products that do not depend on where in memory their operands happen to lie.
     "MKL_CBWR": "AVX2,STRICT",
@@ -24,6 +26,15 @@ def device_type(name: str) -> str:
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def engine_takes_adapter(config: Config) -> bool:
+    """Whether the engine computes with the policy's adapter; else it gets their sum."""
+    section = config.actor_rollout_ref
+    merges = section.rollout.merge_adapter
+    if merges is None:
+        merges = device_type(config.trainer.device) == "cpu"
+    return section.model.has_adapter and not merges
 
 
 def resolve_device(name: str) -> torch.device:

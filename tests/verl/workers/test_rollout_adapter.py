@@ -56,6 +56,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     config.actor_rollout_ref.model.path = str(folder)
     config.actor_rollout_ref.model.lora_rank = RANK
     config.actor_rollout_ref.rollout.dtype = "float32"
+    config.actor_rollout_ref.rollout.merge_adapter = False
     config.actor_rollout_ref.rollout.cpu_kv_cache_gib = 1
     config.trainer.device = "cpu"
     config.data.max_prompt_length, config.data.max_response_length = 512, 16

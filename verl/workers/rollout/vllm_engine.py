@@ -20,7 +20,7 @@ import torch
 from verl.config import Config
 from verl.errors import ModelError, explain
 from verl.protocol import Completion, Sampling
-from verl.workers.devices import device_type, dtype_name, resolve_dtype
+from verl.workers.devices import device_type, dtype_name, engine_takes_adapter, resolve_dtype
 
 CPU_ENV = {
     # One process fewer to start: the worker lives inside the engine core's process.
@@ -74,19 +74,20 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     """GPUs of this engine."""
     lora_rank: int = 0
-    """Rank of the adapter that the policy is; 0 when it is all weights."""
+    """Rank of the adapter that it takes; 0 when it is given whole weights."""
     deterministic: bool = False
     """Each request alone and from its first token, so that no other can change its last bits."""
 
     @classmethod
     def from_config(cls, config: Config, replica: int = 0) -> EngineConfig:
         """The engine of a training run; replicas differ in their seed."""
-        rollout = config.actor_rollout_ref.rollout
+        section = config.actor_rollout_ref
+        rollout = section.rollout
         device = device_type(config.trainer.device)
         is_eager = device == "cpu" if rollout.enforce_eager is None else rollout.enforce_eager
         wanted = config.trainer.compute_dtype if rollout.dtype == "auto" else rollout.dtype
         return cls(
-            model=config.actor_rollout_ref.model.path,
+            model=section.model.path,
             max_model_len=config.data.max_model_len,
             device=device,
             dtype=dtype_name(resolve_dtype(wanted, torch.device(device))),
@@ -96,7 +97,7 @@ class EngineConfig:
             cpu_kv_cache_gib=rollout.cpu_kv_cache_gib,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             tensor_parallel_size=rollout.tensor_model_parallel_size,
-            lora_rank=config.actor_rollout_ref.model.lora_rank,
+            lora_rank=section.model.lora_rank if engine_takes_adapter(config) else 0,
             deterministic=config.trainer.deterministic,
         )
 
