@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from example.model import write_policy
 from example.tiny import tiny_model
 from search_r1.search.local_server import LocalServer
+from verl.workers.rollout.vllm_engine import CPU_ENV, QUIET_ENV
 
 pytest.importorskip("vllm")
 
@@ -78,3 +85,86 @@ def test_rag_reads_what_the_server_finds(world: dict[str, str], tmp_path: Path) 
     assert all("Norway" in s["dialogue"][0][1].split("<information>")[1] for s in samples)
     assert all(s["searches"][0]["has_answer"] for s in samples)
     assert evaluate(world, tmp_path / "rag", *options) == samples
+
+
+@contextlib.contextmanager
+def served(model: str, log: Path) -> Iterator[str]:
+    """The address of vLLM's own server over a model, ended with the context."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host",
+        "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "1024",
+        "--served-model-name", "policy", "--enforce-eager", "--no-enable-chunked-prefill",
+        "--max-num-batched-tokens", "8192",
+    ]  # fmt: skip
+    environment = {**os.environ, **QUIET_ENV, **CPU_ENV, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            while not answers(url):
+                assert process.poll() is None, log.read_text()[-3000:]
+                time.sleep(1)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def answers(url: str) -> bool:
+    """Whether the server is ready."""
+    try:
+        return httpx.get(f"{url}/health", timeout=2).is_success
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.slow
+def test_an_endpoint_evaluates_as_the_engine_in_process(
+    world: dict[str, str], tmp_path: Path
+) -> None:
+    """vLLM's server is asked for token ids and log-probs: every dialogue is the same."""
+    ours = evaluate(world, tmp_path / "ours", "--engine", "transformers")
+    with served(world["model"], tmp_path / "vllm.log") as url:
+        theirs = evaluate(world, tmp_path / "served", "--endpoint", url,
+                          "--served-model", "policy")  # fmt: skip
+    found = {s["uid"]: s["dialogue"] for s in theirs}
+    assert found == {s["uid"]: s["dialogue"] for s in ours}
+
+
+@pytest.mark.slow
+def test_a_real_model_judges_every_dialogue(world: dict[str, str], tmp_path: Path) -> None:
+    """SmolLM2 behind vLLM's server says yes or no to each answer; the table has its column."""
+    write_policy(tmp_path / "judge")
+    with served(str(tmp_path / "judge"), tmp_path / "judge.log") as url:
+        options = ("--engine", "transformers", "--judge-url", url, "--judge-model", "policy")
+        samples = evaluate(world, tmp_path / "out", *options)
+    assert {s["judge"] for s in samples} <= {0.0, 1.0}
+    estimates = json.loads((tmp_path / "out" / "metrics.json").read_text())["estimates"]
+    assert "judge" in next(iter(estimates.values()))
+
+
+@pytest.mark.slow
+def test_the_oracle_finds_what_chance_does_not(world: dict[str, str], tmp_path: Path) -> None:
+    """With RAG the documents hold the answer always, or almost never, as the server says."""
+    passages = [{"id": "1", "contents": '"Norway"\nIt is Norway.'}]
+    rows = [
+        {"question": f"Question: How large is Norway {i}?", "documents": passages} for i in range(3)
+    ]
+    (tmp_path / "oracle.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = str(ROOT / "example" / "corpus.jsonl")
+    servers = {
+        "oracle": ["--retriever_name", "oracle", "--oracle_path", str(tmp_path / "oracle.jsonl")],
+        "random": ["--retriever_name", "random", "--corpus_path", corpus],
+    }
+    rates = {}
+    for name, arguments in servers.items():
+        with LocalServer(arguments) as server:
+            options = ("--method", "rag", "--engine", "transformers")
+            samples = evaluate({**world, "url": server.url}, tmp_path / name, *options)
+        rates[name] = sum(s["searches"][0]["has_answer"] for s in samples)
+        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
+        assert manifest["retriever"]["retriever"] == name
+    assert rates["oracle"] == len(samples) > rates["random"]
