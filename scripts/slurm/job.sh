@@ -33,8 +33,8 @@ begin_job() {
   mkdir -p "$job_dir" "$ray_tmp"
   ln -sfn "$(readlink /proc/self/fd/1)" "$job_dir/job.log"
   export RAY_TMPDIR=$ray_tmp
-  # Marks all that we start, so that it can be found when its parents are gone.
-  export SEARCH_R1_JOB=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
+  # Marks all that this start begins, so that it can be found when its parents are gone.
+  export SEARCH_R1_JOB=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$$
   # srun forgets the CPUs of a task unless told again.
   [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
   unset RAY_ADDRESS # of the shell that submitted

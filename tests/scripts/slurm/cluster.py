@@ -95,6 +95,12 @@ class Cluster:
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
+    def list(self, *command: str) -> list[str]:
+        """The words that sinfo or squeue print; none while slurmctld does not answer yet."""
+        line, environment = [*command, "--noheader"], self.environment
+        done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60)
+        return sorted(done.stdout.split())
+
     def submit(self, recipe: str, *arguments: str, options: Sequence[str] = (),
                env: Mapping[str, str] | None = None) -> str:  # fmt: skip
         """Give a recipe of scripts/slurm to sbatch; returns the job's id."""
@@ -115,15 +121,15 @@ class Cluster:
         path = self.folder / f"{job}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait_log(self, job: str, text: str, seconds: float = 60) -> None:
+    def wait_log(self, job: str, text: str, seconds: float = 240) -> None:
         """Return when the job has printed `text`."""
         self._wait(job, lambda: text in self.log(job), seconds, f"log with {text!r}")
 
-    def wait_state(self, job: str, state: str, seconds: float = 60) -> None:
+    def wait_state(self, job: str, state: str, seconds: float = 240) -> None:
         """Return when the job is in a state."""
         self._wait(job, lambda: self.state(job) == state, seconds, state)
 
-    def wait_restart(self, job: str, restarts: int, seconds: float = 60) -> None:
+    def wait_restart(self, job: str, restarts: int, seconds: float = 240) -> None:
         """Return when the job is in the queue again; there it need not wait Slurm's two minutes."""
 
         def is_back() -> bool:
@@ -154,21 +160,21 @@ def start_cluster(folder: Path, nodes: Sequence[str] = ("n1", "n2"), cpus: int =
         stack.enter_context(daemon(cluster, "slurmctld", "-D", "-i"))
         for node in nodes:
             stack.enter_context(daemon(cluster, "slurmd", "-D", "-N", node))
-        idle = ["sinfo", "--noheader", "--states=idle", "--Node", "--format=%N"]
+        stack.callback(end_jobs, cluster)
         try:
-            wait_until(lambda: sinfo(cluster, idle) == sorted(nodes), 30, "nodes of Slurm")
+            wait_until(lambda: cluster.list("sinfo", "--states=idle", "--Node", "--format=%N")
+                       == sorted(nodes), 60, "nodes of Slurm")  # fmt: skip
         except AssertionError as error:
             logs = "".join(path.read_text()[-1500:] for path in folder.glob("*.log"))
             raise AssertionError(f"{error}\n{logs}") from None
         yield cluster
 
 
-def sinfo(cluster: Cluster, command: Sequence[str]) -> list[str]:
-    """Names of nodes; none while slurmctld does not answer yet."""
-    done = subprocess.run(
-        command, env=cluster.environment, capture_output=True, text=True, timeout=30
-    )
-    return sorted(done.stdout.split())
+def end_jobs(cluster: Cluster) -> None:
+    """Cancel what a failed test left, since jobs outlive the daemons that started them."""
+    if cluster.list("squeue", "--format=%A"):
+        cluster.command("scancel", f"--user={os.getuid()}")
+        wait_until(lambda: not cluster.list("squeue", "--format=%A"), 60, "end of all jobs")
 
 
 def write_configuration(folder: Path, nodes: Sequence[str], cpus: int) -> None:

@@ -89,7 +89,7 @@ def test_the_time_limit_warns_by_itself(cluster: Cluster, settings: dict[str, st
     """Slurm's own clock sends the signal that the recipe asks for before the time is over."""
     options = ["--time=1", "--signal=B:USR1@50"]
     job = cluster.submit("train.sbatch", options=options, env=settings)
-    cluster.wait_log(job, "time is nearly over: asking for a checkpoint", 90)
+    cluster.wait_log(job, "time is nearly over: asking for a checkpoint")
     cluster.wait_restart(job, 1)
     cluster.wait_log(job, "stand-in: step 2")
     cluster.command("scancel", job)
@@ -198,7 +198,7 @@ def test_several_nodes_share_one_ray(cluster: Cluster, settings: dict[str, str])
     """Two nodes: one cluster of Ray and a retriever on each, and all of it goes with the job."""
     env = {**settings, "RETRIEVER_NODES": "all"}
     job = cluster.submit("train.sbatch", options=["--nodes=2"], env=env)
-    cluster.wait_log(job, "stand-in: step 1", 120)
+    cluster.wait_log(job, "stand-in: step 1")
     log = cluster.log(job)
     (address,) = re.findall(r"Ray: 2 nodes at (\S+)", log)
     assert f"nodes=2 ray={address} " in log
