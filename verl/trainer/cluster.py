@@ -25,6 +25,7 @@ from verl.config import Config
 from verl.errors import ConfigError, PreflightError, ResourceError, SearchR1Error, explain
 from verl.trainer.options import preflight
 from verl.workers.devices import device_type, engine_takes_adapter
+from verl.workers.loading import weight_bytes
 from verl.workers.node_folder import SHARED_MEMORY
 
 SHARED_SECONDS = 20.0
@@ -37,7 +38,7 @@ def start_ray(config: Config) -> None:
     """Join the cluster of RAY_ADDRESS (as `ray job submit` sets it), or start one of our own."""
     address = os.environ.get("RAY_ADDRESS")
     if address:
-        _refuse_job_folder(config)
+        refuse_job_folder(config)
         join(address)
         return
     num_cpus = max(os.cpu_count() or 1, config.num_ranks)
@@ -62,7 +63,7 @@ def join(address: str) -> None:
         raise ResourceError(explain("RAY_ADDRESS", got, "a running Ray cluster", fix)) from error
 
 
-def _refuse_job_folder(config: Config) -> None:
+def refuse_job_folder(config: Config) -> None:
     """A Ray job runs in a copy of the checkout that Ray deletes: nothing to keep belongs there."""
     folder = Path(config.trainer.default_local_dir)
     if not folder.is_absolute() and "runtime_resources" in Path.cwd().parts:
@@ -149,7 +150,7 @@ def inspect_node(config: Config, address: str, probe: Path) -> NodeReport:
     problems = [
         *preflight.model_problems(config),
         *preflight.retriever_problems(config),
-        *memory_problems(config),
+        *shared_memory_problems(config),
         *file_problems(config, probe, address),
     ]
     found = {d: importlib.metadata.version(d) for d in PACKAGES if _is_installed(d)}
@@ -211,9 +212,9 @@ def _answer(probe: Path, address: str) -> Path:
     return probe.with_name(f"{probe.name}-{address.replace(':', '_')}")
 
 
-def appears(path: Path, seconds: float = SHARED_SECONDS) -> bool:
-    """Whether the file is there, or comes within `seconds`."""
-    end = time.monotonic() + seconds
+def appears(path: Path, seconds: float | None = None) -> bool:
+    """Whether the file is there, or comes within `seconds` (SHARED_SECONDS by default)."""
+    end = time.monotonic() + (SHARED_SECONDS if seconds is None else seconds)
     while path.parent.is_dir() and path.name not in os.listdir(path.parent):
         if time.monotonic() > end:
             return False
@@ -221,9 +222,9 @@ def appears(path: Path, seconds: float = SHARED_SECONDS) -> bool:
     return path.exists()
 
 
-def memory_problems(config: Config) -> list[SearchR1Error]:
+def shared_memory_problems(config: Config) -> list[SearchR1Error]:
     """Room for the weights that ranks hand to engines through the node's shared memory."""
-    needed = preflight.weight_bytes(config.actor_rollout_ref.model.path)
+    needed = weight_bytes(config.actor_rollout_ref.model.path)
     if engine_takes_adapter(config) or not SHARED_MEMORY.is_dir():
         return []
     free = shutil.disk_usage(SHARED_MEMORY).free

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,10 @@ def weight_bytes(path: str) -> int:
     """Size of a model's weights in its folder or the hub's cache; 0 where it is not known yet."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        cached = try_to_load_from_cache(path, "config.json")
+        try:
+            cached = try_to_load_from_cache(path, "config.json")
+        except HFValidationError:
+            return 0  # neither a folder nor a name
         if not isinstance(cached, str):
             return 0
         folder = Path(cached).parent

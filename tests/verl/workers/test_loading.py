@@ -60,3 +60,4 @@ def test_weights_are_counted_in_folders_only(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(b"x" * 100)
     assert weight_bytes(str(tmp_path)) == 12
     assert weight_bytes("nobody/nothing-of-the-kind") == 0
+    assert weight_bytes("/no/such/folder") == 0

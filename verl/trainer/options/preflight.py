@@ -34,12 +34,12 @@ from verl.rows import load_rows
 from verl.tracking import backend_names
 from verl.trainer.options.adapters import adapter_problems
 from verl.trainer.options.memory import memory_problems
+from verl.workers.loading import WEIGHT_SUFFIXES, weight_bytes
 
 logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 10.0
 """How long the retriever or the hub may take to answer here."""
-WEIGHT_SUFFIXES = (".safetensors", ".bin")
 CHECKPOINT_FACTOR = 3
 """Bytes of a checkpoint per byte of weights: fp32 weights and two moments, at the least."""
 MIN_FREE_BYTES = 1 << 30
@@ -217,12 +217,6 @@ def _disk(config: Config) -> Iterator[SearchR1Error]:
         fix = f"free some, set {key} to another disk, or trainer.save_freq=0"
         expected = f"{needed / 2**30:.1f} GiB for a checkpoint"
         yield ResourceError(explain(key, got, expected, fix))
-
-
-def weight_bytes(path: str) -> int:
-    """Size of a local model's weights; 0 for a name of the hub."""
-    files = Path(path).expanduser().glob("*")
-    return sum(f.stat().st_size for f in files if f.name.endswith(WEIGHT_SUFFIXES))
 
 
 def _tracking(config: Config) -> Iterator[SearchR1Error]:

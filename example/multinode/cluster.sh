@@ -1,0 +1,35 @@
+# shellcheck shell=bash
+# Sourced by head.sh and worker.sh: what both have in common. Every value may come from the environment.
+
+: "${RAY_PORT:=6379}"
+if [[ -z ${RAY:-} ]]; then
+  RAY=ray
+  root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+  [[ -x $root/.venv/bin/ray ]] && RAY=$root/.venv/bin/ray
+fi
+
+# Ray's head asks for a token where one exists; workers and runs must then be told to show it.
+if [[ -z ${RAY_AUTH_MODE:-} ]]; then
+  if [[ -n ${RAY_AUTH_TOKEN:-} || -e ${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token} ]]; then
+    RAY_AUTH_MODE=token
+  else
+    RAY_AUTH_MODE=disabled
+  fi
+  export RAY_AUTH_MODE
+fi
+
+# The address of this node that packets to $1 leave from.
+address_towards() {
+  python3 -c 'import socket, sys
+probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+probe.connect((sys.argv[1], 9))
+print(probe.getsockname()[0])' "$1"
+}
+
+# node_options ARRAY: options of `ray start` that hold for head and workers.
+node_options() {
+  local -n options=$1
+  options=(--block --disable-usage-stats "--node-ip-address=$NODE_ADDRESS")
+  [[ -z ${NUM_CPUS:-} ]] || options+=("--num-cpus=$NUM_CPUS")
+  [[ -z ${OBJECT_STORE_MEMORY:-} ]] || options+=("--object-store-memory=$OBJECT_STORE_MEMORY")
+}

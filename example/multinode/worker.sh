@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# A further node of a Ray cluster; joins again by itself whenever it was cut off. Ends with SIGTERM.
+#
+#   HEAD_ADDRESS=10.0.0.1 bash example/multinode/worker.sh
+#
+# HEAD_ADDRESS  NODE_ADDRESS of head.sh (needed)
+# NODE_ADDRESS  this node's own; found by the route to the head where unset
+# RAY_PORT      6379
+# NUM_CPUS, OBJECT_STORE_MEMORY   what Ray may use; found by itself where unset
+# REJOIN        seconds between two attempts: 5
+set -euo pipefail
+# shellcheck source=example/multinode/cluster.sh
+source "$(dirname "${BASH_SOURCE[0]}")/cluster.sh"
+: "${HEAD_ADDRESS:?set it to the NODE_ADDRESS of head.sh}"
+: "${NODE_ADDRESS:=$(address_towards "$HEAD_ADDRESS")}"
+
+node_options start
+child=
+trap '[[ -z $child ]] || { kill -TERM "$child" && wait "$child"; }; exit 0' TERM INT
+while true; do
+  "$RAY" start "--address=$HEAD_ADDRESS:$RAY_PORT" "${start[@]}" &
+  child=$!
+  wait "$child" || echo "not in the cluster of $HEAD_ADDRESS:$RAY_PORT (status $?); again in ${REJOIN:-5} s" >&2
+  child=
+  sleep "${REJOIN:-5}"
+done

@@ -1,0 +1,122 @@
+"""What is asked of a cluster and its nodes, as far as one machine can tell."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from verl.config import Config
+from verl.errors import ConfigError
+from verl.trainer import cluster
+from verl.trainer.cluster import (
+    anchored,
+    appears,
+    file_problems,
+    package_problems,
+    probe_file,
+    refuse_job_folder,
+    shared_memory_problems,
+    unseen,
+)
+from verl.trainer.options import cli
+
+REQUIRED = ["data.train_files=t.parquet", "data.val_files=v.parquet"]
+
+
+def config_with(*options: str) -> Config:
+    return cli.compose([*REQUIRED, "actor_rollout_ref.model.path=m", *options])
+
+
+def test_folders_of_models_get_absolute_paths_and_names_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers start in another folder than the driver; a hub name is no folder."""
+    (tmp_path / "m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    found = anchored(config_with("critic.model.path=org/name"))
+    assert found.actor_rollout_ref.model.path == str(tmp_path / "m")
+    assert found.critic.model.path == "org/name"
+    assert anchored(config_with()).critic.model.path is None
+
+
+def test_one_folder_for_all_is_no_problem(tmp_path: Path) -> None:
+    """What the driver writes is seen, what the node answers comes back, and nothing is left."""
+    with probe_file(tmp_path / "run") as probe:
+        assert file_problems(config_with(), probe, "10.0.0.2") == []
+        assert unseen(probe, "10.0.0.2") == []
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_folder_that_is_another_one_there_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node without the driver's file has a folder of its own, and the error names the folder."""
+    monkeypatch.setattr(cluster, "SHARED_SECONDS", 0.0)
+    with probe_file(tmp_path / "run") as probe:
+        elsewhere = tmp_path / "elsewhere" / probe.name
+        elsewhere.parent.mkdir()
+        [problem] = file_problems(config_with(), elsewhere, "10.0.0.2")
+        assert f"{elsewhere.parent}, which is another folder there or none" in str(problem)
+        [problem] = unseen(probe, "10.0.0.2")
+        assert "where its file does not arrive" in str(problem)
+
+
+def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    """Network file systems show a new file to other nodes after seconds."""
+    late = threading.Timer(0.3, (tmp_path / "late").touch)
+    late.start()
+    assert appears(tmp_path / "late", seconds=30)
+    start = time.monotonic()
+    assert not appears(tmp_path / "never", seconds=0.3)
+    assert time.monotonic() - start >= 0.3
+
+
+def test_a_checkpoint_to_resume_from_is_looked_for_on_each_node(tmp_path: Path) -> None:
+    """A path of the driver's alone would fail in the ranks, after everything was loaded."""
+    step = tmp_path / "global_step_3"
+    with probe_file(tmp_path / "run") as probe:
+        config = config_with(f"trainer.resume_mode={step}")
+        [problem] = file_problems(config, probe, "10.0.0.2")
+        assert "trainer.resume_mode" in str(problem)
+        assert str(step) in str(problem)
+        step.mkdir()
+        assert file_problems(config, probe, "10.0.0.2") == []
+
+
+def test_other_versions_on_a_node_are_told() -> None:
+    """Ray compares itself and Python; torch, transformers and vLLM must agree as well."""
+    versions = {"torch": "2.13.0", "vllm": "0.32.0"}
+    assert package_problems({"a": versions, "b": dict(versions)}) == []
+    problems = package_problems({"a": versions, "b": {"torch": "2.11.0"}})
+    first, second = map(str, problems)
+    assert first.startswith("node b: got torch 2.11.0, expected 2.13.0, as on node a")
+    assert second.startswith("node b: got vllm missing, expected 0.32.0, as on node a")
+
+
+def test_shared_memory_must_hold_the_weights(tmp_path: Path) -> None:
+    """A container's 64 MiB are told before a model is loaded; an adapter needs no room."""
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(1 << 43)  # a hole: takes no room
+    config = config_with(f"actor_rollout_ref.model.path={tmp_path}", "trainer.device=cuda")
+    [problem] = shared_memory_problems(config)
+    assert "8192.0 GiB for the weights" in str(problem)
+    section = config.actor_rollout_ref
+    adapted = replace(section, model=replace(section.model, lora_rank=8))
+    assert shared_memory_problems(replace(config, actor_rollout_ref=adapted)) == []
+
+
+def test_results_of_a_ray_job_do_not_go_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray deletes the copy of the checkout that a job runs in: a relative folder is refused."""
+    copy = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    copy.mkdir(parents=True)
+    refuse_job_folder(config_with("trainer.default_local_dir=out"))
+    monkeypatch.chdir(copy)
+    refuse_job_folder(config_with(f"trainer.default_local_dir={tmp_path}/out"))
+    with pytest.raises(ConfigError, match=r"trainer\.default_local_dir: got out"):
+        refuse_job_folder(config_with("trainer.default_local_dir=out"))
