@@ -1,0 +1,242 @@
+"""The memory estimate against measurement, where that is possible without a GPU.
+
+`python -m benchmarks.memory_estimate ranks` runs one training rank on the CPU at two sizes and
+compares each item with the growth of its resident memory. `... tensors` lets torch's MemTracker
+follow a forward and backward at real sizes, on tensors without storage. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from verl.config import Config
+from verl.core_algos.losses import loss_weights
+from verl.memory.activations import (
+    kept_for_backward,
+    logits,
+    passing_while_learning,
+    passing_without_gradient,
+)
+from verl.memory.estimate import Estimate, Setting, estimate
+from verl.memory.needs import Need, Phase
+from verl.memory.shape import ModelShape
+from verl.protocol import DataProto
+from verl.workers.attention import PACKED, SequenceBounds
+from verl.workers.models import LogProbModel, PackedInputs
+from verl.workers.trainer_worker import TrainerWorker
+
+MB = 1e6
+PAGES_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+"""Every tensor of 64 KiB or more is given back the moment it is freed."""
+SMALL = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 8192}  # fmt: skip
+LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8,
+         "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 16384}  # fmt: skip
+LENGTHS = (256,) * 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One item at one size, in bytes."""
+
+    case: str
+    item: str
+    estimated: int
+    measured: int
+
+
+def resident() -> int:
+    """Bytes of this process that are its own."""
+    fields = Path("/proc/self/statm").read_text().split()
+    return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_growth(work: Callable[[], Any]) -> int:
+    """By how much this process grows at most while `work` runs."""
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
+    before = _status("VmRSS")
+    work()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+
+def rank_options(path: str) -> Config:
+    """One rank in float32 with gradient checkpointing, PPO."""
+    config = Config()
+    config.actor_rollout_ref.model.path = path
+    config.algorithm.adv_estimator = "gae"
+    config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = sum(LENGTHS)
+    config.critic.ppo_max_token_len_per_gpu = sum(LENGTHS)
+    config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu = sum(LENGTHS)
+    config.data.max_prompt_length, config.data.max_response_length = LENGTHS[0] - 56, 56
+    config.trainer.n_gpus_per_node = 1
+    config.trainer.device, config.trainer.compute_dtype = "cpu", "float32"
+    return config
+
+
+def batch() -> DataProto:
+    """Trajectories of which all but the first token is learned from."""
+    total, generator = sum(LENGTHS), torch.Generator().manual_seed(0)
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
+    mask = torch.ones(total, dtype=torch.bool)
+    mask[offsets[:-1]] = False
+    floats = {
+        name: torch.randn(total, generator=generator)
+        for name in ("advantages", "returns", "values", "old_log_probs", "ref_log_probs")
+    }
+    ids = torch.randint(3, 8000, (total,), generator=generator)
+    weights = loss_weights(mask, offsets, "token-mean", 1.0)
+    tokens = {"input_ids": ids, "loss_mask": mask, "policy_mask": mask, "loss_weights": weights}
+    return DataProto(offsets, tokens | floats)
+
+
+def measure_rank(path: str) -> dict[str, int]:
+    """In a process of its own: what each part of a rank's life adds."""
+    base, config, data = resident(), rank_options(path), batch()
+    found = {"process": base}
+    worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), 100)
+    found["held"] = resident() - base
+    found[Phase.LOG_PROBS] = peak_growth(lambda: worker.log_probs(data))
+    worker.update_actor(data)  # the first update makes what stays
+    worker.update_critic(data)
+    found[Phase.VALUES] = peak_growth(lambda: worker.values(data))
+    found[Phase.UPDATE_ACTOR] = peak_growth(lambda: worker.update_actor(data))
+    found[Phase.UPDATE_CRITIC] = peak_growth(lambda: worker.update_critic(data))
+    worker.shutdown()
+    return found
+
+
+def free_port() -> int:
+    """A port nobody listens on."""
+    import socket  # noqa: PLC0415
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_rows(case: str, facts: dict[str, int]) -> list[Row]:
+    """One size: write the model, measure in a fresh process, compare."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**facts, tie_word_embeddings=True))
+        model.save_pretrained(folder)
+        shape = ModelShape.of(model.config.to_dict())
+        assert shape is not None
+        command = [sys.executable, "-m", "benchmarks.memory_estimate", "one-rank", folder]
+        done = subprocess.run(
+            command, env={**os.environ, **PAGES_AT_ONCE}, stdout=subprocess.PIPE, check=True
+        )
+        measured = json.loads(done.stdout.splitlines()[-1])
+        found = estimate(rank_options(folder), Setting(shape, shape, False, 0, "float32"))
+    return [
+        Row(case, "process", _of(found, "processes of the ranks"), measured["process"]),
+        Row(case, "weights and moments", _held(found), measured["held"]),
+        *(Row(case, phase, _added(found, phase), measured[phase])
+          for phase in (Phase.LOG_PROBS, Phase.VALUES, Phase.UPDATE_ACTOR, Phase.UPDATE_CRITIC)),
+    ]  # fmt: skip
+
+
+def _of(found: Estimate, what: str) -> int:
+    return sum(need.bytes for need in found.needs if need.what == what)
+
+
+def _is_held(need: Need) -> bool:
+    return need.what.endswith((": weights", ": moments")) and not need.what.startswith("engines")
+
+
+def _held(found: Estimate) -> int:
+    return sum(need.bytes for need in found.needs if _is_held(need))
+
+
+def _added(found: Estimate, phase: Phase) -> int:
+    """What a phase needs of a rank beyond what it holds always."""
+    return sum(n.bytes for n in found.needs if phase in n.phases and len(n.phases) < 6)
+
+
+QWEN = {"0.5B": (896, 24, 14, 2, 4864, True), "7B": (3584, 28, 28, 4, 18944, False)}
+"""Hidden size, layers, heads, key-value heads, intermediate size, tied."""
+
+
+def tracked(name: str, lengths: Sequence[int], wanted: int, recompute: bool, grad: bool) -> Row:
+    """A policy's forward (and backward) in bfloat16 at real size, by tensors without storage."""
+    hidden, layers, heads, kv_heads, inner, tied = QWEN[name]
+    config = Qwen2Config(
+        vocab_size=152064, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied,
+    )  # fmt: skip
+    with FakeTensorMode():
+        lm = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=PACKED
+        ).train()
+        if recompute:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+        model, total = LogProbModel(lm), sum(lengths)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if grad else None
+        bounds = SequenceBounds(tuple(lengths), torch.zeros(len(lengths) + 1, dtype=torch.int32))
+        ids = torch.zeros(1, total, dtype=torch.int64)
+        inputs = PackedInputs(ids, bounds, torch.arange(1, wanted + 1))
+        tracker = MemTracker()
+        tracker.track_external(model)
+        with tracker, torch.set_grad_enabled(grad):
+            log_probs, _ = model(inputs, 1.0)
+            if grad:
+                log_probs.sum().backward()
+    peak = sum(next(iter(tracker.get_tracker_snapshot("peak").values())).values()) // 2
+    weights = sum(p.nbytes for p in model.parameters()) * (1 + grad)
+    shape = ModelShape.of(config.to_dict())
+    assert shape is not None
+    head = logits(shape, wanted, 2, False)
+    estimated = passing_without_gradient(shape, total, 2, head)
+    if grad:
+        estimated = kept_for_backward(shape, total, 2, recompute)
+        estimated += passing_while_learning(shape, total, 2, recompute, head)
+    way = "forward" if not grad else "recomputed" if recompute else "kept"
+    return Row(f"{name}, {total} tokens, {wanted} asked for", way, estimated, peak - weights)
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("ranks", "tensors", "one-rank"))
+    parser.add_argument("path", nargs="?", help="of one-rank: its model")
+    options = parser.parse_args()
+    if options.what == "one-rank":
+        print(json.dumps(measure_rank(options.path)))  # noqa: T201
+        return
+    if options.what == "ranks":
+        rows = [row for case in (("small", SMALL), ("large", LARGE)) for row in rank_rows(*case)]
+    else:
+        rows = [
+            tracked("0.5B", (4096, 4096), 4096, True, True),
+            tracked("0.5B", (4096, 4096), 4096, False, True),
+            tracked("0.5B", (4096,) * 4, 8192, True, False),
+            tracked("7B", (4096,) * 4, 8192, True, True),
+        ]
+    print("| case | item | estimated MB | measured MB | ratio |\n|---|---|---|---|---|")  # noqa: T201
+    for row in rows:
+        ratio = row.estimated / max(row.measured, 1)
+        amounts = f"{row.estimated / MB:,.0f} | {row.measured / MB:,.0f} | {ratio:.2f}"
+        print(f"| {row.case} | {row.item} | {amounts} |")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

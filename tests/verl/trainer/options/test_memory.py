@@ -1,0 +1,114 @@
+"""A run that this machine has not the memory for is told so before anything is loaded."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from tests.verl.workers.ranks import save_tiny, tiny_config
+from verl.config import Config
+from verl.errors import ConfigError, ResourceError
+from verl.memory.machine import HostMemory, Machine
+from verl.trainer.options import memory
+from verl.trainer.options.checks import check
+from verl.trainer.options.memory import memory_problems
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cluster is joined."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """A tiny run on the CPU."""
+    return tiny_config(save_tiny(tmp_path / "model"))
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """A host of 64 GiB of which `free` bytes are free."""
+    machine = Machine(HostMemory(64 * GIB, free), 32 * GIB)
+    monkeypatch.setattr(memory.Machine, "now", lambda with_devices: machine)
+
+
+def test_a_run_that_fits_logs_its_needs(
+    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The table is in the log, nothing stands in the way."""
+    with_memory(monkeypatch, 60 * GIB)
+    with caplog.at_level(logging.INFO):
+        assert list(memory_problems(config)) == []
+    assert "engines: KV cache" in caplog.text and "of 64.4 GB free" in caplog.text
+    assert not [r for r in caplog.records if r.levelno > logging.INFO]
+
+
+def test_a_run_that_cannot_fit_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what is needed, what is free, what would fit, and how to start all the same."""
+    with_memory(monkeypatch, 5 * GIB)
+    (problem,) = memory_problems(config)
+    assert isinstance(problem, ResourceError)
+    text = str(problem)
+    assert "host needs about" in text and "but 5.37 GB is free" in text
+    assert "trainer.memory_preflight=warn" in text and "expected settings that fit" in text
+
+
+def test_what_fits_is_an_option_of_this_run(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large KV cache alone stands in the way: the proposal lowers it."""
+    config.actor_rollout_ref.rollout.cpu_kv_cache_gib = 40
+    with_memory(monkeypatch, 20 * GIB)
+    (problem,) = memory_problems(config)
+    assert "actor_rollout_ref.rollout.cpu_kv_cache_gib=1: needs" in str(problem)
+
+
+@pytest.mark.parametrize("way", ["warn", "cluster"])
+def test_a_refusal_can_become_a_warning(
+    way: str, config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By option, and on a cluster, whose other nodes are not seen from here."""
+    with_memory(monkeypatch, 5 * GIB)
+    if way == "warn":
+        config.trainer.memory_preflight = "warn"
+    else:
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert list(memory_problems(config)) == []
+    (record,) = (r for r in caplog.records if r.levelno == logging.WARNING)
+    assert "host needs about" in record.message
+
+
+def test_it_can_be_switched_off(
+    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is read, nothing said."""
+    with_memory(monkeypatch, 0)
+    config.trainer.memory_preflight = "off"
+    with caplog.at_level(logging.INFO):
+        assert list(memory_problems(config)) == []
+    assert caplog.text == ""
+
+
+def test_an_unknown_model_is_not_judged(
+    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model that is not on this disk, or of another architecture, is said not to be estimated."""
+    with_memory(monkeypatch, 0)
+    config.actor_rollout_ref.model.path = "nobody/nothing"
+    with caplog.at_level(logging.INFO):
+        assert list(memory_problems(config)) == []
+    assert "not estimated" in caplog.text
+
+
+def test_words_and_shares_are_checked(config: Config) -> None:
+    """Options of memory take what they say."""
+    config.trainer.memory_preflight = "maybe"
+    config.trainer.memory_low = 2.0
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    assert "trainer.memory_preflight" in str(caught.value)
+    assert "trainer.memory_low" in str(caught.value)
