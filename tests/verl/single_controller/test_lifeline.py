@@ -92,8 +92,9 @@ def test_closing_ends_what_is_left_and_restores_the_environment() -> None:
     """A second attempt begins without processes of the first, and this one lives on."""
     assert MARK not in os.environ
     with Lifeline() as first:
-        subprocess.Popen(["setsid", "sleep", "600"])
+        left = subprocess.Popen(["setsid", "sleep", "600"])
         wait_until(lambda: len(marked(MARK, first.mark)) == 1)
+    assert left.wait() == -signal.SIGKILL
     assert marked(MARK, first.mark) == []
     assert MARK not in os.environ
     assert watchdogs(first.mark) == []
@@ -112,11 +113,12 @@ def test_a_sweep_removes_the_shared_memory_of_the_killed_alone(tmp_path: Path) -
         name.write_bytes(b"x" * 4096)
     keeper = subprocess.Popen([sys.executable, "-c", program, str(names[1])])
     mark = f"test-{os.getpid()}"
-    subprocess.Popen([sys.executable, "-c", program, *map(str, names)], env={MARK: mark})
+    swept = subprocess.Popen([sys.executable, "-c", program, *map(str, names)], env={MARK: mark})
     try:
         wait_until(lambda: any(shared_memory(p) >= set(names) for p in marked(MARK, mark)))
         wait_until(lambda: names[1] in shared_memory(psutil.Process(keeper.pid)))
         assert sweep(MARK, mark) == 1
+        assert swept.wait() == -signal.SIGKILL
         assert [name.exists() for name in names] == [False, True]
     finally:
         keeper.kill()
