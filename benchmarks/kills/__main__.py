@@ -24,16 +24,15 @@ from rich.console import Console
 from benchmarks.algorithms.runner import BASE, prepare, retriever
 from benchmarks.kills.compare import Difference, differences, same_weights
 from benchmarks.kills.phases import phase_of
+from benchmarks.kills.processes import SHARED_MEMORY, held, shared_memory
 from benchmarks.kills.schedule import Kill, Moment, Victim, plan
-from benchmarks.kills.training import Training
+from benchmarks.kills.training import Training, command
 
 POLL_S = 0.02
 PATIENCE_S = 300.0
 """How long a run may take to its next step, or to end."""
 GONE_S = 60.0
 """How long processes may outlive their run."""
-SHARED_MEMORY = Path("/dev/shm")
-"""Where engines and ranks keep what they hand over."""
 
 console = Console(soft_wrap=True)
 
@@ -58,7 +57,6 @@ class Report:
     """Everything that is claimed, and on what grounds."""
 
     command: list[str]
-    num_steps: int
     deaths: list[Death]
     outcomes: list[str]
     """What followed each kill."""
@@ -97,10 +95,15 @@ def until_over(training: Training, patience: float = PATIENCE_S) -> None:
 
 
 def undisturbed(training: Training) -> float:
-    """Do the run in one go; returns the seconds of a step. Raises KillsError if it fails."""
+    """Do the run in one go; returns the seconds of a step.
+
+    Raises KillsError if it fails, or takes more than `PATIENCE_S` for one step.
+    """
     training.start()
-    deadline = time.monotonic() + PATIENCE_S + 30 * training.num_steps
+    deadline, rows = time.monotonic() + PATIENCE_S, 0
     while training.status is None and time.monotonic() < deadline:
+        if len(training.rows()) > rows:
+            deadline, rows = time.monotonic() + PATIENCE_S, len(training.rows())
         time.sleep(POLL_S)
     if training.status != 0:
         raise KillsError(f"the undisturbed run failed; see {training.log_path(1)}")
@@ -128,11 +131,12 @@ def wait_for(training: Training, kill: Kill) -> None:
 
 def strike(training: Training, kill: Kill) -> Death:
     """Kill a process of the wanted kind, as soon as there is one."""
-    assert training.family is not None, "the run was started"
     deadline = time.monotonic() + PATIENCE_S
-    while not (found := training.family.find(kill.victim)):
-        if time.monotonic() > deadline or training.status is not None:
+    while not (found := training.find(kill.victim)):
+        if time.monotonic() > deadline or training.status == 0:
             raise KillsError(f"kill {kill.number}: there was no {kill.victim}")
+        if training.status is not None:
+            training.start()
         time.sleep(POLL_S)
     victim = found[kill.number % len(found)]
     rows, newest = training.rows(), max(training.complete(), key=_step_of, default="")
@@ -172,12 +176,8 @@ def left_over(training: Training, before: set[str]) -> list[str]:
     for family in training.relatives:
         left = family.wait_gone(max(0.0, deadline - time.monotonic()))
         found += [f"process {process.pid}: {_name(process)}" for process in left]
-    return found + [f"/dev/shm/{name}" for name in sorted(shared_memory() - before)]
-
-
-def shared_memory() -> set[str]:
-    """The names in shared memory."""
-    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.exists() else set()
+    new = shared_memory() - before
+    return found + [str(SHARED_MEMORY / name) for name in sorted(new - held(new))]
 
 
 def _name(process: psutil.Process) -> str:
@@ -191,29 +191,24 @@ def _step_of(name: str) -> int:
     return int(name.rpartition("_")[2])
 
 
-def prove(num_kills: int, seed: int, num_steps: int, out: Path, extra: Sequence[str]) -> Report:
+def prove(calm: Training, killed: Training, num_kills: int, seed: int) -> Report:
     """Both runs and their comparison. Raises KillsError where one cannot be brought to its end."""
-    began, base = time.monotonic(), prepare(BASE)
-    before = shared_memory()
-    with retriever() as url:
-        calm = Training(out / "undisturbed", base, url, num_steps, extra)
-        killed = Training(out / "killed", base, url, num_steps, extra)
-        try:
-            step_seconds = undisturbed(calm)
-            console.print(f"undisturbed: {num_steps} steps of {step_seconds:.1f} s")
-            deaths, outcomes = [], []
-            for death, outcome in disturbed(killed, plan(num_kills, seed, step_seconds)):
-                deaths.append(death)
-                outcomes.append(outcome)
-            left = left_over(calm, before) + left_over(killed, before)
-        finally:
-            calm.stop()
-            killed.stop()
+    began, before = time.monotonic(), shared_memory()
+    deaths, outcomes = [], []
+    try:
+        step_seconds = undisturbed(calm)
+        console.print(f"undisturbed: steps of {step_seconds:.1f} s")
+        for death, outcome in disturbed(killed, plan(num_kills, seed, step_seconds)):
+            deaths.append(death)
+            outcomes.append(outcome)
+        left = left_over(calm, before) + left_over(killed, before)
+    finally:
+        calm.stop()
+        killed.stop()
     once_whole = killed.complete() | {death.newest for death in deaths}
     resumed, rows = killed.resumed(), killed.rows()
     return Report(
-        command=killed.command(),
-        num_steps=num_steps,
+        command=list(killed.command),
         deaths=deaths,
         outcomes=outcomes,
         starts=killed.starts,
@@ -236,7 +231,7 @@ def markdown(report: Report) -> str:
         )
     lines += [
         "",
-        f"{len(report.deaths)} kills over {report.num_steps} steps, {report.starts} starts, "
+        f"{len(report.deaths)} kills, {report.starts} starts, "
         f"{report.seconds / 60:.0f} minutes. {report.num_rows} rows of metrics (steps that were "
         f"done again count twice), {len(report.differences)} metrics that differ; trained weights "
         f"{'the same, bit for bit' if report.same_weights else 'DIFFER'}; "
@@ -259,10 +254,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (out / "killed").exists():
         sys.exit(f"{out} holds another proof: remove it or give another --out")
     num_steps = given.steps or max(5, 3 * given.kills)
-    try:
-        report = prove(given.kills, given.seed, num_steps, out, given.options)
-    except KillsError as error:
-        sys.exit(str(error))
+    base = prepare(BASE)
+    with retriever() as url:
+        calm, killed = (
+            Training(folder, command(folder, base, url, num_steps, given.options))
+            for folder in (out / "undisturbed", out / "killed")
+        )
+        try:
+            report = prove(calm, killed, given.kills, given.seed)
+        except KillsError as error:
+            sys.exit(str(error))
     (out / "report.json").write_text(json.dumps(asdict(report), indent=1) + os.linesep)
     (out / "table.md").write_text(markdown(report))
     console.print(markdown(report), markup=False)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
+from pathlib import Path
 
 import psutil
 
@@ -13,6 +15,8 @@ from benchmarks.kills.schedule import Victim
 POLL_S = 0.2
 ACTOR = "ray::ActorHost"
 ENGINE_CORE = "VLLM::EngineCore"
+SHARED_MEMORY = Path("/dev/shm")
+"""Where engines and ranks keep what they hand over."""
 
 
 class Family:
@@ -52,13 +56,18 @@ class Family:
         return [process for process in list(self._known.values()) if is_alive(process)]
 
     def find(self, victim: Victim) -> list[psutil.Process]:
-        """The processes of that kind; none where the run has not come so far."""
+        """The processes of that kind; none where the run has not come so far.
+
+        A replica is the actor that is an engine core's parent, a rank any other.
+        """
         if victim is Victim.DRIVER:
             return [self.driver] if is_alive(self.driver) else []
         named = [(process, title(process)) for process in self.alive()]
         engines = [process for process, name in named if name.startswith(ENGINE_CORE)]
         if victim is Victim.ENGINE:
             return engines
+        if not engines:
+            return []  # replicas and ranks look alike before there is one
         parents = {parent_of(engine) for engine in engines}
         actors = [process for process, name in named if name.startswith(ACTOR)]
         is_replica = victim is Victim.REPLICA
@@ -102,3 +111,32 @@ def parent_of(process: psutil.Process) -> int | None:
         return int(process.ppid())
     except psutil.NoSuchProcess:
         return None
+
+
+def shared_memory() -> set[str]:
+    """The names in shared memory."""
+    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.exists() else set()
+
+
+def held(names: set[str]) -> set[str]:
+    """Those of the names in shared memory that a living process has open or mapped."""
+    inside = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        paths = [*_open_files(process), *_mapped_files(process)]
+        inside |= {path.split("/")[3] for path in paths if path.startswith(f"{SHARED_MEMORY}/")}
+    return names & inside
+
+
+def _open_files(process: Path) -> list[str]:
+    found = []
+    with contextlib.suppress(OSError):  # gone by now, or another user's
+        for link in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.append(str(link.readlink()))
+    return found
+
+
+def _mapped_files(process: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return re.findall(rf"{SHARED_MEMORY}/\S+", (process / "maps").read_text())
+    return []

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from benchmarks.algorithms.runner import DATA, ROOT
 from benchmarks.algorithms.variants import COMMON
 from benchmarks.kills.compare import read_rows
 from benchmarks.kills.processes import Family
+from benchmarks.kills.schedule import Victim
 
 RESUMED = re.compile(r"resumed from (\S+)")
 COMPLETE = "COMPLETE"
@@ -43,34 +46,33 @@ OPTIONS = (
 """PPO on two ranks, with all that a checkpoint holds: critic, KL controller, schedules."""
 
 
+def command(folder: Path, base: Path, url: str, num_steps: int, extra: Sequence[str]) -> list[str]:
+    """A run from the policy `base` that searches at `url` and keeps everything in `folder`."""
+    return [
+        sys.executable, "-m", "verl.trainer.main_ppo", *OPTIONS,
+        f"actor_rollout_ref.model.path={base}",
+        f"data.train_files={DATA / 'train.parquet'}",
+        f"data.val_files={DATA / 'val.parquet'}",
+        f"retriever.url={url}",
+        f"trainer.default_local_dir={folder}",
+        f"trainer.total_training_steps={num_steps}",
+        *extra,
+    ]  # fmt: skip
+
+
 @dataclass
 class Training:
     """One run in `folder`, which outlives the processes that work on it."""
 
     folder: Path
-    base: Path
-    url: str
-    num_steps: int
-    extra: Sequence[str] = ()
+    command: Sequence[str]
+    """The same for each start."""
     starts: int = 0
     """How often the command was given."""
     process: subprocess.Popen[bytes] | None = None
     family: Family | None = None
     relatives: list[Family] = field(default_factory=list)
     """The processes of each start."""
-
-    def command(self) -> list[str]:
-        """The same each time."""
-        return [
-            sys.executable, "-m", "verl.trainer.main_ppo", *OPTIONS,
-            f"actor_rollout_ref.model.path={self.base}",
-            f"data.train_files={DATA / 'train.parquet'}",
-            f"data.val_files={DATA / 'val.parquet'}",
-            f"retriever.url={self.url}",
-            f"trainer.default_local_dir={self.folder}",
-            f"trainer.total_training_steps={self.num_steps}",
-            *self.extra,
-        ]  # fmt: skip
 
     def start(self) -> None:
         """Give the command; its output goes to `start_N.log`."""
@@ -79,7 +81,7 @@ class Training:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with self.log_path(self.starts).open("wb") as log:
             self.process = subprocess.Popen(
-                self.command(), cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+                self.command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
             )
         self.family = Family(self.process.pid)
         self.relatives.append(self.family)
@@ -93,6 +95,11 @@ class Training:
         """Exit status of the present start; None while it runs."""
         assert self.process is not None, "call start() first"
         return self.process.poll()
+
+    def find(self, victim: Victim) -> list[psutil.Process]:
+        """The processes of that kind that work on the run now."""
+        assert self.family is not None, "call start() first"
+        return self.family.find(victim)
 
     def rows(self) -> list[dict[str, float | None]]:
         """The metrics logged so far, steps that were done again included."""

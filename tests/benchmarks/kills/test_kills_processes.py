@@ -1,12 +1,14 @@
 """The processes of a run."""
 
+import multiprocessing.shared_memory
 import subprocess
 import sys
 import time
 
 import psutil
+import pytest
 
-from benchmarks.kills.processes import Family
+from benchmarks.kills.processes import SHARED_MEMORY, Family, held, shared_memory
 from benchmarks.kills.schedule import Victim
 
 PARENT = """
@@ -53,3 +55,19 @@ def test_victims_are_known_by_their_titles() -> None:
         process.kill()
         process.wait()
         family.end()
+
+
+@pytest.mark.skipif(not SHARED_MEMORY.exists(), reason="no /dev/shm on this system")
+def test_shared_memory_that_is_in_use_is_told_from_what_was_left() -> None:
+    """A block that somebody has mapped is held, one that nobody has is not."""
+    block = multiprocessing.shared_memory.SharedMemory(create=True, size=64)
+    left = SHARED_MEMORY / f"{block.name}-left"
+    left.touch()
+    try:
+        names = {block.name, left.name}
+        assert names <= shared_memory()
+        assert held(names) == {block.name}
+    finally:
+        left.unlink()
+        block.close()
+        block.unlink()
