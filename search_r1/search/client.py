@@ -6,6 +6,7 @@ them is noted in `tally`.
 """
 
 import asyncio
+import logging
 import math
 import os
 import re
@@ -76,6 +77,7 @@ class RetrievalClient:
         max_batch: int = 256,
         merge_window: float = 0.003,
         token: str | None = None,
+        log_level: int = logging.WARNING,
     ) -> None:
         """Nothing is sent yet.
 
@@ -86,12 +88,14 @@ class RetrievalClient:
         `backoff` * 2^n s, at most `max_backoff`, cut by up to a half at random, or what the server
         asks for, at most `max_retry_after` s. At most `max_batch` different queries, started within
         `merge_window` s, share a request. `token` is sent as bearer; its default is the environment
-        variable RETRIEVER_TOKEN.
+        variable RETRIEVER_TOKEN. `log_level` is that of the line about each attempt that failed.
         """
         if deadline is not None and not deadline > 0:
             raise ValueError(f"deadline {deadline}; expected more than 0 seconds, or None")
         self._urls = read_urls(url)
-        self._patience = Patience(timeout, max_retries, backoff, max_backoff, max_retry_after)
+        self._patience = Patience(
+            timeout, max_retries, backoff, max_backoff, max_retry_after, log_level
+        )
         self._topk = topk
         self._deadline = math.inf if deadline is None else deadline
         self._max_batch = max_batch

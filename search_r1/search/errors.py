@@ -21,10 +21,11 @@ class SearchError(Exception):
 class RetrieverUnavailable(SearchError):
     """The server did not answer within the allowed retries; an infrastructure failure."""
 
-    def __init__(self, message: str, num_retries: int = 0) -> None:
-        """`num_retries`: further attempts that were made, in vain."""
+    def __init__(self, message: str, num_retries: int = 0, reason: str = "") -> None:
+        """`num_retries`: further attempts made, in vain; `reason`: the message without advice."""
         super().__init__(message)
         self.num_retries = num_retries
+        self.reason = reason or message
 
 
 class RetrieverRefused(SearchError):

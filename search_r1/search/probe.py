@@ -1,6 +1,7 @@
 """Whether a retriever answers searches: what a run asks before it goes on after failures."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from search_r1.search.client import RetrievalClient
@@ -28,12 +29,13 @@ class SearchProbe:
         except RetrieverRefused:
             return ""
         except RetrieverUnavailable as error:
-            return str(error)
+            return error.reason
         return ""
 
     async def _search(self, seconds: float) -> None:
         """One search; a second attempt and a third, so that a single error is no outage."""
         async with RetrievalClient(
-            self._url, self._topk, timeout=self._timeout, max_retries=2, deadline=seconds
-        ) as client:
+            self._url, self._topk, timeout=self._timeout, max_retries=2, deadline=seconds,
+            log_level=logging.DEBUG,
+        ) as client:  # fmt: skip
             await client.search(QUERY)

@@ -42,6 +42,8 @@ class Patience:
     backoff: float = 0.25
     max_backoff: float = 8.0
     max_retry_after: float = 30.0
+    log_level: int = logging.WARNING
+    """Of the line about each attempt that failed."""
 
     def __post_init__(self) -> None:
         """Refuse what could never be answered."""
@@ -87,6 +89,7 @@ class Failures:
             f"{tried or 'no retriever was asked'}; gave up after {self.counts.total()} attempts"
             f"{cause}: start the retriever (bash retrieval_launch.sh) or correct its url",
             num_retries=max(0, self.counts.total() - 1),
+            reason=tried,
         )
 
 
@@ -130,8 +133,8 @@ class Transport:
                 return answer
             except AttemptFailed as error:
                 failures.add(server.url, error)
-                logger.warning("retriever %s %s; attempt %d of %d", server.url, error,
-                               attempt + 1, retries + 1)  # fmt: skip
+                logger.log(patience.log_level, "retriever %s %s; attempt %d of %d", server.url,
+                           error, attempt + 1, retries + 1)  # fmt: skip
                 if attempt == retries:
                     self._give_up(begun)
                     raise failures.error("") from error

@@ -1,6 +1,7 @@
 """That nobody answers is found out by one search, not by each again."""
 
 import asyncio
+import logging
 from collections import Counter
 from typing import Any
 
@@ -143,6 +144,13 @@ def test_a_probe_tells_whether_searches_are_answered(
     with running(Flaky(status, num_errors)) as url:
         problem = SearchProbe(url, 1, 5.0)(30.0)
     assert says in problem and bool(problem) == bool(says)
+
+
+def test_a_probe_says_nothing_but_what_it_found(caplog: pytest.LogCaptureFixture) -> None:
+    """Asked every few seconds, it adds no lines to a log, and gives the reason without advice."""
+    with running(Flaky(500, 9)) as url, caplog.at_level(logging.INFO, "search_r1"):
+        assert "start the retriever" not in SearchProbe(url, 1, 5.0)(30.0)
+    assert caplog.records == []
 
 
 def test_a_probe_takes_no_longer_than_it_may() -> None:

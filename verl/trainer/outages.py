@@ -105,16 +105,16 @@ class Outage:
         """What is said while the run waits."""
         most = self.retriever.max_outage
         return (
-            f"{self.retriever.url} does not answer: {problem}; away for {away:.0f} s, the run "
-            f"waits for up to {most - away:.0f} s more (retriever.max_outage={most:g}) with "
-            f"{num_failed} trajectories to sample again; {FIX}, and the run goes on by itself"
+            f"{self.retriever.url} is away since {away:.0f} s ({problem}); the run waits for up to "
+            f"{most - away:.0f} s more (retriever.max_outage={most:g}) with {num_failed} "
+            f"trajectories to sample again; {FIX}, and the run goes on by itself"
         )
 
     def _gone(self, problem: str, away: float) -> str:
         """What the run ends with."""
         return (
-            f"{self.retriever.url} has not answered for {away:.0f} s, longer than "
-            f"retriever.max_outage={self.retriever.max_outage:g}: {problem}; {FIX}"
+            f"{self.retriever.url} has been away for {away:.0f} s, no less than "
+            f"retriever.max_outage={self.retriever.max_outage:g} ({problem}); {FIX}"
         )
 
 

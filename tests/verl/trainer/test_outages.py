@@ -103,7 +103,12 @@ def test_an_outage_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     assert (len(replicas.requests), probe.num_probes) == (2, 21)
     lines = [r.getMessage() for r in caplog.records if "http://there:1" in r.getMessage()]
     assert len(lines) == 2
-    for part in ("connection refused", "away for 0 s", "for up to 1800 s", "bash retrieval_launch"):
+    for part in (
+        "connection refused",
+        "away since 0 s",
+        "for up to 1800 s",
+        "bash retrieval_launch",
+    ):
         assert part in lines[0]
     assert "answers again after" in lines[1]
     assert rollout.take_faults()["fault/outage_s"] > 0
