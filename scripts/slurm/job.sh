@@ -31,7 +31,7 @@ begin_job() {
   job_dir=$(mkdir -p "$LOG_DIR" && cd "$LOG_DIR" && pwd)/$SLURM_JOB_ID
   ray_tmp=$RAY_TMP/sr1-$SLURM_JOB_ID
   mkdir -p "$job_dir" "$ray_tmp"
-  ln -sfn "$(readlink /proc/self/fd/1)" "$job_dir/job.log"
+  ln -sfn "$(readlink /proc/$$/fd/1)" "$job_dir/job.log"
   export RAY_TMPDIR=$ray_tmp
   # Marks all that this start begins, so that it can be found when its parents are gone.
   export SEARCH_R1_JOB=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$$
@@ -82,6 +82,7 @@ clean_up() {
   local status=$?
   trap '' TERM INT USR1
   set +e
+  disown -a # the shell need not report how each ended
   end_processes "$GRACE" "$main_pid"
   end_processes 5 "${helpers[@]}"
   ((status == 0)) || keep_ray_logs

@@ -1,19 +1,23 @@
 #!/usr/bin/env bash
 # The retriever of a job of Slurm, started again on the same port when it dies.
-#   keep_retriever.sh ADDRESS PORT_FILE      # PORT_FILE receives the port when it is healthy
+#   keep_retriever.sh ADDRESS FILE >>FILE.log      # FILE.port receives the port when it is healthy
 set -euo pipefail
-address=$1 port_file=$2
+address=$1 file=$2
 server=''
 trap 'trap "" TERM; [[ -z $server ]] || kill "$server" 2>/dev/null; wait; exit 0' TERM INT
 
 port=${RETRIEVER_PORT:-0}
 while true; do
   # shellcheck disable=SC2086 # a list of flags
-  HOST=$address PORT=$port bash retrieval_launch.sh --port_file "$port_file" ${RETRIEVER_ARGS:-} &
+  HOST=$address PORT=$port bash retrieval_launch.sh --port_file "$file.port" ${RETRIEVER_ARGS:-} &
   server=$! status=0
   wait "$server" || status=$?
-  [[ -s $port_file ]] || exit "$status" # it never was healthy: a mistake in its settings
-  port=$(<"$port_file")
-  echo "the retriever ended with status $status; starting it again in 5 s on port $port" >&2
-  sleep 5
+  if [[ -s $file.port ]]; then
+    port=$(<"$file.port")
+  elif ! tail -n 2 "$file.log" | grep -q 'another builder is making'; then
+    exit "$status" # it never was healthy: a mistake in its settings
+  fi
+  echo "the retriever ended with status $status; starting it again in 5 s" >&2
+  sleep 5 &
+  wait $!
 done

@@ -109,7 +109,7 @@ start_retrievers() {
   for node; do
     file=$job_dir/retriever-$node
     rm -f "$file.port"
-    on_node "$node" bash "$SLURM_DIR/keep_retriever.sh" "$(bind_address "$node")" "$file.port" \
+    on_node "$node" bash "$SLURM_DIR/keep_retriever.sh" "$(bind_address "$node")" "$file" \
       >>"$file.log" 2>&1 &
     pids[$node]=$!
     helpers+=($!)

@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 PACKAGES = "apt-get install munge slurmctld slurmd slurm-client"
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -130,18 +131,25 @@ class Cluster:
         self._wait(job, lambda: self.state(job) == state, seconds, state)
 
     def wait_restart(self, job: str, restarts: int, seconds: float = 240) -> None:
-        """Return when the job is in the queue again; there it need not wait Slurm's two minutes."""
+        """Return when the job is in the queue again; there it need not wait Slurm's two minutes.
+
+        Some seconds it must: a node refuses a start in the second in which the last one ended.
+        """
 
         def is_back() -> bool:
             facts = self.facts(job)
             return facts["Restarts"] == str(restarts) and facts["JobState"] == "PENDING"
 
         self._wait(job, is_back, seconds, f"restart {restarts}")
-        self.command("scontrol", "update", f"JobId={job}", "StartTime=now")
+        self.command("scontrol", "update", f"JobId={job}", "StartTime=now+3")
 
     def _wait(self, job: str, is_so: Callable[[], bool], seconds: float, what: str) -> None:
+        def is_decided() -> bool:
+            return self.state(job) in OVER or is_so()
+
         try:
-            wait_until(is_so, seconds, what)
+            wait_until(is_decided, seconds, what)
+            wait_until(is_so, 30, f"{what} of a job that is over")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.facts(job)}\n{self.log(job)[-4000:]}") from None
 

@@ -63,7 +63,7 @@ def processes_of(job: str) -> list[str]:
 
 def assert_clean(job: str) -> None:
     """Nothing of the job runs, and nothing is left in the nodes' temporary folder."""
-    wait_until(lambda: processes_of(job) == [], 15, f"end of {processes_of(job)}")
+    wait_until(lambda: processes_of(job) == [], 60, f"end of {processes_of(job)}")
     assert not Path(f"/tmp/sr1-{job}").exists()
 
 
@@ -87,7 +87,7 @@ def test_the_warning_saves_and_the_job_goes_on_until_it_is_done(
 
 def test_the_time_limit_warns_by_itself(cluster: Cluster, settings: dict[str, str]) -> None:
     """Slurm's own clock sends the signal that the recipe asks for before the time is over."""
-    options = ["--time=1", "--signal=B:USR1@50"]
+    options = ["--time=2", "--signal=B:USR1@30"]
     job = cluster.submit("train.sbatch", options=options, env=settings)
     cluster.wait_log(job, "time is nearly over: asking for a checkpoint")
     cluster.wait_restart(job, 1)
