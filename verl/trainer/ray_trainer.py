@@ -15,31 +15,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from verl import checkpoint
 from verl.checkpoint import RunState
 from verl.checkpoint.state import read_driver_random
 from verl.config import Config
-from verl.core_algos.advantages import ADVANTAGES
 from verl.core_algos.kl import KLController
 from verl.data import PromptSampler
 from verl.errors import CollapseError, Interrupted, RankLost, ReplicaLost, RetrieverOutage
-from verl.protocol import DataProto, Prompt
+from verl.protocol import Prompt
 from verl.reward import RewardFn, RewardManager, adapted
 from verl.tracking import Tracking
 from verl.trainer.collection import Collector
-from verl.trainer.experience import add_advantages, assemble, mini_batches, with_gradient
+from verl.trainer.experience import add_advantages, assemble
 from verl.trainer.groups import RolloutReplicas, TrainerRanks
-from verl.trainer.guard import DRIFT, SHIFT, Verdict
-from verl.trainer.guard_drift import mean_drift, policy_shift, probe
+from verl.trainer.guard import Verdict
 from verl.trainer.guard_watch import Watch
+from verl.trainer.learning import Learner
 from verl.trainer.metrics import (
     Metrics,
     Timings,
     advantage_metrics,
-    mean_by_key,
     throughput_metrics,
 )
 from verl.trainer.outages import PatientRollout, Probe, always_there
@@ -92,14 +89,14 @@ class RayPPOTrainer:
         self.save_plan = SavePlan(self.config.trainer, self.total_steps)
         self.stopper = Stopper(end_of_time(self.config.trainer.time_limit))
         self.watch = Watch(self.config.trainer.guard, self.directory, self.saver.settle)
-        self.advantage = ADVANTAGES[self.config.algorithm.adv_estimator]
+        self.learner = Learner(self.config, self.ranks)
         self.reward = adapted(self.reward_fn)
         self.rollout = PatientRollout(
             self.replicas, self.config.retriever, self.probe, self.stopper.check
         )
         self.collector = Collector(
             self.config, self.rollout, self.train_prompts, self.sampler, self.reward,
-            with_greedy=self.advantage.needs_greedy,
+            with_greedy=self.learner.advantage.needs_greedy,
         )  # fmt: skip
         self.finished = self.state()
 
@@ -180,73 +177,22 @@ class RayPPOTrainer:
             samples, metrics = self.collector.collect(self.step, timings)
         batch = assemble(samples, self.config)
         with timings.phase("old_log_prob"):
-            self.add_log_probs(batch)
+            self.learner.add_log_probs(batch)
         with timings.phase("values"):
-            self.add_values(batch)
+            self.learner.add_values(batch)
         with timings.phase("adv"):
             metrics |= add_advantages(batch, self.config, self.kl_controller)
         metrics |= advantage_metrics(batch)
         with timings.phase("update_critic"):
-            metrics |= self.update_critic(batch)
+            metrics |= self.learner.update_critic(batch, self.step)
         with timings.phase("update_actor"):
-            metrics |= self.update_actor(batch)
+            metrics |= self.learner.update_actor(batch, self.step)
         with timings.phase("guard"):
-            metrics |= self.drift(batch)
+            metrics |= self.learner.drift(batch)
         with timings.phase("update_weights"):
             self.update_weights()
         performance = {**throughput_metrics(batch, timings), **timings.metrics()}
         return {**metrics, **performance, **self.faults()}
-
-    def add_log_probs(self, batch: DataProto) -> None:
-        """Old and reference log-probs, where an algorithm needs them.
-
-        With a single update per step the old policy is the updating one, and the pass is spared:
-        the ratio is exp(log_prob - log_prob.detach()).
-        """
-        if self.config.updates_per_step > 1 or self.config.kl_in_reward:
-            batch.tokens["old_log_probs"] = self.ranks.log_probs(batch)
-        if self.config.needs_reference:
-            batch.tokens["ref_log_probs"] = self.ranks.ref_log_probs(batch)
-
-    def add_values(self, batch: DataProto) -> None:
-        """The critic's view of the states, for estimators that ask for it."""
-        if self.advantage.needs_critic:
-            batch.tokens["values"] = self.ranks.values(batch)
-
-    def mini_batches(self, batch: DataProto, size: int, epochs: int) -> list[DataProto]:
-        """This step's mini-batches, in an order that depends on seed and step alone."""
-        order = np.random.default_rng((self.config.trainer.seed, self.step))
-        return mini_batches(batch, self.config, size, epochs, order)
-
-    def update_critic(self, batch: DataProto) -> Metrics:
-        """The value function's epochs over the batch."""
-        if not self.advantage.needs_critic:
-            return {}
-        critic = self.config.critic
-        size = critic.ppo_mini_batch_size or self.config.actor_rollout_ref.actor.ppo_mini_batch_size
-        minis = self.mini_batches(batch, size, critic.ppo_epochs)
-        return mean_by_key([self.ranks.update_critic(mini) for mini in minis])
-
-    def update_actor(self, batch: DataProto) -> Metrics:
-        """The policy's epochs over the batch; none while the critic warms up."""
-        if self.step <= self.config.trainer.critic_warmup and self.advantage.needs_critic:
-            return {}
-        actor = self.config.actor_rollout_ref.actor
-        minis = self.mini_batches(batch, actor.ppo_mini_batch_size, actor.ppo_epochs)
-        if not self.config.needs_every_trajectory:
-            minis = [with_gradient(mini) for mini in minis]
-        found = [self.ranks.update_actor(mini) for mini in minis]
-        # Without any trajectory to learn from, an update has no entropy and no gradient to report.
-        return mean_by_key([row for mini, row in zip(minis, found, strict=True) if len(mini)])
-
-    def drift(self, batch: DataProto) -> Metrics:
-        """What the updates did to the log-probs of some correct trajectories, for the guard."""
-        guard = self.config.trainer.guard
-        again = probe(batch, guard.drift_trajectories if guard.enable else 0)
-        if not len(again):
-            return {}
-        after = self.ranks.log_probs(again)
-        return {DRIFT: mean_drift(again, after), SHIFT: policy_shift(again, after)}
 
     def recover(self, verdict: Verdict, metrics: Metrics) -> None:
         """After a collapse: go on from the last healthy weights, with a lower learning rate.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint import state_dict_saver
 
 from tests.verl.workers.ranks import make_batch, tiny_config
 from verl import checkpoint
@@ -43,8 +47,9 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
     answers["problems"] = worker.save_checkpoint(Path(out) / "global_step_3.tmp")
     answers["drawn"] = draw()
     answers["num_bytes"] = worker.checkpoint_room()[1]
-    worker.start_checkpoint(Path(out) / "in_background")
-    answers["next"] = next_metrics(worker, rank, size)
+    with held_back_writes():
+        worker.start_checkpoint(Path(out) / "in_background")
+        answers["next"] = next_metrics(worker, rank, size)
     answers["problems"] += asyncio.run(worker.finish_checkpoint())
     blocked = Path(out) / "answers" / "0.pt" / "checkpoint"  # below a file
     blocked.parent.touch()
@@ -53,6 +58,23 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
     answers["refused"].append(asyncio.run(worker.finish_checkpoint()))
     worker.shutdown()
     return answers
+
+
+@contextlib.contextmanager
+def held_back_writes() -> Iterator[None]:
+    """Background writes begin when the body has ended, however fast the disk is."""
+    gate, write = threading.Event(), state_dict_saver.save
+
+    def wait_and_write(*arguments: Any, **options: Any) -> Any:
+        assert gate.wait(60)
+        return write(*arguments, **options)
+
+    state_dict_saver.save = wait_and_write
+    try:
+        yield
+    finally:
+        gate.set()
+        state_dict_saver.save = write
 
 
 def draw() -> tuple[float, float, float]:
