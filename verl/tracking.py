@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import json
 import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, ModuleType, TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, Self
 
 from verl.config import Config
 from verl.errors import ConfigError, explain
+from verl.wandb_tracker import WandbTracker, load
 
 logger = logging.getLogger(__name__)
 
@@ -94,32 +94,12 @@ class JsonlTracker:
         self._file.close()
 
 
-class WandbTracker:
-    """Weights & Biases; `WANDB_MODE=offline` writes below `directory` only."""
-
-    def __init__(self, project: str, experiment: str, directory: Path, config: Any) -> None:
-        wandb = _load("wandb", "wandb")
-        directory.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=project, name=experiment, dir=str(directory), config=config, resume="allow"
-        )
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def rewind(self, step: int | None) -> None:
-        """What was sent stays: of a step that comes again wandb keeps the first values."""
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 class TensorboardTracker:
     """Event files in `directory/tensorboard`."""
 
     def __init__(self, directory: Path) -> None:
-        _load("tensorboard", "tensorboard")
-        module = _load("torch.utils.tensorboard", "tensorboard")
+        load("tensorboard", "tensorboard")
+        module = load("torch.utils.tensorboard", "tensorboard")
         self._open = functools.partial(module.SummaryWriter, str(directory / "tensorboard"))
         self._writer = self._open()
 
@@ -153,12 +133,31 @@ class MemoryTracker:
         """The records stay."""
 
 
-_BUILDERS: Mapping[str, Callable[[str, str, Path, Any], Tracker]] = MappingProxyType(
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What backends are told of a run."""
+
+    project: str
+    experiment: str
+    directory: Path
+    """Where what they write goes."""
+    config: Mapping[str, Any] | None = None
+    """The run's options as a plain dict."""
+    is_resumed: bool = False
+    """It goes on with what an earlier start of it left in `directory`."""
+
+
+def _wandb(run: Run) -> Tracker:
+    where = run.project, run.experiment, run.directory
+    return WandbTracker(*where, run.config, run.is_resumed)
+
+
+_BUILDERS: Mapping[str, Callable[[Run], Tracker]] = MappingProxyType(
     {
-        "console": lambda project, experiment, directory, config: ConsoleTracker(),
-        "jsonl": lambda project, experiment, directory, config: JsonlTracker(directory),
-        "wandb": WandbTracker,
-        "tensorboard": lambda project, experiment, directory, config: TensorboardTracker(directory),
+        "console": lambda run: ConsoleTracker(),
+        "jsonl": lambda run: JsonlTracker(run.directory),
+        "wandb": _wandb,
+        "tensorboard": lambda run: TensorboardTracker(run.directory),
     }
 )
 BACKENDS = tuple(_BUILDERS)
@@ -174,6 +173,7 @@ class Tracking:
         backends: str | Sequence[str | Tracker],
         directory: str | Path,
         config: Mapping[str, Any] | None = None,
+        is_resumed: bool = False,
     ) -> None:
         """Open backends by name (or take trackers as they are).
 
@@ -185,11 +185,9 @@ class Tracking:
             if isinstance(name, str) and name not in _BUILDERS:
                 expected = f"one of {', '.join(BACKENDS)}"
                 raise ConfigError(explain("trainer.logger", name, expected, "trainer.logger=jsonl"))
+        run = Run(project, experiment, Path(directory), config, is_resumed)
         self._trackers = [
-            _BUILDERS[item](project, experiment, Path(directory), config)
-            if isinstance(item, str)
-            else item
-            for item in chosen
+            _BUILDERS[item](run) if isinstance(item, str) else item for item in chosen
         ]
 
     @classmethod
@@ -202,6 +200,7 @@ class Tracking:
             backend_names(trainer.logger),
             trainer.default_local_dir,
             dataclasses.asdict(config),
+            is_resumed=trainer.resume_mode != "disable",
         )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -256,13 +255,3 @@ def compact(metrics: Mapping[str, float]) -> str:
 
 def _last(name: str) -> str:
     return name.rsplit("/", 1)[-1]
-
-
-def _load(module: str, package: str) -> ModuleType:
-    """Import a backend's module when it is asked for."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        fix = f"pip install {package}, or choose other backends with trainer.logger"
-        expected = f"the package {package}"
-        raise ConfigError(explain("trainer.logger", f"no {module}", expected, fix)) from error

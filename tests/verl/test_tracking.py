@@ -9,6 +9,7 @@ import pytest
 
 from verl.errors import ConfigError
 from verl.tracking import MemoryTracker, Tracking, backend_names, compact
+from verl.wandb_tracker import ID_FILE
 
 
 def test_jsonl_holds_one_flushed_line_a_step(tmp_path: Path) -> None:
@@ -61,6 +62,9 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Tracking("p", "e", ["wandb"], tmp_path, {"seed": 1}) as tracking:
         tracking.log({"loss": 1.0}, 1)
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    first = (tmp_path / ID_FILE).read_text()
+    with Tracking("p", "e", "wandb", tmp_path, is_resumed=True):
+        assert (tmp_path / ID_FILE).read_text() == first
 
 
 @pytest.mark.parametrize("option", ["wandb", ["wandb"]])
