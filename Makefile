@@ -6,7 +6,7 @@ SEED ?= 0
 BIN := $(VENV)/bin
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: bench demo install test test-all chromium lint format data clean
+.PHONY: bench demo install test test-all chromium slurm lint format data clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml scripts/install.py
@@ -28,12 +28,17 @@ data: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
 
-test-all: chromium $(VENV)/.installed-lucene
+test-all: chromium slurm $(VENV)/.installed-lucene
 	$(BIN)/python -m pytest -m "not gpu"
 
 chromium:
 	@command -v chromium >/dev/null || { echo "make test-all opens the search page in Chromium," \
 	"which is missing: apt-get install chromium" >&2; exit 1; }
+
+slurm:
+	@PATH=$$PATH:/usr/sbin; for program in munged slurmctld slurmd sbatch; do \
+	command -v $$program >/dev/null || { echo "make test-all runs jobs in a Slurm; $$program is" \
+	"missing: apt-get install munge slurmctld slurmd slurm-client" >&2; exit 1; }; done
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.retrieval $(BENCH_ARGS)

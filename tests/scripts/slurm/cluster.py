@@ -210,8 +210,14 @@ def munge_files(folder: Path) -> list[str]:
 def daemon(cluster: Cluster, name: str, *flags: str) -> Iterator[None]:
     """A daemon of Slurm in the foreground, until the context ends."""
     with (cluster.folder / f"{name}{flags[-1].strip('-')[:3]}.log").open("wb") as log:
+        # In a session of its own: ctrl-c in a terminal must not end it before its jobs are ended.
         process = subprocess.Popen(
-            [name, *flags], env=cluster.environment, stdout=log, stderr=log, cwd=cluster.folder
+            [name, *flags],
+            env=cluster.environment,
+            cwd=cluster.folder,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     try:
         yield

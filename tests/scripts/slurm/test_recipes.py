@@ -184,6 +184,52 @@ def test_a_retriever_that_cannot_start_ends_the_job(environment: dict[str, str])
     assert "| corpus /no/corpus.jsonl does not exist" in output
 
 
+def program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_modules_a_virtual_environment_and_a_command_make_the_environment(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    """In this order, and the python of the virtual environment trains."""
+    finish(environment)
+    del environment["PYTHON"]
+    binaries = tmp_path / "venv" / "bin"
+    program(binaries / "python3", f'echo venv python >&2; exec {sys.executable} "$@"')
+    program(binaries / "activate", f"echo activate; PATH={binaries}:$PATH")
+    status, output = job(
+        environment,
+        **{"BASH_FUNC_module%%": "() { echo module $*; }"},
+        MODULES="cuda/12.4 gcc",
+        VENV=str(binaries.parent),
+        SETUP="echo setup",
+    )
+    assert status == 0
+    said = [line for line in output.splitlines() if "slurm:" not in line]
+    assert said[:3] == ["module load cuda/12.4 gcc", "activate", "setup"]
+    assert said.index("venv python") < next(i for i, x in enumerate(said) if "stand-in" in x)
+
+
+def test_a_conda_environment_is_activated(environment: dict[str, str], tmp_path: Path) -> None:
+    """By the conda that the user names, or the one on the PATH."""
+    finish(environment)
+    conda = program(tmp_path / "conda", "echo 'conda() { echo conda $*; }'")
+    status, output = job(environment, CONDA_EXE=str(conda), CONDA_ENV="search")
+    assert status == 0
+    assert "conda activate search" in output
+
+
+def test_an_environment_that_is_not_there_ends_the_job(environment: dict[str, str]) -> None:
+    """With the name of the variable that is wrong."""
+    for name, value in (("VENV", "/no/venv"), ("MODULES", "cuda"), ("SETUP", "false")):
+        status, output = job(environment, **{name: value})
+        assert status == 2
+        assert name in output.splitlines()[-2]
+
+
 def submit(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """submit.sh, which prints its command."""
     return subprocess.run(
