@@ -66,7 +66,7 @@ on_node() {
   local node=$1
   shift
   [[ $node != "${nodes[0]}" ]] || exec "$@"
-  exec srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" "$@"
+  exec srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --cpu-bind=none --mpi=none "$@"
 }
 
 # wait_for SECONDS WHAT LOG PID COMMAND...: until COMMAND succeeds, while PID (if given) runs.

@@ -155,6 +155,17 @@ def test_orphans_of_the_job_are_ended(environment: dict[str, str]) -> None:
     assert "ending 1 processes that were left" in output
 
 
+def test_another_recipe_may_be_named(environment: dict[str, str], tmp_path: Path) -> None:
+    """It is told the run's folder and number of nodes, and gets the options."""
+    recipe = program(tmp_path / "train_9b.sh", 'echo "recipe: $OUTPUT_DIR $N_NODES $*"')
+    run = tmp_path / "runs"
+    status, output = job(environment, RECIPE=str(recipe), OUTPUT_DIR=str(run))
+    assert status == 0
+    assert f"recipe: {run} 1 trainer.resume_mode=auto" in output
+    status, output = job(environment, RECIPE="no.sh", OUTPUT_DIR=str(run))
+    assert (status, "RECIPE=no.sh: no such file" in output) == (2, True)
+
+
 def test_a_job_without_gpus_says_so(environment: dict[str, str]) -> None:
     """Neither GPUs from Slurm nor N_GPUS."""
     del environment["N_GPUS"]
