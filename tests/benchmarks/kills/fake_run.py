@@ -13,15 +13,17 @@ from safetensors.numpy import save_file
 
 WAIT = """
 import os, time
-parent = os.getppid()
-while parent != 1 and os.getppid() == parent:
+parent, engine = os.getppid(), None
+{more}
+while parent != 1 and os.getppid() == parent and (engine is None or engine.poll() is None):
     time.sleep(0.02)
 """
-REPLICA = f"""
+RANK = WAIT.format(more="")
+START_ENGINE = f"""
 import subprocess
-subprocess.Popen(["VLLM::EngineCore", "-c", {WAIT!r}], executable={sys.executable!r})
-{WAIT}
+engine = subprocess.Popen(["VLLM::EngineCore", "-c", {RANK!r}], executable={sys.executable!r})
 """
+REPLICA = WAIT.format(more=START_ENGINE)
 ORPHAN = "import time; time.sleep(100)"
 
 
@@ -55,7 +57,7 @@ def save(folder: Path, step: int, value: float) -> None:
 
 def main(folder: Path, num_steps: int, fault: str) -> None:
     leaves_orphans, loads_broken = fault == "leaves_orphans", fault == "loads_broken"
-    replica, rank = child(REPLICA), child(ORPHAN if leaves_orphans else WAIT)
+    replica, rank = child(REPLICA), child(ORPHAN if leaves_orphans else RANK)
     try:
         step, value = resume(folder, loads_broken)
         while step < num_steps:
