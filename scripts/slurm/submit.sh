@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Gives a recipe to sbatch with the settings of a file (example.conf shows one).
 #   bash scripts/slurm/submit.sh train my.conf [SBATCH OPTION...] [-- TRAINER OPTION...]
-#   bash scripts/slurm/submit.sh retriever my.conf --gpus-per-node=0 --nodes=1
+#   bash scripts/slurm/submit.sh retriever my.conf [SBATCH OPTION...]  # NODES and GPUS are train's
 #   DRY_RUN=1 bash scripts/slurm/submit.sh train my.conf           # print the command only
 set -euo pipefail
 if (($# < 2)) || [[ $1 != train && $1 != retriever ]]; then
@@ -26,11 +26,13 @@ add --partition "${PARTITION:-}"
 add --account "${ACCOUNT:-}"
 add --qos "${QOS:-}"
 add --time "${TIME:-}"
-add --nodes "${NODES:-}"
-add --gpus-per-node "${GPUS:-}"
 add --cpus-per-task "${CPUS:-}"
 add --mem "${MEM:-}"
-[[ $recipe != train || -z ${WARNING:-} ]] || options+=("--signal=B:USR1@$WARNING")
+if [[ $recipe == train ]]; then
+  add --nodes "${NODES:-}"
+  add --gpus-per-node "${GPUS:-}"
+  add --signal "${WARNING:+B:USR1@$WARNING}"
+fi
 # shellcheck disable=SC2206 # a list of options
 options+=(${SBATCH_ARGS:-})
 while (($#)) && [[ $1 != -- ]]; do

@@ -257,13 +257,20 @@ def test_submit_translates_a_file_of_settings(environment: dict[str, str], tmp_p
     (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\n")
     (tmp_path / "bin" / "sbatch").chmod(0o755)
     conf = tmp_path / "my.conf"
-    conf.write_text('PARTITION=gpu\nNODES=2\nGPUS=8\nTIME=1:00:00\nSBATCH_ARGS="--exclusive"\n')
+    conf.write_text(
+        'WARNING=60\nPARTITION=gpu\nNODES=2\nGPUS=8\nTIME=1:00:00\nSBATCH_ARGS="--exclusive"\n'
+    )
     done = submit("train", str(conf), "--nice=5", "--", "max_turns=4", env=environment)
     words = done.stdout.split()
     assert words[0] == "sbatch"
     assert {"--partition=gpu", "--nodes=2", "--gpus-per-node=8", "--time=1:00:00", "--exclusive",
             "--nice=5"} <= set(words)  # fmt: skip
+    assert "--signal=B:USR1@60" in words
     assert words[-2:] == ["scripts/slurm/train.sbatch", "max_turns=4"]
+    words = submit("retriever", str(conf), "--mem=9G", env=environment).stdout.split()
+    assert "--mem=9G" in words
+    assert "--gpus-per-node=8" not in words
+    assert words[-1] == "scripts/slurm/retriever.sbatch"
 
 
 def test_submit_names_what_is_missing(environment: dict[str, str], tmp_path: Path) -> None:
