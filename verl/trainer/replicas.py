@@ -169,7 +169,7 @@ class RolloutReplicas:
             self._make_room()
             self.group.replace(index)
             try:
-                self._prepare(index)
+                self._prepare(index, takes_weights=method != "take")
                 return dict([self._submit(index, method, arguments)])
             except (*DEATHS, EngineDied) as error:
                 lost = self.group.lost(index, cause_of(error))
@@ -178,11 +178,11 @@ class RolloutReplicas:
                     f"{self.group.describe(index)} does not start again: {cause_of(error)}"
                 ) from error
 
-    def _prepare(self, index: int) -> None:
+    def _prepare(self, index: int, takes_weights: bool) -> None:
         """Build and start one replica, and give it the present weights, if there were any yet."""
         self.group.start_one(index, self._factory, self._arguments[index])
         calls: list[tuple[str, Sequence[Any]]] = [("start", ())]
-        if self.version:
+        if takes_weights and self.version:
             calls.append(("take", self._present()))
         for method, arguments in calls:
             ray.get(self.group.submit(index, method, *arguments))
