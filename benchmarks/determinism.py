@@ -18,8 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
+import torch
 from rich.console import Console
 from transformers import AutoTokenizer
+from vllm import _custom_ops as ops
 
 from benchmarks.algorithms.variants import COMMON
 from search_r1.llm_agent.generation import build_agent
@@ -158,6 +160,28 @@ def measure(
     return rows
 
 
+def product_rows(dtype: torch.dtype, inputs: int, outputs: int) -> list[int]:
+    """The numbers of rows whose product by vLLM's CPU kernel is not that of the same rows in 64."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, inputs, generator=generator).to(dtype)
+    weight = (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).to(dtype)
+    handler = ops.create_onednn_mm(weight.t(), 32)
+    whole = ops.onednn_mm(handler, x, None)
+    sizes = range(1, 64)
+    parts = {size: ops.onednn_mm(handler, x[:size].clone(), None) for size in sizes}
+    return [size for size in sizes if not torch.equal(parts[size], whole[:size])]
+
+
+def print_products() -> None:
+    """What the matrix products of two models, alone, make of the number of rows."""
+    shapes = ((128, 384), (256, 128), (960, 960), (960, 2560), (2560, 960), (960, 49152))
+    console.print(f"{torch.get_num_threads()} threads; rows whose product is not that of 64 rows:")
+    for dtype in (torch.float32, torch.bfloat16):
+        for inputs, outputs in shapes:
+            found = product_rows(dtype, inputs, outputs) or "none"
+            console.print(f"{dtype} {inputs} x {outputs}: {found}")
+
+
 def markdown(rows: Sequence[Row]) -> str:
     """The rows as a table for docs/determinism.md."""
     names = ("format", "dialogues at once", "changed", "changed when repeated",
@@ -180,9 +204,13 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rows", type=int, default=120, help="held-out questions")
     parser.add_argument("--sampled", action="store_true", help="at temperature 1, with fixed seeds")
+    parser.add_argument("--products", action="store_true", help="matrix products alone; no engine")
     parser.add_argument("--out", type=Path, default=BASE.parent / "determinism")
     parser.add_argument("options", nargs="*", help="options of the trainer, key=value")
     given = parser.parse_args()
+    if given.products:
+        print_products()
+        return
     if not (given.model / "config.json").exists():
         sys.exit(f"no model at {given.model}: write it by python -m example.tiny_policy --out DIR")
     logging.basicConfig(level=logging.WARNING)

@@ -29,8 +29,6 @@ from benchmarks.kills.schedule import Kill, Moment, Victim, plan
 from benchmarks.kills.training import Training, command
 
 POLL_S = 0.02
-PATIENCE_S = 300.0
-"""How long a run may take to its next step, or to end."""
 GONE_S = 60.0
 """How long processes may outlive their run."""
 
@@ -82,13 +80,13 @@ class KillsError(Exception):
     """The run could not be brought to its end."""
 
 
-def until_over(training: Training, patience: float = PATIENCE_S) -> None:
+def until_over(training: Training) -> None:
     """Begin the run as often as it takes until it ends well. Raises KillsError if it does not."""
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + training.patience
     while training.status != 0:
         if time.monotonic() > deadline:
             log = training.log_path(training.starts)
-            raise KillsError(f"no end within {patience:.0f} s; see {log}")
+            raise KillsError(f"no end within {training.patience:.0f} s; see {log}")
         if training.status is not None:
             training.start()
         time.sleep(POLL_S)
@@ -97,13 +95,13 @@ def until_over(training: Training, patience: float = PATIENCE_S) -> None:
 def undisturbed(training: Training) -> float:
     """Do the run in one go; returns the seconds of a step.
 
-    Raises KillsError if it fails, or takes more than `PATIENCE_S` for one step.
+    Raises KillsError if it fails, or takes more than its patience for one step.
     """
     training.start()
-    deadline, rows = time.monotonic() + PATIENCE_S, 0
+    deadline, rows = time.monotonic() + training.patience, 0
     while training.status is None and time.monotonic() < deadline:
         if len(training.rows()) > rows:
-            deadline, rows = time.monotonic() + PATIENCE_S, len(training.rows())
+            deadline, rows = time.monotonic() + training.patience, len(training.rows())
         time.sleep(POLL_S)
     if training.status != 0:
         raise KillsError(f"the undisturbed run failed; see {training.log_path(1)}")
@@ -112,7 +110,7 @@ def undisturbed(training: Training) -> float:
 
 def wait_for(training: Training, kill: Kill) -> None:
     """Let the run come to the moment of the kill, beginning it again if it is down."""
-    rows, deadline = len(training.rows()), time.monotonic() + PATIENCE_S
+    rows, deadline = len(training.rows()), time.monotonic() + training.patience
     while time.monotonic() < deadline:
         if training.status == 0:
             raise KillsError(f"the run ended before kill {kill.number}: give it more --steps")
@@ -131,7 +129,7 @@ def wait_for(training: Training, kill: Kill) -> None:
 
 def strike(training: Training, kill: Kill) -> Death:
     """Kill a process of the wanted kind, as soon as there is one."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + training.patience
     while not (found := training.find(kill.victim)):
         if time.monotonic() > deadline or training.status == 0:
             raise KillsError(f"kill {kill.number}: there was no {kill.victim}")
@@ -247,6 +245,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
     parser.add_argument("--steps", type=int, help="of the run; 3 for each kill if left out")
+    parser.add_argument(
+        "--patience", type=float, default=300.0, help="seconds to wait for a step, or a start"
+    )
     parser.add_argument("--out", type=Path, default=BASE.parent / "kills")
     parser.add_argument("options", nargs="*", help="options of the trainer, key=value")
     given = parser.parse_args(arguments)
@@ -257,7 +258,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     base = prepare(BASE)
     with retriever() as url:
         calm, killed = (
-            Training(folder, command(folder, base, url, num_steps, given.options))
+            Training(
+                folder,
+                command(folder, base, url, num_steps, given.options),
+                patience=given.patience,
+            )
             for folder in (out / "undisturbed", out / "killed")
         )
         try:

@@ -67,6 +67,8 @@ class Training:
     folder: Path
     command: Sequence[str]
     """The same for each start."""
+    patience: float = 300.0
+    """Seconds that it may take to its next step, or to its end."""
     starts: int = 0
     """How often the command was given."""
     process: subprocess.Popen[bytes] | None = None
