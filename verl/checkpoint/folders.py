@@ -17,7 +17,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -45,6 +45,8 @@ class Part:
     step: int
     folder: Path
     lock: IO[str]
+    began: float = field(default_factory=time.monotonic)
+    """By the monotonic clock, in seconds."""
 
 
 def step_folder(root: Path, step: int) -> Path:

@@ -97,6 +97,10 @@ class TrainerRanks:
         """Wait until what `start_checkpoint` began is written. Raises SaveError."""
         raise_first(self.group.call("finish_checkpoint"))
 
+    def checkpoint_bytes(self) -> int:
+        """Bytes of all ranks' shards."""
+        return sum(num_bytes for _, num_bytes, _ in self.group.call("checkpoint_room"))
+
     def can_copy_checkpoint(self) -> bool:
         """Whether each host has the memory for a copy of the shards of its ranks."""
         room = self.group.call("checkpoint_room")

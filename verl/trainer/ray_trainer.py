@@ -87,7 +87,7 @@ class RayPPOTrainer:
             protected=lambda: self.watch.needed, lost=lambda step: self.watch.forget(step),
         )  # fmt: skip
         self.save_plan = SavePlan(self.config.trainer, self.total_steps)
-        self.stopper = Stopper(end_of_time(self.config.trainer.time_limit))
+        self.stopper = Stopper(end_of_time(self.config.trainer.time_limit), self.saver.expected_s)
         self.watch = Watch(self.config.trainer.guard, self.directory, self.saver.settle)
         self.learner = Learner(self.config, self.ranks)
         self.reward = adapted(self.reward_fn)
@@ -242,7 +242,6 @@ class RayPPOTrainer:
         self.finished = replace(self.finished, guard=self.watch.state_dict())
         self.save_plan.saved()
         self.saver.save(self.finished, wait)
-        self.stopper.longest_save_s = self.saver.longest_s
 
     def save_trusted(self) -> None:
         """Write a checkpoint that a rollback may go back to from now on."""

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 LOST_RANK_S = 10.0
 """Time for a background write to end when a rank has died: it is nearly done, or never will be."""
+SLOW_DISK = 200e6
+"""Bytes a second that a checkpoint is expected to be written with, before one was timed."""
 MAX_FAILURES = 2
 """Checkpoints in a row that may not be written before the run ends."""
 
@@ -35,6 +37,10 @@ class Ranks(Protocol):
 
     def save_checkpoint(self, directory: Path) -> None:
         """Every rank writes its shards."""
+        ...
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of all ranks' shards."""
         ...
 
     def can_copy_checkpoint(self) -> bool:
@@ -109,7 +115,6 @@ class Saver:
         once with `wait`.
         """
         self.settle()
-        start = time.monotonic()
         part: Part | None = None
         try:
             part = checkpoint.begin(self.root, state.step)
@@ -121,14 +126,17 @@ class Saver:
                 self._pending = Pending(part, _in_background(self._finish, part))
             else:
                 self.ranks.save_checkpoint(part.folder)
-                self._written(checkpoint.publish(part))
+                self._written(self._publish(part))
         except (OSError, SaveError) as error:
             self._failed(state.step, part, error, is_final=wait)
         except BaseException:
             if part is not None and self._pending is None:
                 abandon(part)
             raise
-        self.longest_s = max(self.longest_s, time.monotonic() - start)
+
+    def expected_s(self) -> float:
+        """Seconds that a checkpoint may take: the longest so far, or by its size."""
+        return self.longest_s or self.ranks.checkpoint_bytes() / SLOW_DISK
 
     def _can_copy(self) -> bool:
         """Whether the hosts have room for copies; where they have not, the log says so."""
@@ -156,7 +164,6 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        start = time.monotonic()
         try:
             self._written(pending.written.result(patience_s))
         except (OSError, SaveError) as error:
@@ -164,11 +171,15 @@ class Saver:
         except BaseException:
             abandon(pending.part)
             raise
-        self.longest_s = max(self.longest_s, time.monotonic() - start)
 
     def _finish(self, part: Part) -> Path:
         self.ranks.finish_checkpoint()
-        return checkpoint.publish(part)
+        return self._publish(part)
+
+    def _publish(self, part: Part) -> Path:
+        folder = checkpoint.publish(part)
+        self.longest_s = max(self.longest_s, time.monotonic() - part.began)
+        return folder
 
     def _written(self, folder: Path) -> None:
         self._num_failures = 0

@@ -46,9 +46,10 @@ class Stopper:
 
     end: float | None = None
     """When the run must be over, in seconds since the epoch; None for no limit."""
+    save_s: Callable[[], float] = lambda: 0.0
+    """How long the checkpoint of the end may take."""
     clock: Callable[[], float] = time.time
     longest_step_s: float = 0.0
-    longest_save_s: float = 0.0
     reason: str = ""
     """Why the run was asked to stop; empty while it was not."""
     _is_interruptible: bool = field(init=False, default=False)
@@ -112,7 +113,7 @@ class Stopper:
         self._raise_if_asked()
         if self.end is None or not self.longest_step_s:
             return
-        left, needed = self.end - self.clock(), self.longest_step_s + self.longest_save_s
+        left, needed = self.end - self.clock(), self.longest_step_s + self.save_s()
         if left < needed + MARGIN_S:
             raise Interrupted(
                 f"the run's time is over in {left:.0f} s, and another step and its checkpoint may "

@@ -26,6 +26,9 @@ class SlowRanks:
         self.calls.append("save")
         self._raise()
 
+    def checkpoint_bytes(self) -> int:
+        return 6 * 10**9
+
     def can_copy_checkpoint(self) -> bool:
         return self.can_copy
 
@@ -159,6 +162,15 @@ def test_what_the_guard_needs_is_kept(saver: Saver, ranks: SlowRanks) -> None:
     for step in (4, 5, 6):
         saver.save(state(step), wait=True)
     assert names(saver.root) == [f"global_step_{step}" for step in (3, 4, 6)]
+
+
+def test_how_long_a_save_takes_is_known_from_the_first_on(saver: Saver, ranks: SlowRanks) -> None:
+    """By size at first (6 GB at 200 MB/s), then as the longest took, to the end of its writing."""
+    assert saver.expected_s() == 30.0
+    ranks.go_on.set()
+    saver.save(state(1))
+    saver.settle()
+    assert 0.0 < saver.expected_s() < 30.0
 
 
 def test_all_are_kept_unless_asked_otherwise(saver: Saver, ranks: SlowRanks) -> None:

@@ -55,13 +55,12 @@ def test_only_a_second_sigterm_does_what_it_did_before() -> None:
 def test_a_step_that_might_not_fit_is_not_begun() -> None:
     """The longest step and save so far decide, with a margin; the first step is always begun."""
     now = 1000.0
-    stopper = Stopper(end=2000.0, clock=lambda: now)
+    stopper = Stopper(end=2000.0, save_s=lambda: 100.0, clock=lambda: now)
     now = 1999.0
     stopper.check()
     now = 1000.0
     with stopper.timing_step():
         now = 1300.0
-    stopper.longest_save_s = 100.0
     now = 2000.0 - 400.0 - MARGIN_S
     stopper.check()
     now += 1.0
