@@ -32,7 +32,7 @@ from verl.memory.activations import (
     passing_without_gradient,
 )
 from verl.memory.estimate import Estimate, Setting, estimate
-from verl.memory.needs import Need, Phase
+from verl.memory.needs import CPU, Need, Phase
 from verl.memory.shape import ModelShape
 from verl.protocol import DataProto
 from verl.workers.attention import PACKED, SequenceBounds
@@ -46,7 +46,8 @@ SMALL = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 8192}  # fmt: skip
 LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8,
          "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 16384}  # fmt: skip
-LENGTHS = (256,) * 4
+LENGTHS = (128,) * 8
+BUDGET = sum(LENGTHS) // 2
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,10 @@ def rank_options(path: str) -> Config:
     config = Config()
     config.actor_rollout_ref.model.path = path
     config.algorithm.adv_estimator = "gae"
-    config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = sum(LENGTHS)
-    config.critic.ppo_max_token_len_per_gpu = sum(LENGTHS)
-    config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu = sum(LENGTHS)
-    config.data.max_prompt_length, config.data.max_response_length = LENGTHS[0] - 56, 56
+    config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = BUDGET
+    config.critic.ppo_max_token_len_per_gpu = BUDGET
+    config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu = BUDGET
+    config.data.max_prompt_length, config.data.max_response_length = LENGTHS[0] - 28, 28
     config.trainer.n_gpus_per_node = 1
     config.trainer.device, config.trainer.compute_dtype = "cpu", "float32"
     return config
@@ -167,8 +168,9 @@ def _held(found: Estimate) -> int:
 
 
 def _added(found: Estimate, phase: Phase) -> int:
-    """What a phase needs of a rank beyond what it holds always."""
-    return sum(n.bytes for n in found.needs if phase in n.phases and len(n.phases) < 6)
+    """What a phase needs of a rank beyond what it holds always, were nothing kept by malloc."""
+    needs = [need for need in found.needs if phase in need.phases and len(need.phases) < 6]
+    return int(sum(need.bytes for need in needs) / CPU.heap)
 
 
 QWEN = {"0.5B": (896, 24, 14, 2, 4864, True), "7B": (3584, 28, 28, 4, 18944, False)}

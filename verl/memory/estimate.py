@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from verl.config import Config
 from verl.memory.engine import EngineRoom, cpu_engine_needs, engine_room, gpu_engine_needs
-from verl.memory.needs import CPU, GPU, Need, Phase, Place
+from verl.memory.needs import ALWAYS, CPU, GPU, Need, Phase, Place
 from verl.memory.node import (
     batch_needs,
     hand_over_needs,
@@ -58,17 +58,18 @@ class Estimate:
         places = {place, Place.SHARED} if place is Place.HOST else {place}
         return [n for n in self.needs if n.place in places and phase in n.phases and n.bytes]
 
-    def total(self, place: Place, phase: Phase) -> int:
+    def total(self, place: Place, phase: Phase, with_guesses: bool = True) -> int:
         """Bytes held there then, without what is optional."""
-        return sum(need.bytes for need in self.at(place, phase) if not need.optional)
+        needs = [need for need in self.at(place, phase) if not need.optional]
+        return sum(need.bytes for need in needs if with_guesses or not need.is_guess)
 
     def peak(self, place: Place) -> Phase:
         """The phase in which most is held there."""
         return max(Phase, key=lambda phase: self.total(place, phase))
 
-    def most(self, place: Place) -> int:
+    def most(self, place: Place, with_guesses: bool = True) -> int:
         """Bytes held there at the peak."""
-        return self.total(place, self.peak(place))
+        return self.total(place, self.peak(place), with_guesses)
 
 
 def estimate(config: Config, setting: Setting) -> Estimate:
@@ -89,7 +90,8 @@ def estimate(config: Config, setting: Setting) -> Estimate:
     ]
     if not setting.on_gpu:
         needs += cpu_engine_needs(config, policy, engine_item)
-        return Estimate(tuple(_on_host(need, local) for need in needs), None)
+        on_host = (_on_host(need, local, constants.heap) for need in needs)
+        return Estimate(tuple(on_host), None)
     needs += gpu_engine_needs(config, policy, engine_item, setting.device_bytes)
     needs.append(Need(Place.DEVICE, "rank's context", GPU.context))
     room = engine_room(config, policy, engine_item, setting.device_bytes)
@@ -107,8 +109,9 @@ def rank_needs(config: Config, setting: Setting, models: list[HeldModel]) -> lis
     return [*found, *working_needs(config, setting.policy, setting.critic, item)]
 
 
-def _on_host(need: Need, local: int) -> Need:
+def _on_host(need: Need, local: int, heap: float) -> Need:
     """On CPU a rank's device is the host, which all ranks of the node share."""
     if need.place is not Place.DEVICE:
         return need
-    return replace(need, place=Place.HOST, bytes=local * need.bytes)
+    factor = 1.0 if need.phases == ALWAYS else heap
+    return replace(need, place=Place.HOST, bytes=int(factor * local * need.bytes))

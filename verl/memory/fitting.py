@@ -15,10 +15,20 @@ from verl.memory.machine import Machine
 from verl.memory.needs import Place
 from verl.workers.trainer_worker import actor_budgets
 
-REFUSED = 1.15
-"""An estimate of more than this much of what is free is refused: no formula is that wrong."""
-CLOSE = 0.9
-"""An estimate of more than this much of what is free is close; proposals stay below it."""
+
+@dataclass(frozen=True)
+class Limit:
+    """How much of what is free an estimate may be."""
+
+    share: float
+    with_guesses: bool
+    """Whether the constants for processes count."""
+
+
+REFUSED = Limit(1.15, with_guesses=False)
+"""What is above it is refused: no formula is that wrong."""
+CLOSE = Limit(0.9, with_guesses=True)
+"""What is above it is close; proposals stay below it."""
 MAX_PROPOSALS = 4
 MAX_NODES = 8
 SINGLE_STEPS, LORA_RANK = 4, 32
@@ -38,8 +48,8 @@ class Shortage:
     free: int
 
 
-def shortages(config: Config, found: Estimate, machine: Machine, limit: float) -> list[Shortage]:
-    """Places where the estimate is more than `limit` times what is free."""
+def shortages(config: Config, found: Estimate, machine: Machine, limit: Limit) -> list[Shortage]:
+    """Places where the estimate is above `limit`."""
     free = {Place.HOST: machine.host.free}
     if machine.shared_free is not None:
         free[Place.SHARED] = machine.shared_free
@@ -48,7 +58,7 @@ def shortages(config: Config, found: Estimate, machine: Machine, limit: float) -
     short = [
         Shortage(place, found.peak(place).value, found.most(place), size)
         for place, size in free.items()
-        if found.most(place) > limit * size
+        if found.most(place, limit.with_guesses) > limit.share * size
     ]
     engine, longest = found.engine, config.data.max_model_len
     if engine is not None and engine.cached_tokens < longest:

@@ -60,6 +60,8 @@ class Need:
     phases: frozenset[Phase] = ALWAYS
     optional: bool = False
     """The run does without it where there is no room."""
+    is_guess: bool = False
+    """A constant for processes, which no refusal rests on."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,12 @@ class Constants:
     """Of the host, by an engine's processes before they load anything."""
     driver: int
     """Of the host, by the driver and Ray's own processes."""
+    heap: float = 1.0
+    """What tensors that come and go take, beside their size: memory that malloc keeps in pieces
+    (`cpu_env` in verl.trainer.groups has it keep what was touched)."""
 
 
-CPU = Constants(0, 0, 0, rank=600 * MIB, engine=1500 * MIB, driver=1500 * MIB)
+CPU = Constants(0, 0, 0, rank=600 * MIB, engine=1500 * MIB, driver=1500 * MIB, heap=1.6)
 GPU = Constants(
     context=GIB, engine_asleep=2 * GIB, engine_other=2 * GIB,
     rank=2 * GIB, engine=4 * GIB, driver=2 * GIB,

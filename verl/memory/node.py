@@ -21,9 +21,12 @@ def process_needs(config: Config, constants: Constants, on_gpu: bool) -> Iterato
     local, rollout = config.trainer.n_gpus_per_node, config.actor_rollout_ref.rollout
     per_node = local // rollout.tensor_model_parallel_size if on_gpu else 1
     replicas = rollout.num_replicas or per_node
-    yield Need(Place.HOST, "processes of the ranks", local * constants.rank)
-    yield Need(Place.HOST, "processes of the engines", replicas * constants.engine)
-    yield Need(Place.HOST, "driver and Ray", constants.driver)
+    for what, size in (
+        ("processes of the ranks", local * constants.rank),
+        ("processes of the engines", replicas * constants.engine),
+        ("driver and Ray", constants.driver),
+    ):
+        yield Need(Place.HOST, what, size, is_guess=True)
 
 
 def loading_needs(models: Sequence[HeldModel]) -> Iterator[Need]:

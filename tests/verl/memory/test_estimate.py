@@ -13,7 +13,7 @@ from verl.config import Config
 from verl.memory.engine import kv_bytes
 from verl.memory.estimate import Estimate, Setting, estimate
 from verl.memory.fitting import changed
-from verl.memory.needs import Phase, Place, pinned, power_of_two
+from verl.memory.needs import CPU, Phase, Place, pinned, power_of_two
 
 GIB = 1 << 30
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
@@ -157,6 +157,8 @@ def test_on_cpu_everything_is_the_hosts() -> None:
     parameters = shape_of("Qwen2.5-0.5B").parameters()
     assert held(found, "actor: weights", Place.HOST) == 2 * 4 * (parameters // 2)
     assert held(found, "engines: KV cache", Place.HOST) == 3 * GIB
+    gradients = held(found, "actor: gradients", Place.HOST)
+    assert gradients == int(CPU.heap * 2 * 4 * (parameters // 2))
 
 
 def test_a_copy_for_saving_is_not_required() -> None:

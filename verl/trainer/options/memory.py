@@ -16,13 +16,16 @@ from transformers import AutoConfig
 from verl.config import Config
 from verl.errors import ResourceError, SearchR1Error
 from verl.memory.estimate import Estimate, Setting, estimate
-from verl.memory.fitting import CLOSE, REFUSED, proposals, shortages
-from verl.memory.machine import Machine
+from verl.memory.fitting import CLOSE, REFUSED, Limit, proposals, shortages
+from verl.memory.machine import SHARED_MEMORY, Machine
+from verl.memory.needs import Place
 from verl.memory.shape import KNOWN_TYPES, ModelShape
 from verl.memory.table import proposal_line, shortage_line, table
 from verl.workers.devices import device_type, dtype_name, resolve_dtype
 
 logger = logging.getLogger(__name__)
+
+LARGER_SHARED = f"mount -o remount,size=90% {SHARED_MEMORY}, or docker run --shm-size"
 
 
 def memory_problems(config: Config) -> Iterator[SearchR1Error]:
@@ -51,13 +54,17 @@ def memory_problems(config: Config) -> Iterator[SearchR1Error]:
 
 
 def verdict(
-    word: str, config: Config, setting: Setting, machine: Machine, found: Estimate, limit: float
+    word: str, config: Config, setting: Setting, machine: Machine, found: Estimate, limit: Limit
 ) -> str:
     """What is short by `limit`, and settings that would fit with room to spare."""
-    lines = [shortage_line(short, found) for short in shortages(config, found, machine, limit)]
+    short = shortages(config, found, machine, limit)
+    lines = [shortage_line(one, found) for one in short]
     options = [proposal_line(*proposal) for proposal in proposals(config, setting, machine)]
+    if any(one.place is Place.SHARED for one in short):
+        options.insert(0, LARGER_SHARED)
     options = options or ["free some memory, take more devices, or a smaller model"]
-    rule = f"refused above {REFUSED:.0%} of what is free; trainer.memory_preflight=warn starts it"
+    refused = f"refused above {REFUSED.share:.0%} of what is free"
+    rule = f"{refused}; trainer.memory_preflight=warn starts it"
     return (
         f"this machine is {word} ({rule}): {'; '.join(lines)}; expected settings that fit:\n      "
         + "\n      ".join(options)

@@ -49,12 +49,32 @@ def test_a_run_that_fits_logs_its_needs(
 
 def test_a_run_that_cannot_fit_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what is needed, what is free, what would fit, and how to start all the same."""
+    config.actor_rollout_ref.rollout.cpu_kv_cache_gib = 40
     with_memory(monkeypatch, 5 * GIB)
     (problem,) = memory_problems(config)
     assert isinstance(problem, ResourceError)
     text = str(problem)
     assert "host needs about" in text and "but 5.37 GB is free" in text
     assert "trainer.memory_preflight=warn" in text and "expected settings that fit" in text
+
+
+def test_a_small_shared_memory_has_a_fix_of_its_own(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No option makes /dev/shm larger."""
+    machine = Machine(HostMemory(64 * GIB, 60 * GIB), 1 << 10)
+    monkeypatch.setattr(memory.Machine, "now", lambda with_devices: machine)
+    (problem,) = memory_problems(config)
+    assert "/dev/shm needs about" in str(problem) and "--shm-size" in str(problem)
+
+
+def test_nothing_is_refused_for_its_processes(
+    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What Python and Ray take is a guess: a busy machine gets a warning."""
+    with_memory(monkeypatch, 4 * GIB)
+    assert list(memory_problems(config)) == []
+    assert "host needs about" in caplog.text
 
 
 def test_what_fits_is_an_option_of_this_run(
@@ -72,6 +92,7 @@ def test_a_refusal_can_become_a_warning(
     way: str, config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By option, and on a cluster, whose other nodes are not seen from here."""
+    config.actor_rollout_ref.rollout.cpu_kv_cache_gib = 40
     with_memory(monkeypatch, 5 * GIB)
     if way == "warn":
         config.trainer.memory_preflight = "warn"
