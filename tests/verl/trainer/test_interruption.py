@@ -1,10 +1,11 @@
 """A run stopped in mid-step saves the last finished one, and goes on as if never stopped."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,16 @@ def config(tmp_path: Path) -> Config:
     return config
 
 
+OPEN = contextlib.ExitStack()
+
+
+@pytest.fixture(autouse=True)
+def closed_files() -> Iterator[None]:
+    """Trackers are closed, as the program that builds a trainer does."""
+    yield
+    OPEN.close()
+
+
 def build(config: Config, number: int = 0, disturb: Callable[[], None] = lambda: None) -> Any:
     log: list[str] = []
     folder = Path(config.trainer.default_local_dir)
@@ -66,7 +77,7 @@ def build(config: Config, number: int = 0, disturb: Callable[[], None] = lambda:
         val_prompts=prompts(4),
         reward_fn=score_by_sample,
         kl_controller=AdaptiveKLController(0.1, 0.01, 100),
-        tracking=Tracking("p", "e", [JsonlTracker(folder)], str(folder)),
+        tracking=OPEN.enter_context(Tracking("p", "e", [JsonlTracker(folder)], str(folder))),
         total_steps=4,
     )
 
