@@ -12,6 +12,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/cluster.sh"
 : "${NODE_ADDRESS:?set it to the address that the other nodes reach this one by}"
 
+start=()
 node_options start
 echo "head on $NODE_ADDRESS:$RAY_PORT, authentication: $RAY_AUTH_MODE"
 exec "$RAY" start --head "--port=$RAY_PORT" "--include-dashboard=${DASHBOARD:-true}" "${start[@]}"

@@ -14,6 +14,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/cluster.sh"
 : "${HEAD_ADDRESS:?set it to the NODE_ADDRESS of head.sh}"
 : "${NODE_ADDRESS:=$(address_towards "$HEAD_ADDRESS")}"
 
+start=()
 node_options start
 child=
 trap '[[ -z $child ]] || { kill -TERM "$child" && wait "$child"; }; exit 0' TERM INT

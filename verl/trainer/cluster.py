@@ -66,11 +66,11 @@ def join(address: str) -> None:
 def refuse_job_folder(config: Config) -> None:
     """A Ray job runs in a copy of the checkout that Ray deletes: nothing to keep belongs there."""
     folder = Path(config.trainer.default_local_dir)
-    if not folder.is_absolute() and "runtime_resources" in Path.cwd().parts:
+    if "runtime_resources" in folder.absolute().parts:
         key = "trainer.default_local_dir"
-        expected = "an absolute path on a file system that all nodes share"
-        fix = f"{key}=/shared/{folder}: what Ray copied a job to goes with the job"
-        raise ConfigError(explain(key, folder, expected, fix))
+        expected = "a folder outside of it, on a file system that all nodes share"
+        got = f"{folder}, in Ray's copy of the job"
+        raise ConfigError(explain(key, got, expected, f"{key}=/shared/runs/NAME"))
 
 
 def uses_gpus(config: Config) -> bool:

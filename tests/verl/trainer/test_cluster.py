@@ -112,7 +112,7 @@ def test_shared_memory_must_hold_the_weights(tmp_path: Path) -> None:
 def test_results_of_a_ray_job_do_not_go_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray deletes the copy of the checkout that a job runs in: a relative folder is refused."""
+    """Ray deletes the copy of the checkout that a job runs in: folders in it are refused."""
     copy = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
     copy.mkdir(parents=True)
     refuse_job_folder(config_with("trainer.default_local_dir=out"))
@@ -120,3 +120,5 @@ def test_results_of_a_ray_job_do_not_go_with_it(
     refuse_job_folder(config_with(f"trainer.default_local_dir={tmp_path}/out"))
     with pytest.raises(ConfigError, match=r"trainer\.default_local_dir: got out"):
         refuse_job_folder(config_with("trainer.default_local_dir=out"))
+    with pytest.raises(ConfigError, match="in Ray's copy of the job"):
+        refuse_job_folder(config_with(f"trainer.default_local_dir={copy}/out"))

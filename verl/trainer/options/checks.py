@@ -179,12 +179,15 @@ def _batches(config: Config) -> Iterator[Problem]:
 
 
 def _engines(config: Config) -> Iterator[Problem]:
-    """Engines must divide the devices of a node."""
+    """Engines must divide the devices of a node, and nodes may be waited for."""
     per_node = config.trainer.n_gpus_per_node
     size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     if size > 0 and per_node % size:
         key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         yield key, size, f"a divisor of trainer.n_gpus_per_node={per_node}", f"{key}=1"
+    if config.trainer.node_timeout < 0:
+        key = "trainer.node_timeout"
+        yield key, config.trainer.node_timeout, "0 or more seconds", f"{key}=600"
 
 
 def _adapters(config: Config) -> Iterator[Problem]:
