@@ -184,7 +184,7 @@ def _devices(config: Config) -> Iterator[SearchR1Error]:
         return
     num_gpus = torch.cuda.device_count()
     if trainer.nnodes > 1:
-        fix = "start a Ray cluster and use ray job submit (docs/configuration.md), or nnodes=1"
+        fix = "start a Ray cluster and export RAY_ADDRESS (docs/multinode.md), or nnodes=1"
         got = f"{trainer.nnodes} without RAY_ADDRESS"
         yield ResourceError(explain("trainer.nnodes", got, "1 node, or a cluster", fix))
     if trainer.device == "cuda" or (trainer.device == "auto" and num_gpus):
