@@ -139,7 +139,7 @@ def strike(training: Training, kill: Kill) -> Death:
     victim = found[kill.number % len(found)]
     rows, newest = training.rows(), max(training.complete(), key=_step_of, default="")
     was_saving = training.is_saving()
-    phase = phase_of(training.folder / "metrics.jsonl", rows, was_saving)
+    phase = phase_of(training.since_row(), rows, was_saving)
     victim.kill()
     step = int(rows[-1]["step"] or 0) if rows else 0
     return Death(kill.number, kill.victim.value, step, phase, newest, was_saving, victim.pid)

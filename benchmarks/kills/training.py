@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +76,9 @@ class Training:
     family: Family | None = None
     relatives: list[Family] = field(default_factory=list)
     """The processes of each start."""
+    num_rows: int = 0
+    row_time: float = 0.0
+    row_start: int = 0
 
     def start(self) -> None:
         """Give the command; its output goes to `start_N.log`."""
@@ -104,8 +108,16 @@ class Training:
         return self.family.find(victim)
 
     def rows(self) -> list[dict[str, float | None]]:
-        """The metrics logged so far, steps that were done again included."""
-        return read_rows(self.folder / "metrics.jsonl")
+        """The metrics logged so far, those of steps that were done again first."""
+        names = ("metrics.superseded.jsonl", "metrics.jsonl")
+        rows = [row for name in names for row in read_rows(self.folder / name)]
+        if len(rows) > self.num_rows:
+            self.num_rows, self.row_time, self.row_start = len(rows), time.monotonic(), self.starts
+        return rows
+
+    def since_row(self) -> float | None:
+        """Seconds since `rows` first saw the last one; None if that was of an earlier start."""
+        return time.monotonic() - self.row_time if self.row_start == self.starts else None
 
     def is_saving(self) -> bool:
         """Whether a checkpoint is half written."""

@@ -48,7 +48,7 @@ def save(folder: Path, step: int, value: float) -> None:
     part = folder / f"global_step_{step}.tmp"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
-    time.sleep(0.3)
+    time.sleep(0.15)
     (part / "state.json").write_text(json.dumps(value))
     (part / "COMPLETE").touch()
     shutil.rmtree(folder / f"global_step_{step}", ignore_errors=True)

@@ -1,22 +1,18 @@
 """The phase of a run."""
 
-from pathlib import Path
-
 from benchmarks.kills.phases import phase_of
 
 ROW = {"step": 1.0, "timing_s/gen": 2.0, "timing_s/update_actor": 1.0, "timing_s/step": 3.0}
 
 
-def test_the_phase_follows_the_clock(tmp_path: Path) -> None:
+def test_the_phase_follows_the_clock() -> None:
     """Generation first, then the update, then whatever comes between two steps."""
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("{}\n")
-    ended = path.stat().st_mtime
-    found = [phase_of(path, [ROW], False, ended + seconds) for seconds in (1.0, 2.5, 3.5)]
-    assert found == ["gen", "update_actor", "between steps or starting"]
+    found = [phase_of(since, [ROW], False) for since in (1.0, 2.5, 3.5)]
+    assert found == ["gen", "update_actor", "between steps"]
 
 
-def test_saving_and_starting_are_told(tmp_path: Path) -> None:
-    """A half-written checkpoint says it all; without a step yet the run is starting."""
-    assert phase_of(tmp_path / "none", [ROW], True) == "saving"
-    assert phase_of(tmp_path / "none", [], False) == "starting"
+def test_saving_and_starting_are_told() -> None:
+    """A half-written checkpoint says it all; before a start's first row the run is starting."""
+    assert phase_of(1.0, [ROW], True) == "saving"
+    assert phase_of(None, [ROW], False) == "starting"
+    assert phase_of(1.0, [], False) == "starting"

@@ -14,7 +14,7 @@ SAVING_FIRST, DRIVER_FIRST = 6, 2
 
 
 def run(folder: Path, num_kills: int, fault: str) -> Training:
-    return Training(folder, [sys.executable, str(FAKE), str(folder), str(4 * num_kills), fault])
+    return Training(folder, [sys.executable, str(FAKE), str(folder), str(8 + 4 * num_kills), fault])
 
 
 def prove(tmp_path: Path, num_kills: int, seed: int = 0, fault: str = "none") -> kills.Report:
