@@ -6,14 +6,13 @@ vLLM is imported when an engine is built, so that everything else works without 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import itertools
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,8 +40,7 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM can reserve room for; an adapter takes the next larger."""
 WORKER_EXTENSION = "verl.workers.rollout.weight_loading.WeightLoading"
 SHUTDOWN_TIMEOUT = 30.0
-PROBE_S = 1.0
-"""Between two looks at whether the engine core's process is there, while its answer is awaited."""
+Answer = TypeVar("Answer")
 
 
 class EngineDied(Exception):
@@ -172,6 +170,7 @@ class VllmEngine:
         others = multiprocessing.active_children()
         self._llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**config.vllm_arguments()))
         self._processes = [p for p in multiprocessing.active_children() if p not in others]
+        self._watch_processes()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Continue `prompt_ids`; ids and log-probs are exactly those that were sampled."""
@@ -193,36 +192,47 @@ class VllmEngine:
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(prompt_ids))
         request = str(next(self._numbers))
         running = self._llm.generate(prompt, parameters, request, lora_request=self._adapter)
-        output: Any = None
-        num_told = 0
-        with self._telling_of_death():
-            async for answer in running:
-                output = answer.outputs[0]
-                listener(output.text[num_told:])
-                num_told = len(output.text)
+        output = await self._answer(_last(running, listener))
         ids = tuple(output.token_ids)
         log_probs = tuple(step[i].logprob for step, i in zip(output.logprobs, ids, strict=True))
         assert version == self.weight_version, "weights changed while a request was running"
         return Completion(ids, log_probs, output.text, output.finish_reason, version)
 
-    @contextlib.contextmanager
-    def _telling_of_death(self) -> Iterator[None]:
-        """vLLM's error as ours, which processes without vLLM can read."""
+    async def _answer(self, call: Awaitable[Answer]) -> Answer:
+        """What `call` gives. Raises EngineDied when the engine core ends before it gave anything.
+
+        vLLM knows that too, but leaves some of those that wait waiting.
+        """
+        running = asyncio.ensure_future(call)
         try:
-            yield
+            await asyncio.wait([running, self._death], return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                return running.result()
         except self._dead:
-            raise EngineDied("the process of vLLM's engine core ended") from None
+            pass
+        finally:
+            running.cancel()
+        raise EngineDied("the process of vLLM's engine core ended")
+
+    def _watch_processes(self) -> None:
+        """Learn at once when one of vLLM's processes ends."""
+        loop = asyncio.get_running_loop()
+        self._death = loop.create_future()
+        for process in self._processes:
+            loop.add_reader(process.sentinel, self._note_death)
+
+    def _note_death(self) -> None:
+        self._stop_watching()
+        if not self._death.done():
+            self._death.set_result(None)
+
+    def _stop_watching(self) -> None:
+        for process in self._processes:
+            self._death.get_loop().remove_reader(process.sentinel)
 
     async def probe(self) -> None:
         """Return when the engine core answers, between two of its steps, or raise EngineDied."""
-        answer = asyncio.ensure_future(self._llm.collective_rpc("answer"))
-        try:
-            with self._telling_of_death():
-                while not (await asyncio.wait([answer], timeout=PROBE_S))[0]:
-                    await self._llm.check_health()  # a call that was under way waits for ever
-                answer.result()
-        finally:
-            answer.cancel()
+        await self._answer(self._llm.collective_rpc("answer"))
 
     def _parameters(self, sampling: Sampling, output_kind: Any) -> Any:
         """vLLM's form of `sampling`, with the log-prob of each sampled token."""
@@ -240,9 +250,9 @@ class VllmEngine:
 
     async def update_weights(self, weights_dir: str, version: int) -> None:
         """Load the safetensors of a folder in place and forget what the old weights cached."""
-        with self._telling_of_death():
-            await self._llm.collective_rpc("load_weights_in_place", args=(weights_dir,))
-            await self._llm.reset_prefix_cache()
+        loading = self._llm.collective_rpc("load_weights_in_place", args=(weights_dir,))
+        await self._answer(loading)
+        await self._answer(self._llm.reset_prefix_cache())
         self.weight_version = version
 
     async def update_adapter(self, adapter_dir: str, version: int) -> None:
@@ -250,28 +260,26 @@ class VllmEngine:
 
         vLLM knows adapters by number and never reads one again, so each version has a new one.
         """
-        with self._telling_of_death():
-            if self._adapter is not None:
-                await self._llm.remove_lora(self._adapter.lora_int_id)
-            self._adapter = self._lora_request(f"version-{version}", version, adapter_dir)
-            await self._llm.add_lora(self._adapter)
-            await self._llm.reset_prefix_cache()
+        if self._adapter is not None:
+            await self._answer(self._llm.remove_lora(self._adapter.lora_int_id))
+        self._adapter = self._lora_request(f"version-{version}", version, adapter_dir)
+        await self._answer(self._llm.add_lora(self._adapter))
+        await self._answer(self._llm.reset_prefix_cache())
         self.weight_version = version
 
     async def sleep(self) -> None:
         """Give the GPU's memory back; weights wait on the host, caches are dropped."""
         if self.config.device != "cpu":
-            with self._telling_of_death():
-                await self._llm.sleep(level=1)
+            await self._answer(self._llm.sleep(level=1))
 
     async def wake_up(self) -> None:
         """Take the GPU's memory again."""
-        with self._telling_of_death():
-            if self.config.device != "cpu" and await self._llm.is_sleeping():
-                await self._llm.wake_up()
+        if self.config.device != "cpu" and await self._answer(self._llm.is_sleeping()):
+            await self._answer(self._llm.wake_up())
 
     async def shutdown(self) -> None:
         """End the engine core's process, by force after a while, and wait until it is gone."""
+        self._stop_watching()
         self._llm.shutdown()
         await asyncio.sleep(0)  # lets vLLM's output task see that it is cancelled
         del self._llm
@@ -281,3 +289,14 @@ class VllmEngine:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+async def _last(outputs: AsyncIterator[Any], listener: Callable[[str], None]) -> Any:
+    """The last of a request's outputs; `listener` hears the text that each one adds."""
+    output: Any = None
+    num_told = 0
+    async for answer in outputs:
+        output = answer.outputs[0]
+        listener(output.text[num_told:])
+        num_told = len(output.text)
+    return output
