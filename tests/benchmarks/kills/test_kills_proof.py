@@ -23,12 +23,12 @@ def prove(tmp_path: Path, num_kills: int, seed: int = 0, fault: str = "none") ->
 
 
 def test_a_run_that_loses_nothing_passes(tmp_path: Path) -> None:
-    """Kills of every kind, each of which costs a start, and the same rows at the end."""
-    report = prove(tmp_path, 5)
+    """An engine after a step, a rank in mid-saving, a driver: the same rows at the end."""
+    report = prove(tmp_path, 3)
     assert report.holds, kills.markdown(report)
+    assert [death.victim for death in report.deaths] == ["engine", "rank", "driver"]
     assert report.starts >= 3
-    assert {death.victim for death in report.deaths} == {"driver", "rank", "replica", "engine"}
-    assert len(report.outcomes) == 5
+    assert len(report.outcomes) == 3
 
 
 def test_a_run_that_takes_up_half_a_checkpoint_is_found(tmp_path: Path) -> None:
