@@ -31,6 +31,8 @@ MARK = "SEARCH_R1_RUN"
 """Variable with the mark of the attempt that a process belongs to."""
 PART = "SEARCH_R1_PART"
 """Variable with the part of it, where that may be replaced alone: `MARK/replica-0`."""
+KEEP_ENVIRONMENT = "SPT_NOENV"
+"""Has Ray and vLLM, which give processes titles, not write these over the environment."""
 SHARED_MEMORY = re.compile(r"\s(/dev/shm/[^/\s]+)$", re.MULTILINE)
 """A file directly in there, of a line of /proc/PID/maps; folders have owners of their own."""
 POLL_S = 0.1
@@ -46,14 +48,20 @@ CLOSE_S = 60.0
 
 def marked(variable: str, value: str) -> list[psutil.Process]:
     """The processes that were started with `variable=value`, but this one."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get(variable) == value:
-                found.append(process)
-        except (psutil.Error, OSError):
-            continue  # gone by now, or another user's
-    return found
+    entry = f"{variable}={value}".encode()
+    others = (process for process in psutil.process_iter() if process.pid != os.getpid())
+    return [process for process in others if entry in environment(process)]
+
+
+def environment(process: psutil.Process) -> list[bytes]:
+    """The entries of a process's environment; none if it is gone, or another user's.
+
+    Read whole: who gives itself a title may have overwritten the first entries.
+    """
+    try:
+        return Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
 
 
 def sweep(variable: str, value: str, seconds: float = math.inf) -> int:
@@ -106,23 +114,24 @@ class Lifeline:
         `mark` is given where processes of an attempt run on further machines.
         """
         self.mark = mark or f"{os.getpid()}-{secrets.token_hex(8)}"
-        environment = {k: v for k, v in os.environ.items() if k not in (MARK, PART)}
+        unmarked = {k: v for k, v in os.environ.items() if k not in (MARK, PART)}
         self._watchdog = subprocess.Popen(
             ["sh", "-c", DEAF, "sh", sys.executable, "-P", __file__, self.mark, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env=environment,
+            env=unmarked,
             start_new_session=True,  # a ctrl-c in the driver's terminal does not reach it
         )
-        self._before = os.environ.get(MARK)
-        os.environ[MARK] = self.mark
+        inherited = {MARK: self.mark, KEEP_ENVIRONMENT: "1"}
+        self._before = {name: os.environ.get(name) for name in inherited}
+        os.environ |= inherited
 
     def close(self) -> None:
         """End whatever bears the mark still, and the watchdog with it; harmless if repeated."""
-        if self._before is None:
-            os.environ.pop(MARK, None)
-        else:
-            os.environ[MARK] = self._before
+        for name, value in self._before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
         sweep(MARK, self.mark, CLOSE_S)
         assert self._watchdog.stdin is not None
         self._watchdog.stdin.close()

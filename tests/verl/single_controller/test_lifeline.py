@@ -13,7 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl.single_controller.lifeline import MARK, Lifeline, marked, shared_memory, sweep
+from verl.single_controller.lifeline import (
+    KEEP_ENVIRONMENT,
+    MARK,
+    Lifeline,
+    marked,
+    shared_memory,
+    sweep,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 DRIVER = """
@@ -77,6 +84,22 @@ def test_a_forked_child_does_not_keep_the_watchdog_waiting() -> None:
     forked.kill()
 
 
+def test_a_process_that_gave_itself_a_title_is_found() -> None:
+    """Titles, as Ray and vLLM give them, must not be written over the mark."""
+    setproctitle = pytest.importorskip("setproctitle")
+    mark = f"titled-{os.getpid()}"
+    program = "import time, setproctitle as s; s.setproctitle('a title'); time.sleep(600)"
+    environment = {
+        KEEP_ENVIRONMENT: "1",
+        MARK: mark,
+        "PYTHONPATH": str(Path(setproctitle.__file__).parents[1]),
+    }
+    titled = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    wait_until(lambda: "a title" in psutil.Process(titled.pid).cmdline()[0])
+    assert sweep(MARK, mark) == 1
+    assert titled.wait() == -signal.SIGKILL
+
+
 def test_signals_that_stop_a_run_do_not_stop_its_cleaning() -> None:
     """A batch system sends SIGTERM to all processes: the watchdog stays for what ignores it."""
     driver, mark = start_driver()
@@ -92,6 +115,7 @@ def test_closing_ends_what_is_left_and_restores_the_environment() -> None:
     """A second attempt begins without processes of the first, and this one lives on."""
     assert MARK not in os.environ
     with Lifeline() as first:
+        assert os.environ[KEEP_ENVIRONMENT] == "1"
         left = subprocess.Popen(["setsid", "sleep", "600"])
         wait_until(lambda: len(marked(MARK, first.mark)) == 1)
     assert left.wait() == -signal.SIGKILL
