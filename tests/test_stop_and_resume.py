@@ -48,7 +48,7 @@ def end(run: subprocess.Popen[str]) -> tuple[int, str]:
     return run.returncode, text
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)
 def test_a_stopped_run_goes_on_as_if_never_stopped(
     world: dict[str, str], tmp_path: Path, number: int
 ) -> None:
