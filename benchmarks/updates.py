@@ -1,0 +1,112 @@
+"""`python -m benchmarks.updates`: is the same update the same bits in another process?
+
+Each process, one rank on the CPU, makes three optimizer steps of the tiny policy on made-up
+dialogues, several times over; half of the processes are told to be deterministic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from verl.config import ActorConfig, OptimConfig
+from verl.protocol import DataProto
+from verl.workers.actor import Actor, TokenBudgets
+from verl.workers.devices import DETERMINISTIC_ENV, make_deterministic
+from verl.workers.fsdp import EngineOptions, FsdpEngine
+from verl.workers.models import LogProbModel, blocks, load_causal_lm
+
+ROOT = Path(__file__).resolve().parents[1]
+BASE = ROOT / "runs" / "benchmarks" / "tiny_policy"
+NUM_SEQUENCES = 24
+NUM_UPDATES = 3
+PROMPT = 30
+
+console = Console(soft_wrap=True)
+
+
+def make_batch(vocab_size: int) -> DataProto:
+    """Dialogues of random tokens with random advantages, the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.arange(NUM_SEQUENCES) * 3 + 2 * PROMPT
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    num_tokens = int(offsets[-1])
+    position = torch.arange(num_tokens) - offsets[:-1].repeat_interleave(lengths)
+    mask = position >= PROMPT
+    return DataProto(
+        offsets,
+        tokens={
+            "input_ids": torch.randint(0, vocab_size, (num_tokens,), generator=generator),
+            "policy_mask": mask,
+            "loss_mask": mask,
+            "rollout_log_probs": torch.zeros(num_tokens),
+            "advantages": torch.randn(num_tokens, generator=generator) * mask,
+            "loss_weights": mask / mask.sum(),
+        },
+    )
+
+
+def update(model: Path) -> str:
+    """A digest of weights, gradient norm and loss after the updates."""
+    lm = load_causal_lm(str(model), torch.float32)
+    options = EngineOptions(torch.float32, num_updates=NUM_UPDATES, optim=OptimConfig(lr=1e-4))
+    engine = FsdpEngine(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), options)
+    actor, batch = (
+        Actor(engine, ActorConfig(), TokenBudgets(2048, 4096)),
+        make_batch(lm.config.vocab_size),
+    )
+    metrics = [actor.update(batch) for _ in range(NUM_UPDATES)]
+    digest = hashlib.sha256(repr(metrics).encode())
+    for name, tensor in engine.full_learned().items():
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def one_process(model: Path, times: int, deterministic: bool) -> None:
+    """Print a digest and its seconds, `times` over."""
+    if deterministic:
+        make_deterministic(torch.device("cpu"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for _ in range(times):
+        began = time.perf_counter()
+        digest = update(model)
+        console.print(f"{digest} {time.perf_counter() - began:.2f} s", highlight=False)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="The same update in several processes.")
+    parser.add_argument("--model", type=Path, default=BASE)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--inside", choices=("usual", "deterministic"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.inside is not None:
+        one_process(given.model, given.times, given.inside == "deterministic")
+        return
+    found = []
+    for number in range(given.processes):
+        kind = ("usual", "deterministic")[number % 2]
+        command = [sys.executable, "-m", "benchmarks.updates", "--model", str(given.model)]
+        command += ["--times", str(given.times), "--inside", kind]
+        environment = {**os.environ, **(DETERMINISTIC_ENV if kind == "deterministic" else {})}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
+        console.print(f"{kind}:\n{done.stdout}", end="", highlight=False)
+        found += [line.split()[0] for line in done.stdout.splitlines()]
+    console.print(f"{len(found)} times, {len(set(found))} different outcome(s)")
+
+
+if __name__ == "__main__":
+    main()
