@@ -31,7 +31,8 @@ NEXT = {
 """Which tokens follow a token, all as likely; `<` follows every other one."""
 OPTIONS = (
     "algorithm.adv_estimator=gae", "critic.optim.lr=1e-4", "actor_rollout_ref.actor.optim.lr=1e-4",
-    "trainer.total_training_steps=4", "trainer.test_freq=2", "trainer.save_freq=0",
+    "trainer.n_gpus_per_node=1", "trainer.total_training_steps=4", "trainer.test_freq=2",
+    "trainer.save_freq=0",
     "retriever.max_retries=3", "retriever.timeout=3",
 )  # fmt: skip
 """Of every run here."""
