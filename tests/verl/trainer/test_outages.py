@@ -1,21 +1,17 @@
 """What happens to trajectories while the retriever is away, errs or hangs."""
 
-import asyncio
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from search_r1.llm_agent.generation import AgentConfig, SearchAgent
-from search_r1.search.client import RetrievalClient
 from search_r1.search.probe import SearchProbe
 from search_r1.search.retrieval_server import create_app
 from search_r1.search.service.drills import Drill, DrillConfig
-from tests.fakes import ByteTokenizer, ScriptedEngine
 from tests.search.conftest import running
 from tests.search.service.engines import Watched
+from tests.verl.trainer.playing import InProcess
 from tests.verl.trainer.recording import RecordingReplicas, prompts
 from verl.config.retriever import RetrieverConfig
 from verl.errors import Interrupted, RetrieverOutage
@@ -158,36 +154,6 @@ def test_a_retriever_that_is_back_for_nothing_is_not_waited_for_without_end() ->
     rollout = PatientRollout(failing(RecordingReplicas([]), {0: 1e9}), config, flapping)
     with pytest.raises(RetrieverOutage):
         rollout.generate(starts(), SAMPLING)
-
-
-class InProcess:
-    """Plays dialogues with the real agent and client: each searches twice, then answers."""
-
-    def __init__(self, url: str, timeout: float) -> None:
-        self.url = url
-        self.timeout = timeout
-        self.num_failed = 0
-
-    def generate(self, begun: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
-        finished = asyncio.run(self._play(begun, sampling))
-        self.num_failed += len(outages.broken(finished))
-        return finished
-
-    def sleep(self) -> None: ...
-
-    async def _play(self, begun: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
-        client = RetrievalClient(
-            self.url, 1, timeout=self.timeout, max_retries=1, backoff=0.01, max_batch=2
-        )  # fmt: skip
-        async with client:
-            agent = SearchAgent(AgentConfig(max_turns=2), ByteTokenizer(), client)
-            return await asyncio.gather(*(agent.run(s, policy_of(s), sampling) for s in begun))
-
-
-def policy_of(start: Trajectory) -> ScriptedEngine:
-    """What is said in the dialogue of that seed."""
-    asked = [f"<search>what of {start.seed}-{turn}</search>" for turn in (1, 2)]
-    return ScriptedEngine([*asked, "<answer>a</answer>"])
 
 
 def play(drill: DrillConfig, timeout: float) -> tuple[list[Trajectory], InProcess, PatientRollout]:

@@ -1,0 +1,44 @@
+"""Dialogues with the real agent and client, without Ray or a model."""
+
+import asyncio
+from collections.abc import Sequence
+
+from search_r1.llm_agent.generation import AgentConfig, SearchAgent
+from search_r1.search.client import RetrievalClient
+from tests.fakes import ByteTokenizer, ScriptedEngine
+from verl.protocol import Engine, Sampling, Trajectory
+from verl.trainer import outages
+
+
+class InProcess:
+    """Plays dialogues with the real agent and client: each searches twice, then answers."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self.url = url
+        self.timeout = timeout
+        self.num_failed = 0
+
+    def generate(self, begun: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
+        finished = asyncio.run(self._play(begun, sampling))
+        self.num_failed += len(outages.broken(finished))
+        return finished
+
+    def sleep(self) -> None: ...
+
+    def policy(self, start: Trajectory) -> Engine:
+        """What speaks in that dialogue."""
+        return policy_of(start)
+
+    async def _play(self, begun: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
+        client = RetrievalClient(
+            self.url, 1, timeout=self.timeout, max_retries=1, backoff=0.01, max_batch=2
+        )  # fmt: skip
+        async with client:
+            agent = SearchAgent(AgentConfig(max_turns=2), ByteTokenizer(), client)
+            return await asyncio.gather(*(agent.run(s, self.policy(s), sampling) for s in begun))
+
+
+def policy_of(start: Trajectory) -> ScriptedEngine:
+    """What is said in the dialogue of that seed."""
+    asked = [f"<search>what of {start.seed}-{turn}</search>" for turn in (1, 2)]
+    return ScriptedEngine([*asked, "<answer>a</answer>"])
