@@ -17,6 +17,8 @@ ACTOR = "ray::ActorHost"
 ENGINE_CORE = "VLLM::EngineCore"
 SHARED_MEMORY = Path("/dev/shm")
 """Where engines and ranks keep what they hand over."""
+MAPPED = re.compile(rf"\s(\d+)\s+{SHARED_MEMORY}/")
+"""The inode in a line of /proc/PID/maps."""
 
 
 class Family:
@@ -119,12 +121,17 @@ def shared_memory() -> set[str]:
 
 
 def held(names: set[str]) -> set[str]:
-    """Those of the names in shared memory that a living process has open or mapped."""
-    inside = set()
+    """Those of the names in shared memory that a living process has open or mapped.
+
+    What is mapped is known by its inode: a semaphore is mapped under another name.
+    """
+    inside: set[str] = set()
+    mapped: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):
-        paths = [*_open_files(process), *_mapped_files(process)]
-        inside |= {path.split("/")[3] for path in paths if path.startswith(f"{SHARED_MEMORY}/")}
-    return names & inside
+        paths = [path for path in _open_files(process) if path.startswith(f"{SHARED_MEMORY}/")]
+        inside |= {path.split("/")[3] for path in paths}
+        mapped |= _mapped_inodes(process)
+    return {name for name in names if name in inside or _inode(name) in mapped}
 
 
 def _open_files(process: Path) -> list[str]:
@@ -136,7 +143,13 @@ def _open_files(process: Path) -> list[str]:
     return found
 
 
-def _mapped_files(process: Path) -> list[str]:
+def _mapped_inodes(process: Path) -> set[int]:
     with contextlib.suppress(OSError):
-        return re.findall(rf"{SHARED_MEMORY}/\S+", (process / "maps").read_text())
-    return []
+        return {int(inode) for inode in MAPPED.findall((process / "maps").read_text())}
+    return set()
+
+
+def _inode(name: str) -> int | None:
+    with contextlib.suppress(OSError):  # gone by now
+        return (SHARED_MEMORY / name).stat().st_ino
+    return None

@@ -59,15 +59,17 @@ def test_victims_are_known_by_their_titles() -> None:
 
 @pytest.mark.skipif(not SHARED_MEMORY.exists(), reason="no /dev/shm on this system")
 def test_shared_memory_that_is_in_use_is_told_from_what_was_left() -> None:
-    """A block that somebody has mapped is held, one that nobody has is not."""
+    """What somebody has mapped is held, under whatever name; what nobody has is not."""
     block = multiprocessing.shared_memory.SharedMemory(create=True, size=64)
-    left = SHARED_MEMORY / f"{block.name}-left"
+    left, other = (SHARED_MEMORY / f"{block.name}-{what}" for what in ("left", "other"))
     left.touch()
+    other.hardlink_to(SHARED_MEMORY / block.name)
     try:
-        names = {block.name, left.name}
+        names = {block.name, left.name, other.name}
         assert names <= shared_memory()
-        assert held(names) == {block.name}
+        assert held(names) == {block.name, other.name}
     finally:
         left.unlink()
+        other.unlink()
         block.close()
         block.unlink()
