@@ -106,6 +106,8 @@ class NodeReport:
     problems: tuple[SearchR1Error, ...]
     packages: Mapping[str, str]
     """Versions by name; a package that is missing is not here."""
+    sees_run: bool
+    """The driver's file is there, in the run's folder."""
 
 
 def check_nodes(config: Config, nodes: Mapping[str, str]) -> None:
@@ -124,7 +126,7 @@ def check_nodes(config: Config, nodes: Mapping[str, str]) -> None:
         problems = [
             type(problem)(f"node {address}: {problem}")
             for address, report in reports.items()
-            for problem in (*report.problems, *unseen(probe, address))
+            for problem in (*report.problems, *(unseen(probe, address) if report.sees_run else ()))
         ]
     problems += package_problems({address: r.packages for address, r in reports.items()})
     if problems:
@@ -154,7 +156,7 @@ def inspect_node(config: Config, address: str, probe: Path) -> NodeReport:
         *file_problems(config, probe, address),
     ]
     found = {d: importlib.metadata.version(d) for d in PACKAGES if _is_installed(d)}
-    return NodeReport(tuple(problems), found)
+    return NodeReport(tuple(problems), found, probe.exists())
 
 
 def _is_installed(package: str) -> bool:
