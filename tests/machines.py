@@ -65,7 +65,7 @@ class Machine:
         self.run("ip", "link", "set", "lo", "up")
         for folder in OWN_MEMORY:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            self.hide(Path(folder), size="2g")
+            self.hide(Path(folder), size="8g")
 
     def _is_up(self) -> bool:
         try:

@@ -121,7 +121,8 @@ def options(world: Path, out: Path, *more: str) -> list[str]:
         "actor_rollout_ref.rollout.num_replicas=2", "actor_rollout_ref.actor.use_kl_loss=true",
         "trainer.device=cpu", "trainer.compute_dtype=float32", "trainer.logger=[jsonl]",
         f"trainer.default_local_dir={out}", f"retriever.url={RETRIEVER}", "retriever.topk=1",
-        "template=short", "+max_turns=1", "trainer.test_freq=-1", "trainer.save_freq=1",
+        "template=short", "+max_turns=1", "trainer.test_freq=0", "trainer.save_freq=1",
+        "trainer.val_before_train=false",
         "trainer.memory_preflight=warn", *more,
     ]  # fmt: skip
 
