@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 import infer
+from example.smollm2.shipped import with_model
 from example.tiny import tiny_model
 from search_r1.llm_agent.tags import TEMPLATES
 
@@ -123,8 +125,9 @@ def test_no_retriever_is_one_message_and_code_2(
 def test_no_model_is_one_message_and_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither the demo's checkpoint, nor a given folder, nor an adapter's is there."""
+    """Neither demo nor shipped adapter, nor a given folder, nor an adapter's is there."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(infer, "with_model", partial(with_model, shipped=tmp_path / "none"))
     monkeypatch.chdir(tmp_path)
     for arguments, said in (
         ([], "make demo"),

@@ -95,7 +95,7 @@ def test_a_process_that_gave_itself_a_title_is_found() -> None:
         "PYTHONPATH": str(Path(setproctitle.__file__).parents[1]),
     }
     titled = subprocess.Popen([sys.executable, "-c", program], env=environment)
-    wait_until(lambda: "a title" in psutil.Process(titled.pid).cmdline()[0])
+    wait_until(lambda: "a title" in "".join(psutil.Process(titled.pid).cmdline()))
     assert sweep(MARK, mark) == 1
     assert titled.wait() == -signal.SIGKILL
 

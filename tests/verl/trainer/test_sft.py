@@ -146,7 +146,8 @@ def test_two_ranks_under_torchrun_write_the_same_weights(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "verl.trainer.sft", *options(model, demonstrations, out)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, capture_output=True, timeout=120, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
     _, lm = hand_written(model, demonstrations, 2)
     trained = AutoModelForCausalLM.from_pretrained(out)
     for name, x in trained.named_parameters():
