@@ -27,7 +27,7 @@ def fate(http: httpx.Client, url: str, timeout: float = 60.0) -> str:
         answer = http.post(f"{url}/retrieve", json=BODY, timeout=timeout)
     except httpx.ReadTimeout:
         return HANG
-    except httpx.RemoteProtocolError:
+    except (httpx.RemoteProtocolError, httpx.ReadError):  # closed, or reset
         return "torn"
     if answer.status_code != httpx.codes.OK:
         return str(answer.status_code)
