@@ -221,14 +221,14 @@ def test_two_nodes_compute_what_one_does(
     finish(start_run(first, world, tmp_path, "trainer.total_training_steps=3"), first)
     assert_same(metrics(tmp_path), undisturbed)
     for machine in machines:
-        assert "search-r1-weights" not in machine.run("ls", "-a", "/dev/shm")
+        wait_until(machine, "! ls -a /dev/shm | grep -q search-r1-weights", "free memory")
 
 
 def disturb_after_step_one(first: Machine, world: Path, out: Path) -> subprocess.Popen[bytes]:
-    """Start a run of three steps and wait until the second is on its way."""
+    """Start a run of three steps and wait until the first is saved and the second on its way."""
     run = start_run(first, world, out, "trainer.total_training_steps=3")
     end = time.monotonic() + LIMIT_S
-    while not any(row["step"] == 1 for row in metrics(out)):
+    while not (out / "global_step_1" / "COMPLETE").exists():
         assert run.poll() is None, first.log.read_text()[-6000:]
         assert time.monotonic() < end, first.log.read_text()[-6000:]
         time.sleep(0.1)
