@@ -80,8 +80,9 @@ def uses_gpus(config: Config) -> bool:
     return device_type(config.trainer.device) == "cuda"
 
 
-def anchored(config: Config) -> Config:
-    """The config with folders of models as absolute paths: processes elsewhere start elsewhere."""
+def anchored(config: Config, use_gpu: bool) -> Config:
+    """The config for processes elsewhere: folders of models as absolute paths, and no `auto` device
+    that the driver, ranks and engines might each take for another."""
     section, critic = config.actor_rollout_ref, config.critic
     policy_model = replace(section.model, path=_absolute(section.model.path))
     critic_model = critic.model
@@ -91,6 +92,7 @@ def anchored(config: Config) -> Config:
         config,
         actor_rollout_ref=replace(section, model=policy_model),
         critic=replace(critic, model=critic_model),
+        trainer=replace(config.trainer, device="cuda" if use_gpu else "cpu"),
     )
 
 

@@ -141,8 +141,8 @@ def build_groups(
     restarts: Restarts,
 ) -> tuple[TrainerRanks, RolloutReplicas]:
     """Place and build all actors; engines and ranks load together where no GPU is shared."""
-    config = anchored(config)
     use_gpu = uses_gpus(config)
+    config = anchored(config, use_gpu)
     env = forwarded(os.environ) | ({} if use_gpu else cpu_env()) | {MARK: lifeline.mark}
     if config.trainer.deterministic:
         env |= DETERMINISTIC_ENV

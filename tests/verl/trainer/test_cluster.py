@@ -23,6 +23,7 @@ from verl.trainer.cluster import (
     unseen,
 )
 from verl.trainer.options import cli
+from verl.workers.devices import engine_takes_adapter
 
 REQUIRED = ["data.train_files=t.parquet", "data.val_files=v.parquet"]
 
@@ -37,10 +38,17 @@ def test_folders_of_models_get_absolute_paths_and_names_stay(
     """Workers start in another folder than the driver; a hub name is no folder."""
     (tmp_path / "m").mkdir()
     monkeypatch.chdir(tmp_path)
-    found = anchored(config_with("critic.model.path=org/name"))
+    found = anchored(config_with("critic.model.path=org/name"), use_gpu=False)
     assert found.actor_rollout_ref.model.path == str(tmp_path / "m")
     assert found.critic.model.path == "org/name"
-    assert anchored(config_with()).critic.model.path is None
+    assert anchored(config_with(), use_gpu=False).critic.model.path is None
+
+
+def test_a_driver_without_gpus_hands_over_what_its_engines_take() -> None:
+    """On a cluster of GPUs engines take the adapter, whatever the driver's own machine has."""
+    config = config_with("actor_rollout_ref.model.lora_rank=8", "trainer.device=auto")
+    assert engine_takes_adapter(anchored(config, use_gpu=True))
+    assert not engine_takes_adapter(anchored(config, use_gpu=False))
 
 
 def test_one_folder_for_all_is_no_problem(tmp_path: Path) -> None:
