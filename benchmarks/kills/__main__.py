@@ -24,9 +24,10 @@ from rich.console import Console
 from benchmarks.algorithms.runner import BASE, prepare, retriever
 from benchmarks.kills.compare import Difference, differences, same_weights
 from benchmarks.kills.phases import phase_of
-from benchmarks.kills.processes import SHARED_MEMORY, held, shared_memory
+from benchmarks.kills.processes import held, shared_memory
 from benchmarks.kills.schedule import Kill, Moment, Victim, plan
 from benchmarks.kills.training import Training, command
+from verl.memory.machine import SHARED_MEMORY
 
 POLL_S = 0.02
 GONE_S = 60.0

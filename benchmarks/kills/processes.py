@@ -11,12 +11,11 @@ from pathlib import Path
 import psutil
 
 from benchmarks.kills.schedule import Victim
+from verl.memory.machine import SHARED_MEMORY
 
 POLL_S = 0.2
 ACTOR = "ray::ActorHost"
 ENGINE_CORE = "VLLM::EngineCore"
-SHARED_MEMORY = Path("/dev/shm")
-"""Where engines and ranks keep what they hand over."""
 MAPPED = re.compile(rf"\s(\d+)\s+{SHARED_MEMORY}/")
 """The inode in a line of /proc/PID/maps."""
 

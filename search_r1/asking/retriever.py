@@ -7,11 +7,11 @@ from typing import Any
 
 import httpx
 
-from search_r1.llm_agent.generation import EMPTY
 from search_r1.search.client import Retrieval, RetrievalClient
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
 from search_r1.search.servers import read_urls
 from verl.config import Config
+from verl.config.retriever import EMPTY
 from verl.errors import ConfigError, RetrieverError, explain
 
 Facts = Mapping[str, Any]

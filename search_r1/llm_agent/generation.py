@@ -22,11 +22,9 @@ from search_r1.search.errors import SearchError
 from search_r1.search.schema import Document
 from search_r1.search.tally import counting
 from verl.config import Config
+from verl.config.retriever import EMPTY
 from verl.errors import ConfigError, explain
 from verl.protocol import Completion, Engine, Origin, Sampling, Segment, Status, Trajectory
-
-EMPTY = "empty"
-"""The retriever url that stands for no documents at all."""
 
 
 class Tokenizer(Protocol):

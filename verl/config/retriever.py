@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+EMPTY = "empty"
+"""The url that stands for no documents at all."""
+
 
 @dataclass
 class RetrieverConfig:

@@ -9,7 +9,7 @@ from verl.config.compat import CompatConfig
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
 from verl.config.policy import ActorRolloutRefConfig, ValSamplingConfig
-from verl.config.retriever import RetrieverConfig
+from verl.config.retriever import EMPTY, RetrieverConfig
 from verl.config.reward import RewardConfig
 from verl.config.trainer import TrainerConfig
 
@@ -32,6 +32,11 @@ class Config:
     """False runs without a retriever: a search is then an invalid action."""
     template: str = "search_r1"
     """Prompt and observation wording, a row of `search_r1.llm_agent.tags.TEMPLATES`."""
+
+    @property
+    def has_retriever(self) -> bool:
+        """Searches go to a server."""
+        return self.do_search and self.retriever.url != EMPTY
 
     @property
     def kl_in_reward(self) -> bool:

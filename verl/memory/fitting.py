@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config import Config
-from verl.core_algos.advantages import ADVANTAGES
 from verl.memory.estimate import Estimate, Setting, estimate
 from verl.memory.machine import Machine
 from verl.memory.needs import Place
+from verl.memory.ranks import has_critic
 from verl.workers.trainer_worker import actor_budgets
 
 
@@ -130,13 +130,13 @@ def _of_any_device(config: Config) -> list[list[Change]]:
     section, longest = config.actor_rollout_ref, config.data.max_model_len
     key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
     critic = "critic.ppo_max_token_len_per_gpu"
-    budget, has_critic = actor_budgets(config).update, _has_critic(config)
+    budget, with_critic = actor_budgets(config).update, has_critic(config)
     smaller = [budget >> n for n in range(1, SINGLE_STEPS + 1) if budget >> n > longest]
-    both = {critic: True} if has_critic else {}
+    both = {critic: True} if with_critic else {}
     checkpointing = []
     if not section.model.enable_gradient_checkpointing:
         checkpointing.append("actor_rollout_ref.model.enable_gradient_checkpointing")
-    if has_critic and not config.critic.model.enable_gradient_checkpointing:
+    if with_critic and not config.critic.model.enable_gradient_checkpointing:
         checkpointing.append("critic.model.enable_gradient_checkpointing")
     return [
         [dict.fromkeys(checkpointing, True)] if checkpointing else [],
@@ -150,7 +150,7 @@ def _of_gpus(config: Config) -> list[list[Change]]:
     rollout, key = section.rollout, "actor_rollout_ref.rollout.gpu_memory_utilization"
     shares = [n / 20 for n in range(19, 3, -1) if n / 20 < rollout.gpu_memory_utilization]
     trained = {"actor_rollout_ref.actor": section.actor.fsdp_config}
-    if _has_critic(config):
+    if has_critic(config):
         trained["critic.model"] = config.critic.model.fsdp_config
     kept = {f"{part}.fsdp_config": offload for part, offload in trained.items()}
     frozen = section.ref.fsdp_config
@@ -187,7 +187,7 @@ def _of_cpu(config: Config) -> list[list[Change]]:
 def _adapters(config: Config) -> list[Change]:
     """Training an adapter instead of all weights."""
     parts = ["actor_rollout_ref.model"] if not config.actor_rollout_ref.model.has_adapter else []
-    if _has_critic(config) and not config.critic.model.has_adapter:
+    if has_critic(config) and not config.critic.model.has_adapter:
         parts.append("critic.model")
     ranks = {f"{part}.lora_rank": LORA_RANK for part in parts}
     alphas = {f"{part}.lora_alpha": 2.0 * LORA_RANK for part in parts}
@@ -201,7 +201,3 @@ def _more_devices(config: Config, machine: Machine) -> Iterator[list[Change]]:
     yield [{key: here << n} for n in range(1, 4) if here << n <= len(machine.devices)]
     nodes = [trainer.nnodes << n for n in range(1, 4) if trainer.nnodes << n <= MAX_NODES]
     yield [{"trainer.nnodes": n} for n in nodes]
-
-
-def _has_critic(config: Config) -> bool:
-    return ADVANTAGES[config.algorithm.adv_estimator].needs_critic

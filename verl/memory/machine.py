@@ -13,6 +13,8 @@ import psutil
 import torch
 
 SHARED_MEMORY = Path("/dev/shm")
+LARGER_SHARED = f"mount -o remount,size=90% {SHARED_MEMORY}, or docker run --shm-size"
+"""What gives it more room."""
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 NO_LIMIT = 1 << 60
 """Version 1 writes an unlimited group as a number beyond any machine."""

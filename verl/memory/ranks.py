@@ -46,6 +46,11 @@ class HeldModel:
         return self.frozen_item or FLOAT
 
 
+def has_critic(config: Config) -> bool:
+    """Whether the ranks hold a critic too."""
+    return ADVANTAGES[config.algorithm.adv_estimator].needs_critic
+
+
 def held_models(
     config: Config, policy: ModelShape, critic: ModelShape, item: int
 ) -> list[HeldModel]:
@@ -54,19 +59,18 @@ def held_models(
     As `verl.workers.trainer_worker` builds them: below an adapter the base is in the compute dtype,
     the reference is that base, and a critic with an adapter shares it; all else is float32.
     """
-    section, needs_critic = config.actor_rollout_ref, ADVANTAGES[config.algorithm.adv_estimator]
+    section = config.actor_rollout_ref
     model, own = section.model, config.critic.model
-    has_critic = needs_critic.needs_critic
     head = critic.adapter(own.lora_rank, own.target_modules) + critic.hidden
     learned = policy.parameters()
     if model.has_adapter:
         learned = policy.adapter(model.lora_rank, model.target_modules)
-        learned += head if has_critic and config.shares_base else 0
+        learned += head if has_critic(config) and config.shares_base else 0
     frozen = item if model.has_adapter else 0
     models = [HeldModel("actor", policy, True, frozen, learned, section.actor.fsdp_config)]
     if config.needs_reference and not model.has_adapter:
         models.append(HeldModel("reference", policy, True, FLOAT, 0, section.ref.fsdp_config))
-    if has_critic and not config.shares_base:
+    if has_critic(config) and not config.shares_base:
         all_of_it = critic.parameters(with_head=False) + critic.hidden
         learned, frozen = (head, item) if own.has_adapter else (all_of_it, 0)
         with_head = own.has_adapter
@@ -156,7 +160,7 @@ def working_needs(
     yield _need(KEPT, kept_for_backward(policy, tokens, item, recompute), Phase.UPDATE_ACTOR)
     passing = passing_while_learning(policy, tokens, item, recompute, head)
     yield _need(PASSING, passing, Phase.UPDATE_ACTOR)
-    if ADVANTAGES[config.algorithm.adv_estimator].needs_critic:
+    if has_critic(config):
         yield from _critics_working_needs(config, critic, item)
 
 

@@ -23,10 +23,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.config import Config
 from verl.errors import ConfigError, PreflightError, ResourceError, SearchR1Error, explain
+from verl.memory.machine import LARGER_SHARED, SHARED_MEMORY
 from verl.trainer.options import preflight
 from verl.workers.devices import device_type, engine_takes_adapter
 from verl.workers.loading import weight_bytes
-from verl.workers.node_folder import SHARED_MEMORY
 
 SHARED_SECONDS = 20.0
 """How long a file may take to be seen on another node: network file systems cache folders."""
@@ -228,15 +228,14 @@ def appears(path: Path, seconds: float | None = None) -> bool:
 
 def shared_memory_problems(config: Config) -> list[SearchR1Error]:
     """Room for the weights that ranks hand to engines through the node's shared memory."""
-    needed = weight_bytes(config.actor_rollout_ref.model.path)
     if engine_takes_adapter(config) or not SHARED_MEMORY.is_dir():
         return []
+    needed = weight_bytes(config.actor_rollout_ref.model.path)
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free >= needed:
         return []
     got, expected = f"{free / 2**30:.1f} GiB free", f"{needed / 2**30:.1f} GiB for the weights"
-    fix = f"mount -o remount,size=90% {SHARED_MEMORY}, or docker run --shm-size"
-    return [ResourceError(explain(str(SHARED_MEMORY), got, expected, fix))]
+    return [ResourceError(explain(str(SHARED_MEMORY), got, expected, LARGER_SHARED))]
 
 
 def package_problems(packages: Mapping[str, Mapping[str, str]]) -> list[SearchR1Error]:

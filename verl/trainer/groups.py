@@ -177,7 +177,7 @@ def build_groups(
         RolloutReplica,
         arguments,
         restarts,
-        has_adapter=engine_takes_adapter(config),
+        takes_adapter=engine_takes_adapter(config),
         hang_timeout=trainer.hang_timeout,
         make_room=trainer_ranks.make_room,
     )

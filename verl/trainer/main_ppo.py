@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from transformers import AutoTokenizer
 
-from search_r1.llm_agent.generation import EMPTY, build_agent
+from search_r1.llm_agent.generation import build_agent
 from search_r1.scoring import build_reward_manager
 from search_r1.search.identity import retriever_identity
 from search_r1.search.probe import SearchProbe
@@ -53,7 +53,7 @@ def build_kl_controller(config: Config) -> KLController:
 def build_probe(config: Config) -> Probe:
     """What asks the retriever whether it answers."""
     retriever = config.retriever
-    if not config.do_search or retriever.url == EMPTY:
+    if not config.has_retriever:
         return always_there
     return SearchProbe(retriever.url, retriever.topk, min(retriever.timeout, PROBE_S))
 
@@ -61,7 +61,7 @@ def build_probe(config: Config) -> Probe:
 def identify(config: Config) -> dict[str, Any]:
     """What a checkpoint says it was made with; the retriever tells what it serves."""
     retriever = config.retriever
-    if not config.do_search or retriever.url == EMPTY:
+    if not config.has_retriever:
         return identity(config, {})
     timeout = min(retriever.timeout, PROBE_S)
     return identity(config, retriever_identity(retriever.url, timeout))

@@ -56,7 +56,7 @@ class RolloutReplicas:
         factory: Callable[..., Any],
         arguments: Sequence[Sequence[Any]],
         restarts: Restarts,
-        has_adapter: bool = False,
+        takes_adapter: bool = False,
         hang_timeout: float | None = None,
         make_room: Callable[[], None] = lambda: None,
     ) -> None:
@@ -66,7 +66,7 @@ class RolloutReplicas:
         `hang_timeout` is in seconds.
         """
         self.group = group
-        self.has_adapter = has_adapter
+        self.takes_adapter = takes_adapter
         self.version = 0
         self.restarts = restarts
         self._factory, self._arguments = factory, list(arguments)
@@ -92,9 +92,9 @@ class RolloutReplicas:
     def update_weights(self, ranks: Weights) -> None:
         """Bring the actor's present weights into every engine; old cached prefixes are dropped.
 
-        Where the actor is an adapter, that alone travels.
+        Where engines take the policy's adapter, that alone travels.
         """
-        if self.has_adapter:
+        if self.takes_adapter:
             ranks.hand_over_adapter(self._weights)
         else:
             ranks.hand_over_weights(self._weights, self.dtype)
@@ -116,7 +116,7 @@ class RolloutReplicas:
 
     def _present(self) -> tuple[str, int, bool]:
         """Where the present weights lie, their version, and whether they are an adapter."""
-        return str(self._weights), self.version, self.has_adapter
+        return str(self._weights), self.version, self.takes_adapter
 
     def _ask(self, method: str, arguments: Sequence[Sequence[Any]] | None = None) -> list[Any]:
         """Call `method` on every replica, replacing those that are lost, until each has answered.

@@ -10,9 +10,10 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import psutil
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+
+from verl.memory.machine import HostMemory
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def loading_turn(paths: Iterable[str], num_ranks: int) -> Iterator[None]:
     `num_ranks` of them read those at `paths`, in float32, one model after another.
     """
     largest = max(weight_bytes(path) for path in paths)
-    if not needs_turns(largest, num_ranks, psutil.virtual_memory().available):
+    if not needs_turns(largest, num_ranks, HostMemory.now().free):
         yield
         return
     lock = os.open(

@@ -13,7 +13,8 @@ import subprocess
 import uuid
 from pathlib import Path
 
-SHARED_MEMORY = Path("/dev/shm")
+from verl.memory.machine import SHARED_MEMORY
+
 PREFIX = "search-r1-weights-"
 LOCK = ".lock"
 KEEPER = 'exec 3<&0; (cat <&3 > /dev/null; exec rm -rf -- "$1") &'

@@ -8,8 +8,9 @@ import time
 import psutil
 import pytest
 
-from benchmarks.kills.processes import SHARED_MEMORY, Family, held, shared_memory
+from benchmarks.kills.processes import Family, held, shared_memory
 from benchmarks.kills.schedule import Victim
+from verl.memory.machine import SHARED_MEMORY
 
 PARENT = """
 import subprocess, sys, time

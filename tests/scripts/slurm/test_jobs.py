@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -12,24 +11,12 @@ import psutil
 import pytest
 
 from tests.scripts.slurm.cluster import (
-    PACKAGES,
     ROOT,
     Cluster,
-    missing_programs,
-    start_cluster,
     wait_until,
 )
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes of Slurm."""
-    missing = missing_programs()
-    assert not missing, f"these tests want a Slurm, and {missing} are missing: {PACKAGES}"
-    with start_cluster(tmp_path_factory.mktemp("slurm")) as started:
-        yield started
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -12,11 +11,8 @@ import pytest
 
 from example.tiny import tiny_model
 from tests.scripts.slurm.cluster import (
-    PACKAGES,
     ROOT,
     Cluster,
-    missing_programs,
-    start_cluster,
     wait_until,
 )
 
@@ -38,15 +34,6 @@ OPTIONS = (
     "template=short",
     "+max_turns=1",
 )
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes of Slurm."""
-    missing = missing_programs()
-    assert not missing, f"these tests want a Slurm, and {missing} are missing: {PACKAGES}"
-    with start_cluster(tmp_path_factory.mktemp("slurm")) as started:
-        yield started
 
 
 @pytest.fixture

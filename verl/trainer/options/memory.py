@@ -17,15 +17,13 @@ from verl.config import Config
 from verl.errors import ResourceError, SearchR1Error
 from verl.memory.estimate import Estimate, Setting, estimate
 from verl.memory.fitting import CLOSE, REFUSED, Limit, proposals, shortages
-from verl.memory.machine import SHARED_MEMORY, Machine
+from verl.memory.machine import LARGER_SHARED, Machine
 from verl.memory.needs import Place
 from verl.memory.shape import KNOWN_TYPES, ModelShape
 from verl.memory.table import proposal_line, shortage_line, table
 from verl.workers.devices import device_type, dtype_name, resolve_dtype
 
 logger = logging.getLogger(__name__)
-
-LARGER_SHARED = f"mount -o remount,size=90% {SHARED_MEMORY}, or docker run --shm-size"
 
 
 def memory_problems(config: Config) -> Iterator[SearchR1Error]:

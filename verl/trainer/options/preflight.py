@@ -138,9 +138,9 @@ def _questions(config: Config) -> Iterator[SearchR1Error]:
 
 def retriever_problems(config: Config) -> Iterator[SearchR1Error]:
     """Search servers that all answer, unless the run searches nothing."""
-    url = config.retriever.url
-    if not config.do_search or url == "empty":
+    if not config.has_retriever:
         return
+    url = config.retriever.url
     timeout = min(config.retriever.timeout, PROBE_SECONDS)
     for address in map(str.strip, url.split(",")):
         problem = retriever_problem(address, timeout)
