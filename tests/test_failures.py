@@ -32,8 +32,8 @@ from verl.single_controller.lifeline import MARK, PART, Lifeline, marked
 from verl.single_controller.placement import create_rollout_group, create_trainer_group, reserve
 from verl.single_controller.ray_group import RayWorkerGroup
 from verl.trainer.groups import cpu_env
-from verl.trainer.replicas import RolloutReplicas
-from verl.trainer.restarts import Restarts
+from verl.trainer.resilience.replicas import RolloutReplicas
+from verl.trainer.resilience.restarts import Restarts
 from verl.workers.rollout import RolloutReplica
 
 pytest.importorskip("vllm")

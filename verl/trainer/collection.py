@@ -12,7 +12,7 @@ from verl.data import PromptSampler
 from verl.protocol import Prompt, Sampling, Status, Trajectory, start_trajectory
 from verl.reward import Reward, RewardManager
 from verl.trainer.metrics import Metrics, Timings, reward_metrics, rollout_metrics
-from verl.trainer.outages import PatientRollout, survivors
+from verl.trainer.resilience.outages import PatientRollout, survivors
 from verl.trainer.rollout_data import write_step
 from verl.trainer.validation import trajectory_seed
 

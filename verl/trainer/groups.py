@@ -27,8 +27,8 @@ from verl.single_controller.placement import (
 from verl.single_controller.ray_group import RayWorkerGroup
 from verl.trainer.cluster import anchored, check_nodes, uses_gpus
 from verl.trainer.metrics import Metrics
-from verl.trainer.replicas import RolloutReplicas
-from verl.trainer.restarts import Restarts
+from verl.trainer.resilience.replicas import RolloutReplicas
+from verl.trainer.resilience.restarts import Restarts
 from verl.workers.devices import DETERMINISTIC_ENV, engine_takes_adapter
 from verl.workers.network import forwarded
 from verl.workers.rollout import RolloutReplica

@@ -11,8 +11,8 @@ from verl.core_algos.advantages import ADVANTAGES, AdvantageEstimator
 from verl.protocol import DataProto
 from verl.trainer.experience import mini_batches, with_gradient
 from verl.trainer.groups import TrainerRanks
-from verl.trainer.guard import DRIFT, SHIFT
-from verl.trainer.guard_drift import mean_drift, policy_shift, probe
+from verl.trainer.guard.collapse import DRIFT, SHIFT
+from verl.trainer.guard.drift import mean_drift, policy_shift, probe
 from verl.trainer.metrics import Metrics, mean_by_key
 
 

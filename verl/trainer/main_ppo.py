@@ -32,12 +32,12 @@ from verl.trainer.cluster import start_ray
 from verl.trainer.groups import build_groups
 from verl.trainer.options import cli
 from verl.trainer.options.preflight import preflight
-from verl.trainer.outages import PROBE_S, Probe, always_there
 from verl.trainer.ray_trainer import RayPPOTrainer
-from verl.trainer.restarts import Restarts
-from verl.trainer.resuming import check_resume, identity
+from verl.trainer.resilience.outages import PROBE_S, Probe, always_there
+from verl.trainer.resilience.restarts import Restarts
+from verl.trainer.resilience.resuming import check_resume, identity
+from verl.trainer.resilience.supervision import supervise
 from verl.trainer.rollout_data import open_folder
-from verl.trainer.supervision import supervise
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from verl.protocol import DataProto, Origin, Status, Trajectory
 from verl.reward import Reward
-from verl.trainer.guard import LENGTH_CLIP, MALFORMED, NO_ANSWER, SEARCH
+from verl.trainer.guard.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, SEARCH
 
 Metrics = dict[str, float]
 

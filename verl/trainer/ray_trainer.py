@@ -30,8 +30,8 @@ from verl.tracking import Tracking
 from verl.trainer.collection import Collector
 from verl.trainer.experience import add_advantages, assemble
 from verl.trainer.groups import RolloutReplicas, TrainerRanks
-from verl.trainer.guard import Verdict
-from verl.trainer.guard_watch import Watch
+from verl.trainer.guard.collapse import Verdict
+from verl.trainer.guard.watch import Watch
 from verl.trainer.learning import Learner
 from verl.trainer.metrics import (
     Metrics,
@@ -39,9 +39,9 @@ from verl.trainer.metrics import (
     advantage_metrics,
     throughput_metrics,
 )
-from verl.trainer.outages import PatientRollout, Probe, always_there
-from verl.trainer.saving import LOST_RANK_S, SavePlan, Saver
-from verl.trainer.stopping import Stopper, end_of_time
+from verl.trainer.resilience.outages import PatientRollout, Probe, always_there
+from verl.trainer.resilience.saving import LOST_RANK_S, SavePlan, Saver
+from verl.trainer.resilience.stopping import Stopper, end_of_time
 from verl.trainer.validation import validate
 from verl.workers.weights import copy_tokenizer
 
@@ -65,7 +65,7 @@ class RayPPOTrainer:
     faults: Callable[[], Metrics] = dict
     """Counts of lost processes so far, for the metrics of each step."""
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """Configuration and fingerprints, kept with each checkpoint; see `verl.trainer.resuming`."""
+    """Configuration and fingerprints, kept with each checkpoint (`resilience.resuming`)."""
     step: int = 0
     best: Mapping[str, Any] | None = None
     """`metric`, `value` and `step` of the best validation so far."""

@@ -13,7 +13,7 @@ from verl.config import Config
 from verl.protocol import Prompt, Sampling, Trajectory, start_trajectory
 from verl.reward import Reward, RewardManager
 from verl.trainer.metrics import Metrics, validation_metrics
-from verl.trainer.outages import Generator, PatientRollout, survivors
+from verl.trainer.resilience.outages import Generator, PatientRollout, survivors
 
 VALIDATION_STREAM = 1 << 31
 """Keeps the seeds of validation apart from those of any training step."""

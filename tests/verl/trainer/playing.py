@@ -7,7 +7,7 @@ from search_r1.llm_agent.generation import AgentConfig, SearchAgent
 from search_r1.search.client import RetrievalClient
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from verl.protocol import Engine, Sampling, Trajectory
-from verl.trainer import outages
+from verl.trainer.resilience import outages
 
 
 class InProcess:

@@ -11,7 +11,7 @@ from verl.protocol import Trajectory
 from verl.reward import EachAlone, Reward, RewardFn
 from verl.trainer.collection import Collector
 from verl.trainer.metrics import Timings
-from verl.trainer.outages import PatientRollout
+from verl.trainer.resilience.outages import PatientRollout
 
 
 def make_collector(replicas: RecordingReplicas, reward: RewardFn = score_by_sample) -> Collector:

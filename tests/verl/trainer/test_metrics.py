@@ -1,7 +1,7 @@
 """The shares that the collapse guard watches, counted by hand."""
 
 from verl.protocol import Prompt, Status, Trajectory
-from verl.trainer.guard import LENGTH_CLIP, MALFORMED, NO_ANSWER, SEARCH
+from verl.trainer.guard.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, SEARCH
 from verl.trainer.metrics import conduct_metrics, rollout_metrics
 
 PROMPT = Prompt("q", (1,), "nq", ("a",))

@@ -19,8 +19,8 @@ from verl.trainer import rejection_sampling
 from verl.trainer.collection import Collector
 from verl.trainer.demonstrations import load_demonstrations
 from verl.trainer.metrics import Timings
-from verl.trainer.outages import PatientRollout
 from verl.trainer.rejection_sampling import Criteria, choose
+from verl.trainer.resilience.outages import PatientRollout
 from verl.trainer.rollout_data import fingerprint, open_folder, read_rows, write_step
 
 

@@ -10,7 +10,7 @@ from verl.config import Config
 from verl.errors import RetrieverOutage
 from verl.reward import EachAlone, Reward
 from verl.trainer.metrics import Metrics
-from verl.trainer.outages import PatientRollout
+from verl.trainer.resilience.outages import PatientRollout
 from verl.trainer.validation import sample, validate
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from verl import checkpoint
 from verl.config import Config
 from verl.errors import RankLost, ReplicaLost
-from verl.trainer.restarts import Restarts
+from verl.trainer.resilience.restarts import Restarts
 
 Attempt = Callable[[Config], None]
 """Runs a configuration to its end, and takes everything down however that comes."""

@@ -17,8 +17,8 @@ from verl.errors import (
     RetrieverOutage,
     SearchR1Error,
 )
-from verl.trainer.restarts import Restarts
-from verl.trainer.supervision import supervise
+from verl.trainer.resilience.restarts import Restarts
+from verl.trainer.resilience.supervision import supervise
 
 
 class Script:

@@ -11,7 +11,15 @@ from verl import checkpoint
 from verl.config import Config
 from verl.errors import ConfigError
 from verl.trainer.options.known import known_options
-from verl.trainer.resuming import EXPERIMENT, FIXED, FREE, TOLD, check_resume, flat, identity
+from verl.trainer.resilience.resuming import (
+    EXPERIMENT,
+    FIXED,
+    FREE,
+    TOLD,
+    check_resume,
+    flat,
+    identity,
+)
 
 SERVED = {"corpus": "c1", "index": "i1", "encoder": "e1"}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import pytest
 
 from verl.config import GuardConfig
-from verl.trainer.guard import (
+from verl.trainer.guard.collapse import (
     DRIFT,
     ENTROPY,
     GRAD_NORM,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl.protocol import DataProto, Origin, Prompt, Segment, Trajectory
-from verl.trainer.guard_drift import correct_sequences, mean_drift, policy_shift, probe
+from verl.trainer.guard.drift import correct_sequences, mean_drift, policy_shift, probe
 
 
 def batch(scores: list[float]) -> DataProto:

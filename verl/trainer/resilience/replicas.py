@@ -22,7 +22,7 @@ from verl.protocol import Sampling, Trajectory
 from verl.single_controller.deaths import DEATHS, cause_of
 from verl.single_controller.dispatch import split_evenly
 from verl.single_controller.ray_group import RayWorkerGroup
-from verl.trainer.restarts import Restarts
+from verl.trainer.resilience.restarts import Restarts
 from verl.workers.node_folder import new_path
 from verl.workers.rollout.replica import EngineDied
 

@@ -16,7 +16,7 @@ from typing import Any
 from verl import checkpoint
 from verl.config import GuardConfig
 from verl.errors import CollapseError
-from verl.trainer.guard import CollapseGuard, Health, Verdict
+from verl.trainer.guard.collapse import CollapseGuard, Health, Verdict
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ A run of search RL seldom ends in an error. The policy forgets its tags, stops s
 answers or repeats itself, and the score follows some steps later. Each row of `rules` bounds one
 metric, absolutely or relative to a baseline: its median over the latest healthy steps. One step
 beyond a bound is a warning, `patience` of them in a row are a collapse. No I/O here: what follows
-from a verdict is the business of `verl.trainer.guard_watch`.
+from a verdict is the business of `verl.trainer.guard.watch`.
 """
 
 from __future__ import annotations

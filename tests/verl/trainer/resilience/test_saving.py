@@ -9,7 +9,7 @@ from verl import checkpoint
 from verl.checkpoint import RunState
 from verl.config import TrainerConfig
 from verl.errors import SaveError
-from verl.trainer.saving import SavePlan, Saver
+from verl.trainer.resilience.saving import SavePlan, Saver
 
 
 class SlowRanks:

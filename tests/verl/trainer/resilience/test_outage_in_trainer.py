@@ -22,8 +22,8 @@ from verl.core_algos.kl import FixedKLController
 from verl.errors import RetrieverOutage
 from verl.protocol import Completion, Sampling, Trajectory
 from verl.tracking import JsonlTracker, Tracking
-from verl.trainer import outages
 from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.resilience import outages
 
 NOT_THE_RUNS = ("perf/", "timing_", "fault/", "val/fault/")
 

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from verl.errors import Interrupted
-from verl.trainer.stopping import MARGIN_S, Stopper, end_of_time
+from verl.trainer.resilience.stopping import MARGIN_S, Stopper, end_of_time
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

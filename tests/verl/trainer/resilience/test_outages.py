@@ -16,8 +16,8 @@ from tests.verl.trainer.recording import RecordingReplicas, prompts
 from verl.config.retriever import RetrieverConfig
 from verl.errors import Interrupted, RetrieverOutage
 from verl.protocol import DataProto, Origin, Sampling, Status, Trajectory, start_trajectory
-from verl.trainer import outages
-from verl.trainer.outages import MAX_VAIN_ROUNDS, PatientRollout
+from verl.trainer.resilience import outages
+from verl.trainer.resilience.outages import MAX_VAIN_ROUNDS, PatientRollout
 
 SAMPLING = Sampling(max_tokens=100)
 

@@ -20,7 +20,7 @@ from verl.protocol import DataProto
 from verl.reward import Reward, RewardFn
 from verl.tracking import MemoryTracker, Tracking
 from verl.trainer import main_ppo
-from verl.trainer.guard import DRIFT
+from verl.trainer.guard.collapse import DRIFT
 from verl.trainer.ray_trainer import RayPPOTrainer
 
 FELL = -5.0

@@ -1,0 +1,1 @@
+"""Whether the policy is still healthy: what is read, the rules, and what follows."""

@@ -1,0 +1,1 @@
+"""What keeps a run alive: saving, stopping and resuming it, and living through what is lost."""
