@@ -102,6 +102,11 @@ class Cluster:
         done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60)
         return sorted(done.stdout.split())
 
+    def resume(self, node: str) -> None:
+        """Take a node back into service; one that has registered since is there already."""
+        if node in self.list("sinfo", "--states=down", "--Node", "--format=%N"):
+            self.command("scontrol", "update", f"NodeName={node}", "State=RESUME")
+
     def submit(self, recipe: str, *arguments: str, options: Sequence[str] = (),
                env: Mapping[str, str] | None = None) -> str:  # fmt: skip
         """Give a recipe of scripts/slurm to sbatch; returns the job's id."""

@@ -198,7 +198,7 @@ def test_several_nodes_share_one_ray(cluster: Cluster, settings: dict[str, str])
 
 
 def test_a_failed_node_has_the_job_start_again(cluster: Cluster, settings: dict[str, str]) -> None:
-    """Slurm ends the job and queues it again by itself; it starts on the node that is left."""
+    """Slurm ends the job and queues it again by itself; it starts when the node is back."""
     job = cluster.submit("train.sbatch", options=["--nodelist=n1"], env=settings)
     cluster.wait_log(job, "stand-in: step 1")
     cluster.command("scontrol", "update", "NodeName=n1", "State=DOWN", "Reason=test")
@@ -206,7 +206,7 @@ def test_a_failed_node_has_the_job_start_again(cluster: Cluster, settings: dict[
         cluster.wait_restart(job, 1)
         assert_clean(job)
     finally:
-        cluster.command("scontrol", "update", "NodeName=n1", "State=RESUME")
+        cluster.resume("n1")
     cluster.wait_log(job, "start 2, on n1")
     cluster.wait_log(job, "stand-in: step 2")
     cluster.command("scancel", job)
