@@ -17,6 +17,7 @@ from search_r1.evaluation.cli import main as evaluate
 from search_r1.evaluation.manifest import versions
 from search_r1.evaluation.store import METRICS
 from search_r1.evaluation.summary import ROWS
+from search_r1.evaluation.untagged import READ, WRONG
 from verl.errors import DataError, explain
 
 EMPTY = "empty"
@@ -40,6 +41,11 @@ class Plan:
     """bm25, random or empty."""
     method: str = "agent"
     """agent, direct (closed book) or rag."""
+
+    @property
+    def untagged(self) -> str:
+        """The base does not know the tags: its replies are read. Adapters were taught them."""
+        return WRONG if self.adapter else READ
 
 
 PLANS = (
@@ -77,6 +83,7 @@ def options(recipe: Recipe, plan: Plan, address: str) -> list[str]:
         "data": recipe.dev,
         "out": recipe.out / "evaluation" / plan.name,
         "method": plan.method,
+        "untagged": plan.untagged,
         "retriever-url": address,
         "adapter": recipe.out / "adapters" / plan.adapter if plan.adapter else None,
         "topk": settings.topk,

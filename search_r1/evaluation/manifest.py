@@ -92,8 +92,8 @@ def _template(options: EvaluationOptions, config: Config) -> dict[str, str]:
 
 
 def _decoding(options: EvaluationOptions, config: Config) -> dict[str, Any]:
-    names = ("temperature", "top_p", "n", "seed", "max_start_length", "max_prompt_length",
-             "max_response_length", "max_obs_length")  # fmt: skip
+    names = ("temperature", "top_p", "n", "seed", "untagged", "max_start_length",
+             "max_prompt_length", "max_response_length", "max_obs_length")  # fmt: skip
     is_agent = METHODS[options.method].template is None
     max_turns = config.max_turns if is_agent else 0
     turns = {"max_turns": max_turns, "topk": config.retriever.topk}

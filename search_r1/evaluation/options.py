@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from search_r1.asking.options import AgentOptions, Check, option
 from search_r1.evaluation.methods import METHODS
+from search_r1.evaluation.untagged import READ, WRONG
 from verl.config import Config
 
 
@@ -18,6 +19,8 @@ class EvaluationOptions(AgentOptions):
     out: str = option("", "folder of this evaluation; an interrupted one is gone on with")
     method: str = option("agent", "agent searches; direct, cot and rag are baselines",
                          choices=tuple(METHODS))  # fmt: skip
+    untagged: str = option(WRONG, "a reply without <answer> is wrong, or read as it stands",
+                           choices=(WRONG, READ))  # fmt: skip
     num_rows: int | None = option(None, "only so many rows, chosen by --seed; default: all", int)
     n: int = option(1, "samples a question", int)
     pass_k: tuple[int, ...] = option((), "report pass@k for these k, at most n", int, nargs="+")

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from search_r1.evaluation.judging import Judge
 from search_r1.evaluation.methods import Method, put
 from search_r1.evaluation.samples import Sample, Search
+from search_r1.evaluation.untagged import READ, WRONG, read_answer
 from search_r1.llm_agent.generation import SearchAgent, derived_seed
-from search_r1.reward import build_reward
+from search_r1.reward import RewardInput, build_reward
 from search_r1.reward.normalize import normalize_answer
 from search_r1.scoring import reward_input
 from search_r1.search.client import Document, Retrieval
@@ -81,6 +82,8 @@ class Player:
     sampling: Sampling
     seed: int = 0
     judge: Judge | None = None
+    untagged: str = WRONG
+    """What is made of a reply without an answer in tags."""
 
     async def play(self, task: Task, engine: Engine) -> Sample:
         """One finished and scored dialogue; a failed search makes a failed one."""
@@ -109,10 +112,18 @@ class Player:
     def _start(self, row: Row, sample: int, seed: int) -> Trajectory:
         return start_trajectory(render(row, self.tokenizer), sample=sample, seed=seed)
 
+    def _read(self, dialogue: RewardInput) -> RewardInput:
+        """The dialogue as it is scored: where that is wanted, the last reply is its answer."""
+        if self.untagged != READ or dialogue.answer is not None or not dialogue.policy_texts:
+            return dialogue
+        *before, last = dialogue.policy_texts
+        answer = read_answer(last, dialogue.grammar)
+        return replace(dialogue, policy_texts=[*before, dialogue.grammar.answer.wrap(answer)])
+
     async def _scored(self, end: Trajectory, recorder: Recorder, num_read: int) -> Sample:
         question = str(end.prompt.extra_info["question"])
         seen = reward_input(end, self.agent.config.template.tags)
-        dialogue = replace(seen, question=question)
+        dialogue = self._read(replace(seen, question=question))
         scores = _SCORES(dialogue).components
         judged = None
         if self.judge is not None and end.status is not Status.FAILED:

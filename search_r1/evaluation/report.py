@@ -13,6 +13,7 @@ from search_r1.evaluation.measures import titles
 from search_r1.evaluation.samples import FAILED
 from search_r1.evaluation.store import METRICS, REPORT, Manifest, read_evaluation
 from search_r1.evaluation.summary import Estimate, Summary, summarize
+from search_r1.evaluation.untagged import READ
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,8 @@ def decoding_name(manifest: Manifest) -> str:
     facts = manifest["decoding"]
     greedy = facts["temperature"] == 0
     how = "greedy" if greedy else f"temperature {facts['temperature']}, {facts['n']} samples"
-    return f"{how}, max_turns {facts['max_turns']}, topk {facts['topk']}"
+    reading = ", untagged replies read" if facts.get("untagged") == READ else ""
+    return f"{how}, max_turns {facts['max_turns']}, topk {facts['topk']}{reading}"
 
 
 def corpus_name(corpus: Any) -> str:

@@ -71,7 +71,8 @@ def build_player(options: EvaluationOptions, agent: SearchAgent, method: Method)
     """What plays one question of this evaluation."""
     tokenizer: Any = agent.tokenizer
     sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
-    return Player(agent, method, tokenizer, sampling, options.seed, open_judge(options))
+    judge, untagged = open_judge(options), options.untagged
+    return Player(agent, method, tokenizer, sampling, options.seed, judge, untagged)
 
 
 async def play_all(

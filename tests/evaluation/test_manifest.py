@@ -47,6 +47,7 @@ def test_hashes_are_of_the_bytes(world: dict[str, Any]) -> None:
         ({"topk": 7}, "decoding.topk"),
         ({"template": "short"}, "template.sha256"),
         ({"method": "cot"}, "method"),
+        ({"untagged": "read"}, "decoding.untagged"),
         ({"num_rows": 1}, "data.chosen"),
         ({"engine": "transformers"}, "engine.name"),
         ({"facts": {"retriever": "bm25"}}, "retriever.retriever"),

@@ -1,6 +1,7 @@
 """One question played and scored, by each method."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,9 @@ from search_r1.reward import RewardInput
 from search_r1.search.client import Document, EmptyRetrieval, Retrieval
 from search_r1.search.errors import RetrieverUnavailable
 from tests.evaluation.worlds import Reader, finder, player, row
+from tests.fakes import ByteTokenizer
 from verl.errors import DataError
+from verl.protocol import Completion, Sampling
 
 ROW = row(7)
 
@@ -40,6 +43,34 @@ def test_without_documents_the_agent_misses() -> None:
     """The empty retriever: a search, no hit, a wrong answer."""
     found = play(EmptyRetrieval())
     assert (found.em, len(found.searches), found.has_answer_in_documents) == (0.0, 1, False)
+
+
+class Plain:
+    """A model that was never taught the tags."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """One reply."""
+        text = "The answer is: gold 7.<|im_end|>"
+        ids = ByteTokenizer().encode(text)
+        return Completion(tuple(ids), (-0.5,) * len(ids), text, "stop")
+
+
+def test_a_reply_without_tags_is_wrong_unless_it_is_to_be_read() -> None:
+    """Read, it scores as the same words in tags do; the dialogue is kept as it was."""
+    strict, lenient = (
+        asyncio.run(player(EmptyRetrieval(), "direct", **more).play(Task(ROW, 0), Plain()))
+        for more in ({}, {"untagged": "read"})
+    )
+    assert (strict.answer, strict.em) == (None, 0.0)
+    assert (lenient.answer, lenient.em, lenient.f1, lenient.cover_em) == ("gold 7.", 1.0, 1.0, 1.0)
+    assert lenient.dialogue == strict.dialogue
+
+
+def test_an_answer_in_tags_is_read_as_ever() -> None:
+    """Where there are tags, nothing is made of the rest of the reply."""
+    reading = player(finder([ROW]), "rag", untagged="read")
+    read = asyncio.run(reading.play(Task(ROW, 0), Reader()))
+    assert read == play(finder([ROW]), "rag") and read.answer == "gold 7"
 
 
 @pytest.mark.parametrize("method", ["direct", "cot"])

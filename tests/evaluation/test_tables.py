@@ -47,6 +47,15 @@ def test_the_table_names_model_and_corpus(tmp_path: Path) -> None:
     assert "Search utility" not in found
 
 
+def test_replies_that_were_read_are_named(tmp_path: Path) -> None:
+    """A figure that counts untagged replies is never taken for one that does not."""
+    decoding = MANIFEST["decoding"] | {"untagged": "read"}
+    strict = evaluation(tmp_path / "strict", [0.0] * 4)
+    lenient = evaluation(tmp_path / "lenient", [0.0] * 4, decoding=decoding)
+    found = table([strict, lenient], num_resamples=100)
+    assert found.count("topk 3, untagged replies read |") == 1
+
+
 def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
     """Two runs may both have called their evaluation `dev`."""
     folders = [evaluation(tmp_path / run / "dev", ems) for run, ems in
