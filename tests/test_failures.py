@@ -34,6 +34,7 @@ from verl.single_controller.ray_group import RayWorkerGroup
 from verl.trainer.groups import cpu_env
 from verl.trainer.resilience.replicas import RolloutReplicas
 from verl.trainer.resilience.restarts import Restarts
+from verl.workers.node_folder import on_node
 from verl.workers.rollout import RolloutReplica
 
 pytest.importorskip("vllm")
@@ -166,15 +167,16 @@ class Rollout:
 
 
 class Handed:
-    """Hands over the weights of a model's folder, as ranks do."""
+    """Hands over the weights of a model's folder, as the ranks of one node do."""
 
     def __init__(self, model: Path) -> None:
         self.model = model
 
     def hand_over_weights(self, directory: Path, dtype: str) -> None:
-        directory.mkdir(exist_ok=True)
+        here = on_node(directory, ray.get_runtime_context().get_node_id())
+        here.mkdir(exist_ok=True)
         for file in self.model.iterdir():
-            (directory / file.name).write_bytes(file.read_bytes())
+            (here / file.name).write_bytes(file.read_bytes())
 
     def hand_over_adapter(self, directory: Path) -> None:
         raise AssertionError("no adapter here")

@@ -31,6 +31,7 @@ from verl.trainer.resilience.replicas import RolloutReplicas
 from verl.trainer.resilience.restarts import Restarts
 from verl.workers.devices import DETERMINISTIC_ENV, engine_takes_adapter
 from verl.workers.network import forwarded
+from verl.workers.node_folder import on_node
 from verl.workers.rollout import RolloutReplica
 from verl.workers.trainer_worker import TrainerWorker
 
@@ -78,12 +79,15 @@ class TrainerRanks:
         self.group.call("save_adapter", str(directory.absolute()))
 
     def hand_over_weights(self, directory: Path, dtype: str) -> None:
-        """Write the policy into `directory` on each node, for its engines."""
-        self.group.call("hand_over_weights", str(directory), dtype)
+        """Write the policy on each node, for its engines: see `node_folder.on_node`."""
+        self.group.scatter("hand_over_weights", self._on_nodes(directory), dtype)
 
     def hand_over_adapter(self, directory: Path) -> None:
-        """Write the policy's adapter into `directory` on each node, for its engines."""
-        self.group.call("hand_over_adapter", str(directory))
+        """Write the policy's adapter on each node, for its engines: see `node_folder.on_node`."""
+        self.group.scatter("hand_over_adapter", self._on_nodes(directory))
+
+    def _on_nodes(self, directory: Path) -> list[str]:
+        return [str(on_node(directory, place.node_id)) for place in self.group.places()]
 
     def save_checkpoint(self, directory: Path) -> None:
         """Every rank writes its shards below `directory`. Raises SaveError."""

@@ -16,6 +16,8 @@ from pathlib import Path
 from verl.memory.machine import SHARED_MEMORY
 
 PREFIX = "search-r1-weights-"
+NODE_DIGITS = 12
+"""Of a node's id; enough to tell those of one machine apart."""
 LOCK = ".lock"
 KEEPER = 'exec 3<&0; (cat <&3 > /dev/null; exec rm -rf -- "$1") &'
 """Leaves a process that waits until its standard input ends, which is when the owner of the other
@@ -26,6 +28,11 @@ def new_path() -> Path:
     """A path that is free on every machine; nothing is made."""
     root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path("/tmp")
     return root / f"{PREFIX}{uuid.uuid4().hex}"
+
+
+def on_node(path: Path, node_id: str) -> Path:
+    """Where `path` lies for one node: two nodes may be one machine, and share its memory."""
+    return path.with_name(f"{path.name}-{node_id[:NODE_DIGITS]}")
 
 
 class NodeFolder:

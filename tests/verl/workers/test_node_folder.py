@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from verl.workers.node_folder import LOCK, PREFIX, NodeFolder, new_path, sweep
+from verl.workers.node_folder import LOCK, PREFIX, NodeFolder, new_path, on_node, sweep
 
 OWNER = """
 import sys, time
@@ -74,3 +74,12 @@ def test_paths_are_new_each_time() -> None:
     """Two runs on one machine never share a folder."""
     assert new_path() != new_path()
     assert not new_path().exists()
+
+
+def test_two_nodes_of_one_machine_have_folders_of_their_own(tmp_path: Path) -> None:
+    """They share its memory; each owner makes, and removes, its own."""
+    path = tmp_path / f"{PREFIX}a"
+    first, second = NodeFolder(on_node(path, "1" * 56)), NodeFolder(on_node(path, "2" * 56))
+    first.close()
+    assert [p.name for p in tmp_path.iterdir()] == [second.path.name]
+    second.close()

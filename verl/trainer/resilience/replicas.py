@@ -23,7 +23,7 @@ from verl.single_controller.deaths import DEATHS, cause_of
 from verl.single_controller.dispatch import split_evenly
 from verl.single_controller.ray_group import RayWorkerGroup
 from verl.trainer.resilience.restarts import Restarts
-from verl.workers.node_folder import new_path
+from verl.workers.node_folder import new_path, on_node
 from verl.workers.rollout.replica import EngineDied
 
 POLL_S = 5.0
@@ -31,7 +31,8 @@ POLL_S = 5.0
 
 
 class Weights(Protocol):
-    """Those that hold the policy, the training ranks."""
+    """Those that hold the policy, the training ranks: on each node they write `on_node` of the
+    directory."""
 
     def hand_over_weights(self, directory: Path, dtype: str) -> None: ...
 
@@ -99,7 +100,7 @@ class RolloutReplicas:
         else:
             ranks.hand_over_weights(self._weights, self.dtype)
         self.version += 1
-        self._ask("take", [self._present()] * len(self.group))
+        self._ask("take", [self._present(i) for i in range(len(self.group))])
 
     def sleep(self) -> None:
         """Give the devices' memory to the training ranks."""
@@ -114,9 +115,10 @@ class RolloutReplicas:
         self.group.last_call("shutdown")
         self.group.shutdown()
 
-    def _present(self) -> tuple[str, int, bool]:
-        """Where the present weights lie, their version, and whether they are an adapter."""
-        return str(self._weights), self.version, self.takes_adapter
+    def _present(self, index: int) -> tuple[str, int, bool]:
+        """Where the present weights lie for a replica, their version, and whether an adapter."""
+        node_id = self.group.places()[index].node_id
+        return str(on_node(self._weights, node_id)), self.version, self.takes_adapter
 
     def _ask(self, method: str, arguments: Sequence[Sequence[Any]] | None = None) -> list[Any]:
         """Call `method` on every replica, replacing those that are lost, until each has answered.
@@ -183,6 +185,6 @@ class RolloutReplicas:
         self.group.start_one(index, self._factory, self._arguments[index])
         calls: list[tuple[str, Sequence[Any]]] = [("start", ())]
         if takes_weights and self.version:
-            calls.append(("take", self._present()))
+            calls.append(("take", self._present(index)))
         for method, arguments in calls:
             ray.get(self.group.submit(index, method, *arguments))
