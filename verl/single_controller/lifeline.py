@@ -35,6 +35,11 @@ KEEP_ENVIRONMENT = "SPT_NOENV"
 """Has Ray and vLLM, which give processes titles, not write these over the environment."""
 SHARED_MEMORY = re.compile(r"\s(/dev/shm/[^/\s]+)$", re.MULTILINE)
 """A file directly in there, of a line of /proc/PID/maps; folders have owners of their own."""
+TRACKER = "multiprocessing.resource_tracker"
+"""In the command line of Python's own cleaner: it unlinks the semaphores of those that were killed,
+and ends, when the last of them is gone."""
+TRACKER_S = 2.0
+"""How long it may take for that."""
 POLL_S = 0.1
 """Between two looks at the processes of the machine."""
 LOOK_S = 1.0
@@ -67,20 +72,35 @@ def environment(process: psutil.Process) -> list[bytes]:
 def sweep(variable: str, value: str, seconds: float = math.inf) -> int:
     """Kill the processes that bear `variable=value` until none is left; returns how many.
 
-    After `seconds` it gives up on those that the kernel does not let go, as with a lost disk.
+    Python's resource trackers go last. After `seconds` it gives up on those that the kernel does
+    not let go, as with a lost disk.
     """
     killed: set[int] = set()
     files: set[Path] = set()
-    end = time.monotonic() + seconds
-    while (found := marked(variable, value)) and time.monotonic() < end:
+    last_others = time.monotonic()
+    end = last_others + seconds
+    while (found := marked(variable, value)) and (now := time.monotonic()) < end:
         files |= {path for process in found for path in shared_memory(process)}
-        for process in found:
+        others = [process for process in found if not is_tracker(process)]
+        if others:
+            last_others = now
+        elif now - last_others > TRACKER_S:
+            others = found
+        for process in others:
             _kill(process)
-        killed |= {process.pid for process in found}
+        killed |= {process.pid for process in others}
         time.sleep(POLL_S)
     for path in files - mapped_files() if files else ():
         path.unlink(missing_ok=True)
     return len(killed)
+
+
+def is_tracker(process: psutil.Process) -> bool:
+    """Whether it is what Python starts to clean up after processes that cannot."""
+    try:
+        return any(TRACKER in word for word in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _kill(process: psutil.Process) -> None:

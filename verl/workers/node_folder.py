@@ -10,12 +10,15 @@ import fcntl
 import os
 import shutil
 import subprocess
+import time
 import uuid
 from pathlib import Path
 
 from verl.memory.machine import SHARED_MEMORY
 
 PREFIX = "search-r1-weights-"
+UNFINISHED_S = 60.0
+"""Making and locking a folder takes far less."""
 NODE_DIGITS = 12
 """Of a node's id; enough to tell those of one machine apart."""
 LOCK = ".lock"
@@ -65,9 +68,18 @@ class NodeFolder:
         os.close(self._lock)
 
 
+def is_old(folder: Path) -> bool:
+    """Whether it was made so long ago that its owner would have finished it."""
+    try:
+        return time.time() - folder.stat().st_mtime > UNFINISHED_S
+    except FileNotFoundError:
+        return False
+
+
 def sweep(root: Path) -> None:
     """Remove the folders below `root` whose owners are gone; another user's are left alone."""
-    for folder in root.glob(f"{PREFIX}*"):
+    unfinished = [f for f in root.glob(f".{PREFIX}*") if is_old(f)]
+    for folder in (*root.glob(f"{PREFIX}*"), *unfinished):
         try:
             lock = os.open(folder / LOCK, os.O_RDWR)
         except OSError:

@@ -149,3 +149,36 @@ def test_a_sweep_removes_the_shared_memory_of_the_killed_alone(tmp_path: Path) -
         keeper.wait()
         for name in names:
             name.unlink(missing_ok=True)
+
+
+def test_a_sweep_leaves_semaphores_to_pythons_own_cleaner() -> None:
+    """Those of a process that was killed before the sweep are unlinked, and the cleaner ends."""
+    program = (
+        "import multiprocessing, time\n"
+        "lock = multiprocessing.get_context('spawn').Lock()\n"
+        "print(lock._semlock.name, flush=True)\n"
+        "time.sleep(600)"
+    )
+    mark = f"test-{os.getpid()}"
+    killed = subprocess.Popen(
+        [sys.executable, "-c", program], env={MARK: mark}, stdout=subprocess.PIPE, text=True
+    )
+    assert killed.stdout is not None
+    semaphore = Path("/dev/shm") / f"sem.{killed.stdout.readline().strip().removeprefix('/')}"
+    assert semaphore.exists()
+    wait_until(lambda: len(marked(MARK, mark)) == 2)
+    killed.kill()
+    killed.wait()
+    sweep(MARK, mark)
+    assert not semaphore.exists()
+    assert marked(MARK, mark) == []
+
+
+def test_a_cleaner_that_does_not_end_is_killed() -> None:
+    """It has its time; after that nothing of the run is left all the same."""
+    mark = f"test-{os.getpid()}"
+    program = "import time; time.sleep(600)  # multiprocessing.resource_tracker"
+    stubborn = subprocess.Popen([sys.executable, "-c", program], env={MARK: mark})
+    wait_until(lambda: bool(marked(MARK, mark)))
+    assert sweep(MARK, mark) == 1
+    assert stubborn.wait() == -signal.SIGKILL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -65,8 +66,13 @@ def test_only_what_has_no_owner_is_swept(tmp_path: Path) -> None:
     left.mkdir()
     (left / LOCK).touch()
     (tmp_path / "other").mkdir()
+    for name, age in ((f".{PREFIX}torn", 3600), (f".{PREFIX}young", 0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / LOCK).touch()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
     sweep(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["other", living.path.name]
+    left_there = sorted(p.name for p in tmp_path.iterdir())
+    assert left_there == [f".{PREFIX}young", "other", living.path.name]
     living.close()
 
 
