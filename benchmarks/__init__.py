@@ -1,1 +1,1 @@
-"""Measurements of the retrieval service against a server written as the original is."""
+"""Every figure that docs/ gives, measured: retrieval, algorithms, memory, checkpoints, kills."""

@@ -1,1 +1,1 @@
-"""Command-line programs around the library: the installer, the demo and its report."""
+"""Command-line programs around the library: installer, demo and its report, data, Slurm."""
