@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.profiling import shares
+from benchmarks.retrieval.profiling import shares
 
 STACKS = """main (a.py:1);search (b.py:5);parse (c.py:9) 6
 main (a.py:1);search (b.py:6) 3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.sizing import DIM, GB, ROWS, Kind, carried_rate, fitting, kind_of
+from benchmarks.retrieval.sizing import DIM, GB, ROWS, Kind, carried_rate, fitting, kind_of
 
 
 def test_bytes_of_wiki18_by_hand() -> None:

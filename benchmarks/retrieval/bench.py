@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.corpora import Place
-from benchmarks.figures import Figure
-from benchmarks.load import LoadReport, run_load
-from benchmarks.profiling import recorded
-from benchmarks.servers import serving
+from benchmarks.retrieval.corpora import Place
+from benchmarks.retrieval.figures import Figure
+from benchmarks.retrieval.load import LoadReport, run_load
+from benchmarks.retrieval.profiling import recorded
+from benchmarks.retrieval.servers import serving
 
 NUM_WARM = 32
 

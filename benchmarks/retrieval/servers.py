@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.corpora import Place
+from benchmarks.retrieval.corpora import Place
 from search_r1.search.errors import RetrieverUnavailable
 from search_r1.search.local_server import LocalServer
 
@@ -100,7 +100,7 @@ def _baseline(
     name: str, place: Place, model: str, threads: int, log: Path
 ) -> Iterator[tuple[str, int]]:
     port = _free_port()
-    command = [sys.executable, "-m", "benchmarks.baseline_server", "--port", str(port)]
+    command = [sys.executable, "-m", "benchmarks.retrieval.baseline_server", "--port", str(port)]
     command += ["--corpus_path", str(place.corpus), "--index_file", str(place.flat)]
     command += ["--model", model, "--threads", str(threads)]
     command += ["--cache", str(place.cache / "datasets")]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.answers import differences, recall, same
+from benchmarks.retrieval.answers import differences, recall, same
 
 
 def hits(*pairs: tuple[str, float]) -> list[dict[str, Any]]:

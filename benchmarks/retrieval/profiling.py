@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.figures import Figure
+from benchmarks.retrieval.figures import Figure
 from search_r1.search.errors import SetupError
 
 RATE = 200

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from benchmarks.throughput import REPEATS, WINDOW, repeated
+from benchmarks.retrieval.throughput import REPEATS, WINDOW, repeated
 
 
 def test_every_query_is_repeated_within_its_window() -> None:

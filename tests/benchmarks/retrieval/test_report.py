@@ -4,8 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.figures import Figure
-from benchmarks.report import BEGIN, END, PartResult, append, load, table, verdicts, write_docs
+from benchmarks.retrieval.figures import Figure
+from benchmarks.retrieval.report import (
+    BEGIN,
+    END,
+    PartResult,
+    append,
+    load,
+    table,
+    verdicts,
+    write_docs,
+)
 
 FIGURES = [
     Figure("rate", 9.5, "x", at_least=8),

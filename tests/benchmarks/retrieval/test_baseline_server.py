@@ -6,14 +6,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.answers import same
-from benchmarks.baseline_server import Search, create_app
-from benchmarks.corpora import encoder_folder
+from benchmarks.retrieval.answers import same
+from benchmarks.retrieval.baseline_server import Search, create_app
+from benchmarks.retrieval.corpora import encoder_folder
 from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.search.retrievers.registry import build_retriever
 from search_r1.search.retrievers.settings import EncoderConfig, RetrieverConfig
 from search_r1.search.schema import to_wire
-from tests.benchmarks.servers import running
+from tests.benchmarks.retrieval.servers import running
 
 TOWNS = [
     ("Paris", "the capital of France on the Seine"),

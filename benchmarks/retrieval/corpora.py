@@ -1,8 +1,8 @@
 """What is measured on: 44 thousand real passages, and 1 million by repetition with distinct ids.
 
-`python -m benchmarks.corpora` makes what is missing in the cache folder; what lies there already,
-under the names below, is used as it is. The embeddings of the million are those of its passages,
-repeated, so only the real passages are ever encoded.
+`python -m benchmarks.retrieval.corpora` makes what is missing in the cache folder; what lies there
+already, under the names below, is used as it is. The embeddings of the million are those of its
+passages, repeated, so only the real passages are ever encoded.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from search_r1.search.index_builder import BuildConfig, build_index
 
 logger = logging.getLogger(__name__)
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 DATA = REPOSITORY.parent / "shared" / "data"
 CACHE = REPOSITORY / "runs" / "benchmarks"
 REPEATED = 1_000_000
@@ -128,7 +128,7 @@ def check_repetition(real: Path, large: Path) -> None:
         if many[row].contents != one[row % len(one)].contents:
             raise SetupError(
                 f"{large} row {row + 1} is not row {row % len(one) + 1} of {real}; expected the "
-                f"passages in turn: remove {large} and run benchmarks.corpora again"
+                f"passages in turn: remove {large} and run benchmarks.retrieval.corpora again"
             )
 
 
@@ -182,7 +182,7 @@ def add_place_flags(parser: argparse.ArgumentParser) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Command-line entry; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    parser = argparse.ArgumentParser(prog="benchmarks.corpora", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.retrieval.corpora", description=__doc__)
     add_place_flags(parser)
     parser.add_argument("--repeated", type=int, default=REPEATED, help="rows of the large corpus")
     args = parser.parse_args(argv)

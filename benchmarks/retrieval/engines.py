@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import datasets
 
-from benchmarks.answers import Hits, recall
-from benchmarks.bench import Bench, Run, mean, measure
-from benchmarks.corpora import build_faiss
-from benchmarks.figures import Figure, percentile
-from benchmarks.servers import serving
-from benchmarks.sizing import Kind, measured_kinds
+from benchmarks.retrieval.answers import Hits, recall
+from benchmarks.retrieval.bench import Bench, Run, mean, measure
+from benchmarks.retrieval.corpora import build_faiss
+from benchmarks.retrieval.figures import Figure, percentile
+from benchmarks.retrieval.servers import serving
+from benchmarks.retrieval.sizing import Kind, measured_kinds
 from search_r1.search.corpus import Corpus
 
 VARIANTS = (

@@ -1,4 +1,4 @@
-"""A lean load generator, in a process of its own: `python -m benchmarks.load --help`.
+"""A lean load generator, in a process of its own: `python -m benchmarks.retrieval.load --help`.
 
 Each of N clients sends its next request when its last is answered. Mode `raw` writes prepared
 bytes on keep-alive connections; mode `client` searches through RetrievalClient as training does.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from benchmarks.figures import percentile
+from benchmarks.retrieval.figures import percentile
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import SearchError
 
@@ -29,7 +29,7 @@ with contextlib.suppress(ImportError):
 
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 HEAD_END = b"\r\n\r\n"
 
 
@@ -237,7 +237,7 @@ def run_load(
     with tempfile.TemporaryDirectory(prefix="load-") as name:
         asked, out = Path(name) / "queries.json", Path(name) / "report.json"
         asked.write_text(json.dumps(list(queries)))
-        command = [sys.executable, "-m", "benchmarks.load", "--url", url, "--mode", mode]
+        command = [sys.executable, "-m", "benchmarks.retrieval.load", "--url", url, "--mode", mode]
         command += ["--queries", str(asked), "--out", str(out), "--clients", str(clients)]
         command += ["--topk", str(topk), "--batch", str(batch)]
         subprocess.run(command, check=True, cwd=REPOSITORY, timeout=timeout)
@@ -246,7 +246,7 @@ def run_load(
 
 def main(argv: list[str] | None = None) -> int:
     """Command-line entry; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="benchmarks.load", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.retrieval.load", description=__doc__)
     parser.add_argument("--url", required=True, help="base address of the server")
     parser.add_argument("--queries", type=Path, required=True, help="JSON list of queries")
     parser.add_argument("--out", type=Path, required=True, help="receives the report as JSON")

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import corpora, engines, report, sizing, throughput
-from benchmarks.bench import Bench
-from benchmarks.figures import Figure
-from benchmarks.profiling import find_py_spy
-from benchmarks.servers import stop_servers_when_terminated
+from benchmarks.retrieval import corpora, engines, report, sizing, throughput
+from benchmarks.retrieval.bench import Bench
+from benchmarks.retrieval.figures import Figure
+from benchmarks.retrieval.profiling import find_py_spy
+from benchmarks.retrieval.servers import stop_servers_when_terminated
 from search_r1.search.errors import SearchError
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from benchmarks.soak import MIB, judge, mixed
+from benchmarks.retrieval.soak import MIB, judge, mixed
 
 
 def test_a_cache_that_fills_is_flat() -> None:

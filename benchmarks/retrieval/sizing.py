@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import faiss
 
-from benchmarks.bench import Bench
-from benchmarks.corpora import Place, build_faiss
-from benchmarks.figures import Figure, number
+from benchmarks.retrieval.bench import Bench
+from benchmarks.retrieval.corpora import Place, build_faiss
+from benchmarks.retrieval.figures import Figure, number
 from search_r1.search.corpus import Corpus
 from search_r1.search.memory import ITEM_BYTES, bytes_of_index
 from search_r1.search.retrievers.base import Retriever

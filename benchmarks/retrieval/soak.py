@@ -1,7 +1,7 @@
 """A real server under load for minutes: no errors, and a resident set that stays flat.
 
-`python -m benchmarks.soak --minutes 10 --clients 64`. The queries are a random mix of fresh and
-repeated ones; the resident set is sampled every second and judged after the warm-up.
+`python -m benchmarks.retrieval.soak --minutes 10 --clients 64`. The queries are a random mix of
+fresh and repeated ones; the resident set is sampled every second and judged after the warm-up.
 """
 
 import argparse
@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks import corpora
-from benchmarks.figures import number, percentile, slope
-from benchmarks.load import Answer, complete, drive, render
-from benchmarks.servers import Running, serving, stop_servers_when_terminated
+from benchmarks.retrieval import corpora
+from benchmarks.retrieval.figures import number, percentile, slope
+from benchmarks.retrieval.load import Answer, complete, drive, render
+from benchmarks.retrieval.servers import Running, serving, stop_servers_when_terminated
 
 MIB = 2**20
 WARM_UP = 0.3
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     stop_servers_when_terminated()
-    parser = argparse.ArgumentParser(prog="benchmarks.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.retrieval.soak", description=__doc__)
     corpora.add_place_flags(parser)
     add = parser.add_argument
     add("--minutes", type=float, default=10.0)

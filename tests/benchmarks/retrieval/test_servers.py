@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from benchmarks.servers import read_counters
+from benchmarks.retrieval.servers import read_counters
 
 
 def test_counters_are_read_as_prometheus_writes_them() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import psutil
 
-from benchmarks.figures import Figure, number
+from benchmarks.retrieval.figures import Figure, number
 
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 DETAILS = (": stage ", ": processor time", ": batch", ": p50", "resident set")
 """Figures that a page can do without."""
 BEGIN = "<!-- results: begin (written by benchmarks.retrieval --write-docs) -->"

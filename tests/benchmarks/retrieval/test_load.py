@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from benchmarks.load import complete, read_answer, run_client, run_load, run_raw
-from tests.benchmarks.servers import running
+from benchmarks.retrieval.load import complete, read_answer, run_client, run_load, run_raw
+from tests.benchmarks.retrieval.servers import running
 
 QUERIES = [f"question {i} 湖" for i in range(50)]
 

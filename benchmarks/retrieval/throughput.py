@@ -3,11 +3,11 @@
 import random
 from collections.abc import Mapping, Sequence
 
-from benchmarks.answers import differences, recall
-from benchmarks.bench import Bench, Run, cost_figures, mean, measure, rate_figures
-from benchmarks.figures import Figure
-from benchmarks.profiling import profile_figures
-from benchmarks.servers import BASELINES
+from benchmarks.retrieval.answers import differences, recall
+from benchmarks.retrieval.bench import Bench, Run, cost_figures, mean, measure, rate_figures
+from benchmarks.retrieval.figures import Figure
+from benchmarks.retrieval.profiling import profile_figures
+from benchmarks.retrieval.servers import BASELINES
 
 BATCH = 512
 REPEATS = 5

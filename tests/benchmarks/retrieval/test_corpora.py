@@ -7,7 +7,7 @@ import faiss
 import numpy as np
 import pytest
 
-from benchmarks.corpora import check_repetition, questions, repeat_corpus, repeat_vectors
+from benchmarks.retrieval.corpora import check_repetition, questions, repeat_corpus, repeat_vectors
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SetupError
 

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from benchmarks.figures import Figure, number, percentile, slope
+from benchmarks.retrieval.figures import Figure, number, percentile, slope
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 101])

@@ -1,0 +1,1 @@
+"""The retrieval service measured against a server written as the original is."""
