@@ -32,8 +32,7 @@ FIRST_THOUGHTS = ("I need to look this up.", "Let me search for it.", "I should 
                   "I do not know this yet.")  # fmt: skip
 SECOND_THOUGHTS = ("{title} may help. I need to search again.", "Not said yet. I look up {title}.",
                    "The next step is {title}.")  # fmt: skip
-LAST_THOUGHTS = ('Doc {rank} says: "{quotation}".', 'It is in Doc {rank}: "{quotation}".',
-                 'I read in Doc {rank}: "{quotation}".')  # fmt: skip
+LAST_THOUGHTS = ("Now I know.", "I have read the answer.", "The documents say it.")
 
 
 @dataclass(frozen=True)
@@ -95,10 +94,10 @@ async def make_dialogue(row: Row, agent: SearchAgent, rng: random.Random) -> Dia
     """One or two searches and the answer copied from a passage; None where none of them hits."""
     question = question_of(row)
     first = await search(first_query(question, rng), rng.choice(FIRST_THOUGHTS), agent)
-    wording = rng.choice(LAST_THOUGHTS)
+    conclusion = rng.choice(LAST_THOUGHTS)
     evidence = supported(question, first, row)
     if evidence is not None:
-        return Dialogue(row, (first,), evidence, conclusion(wording, evidence))
+        return Dialogue(row, (first,), evidence, conclusion)
     if agent.config.max_turns < 2:
         return None
     thought = rng.choice(SECOND_THOUGHTS)
@@ -107,7 +106,7 @@ async def make_dialogue(row: Row, agent: SearchAgent, rng: random.Random) -> Dia
         second = await search(query, thought.format(title=title), agent)
         evidence = supported(question, second, row)
         if evidence is not None and is_plain(second.thought + query):
-            return Dialogue(row, (first, second), evidence, conclusion(wording, evidence))
+            return Dialogue(row, (first, second), evidence, conclusion)
     return None
 
 
@@ -149,9 +148,3 @@ def supported(question: str, search: Search, row: Row) -> Evidence | None:
 def is_plain(text: str) -> bool:
     """Whether a policy may write it: no tags, no line breaks."""
     return not re.search(r"[<>\n|]", text)
-
-
-def conclusion(wording: str, evidence: Evidence) -> str:
-    """The last thought: which document says what."""
-    quotation = evidence.quotation.strip().rstrip(".").replace('"', "'")
-    return wording.format(rank=evidence.rank, quotation=quotation)

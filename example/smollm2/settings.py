@@ -47,7 +47,7 @@ class Settings:
     """Updates of the cold start."""
     sft_batch_size: int = 16
     """Dialogues an update."""
-    sft_lr: float = 1e-3
+    sft_lr: float = 5e-4
     """Peak learning rate of the first adapter."""
     sft_rank: int = 12
     """Rank of the first adapter: 12 + 6 are 11.0 MB in bfloat16."""
@@ -150,9 +150,9 @@ SPEEDS = {
     "cuda": Speed(train=25000, forward=80000, prefill=150000, decode=15000, start=90),
 }
 """Two cores with bfloat16 units, and one large GPU: rough, for the estimate alone."""
-DIALOGUE = 520
+DIALOGUE = 500
 """Tokens of a mean dialogue, prompt included."""
-WRITTEN = 76
+WRITTEN = 56
 """Those of them that the policy writes."""
 DEV_ROWS = 757
 NUM_EVALUATIONS = 7
