@@ -12,10 +12,7 @@ from search_r1.search.words import tokenize
 
 NEAR = 15
 """Words on each side of an answer in which the question's key words count."""
-BEFORE, AFTER = 8, 3
-"""Words of the quotation around the answer, at most."""
 _EDGES = "\"'“”‘’`.,;:!?()[]{}*"
-_SENTENCE_END = re.compile(r"[.!?][\"'”’)\]]*$")
 
 
 @dataclass(frozen=True)
@@ -26,8 +23,6 @@ class Evidence:
     """Of the passage, from 1."""
     answer: str
     """As the passage writes it."""
-    quotation: str
-    """The answer with the words around it, verbatim."""
     support: int
     """How many of the question's key words stand near it, the passage's title included."""
 
@@ -90,23 +85,6 @@ def _in_document(
             near = words.slice(max(0, first - NEAR), min(len(words.spans), end + NEAR))
             support = len(wanted & set(key_words(f"{document.title} {near}")))
             shown = words.slice(first, end).strip(_EDGES)
-            yield Evidence(rank, shown, _quotation(words, first, end), support)
+            yield Evidence(rank, shown, support)
         if places:
             return
-
-
-def _quotation(words: Words, first: int, end: int) -> str:
-    """The words around the answer, within its sentence."""
-    start = first
-    while start > max(0, first - BEFORE) and not _ends_sentence(words, start - 1):
-        start -= 1
-    stop = end
-    while stop < min(len(words.spans), end + AFTER) and not _ends_sentence(words, stop - 1):
-        stop += 1
-    return words.slice(start, stop)
-
-
-def _ends_sentence(words: Words, index: int) -> bool:
-    """Whether a sentence ends with this word; initials and short abbreviations do not."""
-    word = words.slice(index, index + 1)
-    return bool(_SENTENCE_END.search(word)) and len(word) > 3
