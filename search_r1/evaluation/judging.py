@@ -10,7 +10,7 @@ from search_r1.evaluation.options import EvaluationOptions
 from search_r1.reward import RewardInput
 from search_r1.reward.judge.options import JudgeOptions
 from search_r1.reward.registry import build_judge
-from verl.errors import ConfigError, explain
+from verl.errors import ConfigError
 
 CACHE = "judge.sqlite"
 """Beside the samples: what was judged before an interruption is not asked again."""
@@ -32,8 +32,7 @@ def open_judge(options: EvaluationOptions) -> Judge | None:
         )  # fmt: skip
         judge.check()
     except ValueError as error:
-        fix = "start the judge, or leave --judge-url out"
-        raise ConfigError(explain("--judge-url", str(error), "a verdict", fix)) from error
+        raise ConfigError(f"--judge-url: {error}, or leave --judge-url out") from error
 
     def score(dialogue: RewardInput) -> float | None:
         (output,) = judge([dialogue])

@@ -25,7 +25,9 @@ class EvaluationOptions(AgentOptions):
     n: int = option(1, "samples a question", int)
     pass_k: tuple[int, ...] = option((), "report pass@k for these k, at most n", int, nargs="+")
     seed: int = option(0, "of sampling, of --num-rows and of the bootstrap", int)
-    judge_url: str | None = option(None, "OpenAI-compatible server that judges answers besides")
+    judge_url: str | None = option(
+        None, "OpenAI-compatible server that judges answers besides, as http://HOST:PORT/v1"
+    )
     judge_model: str | None = option(None, "the judge's name there")
     judge_api_key_env: str | None = option(None, "environment variable that holds its key")
     judge_verdict: str = option("yes_no", "what it replies", choices=("yes_no", "score"))

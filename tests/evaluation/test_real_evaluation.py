@@ -139,7 +139,8 @@ def test_a_real_model_judges_every_dialogue(world: dict[str, str], tmp_path: Pat
     """SmolLM2 behind vLLM's server says yes or no to each answer; the table has its column."""
     write_policy(tmp_path / "judge")
     with served(str(tmp_path / "judge"), tmp_path / "judge.log") as url:
-        options = ("--engine", "transformers", "--judge-url", url, "--judge-model", "policy")
+        options = ("--engine", "transformers", "--judge-url", f"{url}/v1",
+                   "--judge-model", "policy")  # fmt: skip
         samples = evaluate(world, tmp_path / "out", *options)
     assert {s["judge"] for s in samples} <= {0.0, 1.0}
     estimates = json.loads((tmp_path / "out" / "metrics.json").read_text())["estimates"]

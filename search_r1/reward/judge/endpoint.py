@@ -103,7 +103,7 @@ class JudgeEndpoint:
         if answer.status_code in TRANSIENT:
             raise _Transient(f"status {answer.status_code}", _retry_after(answer))
         if answer.status_code != 200:
-            raise JudgeFailed(f"status {answer.status_code}: {answer.text[:200]}")
+            raise JudgeFailed(f"{self._url}: status {answer.status_code}: {answer.text[:200]}")
         score = read(_content(answer), self.options.verdict)
         if score is None:
             raise _Transient(f"no verdict: {answer.text[:200]}")
