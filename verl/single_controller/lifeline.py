@@ -21,6 +21,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -44,9 +45,13 @@ POLL_S = 0.1
 """Between two looks at the processes of the machine."""
 LOOK_S = 1.0
 """Between the watchdog's looks at whose child it is."""
+NOTE_S = 5.0
+"""Between its looks at the run's shared memory: what is killed before a sweep leaves no trace."""
 DEAF = 'trap "" INT TERM HUP USR1 USR2; exec "$@"'
 """Runs a command that ignores signals from its first moment: what stops a run, and may be sent to
 all processes of a job, must not stop its cleaning."""
+CLOCK_S = 1.0
+"""How coarse the time is at which a process is said to have started."""
 CLOSE_S = 60.0
 """How long the end of a run may take for all that; the watchdog itself never gives up."""
 
@@ -69,18 +74,19 @@ def environment(process: psutil.Process) -> list[bytes]:
         return []
 
 
-def sweep(variable: str, value: str, seconds: float = math.inf) -> int:
+def sweep(variable: str, value: str, seconds: float = math.inf, noted: Iterable[Path] = ()) -> int:
     """Kill the processes that bear `variable=value` until none is left; returns how many.
 
-    Python's resource trackers go last. After `seconds` it gives up on those that the kernel does
+    Python's resource trackers go last. Their shared memory, and what was `noted` of it before, is
+    removed where nobody else has it open. After `seconds` it gives up on those that the kernel does
     not let go, as with a lost disk.
     """
     killed: set[int] = set()
-    files: set[Path] = set()
+    files = set(noted)
     last_others = time.monotonic()
     end = last_others + seconds
     while (found := marked(variable, value)) and (now := time.monotonic()) < end:
-        files |= {path for process in found for path in shared_memory(process)}
+        files |= {path for process in found for path in own_memory(process)}
         others = [process for process in found if not is_tracker(process)]
         if others:
             last_others = now
@@ -115,6 +121,16 @@ def shared_memory(process: psutil.Process) -> set[Path]:
     except OSError:
         return set()
     return {Path(name) for name in SHARED_MEMORY.findall(maps)}
+
+
+def own_memory(process: psutil.Process) -> set[Path]:
+    """Those of them that are younger than the process: older ones were put there by others."""
+    found = set()
+    for path in shared_memory(process):
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            if path.stat().st_ctime >= process.create_time() - CLOCK_S:
+                found.add(path)
+    return found
 
 
 def mapped_files() -> set[Path]:
@@ -175,10 +191,15 @@ def watch(mark: str, owner: int) -> None:
 
     The pipe tells it at once, unless a forked child of the owner holds it open.
     """
+    noted: set[Path] = set()
+    next_look = 0.0
     while os.getppid() == owner:
+        if time.monotonic() >= next_look:
+            noted |= {path for process in marked(MARK, mark) for path in own_memory(process)}
+            next_look = time.monotonic() + NOTE_S
         if select.select([0], [], [], LOOK_S)[0] and not os.read(0, 1):
             break
-    sweep(MARK, mark)
+    sweep(MARK, mark, noted=noted)
 
 
 if __name__ == "__main__":

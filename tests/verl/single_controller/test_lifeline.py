@@ -14,8 +14,10 @@ import psutil
 import pytest
 
 from verl.single_controller.lifeline import (
+    CLOCK_S,
     KEEP_ENVIRONMENT,
     MARK,
+    NOTE_S,
     Lifeline,
     marked,
     shared_memory,
@@ -124,31 +126,58 @@ def test_closing_ends_what_is_left_and_restores_the_environment() -> None:
     assert watchdogs(first.mark) == []
 
 
-def test_a_sweep_removes_the_shared_memory_of_the_killed_alone(tmp_path: Path) -> None:
-    """A file of /dev/shm that only killed processes had mapped goes; one still in use stays."""
-    names = [Path(f"/dev/shm/search-r1-test-{os.getpid()}-{i}") for i in range(2)]
-    program = (
-        "import mmap, sys, time\n"
-        "files = [open(n, 'r+b') for n in sys.argv[1:]]\n"
-        "maps = [mmap.mmap(f.fileno(), 0) for f in files]\n"
-        "time.sleep(600)"
+MAPPER = """
+import mmap, pathlib, sys, time
+for name in sys.argv[1:]:
+    path = pathlib.Path(name)
+    path.exists() or path.write_bytes(b"x" * 4096)
+files = [open(name, "r+b") for name in sys.argv[1:]]
+maps = [mmap.mmap(file.fileno(), 0) for file in files]
+time.sleep(600)
+"""
+"""Makes the files that are missing, and maps all."""
+
+
+def test_a_sweep_removes_the_shared_memory_of_the_killed_alone() -> None:
+    """What killed processes made and nobody else has open goes; what lay there before stays."""
+    made, shared, older = (
+        Path(f"/dev/shm/search-r1-test-{os.getpid()}-{what}") for what in ("a", "b", "c")
     )
-    for name in names:
-        name.write_bytes(b"x" * 4096)
-    keeper = subprocess.Popen([sys.executable, "-c", program, str(names[1])])
+    older.write_bytes(b"x" * 4096)
+    time.sleep(2 * CLOCK_S + 0.5)
     mark = f"test-{os.getpid()}"
-    swept = subprocess.Popen([sys.executable, "-c", program, *map(str, names)], env={MARK: mark})
+    names = [str(path) for path in (made, shared, older)]
+    swept = subprocess.Popen([sys.executable, "-c", MAPPER, *names], env={MARK: mark})
+    keeper = None
     try:
-        wait_until(lambda: any(shared_memory(p) >= set(names) for p in marked(MARK, mark)))
-        wait_until(lambda: names[1] in shared_memory(psutil.Process(keeper.pid)))
+        wait_until(lambda: any(len(shared_memory(p)) == 3 for p in marked(MARK, mark)))
+        keeper = subprocess.Popen([sys.executable, "-c", MAPPER, str(shared)])
+        wait_until(lambda: shared in shared_memory(psutil.Process(keeper.pid)))
         assert sweep(MARK, mark) == 1
         assert swept.wait() == -signal.SIGKILL
-        assert [name.exists() for name in names] == [False, True]
+        assert [path.exists() for path in (made, shared, older)] == [False, True, True]
     finally:
-        keeper.kill()
-        keeper.wait()
-        for name in names:
-            name.unlink(missing_ok=True)
+        for process in filter(None, (swept, keeper)):
+            process.kill()
+            process.wait()
+        for path in (made, shared, older):
+            path.unlink(missing_ok=True)
+
+
+def test_shared_memory_of_what_died_on_the_way_goes_with_the_run() -> None:
+    """The watchdog has noted it while it was in use: an engine's semaphores, say."""
+    made = Path(f"/dev/shm/search-r1-test-{os.getpid()}-died")
+    with Lifeline() as lifeline:
+        (watchdog,) = watchdogs(lifeline.mark)
+        environment = {MARK: lifeline.mark}
+        died = subprocess.Popen([sys.executable, "-c", MAPPER, str(made)], env=environment)
+        wait_until(lambda: made in shared_memory(psutil.Process(died.pid)))
+        time.sleep(NOTE_S + 1)
+        assert psutil.pid_exists(watchdog)
+        died.kill()
+        died.wait()
+        assert made.exists()
+    assert not made.exists()
 
 
 def test_a_sweep_leaves_semaphores_to_pythons_own_cleaner() -> None:
