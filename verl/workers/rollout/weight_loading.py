@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
+
+from tqdm import tqdm
+
+tqdm.set_lock(threading.RLock())
+# A worker's progress bars need no lock between processes: its semaphore outlives a worker's kill.
 
 
 class WeightLoading:
