@@ -130,6 +130,8 @@ def claim(recipe: Recipe) -> None:
             expected = ", ".join(f"{name}={there.get(name)}" for name in names)
             fix = "go on with the same settings, or give another --out"
             raise ConfigError(explain(str(recipe.out), got, f"{expected}, as it began", fix))
+        if not differing:
+            return
     else:
         check_data(recipe.settings.data_dir)
         recipe.out.mkdir(parents=True, exist_ok=True)
