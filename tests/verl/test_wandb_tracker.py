@@ -58,6 +58,7 @@ def test_no_key_means_offline_with_the_command_to_upload(
         tracker.log({"loss": 0.512}, 1)
         tracker.log({"loss": 0.256}, 2)
         tracker.close()
+    wandb.teardown()  # its service, which may answer before the file has everything, ends with it
     [part] = parts(out)
     written = next(part.glob("run-*.wandb")).read_bytes()
     assert written.index(b"0.512") < written.index(b"0.256")
