@@ -1,19 +1,14 @@
 """A small corpus with ties and odd characters, its indexes, and real servers on real ports."""
 
 import json
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
 from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.search.recording import Record, Recorder
-from search_r1.search.retrieval_server import bind
 from search_r1.search.retrievers.base import Retriever
 from search_r1.search.retrievers.registry import build_retriever
 from search_r1.search.retrievers.settings import (
@@ -22,6 +17,7 @@ from search_r1.search.retrievers.settings import (
     RetrieverConfig,
     TorchConfig,
 )
+from tests.apps import running
 
 TEXTS = [
     ("Paris", "Paris is the capital of France and lies on the river Seine."),
@@ -100,22 +96,6 @@ def _diagnostics(
         recorder.close()
         return DiagnosticConfig(replay_path=str(path))
     return DiagnosticConfig()
-
-
-@contextmanager
-def running(app: Any, port: int = 0) -> Iterator[str]:
-    """The base address of `app`, served by uvicorn on a port (0: a free one) in a thread."""
-    bound = bind("127.0.0.1", port)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-    thread.start()
-    while not server.started:
-        time.sleep(0.005)
-    try:
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 @pytest.fixture(scope="session")

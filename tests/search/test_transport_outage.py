@@ -14,7 +14,7 @@ from search_r1.search.probe import SearchProbe
 from search_r1.search.servers import Servers
 from search_r1.search.tally import RETRIED, counting
 from search_r1.search.transport import Patience, Transport
-from tests.search.conftest import running
+from tests.apps import running
 
 URL = "http://there:1"
 NUM_RETRIES = 2

@@ -13,7 +13,7 @@ from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.search.retrievers.registry import build_retriever
 from search_r1.search.retrievers.settings import EncoderConfig, RetrieverConfig
 from search_r1.search.schema import to_wire
-from tests.benchmarks.retrieval.servers import running
+from tests.apps import running
 
 TOWNS = [
     ("Paris", "the capital of France on the Seine"),

@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from benchmarks.retrieval.load import complete, read_answer, run_client, run_load, run_raw
-from tests.benchmarks.retrieval.servers import running
+from tests.apps import running
 
 QUERIES = [f"question {i} 湖" for i in range(50)]
 

@@ -10,7 +10,7 @@ from search_r1.search.errors import SetupError
 from search_r1.search.local_server import LocalServer
 from search_r1.search.retrieval_server import create_app
 from search_r1.search.service.drills import ANSWER, FAILURES, HANG, Drill, DrillConfig
-from tests.search.conftest import running
+from tests.apps import running
 from tests.search.service.engines import Watched
 
 BODY = {"queries": ["q"], "topk": 1, "return_scores": True}

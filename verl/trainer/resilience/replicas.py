@@ -31,8 +31,7 @@ POLL_S = 5.0
 
 
 class Weights(Protocol):
-    """Those that hold the policy, the training ranks: on each node they write `on_node` of the
-    directory."""
+    """Those that hold the policy, the training ranks; each node's write to its own `on_node`."""
 
     def hand_over_weights(self, directory: Path, dtype: str) -> None: ...
 

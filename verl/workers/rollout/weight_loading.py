@@ -7,8 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-tqdm.set_lock(threading.RLock())
 # A worker's progress bars need no lock between processes: its semaphore outlives a worker's kill.
+tqdm.set_lock(threading.RLock())
 
 
 class WeightLoading:

@@ -11,8 +11,8 @@ import pytest
 
 from search_r1.search.probe import SearchProbe
 from search_r1.search.retrieval_server import create_app
+from tests.apps import running
 from tests.fakes import ScriptedEngine
-from tests.search.conftest import running
 from tests.search.service.engines import Watched
 from tests.verl.trainer.playing import InProcess, policy_of
 from tests.verl.trainer.recording import RecordingRanks, prompts, score_by_sample

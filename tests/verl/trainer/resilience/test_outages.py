@@ -9,7 +9,7 @@ import torch
 from search_r1.search.probe import SearchProbe
 from search_r1.search.retrieval_server import create_app
 from search_r1.search.service.drills import Drill, DrillConfig
-from tests.search.conftest import running
+from tests.apps import running
 from tests.search.service.engines import Watched
 from tests.verl.trainer.playing import InProcess
 from tests.verl.trainer.recording import RecordingReplicas, prompts

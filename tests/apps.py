@@ -1,4 +1,4 @@
-"""Apps on real ports, for the tests of the benchmarks."""
+"""Apps on real ports, for any test that needs a server."""
 
 import threading
 import time
@@ -12,10 +12,10 @@ from search_r1.search.retrieval_server import bind
 
 
 @contextmanager
-def running(app: Any) -> Iterator[str]:
-    """The base address of `app`, served by uvicorn in a thread."""
-    bound = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+def running(app: Any, port: int = 0) -> Iterator[str]:
+    """The base address of `app`, served by uvicorn on a port (0: a free one) in a thread."""
+    bound = bind("127.0.0.1", port)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     while not server.started:
