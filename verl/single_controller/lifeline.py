@@ -34,7 +34,7 @@ PART = "SEARCH_R1_PART"
 """Variable with the part of it, where that may be replaced alone: `MARK/replica-0`."""
 KEEP_ENVIRONMENT = "SPT_NOENV"
 """Has Ray and vLLM, which give processes titles, not write these over the environment."""
-SHARED_MEMORY = re.compile(r"\s(/dev/shm/[^/\s]+)$", re.MULTILINE)
+MAPPED_FILE = re.compile(r"\s(/dev/shm/[^/\s]+)$", re.MULTILINE)
 """A file directly in there, of a line of /proc/PID/maps; folders have owners of their own."""
 TRACKER = "multiprocessing.resource_tracker"
 """In the command line of Python's own cleaner: it unlinks the semaphores of those that were killed,
@@ -120,7 +120,7 @@ def shared_memory(process: psutil.Process) -> set[Path]:
         maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
     except OSError:
         return set()
-    return {Path(name) for name in SHARED_MEMORY.findall(maps)}
+    return {Path(name) for name in MAPPED_FILE.findall(maps)}
 
 
 def own_memory(process: psutil.Process) -> set[Path]:
