@@ -66,9 +66,7 @@ class JudgeEndpoint:
             with self._lock:
                 self._failures += 1
                 is_first = self._failures == 1
-            logger.log(
-                logging.WARNING if is_first else logging.DEBUG, "judge at %s: %s", self._url, error
-            )
+            logger.log(logging.WARNING if is_first else logging.DEBUG, "judge: %s", error)
             raise
         with self._lock:
             self._failures = 0
