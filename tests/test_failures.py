@@ -35,7 +35,7 @@ from verl.single_controller.ray_group import RayWorkerGroup
 from verl.trainer.groups import cpu_env
 from verl.trainer.resilience.replicas import RolloutReplicas
 from verl.trainer.resilience.restarts import Restarts
-from verl.workers.node_folder import on_node
+from verl.workers.node_folder import NodeFolder, on_node
 from verl.workers.rollout import RolloutReplica
 
 pytest.importorskip("vllm")
@@ -139,7 +139,7 @@ class Rollout:
 
     replicas: RolloutReplicas
     folder: Path
-    model: Path
+    weights: Handed
 
     def starts(self) -> list[Trajectory]:
         prompts = [Prompt(f"p#{i}", (5 + i, 9, 17 + i), "test", ("x",)) for i in range(4)]
@@ -179,12 +179,18 @@ class Handed:
 
     def __init__(self, model: Path) -> None:
         self.model = model
+        self._folder: NodeFolder | None = None
 
     def hand_over_weights(self, directory: Path, dtype: str) -> None:
         here = on_node(directory, ray.get_runtime_context().get_node_id())
-        here.mkdir(exist_ok=True)
+        if self._folder is None:
+            self._folder = NodeFolder(here)
         for file in self.model.iterdir():
             (here / file.name).write_bytes(file.read_bytes())
+
+    def close(self) -> None:
+        assert self._folder is not None
+        self._folder.close()
 
     def hand_over_adapter(self, directory: Path) -> None:
         raise AssertionError("no adapter here")
@@ -215,8 +221,10 @@ def rollout(cluster: Lifeline, tmp_path_factory: pytest.TempPathFactory) -> Iter
     group.gather(group.start_build(RolloutReplica, arguments))
     group.call("start")
     replicas = RolloutReplicas(group, RolloutReplica, arguments, Restarts(99), hang_timeout=30.0)
-    replicas.update_weights(Handed(present))
-    yield Rollout(replicas, folder, present)
+    weights = Handed(present)
+    replicas.update_weights(weights)
+    yield Rollout(replicas, folder, weights)
+    weights.close()
     replicas.shutdown()
     ranks.shutdown()
 
@@ -254,7 +262,7 @@ def test_a_replica_killed_between_steps_gets_the_next_weights(rollout: Rollout) 
     rollout.engine_core(0).kill()
     rollout.actor(1).kill()
     rollout.replicas.wake_up()
-    rollout.replicas.update_weights(Handed(rollout.model))
+    rollout.replicas.update_weights(rollout.weights)
     again = rollout.generate()
     assert ids(again) == ids(undisturbed)
     assert {t.stats["version"] for t in again} == {version + 1}
