@@ -36,6 +36,7 @@ from verl.workers.devices import resolve_device, resolve_dtype, share_threads
 from verl.workers.fsdp import SCHEDULES, EngineOptions, FsdpEngine, StepResult, reduce_sum
 from verl.workers.lora import Role, adapted_engine, policy_adapter, policy_weights
 from verl.workers.models import LogProbModel, PackedInputs, blocks, load_causal_lm
+from verl.workers.network import join_process_group
 from verl.workers.weights import copy_tokenizer, write_weights
 
 logger = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ def join_ranks(config: SftConfig) -> torch.device:
     device = resolve_device(config.device)
     if device.type == "cpu":
         share_threads(int(os.environ["LOCAL_WORLD_SIZE"]))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    join_process_group(device, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     return device
 
 

@@ -47,7 +47,7 @@ class PackedInputs:
             return cls(dummy, SequenceBounds.of([2], device), nothing)
         bounds = SequenceBounds.of(lengths, device)
         wanted = mask.bool().clone()
-        wanted[bounds.cu_seqlens[:-1].long().cpu()] = False
+        wanted[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = False
         ids = batch.tokens["input_ids"].to(device)
         return cls(ids[None], bounds, wanted.nonzero()[:, 0].to(device))
 

@@ -30,7 +30,7 @@ from verl.workers.fsdp import EngineOptions, FsdpEngine
 from verl.workers.loading import loading_turn
 from verl.workers.lora import Role, adapted_engine, policy_adapter, policy_weights, share
 from verl.workers.models import LogProbModel, ValueModel, blocks, load_causal_lm
-from verl.workers.network import interface_variables
+from verl.workers.network import interface_variables, join_process_group
 from verl.workers.node_folder import NodeFolder
 from verl.workers.weights import write_weights
 
@@ -110,8 +110,7 @@ class TrainerWorker:
         if self.config.trainer.nnodes > 1:
             os.environ |= {**interface_variables(address), **os.environ}  # what a user set stays
         os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=self.rank, world_size=self.world_size)
+        join_process_group(self.device, self.rank, self.world_size)
 
     def _seed(self, seed: int) -> None:
         random.seed(seed)

@@ -1,0 +1,124 @@
+"""A machine with CUDA but no card: what `torch.cuda` answers there, and the guard autograd needs.
+
+`install` changes torch for the whole process, so it belongs into a process of its own.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+GUARD = Path(__file__).with_name("guard.cpp")
+CAPABILITIES = {"bfloat16": (9, 0), "float16": (7, 0)}
+"""Of a card whose best 16-bit format is the key."""
+CALLS: collections.Counter[str] = collections.Counter()
+"""How often the functions that cost time on a card were called."""
+
+
+class Stream:
+    """The only stream: whatever is waited for has happened."""
+
+    device = torch.device("cuda", 0)
+    stream_id = device_index = cuda_stream = 0
+    device_type = 1
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def synchronize(self) -> None:
+        CALLS["synchronize"] += 1
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Event:
+    """A point on the stream, already passed."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, stream: Stream | None = None) -> None: ...
+
+    def wait(self, stream: Stream | None = None) -> None: ...
+
+    def synchronize(self) -> None:
+        CALLS["synchronize"] += 1
+
+    def query(self) -> bool:
+        return True
+
+
+def build_guard(folder: Path) -> Path:
+    """Compile guard.cpp against this torch; returns the library."""
+    library, torch_folder = folder / "guard.so", Path(torch.__file__).parent
+    command = [
+        "g++", "-O0", "-std=c++20", "-shared", "-fPIC", str(GUARD), "-o", str(library),
+        f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu",
+        f"-Wl,-rpath,{torch_folder / 'lib'}",
+    ]  # fmt: skip
+    subprocess.run(command, check=True)
+    return library
+
+
+def install(num_devices: int, dtype: str) -> None:
+    """Have `torch.cuda` answer as on a machine of cards whose best 16-bit format is `dtype`."""
+    cuda, stream = torch.cuda, Stream()
+    answers: dict[str, Any] = {
+        "is_available": True, "is_initialized": True, "device_count": num_devices,
+        "current_device": 0, "init": None, "_lazy_init": None, "set_device": None,
+        "current_stream": stream, "default_stream": stream, "set_stream": None,
+        "manual_seed": None, "manual_seed_all": None, "set_rng_state": None,
+        "get_device_capability": CAPABILITIES[dtype], "get_device_name": "Pretended card",
+        "mem_get_info": (140 << 30, 141 << 30),
+    }  # fmt: skip
+    for name, answer in answers.items():
+        setattr(cuda, name, lambda *_, _answer=answer, **__: _answer)
+    cuda.is_bf16_supported = lambda including_emulation=True: (
+        including_emulation or dtype == "bfloat16"
+    )
+    cuda.Stream, cuda.Event = Stream, Event
+    cuda.stream = lambda _: contextlib.nullcontext()
+    cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
+    cuda.synchronize = lambda *_: CALLS.update(["synchronize"])
+    cuda.empty_cache = lambda: CALLS.update(["empty_cache"])
+    # Pinning needs a driver; what is pinned on a card is plain memory here.
+    torch.Tensor.pin_memory = lambda self, *_: self
+    torch.Tensor.is_pinned = lambda *_: False
+    torch.nn.Module._apply = apply_to_tensors
+
+
+def apply_to_tensors(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
+    """As `nn.Module._apply`, but with new parameters: a pretended tensor cannot take the place of
+    a real one inside its parameter. Tied parameters stay tied."""
+    changed: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(tensor: Tensor) -> Tensor:
+        if id(tensor) not in changed:
+            with torch.no_grad():
+                new = change(tensor)
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, tensor.requires_grad)
+            changed[id(tensor)] = tensor, new  # with the old one, so that no other gets its id
+        return changed[id(tensor)][1]
+
+    for part in module.modules() if recurse else [module]:
+        for tensors in (part._parameters, part._buffers):
+            tensors.update({name: of(x) for name, x in tensors.items() if x is not None})
+    return module

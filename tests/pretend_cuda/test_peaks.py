@@ -1,0 +1,113 @@
+"""Tier T1: real shapes on pretended cards, and what we say of their peaks, FLOPs and waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.pretend_cuda.trial import LONGEST, SHAPES, Case
+from verl.memory.estimate import Setting, estimate
+from verl.memory.needs import ASLEEP, Phase, Place
+from verl.memory.shape import ModelShape
+from verl.workers.models import LOGITS_PER_CHUNK
+
+pytestmark = [pytest.mark.pretend_cuda, pytest.mark.slow, pytest.mark.timeout(1800)]
+CASES = [
+    {"algorithm": algorithm, "shape": shape, "world": world, "budget": budget}
+    for algorithm in ("grpo", "ppo")
+    for shape, world, budget in (
+        ("1.5B", 1, 16384), ("3B", 8, 16384), ("7B", 8, 16384), ("32B", 16, 8192),
+    )
+]  # fmt: skip
+PHASES = {
+    "log_probs": (Phase.LOG_PROBS,),
+    "ref_log_probs": (Phase.REF_LOG_PROBS,),
+    "values": (Phase.VALUES,),
+    "update_critic": (Phase.UPDATE_CRITIC, Phase.STEP_CRITIC),
+    "update_actor": (Phase.UPDATE_ACTOR, Phase.STEP_ACTOR),
+}
+NOT_OURS = ("rank's context", "engine, asleep")
+"""Needs that no operation of the trainer makes."""
+
+
+def name(case: dict[str, Any]) -> str:
+    return f"{case['algorithm']}-{case['shape']}x{case['world']}"
+
+
+@pytest.fixture(scope="module")
+def outcomes(try_out: Callable[..., Any]) -> dict[str, Any]:
+    """Outcome of each case."""
+    return {name(case): found for case, found in zip(CASES, try_out(CASES), strict=True)}
+
+
+def expected_peak(case: Case, phases: tuple[Phase, ...]) -> int:
+    """What `verl.memory` says a rank holds of its device in the worst of `phases`."""
+    assert ASLEEP.issuperset(phases)
+    shape = ModelShape.of(SHAPES[case.shape].facts().to_dict())
+    assert shape is not None
+    setting = Setting(shape, shape, on_gpu=True, device_bytes=80 << 30, compute_dtype=case.dtype)
+    found = estimate(case.config(), setting)
+    return max(
+        sum(n.bytes for n in found.at(Place.DEVICE, phase) if n.what not in NOT_OURS)
+        for phase in phases
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_peaks_are_those_of_the_estimate(case: dict[str, Any], outcomes: dict[str, Any]) -> None:
+    """Each pass takes at most 15 % more or less than the memory estimate says."""
+    found = outcomes[name(case)]
+    assert not found["error"]
+    ratios = {
+        phase: cost["peak"] / expected_peak(Case(**case), PHASES[phase])
+        for phase, cost in found["phases"].items()
+    }
+    assert {phase: ratio for phase, ratio in ratios.items() if not 0.85 < ratio < 1.15} == {}
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_an_update_waits_and_gathers_no_more_than_it_must(
+    case: dict[str, Any], outcomes: dict[str, Any]
+) -> None:
+    """The table of what costs time on a card; whoever adds a wait or a gather changes it here."""
+    made = Case(**case)
+    minis, groups = made.micro_batches, SHAPES[made.shape].layers + 1  # blocks, and the rest
+    found = outcomes[name(case)]["phases"]["update_actor"]
+    costs, tokens = found["costs"], minis * (made.budget // LONGEST) * LONGEST
+    if made.world > 1:
+        # Forward gathers each group, backward all but the last, which is still there.
+        assert costs["collectives"]["allgather_base"] == minis * (2 * groups - 1)
+        assert costs["collectives"]["reduce_scatter_base"] == minis * groups
+        assert costs["collectives"]["all_reduce"] == 1, "the gradient's norm"
+    assert costs["collectives"]["allreduce"] == 3, "micro-batches, sums, largest mismatch"
+    waits = {
+        "copy to host in workers/fsdp.py:_reduce": 3,
+        "copy to host in workers/actor.py:_loss": 2 * minis,
+        "item in workers/actor.py:update": minis,
+        "item in workers/fsdp.py:step": 1,
+    }
+    assert costs["syncs"] == waits
+    assert costs["bytes_to_device"] < 48 * tokens, "ids, and a few columns of the loss"
+    assert found["calls"].get("empty_cache", 0) == 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_flops_of_an_update(case: dict[str, Any], outcomes: dict[str, Any]) -> None:
+    """Two a weight and token forward, four backward and two to recompute, but for each block's last
+    product, whose result nobody needs again; the head only where tokens are learned from."""
+    made, shape = Case(**case), SHAPES[case["shape"]]
+    sequences = made.micro_batches * (made.budget // LONGEST)
+    learned, tokens = 400 * sequences, LONGEST * sequences
+    facts = ModelShape.of(shape.facts().to_dict())
+    assert facts is not None
+    block = sum(linear.inputs * linear.outputs for linear in facts.linears)
+    trunk = shape.layers * tokens * (8 * block - 2 * shape.hidden * shape.intermediate)
+    assert learned * shape.vocab > LOGITS_PER_CHUNK, "the head is recomputed chunk by chunk"
+    expected = trunk + 8 * learned * shape.vocab * shape.hidden
+    found = outcomes[name(case)]["phases"]["update_actor"]["flops"]
+    assert found["products"] == pytest.approx(expected, rel=0.01)
+    # A product forward and its like again, and five backward, each of half a square.
+    squares = shape.layers * facts.query_size * tokens * LONGEST
+    assert found["attention"] == pytest.approx((2 + 2 + 5) * squares, rel=0.01)

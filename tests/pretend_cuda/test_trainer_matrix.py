@@ -1,0 +1,69 @@
+"""Tier T0: each way of training on a card without a number in it, through the unmodified worker.
+
+What a card refuses is refused here too: operations on tensors of two devices, and collectives on a
+device that the process group has no backend for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.pretend_cuda
+OFFLOADS = ("none", "param", "optimizer", "reference")
+CASES = [
+    {"algorithm": algorithm, "offload": offload, "world": world, "dtype": dtype, "budget": 512,
+     "micro_batches": 2 if world == 8 else 1}
+    for algorithm, offload, world, dtype in itertools.product(
+        ("grpo", "ppo", "lora", "sft"), OFFLOADS, (1, 2, 8), ("bfloat16",)
+    )
+    if algorithm != "sft" or offload == "none"  # SFT has no such option
+]  # fmt: skip
+
+
+def name(case: dict[str, Any]) -> str:
+    return "-".join(str(case[key]) for key in ("algorithm", "offload", "world", "dtype"))
+
+
+ONLY_NCCL = {"algorithm": "grpo", "offload": "param", "world": 2, "dtype": "bfloat16",
+             "budget": 512, "micro_batches": 1, "only_nccl": True}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes(try_out: Callable[..., Any]) -> dict[str, Any]:
+    """Outcome of each case."""
+    names = [*map(name, CASES), "only NCCL"]
+    return dict(zip(names, try_out([*CASES, ONLY_NCCL]), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_a_step_runs_and_leaves_nothing_on_the_device(
+    case: dict[str, Any], outcomes: dict[str, Any]
+) -> None:
+    """Every pass and update works with the devices that a card has, and frees what it took."""
+    found = outcomes[name(case)]
+    assert not found["error"]
+    assert "update_actor" in found["phases"]
+    left = {phase: cost["left"] for phase, cost in found["phases"].items() if cost["left"]}
+    assert left == {}
+
+
+def test_offloaded_state_is_not_on_the_device(outcomes: dict[str, Any]) -> None:
+    """Each offload takes off the device between steps what it says; the ledger counts bytes."""
+    held = {offload: outcomes[f"ppo-{offload}-2-bfloat16"]["held"] for offload in OFFLOADS}
+    assert held["param"] < 0.05 * held["none"]
+    assert held["none"] > held["reference"] > held["optimizer"]
+
+
+def test_more_ranks_hold_less(outcomes: dict[str, Any]) -> None:
+    """A rank of eight holds an eighth of the weights and their moments."""
+    one, eight = (outcomes[f"grpo-none-{world}-bfloat16"]["held"] for world in (1, 8))
+    assert eight == pytest.approx(one / 8, rel=0.05)
+
+
+def test_a_group_without_gloo_is_found_out(outcomes: dict[str, Any]) -> None:
+    """The defect that this tier was made for: the norm of offloaded gradients, reduced by NCCL."""
+    assert "No backend type associated with device type cpu" in outcomes["only NCCL"]["error"]

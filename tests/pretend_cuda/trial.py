@@ -1,0 +1,298 @@
+"""Training ranks on a pretended card: each case of a JSON list, run and told as a JSON line.
+
+Rank 0 of a world whose other ranks never answer and need not: its collectives return at once.
+Only where weights come from is ours; worker, engines and losses are the product's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from tests.pretend_cuda import machine
+from tests.pretend_cuda.ledger import Ledger
+from tests.pretend_cuda.mode import PretendCuda
+from verl.config import Config
+from verl.core_algos.losses import loss_weights
+from verl.protocol import DataProto
+from verl.trainer import sft
+from verl.workers import lora, models, trainer_worker
+
+LONGEST, PROMPT = 1500, 300
+BACKENDS = {"cpu:gloo,cuda:nccl": "cpu:fake,cuda:fake"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Qwen2."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+    is_tied: bool
+
+    def facts(self) -> Qwen2Config:
+        return Qwen2Config(
+            vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers, num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads, tie_word_embeddings=self.is_tied,
+        )  # fmt: skip
+
+
+SHAPES = {
+    "tiny": Shape(64, 2, 4, 2, 128, 256, True),
+    "1.5B": Shape(1536, 28, 12, 2, 8960, 151936, True),
+    "3B": Shape(2048, 36, 16, 2, 11008, 151936, True),
+    "7B": Shape(3584, 28, 28, 4, 18944, 152064, False),
+    "32B": Shape(5120, 64, 40, 8, 27648, 152064, False),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One trial."""
+
+    algorithm: str
+    """grpo, ppo, lora (GRPO with an adapter) or sft."""
+    offload: str = "none"
+    """none, param, optimizer or reference."""
+    world: int = 1
+    dtype: str = "bfloat16"
+    shape: str = "tiny"
+    budget: int = 4096
+    """Tokens of one packed forward."""
+    micro_batches: int = 2
+    """Of an update."""
+    layers: int = 0
+    """Instead of the shape's own; 0 keeps them."""
+    only_nccl: bool = False
+    """Serve no tensors of the host, whatever the product asks for."""
+
+    def config(self) -> Config:
+        config = Config()
+        section = config.actor_rollout_ref
+        section.model.path = "pretended"
+        config.algorithm.adv_estimator = "gae" if self.algorithm == "ppo" else "grpo"
+        config.trainer.n_gpus_per_node, config.trainer.device = self.world, "cuda"
+        config.trainer.compute_dtype = self.dtype
+        section.actor.use_kl_loss = True
+        section.actor.ppo_max_token_len_per_gpu = self.budget
+        config.critic.ppo_max_token_len_per_gpu = self.budget
+        for held in (section.actor, config.critic.model):
+            held.fsdp_config.param_offload = self.offload == "param"
+            held.fsdp_config.optimizer_offload = self.offload == "optimizer"
+        section.ref.fsdp_config.param_offload = self.offload in ("param", "reference")
+        if self.algorithm == "lora":
+            section.model.lora_rank = 8
+        return config
+
+
+@dataclass
+class Phase:
+    """What one call of the worker cost."""
+
+    seconds: float
+    peak: int
+    """Bytes on the device at most."""
+    left: int
+    """Bytes more on the device than before the call."""
+    flops: dict[str, int]
+    costs: dict[str, Any]
+    calls: dict[str, int]
+    """Of `torch.cuda` functions."""
+
+
+@dataclass
+class Outcome:
+    """What a trial found."""
+
+    case: Case
+    error: str = ""
+    phases: dict[str, Phase] = field(default_factory=dict)
+    held: int = 0
+    """Bytes on the device between two steps."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Trial:
+    """A card, and what happens on it."""
+
+    case: Case
+    ledger: Ledger
+    mode: PretendCuda
+    outcome: Outcome
+
+    def phase(self, name: str, call: Callable[[], Any]) -> Any:
+        """Run one call of the product and note its costs."""
+        ledger, before, start = self.ledger, self.ledger.live, time.perf_counter()
+        ledger.peak = before
+        ledger.flops.clear()
+        self.mode.costs.take()
+        machine.CALLS.clear()
+        with self.mode:
+            result = call()
+        self.outcome.phases[name] = Phase(
+            time.perf_counter() - start, ledger.peak, ledger.live - before, dict(ledger.flops),
+            self.mode.costs.take(), dict(machine.CALLS),
+        )  # fmt: skip
+        return result
+
+    def run(self) -> None:
+        if self.case.algorithm == "sft":
+            self.supervised()
+        else:
+            self.reinforced()
+
+    def reinforced(self) -> None:
+        """What a step asks of a rank."""
+        config, world = self.case.config(), self.case.world
+        with self.mode:
+            worker = trainer_worker.TrainerWorker(config, 0, world, "127.0.0.1", 1, 100)
+        self.see(worker.engines.values())
+        batch = make_batch(self.case)
+        self.phase("log_probs", lambda: worker.log_probs(batch))
+        self.phase("ref_log_probs", lambda: worker.ref_log_probs(batch))
+        if worker.critic is not None:
+            self.phase("values", lambda: worker.values(batch))
+            self.phase("update_critic", lambda: worker.update_critic(batch))
+        found = self.phase("update_actor", lambda: worker.update_actor(batch))
+        self.outcome.metrics = {name: float(value) for name, value in found.items()}
+        if self.case.shape == "tiny":
+            with tempfile.TemporaryDirectory() as folder:
+                self.phase("save_weights", lambda: worker.save_weights(folder, self.case.dtype))
+        self.outcome.held = self.ledger.live
+        worker.shutdown()
+
+    def supervised(self) -> None:
+        """A step of supervised fine-tuning."""
+        device = torch.device("cuda", 0)
+        config = sft.SftConfig(
+            model_path="pretended", train_file="none", output_dir="none", steps=4,
+            device="cuda", compute_dtype=self.case.dtype,
+        )  # fmt: skip
+        with self.mode:
+            trainer_worker.join_process_group(device, 0, self.case.world)
+            lm = trainer_worker.load_causal_lm("pretended")
+            engine = sft.build_engine(config, lm, device)
+        self.see([engine])
+        batch = make_batch(self.case)
+        self.phase("update_actor", lambda: sft.train_step(engine, batch, self.case.budget))
+        self.outcome.held = self.ledger.live
+        dist.destroy_process_group()
+
+    def see(self, engines: Any) -> None:
+        """Count what was built before the ledger could see it being made."""
+        gc.collect()
+        for engine in engines:
+            self.ledger.see([*engine.module.parameters(), *engine.module.buffers()])
+            states = engine.optimizer.state.values() if engine.optimizer is not None else ()
+            self.ledger.see(value for state in states for value in state.values())
+
+
+def make_batch(case: Case) -> DataProto:
+    """Sequences with an observation each, as long as a budget of the case allows."""
+    longest = min(LONGEST, case.budget)
+    lengths = [longest] * (case.micro_batches * (case.budget // longest))
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    total = int(offsets[-1])
+    mask = torch.zeros(total, dtype=torch.bool)
+    for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        mask[start + PROMPT : start + PROMPT + 200] = True
+        mask[end - 200 : end] = True
+    names = ("advantages", "returns", "values", "old_log_probs", "ref_log_probs",
+             "rollout_log_probs")  # fmt: skip
+    tokens = {name: torch.zeros(total) for name in names}
+    tokens |= {
+        "input_ids": torch.zeros(total, dtype=torch.int64),
+        "policy_mask": mask, "loss_mask": mask,
+        "loss_weights": loss_weights(mask, offsets, "token-mean"),
+    }  # fmt: skip
+    return DataProto(offsets, tokens, columns={"group": ["0/0"] * len(lengths)})
+
+
+@contextlib.contextmanager
+def card(case: Case, mode: PretendCuda) -> Iterator[None]:
+    """Weights come from nowhere, and NCCL and gloo are torch's fake process group."""
+    shape = SHAPES[case.shape]
+    facts = shape.facts()
+    facts.num_hidden_layers = case.layers or shape.layers
+    join, head = dist.init_process_group, models.build_value_head
+
+    def fake_join(backend: str, rank: int, world_size: int, **_: Any) -> None:
+        served = "cuda:fake" if case.only_nccl else BACKENDS[backend]
+        join(served, rank=rank, world_size=world_size, store=FakeStore())
+
+    def fake_load(path: str, dtype: torch.dtype = torch.float32) -> Any:
+        with mode.fake:
+            lm = AutoModelForCausalLM.from_config(
+                facts, dtype=dtype, attn_implementation=models.PACKED
+            ).to("cuda:0")
+        lm.tie_weights()
+        return lm
+
+    def fake_head(lm: Any) -> nn.Module:
+        with mode:
+            return head(lm).to("cuda:0")
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (dist, "init_process_group", fake_join),
+        *((module, "load_causal_lm", fake_load) for module in (trainer_worker, sft)),
+        *((module, "build_value_head", fake_head) for module in (models, lora)),
+    ]
+    before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
+    for module, name, value in replaced:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run(case: Case, ledger: Ledger) -> Outcome:
+    """One trial; what fails in it is part of the outcome."""
+    outcome, mode = Outcome(case), PretendCuda(ledger)
+    machine.install(case.world, case.dtype)
+    gc.collect()
+    with card(case, mode):
+        try:
+            Trial(case, ledger, mode, outcome).run()
+        except Exception as error:  # noqa: BLE001 - reported, and the next trial goes on
+            frames = traceback.extract_tb(error.__traceback__)
+            ours = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if "/verl/" in f.filename]
+            said = str(error).partition("\n")[0]
+            outcome.error = f"{type(error).__name__}: {said} at {' > '.join(ours)}"
+    return outcome
+
+
+def main() -> None:
+    ledger = Ledger()
+    gc.freeze()  # collecting what a trial left need not walk through all of torch
+    for facts in json.loads(sys.argv[2]):
+        sys.stdout.write(json.dumps(asdict(run(Case(**facts), ledger))) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
