@@ -88,6 +88,11 @@ class ModelShape:
         )
 
     @property
+    def linear_weights(self) -> int:
+        """Values of the linear layers' matrices in all blocks, without biases."""
+        return self.layers * sum(linear.inputs * linear.outputs for linear in self.linears)
+
+    @property
     def block_tensors(self) -> tuple[int, ...]:
         """Values of each tensor of one block."""
         weights = [linear.inputs * linear.outputs for linear in self.linears]

@@ -31,8 +31,8 @@ def memory_problems(config: Config) -> Iterator[SearchR1Error]:
     how = config.trainer.memory_preflight
     if how == "off":
         return
-    policy = _shape(config.actor_rollout_ref.model.path)
-    critic = _shape(config.critic.model.path or config.actor_rollout_ref.model.path)
+    policy = read_shape(config.actor_rollout_ref.model.path)
+    critic = read_shape(config.critic.model.path or config.actor_rollout_ref.model.path)
     if policy is None or critic is None:
         known = ", ".join(KNOWN_TYPES)
         logger.info("memory: not estimated; it is for local or cached models of type %s", known)
@@ -78,7 +78,7 @@ def _setting(
     return Setting(policy, critic, on_gpu, total, dtype)
 
 
-def _shape(path: str) -> ModelShape | None:
+def read_shape(path: str) -> ModelShape | None:
     """The model's sizes, from its folder or the hub's cache; None where they are not known."""
     try:
         facts = AutoConfig.from_pretrained(path, local_files_only=True)
