@@ -27,6 +27,8 @@ class ModelFlops:
     """The head gives one value instead of a logit for each entry of the vocabulary."""
     adapter: int = 0
     """Parameters of a LoRA adapter, below which the model is frozen; 0 where all of it learns."""
+    has_checkpointing: bool = False
+    """Blocks keep their input alone, and compute their forward again in backward."""
 
     def _attention(self, lengths: Sequence[int]) -> int:
         """Scores and sums of values: 4 · heads · head_dim · n² / 2 for each layer and sequence."""
@@ -58,12 +60,14 @@ class ModelFlops:
         return self.forward(lengths, num_wanted) + self.backward(lengths, num_wanted)
 
     def recomputed(self, lengths: Sequence[int], num_wanted: int = 0) -> int:
-        """What gradient checkpointing adds to an update: the blocks' forward once more.
+        """What an update does a second time: blocks with checkpointing, and `num_wanted` logits.
 
         torch stops before a block's last product, whose result backward does not need (but where
-        an adapter follows it). `num_wanted` are the tokens whose logits are computed again.
+        an adapter follows it).
         """
-        again = self.forward(lengths, 0) + self._head(num_wanted)
+        if not self.has_checkpointing:
+            return self._head(num_wanted)
+        again = self.forward(lengths, num_wanted)
         last = 0 if self.adapter else self.shape.layers * self.shape.hidden
         return again - 2 * last * self.shape.intermediate * sum(lengths)
 

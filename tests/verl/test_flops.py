@@ -93,7 +93,7 @@ def test_what_checkpointing_computes_again_is_counted_apart(name: str) -> None:
     """The model's FLOPs stay what they are; backward is longer by `recomputed`."""
     lm, shape = build(CONFIGS[name])
     lm.gradient_checkpointing_enable({"use_reentrant": False})
-    flops, wanted = ModelFlops(shape), len(inputs().wanted)
+    flops, wanted = ModelFlops(shape, has_checkpointing=True), len(inputs().wanted)
     backward = flops.backward(LENGTHS, wanted) + flops.recomputed(LENGTHS)
     assert counted(LogProbModel(lm), 1.0) == (flops.forward(LENGTHS, wanted), backward)
 
@@ -103,8 +103,7 @@ def test_logits_that_come_in_chunks_are_computed_again(monkeypatch: pytest.Monke
     monkeypatch.setattr("verl.workers.models.LOGITS_PER_CHUNK", 8 * VOCAB)
     lm, shape = build(CONFIGS["qwen2, tied"])
     flops, wanted = ModelFlops(shape), len(inputs().wanted)
-    again = flops.recomputed(LENGTHS, wanted) - flops.recomputed(LENGTHS)
-    backward = flops.backward(LENGTHS, wanted) + again
+    backward = flops.backward(LENGTHS, wanted) + flops.recomputed(LENGTHS, wanted)
     assert counted(LogProbModel(lm), 1.0) == (flops.forward(LENGTHS, wanted), backward)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from verl.config import Config
 from verl.errors import SaveError
+from verl.flops import peak_flops
 from verl.protocol import Agent, DataProto
 from verl.single_controller.dispatch import join_tokens, split_by_tokens
 from verl.single_controller.lifeline import MARK, Lifeline
@@ -29,7 +30,7 @@ from verl.trainer.cluster import anchored, check_nodes, uses_gpus
 from verl.trainer.metrics import Metrics
 from verl.trainer.resilience.replicas import RolloutReplicas
 from verl.trainer.resilience.restarts import Restarts
-from verl.workers.devices import DETERMINISTIC_ENV, engine_takes_adapter
+from verl.workers.devices import DETERMINISTIC_ENV, PeakMemory, engine_takes_adapter
 from verl.workers.network import forwarded
 from verl.workers.node_folder import on_node
 from verl.workers.rollout import RolloutReplica
@@ -78,13 +79,16 @@ class TrainerRanks:
         """Write the policy's adapter as peft's folder."""
         self.group.call("save_adapter", str(directory.absolute()))
 
-    def hand_over_weights(self, directory: Path, dtype: str) -> None:
-        """Write the policy on each node, for its engines: see `node_folder.on_node`."""
-        self.group.scatter("hand_over_weights", self._on_nodes(directory), dtype)
+    def hand_over_weights(self, directory: Path, dtype: str) -> float:
+        """Write the policy on each node, for its engines: see `node_folder.on_node`.
 
-    def hand_over_adapter(self, directory: Path) -> None:
-        """Write the policy's adapter on each node, for its engines: see `node_folder.on_node`."""
-        self.group.scatter("hand_over_adapter", self._on_nodes(directory))
+        Returns the seconds of writing files, of the node that took longest.
+        """
+        return max(self.group.scatter("hand_over_weights", self._on_nodes(directory), dtype))
+
+    def hand_over_adapter(self, directory: Path) -> float:
+        """Write the policy's adapter, as `hand_over_weights` does the policy."""
+        return max(self.group.scatter("hand_over_adapter", self._on_nodes(directory)))
 
     def _on_nodes(self, directory: Path) -> list[str]:
         return [str(on_node(directory, place.node_id)) for place in self.group.places()]
@@ -124,6 +128,17 @@ class TrainerRanks:
     def make_room(self) -> None:
         """Give back the devices' memory that holds nothing."""
         self.group.call("make_room")
+
+    def take_peak_memory(self) -> PeakMemory | None:
+        """The most that any rank held of its device since the last call; None on CPU."""
+        peaks = [peak for peak in self.group.call("take_peak_memory") if peak is not None]
+        if not peaks:
+            return None
+        return PeakMemory(max(p.allocated for p in peaks), max(p.reserved for p in peaks))
+
+    def peak_flops(self) -> float | None:
+        """FLOP/s of a rank's card at most; None where that is not known, as on CPU."""
+        return peak_flops(*self.group.call("card")[0])
 
     def shutdown(self) -> None:
         """End the ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from verl.trainer.groups import TrainerRanks
 from verl.trainer.guard.collapse import DRIFT, SHIFT
 from verl.trainer.guard.drift import mean_drift, policy_shift, probe
 from verl.trainer.metrics import Metrics, mean_by_key
+from verl.trainer.performance import WorkCounter
 
 
 @dataclass
@@ -22,6 +23,11 @@ class Learner:
 
     config: Config
     ranks: TrainerRanks
+    work: WorkCounter = field(init=False)
+    """FLOPs by phase of the step, under the names of its clocks."""
+
+    def __post_init__(self) -> None:
+        self.work = WorkCounter(self.config)
 
     @property
     def advantage(self) -> AdvantageEstimator:
@@ -36,13 +42,16 @@ class Learner:
         """
         if self.config.updates_per_step > 1 or self.config.kl_in_reward:
             batch.tokens["old_log_probs"] = self.ranks.log_probs(batch)
+            self.work.looks("old_log_prob", self.work.policy, batch)
         if self.config.needs_reference:
             batch.tokens["ref_log_probs"] = self.ranks.ref_log_probs(batch)
+            self.work.looks("old_log_prob", self.work.reference, batch)
 
     def add_values(self, batch: DataProto) -> None:
         """The critic's view of the states, for estimators that ask for it."""
         if self.advantage.needs_critic:
             batch.tokens["values"] = self.ranks.values(batch)
+            self.work.looks("values", self.work.critic, batch)
 
     def mini_batches(self, batch: DataProto, step: int, size: int, epochs: int) -> list[DataProto]:
         """The step's mini-batches, in an order that depends on seed and step alone."""
@@ -56,6 +65,8 @@ class Learner:
         critic = self.config.critic
         size = critic.ppo_mini_batch_size or self.config.actor_rollout_ref.actor.ppo_mini_batch_size
         minis = self.mini_batches(batch, step, size, critic.ppo_epochs)
+        for mini in minis:
+            self.work.learns("update_critic", self.work.critic, mini)
         return mean_by_key([self.ranks.update_critic(mini) for mini in minis])
 
     def update_actor(self, batch: DataProto, step: int) -> Metrics:
@@ -66,6 +77,8 @@ class Learner:
         minis = self.mini_batches(batch, step, actor.ppo_mini_batch_size, actor.ppo_epochs)
         if not self.config.needs_every_trajectory:
             minis = [with_gradient(mini) for mini in minis]
+        for mini in minis:
+            self.work.learns("update_actor", self.work.policy, mini)
         found = [self.ranks.update_actor(mini) for mini in minis]
         # Without any trajectory to learn from, an update has no entropy and no gradient to report.
         return mean_by_key([row for mini, row in zip(minis, found, strict=True) if len(mini)])

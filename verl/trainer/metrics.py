@@ -17,7 +17,10 @@ Metrics = dict[str, float]
 
 
 class Timings:
-    """Wall seconds of the named phases of one step; a phase entered twice adds up."""
+    """Wall seconds of the named phases of one step; a phase entered twice adds up.
+
+    `PHASE/PART` is a part of a phase, whose seconds are in the phase's already.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -32,10 +35,19 @@ class Timings:
         finally:
             self.seconds[name] += time.perf_counter() - start
 
+    @property
+    def step(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._start
+
+    @property
+    def of_phases(self) -> float:
+        """Seconds of all phases together."""
+        return sum(s for name, s in self.seconds.items() if "/" not in name)
+
     def metrics(self) -> Metrics:
         """`timing_s/NAME` of each phase, and of the whole step."""
-        total = time.perf_counter() - self._start
-        return {f"timing_s/{name}": s for name, s in {**self.seconds, "step": total}.items()}
+        return {f"timing_s/{name}": s for name, s in {**self.seconds, "step": self.step}.items()}
 
 
 def spread(name: str, values: Sequence[float]) -> Metrics:
@@ -110,12 +122,13 @@ def advantage_metrics(batch: DataProto) -> Metrics:
     return {k: v for n, values in found.items() for k, v in spread(f"critic/{n}", values).items()}
 
 
-def throughput_metrics(batch: DataProto, timings: Timings) -> Metrics:
-    """Tokens of the step, and tokens per second of its phases together."""
-    seconds = sum(timings.seconds.values())
+def throughput_metrics(batch: DataProto, timings: Timings, num_ranks: int) -> Metrics:
+    """Tokens of the step, per second of its phases together, and of the whole step for a rank."""
+    tokens = float(batch.num_tokens)
     return {
-        "perf/total_num_tokens": float(batch.num_tokens),
-        "perf/throughput": batch.num_tokens / max(seconds, 1e-9),
+        "perf/total_num_tokens": tokens,
+        "perf/throughput": tokens / max(timings.of_phases, 1e-9),
+        "perf/tokens_per_second_per_gpu": tokens / max(timings.step, 1e-9) / num_ranks,
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from verl.config import Config
 from verl.core_algos.kl import KLController
 from verl.data import PromptSampler
 from verl.errors import CollapseError, Interrupted, RankLost, ReplicaLost, RetrieverOutage
-from verl.protocol import Prompt
+from verl.protocol import DataProto, Prompt
 from verl.reward import RewardFn, RewardManager, adapted
 from verl.tracking import Tracking
 from verl.trainer.collection import Collector
@@ -33,12 +34,8 @@ from verl.trainer.groups import RolloutReplicas, TrainerRanks
 from verl.trainer.guard.collapse import Verdict
 from verl.trainer.guard.watch import Watch
 from verl.trainer.learning import Learner
-from verl.trainer.metrics import (
-    Metrics,
-    Timings,
-    advantage_metrics,
-    throughput_metrics,
-)
+from verl.trainer.metrics import Metrics, advantage_metrics, throughput_metrics
+from verl.trainer.performance import RankTimings, speed_metrics
 from verl.trainer.resilience.outages import PatientRollout, Probe, always_there
 from verl.trainer.resilience.saving import LOST_RANK_S, SavePlan, Saver
 from verl.trainer.resilience.stopping import Stopper, end_of_time
@@ -90,6 +87,7 @@ class RayPPOTrainer:
         self.stopper = Stopper(end_of_time(self.config.trainer.time_limit), self.saver.expected_s)
         self.watch = Watch(self.config.trainer.guard, self.directory, self.saver.settle)
         self.learner = Learner(self.config, self.ranks)
+        self.peak_flops = self.ranks.peak_flops()
         self.reward = adapted(self.reward_fn)
         self.rollout = PatientRollout(
             self.replicas, self.config.retriever, self.probe, self.stopper.check
@@ -172,7 +170,7 @@ class RayPPOTrainer:
 
     def train_step(self) -> Metrics:
         """One step: sample, score, judge, learn, hand over the weights."""
-        timings = Timings()
+        timings = RankTimings(self.ranks.take_peak_memory)
         with self.stopper.interruptible():
             samples, metrics = self.collector.collect(self.step, timings)
         batch = assemble(samples, self.config)
@@ -190,9 +188,18 @@ class RayPPOTrainer:
         with timings.phase("guard"):
             metrics |= self.learner.drift(batch)
         with timings.phase("update_weights"):
-            self.update_weights()
-        performance = {**throughput_metrics(batch, timings), **timings.metrics()}
-        return {**metrics, **performance, **self.faults()}
+            parts = self.update_weights()
+        timings.seconds |= {f"update_weights/{part}": s for part, s in parts.items()}
+        return {**metrics, **self.performance(batch, timings), **self.faults()}
+
+    def performance(self, batch: DataProto, timings: RankTimings) -> Metrics:
+        """How fast the step was, and what it took of the devices."""
+        num_ranks, work = self.config.num_ranks, self.learner.work.take()
+        return {
+            **throughput_metrics(batch, timings, num_ranks),
+            **speed_metrics(work, timings.seconds, num_ranks, self.peak_flops),
+            **timings.metrics(),
+        }
 
     def recover(self, verdict: Verdict, metrics: Metrics) -> None:
         """After a collapse: go on from the last healthy weights, with a lower learning rate.
@@ -210,10 +217,12 @@ class RayPPOTrainer:
         self.ranks.scale_lr(self.watch.lr_scale)
         self.update_weights()
 
-    def update_weights(self) -> None:
-        """Bring the policy's weights into the engines."""
+    def update_weights(self) -> dict[str, float]:
+        """Bring the policy's weights into the engines; returns the seconds of each part."""
+        start = time.perf_counter()
         self.replicas.wake_up()
-        self.replicas.update_weights(self.ranks)
+        awake = time.perf_counter()
+        return {"wake_up": awake - start, **self.replicas.update_weights(self.ranks)}
 
     def validate(self) -> Metrics:
         """Score every validation row; dialogues go to `validation/step_N.jsonl`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -63,6 +65,30 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """`bfloat16` for torch.bfloat16: the name by which engines and files know it."""
     return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """The most bytes of a device that torch held at once in one process."""
+
+    allocated: int
+    """In tensors."""
+    reserved: int
+    """With what torch keeps for reuse."""
+
+
+def take_peak_memory(device: torch.device, reader: Any = torch.cuda) -> PeakMemory | None:
+    """The peak since the last call; None on CPU. `reader` answers as torch.cuda does."""
+    if device.type != "cuda":
+        return None
+    peak = PeakMemory(reader.max_memory_allocated(device), reader.max_memory_reserved(device))
+    reader.reset_peak_memory_stats(device)
+    return peak
+
+
+def card_name(device: torch.device) -> str:
+    """torch's name for the device, empty on CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def make_deterministic(device: torch.device) -> None:

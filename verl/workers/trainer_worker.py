@@ -10,6 +10,7 @@ import asyncio
 import os
 import random
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,16 @@ from verl.memory.machine import HostMemory
 from verl.protocol import DataProto
 from verl.workers.actor import DEFAULT_TOKEN_BUDGET, Actor, Metrics, TokenBudgets
 from verl.workers.critic import Critic
-from verl.workers.devices import make_deterministic, resolve_device, resolve_dtype, share_threads
+from verl.workers.devices import (
+    PeakMemory,
+    card_name,
+    dtype_name,
+    make_deterministic,
+    resolve_device,
+    resolve_dtype,
+    share_threads,
+    take_peak_memory,
+)
 from verl.workers.fsdp import EngineOptions, FsdpEngine
 from verl.workers.loading import loading_turn
 from verl.workers.lora import Role, adapted_engine, policy_adapter, policy_weights, share
@@ -215,15 +225,18 @@ class TrainerWorker:
         """Write the policy's adapter as peft's folder, once."""
         self._write_adapter(Path(directory), is_writer=self.rank == 0)
 
-    def hand_over_weights(self, directory: str | Path, dtype: str) -> None:
-        """As `save_weights`, but into a folder of each node's memory that goes with its rank."""
-        self._open(Path(directory))
-        self._write_weights(Path(directory), dtype, is_writer=self.is_first_of_node)
+    def hand_over_weights(self, directory: str | Path, dtype: str) -> float:
+        """As `save_weights`, but into a folder of each node's memory that goes with its rank.
 
-    def hand_over_adapter(self, directory: str | Path) -> None:
-        """As `save_adapter`, but into a folder of each node's memory that goes with its rank."""
+        Returns the seconds in which this rank wrote files.
+        """
         self._open(Path(directory))
-        self._write_adapter(Path(directory), is_writer=self.is_first_of_node)
+        return self._write_weights(Path(directory), dtype, is_writer=self.is_first_of_node)
+
+    def hand_over_adapter(self, directory: str | Path) -> float:
+        """As `save_adapter`, and otherwise as `hand_over_weights`."""
+        self._open(Path(directory))
+        return self._write_adapter(Path(directory), is_writer=self.is_first_of_node)
 
     @property
     def is_first_of_node(self) -> bool:
@@ -234,21 +247,25 @@ class TrainerWorker:
         if self.is_first_of_node and self._folder is None:
             self._folder = NodeFolder(directory)
 
-    def _write_weights(self, directory: Path, dtype: str, is_writer: bool) -> None:
-        """Every rank gives its shards; writers write them."""
-        named = policy_weights(self.actor.engine)
+    def _write_weights(self, directory: Path, dtype: str, is_writer: bool) -> float:
+        """Every rank gives its shards; writers write them. Returns the seconds of the writing."""
+        named, seconds = policy_weights(self.actor.engine), 0.0
         if is_writer:
-            write_weights(directory, named, self.model_config, dtype)
+            seconds = write_weights(directory, named, self.model_config, dtype)
         else:
             for _ in named:
                 pass
         dist.barrier()
+        return seconds
 
-    def _write_adapter(self, directory: Path, is_writer: bool) -> None:
-        adapter = policy_adapter(self.actor.engine)
+    def _write_adapter(self, directory: Path, is_writer: bool) -> float:
+        adapter, seconds = policy_adapter(self.actor.engine), 0.0
         if is_writer:
+            start = time.perf_counter()
             adapter.write(directory)
+            seconds = time.perf_counter() - start
         dist.barrier()
+        return seconds
 
     @property
     def engines(self) -> dict[str, FsdpEngine]:
@@ -288,6 +305,14 @@ class TrainerWorker:
         """Give back the memory of the device that torch keeps though nothing is in it."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def take_peak_memory(self) -> PeakMemory | None:
+        """The most that this rank held of its device since the last call; None on CPU."""
+        return take_peak_memory(self.device)
+
+    def card(self) -> tuple[str, str]:
+        """The name of this rank's card, empty on CPU, and of the dtype that it computes in."""
+        return card_name(self.device), dtype_name(self.dtype)
 
     def shutdown(self) -> None:
         """Leave the process group, and take the weights out of the node's memory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -38,26 +39,29 @@ def shards(named: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
 
 def write_weights(
     directory: Path, named: Iterable[tuple[str, Tensor]], config: PretrainedConfig, dtype: str
-) -> None:
+) -> float:
     """Write tensors as `dtype` (float32, bfloat16) with the model's config.
 
     Each file appears whole or not at all, and the old files of a reused directory disappear.
+    Returns the seconds in which files were written, without those in which tensors came.
     """
     directory.mkdir(parents=True, exist_ok=True)
     target = getattr(torch, dtype)
     index: dict[str, str] = {}
-    total = 0
+    total, seconds = 0, 0.0
     cast = ((name, tensor.to("cpu", target).contiguous()) for name, tensor in named)
     for number, shard in enumerate(shards(cast)):
         name = "model.safetensors" if number == 0 else f"model-{number:05d}.safetensors"
-        part = directory / f"{name}.tmp"
+        part, start = directory / f"{name}.tmp", time.perf_counter()
         save_file(shard, part, metadata={"format": "pt"})
         os.replace(part, directory / name)
+        seconds += time.perf_counter() - start
         index |= dict.fromkeys(shard, name)
         total += sum(t.nbytes for t in shard.values())
     _write_index(directory, index, total)
     config.dtype = dtype
     config.save_pretrained(directory)
+    return seconds
 
 
 def _write_index(directory: Path, index: dict[str, str], total: int) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from verl.protocol import DataProto, Origin, Prompt, Sampling, Segment, Status, Trajectory
 from verl.reward import Reward
+from verl.workers.devices import PeakMemory
 
 
 class RecordingReplicas:
@@ -34,8 +35,9 @@ class RecordingReplicas:
             start, segments=[*start.segments, spoken, seen], status=status, error="down"
         )
 
-    def update_weights(self, ranks: object) -> None:
+    def update_weights(self, ranks: object) -> dict[str, float]:
         self.log.append("update_weights")
+        return {"gather": 0.0, "write": 0.0, "load": 0.0}
 
     def sleep(self) -> None: ...
 
@@ -87,6 +89,12 @@ class RecordingRanks:
 
     def load_checkpoint(self, directory: Path) -> None:
         self.log.append(f"load {directory.name}")
+
+    def take_peak_memory(self) -> PeakMemory | None:
+        return None
+
+    def peak_flops(self) -> float | None:
+        return None
 
     def scale_lr(self, scale: float) -> None:
         self.log.append(f"scale_lr {scale:g}")

@@ -1,4 +1,4 @@
-"""What the driver makes of the answers of all ranks about a checkpoint."""
+"""What the driver makes of the answers of all ranks: checkpoints, memory, cards, seconds."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from verl.errors import SaveError
+from verl.single_controller.ray_group import Place
 from verl.trainer.groups import TrainerRanks
+from verl.workers.devices import PeakMemory
 
 
 class Answers:
@@ -18,6 +20,12 @@ class Answers:
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         return list(self.answers)
+
+    def scatter(self, method: str, shards: Sequence[Any], *arguments: Any) -> list[Any]:
+        return list(self.answers)
+
+    def places(self) -> list[Place]:
+        return [Place("node", "host", ()) for _ in self.answers]
 
 
 @pytest.mark.parametrize(("second_host", "fits"), [(79, True), (81, False)])
@@ -34,3 +42,25 @@ def test_one_rank_that_could_not_write_fails_the_checkpoint(tmp_path: Path) -> N
     for save in (failing.finish_checkpoint, lambda: failing.save_checkpoint(tmp_path)):
         with pytest.raises(SaveError, match="rank 1: OSError: No space left"):
             save()
+
+
+def test_the_peak_is_that_of_the_worst_rank() -> None:
+    """Of each figure, which may be another rank's; ranks on CPU have none."""
+    answers = [PeakMemory(3, 8), PeakMemory(5, 6)]
+    assert TrainerRanks(Answers(answers)).take_peak_memory() == PeakMemory(5, 8)
+    assert TrainerRanks(Answers([None, None])).take_peak_memory() is None
+
+
+@pytest.mark.parametrize(
+    ("card", "peak"), [(("NVIDIA H200", "bfloat16"), 989e12), (("", "float32"), None)]
+)
+def test_the_ranks_know_what_their_card_can_do(card: tuple[str, str], peak: float | None) -> None:
+    """The driver need not have one itself."""
+    assert TrainerRanks(Answers([card, card])).peak_flops() == peak
+
+
+def test_the_weights_are_written_when_the_slowest_node_is_done(tmp_path: Path) -> None:
+    """Ranks that write nothing say 0."""
+    ranks = TrainerRanks(Answers([1.5, 0.0, 2.5, 0.0]))
+    assert ranks.hand_over_weights(tmp_path, "bfloat16") == 2.5
+    assert ranks.hand_over_adapter(tmp_path) == 2.5

@@ -1,8 +1,18 @@
-"""The shares that the collapse guard watches, counted by hand."""
+"""The shares that the collapse guard watches and the rates of a step, counted by hand."""
 
-from verl.protocol import Prompt, Status, Trajectory
+import time
+
+import pytest
+import torch
+
+from verl.protocol import DataProto, Prompt, Status, Trajectory
 from verl.trainer.guard.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, SEARCH
-from verl.trainer.metrics import conduct_metrics, rollout_metrics
+from verl.trainer.metrics import (
+    Timings,
+    conduct_metrics,
+    rollout_metrics,
+    throughput_metrics,
+)
 
 PROMPT = Prompt("q", (1,), "nq", ("a",))
 
@@ -36,3 +46,21 @@ def test_an_agent_without_such_counts_has_fewer_metrics() -> None:
 def test_a_batch_of_failures_has_no_conduct() -> None:
     """Infrastructure alone never looks like a collapse."""
     assert conduct_metrics([played(Status.FAILED, 1)]) == {}
+
+
+def test_parts_of_a_phase_do_not_count_twice() -> None:
+    """The throughput divides by the phases' seconds, in which those of their parts are."""
+    timings = Timings()
+    timings.seconds |= {"gen": 2.0, "update_weights": 1.0, "update_weights/load": 0.75}
+    batch = DataProto(torch.tensor([0, 4, 12]))
+    assert throughput_metrics(batch, timings, 1)["perf/throughput"] == pytest.approx(12 / 3)
+    assert timings.metrics()["timing_s/update_weights/load"] == 0.75
+
+
+def test_tokens_of_a_gpu_are_over_the_whole_step() -> None:
+    """What lies between the phases counts too, and the ranks share the tokens."""
+    timings, batch = Timings(), DataProto(torch.tensor([0, 4, 12]))
+    time.sleep(0.02)
+    earlier = timings.step
+    found = throughput_metrics(batch, timings, 3)["perf/tokens_per_second_per_gpu"]
+    assert 12 / 3 / timings.step < found < 12 / 3 / earlier

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from verl.config import Config
-from verl.workers.devices import engine_takes_adapter, make_deterministic
+from verl.workers.devices import (
+    PeakMemory,
+    engine_takes_adapter,
+    make_deterministic,
+    take_peak_memory,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +51,32 @@ def test_an_engine_takes_the_adapter_where_that_is_faster(
     config.actor_rollout_ref.rollout.merge_adapter = merges
     config.trainer.device = device
     assert engine_takes_adapter(config) is expected
+
+
+class Memory:
+    """Answers as torch.cuda does, about one device."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def hold(self, num_bytes: int) -> None:
+        self.now, self.peak = num_bytes, max(self.peak, num_bytes)
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return self.peak
+
+    def max_memory_reserved(self, device: torch.device) -> int:
+        return self.peak + 2
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak = self.now
+
+
+def test_a_peak_is_that_since_the_last_call() -> None:
+    """What is held all the time is in each, what was given back is in none after its own."""
+    device, memory = torch.device("cuda"), Memory()
+    for held in (5, 9, 4):
+        memory.hold(held)
+    assert take_peak_memory(device, memory) == PeakMemory(9, 11)
+    assert take_peak_memory(device, memory) == PeakMemory(4, 6)
+    assert take_peak_memory(torch.device("cpu"), memory) is None

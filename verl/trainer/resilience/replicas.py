@@ -33,9 +33,13 @@ POLL_S = 5.0
 class Weights(Protocol):
     """Those that hold the policy, the training ranks; each node's write to its own `on_node`."""
 
-    def hand_over_weights(self, directory: Path, dtype: str) -> None: ...
+    def hand_over_weights(self, directory: Path, dtype: str) -> float:
+        """Returns the seconds in which files were written."""
+        ...
 
-    def hand_over_adapter(self, directory: Path) -> None: ...
+    def hand_over_adapter(self, directory: Path) -> float:
+        """Returns the seconds in which files were written."""
+        ...
 
 
 @dataclass
@@ -89,17 +93,22 @@ class RolloutReplicas:
             finished.update(zip(part, answer, strict=True))
         return [finished[i] for i in range(len(starts))]
 
-    def update_weights(self, ranks: Weights) -> None:
+    def update_weights(self, ranks: Weights) -> dict[str, float]:
         """Bring the actor's present weights into every engine; old cached prefixes are dropped.
 
-        Where engines take the policy's adapter, that alone travels.
+        Where engines take the policy's adapter, that alone travels. Returns the seconds of each
+        part: ranks gather and write, engines load.
         """
+        start = time.perf_counter()
         if self.takes_adapter:
-            ranks.hand_over_adapter(self._weights)
+            write = ranks.hand_over_adapter(self._weights)
         else:
-            ranks.hand_over_weights(self._weights, self.dtype)
+            write = ranks.hand_over_weights(self._weights, self.dtype)
+        written = time.perf_counter()
         self.version += 1
         self._ask("take", [self._present(i) for i in range(len(self.group))])
+        loaded = time.perf_counter()
+        return {"gather": written - start - write, "write": write, "load": loaded - written}
 
     def sleep(self) -> None:
         """Give the devices' memory to the training ranks."""

@@ -73,7 +73,8 @@ class Engines(InProcess):
         self.stops = False
         return LastWords(policy_of(start), self.server)
 
-    def update_weights(self, ranks: object) -> None: ...
+    def update_weights(self, ranks: object) -> dict[str, float]:
+        return {}
 
     def wake_up(self) -> None: ...
 
