@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from example.tiny import tiny_model
 from search_r1.search.local_server import LocalServer
+from tests.verl.trainer.documented import undocumented
 
 pytest.importorskip("vllm")
 
@@ -111,6 +112,18 @@ def test_engine_and_trainer_agree_after_every_update(ppo_run: Path) -> None:
 def test_every_row_is_validated_each_time(ppo_run: Path) -> None:
     """Eight rows in requests of five: none is dropped, before training and after each step."""
     assert [row["val/num_rows"] for row in metrics(ppo_run)] == [8, 8, 8]
+
+
+def test_every_metric_is_listed_with_its_unit(ppo_run: Path) -> None:
+    """docs/metrics.md has all that a run logs, and the parts of the hand-over are within it."""
+    first, *steps = metrics(ppo_run)
+    assert undocumented({name for row in (first, *steps) for name in row} - {"step"}) == []
+    for row in steps:
+        parts = [
+            row[f"timing_s/update_weights/{x}"] for x in ("wake_up", "gather", "write", "load")
+        ]
+        assert min(parts) >= 0 and sum(parts) <= row["timing_s/update_weights"]
+        assert row["perf/tflops/actor"] > 0 and row["perf/tflops/critic"] > 0
 
 
 def test_the_export_is_the_trained_model(world: dict[str, str], ppo_run: Path) -> None:

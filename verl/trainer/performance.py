@@ -19,7 +19,9 @@ from verl.trainer.options.memory import read_shape
 from verl.workers.devices import PeakMemory
 from verl.workers.models import LOGITS_PER_CHUNK
 
-PHASES_OF_RANKS = ("old_log_prob", "values", "update_critic", "update_actor", "update_weights")
+PHASES_OF_RANKS = (
+    "old_log_prob", "values", "update_critic", "update_actor", "guard", "update_weights",
+)  # fmt: skip
 """The phases of a step after which the ranks say how much memory they took."""
 GB = 1e9
 
@@ -36,7 +38,7 @@ class RankTimings(Timings):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the body under `name`."""
+        """Time the body under `name`; a phase of the ranks ends with a call to them."""
         with super().phase(name):
             yield
         if name in PHASES_OF_RANKS and (peak := self._take_peak()) is not None:

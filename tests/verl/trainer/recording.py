@@ -50,6 +50,8 @@ class RecordingRanks:
     def __init__(self, log: list[str]) -> None:
         self.log = log
         self.mini_batches: list[DataProto] = []
+        self.card: float | None = None
+        self.peak: PeakMemory | None = None
 
     def _zeros(self, name: str, batch: DataProto) -> torch.Tensor:
         self.log.append(name)
@@ -91,10 +93,10 @@ class RecordingRanks:
         self.log.append(f"load {directory.name}")
 
     def take_peak_memory(self) -> PeakMemory | None:
-        return None
+        return self.peak
 
     def peak_flops(self) -> float | None:
-        return None
+        return self.card
 
     def scale_lr(self, scale: float) -> None:
         self.log.append(f"scale_lr {scale:g}")

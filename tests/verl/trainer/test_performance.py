@@ -133,18 +133,18 @@ def peaks(*gigabytes: float) -> Iterator[PeakMemory]:
 
 
 def test_each_phase_of_the_ranks_has_its_own_peak() -> None:
-    """What came before the step is in none of them, and the engines' phases have none."""
-    readings = peaks(99, 3, 7)
+    """What came before the step is in none, nor is a phase in the next; the engines' have none."""
+    readings = peaks(99, 3, 7, 88, 5)
     timings = RankTimings(lambda: next(readings))
-    for name in ("gen", "old_log_prob", "adv", "update_actor"):
+    for name in ("gen", "old_log_prob", "adv", "update_actor", "guard", "update_weights"):
         with timings.phase(name):
             pass
     memory = {name: x for name, x in timings.metrics().items() if name.startswith("perf/")}
+    expected = {"old_log_prob": 3.0, "update_actor": 7.0, "guard": 88.0, "update_weights": 5.0}
     assert memory == {
-        "perf/device_memory_gb/old_log_prob/allocated": 3.0,
-        "perf/device_memory_gb/old_log_prob/reserved": 6.0,
-        "perf/device_memory_gb/update_actor/allocated": 7.0,
-        "perf/device_memory_gb/update_actor/reserved": 14.0,
+        f"perf/device_memory_gb/{phase}/{kind}": factor * x
+        for phase, x in expected.items()
+        for kind, factor in (("allocated", 1), ("reserved", 2))
     }
     assert next(readings, None) is None
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from example.tiny import tiny_llama
+from tests.verl.trainer.documented import undocumented
 from tests.verl.trainer.recording import (
     RecordingRanks,
     RecordingReplicas,
@@ -18,7 +20,9 @@ from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.errors import RetrieverError
 from verl.tracking import MemoryTracker, Tracking
+from verl.trainer.performance import PHASES_OF_RANKS
 from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.workers.devices import PeakMemory
 
 
 @pytest.fixture
@@ -43,11 +47,16 @@ def trainer(tmp_path: Path, log: list[str]) -> RayPPOTrainer:
     return build(config, log)
 
 
-def build(config: Config, log: list[str]) -> RayPPOTrainer:
-    tracker = MemoryTracker()
+def build(
+    config: Config,
+    log: list[str],
+    ranks: RecordingRanks | None = None,
+    tracker: MemoryTracker | None = None,
+) -> RayPPOTrainer:
+    tracker = tracker or MemoryTracker()
     return RayPPOTrainer(
         config=config,
-        ranks=RecordingRanks(log),
+        ranks=ranks or RecordingRanks(log),
         replicas=RecordingReplicas(log),
         train_prompts=prompts(8),
         val_prompts=prompts(10),
@@ -111,6 +120,25 @@ def test_the_old_policy_pass_is_spared_when_there_is_one_update(
     trainer.fit()
     assert "log_probs" not in log
     assert all("old_log_probs" not in mini.tokens for mini in trainer.ranks.mini_batches)
+
+
+def test_a_step_says_what_the_machine_did(trainer: RayPPOTrainer, tmp_path: Path) -> None:
+    """Utilisation, each phase's memory and the hand-over's parts, all listed in docs/metrics.md."""
+    tiny_llama(97).config.save_pretrained(tmp_path)
+    tracker, ranks = MemoryTracker(), RecordingRanks([])
+    ranks.card, ranks.peak = 1e12, PeakMemory(3_000_000_000, 4_000_000_000)
+    build(trainer.config, [], ranks, tracker).fit()
+    rows = [row for step, row in tracker.records if step]
+    assert undocumented({name for row in rows for name in row}) == []
+    for row in rows:
+        assert 0 < row["perf/mfu/actor"] == pytest.approx(row["perf/tflops/actor"])
+        assert 1 < row["perf/hfu/actor"] / row["perf/mfu/actor"] < 4 / 3
+        for phase in PHASES_OF_RANKS:
+            assert f"timing_s/{phase}" in row
+            assert row[f"perf/device_memory_gb/{phase}/allocated"] == 3.0
+            assert row[f"perf/device_memory_gb/{phase}/reserved"] == 4.0
+        parts = [s for name, s in row.items() if name.startswith("timing_s/update_weights/")]
+        assert len(parts) == 4 and sum(parts) <= row["timing_s/update_weights"]
 
 
 def test_line_15_n_steps_make_n_updates(trainer: RayPPOTrainer, log: list[str]) -> None:
