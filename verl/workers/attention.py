@@ -9,6 +9,7 @@ layer. No mask is built: transformers has none for a name it does not know.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,8 @@ def attend_one_by_one(
     `query` is (num_tokens, heads, head_dim), `key` and `value` have the key-value heads;
     `window` 0 means unlimited. Returns the shape of `query`.
     """
+    if query.is_cuda:  # the kernel there that needs no length x length matrix shares no heads
+        key, value = with_heads_of(query, key), with_heads_of(query, value)
     parts = [
         torch.split(x.transpose(0, 1)[None], bounds.lengths, dim=2) for x in (query, key, value)
     ]
@@ -74,44 +77,72 @@ def _mask(length: int, window: int, device: torch.device) -> dict[str, Any]:
     return {"attn_mask": ones.tril() & ones.triu(1 - window)}
 
 
-def attend_with_flash(
-    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int
-) -> Tensor:
-    """The same by the flash-attn package; 16-bit only."""
-    from flash_attn import flash_attn_varlen_func  # noqa: PLC0415 - optional, CUDA only
+def with_heads_of(query: Tensor, x: Tensor) -> Tensor:
+    """`x` (num_tokens, key-value heads, head_dim) with each head as often as queries share it."""
+    num_queries = query.shape[1] // x.shape[1]
+    return x.repeat_interleave(num_queries, dim=1) if num_queries > 1 else x
 
+
+def attend_with_flash(
+    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int,
+    kernel: Callable[..., Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """The same by the flash-attn package (2.4.1 or newer, or what `kernel` is); 16-bit only."""
+    if kernel is None:
+        from flash_attn import flash_attn_varlen_func  # noqa: PLC0415 - optional, CUDA only
+
+        kernel = flash_attn_varlen_func
     cu, longest = bounds.cu_seqlens, max(bounds.lengths)
-    return flash_attn_varlen_func(
+    return kernel(
         query, key, value, cu, cu, longest, longest, softmax_scale=scale, causal=True,
         window_size=(window - 1, 0) if window else (-1, -1),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
 
 
 def attend_with_torch_varlen(
-    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int
-) -> Tensor:
-    """The same by torch's own variable-length flash attention; 16-bit and CUDA only."""
-    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - newer torch only
+    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int,
+    kernel: Callable[..., Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """The same by torch's own variable-length flash attention (or `kernel`); 16-bit, CUDA only."""
+    if kernel is None:
+        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - newer torch only
 
+        kernel = varlen_attn
+    shares_heads = {}
+    if shares_key_heads(kernel):
+        shares_heads = {"enable_gqa": query.shape[1] != key.shape[1]}
+    else:
+        key, value = with_heads_of(query, key), with_heads_of(query, value)
     cu, longest = bounds.cu_seqlens, max(bounds.lengths)
-    return varlen_attn(
+    return kernel(
         query, key, value, cu, cu, longest, longest, scale=scale,
-        window_size=(window - 1 if window else -1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        window_size=(window - 1 if window else -1, 0), **shares_heads,
     )  # fmt: skip
 
 
 @functools.cache
+def shares_key_heads(kernel: Callable[..., Tensor]) -> bool:
+    """Whether several queries may share a key-value head in this torch's kernel: 2.12 and newer."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
+
+
+@functools.cache
 def cuda_kernel() -> VarlenKernel:
-    """The fastest kernel this installation has for 16-bit tensors on CUDA."""
+    """The fastest kernel for 16-bit tensors of this installation on this process's device.
+
+    Flash attention needs capability 8.0 (Ampere) or higher.
+    """
+    if torch.cuda.get_device_capability() < (8, 0):
+        return attend_one_by_one
     try:
-        import flash_attn  # noqa: F401, PLC0415 - optional
+        from flash_attn import flash_attn_varlen_func  # noqa: F401, PLC0415 - optional
     except ImportError:
         pass
     else:
         return attend_with_flash
     try:
-        import torch.nn.attention.varlen  # noqa: F401, PLC0415 - newer torch only
+        from torch.nn.attention import varlen  # noqa: F401, PLC0415 - newer torch only
     except ImportError:
         return attend_one_by_one
     return attend_with_torch_varlen
