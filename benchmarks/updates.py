@@ -74,7 +74,7 @@ def update(model: Path) -> str:
 def one_process(model: Path, times: int, deterministic: bool) -> None:
     """Print a digest and its seconds, `times` over."""
     if deterministic:
-        make_deterministic(torch.device("cpu"))
+        make_deterministic()
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     for _ in range(times):

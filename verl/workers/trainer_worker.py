@@ -105,7 +105,7 @@ class TrainerWorker:
         if self.device.type == "cpu":
             share_threads(min(world_size, config.trainer.n_gpus_per_node))
         if config.trainer.deterministic:
-            make_deterministic(self.device)
+            make_deterministic()
         self._join(master_addr, master_port)
         self._seed(config.trainer.seed)
         self.needs_critic = ADVANTAGES[config.algorithm.adv_estimator].needs_critic

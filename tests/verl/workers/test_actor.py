@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from example.tiny import tiny_llama
+from tests.verl.workers.operations import Seen
 from tests.verl.workers.ranks import VOCAB, make_batch
 from verl.config import ActorConfig, Config, OptimConfig
 from verl.protocol import DataProto
@@ -180,6 +181,26 @@ def test_trajectories_without_advantage_are_spared_where_they_have_no_gradient(
     norms = [make_actor(**options).update(b)["actor/grad_norm"] for b in (batch, few)]
     has_other_terms = not is_spared and "skip_zero_advantages" not in options
     assert (norms[1] != pytest.approx(norms[0], rel=1e-4)) is has_other_terms
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy_loss": "ppo", "use_kl_loss": True, "entropy_coeff": 0.1},
+        {"policy_loss": "gspo", "rollout_is": "sequence", "rollout_mask_threshold": 8.0},
+        {"policy_loss": "cispo", "llds_coef": 0.1},
+        {"policy_loss": "gpg", "llds_coef": 0.1, "llds_gate": "trajectory"},
+    ],
+    ids=str,
+)
+def test_an_update_can_be_repeated_to_the_bit_on_gpus(options: dict[str, object]) -> None:
+    """No operation, forward or backward, is one that torch's deterministic mode raises for."""
+    actor, batch, seen = make_actor(17, checkpointing=True, **options), make_batch(LENGTHS), Seen()
+    with seen:
+        actor.log_probs(batch)
+        actor.update(batch)
+    assert {"embedding_dense_backward", "_log_softmax", "_fused_adamw_"} <= seen.names
+    assert not seen.refused
 
 
 def test_observation_tokens_have_no_say() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from example.tiny import HIDDEN_SIZE, tiny_llama
+from tests.verl.workers.operations import Seen
 from tests.verl.workers.ranks import VOCAB, make_batch
 from verl.config import CriticConfig, OptimConfig
 from verl.core_algos.losses import loss_weights
@@ -104,3 +105,20 @@ def test_line_17_a_return_that_is_not_finite_is_skipped(caplog: pytest.LogCaptur
     assert critic.update(batch)["critic/skipped_updates"] == 1
     assert "g0" in caplog.text
     assert torch.equal(critic.values(batch), before)
+
+
+def test_an_update_can_be_repeated_to_the_bit_on_gpus() -> None:
+    """No operation, forward or backward, is one that torch's deterministic mode raises for."""
+    critic, seen = make_critic(20), Seen()
+    with seen:
+        critic.update(make_batch(LENGTHS))
+    assert "embedding_dense_backward" in seen.names and not seen.refused
+
+
+def test_what_gpus_cannot_repeat_is_seen() -> None:
+    """The lookout of these tests finds a sum of real numbers along an axis, not of whole ones."""
+    with Seen() as whole:
+        torch.arange(3).cumsum(0)
+    with Seen() as real:
+        torch.ones(3).cumsum(0)
+    assert (whole.refused, real.refused) == (set(), {"cumsum"})
