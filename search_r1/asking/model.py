@@ -79,7 +79,7 @@ def _first_line(error: Exception) -> str:
 
 
 def computed_dtype(options: AgentOptions) -> str:
-    """bfloat16 or float32: what the engine on this machine computes in."""
+    """bfloat16, float16 or float32: what the engine on this machine computes in."""
     device = torch.device(device_type(options.device))
     return dtype_name(resolve_dtype(options.dtype, device))
 

@@ -46,8 +46,8 @@ class AgentOptions:
     endpoint: str | None = option(None, "OpenAI-compatible server that generates instead")
     served_model: str | None = option(None, "the model's name at --endpoint; default: --model")
     device: str = option("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
-    dtype: str = option("auto", "auto, bfloat16 or float32",
-                        choices=("auto", "bfloat16", "float32"))  # fmt: skip
+    dtype: str = option("auto", "auto, bfloat16, float16 or float32",
+                        choices=("auto", "bfloat16", "float16", "float32"))  # fmt: skip
     tensor_parallel_size: int = option(1, "GPUs of the engine", int)
     gpu_memory_utilization: float = option(0.85, "share of a GPU's memory for vLLM", float)
     concurrency: int = option(256, "dialogues played at once", int)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from verl.checkpoint.exporting import export
 from verl.errors import SearchR1Error
+from verl.workers.devices import DTYPES
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument(
         "--adapter", action="store_true", help="write the adapter alone, as peft reads it"
     )
-    command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    command.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     options = parser.parse_args(arguments)
     try:
         out = export(options.step_dir, options.out, options.base, options.dtype, options.adapter)

@@ -108,10 +108,12 @@ def _write_own(
 ) -> str:
     """Write the small files of this rank; what went wrong, or an empty text."""
     schedules = {name: engine.scheduler.state_dict() for name, engine in engines.items()}
+    scales = {name: e.loss_scale.state_dict() for name, e in engines.items() if e.loss_scale}
     own = _rank_file(directory, dist.get_rank())
     try:
         own.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"schedules": schedules, "random": random_states()}, own)
+        state = {"schedules": schedules, "loss_scales": scales, "random": random_states()}
+        torch.save(state, own)
         if dist.get_rank() == 0:
             records = _adapter_records(engines)
             if records:
@@ -135,6 +137,9 @@ def load_shards(directory: Path, engines: Mapping[str, FsdpEngine]) -> None:
     state = torch.load(own if own.exists() else _rank_file(directory, 0), weights_only=False)
     for name, engine in engines.items():
         engine.take_up_schedule(state["schedules"][name]["last_epoch"])
+        scale = state.get("loss_scales", {}).get(name)  # older checkpoints, and other formats
+        if engine.loss_scale is not None and scale is not None:
+            engine.loss_scale.load_state_dict(scale)
     if own.exists():
         set_random_states(state["random"])
     dist.barrier()

@@ -106,7 +106,7 @@ class RolloutConfig:
     num_replicas: int | None = None
     """Engines; null for as many as the GPUs hold (one on CPU)."""
     dtype: str = "auto"
-    """auto (bfloat16 where the trainer computes in it), bfloat16, float32."""
+    """auto (what the trainer computes in), bfloat16, float16, float32."""
     max_num_seqs: int = 256
     """Trajectories decoded at once by one engine."""
     merge_adapter: bool | None = None

@@ -28,8 +28,9 @@ class TrainerConfig:
     device: str = "auto"
     """auto (cuda where there is one), cuda, cpu."""
     compute_dtype: str = "auto"
-    """Forward and backward: auto (bfloat16 where the device has units for it), bfloat16,
-    float32. Master weights are float32 always."""
+    """Forward and backward: auto (bfloat16 where the device has units for it, else float16 on GPUs
+    and float32 on CPU), bfloat16, float16 (with a scaled loss), float32. Master weights are float32
+    always."""
     n_gpus_per_node: int = 8
     """Training ranks per node (on CPU: processes)."""
     nnodes: int = 1

@@ -23,7 +23,7 @@ from verl.memory.ranks import (
 )
 from verl.memory.shape import ModelShape
 
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)

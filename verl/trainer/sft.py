@@ -32,7 +32,7 @@ from verl.protocol import DataProto
 from verl.single_controller.dispatch import split_by_tokens
 from verl.trainer.demonstrations import load_demonstrations
 from verl.workers.actor import Columns
-from verl.workers.devices import resolve_device, resolve_dtype, share_threads
+from verl.workers.devices import DTYPES, resolve_device, resolve_dtype, share_threads
 from verl.workers.fsdp import SCHEDULES, EngineOptions, FsdpEngine, StepResult, reduce_sum
 from verl.workers.lora import Role, adapted_engine, policy_adapter, policy_weights
 from verl.workers.models import LogProbModel, PackedInputs, blocks, load_causal_lm
@@ -83,9 +83,10 @@ class SftConfig(AdapterConfig):
     device: str = "auto"
     """auto, cuda, cpu."""
     compute_dtype: str = "auto"
-    """Forward and backward: auto, bfloat16, float32; weights are float32 while training."""
+    """Forward and backward: auto, bfloat16, float16, float32; weights are float32 while
+    training."""
     save_dtype: str = "bfloat16"
-    """Weights as written: bfloat16, float32."""
+    """Weights as written: bfloat16, float16, float32."""
 
 
 def parse(arguments: Sequence[str]) -> SftConfig:
@@ -120,7 +121,7 @@ def check(config: SftConfig) -> None:
         if getattr(config, name) < least:
             got, expected = getattr(config, name), "0 or more" if least == 0 else "more than 0"
             raise ConfigError(explain(name, got, expected, f"set {name}=16"))
-    for name, allowed in (("schedule", SCHEDULES), ("save_dtype", ("bfloat16", "float32"))):
+    for name, allowed in (("schedule", SCHEDULES), ("save_dtype", tuple(DTYPES))):
         if getattr(config, name) not in allowed:
             got = getattr(config, name)
             raise ConfigError(explain(name, got, " or ".join(allowed), f"set {name}={allowed[0]}"))
@@ -232,7 +233,7 @@ def train(config: SftConfig) -> list[float]:
     with tqdm(stream, total=config.steps, desc="sft", unit="step", disable=quiet) as bar:
         for batch in bar:
             loss, step = train_step(engine, batch, config.max_tokens_per_micro_batch)
-            if step.is_skipped:
+            if step.is_faulty:
                 logger.warning("update skipped: loss %s on rows %s", loss, batch.columns["group"])
             losses.append(loss)
             bar.set_postfix(loss=f"{loss:.3f}", lr=f"{step.lr:.1e}")

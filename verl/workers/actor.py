@@ -85,7 +85,7 @@ class Actor:
             peak = torch.maximum(peak, mismatch)
         total = reduce_sum(sums, self.engine.device)
         step = self.engine.step(is_finite=bool(total.isfinite().all()))
-        if step.is_skipped:
+        if step.is_faulty:
             logger.warning("update skipped: gradient norm %s on groups %s", step.grad_norm,
                            mini_batch.columns.get("group"))  # fmt: skip
         seen = dict(zip(_SUMS, total.tolist(), strict=True))
@@ -97,9 +97,7 @@ class Actor:
             metrics["actor/rollout_mismatch_max"] = float(reduce_max(peak, self.engine.device))
         return {
             **metrics,
-            "actor/grad_norm": step.grad_norm,
-            "actor/lr": step.lr,
-            "actor/skipped_updates": float(step.is_skipped),
+            **step.metrics("actor"),
             "actor/num_micro_batches": float(len(micros)),
         }
 

@@ -62,7 +62,7 @@ class Critic:
             sums += observed
         total = reduce_sum(sums, self.engine.device)
         step = self.engine.step(is_finite=bool(total.isfinite().all()))
-        if step.is_skipped:
+        if step.is_faulty:
             logger.warning("critic update skipped: gradient norm %s on groups %s", step.grad_norm,
                            mini_batch.columns.get("group"))  # fmt: skip
         seen = dict(zip(_SUMS, total.tolist(), strict=True))
@@ -70,9 +70,7 @@ class Critic:
         return {
             "critic/vf_loss": seen.pop("vf_loss"),
             **{f"critic/{name}": x / weight for name, x in seen.items()},
-            "critic/grad_norm": step.grad_norm,
-            "critic/lr": step.lr,
-            "critic/skipped_updates": float(step.is_skipped),
+            **step.metrics("critic"),
             "critic/num_micro_batches": float(len(micros)),
         }
 

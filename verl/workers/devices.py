@@ -20,7 +20,8 @@ DETERMINISTIC_ENV = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 """What a process must find in its environment to compute the same again, bit for bit."""
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+"""Formats that models compute in and are written in, by the names that options give them."""
 
 
 def device_type(name: str) -> str:
@@ -48,15 +49,20 @@ def resolve_device(name: str) -> torch.device:
 def has_bfloat16_units(device: torch.device) -> bool:
     """Whether bfloat16 is faster than float32 there, not merely possible."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the device has units for it; raises ValueError for another name."""
+    """`auto` is bfloat16 where the device has units for it, else float16 on GPUs, float32 on CPU.
+
+    Raises ValueError for another name.
+    """
     if name == "auto":
-        return torch.bfloat16 if has_bfloat16_units(device) else torch.float32
+        if has_bfloat16_units(device):
+            return torch.bfloat16
+        return torch.float16 if device.type == "cuda" else torch.float32
     if name not in DTYPES:
         raise ValueError(f"got dtype {name!r}; expected auto, {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -1,8 +1,8 @@
 """The FSDP2 engine: a sharded model, its optimizer and schedule, and packed micro-batches.
 
 What is trained, its gradients and optimizer state are float32; forward and backward compute in the
-compute dtype. Several engines may share a module, each with its own view of it. What the model
-answers and what is learned from it is the business of actor and critic.
+compute dtype, in float16 with a scaled loss. Several engines may share a module, each with its own
+view of it. What the model answers and what is learned from it is the business of actor and critic.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from verl.config import OptimConfig
 from verl.protocol import DataProto, pack
+from verl.workers.loss_scale import LossScale
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -50,10 +51,29 @@ class StepResult:
     """What an optimizer step did."""
 
     grad_norm: float
-    """Norm over all ranks, before clipping."""
+    """Norm over all ranks, before clipping and without the loss's scale."""
     lr: float
     is_skipped: bool
     """The loss or gradient was not finite: weights and optimizer are as they were."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by; None where float16 is not computed in."""
+    is_overflow: bool = False
+    """Skipped for the scale alone, which is halved: nothing is wrong with the run."""
+
+    @property
+    def is_faulty(self) -> bool:
+        """Skipped for a loss or gradient that no smaller scale would mend."""
+        return self.is_skipped and not self.is_overflow
+
+    def metrics(self, model: str) -> dict[str, float]:
+        """What trackers get of it; the norm of an overflow is not known."""
+        found = {"lr": self.lr, "skipped_updates": float(self.is_faulty)}
+        if not self.is_overflow:
+            found["grad_norm"] = self.grad_norm
+        if self.loss_scale is not None:
+            found["loss_scale"] = self.loss_scale
+            found["overflowed_updates"] = float(self.is_overflow)
+        return {f"{model}/{name}": value for name, value in found.items()}
 
 
 class ModelView(Protocol):
@@ -85,6 +105,8 @@ class FsdpEngine:
     """What of the module is this engine's; None for all of it."""
     optimizer: torch.optim.Optimizer | None = field(init=False, default=None)
     scheduler: LambdaLR | None = field(init=False, default=None)
+    loss_scale: LossScale | None = field(init=False, default=None)
+    """Of a model that is trained in float16."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.module, FSDPModule):
@@ -146,6 +168,8 @@ class FsdpEngine:
             schedule=self.options.schedule,
         )
         self.scheduler = LambdaLR(self.optimizer, factor)
+        if self.options.compute_dtype is torch.float16:
+            self.loss_scale = LossScale()
         self._move_optimizer(torch.device("cpu"))
 
     def release(self) -> None:
@@ -180,15 +204,18 @@ class FsdpEngine:
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's share of the loss; shares add up over ranks."""
         # FSDP averages over ranks, the loss is a sum over them.
-        (loss * dist.get_world_size()).backward()
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        (loss * (dist.get_world_size() * scale)).backward()
 
     def step(self, is_finite: bool = True) -> StepResult:
         """Clip and apply the gradient, unless it or the loss (`is_finite`) is not finite.
 
-        `is_finite` must be the same on all ranks. The schedule moves on in any case.
+        `is_finite` must be the same on all ranks. The schedule moves on in any case. A gradient of
+        float16 that is not finite halves the loss's scale; a loss that is not says nothing of it.
         """
         assert self.optimizer is not None and self.scheduler is not None, "the model is frozen"
         self.reshard()
+        scale = self._take_scale_out()
         norm = nn.utils.clip_grad_norm_(list(self.learned().values()), self.options.grad_clip)
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         is_skipped = not (is_finite and math.isfinite(norm))
@@ -204,7 +231,24 @@ class FsdpEngine:
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
         self.release()
-        return StepResult(norm, lr, is_skipped)
+        return StepResult(norm, lr, is_skipped, scale, self._overflowed(is_finite, is_skipped))
+
+    def _take_scale_out(self) -> float | None:
+        """Divide the gradient by what the loss was multiplied by, which is returned."""
+        if self.loss_scale is None:
+            return None
+        for parameter in self.learned().values():
+            if parameter.grad is not None:
+                parameter.grad.div_(self.loss_scale.value)
+        return self.loss_scale.value
+
+    def _overflowed(self, loss_is_finite: bool, is_skipped: bool) -> bool:
+        """Tell the loss's scale of an update; whether that was skipped for the scale alone."""
+        if self.loss_scale is None or not loss_is_finite:
+            return False
+        can_shrink = self.loss_scale.value > 1
+        self.loss_scale.observe(not is_skipped)
+        return is_skipped and can_shrink
 
     def take_up_schedule(self, num_done: int) -> None:
         """Go on as after `num_done` updates, at the rates of this run's own options."""

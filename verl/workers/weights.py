@@ -40,7 +40,7 @@ def shards(named: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
 def write_weights(
     directory: Path, named: Iterable[tuple[str, Tensor]], config: PretrainedConfig, dtype: str
 ) -> float:
-    """Write tensors as `dtype` (float32, bfloat16) with the model's config.
+    """Write tensors as `dtype` (float32, bfloat16, float16) with the model's config.
 
     Each file appears whole or not at all, and the old files of a reused directory disappear.
     Returns the seconds in which files were written, without those in which tensors came.

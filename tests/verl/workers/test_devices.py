@@ -10,6 +10,7 @@ from verl.workers.devices import (
     PeakMemory,
     engine_takes_adapter,
     make_deterministic,
+    resolve_dtype,
     take_peak_memory,
 )
 
@@ -31,6 +32,23 @@ def test_torch_is_told_to_repeat_itself() -> None:
     make_deterministic()
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+@pytest.mark.parametrize(
+    ("device", "has_units", "expected"),
+    [("cuda", True, torch.bfloat16), ("cuda", False, torch.float16), ("cpu", False, torch.float32)],
+)
+def test_cards_that_only_emulate_bfloat16_compute_in_float16(
+    monkeypatch: pytest.MonkeyPatch, device: str, has_units: bool, expected: torch.dtype
+) -> None:
+    """A V100 or T4 says that it supports bfloat16, and is slower in it than in float32."""
+
+    def supported(including_emulation: bool = True) -> bool:
+        return has_units or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert resolve_dtype("auto", torch.device(device)) is expected
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from verl.errors import ConfigError, explain
 from verl.tracking import BACKENDS, backend_names
 from verl.trainer.options.algorithm_checks import algorithm_problems
 from verl.trainer.options.reward_checks import reward_problems
+from verl.workers.devices import DTYPES
 from verl.workers.rollout.vllm_engine import VLLM_LORA_RANKS
 
 Problem = tuple[str, object, str, str]
@@ -59,15 +60,11 @@ def _choices(config: Config) -> Iterator[Problem]:
         ("actor_rollout_ref.actor.llds_gate", actor.llds_gate, ("turn", "trajectory")),
         ("actor_rollout_ref.actor.rollout_is", actor.rollout_is, LEVELS),
         ("actor_rollout_ref.rollout.name", rollout.name, ("vllm",)),
-        ("actor_rollout_ref.rollout.dtype", rollout.dtype, ("auto", "bfloat16", "float32")),
+        ("actor_rollout_ref.rollout.dtype", rollout.dtype, ("auto", *DTYPES)),
         ("trainer.device", config.trainer.device, ("auto", "cuda", "cpu")),
         ("trainer.memory_preflight", config.trainer.memory_preflight, ("refuse", "warn", "off")),
         ("trainer.guard.action", config.trainer.guard.action, ("warn", "stop", "rollback")),
-        (
-            "trainer.compute_dtype",
-            config.trainer.compute_dtype,
-            ("auto", "bfloat16", "float32"),
-        ),
+        ("trainer.compute_dtype", config.trainer.compute_dtype, ("auto", *DTYPES)),
     ]
     words += [("trainer.logger", n, BACKENDS) for n in backend_names(config.trainer.logger)]
     for key, got, allowed in words:

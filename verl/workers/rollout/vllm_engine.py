@@ -58,7 +58,7 @@ class EngineConfig:
     device: str = "cpu"
     """cpu or cuda."""
     dtype: str = "float32"
-    """bfloat16 or float32."""
+    """bfloat16, float16 or float32."""
     max_num_seqs: int = 256
     """Requests decoded at once."""
     seed: int = 0
