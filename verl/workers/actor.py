@@ -63,7 +63,7 @@ class Actor:
             found, _ = self.engine.forward(inputs, self.temperature)
             if indices:
                 result[batch.positions(indices)[inputs.wanted.cpu()]] = found.cpu()
-        self.engine.release()
+        self.engine.reshard()
         return result
 
     def update(self, mini_batch: DataProto) -> Metrics:

@@ -45,7 +45,7 @@ class Critic:
             found = self.engine.forward(inputs)
             if indices:
                 result[batch.positions(indices)[inputs.wanted.cpu()]] = found.cpu()
-        self.engine.release()
+        self.engine.reshard()
         return result
 
     def update(self, mini_batch: DataProto) -> Metrics:

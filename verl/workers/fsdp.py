@@ -172,15 +172,6 @@ class FsdpEngine:
             self.loss_scale = LossScale()
         self._move_optimizer(torch.device("cpu"))
 
-    def release(self) -> None:
-        """Free gathered weights, and give back the device memory that torch keeps for reuse.
-
-        An engine shares the device: it wakes up into what is free there.
-        """
-        self.reshard()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     def reshard(self) -> None:
         """Free gathered weights: a forward without backward leaves some, in the compute dtype.
 
@@ -230,7 +221,6 @@ class FsdpEngine:
             self.optimizer._opt_called = True
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
-        self.release()
         return StepResult(norm, lr, is_skipped, scale, self._overflowed(is_finite, is_skipped))
 
     def _take_scale_out(self) -> float | None:
@@ -297,7 +287,6 @@ class FsdpEngine:
         for name, parameter in self.module.named_parameters():
             if name.startswith(prefix) and keep(name):
                 yield name.removeprefix(prefix), self._whole(parameter)
-        self.release()
 
     def full_learned(self) -> dict[str, Tensor]:
         """Name and whole tensor of each parameter that this engine trains, on every rank."""

@@ -16,6 +16,7 @@ from verl.workers.actor import Actor, TokenBudgets
 from verl.workers.attention import PACKED
 from verl.workers.fsdp import EngineOptions, FsdpEngine, lr_factor
 from verl.workers.models import LogProbModel, blocks
+from verl.workers.trainer_worker import TrainerWorker
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 LENGTHS = [12, 9, 17, 5]
@@ -262,6 +263,18 @@ def test_line_17_a_gradient_that_is_not_finite_is_skipped(bad: float) -> None:
     assert step.is_skipped and step.grad_norm == pytest.approx(bad, nan_ok=True)
     assert all(torch.equal(weights(actor)[name], x) for name, x in before.items())
     assert actor.engine.step(is_finite=False).is_skipped
+
+
+def test_a_step_keeps_the_memory_that_the_next_one_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device memory is given back in `make_room` alone: to take it again costs time."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    engine = make_actor().engine
+    engine.device = torch.device("cuda")
+    engine.step()
+    assert not calls
+    TrainerWorker.make_room(engine)  # type: ignore[arg-type]
+    assert calls == ["empty_cache"]
 
 
 def test_a_batch_without_policy_tokens_updates_nothing_but_runs() -> None:

@@ -66,8 +66,8 @@ class RolloutReplicas:
     ) -> None:
         """`factory(*arguments[i])` makes what actor i hosts, now and when it is replaced.
 
-        `make_room` has others give device memory back before a new engine takes its own;
-        `hang_timeout` is in seconds.
+        `make_room` has others give device memory back before engines take their own, awake or
+        new; `hang_timeout` is in seconds.
         """
         self.group = group
         self.takes_adapter = takes_adapter
@@ -115,7 +115,12 @@ class RolloutReplicas:
         self._ask("sleep")
 
     def wake_up(self) -> None:
-        """Take the memory back, before weights are updated or tokens generated."""
+        """Take the memory back, before weights are updated or tokens generated.
+
+        Once a step, others first give back what they kept for reuse: engines wake up into what is
+        free.
+        """
+        self._make_room()
         self._ask("wake_up")
 
     def shutdown(self) -> None:

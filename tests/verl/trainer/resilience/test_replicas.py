@@ -1,10 +1,20 @@
-"""What the hand-over of weights says of itself; lost replicas: see test_failures.py."""
+"""The hand-over of weights: what it says of itself, and what happens around it, in which order."""
 
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.verl.trainer.recording import (
+    RecordingRanks,
+    RecordingReplicas,
+    prompts,
+    score_by_sample,
+)
+from verl.config import Config
+from verl.core_algos.kl import FixedKLController
+from verl.tracking import Tracking
+from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.resilience.replicas import RolloutReplicas
 from verl.trainer.resilience.restarts import Restarts
 
@@ -40,3 +50,54 @@ def test_the_parts_of_a_hand_over_add_up_to_it() -> None:
         assert parts["write"] == 0.005
         assert parts["gather"] >= 0.015 and parts["load"] >= 0.03
         assert whole - 0.01 < sum(parts.values()) <= whole
+
+
+class OneReplica(RolloutReplicas):
+    """The trainer's side, over a single replica that answers at once."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.fake = log, RecordingReplicas(log)
+        super().__init__(["replica 0"], object, [()], Restarts(0),
+                         make_room=lambda: log.append("make_room"))  # fmt: skip
+
+    def _present(self, index: int) -> tuple[str, int, bool]:
+        return "here", self.version, False
+
+    def _ask(self, method: str, arguments: Sequence[Sequence[Any]] | None = None) -> list[Any]:
+        if method == "dtype":
+            return ["float32"]
+        if method == "rollout":
+            return [self.fake.generate(*arguments[0])]
+        self.log.append(method)
+        return [None]
+
+
+class HandingRanks(RecordingRanks):
+    """Ranks that note the hand-over."""
+
+    def hand_over_weights(self, directory: Path, dtype: str) -> float:
+        self.log.append("hand_over")
+        return 0.0
+
+
+def test_ranks_make_room_once_a_step_before_the_engines_wake(tmp_path: Path) -> None:
+    """After the last update and before the engines take their share; not after every pass."""
+    config, log = Config(), []
+    config.trainer.default_local_dir = str(tmp_path)
+    config.actor_rollout_ref.model.path = str(tmp_path)
+    config.trainer.save_freq, config.trainer.test_freq = 0, 0
+    config.trainer.val_before_train = False
+    config.trainer.guard.drift_trajectories = 0
+    config.data.train_batch_size = 4
+    config.actor_rollout_ref.rollout.n_agent = 3
+    config.actor_rollout_ref.actor.ppo_mini_batch_size = 6
+    config.algorithm.adv_estimator = "grpo"
+    trainer = RayPPOTrainer(
+        config, HandingRanks(log), OneReplica(log), prompts(8), prompts(4), score_by_sample,
+        FixedKLController(0.0), Tracking("p", "e", [], str(tmp_path)), total_steps=2,
+    )  # fmt: skip
+    trainer.fit()
+    update = ["make_room", "wake_up", "hand_over", "take"]
+    look_back = ["generate", "sleep", "log_probs", "ref_log_probs"]
+    step = [*look_back, "update_actor", "update_actor", *update]
+    assert log == [*update, *step, *step]
