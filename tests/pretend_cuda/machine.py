@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verl.workers.attention import cuda_kernel
+
 GUARD = Path(__file__).with_name("guard.cpp")
 CAPABILITIES = {"bfloat16": (9, 0), "float16": (7, 0)}
 """Of a card whose best 16-bit format is the key."""
@@ -102,6 +104,7 @@ def install(num_devices: int, dtype: str) -> None:
     torch.Tensor.pin_memory = lambda self, *_: self
     torch.Tensor.is_pinned = lambda *_: False
     torch.nn.Module._apply = apply_to_tensors
+    cuda_kernel.cache_clear()  # another card, another kernel
 
 
 def apply_to_tensors(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
