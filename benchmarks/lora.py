@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
+from verl.memory.offload import settled
 from verl.protocol import DataProto
 from verl.workers.trainer_worker import TrainerWorker
 
@@ -55,7 +56,7 @@ def make_config(model: str, ranks: tuple[int, int]) -> Config:
     config.actor_rollout_ref.actor.use_kl_loss = True
     config.actor_rollout_ref.model.lora_rank, config.critic.model.lora_rank = ranks
     config.trainer.n_gpus_per_node = 1
-    return config
+    return settled(config)
 
 
 def make_batch(num_seqs: int, length: int) -> DataProto:

@@ -33,6 +33,7 @@ from verl.memory.activations import (
 )
 from verl.memory.estimate import Estimate, Setting, estimate
 from verl.memory.needs import CPU, Need, Phase
+from verl.memory.offload import settled
 from verl.memory.shape import ModelShape
 from verl.protocol import DataProto
 from verl.workers.attention import PACKED, SequenceBounds
@@ -90,7 +91,7 @@ def rank_options(path: str) -> Config:
     config.data.max_prompt_length, config.data.max_response_length = LENGTHS[0] - 28, 28
     config.trainer.n_gpus_per_node = 1
     config.trainer.device, config.trainer.compute_dtype = "cpu", "float32"
-    return config
+    return settled(config)
 
 
 def batch() -> DataProto:

@@ -26,7 +26,7 @@ fi
 : "${DATA_DIR:=data/nq_search}"
 : "${RETRIEVER_URL:=http://127.0.0.1:8000/retrieve}"
 : "${PROJECT_NAME:=Search-R1}"
-: "${OFFLOAD:=true}" # parameters and optimizer on the host between uses
+: "${OFFLOAD:=null}" # weights and optimizer on the host between uses; null: what memory asks for
 
 common_options() {
   cat <<OPTIONS

@@ -127,6 +127,37 @@ def test_arguments_win_over_everything(script: str, tmp_path: Path) -> None:
     assert (config.max_turns, config.trainer.total_training_steps) == (4, 3)
 
 
+OFFLOADS = [
+    ({}, (None, None, None)),
+    ({"OFFLOAD": "true"}, (True, True, True)),
+    ({"OFFLOAD": "false"}, (False, False, False)),
+    ({"REF_OFFLOAD": "true"}, (None, None, True)),
+    ({"OFFLOAD": "false", "REF_OFFLOAD": "true"}, (False, False, True)),
+]
+
+
+@pytest.mark.parametrize("script", ["train_ppo.sh", "train_grpo.sh"])
+@pytest.mark.parametrize(("environment", "expected"), OFFLOADS, ids=str)
+def test_offload_is_open_unless_it_is_set(
+    script: str,
+    environment: dict[str, str],
+    expected: tuple[bool | None, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of actor, critic and reference; `--cfg job` prints it as it is, null where memory decides."""
+    options = arguments(script, tmp_path, **environment)[2:]
+    with pytest.raises(SystemExit):
+        cli.compose([*options, "--cfg", "job"])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    policy = printed["actor_rollout_ref"]
+    actor, reference = policy["actor"]["fsdp_config"], policy["ref"]["fsdp_config"]
+    learned = [actor, printed["critic"]["model"]["fsdp_config"]]
+    for section in learned if script == "train_ppo.sh" else learned[:1]:
+        assert (section["param_offload"], section["optimizer_offload"]) == expected[:2]
+    assert reference["param_offload"] is expected[2]
+
+
 def test_paths_of_a_run_stay_relative_to_the_caller(tmp_path: Path) -> None:
     """The script works from any folder: only PYTHONPATH points to the checkout."""
     assert arguments("train_ppo.sh", tmp_path)[0] == "-m"

@@ -12,6 +12,7 @@ recipes=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=example/multinode/cluster.sh
 source "$recipes/cluster.sh" # tells the run, too, whether Ray asks for a token
 
+# OFFLOAD is not left to the memory estimate: the head may have no GPU to look at.
 : "${ALGO:=grpo}" "${N_GPUS:=8}" "${OFFLOAD:=false}" "${SAVE_FREQ:=25}"
 : "${EXPERIMENT_NAME:=multinode-$ALGO-$(basename "$BASE_MODEL")}"
 : "${OUTPUT_DIR:=$PWD/runs/Search-R1/$EXPERIMENT_NAME}"

@@ -142,7 +142,7 @@ def reinforce(recipe: Recipe) -> None:
     """
     with recipe.retriever() as url:
         environment = recipe.environment(
-            BASE_MODEL=str(recipe.out / "sft"), RETRIEVER_URL=url, N_GPUS="1", OFFLOAD="false"
+            BASE_MODEL=str(recipe.out / "sft"), RETRIEVER_URL=url, N_GPUS="1"
         )
         command = ["bash", "train_grpo.sh", *rl_options(recipe)]
         try:

@@ -5,4 +5,3 @@
 : "${LORA_RANK:=64}" "${LORA_ALPHA:=128}" "${ACTOR_LR:=1e-5}" "${CRITIC_LR:=1e-4}"
 : "${MAX_TOKENS_PER_GPU:=16384}"
 : "${GPU_MEMORY_UTILIZATION:=0.5}"
-: "${OFFLOAD:=false}"

@@ -4,4 +4,3 @@
 : "${BASE_MODEL:=Qwen/Qwen2.5-3B}"
 : "${MAX_TOKENS_PER_GPU:=16384}"
 : "${GPU_MEMORY_UTILIZATION:=0.4}"
-: "${OFFLOAD:=false}" "${REF_OFFLOAD:=true}"

@@ -21,11 +21,16 @@ class OptimConfig:
 
 @dataclass
 class FsdpConfig:
-    """What leaves the device between uses; without effect on CPU."""
+    """What leaves the device between uses; without effect on CPU.
 
-    param_offload: bool = False
-    """Keep parameters, gradients and optimizer state on the host (FSDP2's CPU offload)."""
+    What is null is chosen before the run starts: on, where the memory estimate says that the device
+    has not the room (`verl.memory.offload`), and where nothing can be estimated.
+    """
+
+    param_offload: bool | None = None
+    """Keep parameters, gradients and optimizer state on the host (FSDP2's CPU offload), which costs
+    seconds a step; null where the device has not the room for them."""
     grad_offload: bool = False
     """No effect any more: gradients go with `param_offload`."""
-    optimizer_offload: bool = False
-    """Move optimizer state to the host between updates."""
+    optimizer_offload: bool | None = None
+    """Move optimizer state to the host between updates; null where the device has not the room."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
+from verl.config import Config
 from verl.memory.estimate import Estimate
 from verl.memory.fitting import Change, Shortage
 from verl.memory.machine import Machine
 from verl.memory.needs import Need, Place
+from verl.memory.offload import OPTIONS, open_choices
 
 GB, MB = 1e9, 1e6
 PLACES = {Place.DEVICE: "each GPU", Place.HOST: "host", Place.SHARED: "/dev/shm"}
@@ -81,3 +84,20 @@ def proposal_line(change: Change, found: Estimate) -> str:
     places = [place for place in (Place.DEVICE, Place.HOST) if found.most(place)]
     sums = " and ".join(f"{amount(found.most(place))} of {PLACES[place]}" for place in places)
     return f"{' '.join(options)}: needs {sums}"
+
+
+def offload_words(config: Config, chosen: Config) -> str:
+    """What waits on the host in `chosen`, of that which `config` leaves open."""
+    parts = [OPTIONS[key] for key in open_choices(config) if attrgetter(key)(chosen)]
+    return f"offload to the host: {', '.join(parts) or 'nothing'}"
+
+
+def offload_line(
+    config: Config, chosen: Config, without: Estimate, found: Estimate, machine: Machine
+) -> str:
+    """What waits there, what each GPU needs with that, and what it would need without."""
+    words = offload_words(config, chosen)
+    needed, otherwise = found.most(Place.DEVICE), without.most(Place.DEVICE)
+    free = amount(min(device.free for device in machine.devices))
+    line = f"{words}; each GPU needs {amount(needed)} of {free} free"
+    return line if needed == otherwise else f"{line}, and would need {amount(otherwise)} otherwise"

@@ -87,8 +87,8 @@ class Prepared:
 
 
 def prepare(config: Config) -> Prepared:
-    """Check everything that a run needs, and read its questions."""
-    preflight(config)
+    """Check everything that a run needs, decide what is left to its machine, read its questions."""
+    config = preflight(config)
     made_with = identify(config)
     check_resume(config, made_with)
     cli.write_resolved(config, config.trainer.default_local_dir)
@@ -142,7 +142,7 @@ def building(config: Config) -> Iterator[RayPPOTrainer]:
     """Check everything and build everything, once; all is taken down when the context ends."""
     prepared = prepare(config)
     with (
-        Tracking.from_config(config) as tracking,
+        Tracking.from_config(prepared.config) as tracking,
         processes(prepared, tracking, Restarts(config.trainer.max_restarts)) as trainer,
     ):
         yield trainer
@@ -152,13 +152,13 @@ def run(config: Config) -> None:
     """One run from beginning to end; it starts again by itself when it lost a rank."""
     prepared = prepare(config)
     restarts = Restarts(config.trainer.max_restarts)
-    with Tracking.from_config(config) as tracking:
+    with Tracking.from_config(prepared.config) as tracking:
 
         def attempt(config: Config) -> None:
             with processes(replace(prepared, config=config), tracking, restarts) as trainer:
                 trainer.fit()
 
-        supervise(attempt, config, restarts)
+        supervise(attempt, prepared.config, restarts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

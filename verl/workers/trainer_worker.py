@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl import checkpoint
-from verl.config import AdapterConfig, Config, CriticModelConfig, ModelConfig
+from verl.config import AdapterConfig, Config, CriticModelConfig, FsdpConfig, ModelConfig
 from verl.core_algos.advantages import ADVANTAGES
 from verl.memory.machine import HostMemory
 from verl.protocol import DataProto
@@ -85,6 +85,13 @@ def load_model(config: ModelConfig | CriticModelConfig, path: str, dtype: torch.
     return lm
 
 
+def offloading(options: FsdpConfig) -> dict[str, bool]:
+    """What waits on the host; the driver has decided it for all ranks."""
+    param, optimizer = options.param_offload, options.optimizer_offload
+    assert param is not None and optimizer is not None, "null is decided before ranks start"
+    return {"param_offload": param, "optimizer_offload": optimizer}
+
+
 class TrainerWorker:
     """Rank `rank` of `world_size`; `total_steps` are the actor's optimizer steps in the run."""
 
@@ -136,8 +143,7 @@ class TrainerWorker:
             num_updates=self.total_steps,
             optim=section.actor.optim,
             grad_clip=section.actor.grad_clip,
-            param_offload=section.actor.fsdp_config.param_offload,
-            optimizer_offload=section.actor.fsdp_config.optimizer_offload,
+            **offloading(section.actor.fsdp_config),
         )
         if not section.model.has_adapter:
             engine = FsdpEngine(LogProbModel(lm), blocks(lm, lm), self.device, options)
@@ -151,8 +157,7 @@ class TrainerWorker:
     def _build_reference(self) -> Actor:
         """The policy before training: below an adapter it is there already."""
         section = self.config.actor_rollout_ref
-        offload = section.ref.fsdp_config.param_offload
-        options = EngineOptions(compute_dtype=self.dtype, param_offload=offload)
+        options = EngineOptions(compute_dtype=self.dtype, **offloading(section.ref.fsdp_config))
         if section.model.has_adapter:
             engine = share(self.actor.engine, Role.REFERENCE, options)
         else:
@@ -165,14 +170,13 @@ class TrainerWorker:
         return self.config.actor_rollout_ref.rollout.temperature or 1.0
 
     def _build_critic(self) -> Critic:
-        critic, fsdp = self.config.critic, self.config.critic.model.fsdp_config
+        critic = self.config.critic
         options = EngineOptions(
             compute_dtype=self.dtype,
             num_updates=critic_updates(self.config, self.total_steps),
             optim=critic.optim,
             grad_clip=critic.grad_clip,
-            param_offload=fsdp.param_offload,
-            optimizer_offload=fsdp.optimizer_offload,
+            **offloading(critic.model.fsdp_config),
         )
         if self.config.shares_base:
             engine = share(self.actor.engine, Role.CRITIC, options)

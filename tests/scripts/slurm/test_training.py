@@ -62,7 +62,6 @@ def settings(tmp_path: Path) -> dict[str, str]:
         "OUTPUT_DIR": str(tmp_path / "run"),
         "LOG_DIR": str(tmp_path / "logs"),
         "N_GPUS": "1",
-        "OFFLOAD": "false",
         "GRADIENT_CHECKPOINTING": "false",
         "TRAIN_BATCH_SIZE": "2",
         "VAL_BATCH_SIZE": "8",

@@ -1,5 +1,6 @@
-"""Each preset fits the machine it is for, with room to spare, and says so of no larger model."""
+"""Each preset fits the machine it is for, with room to spare, and offloads what that takes."""
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from verl.config import Config
 from verl.memory.estimate import Setting, estimate
 from verl.memory.fitting import CLOSE, REFUSED, shortages
 from verl.memory.machine import DeviceMemory, HostMemory, Machine
+from verl.memory.offload import KEYS, choose
 
 GIB = 1 << 30
 SIZES = list(FACTS)
@@ -31,10 +33,16 @@ MACHINES = {
 }
 
 
+WAITING = {("2x80", "train_ppo.sh"): ["actor_rollout_ref.ref.fsdp_config.param_offload"]}
+"""What waits on the host; nothing for all others."""
+
+
 def verdict(config: Config, here: Machine, size: str) -> str:
     """What the preflight makes of this model under these options."""
     shape = shape_of(size)
-    found = estimate(config, Setting(shape, shape, True, here.devices[0].total))
+    setting = Setting(shape, shape, True, here.devices[0].total)
+    config = choose(config, setting, here)
+    found = estimate(config, setting)
     if shortages(config, found, here, REFUSED):
         return "refused"
     return "close" if shortages(config, found, here, CLOSE) else "fits"
@@ -43,7 +51,7 @@ def verdict(config: Config, here: Machine, size: str) -> str:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("preset", MACHINES)
 def test_a_preset_fits_its_machine(preset: str, recipe: str, tmp_path: Path) -> None:
-    """Its model fits, the next larger is at least warned of, the one after that is refused."""
+    """Its model fits; from the second larger one on all are refused, whatever is offloaded."""
     config = config_of(recipe, tmp_path, PRESET=preset)
     here = MACHINES[preset]
     assert config.num_ranks == len(here.devices)
@@ -51,8 +59,19 @@ def test_a_preset_fits_its_machine(preset: str, recipe: str, tmp_path: Path) -> 
     larger = SIZES[SIZES.index(size) + 1 :]
     found = [verdict(config, here, name) for name in (size, *larger)]
     assert found[0] == "fits"
-    assert found[1] in ("close", "refused")
     assert set(found[2:]) == {"refused"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("preset", MACHINES)
+def test_a_preset_offloads_what_its_machine_asks_for(
+    preset: str, recipe: str, tmp_path: Path
+) -> None:
+    """As docs/memory.md has it: the reference of PPO on two GPUs, and nothing else."""
+    config, here = config_of(recipe, tmp_path, PRESET=preset), MACHINES[preset]
+    shape = shape_of(config.actor_rollout_ref.model.path)
+    chosen = choose(config, Setting(shape, shape, True, here.devices[0].total), here)
+    assert [key for key in KEYS if attrgetter(key)(chosen)] == WAITING.get((preset, recipe), [])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -14,6 +14,7 @@ from torch import Tensor
 from example.tiny import tiny_llama
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
+from verl.memory.offload import settled
 from verl.protocol import DataProto
 
 VOCAB = 97
@@ -44,7 +45,7 @@ def tiny_config(path: str, num_ranks: int = 1, adv_estimator: str = "gae") -> Co
     config.algorithm.adv_estimator = adv_estimator
     config.trainer.n_gpus_per_node = num_ranks
     config.trainer.device, config.trainer.compute_dtype = "cpu", "float32"
-    return config
+    return settled(config)
 
 
 def make_batch(lengths: list[int], seed: int = 0) -> DataProto:

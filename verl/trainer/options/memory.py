@@ -1,7 +1,8 @@
 """The run's memory against this machine's, before anything is loaded.
 
-What cannot fit is refused, what is close is warned of, both with settings that would fit. What
-other nodes of a cluster have is not seen from here: on a cluster nothing is refused.
+What waits on the host is chosen where the options leave it open. What cannot fit is refused, what
+is close is warned of, both with settings that would fit. What other nodes of a cluster have is not
+seen from here: on a cluster nothing is refused.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from transformers import AutoConfig
@@ -19,34 +21,77 @@ from verl.memory.estimate import Estimate, Setting, estimate
 from verl.memory.fitting import CLOSE, REFUSED, Limit, proposals, shortages
 from verl.memory.machine import LARGER_SHARED, Machine
 from verl.memory.needs import Place
+from verl.memory.offload import choose, everything, open_choices, settled
 from verl.memory.shape import KNOWN_TYPES, ModelShape
-from verl.memory.table import proposal_line, shortage_line, table
+from verl.memory.table import offload_line, offload_words, proposal_line, shortage_line, table
 from verl.workers.devices import device_type, dtype_name, resolve_dtype
 
 logger = logging.getLogger(__name__)
 
 
-def memory_problems(config: Config) -> Iterator[SearchR1Error]:
-    """ResourceError where the run cannot fit; the estimate, and what is close, are logged."""
-    how = config.trainer.memory_preflight
-    if how == "off":
-        return
+@dataclass(frozen=True)
+class Outlook:
+    """What an estimate rests on: the models' sizes, and this machine."""
+
+    setting: Setting
+    machine: Machine
+
+
+def look(config: Config) -> Outlook | None:
+    """This machine and the models; None where nothing is to be estimated, or nothing can be."""
+    if config.trainer.memory_preflight == "off":
+        return None
     policy = read_shape(config.actor_rollout_ref.model.path)
     critic = read_shape(config.critic.model.path or config.actor_rollout_ref.model.path)
     if policy is None or critic is None:
         known = ", ".join(KNOWN_TYPES)
         logger.info("memory: not estimated; it is for local or cached models of type %s", known)
-        return
+        return None
     on_gpu = device_type(config.trainer.device) == "cuda"
     machine = Machine.now(with_devices=on_gpu)
-    setting = _setting(config, policy, critic, machine, on_gpu)
+    return Outlook(_setting(config, policy, critic, machine, on_gpu), machine)
+
+
+def settle_offload(config: Config, outlook: Outlook | None) -> Config:
+    """The options with every null of `*_offload` decided; one line of the log says how, and why.
+
+    On CPU it is false. Where this driver cannot tell what the GPUs hold, it is true, which is slow
+    but never the reason that a run does not fit.
+    """
+    if not open_choices(config) or _is_on_cpu(config):
+        return settled(config)
+    if outlook is None or not outlook.machine.devices:
+        chosen = everything(config)
+        keys = "=false ".join(open_choices(config))
+        logger.warning("%s, whether or not the GPUs have room for it, since their memory was not "
+                       "estimated; to keep it on them: OFFLOAD=false (train_*.sh), or %s=false",
+                       offload_words(config, chosen), keys)  # fmt: skip
+        return chosen
+    chosen = choose(config, outlook.setting, outlook.machine)
+    without, needed = (estimate(one, outlook.setting) for one in (settled(config), chosen))
+    line = offload_line(config, chosen, without, needed, outlook.machine)
+    logger.info("%s", line)
+    return chosen
+
+
+def _is_on_cpu(config: Config) -> bool:
+    """Whether no rank will have a GPU; a cluster may have some that its driver does not see."""
+    on_cluster = config.trainer.device == "auto" and os.environ.get("RAY_ADDRESS")
+    return device_type(config.trainer.device) == "cpu" and not on_cluster
+
+
+def memory_problems(config: Config, outlook: Outlook | None) -> Iterator[SearchR1Error]:
+    """ResourceError where the run cannot fit; the estimate, and what is close, are logged."""
+    if outlook is None:
+        return
+    setting, machine = outlook.setting, outlook.machine
     found = estimate(config, setting)
     logger.info("memory needed and free:\n%s", table(found, machine))
-    if on_gpu and not machine.devices:
+    if setting.on_gpu and not machine.devices:
         return  # told by the check of devices
-    limit = REFUSED if how == "refuse" and not os.environ.get("RAY_ADDRESS") else None
-    if limit is not None and shortages(config, found, machine, limit):
-        yield ResourceError(verdict("too small", config, setting, machine, found, limit))
+    refuses = config.trainer.memory_preflight == "refuse" and not os.environ.get("RAY_ADDRESS")
+    if refuses and shortages(config, found, machine, REFUSED):
+        yield ResourceError(verdict("too small", config, setting, machine, found, REFUSED))
     elif shortages(config, found, machine, CLOSE):
         logger.warning("%s", verdict("close", config, setting, machine, found, CLOSE))
 

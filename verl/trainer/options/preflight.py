@@ -6,6 +6,7 @@ every problem in one line each. Rules between options are in `verl.trainer.optio
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -33,7 +34,7 @@ from verl.errors import (
 from verl.rows import load_rows
 from verl.tracking import backend_names
 from verl.trainer.options.adapters import adapter_problems
-from verl.trainer.options.memory import memory_problems
+from verl.trainer.options.memory import look, memory_problems, settle_offload
 from verl.workers.loading import WEIGHT_SUFFIXES, weight_bytes
 
 logger = logging.getLogger(__name__)
@@ -45,15 +46,20 @@ CHECKPOINT_FACTOR = 3
 MIN_FREE_BYTES = 1 << 30
 
 
-def preflight(config: Config) -> None:
-    """Raise PreflightError with every problem found, or return when the run may start."""
+def preflight(config: Config) -> Config:
+    """The options with what was left to the machine decided, when the run may start.
+
+    Raises PreflightError with every problem found.
+    """
+    outlook = look(config)
+    config = settle_offload(config, outlook)
     checks = (
         model_problems,
         adapter_problems,
         _questions,
         retriever_problems,
         _devices,
-        memory_problems,
+        functools.partial(memory_problems, outlook=outlook),
         _disk,
         _tracking,
     )
@@ -61,6 +67,7 @@ def preflight(config: Config) -> None:
     if problems:
         raise PreflightError(problems)
     logger.info("preflight: model, data, retriever, devices and disk are there")
+    return config
 
 
 def model_problems(config: Config) -> Iterator[SearchR1Error]:

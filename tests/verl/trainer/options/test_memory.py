@@ -7,13 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.verl.memory.shapes import shape_of
+from tests.verl.memory.test_fitting import run
+from tests.verl.memory.test_presets import machine
 from tests.verl.workers.ranks import save_tiny, tiny_config
 from verl.config import Config
-from verl.errors import ConfigError, ResourceError
+from verl.errors import ConfigError, ResourceError, SearchR1Error
+from verl.memory.estimate import Setting
 from verl.memory.machine import HostMemory, Machine
+from verl.memory.offload import KEYS, choose, everything, settled, undecided
 from verl.trainer.options import memory
 from verl.trainer.options.checks import check
-from verl.trainer.options.memory import memory_problems
+from verl.trainer.options.memory import Outlook, look, settle_offload
 
 GIB = 1 << 30
 
@@ -30,6 +35,11 @@ def config(tmp_path: Path) -> Config:
     return tiny_config(save_tiny(tmp_path / "model"))
 
 
+def memory_problems(config: Config) -> list[SearchR1Error]:
+    """What the preflight finds in this machine's memory."""
+    return list(memory.memory_problems(config, look(config)))
+
+
 def with_memory(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     """A host of 64 GiB of which `free` bytes are free."""
     machine = Machine(HostMemory(64 * GIB, free), 32 * GIB)
@@ -42,7 +52,7 @@ def test_a_run_that_fits_logs_its_needs(
     """The table is in the log, nothing stands in the way."""
     with_memory(monkeypatch, 60 * GIB)
     with caplog.at_level(logging.INFO):
-        assert list(memory_problems(config)) == []
+        assert memory_problems(config) == []
     assert "engines: KV cache" in caplog.text and "of 64.4 GB free" in caplog.text
     assert not [r for r in caplog.records if r.levelno > logging.INFO]
 
@@ -73,7 +83,7 @@ def test_nothing_is_refused_for_its_processes(
 ) -> None:
     """What Python and Ray take is a guess: a busy machine gets a warning."""
     with_memory(monkeypatch, 4 * GIB)
-    assert list(memory_problems(config)) == []
+    assert memory_problems(config) == []
     assert "host needs about" in caplog.text
 
 
@@ -98,7 +108,7 @@ def test_a_refusal_can_become_a_warning(
         config.trainer.memory_preflight = "warn"
     else:
         monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    assert list(memory_problems(config)) == []
+    assert memory_problems(config) == []
     (record,) = (r for r in caplog.records if r.levelno == logging.WARNING)
     assert "host needs about" in record.message
 
@@ -110,7 +120,7 @@ def test_it_can_be_switched_off(
     with_memory(monkeypatch, 0)
     config.trainer.memory_preflight = "off"
     with caplog.at_level(logging.INFO):
-        assert list(memory_problems(config)) == []
+        assert memory_problems(config) == []
     assert caplog.text == ""
 
 
@@ -121,7 +131,7 @@ def test_an_unknown_model_is_not_judged(
     with_memory(monkeypatch, 0)
     config.actor_rollout_ref.model.path = "nobody/nothing"
     with caplog.at_level(logging.INFO):
-        assert list(memory_problems(config)) == []
+        assert memory_problems(config) == []
     assert "not estimated" in caplog.text
 
 
@@ -133,3 +143,68 @@ def test_words_and_shares_are_checked(config: Config) -> None:
         check(config)
     assert "trainer.memory_preflight" in str(caught.value)
     assert "trainer.memory_low" in str(caught.value)
+
+
+def open_run(device: str) -> Config:
+    """PPO of Qwen2.5-3B on 8 devices, by options that leave offload open."""
+    config = run(8, "gae")
+    config.trainer.device, config.trainer.compute_dtype = device, "bfloat16"
+    return config
+
+
+def outlook(gib: float) -> Outlook:
+    """Eight GPUs of this size in a host of 1 TB."""
+    here, shape = machine(8, gib, 1000), shape_of("Qwen2.5-3B")
+    return Outlook(Setting(shape, shape, True, here.devices[0].total), here)
+
+
+@pytest.mark.parametrize("address", ["", "10.0.0.1:6379"])
+def test_offload_is_chosen_by_the_gpus_that_are_seen(
+    address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also on a cluster, by those of the driver's node; one line tells what and why."""
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    config, seen = open_run("cuda"), outlook(39.5)
+    with caplog.at_level(logging.INFO):
+        chosen = settle_offload(config, seen)
+    assert undecided(chosen) == [] and undecided(config) == list(KEYS)
+    assert chosen == choose(config, seen.setting, seen.machine) != settled(config)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert "offload to the host: reference's weights; each GPU needs" in record.message
+
+
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+@pytest.mark.parametrize("sees", ["no estimate", "no GPU"])
+def test_what_cannot_be_estimated_is_offloaded(
+    device: str, sees: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An unknown model, and GPUs that only other nodes have; the line says how to choose."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    config = open_run(device)
+    seen = outlook(39.5)
+    blind = Outlook(seen.setting, Machine(seen.machine.host, seen.machine.shared_free))
+    chosen = settle_offload(config, None if sees == "no estimate" else blind)
+    assert chosen == everything(config) and undecided(chosen) == []
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "OFFLOAD=false (train_*.sh), or actor_rollout_ref.ref.fsdp_config." in record.message
+    assert record.message.count("_offload=false") == 5
+
+
+def test_nothing_is_offloaded_from_a_cpu(
+    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Null becomes false without a word, estimate or not, on a cluster too."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with caplog.at_level(logging.INFO):
+        chosen = settle_offload(open_run("cpu"), None)
+    assert chosen == settled(open_run("cpu")) and caplog.text == ""
+
+
+def test_what_is_set_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """A command line that decides all itself gets its own values and no line."""
+    config = everything(open_run("cuda"))
+    assert settle_offload(config, outlook(140.0)) == config
+    assert settle_offload(config, None) == config
+    assert caplog.text == ""

@@ -15,6 +15,7 @@ from tests.verl.workers.ranks import save_tiny
 from verl import checkpoint
 from verl.config import Config
 from verl.errors import PreflightError
+from verl.memory.offload import undecided
 from verl.trainer.options import cli
 from verl.trainer.options.preflight import preflight, retriever_problem
 from verl.workers.adapters import Adapter
@@ -95,6 +96,14 @@ def test_sound_run_passes(sound: list[str], tmp_path: Path) -> None:
     """A run with everything in place starts, and preflight leaves nothing behind."""
     preflight(cli.compose(sound))
     assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_left_to_the_machine_is_decided(sound: list[str], tmp_path: Path) -> None:
+    """The options that a run goes on with, and writes down, have no offload that is null."""
+    given = cli.compose(sound)
+    config = preflight(given)
+    assert undecided(given) and undecided(config) == []
+    assert "_offload: null" not in cli.write_resolved(config, tmp_path / "runs").read_text()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from verl import checkpoint
 from verl.config import Config
 from verl.errors import ConfigError
+from verl.memory.offload import everything, settled
 from verl.trainer.options.known import known_options
 from verl.trainer.resilience.resuming import (
     EXPERIMENT,
@@ -71,6 +72,13 @@ def test_the_same_run_goes_on_elsewhere(config: Config, tmp_path: Path) -> None:
     config.retriever.url = "http://elsewhere:8000/retrieve"
     config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 1234
     assert differences(config) == ""
+
+
+def test_another_offload_is_no_difference(config: Config, caplog: pytest.LogCaptureFixture) -> None:
+    """A run that goes on with other devices may choose otherwise: neither refused nor told."""
+    for chosen in (everything(config), settled(config)):
+        assert differences(chosen) == ""
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("name", ["data", "validation", "model", "corpus", "index", "encoder"])
