@@ -25,7 +25,7 @@ OPTIONS = {
 """What may wait on the host, by rising cost of a step: each costs more than all before it.
 
 The reference's weights are copied to the device as they are used, optimizer state to and fro at
-each update; of a model trained from the host, the CPU adds up the gradients and computes the update.
+each update; of a model trained from the host, the CPU adds up gradients and computes the update.
 """
 KEYS = (*OPTIONS, f"{REFERENCE}.optimizer_offload")
 """Every option of this kind; a reference has no optimizer."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 
+from tests.test_train_scripts import config_of
 from tests.verl.memory.shapes import shape_of
 from tests.verl.memory.test_fitting import run, setting
 from tests.verl.memory.test_presets import machine
@@ -136,3 +138,26 @@ def test_the_line_says_what_and_why() -> None:
     line = offload_line(config, none, estimate(none, what), estimate(none, what), here)
     assert line.startswith("offload to the host: nothing; each GPU needs ")
     assert line.endswith("of 42.4 GB free")
+
+
+WAITING = {
+    "train_grpo.sh": {79.0: [], 39.5: [], 23.5: [f"{ACTOR}.param_offload"]},
+    "train_ppo.sh": {
+        79.0: [],
+        39.5: [f"{REFERENCE}.param_offload"],
+        23.5: [
+            f"{ACTOR}.param_offload",
+            f"{REFERENCE}.param_offload",
+            f"{CRITIC}.optimizer_offload",
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("recipe", WAITING)
+def test_the_recipes_offload_what_the_page_says(recipe: str, tmp_path: Path) -> None:
+    """Qwen2.5-3B on eight GPUs, as in docs/memory.md."""
+    config = config_of(recipe, tmp_path)
+    for gpu_gib, waiting in WAITING[recipe].items():
+        here = machine(8, gpu_gib, 1000)
+        assert on_host(choose(config, setting("Qwen2.5-3B", here), here)) == waiting

@@ -37,21 +37,26 @@ WAITING = {("2x80", "train_ppo.sh"): ["actor_rollout_ref.ref.fsdp_config.param_o
 """What waits on the host; nothing for all others."""
 
 
-def verdict(config: Config, here: Machine, size: str) -> str:
-    """What the preflight makes of this model under these options."""
+def settings_for(config: Config, here: Machine, size: str) -> tuple[Config, Setting]:
+    """The options with what waits on the host decided, and what their estimate rests on."""
     shape = shape_of(size)
     setting = Setting(shape, shape, True, here.devices[0].total)
-    config = choose(config, setting, here)
-    found = estimate(config, setting)
-    if shortages(config, found, here, REFUSED):
+    return choose(config, setting, here), setting
+
+
+def verdict(config: Config, here: Machine, size: str) -> str:
+    """What the preflight makes of this model under these options."""
+    chosen, setting = settings_for(config, here, size)
+    found = estimate(chosen, setting)
+    if shortages(chosen, found, here, REFUSED):
         return "refused"
-    return "close" if shortages(config, found, here, CLOSE) else "fits"
+    return "close" if shortages(chosen, found, here, CLOSE) else "fits"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("preset", MACHINES)
 def test_a_preset_fits_its_machine(preset: str, recipe: str, tmp_path: Path) -> None:
-    """Its model fits; from the second larger one on all are refused, whatever is offloaded."""
+    """As docs/memory.md has it: its model fits by what it offloads, the second larger never."""
     config = config_of(recipe, tmp_path, PRESET=preset)
     here = MACHINES[preset]
     assert config.num_ranks == len(here.devices)
@@ -60,18 +65,9 @@ def test_a_preset_fits_its_machine(preset: str, recipe: str, tmp_path: Path) -> 
     found = [verdict(config, here, name) for name in (size, *larger)]
     assert found[0] == "fits"
     assert set(found[2:]) == {"refused"}
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("preset", MACHINES)
-def test_a_preset_offloads_what_its_machine_asks_for(
-    preset: str, recipe: str, tmp_path: Path
-) -> None:
-    """As docs/memory.md has it: the reference of PPO on two GPUs, and nothing else."""
-    config, here = config_of(recipe, tmp_path, PRESET=preset), MACHINES[preset]
-    shape = shape_of(config.actor_rollout_ref.model.path)
-    chosen = choose(config, Setting(shape, shape, True, here.devices[0].total), here)
-    assert [key for key in KEYS if attrgetter(key)(chosen)] == WAITING.get((preset, recipe), [])
+    chosen, _ = settings_for(config, here, size)
+    waiting = [key for key in KEYS if attrgetter(key)(chosen)]
+    assert waiting == WAITING.get((preset, recipe), [])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
