@@ -29,6 +29,7 @@ from tests.pretend_cuda.ledger import Ledger
 from tests.pretend_cuda.mode import PretendCuda
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
+from verl.memory.offload import settled
 from verl.protocol import DataProto
 from verl.trainer import sft
 from verl.workers import lora, models, trainer_worker
@@ -102,7 +103,7 @@ class Case:
         section.ref.fsdp_config.param_offload = self.offload in ("param", "reference")
         if self.algorithm == "lora":
             section.model.lora_rank = 8
-        return config
+        return settled(config)
 
 
 @dataclass
