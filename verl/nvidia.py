@@ -1,0 +1,194 @@
+"""What a GPU build needs of a machine: driver, cards, compiler; and whether they will do.
+
+Standard library only: `scripts/install.py` imports it before anything is installed. The driver is
+asked through `nvidia-smi`, which needs no CUDA of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl.errors import ResourceError, explain
+
+Version = tuple[int, int]
+WHEEL_CUDA = (13, 0)
+"""CUDA of the wheels of torch 2.11 to 2.14, by their requirement `cuda-toolkit==13.0.*`."""
+FIRST_DRIVER = 580
+"""The driver that first runs programs of CUDA 13: NVIDIA's guide "CUDA Compatibility", table
+"Minor Version Compatibility". A newer CUDA that `nvidia-smi` names counts too (`cuda-compat`)."""
+MIN_CAPABILITY = (7, 5)
+"""The oldest cards for which those wheels and vLLM's hold code (Turing: T4, RTX 20)."""
+PATIENCE_S = 60.0
+"""A driver without persistence mode takes seconds per card to answer."""
+COLUMNS = ("driver_version", "name", "memory.total", "compute_cap", "mig.mode.current")
+OLD_COLUMNS = COLUMNS[:3]
+"""What drivers before 510 know too."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU of the machine."""
+
+    name: str
+    memory_mib: int | None = None
+    """None where the driver does not tell: in a MIG slice, or of memory shared with the host."""
+    capability: Version | None = None
+    """(9, 0) for an H100; None where the driver is too old to tell."""
+    has_mig: bool = False
+    """Whether it is divided into slices."""
+
+
+@dataclass(frozen=True)
+class Nvidia:
+    """What the driver says."""
+
+    driver: str
+    """For example 570.86.15."""
+    cuda: Version | None
+    """The newest CUDA whose programs it runs; None where `nvidia-smi` does not tell."""
+    cards: tuple[Card, ...]
+    slices: tuple[str, ...] = ()
+    """MIG slices by profile, for example 1g.10gb; a process computes on one of them."""
+
+    @property
+    def num_devices(self) -> int:
+        """How many GPUs one process can compute with: CUDA shows it one MIG slice at most."""
+        return sum(not card.has_mig for card in self.cards) or min(1, len(self.slices))
+
+
+def ask_driver() -> Nvidia | None:
+    """The driver and cards of this machine; None where there is no `nvidia-smi`.
+
+    Raises ResourceError when `nvidia-smi` fails or finds no card.
+    """
+    if shutil.which("nvidia-smi") is None:
+        return None
+    try:
+        rows = _cards(COLUMNS)
+    except ResourceError as error:
+        if "not a valid field" not in str(error):
+            raise
+        rows = _cards(OLD_COLUMNS)
+    if not rows:
+        expected = "at least one"
+        fix = "make a card visible (docker run --gpus all, or a job with a GPU)"
+        raise ResourceError(explain("NVIDIA driver", "no card from nvidia-smi", expected, fix))
+    found = re.search(r"CUDA(?: UMD)? Version\s*:\s*(\d+)\.(\d+)", _run())
+    cards = tuple(_card(row) for row in rows)
+    listed = _run("-L") if any(card.has_mig for card in cards) else ""
+    slices = re.findall(r"^\s+MIG (\S+)\s+Device", listed, re.MULTILINE)
+    cuda = (int(found[1]), int(found[2])) if found else None
+    return Nvidia(rows[0][0], cuda, cards, tuple(slices))
+
+
+def _cards(columns: Sequence[str]) -> list[list[str]]:
+    answer = _run(f"--query-gpu={','.join(columns)}", "--format=csv,noheader,nounits")
+    rows = [[word.strip() for word in line.split(",")] for line in answer.splitlines()]
+    return [row for row in rows if len(row) == len(columns)]
+
+
+def _card(row: Sequence[str]) -> Card:
+    name, memory, capability, mig = (*row[1:], "", "")[:4]
+    major, _, minor = capability.partition(".")
+    known = major.isdigit() and minor.isdigit()
+    return Card(
+        name,
+        int(memory) if memory.isdigit() else None,
+        (int(major), int(minor)) if known else None,
+        mig == "Enabled",
+    )
+
+
+def _run(*arguments: str) -> str:
+    """What `nvidia-smi` prints. Raises ResourceError when it fails."""
+    command = ["nvidia-smi", *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        got = f"no answer from nvidia-smi ({error})"
+    else:
+        if done.returncode == 0:
+            return done.stdout
+        words = (done.stdout.strip() or done.stderr.strip()).splitlines() or ["it says nothing"]
+        got = f"exit status {done.returncode} from nvidia-smi ({words[0]})"
+    fix = "reload or reinstall the driver (a reboot after an update), until nvidia-smi answers"
+    raise ResourceError(explain("NVIDIA driver", got, "an answer", fix))
+
+
+def driver_problem(found: Nvidia) -> str:
+    """Why the wheels cannot run on this driver, with the fix, or an empty text."""
+    number = found.driver.partition(".")[0]
+    if found.cuda is not None:
+        is_new = found.cuda[0] >= WHEEL_CUDA[0]
+    else:
+        is_new = number.isdigit() and int(number) >= FIRST_DRIVER
+    if is_new:
+        return ""
+    got = f"{found.driver} (CUDA {dotted(found.cuda)})"
+    expected = (
+        f"{FIRST_DRIVER} or newer, as torch and vLLM are built with CUDA {dotted(WHEEL_CUDA)}"
+    )
+    fix = f"upgrade the driver (apt-get install nvidia-driver-{FIRST_DRIVER})"
+    return explain("NVIDIA driver", got, expected, fix)
+
+
+def card_problem(found: Nvidia) -> str:
+    """Why no card here can be computed with, with the fix, or an empty text."""
+    old = [c for c in found.cards if c.capability is not None and c.capability < MIN_CAPABILITY]
+    if len(old) == len(found.cards):
+        got = f"{old[0].name} (compute capability {dotted(old[0].capability)})"
+        expected = f"{dotted(MIN_CAPABILITY)} or higher: the wheels hold no code for older cards"
+        return explain("GPU", got, expected, "take a newer card (T4, RTX 20, A100 and later)")
+    if not found.num_devices:
+        got, expected = "MIG on without a slice", "a slice, or whole cards"
+        fix = "nvidia-smi mig -cgi PROFILE -C to make one, or nvidia-smi -mig 0"
+        return explain("GPU", got, expected, fix)
+    return ""
+
+
+def compiler_problem(include: Path) -> str:
+    """What the compilations of vLLM and triton lack here, with the fix, or an empty text.
+
+    `include` is the folder of the interpreter's headers. triton takes `CC`, gcc or clang.
+    """
+    named = os.environ.get("CC")
+    compilers = (named,) if named else ("gcc", "clang")
+    missing = [] if any(shutil.which(name) for name in compilers) else [named or "gcc"]
+    if not (include / "Python.h").is_file():
+        missing.append(f"Python.h in {include}")
+    if not missing:
+        return ""
+    got = f"no {' and no '.join(missing)}"
+    expected = "a C compiler and Python's headers: vLLM and triton compile kernels at their start"
+    version = re.search(r"python(3\.\d+)", str(include))
+    package = f"python{version[1]}-dev" if version else "python3-dev"
+    return explain("compiler", got, expected, f"apt-get install gcc {package}")
+
+
+def describe(found: Nvidia) -> str:
+    """Driver and CUDA in words, for example `driver 570.86.15 supports CUDA 12.8`."""
+    return f"driver {found.driver} supports CUDA {dotted(found.cuda)}"
+
+
+def describe_cards(found: Nvidia) -> str:
+    """The cards in words, equal ones counted, for example `8 x NVIDIA H100, 79.6 GiB, 9.0`."""
+    lines = []
+    for card in dict.fromkeys(found.cards):
+        memory = f", {card.memory_mib / 1024:.1f} GiB" if card.memory_mib else ""
+        capability = f", capability {dotted(card.capability)}" if card.capability else ""
+        mig = f", MIG: {' '.join(found.slices) or 'no slice'}" if card.has_mig else ""
+        lines.append(f"{found.cards.count(card)} x {card.name}{memory}{capability}{mig}")
+    return "; ".join(lines)
+
+
+def dotted(version: Version | None) -> str:
+    """`9.0` for (9, 0)."""
+    return "unknown" if version is None else f"{version[0]}.{version[1]}"
