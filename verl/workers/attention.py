@@ -135,7 +135,7 @@ def cuda_kernel() -> VarlenKernel:
     """
     if torch.cuda.get_device_capability() < (8, 0):
         return attend_one_by_one
-    try:
+    try:  # the function itself: any folder of that name on the path would import as the package
         from flash_attn import flash_attn_varlen_func  # noqa: F401, PLC0415 - optional
     except ImportError:
         pass

@@ -2,7 +2,9 @@
 
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,3 +168,17 @@ def test_flash_attention_is_for_ampere_and_newer(
     """On a V100 or T4, which compute in float16, its kernels would only raise."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert (cuda_kernel.__wrapped__() is not attend_one_by_one) is is_flash
+
+
+@pytest.mark.parametrize("name", ["flash_attn/notes.txt", "flash_attn/__init__.py"])
+def test_a_folder_named_flash_attn_is_no_kernel(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout or a data folder on the path imports as a package, yet brings no function."""
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert cuda_kernel.__wrapped__() is not attend_with_flash
+    sys.modules.pop("flash_attn", None)
