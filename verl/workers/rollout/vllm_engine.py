@@ -18,6 +18,7 @@ import torch
 
 from verl.config import Config
 from verl.errors import ModelError, explain
+from verl.packages import vllm_device
 from verl.protocol import Completion, Sampling
 from verl.workers.devices import device_type, dtype_name, engine_takes_adapter, resolve_dtype
 
@@ -146,8 +147,14 @@ class VllmEngine:
     def __init__(self, config: EngineConfig) -> None:
         """Start vLLM's engine core in a process of its own and load the weights.
 
-        Raises ModelError when vLLM is missing or the model cannot be found.
+        Raises ModelError when vLLM is missing, is the build for another device (it would take 92 %
+        of card 0 for a run on the CPU), or cannot find the model.
         """
+        installed = vllm_device()
+        if installed and installed != config.device:
+            expected, got = f"its {config.device} build", f"vLLM's {installed} build"
+            fix = f"set device to {installed}, or install the other: docs/installation.md"
+            raise ModelError(explain("rollout engine", got, expected, fix))
         self.config = config
         self.weight_version = 0
         self._numbers = itertools.count()
