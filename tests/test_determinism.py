@@ -10,7 +10,7 @@ import pytest
 from benchmarks.kills.compare import differences, is_computed, read_rows, same_weights
 from tests.test_end_to_end import start_world, train
 
-pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm_cpu
 
 PPO = ("algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=2", "trainer.deterministic=true",
        "trainer.total_training_steps=5", "trainer.test_freq=2")  # fmt: skip

@@ -20,7 +20,7 @@ from example.tiny import tiny_model
 from search_r1.search.local_server import LocalServer
 from tests.verl.trainer.documented import undocumented
 
-pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm_cpu
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.test_end_to_end import metrics, start_world, train
 from verl import checkpoint
 
-pytest.importorskip("vllm")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.vllm_cpu]
 
 OPTIONS = (
     "algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=2",

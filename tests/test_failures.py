@@ -38,8 +38,7 @@ from verl.trainer.resilience.restarts import Restarts
 from verl.workers.node_folder import NodeFolder, on_node
 from verl.workers.rollout import RolloutReplica
 
-pytest.importorskip("vllm")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.vllm_cpu]
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLING = Sampling(max_tokens=8)

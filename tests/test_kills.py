@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.kills.__main__ import main
 
-pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm_cpu
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from tests.machines import Machine, are_possible, cut, mend, plug, two_machines
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+    pytest.mark.vllm_cpu,
     pytest.mark.skipif(not are_possible(), reason="needs root and namespaces"),
 ]
 

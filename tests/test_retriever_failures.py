@@ -17,8 +17,7 @@ from example.tiny import tiny_llama
 from search_r1.search.local_server import LocalServer
 from tests.test_end_to_end import ROOT, command_of, metrics, train, write_rows
 
-pytest.importorskip("vllm")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.vllm_cpu]
 
 COUNTRIES = ("France", "Japan", "India", "China", "Spain", "Italy")
 NEXT = {

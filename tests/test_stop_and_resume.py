@@ -14,8 +14,7 @@ from tests.test_end_to_end import ROOT, command_of, start_world
 from verl import checkpoint
 from verl.errors import Interrupted
 
-pytest.importorskip("vllm")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.vllm_cpu]
 
 OPTIONS = ["algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=2", "trainer.save_freq=-1",
            "trainer.total_training_steps=3", "trainer.val_before_train=false",

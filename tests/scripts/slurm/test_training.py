@@ -16,8 +16,7 @@ from tests.scripts.slurm.cluster import (
     wait_until,
 )
 
-pytest.importorskip("vllm")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm_cpu, pytest.mark.timeout(1200)]
 
 OPTIONS = (
     "data.max_start_length=128",

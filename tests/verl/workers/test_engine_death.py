@@ -14,7 +14,7 @@ from example.tiny import tiny_model
 from verl.protocol import Sampling
 from verl.workers.rollout.vllm_engine import EngineConfig, EngineDied, VllmEngine
 
-pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm_cpu
 
 
 @dataclass

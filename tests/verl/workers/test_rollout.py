@@ -30,7 +30,7 @@ from verl.protocol import (
 )
 from verl.workers.rollout import RolloutReplica
 
-pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm_cpu
 
 TOLERANCE = 1e-3
 MAX_PROMPT = 512

@@ -21,7 +21,7 @@ from verl.protocol import Agent, Completion, Sampling
 from verl.workers.adapters import Adapter
 from verl.workers.rollout import RolloutReplica
 
-pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm_cpu
 
 TOLERANCE = 1e-3
 RANK = 6  # vLLM has room for 1 or 8

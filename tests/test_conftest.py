@@ -1,0 +1,36 @@
+"""What the tests see of a machine with a GPU."""
+
+import os
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+
+from tests import conftest
+
+
+def item(*marks: str) -> Mock:
+    """A collected test with these markers."""
+    return Mock(get_closest_marker=lambda name: name if name in marks else None)
+
+
+@pytest.mark.parametrize(("marks", "seen"), [((), ""), (("gpu",), "0")])
+def test_cards_are_hidden_unless_a_gpu_test_was_chosen(
+    marks: tuple[str, ...], seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`device=auto` in a CPU test would take card 0 from whoever uses it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    conftest.pytest_collection_finish(SimpleNamespace(items=[item(), item(*marks)]))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
+
+
+@pytest.mark.parametrize(("build", "skipped"), [("cpu", False), ("cuda", True), ("", True)])
+def test_engines_on_the_cpu_need_the_cpu_build(
+    build: str, skipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside vLLM's GPU build such a test is skipped with the reason; the others run."""
+    monkeypatch.setattr(conftest, "vllm_device", lambda: build)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    plain, engine = item(), item("vllm_cpu")
+    conftest.pytest_collection_finish(SimpleNamespace(items=[plain, engine]))
+    assert engine.add_marker.called is skipped and not plain.add_marker.called
