@@ -3,7 +3,8 @@
 Builds the example, starts the retriever, warm-starts SmolLM2-135M-Instruct by a few supervised
 steps, trains it with the very `train_grpo.sh` / `train_ppo.sh` of the paper's recipe under the
 example's settings, measures it once more without documents, and writes `summary.json` and
-`report.md`. Everything it starts is stopped again, whatever ends it.
+`report.md`. It computes on one GPU where there is one, else on the CPU. Everything it starts is
+stopped again, whatever ends it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from scripts.demo_report import write_report
 from scripts.processes import run, stopping, wait_healthy
+from verl.errors import ResourceError, explain
+from verl.packages import vllm_device
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
@@ -36,11 +40,19 @@ SFT_OPTIONS = [
     "lr=2e-4",
     "schedule=linear",
     "shuffle=false",
-    "device=cpu",
 ]
 CONTROL = ["trainer.val_only=true"]
+ON_DEVICE = {
+    "cpu": ["trainer.device=cpu"],
+    "cuda": [
+        "trainer.device=cuda",
+        # The trainer's share of the card is small; a display or another job may have some too.
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+        # The engine starts twice for a few minutes of work: compiling and capturing would not pay.
+        "actor_rollout_ref.rollout.enforce_eager=true",
+    ],
+}
 COMMON = [
-    "trainer.device=cpu",
     "trainer.n_gpus_per_node=1",
     "trainer.logger=[console,jsonl]",
     "trainer.save_freq=-1",
@@ -82,12 +94,29 @@ OPTIONS = {
 }
 
 
+def choose_device(wanted: str, has_card: bool, installed: str) -> str:
+    """cpu or cuda; `installed` is the device of vLLM's build, which must be the same.
+
+    Raises ResourceError where it is not, or where cuda is wanted without a card.
+    """
+    device = ("cuda" if has_card else "cpu") if wanted == "auto" else wanted
+    if device == "cuda" and not has_card:
+        got, expected = "cuda without a GPU that torch sees", "a GPU"
+        raise ResourceError(explain("--device", got, expected, "python -m verl.doctor says why"))
+    if installed != device:
+        got = f"{device} with vLLM's {installed} build" if installed else "no vLLM"
+        expected = f"vLLM's {device} build"
+        raise ResourceError(explain("--device", got, expected, "docs/installation.md installs it"))
+    return device
+
+
 @dataclass
 class Demo:
     """One run of the demo: where it writes, and how long each phase took."""
 
     algorithm: str
     seed: int
+    device: str
     out: Path
     started_at: float
     extra: Sequence[str] = ()
@@ -133,6 +162,7 @@ class Demo:
             f"train_file={ROOT / 'example' / 'data' / 'sft.jsonl'}",
             f"output_dir={self.out / 'warm_start'}",
             f"seed={self.seed}",
+            f"device={self.device}",
             *SFT_OPTIONS,
         )
 
@@ -168,6 +198,7 @@ class Demo:
             f"trainer.default_local_dir={out}",
             f"trainer.seed={self.seed}",
             *OPTIONS[self.algorithm],
+            *ON_DEVICE[self.device],
             *extra,
             *self.extra,
         ]
@@ -189,15 +220,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--algorithm", choices=sorted(OPTIONS), default="grpo")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo")
     parser.add_argument("--started-at", type=float, default=time.time(), help="unix time of start")
     parser.add_argument("extra", nargs="*", help="further key=value options of the training")
     arguments = parser.parse_args()
+    try:
+        device = choose_device(arguments.device, torch.cuda.is_available(), vllm_device())
+    except ResourceError as error:
+        sys.exit(f"make demo: {error}")
     fresh_directory(arguments.out)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     demo = Demo(
         arguments.algorithm,
         arguments.seed,
+        device,
         arguments.out.resolve(),
         arguments.started_at,
         arguments.extra,

@@ -1,0 +1,63 @@
+"""The demo's choice of device and what follows from it; nothing is trained."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts import demo
+from scripts.demo import Demo, choose_device
+from verl.errors import ResourceError
+from verl.trainer.options import cli
+
+
+@pytest.mark.parametrize(
+    ("wanted", "has_card", "installed", "expected"),
+    [
+        ("auto", False, "cpu", "cpu"),
+        ("auto", True, "cuda", "cuda"),
+        ("cuda", True, "cuda", "cuda"),
+        ("cpu", True, "cpu", "cpu"),
+    ],
+)
+def test_the_card_is_used_where_there_is_one(
+    wanted: str, has_card: bool, installed: str, expected: str
+) -> None:
+    """`auto` takes the card; what is named is what is taken."""
+    assert choose_device(wanted, has_card, installed) == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "has_card", "installed", "message"),
+    [
+        ("cuda", False, "cuda", "got cuda without a GPU"),
+        ("cpu", True, "cuda", "got cpu with vLLM's cuda build"),
+        ("auto", False, "cuda", "got cpu with vLLM's cuda build"),
+        ("auto", False, "", "got no vLLM"),
+    ],
+)
+def test_an_engine_for_another_device_is_refused_at_once(
+    wanted: str, has_card: bool, installed: str, message: str
+) -> None:
+    """vLLM's GPU build would take 92 % of card 0 while the trainer runs on the CPU."""
+    with pytest.raises(ResourceError, match=message):
+        choose_device(wanted, has_card, installed)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_both_phases_compute_on_the_chosen_device(
+    device: str, algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warm start and training are told the same device; a card is shared with the engine."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(demo, "run", lambda command, *_: commands.append(command))
+    one = Demo(algorithm, 0, device, tmp_path, 0.0)
+    one.warm_start()
+    one.train(tmp_path, "empty", tmp_path / "warm_start")
+    warm_start, training = commands
+    assert f"device={device}" in warm_start
+    config = cli.compose([f"actor_rollout_ref.model.path={tmp_path}", *training[2:]])
+    assert config.trainer.device == device and config.trainer.n_gpus_per_node == 1
+    rollout = config.actor_rollout_ref.rollout
+    expected = (0.4, True) if device == "cuda" else (0.6, None)
+    assert (rollout.gpu_memory_utilization, rollout.enforce_eager) == expected
