@@ -1,0 +1,82 @@
+"""The packed attention kernels of this installation against one sequence at a time in float32."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+
+import torch
+from torch import Tensor
+
+from scripts.gpu_checks.report import Report
+from verl.workers import attention
+from verl.workers.attention import SequenceBounds, VarlenKernel
+
+LENGTHS = [1, 17, 300, 128, 513]
+BOUNDS = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""Largest error by the largest value: a few roundings of the format."""
+KERNELS = {
+    "torch_varlen": ("torch.nn.attention.varlen", "varlen_attn", "attend_with_torch_varlen"),
+    "flash_attn": ("flash_attn", "flash_attn_varlen_func", "attend_with_flash"),
+}
+
+
+def check(report: Report) -> None:
+    """Forward and backward of each kernel; on CPU there is the reference's own in 16 bits."""
+    found = kernels() if report.on_card else {"one_by_one": attention.attend_one_by_one}
+    report.record("kernels", list(found))
+    report.record("chosen", attention.cuda_kernel().__name__)
+    if not found:
+        report.fail("no packed kernel: a GPU would attend to one sequence at a time")
+    for (name, kernel), dtype in itertools.product(found.items(), BOUNDS):
+        with report.part(f"{name} {dtype}"):
+            compare(report, name, kernel, dtype)
+
+
+def kernels() -> dict[str, VarlenKernel]:
+    """Those that this installation has."""
+    found = {}
+    for name, (module, needed, ours) in KERNELS.items():
+        try:
+            getattr(importlib.import_module(module), needed)
+        except (ImportError, AttributeError):
+            continue
+        found[name] = getattr(attention, ours)
+    return found
+
+
+def compare(report: Report, name: str, kernel: VarlenKernel, dtype: torch.dtype) -> None:
+    """Grouped heads or as many of each, windows or none, heads of 64 and 128."""
+    device = torch.device(report.device)
+    bounds = SequenceBounds.of(LENGTHS, device)
+    worst = {"forward": 0.0, "backward": 0.0}
+    for kv_heads, window, size in itertools.product((2, 8), (0, 64), (64, 128)):
+        generator = torch.Generator().manual_seed(kv_heads + window + size)
+        shapes = [(sum(LENGTHS), heads, size) for heads in (8, kv_heads, kv_heads, 8)]
+        drawn = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
+        pairs = zip(
+            run(kernel, drawn, bounds, window),
+            run(attention.attend_one_by_one, [x.float() for x in drawn], bounds, window),
+            strict=True,
+        )
+        errors = [relative(a, b) for a, b in pairs]
+        worst["forward"] = max(worst["forward"], errors[0])
+        worst["backward"] = max(worst["backward"], *errors[1:])
+    for way, error in worst.items():
+        label = f"{name}_{str(dtype).removeprefix('torch.')}_{way}"
+        report.expect(label, error, below=BOUNDS[dtype])
+
+
+def run(
+    kernel: VarlenKernel, drawn: list[Tensor], bounds: SequenceBounds, window: int
+) -> list[Tensor]:
+    """The output, and the gradients of query, key and value for a given one of the output."""
+    *inputs, gradient = drawn
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    output = kernel(*leaves, bounds, inputs[0].shape[-1] ** -0.5, window)
+    return [output, *torch.autograd.grad(output, leaves, gradient)]
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    """Largest error by the largest value."""
+    return float((got.float() - expected).abs().max() / expected.abs().max())

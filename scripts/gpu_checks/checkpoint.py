@@ -1,0 +1,74 @@
+"""A checkpoint that is written while training goes on, taken up again bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.gpu_checks.report import Report
+from scripts.gpu_checks.trainer import KINDS, LENGTHS, OFFLOADS, weights
+from scripts.gpu_checks.world import free_port, random_batch, small_run, write_model
+from verl.config import Config
+from verl.memory.fitting import changed
+from verl.workers.devices import DETERMINISTIC_ENV
+from verl.workers.trainer_worker import TrainerWorker
+
+
+def check(report: Report) -> None:
+    """PPO in float32 with deterministic kernels, its state on the device and on the host."""
+    os.environ |= DETERMINISTIC_ENV
+    model = write_model(report.folder / "model", "tiny")
+    for offload in ("none", "all"):
+        changes = KINDS["ppo"] | OFFLOADS[offload] | {"trainer.deterministic": True}
+        with report.part(offload):
+            compare(report, offload, changed(small_run(model, report.device), changes))
+
+
+def compare(report: Report, name: str, config: Config) -> None:
+    """One run goes on, another is resumed twice: the second tells a wrong state from noise."""
+    folder = report.folder / f"saved-{name}"
+    went_on = first_run(config, folder)
+    again = [resumed(config, folder) for _ in range(2)]
+    report.expect(f"{name}_repeatable", same(again[0], again[1]), equal=True)
+    report.expect(f"{name}_resumed", same(went_on, again[0]), equal=True)
+
+
+def first_run(config: Config, folder: Path) -> tuple[list[dict[str, float]], torch.Tensor]:
+    """Two updates, a checkpoint in the background, and the update beside which it is written."""
+    worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), 10)
+    try:
+        for seed in range(2):
+            update(worker, seed)
+        worker.start_checkpoint(folder)
+        metrics = update(worker, 7)
+        problem = asyncio.run(worker.finish_checkpoint())
+        assert not problem, problem
+        return metrics, weights(worker)
+    finally:
+        worker.shutdown()
+
+
+def resumed(config: Config, folder: Path) -> tuple[list[dict[str, float]], torch.Tensor]:
+    """A new run that takes the checkpoint up and makes the same update."""
+    other = changed(config, {"trainer.seed": 5})
+    worker = TrainerWorker(other, 0, 1, "127.0.0.1", free_port(), 10)
+    try:
+        worker.load_checkpoint(folder)
+        return update(worker, 7), weights(worker)
+    finally:
+        worker.shutdown()
+
+
+def update(worker: TrainerWorker, seed: int) -> list[dict[str, float]]:
+    """One update of actor and critic."""
+    batch = random_batch(LENGTHS, seed=seed)
+    return [worker.update_actor(batch), worker.update_critic(batch)]
+
+
+def same(a: tuple[Any, torch.Tensor], b: tuple[Any, torch.Tensor]) -> bool:
+    """Metrics and weights are equal, bit for bit."""
+    return a[0] == b[0] and torch.equal(a[1], b[1])

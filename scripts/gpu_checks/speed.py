@@ -1,0 +1,140 @@
+"""Real shapes with random weights: how fast a rank updates, and the memory that takes."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from scripts.gpu_checks.report import Report
+from scripts.gpu_checks.world import SHAPES, free_port, random_batch, small_run, write_model
+from verl.config import Config
+from verl.memory.estimate import Setting, rank_needs
+from verl.memory.needs import GPU, Phase, Place
+from verl.memory.ranks import held_models
+from verl.memory.shape import ModelShape
+from verl.protocol import DataProto
+from verl.workers.node_folder import new_path
+from verl.workers.trainer_worker import TrainerWorker
+
+CASES = (("1.5B", False), ("3B", False), ("3B", True))
+"""Shapes, and whether parameters and optimizer wait on the host, as the recipes have it."""
+LENGTH, COUNT, BUDGET = 1500, 32, 16384
+GIB = 2**30
+PASSES = {"log_probs": (Phase.LOG_PROBS,), "update": (Phase.UPDATE_ACTOR, Phase.STEP_ACTOR)}
+RATIO = (0.8, 1.15)
+"""Of the measured peak by the estimate; above 1 by more, runs die that were let through."""
+
+
+def check(report: Report) -> None:
+    """Every case that this card has the memory for."""
+    report.need_card("the time and the device memory of a CPU say nothing of a card")
+    for shape, offload in CASES:
+        with report.part(f"{shape}{' offloaded' if offload else ''}"):
+            measure(report, shape, offload)
+
+
+def measure(report: Report, shape: str, offload: bool, length: int = LENGTH) -> None:
+    """One rank of GRPO in bfloat16 with recomputation: time, memory, hand-over."""
+    name = f"{shape}_offloaded" if offload else shape
+    folder = report.folder / shape
+    if not folder.exists():
+        write_model(folder, shape, 0, report.device, "bfloat16")
+    config = run_of(str(folder), report.device, offload, length)
+    facts = ModelShape.of({"model_type": "qwen2", "tie_word_embeddings": True, **SHAPES[shape]})
+    assert facts is not None
+    expected = estimates(config, facts)
+    if report.on_card:
+        free, needed = torch.cuda.mem_get_info()[0], max(expected.values()) + GPU.context
+        if needed > free:
+            report.record(name, f"skipped: {needed / GIB:.0f} GiB needed, {free / GIB:.0f} free")
+            return
+    began = time.monotonic()
+    worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), 10)
+    report.record(f"{name}_load_s", time.monotonic() - began)
+    batch = random_batch([length] * COUNT, SHAPES[shape]["vocab_size"])
+    try:
+        for what, call in (("log_probs", worker.log_probs), ("update", worker.update_actor)):
+            work = forward_flops(facts, batch) * (3 if what == "update" else 1)
+            one_pass(report, f"{name}_{what}", call, batch, work, expected[what])
+        began = time.monotonic()
+        worker.hand_over_weights(new_path(), "bfloat16")
+        report.record(f"{name}_hand_over_s", time.monotonic() - began)
+    finally:
+        worker.shutdown()
+        del worker, call
+        gc.collect()
+        if offload:
+            shutil.rmtree(folder)
+
+
+def run_of(model: str, device: str, offload: bool, length: int) -> Config:
+    """One mini-batch a step, of `COUNT` trajectories."""
+    fsdp = "actor_rollout_ref__actor__fsdp_config__"
+    return small_run(
+        model, device, "bfloat16",
+        data__train_batch_size=COUNT, data__max_prompt_length=length - 500,
+        data__max_response_length=500,
+        actor_rollout_ref__model__enable_gradient_checkpointing=True,
+        actor_rollout_ref__actor__use_kl_loss=False, actor_rollout_ref__actor__entropy_coeff=0.0,
+        actor_rollout_ref__actor__ppo_mini_batch_size=COUNT,
+        actor_rollout_ref__actor__ppo_max_token_len_per_gpu=BUDGET,
+        algorithm__kl_ctrl__kl_coef=0.0,
+        **{fsdp + "param_offload": offload, fsdp + "optimizer_offload": offload},
+    )  # fmt: skip
+
+
+def estimates(config: Config, shape: ModelShape) -> dict[str, int]:
+    """Device bytes of a rank by `verl.memory`, its context apart, in each pass."""
+    setting = Setting(shape, shape, on_gpu=True, compute_dtype="bfloat16")
+    needs = rank_needs(config, setting, held_models(config, shape, shape, 2))
+    held = [need for need in needs if need.place is Place.DEVICE]
+    return {
+        what: max(sum(n.bytes for n in held if phase in n.phases) for phase in phases)
+        for what, phases in PASSES.items()
+    }
+
+
+def forward_flops(shape: ModelShape, batch: DataProto) -> float:
+    """Two a weight and token of the blocks, a head for tokens that are learned, attention.
+
+    A token attends to half of its sequence on average: 2 products · 2 · query size · length / 2.
+    """
+    linears = sum(x.inputs * x.outputs for x in shape.linears)
+    head = 2.0 * shape.vocab * shape.hidden * float(batch.tokens["policy_mask"].sum())
+    pairs = float((batch.lengths.double() ** 2).sum()) / 2
+    attention = 4.0 * shape.layers * shape.query_size * pairs
+    return 2.0 * shape.layers * linears * batch.num_tokens + head + attention
+
+
+def one_pass(
+    report: Report,
+    name: str,
+    call: Callable[[DataProto], Any],
+    batch: DataProto,
+    flops: float,
+    estimate: int,
+) -> None:
+    """The second and third call in seconds each; the peak of what torch allocated."""
+    call(batch)
+    if report.on_card:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    began = time.monotonic()
+    for _ in range(2):
+        call(batch)
+    if report.on_card:
+        torch.cuda.synchronize()
+    seconds = (time.monotonic() - began) / 2
+    report.record(f"{name}_s", seconds)
+    report.record(f"{name}_tokens_per_s", round(batch.num_tokens / seconds))
+    report.record(f"{name}_tflops", flops / seconds / 1e12)
+    report.record(f"{name}_estimate_gib", estimate / GIB)
+    if report.on_card:
+        peak = torch.cuda.max_memory_allocated()
+        report.record(f"{name}_peak_gib", peak / GIB)
+        report.expect(f"{name}_peak_by_estimate", peak / estimate, above=RATIO[0], below=RATIO[1])

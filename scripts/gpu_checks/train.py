@@ -1,0 +1,165 @@
+"""The recipes' own scripts on a tiny policy that searches, with a real retriever, and resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.gpu_checks.report import Report, Skipped
+from scripts.gpu_checks.runner import ROOT, stop_tree
+from scripts.gpu_checks.world import write_demonstrations, write_model, write_questions
+from scripts.processes import run, stopping, wait_healthy
+
+MISMATCH = 0.02
+"""Mean difference between the engine's log-probs and the trainer's, after every update."""
+SMALL = {
+    "TRAIN_BATCH_SIZE": "4", "VAL_BATCH_SIZE": "8", "N_AGENT": "2", "MINI_BATCH_SIZE": "4",
+    "MAX_PROMPT_LENGTH": "512", "MAX_START_LENGTH": "128", "MAX_RESPONSE_LENGTH": "48",
+    "MAX_OBS_LENGTH": "256", "MAX_TURNS": "1", "TOPK": "1", "ACTOR_LR": "1e-4",
+    "ACTOR_WARMUP": "0", "CRITIC_WARMUP": "0", "GPU_MEMORY_UTILIZATION": "0.3",
+    "LOGGER": "[console,jsonl]", "SAVE_FREQ": "1", "TEST_FREQ": "0",
+}  # fmt: skip
+"""The recipe's variables, for dialogues of a few hundred tokens."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What a run reads: a policy that searches, questions, a retriever that answers."""
+
+    model: Path
+    questions: Path
+    url: str
+
+
+@contextlib.contextmanager
+def world(report: Report) -> Iterator[World]:
+    """Make it, and stop the retriever afterwards."""
+    folder = report.folder
+    model, questions = folder / "policy", folder / "questions.parquet"
+    write_questions(questions)
+    write_demonstrations(folder / "dialogues.jsonl")
+    start = write_model(folder / "random", "tiny")
+    run(
+        [sys.executable, "-m", "verl.trainer.sft", f"model_path={start}", f"output_dir={model}",
+         f"train_file={folder / 'dialogues.jsonl'}", "steps=60", "lr=3e-3",
+         f"device={report.device}"],
+        ROOT,
+    )  # fmt: skip
+    corpus, port = folder / "corpus.jsonl", folder / "port"
+    shutil.copy(ROOT / "example" / "corpus.jsonl", corpus)
+    with (folder / "retriever.log").open("wb") as log:
+        server = subprocess.Popen(
+            ["bash", "retrieval_launch.sh", "--port", "0", "--port_file", str(port)],
+            cwd=ROOT, env={**os.environ, "PYTHON": sys.executable, "CORPUS_PATH": str(corpus)},
+            stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    with stopping(server):
+        yield World(model, questions, wait_healthy(server, port, folder / "retriever.log"))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to call `train_grpo.sh` or `train_ppo.sh`."""
+
+    world: World
+    device: str
+    out: Path
+    script: str
+    num_gpus: int = 1
+    options: Sequence[str] = ()
+
+    def start(self, steps: int, *options: str) -> subprocess.Popen[bytes]:
+        """Start it as a user does; what it says goes to our log."""
+        environment = SMALL | {
+            "PYTHON": sys.executable, "BASE_MODEL": str(self.world.model),
+            "TRAIN_FILES": str(self.world.questions), "VAL_FILES": str(self.world.questions),
+            "RETRIEVER_URL": f"{self.world.url}/retrieve", "OUTPUT_DIR": str(self.out),
+            "N_GPUS": str(self.num_gpus), "TOTAL_STEPS": str(steps),
+        }  # fmt: skip
+        return subprocess.Popen(
+            ["bash", self.script, f"trainer.device={self.device}", "template=short",
+             "trainer.val_before_train=false", "actor_rollout_ref.rollout.cpu_kv_cache_gib=1",
+             "actor_rollout_ref.actor.skip_zero_advantages=false", *self.options, *options],
+            cwd=ROOT, env={**os.environ, **environment},
+        )  # fmt: skip
+
+    def finish(self, steps: int, *options: str) -> list[dict[str, Any]]:
+        """Run it to its end; the metrics of all steps so far. Raises CalledProcessError."""
+        process = self.start(steps, *options)
+        try:
+            code = process.wait()
+        finally:
+            if process.poll() is None:
+                stop_tree(process.pid)
+        if code:
+            raise subprocess.CalledProcessError(code, self.script)
+        return self.rows()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The metrics of each step."""
+        path = self.out / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def grpo(report: Report) -> None:
+    """Three steps as a recipe has them (graphs, offloading), and a fourth after a resume."""
+    with world(report) as found:
+        steps_and_resume(report, Recipe(found, report.device, report.folder / "run", GRPO), 3)
+
+
+def ppo(report: Report) -> None:
+    """Two steps with a critic, without graphs, and a third after a resume."""
+    with world(report) as found:
+        options = ["actor_rollout_ref.rollout.enforce_eager=true"]
+        recipe = Recipe(found, report.device, report.folder / "run", PPO, options=options)
+        steps_and_resume(report, recipe, 2)
+
+
+def two_cards(report: Report) -> None:
+    """GRPO on two ranks and two engines."""
+    if report.on_card and torch.cuda.device_count() < 2:
+        raise Skipped(f"{torch.cuda.device_count()} card here, two are needed")
+    with world(report) as found:
+        recipe = Recipe(found, report.device, report.folder / "run", GRPO, num_gpus=2)
+        steps_and_resume(report, recipe, 3)
+
+
+GRPO, PPO = "train_grpo.sh", "train_ppo.sh"
+TIMES = "timing_s/"
+
+
+def steps_and_resume(report: Report, recipe: Recipe, steps: int) -> None:
+    """`steps` steps, then one more by a run that takes up the last checkpoint."""
+    judge(report, "run", recipe.finish(steps), list(range(1, steps + 1)))
+    rows = recipe.finish(steps + 1, "trainer.resume_mode=auto")
+    judge(report, "resumed", rows, list(range(1, steps + 2)))
+
+
+def judge(report: Report, name: str, rows: list[dict[str, Any]], steps: list[int]) -> None:
+    """Each step once; engine and trainer agree; finite gradients; documents were read."""
+    rows = [row for row in rows if row["step"] > 0]
+    if [row["step"] for row in rows] != steps:
+        report.fail(f"{name}: got steps {[row['step'] for row in rows]}, expected {steps}")
+    for key in ("actor/rollout_mismatch", "actor/grad_norm", "actor/skipped_updates"):
+        report.record(f"{name} {key}", [float(f"{row[key]:.4g}") for row in rows])
+    report.expect(
+        f"{name}_mismatch", max(row["actor/rollout_mismatch"] for row in rows), below=MISMATCH
+    )
+    report.expect(f"{name}_skipped", max(row["actor/skipped_updates"] for row in rows), equal=0)
+    if not all(0 < row["actor/grad_norm"] < math.inf for row in rows):
+        report.fail(f"{name}: a gradient that is zero or not finite")
+    report.expect(f"{name}_searches", rows[-1]["env/valid_searches"], above=0)
+    for key, value in rows[-1].items():
+        if key.startswith(("timing", "perf/")):
+            report.record(f"{name} {key}", value)

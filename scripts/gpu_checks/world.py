@@ -1,0 +1,146 @@
+"""Models, a tokenizer, batches and questions that are made on the spot: no hub, no network."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from verl.config import Config
+from verl.core_algos.losses import loss_weights
+from verl.memory.fitting import changed
+from verl.protocol import DataProto
+
+END = "<|im_end|>"
+TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 258}  # fmt: skip
+QWEN = {"vocab_size": 151936, "num_key_value_heads": 2}
+SHAPES = {
+    "tiny": TINY,
+    "0.5B": QWEN | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+                    "num_attention_heads": 14},
+    "1.5B": QWEN | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+                    "num_attention_heads": 12},
+    "3B": QWEN | {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+                  "num_attention_heads": 16},
+}  # fmt: skip
+"""Published sizes of Qwen2.5; of `tiny`, heads of 32 are the smallest that vLLM serves on CPU."""
+ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def write_model(
+    folder: Path, shape: str, seed: int = 0, device: str = "cpu", dtype: str = "float32"
+) -> str:
+    """Random weights of a shape and a tokenizer with a token for each byte; returns the path."""
+    sizes = SHAPES[shape]
+    # So that log-probs differ between tokens: logits of a deviation of about 0.6 at any width.
+    spread = 0.6 / sizes["hidden_size"] ** 0.5
+    config = Qwen2Config(
+        **sizes, tie_word_embeddings=True, max_position_embeddings=4096, initializer_range=spread,
+        bos_token_id=None, eos_token_id=256, pad_token_id=257,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return str(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A token for each byte, the end of a sequence (256) and padding (257)."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END, "<|endoftext|>"])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token="<|endoftext|>"
+    ).save_pretrained(folder)
+
+
+def small_run(model: str, device: str, dtype: str = "float32", **changes: Any) -> Config:
+    """Options of one rank with KL and entropy in the loss; `changes` have `__` for dots."""
+    base = {
+        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        "critic.model.enable_gradient_checkpointing": False,
+        f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.1, f"{ACTOR}.entropy_coeff": 0.01,
+        f"{ACTOR}.optim.lr": 1e-3, f"{CRITIC}.optim.lr": 1e-3, f"{ACTOR}.grad_clip": 0.5,
+        "algorithm.adv_estimator": "grpo", "trainer.n_gpus_per_node": 1,
+        "trainer.device": device, "trainer.compute_dtype": dtype,
+    }  # fmt: skip
+    return changed(Config(), base | {k.replace("__", "."): v for k, v in changes.items()})
+
+
+def random_batch(lengths: list[int], vocab: int = 250, seed: int = 0) -> DataProto:
+    """A mini-batch with every column that updates read; the first two tokens are the prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    total, offsets = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
+    mask = torch.rand(total, generator=generator) < 0.6
+    for start in offsets[:-1].tolist():
+        mask[start : start + 2] = False
+
+    def column(scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(total, generator=generator)
+
+    names = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
+    return DataProto(
+        offsets,
+        {
+            "input_ids": torch.randint(0, vocab, (total,), generator=generator),
+            "policy_mask": mask,
+            "advantages": column(),
+            "values": column(0.2),
+            "returns": column(),
+            "loss_weights": loss_weights(mask, offsets, "token-mean"),
+            **{name: -5.5 + column(0.3) for name in names},
+        },
+        columns={"group": [f"g{i}" for i in range(len(lengths))]},
+    )
+
+
+def write_questions(path: Path, count: int = 8) -> None:
+    """Rows of a data set, as pandas would have written them."""
+    rows = [
+        {
+            "data_source": "nq",
+            "prompt": [{"role": "user", "content": f"Question {i}?"}],
+            "ability": "fact-reasoning",
+            "reward_model": {"style": "rule", "ground_truth": {"target": ["Accra"]}},
+            "extra_info": {"split": "train", "index": i},
+        }
+        for i in range(count)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def write_demonstrations(path: Path, count: int = 8) -> None:
+    """Dialogues that search once: what a tiny model is taught before it is trained."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"Question {i}?"}],
+            "segments": [
+                {"origin": "policy", "text": "<search> capital of Ghana </search>"},
+                {"origin": "observation", "text": "\n\n<information>Doc 1</information>\n\n"},
+                {"origin": "policy", "text": "<answer> Accra </answer>"},
+            ],
+        }
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

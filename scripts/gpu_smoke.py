@@ -1,0 +1,72 @@
+"""`python -m scripts.gpu_smoke`: does this machine train? Minutes of checks before days of work.
+
+Each check is a process of its own with a limit, and the others run whatever became of it. Standard
+output has one line of JSON a check, standard error a table at the end. Exit status 0: nothing
+failed and nothing was left out for want of time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from scripts.gpu_checks.runner import Row, run_all
+from scripts.gpu_checks.table import ALL, CHECKS, Check
+
+MARKS = {True: "passed", False: "FAILED", None: "skipped"}
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(prog="gpu_smoke", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=CHECKS, metavar="NAME", help="these alone")
+    parser.add_argument("--skip", nargs="+", choices=CHECKS, metavar="NAME", default=[])
+    parser.add_argument("--list", action="store_true", help="name the checks and end")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu_smoke"), help="logs, runs")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of all checks together")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    return parser.parse_args(arguments)
+
+
+def summary(rows: Sequence[Row], console: Console) -> None:
+    """The table for people."""
+    table = Table("check", "", "seconds", "")
+    for row in rows:
+        table.add_row(row.name, MARKS[row.ok], f"{row.seconds:.0f}", row.error or row.skipped or "")
+    console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    options = parse(arguments)
+    chosen: list[Check] = [
+        check
+        for check in ALL
+        if check.name in (options.only or CHECKS) and check.name not in options.skip
+    ]
+    if options.list:
+        for check in chosen:
+            sys.stdout.write(f"{check.name:15} {check.seconds:4.0f} s  {check.about}\n")
+        return 0
+    from verl.workers.devices import device_type  # noqa: PLC0415 - torch takes seconds to import
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    out = options.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    for row in run_all(chosen, device_type(options.device), out, 60 * options.minutes):
+        rows.append(row)
+        sys.stdout.write(row.line() + "\n")
+        sys.stdout.flush()
+    summary(rows, Console(stderr=True))
+    return 0 if all(row.ok is not False and not row.is_missing for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
