@@ -10,7 +10,7 @@ from scripts.gpu_checks.table import CHECKS
 
 if __name__ == "__main__":
     name, device, out = sys.argv[1:]
-    folder = Path(out).absolute()
-    with Report(folder / f"{name}.json", device, folder / name) as report:
+    report = Report(Path(out).absolute(), name, device)
+    with report.part():
         CHECKS[name].run(report)
-    sys.exit(1 if report.failures else 0)
+    report.write(done=True)

@@ -6,8 +6,9 @@ import json
 import math
 import os
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 
@@ -18,19 +19,17 @@ class Skipped(Exception):
 class Report:
     """Figures and failures of a check, in a file that is whole after each of them.
 
-    As a context it takes note of the exception that ends the check. What a check that is killed
-    had found by then is in the file too.
+    So what a check that is killed had found by then is known too.
     """
 
-    def __init__(self, path: Path, device: str, folder: Path) -> None:
-        """`device` is cuda or cpu; `folder` is the check's own, for models and runs."""
-        self.device, self.folder, self._path = device, folder, path
+    def __init__(self, out: Path, name: str, device: str) -> None:
+        """`device` is cuda or cpu; the folder `out`/`name` is the check's own."""
+        self.device, self.folder, self._path = device, out / name, out / f"{name}.json"
         self.figures: dict[str, Any] = {}
         self.failures: list[str] = []
         self.skipped: str | None = None
-        self.is_done = False
-        folder.mkdir(parents=True, exist_ok=True)
-        self._write()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.write()
 
     @property
     def on_card(self) -> bool:
@@ -45,78 +44,51 @@ class Report:
     def record(self, name: str, value: Any) -> None:
         """A figure that no bound is known for."""
         self.figures[name] = _plain(value)
-        self._write()
+        self.write()
 
     def expect(
         self,
         name: str,
         value: float,
-        below: float | None = None,
-        above: float | None = None,
+        below: float = math.inf,
+        above: float = -math.inf,
         equal: float | None = None,
     ) -> None:
-        """A figure and its bounds; NaN keeps none."""
+        """A figure and its bounds; one that is not finite keeps none."""
         self.record(name, value)
-        for holds, bound in (
-            (below is None or value < below, f"below {below}"),
-            (above is None or value > above, f"above {above}"),
-            (equal is None or value == equal, f"{equal}"),
-        ):
-            if not holds:
-                self.fail(f"{name}: got {_plain(value)}, expected {bound}")
+        if equal is not None and value != equal:
+            self.fail(f"{name}: got {_plain(value)}, expected {equal}")
+        if not above < value < below:
+            bounds = " and ".join(
+                f"{word} {bound}"
+                for word, bound in (("above", above), ("below", below))
+                if math.isfinite(bound)
+            )
+            self.fail(f"{name}: got {_plain(value)}, expected {bounds or 'a finite number'}")
 
     def fail(self, what: str) -> None:
         """Something that is wrong; the check goes on."""
         self.failures.append(what)
-        self._write()
+        self.write()
 
-    def part(self, name: str) -> Part:
-        """A context whose end by an exception fails the check, and lets its other parts go on."""
-        return Part(self, name)
+    @contextmanager
+    def part(self, name: str = "") -> Iterator[None]:
+        """A part of the check: an exception ends it and fails the check, and other parts go on."""
+        try:
+            yield
+        except Skipped as reason:
+            self.skipped = str(reason)
+        except Exception as error:  # noqa: BLE001 - whatever it raises is what the check found
+            traceback.print_exception(error)  # to its log
+            first = (str(error).strip().splitlines() or [""])[0]
+            self.fail(f"{name}{': ' if name else ''}{type(error).__name__}: {first[:300]}")
 
-    def note(self, error: BaseException, name: str = "") -> None:
-        """An exception as a failure; its traceback goes to the log."""
-        traceback.print_exception(error)
-        text = str(error).strip().splitlines() or [""]
-        self.fail(f"{name}{': ' if name else ''}{type(error).__name__}: {text[0][:300]}")
-
-    def _write(self) -> None:
-        found = {"figures": self.figures, "failures": self.failures, "skipped": self.skipped,
-                 "done": self.is_done}  # fmt: skip
+    def write(self, done: bool = False) -> None:
+        """Bring the file up to date; `done`: the check came to its end."""
         part = self._path.with_name(f".{self._path.name}")
-        part.write_text(json.dumps(found))
+        found = {"figures": self.figures, "failures": self.failures, "skipped": self.skipped}
+        part.write_text(json.dumps(found | {"done": done}))
         os.replace(part, self._path)
-
-    def __enter__(self) -> Report:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> bool:
-        self.is_done = True
-        if isinstance(error, Skipped):
-            self.skipped = str(error)
-        elif error is not None:
-            self.note(error)
-        self._write()
-        return isinstance(error, Exception)
-
-
-class Part:
-    """The context of `Report.part`."""
-
-    def __init__(self, report: Report, name: str) -> None:
-        self._report, self._name = report, name
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, Skipped):
-            return False
-        self._report.note(error, self._name)
-        return True
 
 
 def _plain(value: Any) -> Any:

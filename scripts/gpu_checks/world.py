@@ -83,6 +83,7 @@ def small_run(model: str, device: str, dtype: str = "float32", **changes: Any) -
         f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.1, f"{ACTOR}.entropy_coeff": 0.01,
         f"{ACTOR}.optim.lr": 1e-3, f"{CRITIC}.optim.lr": 1e-3, f"{ACTOR}.grad_clip": 0.5,
         "algorithm.adv_estimator": "grpo", "trainer.n_gpus_per_node": 1,
+        "data.train_batch_size": 16, "data.val_batch_size": 16,
         "trainer.device": device, "trainer.compute_dtype": dtype,
     }  # fmt: skip
     return changed(Config(), base | {k.replace("__", "."): v for k, v in changes.items()})
