@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,28 +48,34 @@ def measure(report: Report, shape: str, offload: bool, length: int = LENGTH) -> 
     facts = ModelShape.of({"model_type": "qwen2", "tie_word_embeddings": True, **SHAPES[shape]})
     assert facts is not None
     expected = estimates(config, facts)
+    gc.collect()  # what the case before held
     if report.on_card:
+        torch.cuda.empty_cache()
         free, needed = torch.cuda.mem_get_info()[0], max(expected.values()) + GPU.context
         if needed > free:
             report.record(name, f"skipped: {needed / GIB:.0f} GiB needed, {free / GIB:.0f} free")
             return
-    began = time.monotonic()
-    worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), 10)
-    report.record(f"{name}_load_s", time.monotonic() - began)
-    batch = random_batch([length] * COUNT, SHAPES[shape]["vocab_size"])
+    work = forward_flops(facts, batch := random_batch([length] * COUNT, facts.vocab))
+    with timed(report, f"{name}_load_s"):
+        worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), 10)
     try:
-        for what, call in (("log_probs", worker.log_probs), ("update", worker.update_actor)):
-            work = forward_flops(facts, batch) * (3 if what == "update" else 1)
-            one_pass(report, f"{name}_{what}", call, batch, work, expected[what])
-        began = time.monotonic()
-        worker.hand_over_weights(new_path(), "bfloat16")
-        report.record(f"{name}_hand_over_s", time.monotonic() - began)
+        for what, call, factor in (
+            ("log_probs", worker.log_probs, 1),
+            ("update", worker.update_actor, 3),
+        ):
+            one_pass(report, f"{name}_{what}", call, batch, factor * work, expected[what])
+        with timed(report, f"{name}_hand_over_s"):
+            worker.hand_over_weights(new_path(), "bfloat16")
     finally:
         worker.shutdown()
-        del worker, call
-        gc.collect()
-        if offload:
-            shutil.rmtree(folder)
+
+
+@contextmanager
+def timed(report: Report, name: str) -> Iterator[None]:
+    """The seconds of the body as a figure."""
+    began = time.monotonic()
+    yield
+    report.record(name, time.monotonic() - began)
 
 
 def run_of(model: str, device: str, offload: bool, length: int) -> Config:

@@ -136,7 +136,6 @@ def two_cards(report: Report) -> None:
 
 
 GRPO, PPO = "train_grpo.sh", "train_ppo.sh"
-TIMES = "timing_s/"
 
 
 def steps_and_resume(report: Report, recipe: Recipe, steps: int) -> None:
