@@ -151,7 +151,7 @@ def judge(report: Report, name: str, rows: list[dict[str, Any]], steps: list[int
     if [row["step"] for row in rows] != steps:
         report.fail(f"{name}: got steps {[row['step'] for row in rows]}, expected {steps}")
     for key in ("actor/rollout_mismatch", "actor/grad_norm", "actor/skipped_updates"):
-        report.record(f"{name} {key}", [float(f"{row[key]:.4g}") for row in rows])
+        report.record(f"{name}_{key}", [float(f"{row[key]:.4g}") for row in rows])
     report.expect(
         f"{name}_mismatch", max(row["actor/rollout_mismatch"] for row in rows), below=MISMATCH
     )
@@ -161,4 +161,4 @@ def judge(report: Report, name: str, rows: list[dict[str, Any]], steps: list[int
     report.expect(f"{name}_searches", rows[-1]["env/valid_searches"], above=0)
     for key, value in rows[-1].items():
         if key.startswith(("timing", "perf/")):
-            report.record(f"{name} {key}", value)
+            report.record(f"{name}_{key}", value)
