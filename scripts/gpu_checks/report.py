@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +24,15 @@ class Report:
     """
 
     def __init__(self, out: Path, name: str, device: str) -> None:
-        """`device` is cuda or cpu; the folder `out`/`name` is the check's own."""
-        self.device, self.folder, self._path = device, out / name, out / f"{name}.json"
+        """`device` is cuda or cpu; what an earlier run left in the check's folder is removed."""
+        self.device, self._path = device, out / f"{name}.json"
+        self.folder = out / f"{name}.files"
+        """For models, runs and whatever else the check writes."""
         self.figures: dict[str, Any] = {}
         self.failures: list[str] = []
         self.skipped: str | None = None
-        self.folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
         self.write()
 
     @property
