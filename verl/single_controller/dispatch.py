@@ -29,9 +29,20 @@ def split_by_tokens(batch: DataProto, num_ranks: int) -> Split:
     return Split(parts, [batch.select(part) for part in parts])
 
 
-def split_evenly(count: int, num_parts: int) -> list[list[int]]:
-    """Indices 0..count-1 dealt round-robin, so that each part holds a like mix."""
-    return [list(range(part, count, num_parts)) for part in range(num_parts)]
+def split_groups(groups: Sequence[str], num_parts: int) -> list[list[int]]:
+    """Indices of `groups`, each group whole in one part, so that its common prefix is cached once.
+
+    Each goes where the fewest indices are, so that parts differ by at most the largest group.
+    Where groups are fewer than parts each index goes by itself, so that no part is idle.
+    """
+    members: dict[str | int, list[int]] = {}
+    is_divided = len(set(groups)) < num_parts
+    for index, group in enumerate(groups):
+        members.setdefault(index if is_divided else group, []).append(index)
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for indices in members.values():
+        min(parts, key=len).extend(indices)
+    return parts
 
 
 def join_tokens(outputs: Sequence[Tensor], split: Split, batch: DataProto) -> Tensor:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.protocol import DataProto
-from verl.single_controller.dispatch import join_tokens, split_by_tokens, split_evenly
+from verl.single_controller.dispatch import join_tokens, split_by_tokens, split_groups
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=10), st.integers(1, 4))
@@ -18,10 +18,23 @@ def test_join_undoes_split(lengths: list[int], num_ranks: int) -> None:
     assert torch.equal(join_tokens(outputs, split, batch), torch.arange(int(offsets[-1])) * 2)
 
 
-@given(st.integers(0, 30), st.integers(1, 5))
-def test_split_evenly_deals_round_robin(count: int, parts: int) -> None:
-    """Every index once, and part sizes differ by at most one."""
-    dealt = split_evenly(count, parts)
-    assert sorted(i for part in dealt for i in part) == list(range(count))
+@given(st.lists(st.sampled_from("abcdefgh"), max_size=40), st.integers(1, 5))
+def test_siblings_stay_together_and_parts_stay_even(groups: list[str], parts: int) -> None:
+    """Every index once; no group in two parts, and no part ahead by more than one group."""
+    dealt = split_groups(groups, parts)
+    assert sorted(i for part in dealt for i in part) == list(range(len(groups)))
     sizes = [len(part) for part in dealt]
-    assert max(sizes) - min(sizes) <= 1
+    if len(set(groups)) < parts:
+        assert max(sizes) - min(sizes) <= 1
+        return
+    assert sum(len({groups[i] for i in part}) for part in dealt) == len(set(groups))
+    assert max(sizes) - min(sizes) <= max(map(groups.count, groups), default=0)
+
+
+def test_equal_groups_are_dealt_in_turn() -> None:
+    """The default recipe in small: parts differ by one group at most, in the order asked."""
+    groups = [f"1/{prompt}" for prompt in range(5) for _ in range(3)]
+    assert split_groups(groups, 2) == [
+        [0, 1, 2, 6, 7, 8, 12, 13, 14],
+        [3, 4, 5, 9, 10, 11],
+    ]

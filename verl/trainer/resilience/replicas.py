@@ -20,7 +20,7 @@ from ray.exceptions import RayTaskError
 from verl.errors import ReplicaLost
 from verl.protocol import Sampling, Trajectory
 from verl.single_controller.deaths import DEATHS, cause_of
-from verl.single_controller.dispatch import split_evenly
+from verl.single_controller.dispatch import split_groups
 from verl.single_controller.ray_group import RayWorkerGroup
 from verl.trainer.resilience.restarts import Restarts
 from verl.workers.node_folder import new_path, on_node
@@ -80,12 +80,12 @@ class RolloutReplicas:
         self.dtype = str(self._ask("dtype")[0])
 
     def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
-        """Finish `starts`, in their order.
+        """Finish `starts`, in their order; those of one group at one replica.
 
         A replaced replica begins its part of them anew, with the same seeds; what the others have
         is kept.
         """
-        parts = split_evenly(len(starts), len(self.group))
+        parts = split_groups([start.group for start in starts], len(self.group))
         shards = [[starts[i] for i in part] for part in parts]
         answers = self._ask("rollout", [(shard, sampling) for shard in shards])
         finished: dict[int, Trajectory] = {}
