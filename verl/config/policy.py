@@ -107,8 +107,9 @@ class RolloutConfig:
     """Engines; null for as many as the GPUs hold (one on CPU)."""
     dtype: str = "auto"
     """auto (what the trainer computes in), bfloat16, float16, float32."""
-    max_num_seqs: int = 256
-    """Trajectories decoded at once by one engine."""
+    max_num_seqs: int | None = None
+    """Trajectories decoded at once by one engine; null for its part of a step or of a validation
+    request, whichever is more, up to 512 (256 on CPU)."""
     merge_adapter: bool | None = None
     """Give the engine the policy with its adapter merged, not the adapter; null means true on CPU,
     where vLLM computes an adapter more slowly than the model below it, and false on GPU."""

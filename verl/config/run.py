@@ -13,6 +13,10 @@ from verl.config.retriever import EMPTY, RetrieverConfig
 from verl.config.reward import RewardConfig
 from verl.config.trainer import TrainerConfig
 
+MOST_SEQS_ON_GPU, MOST_SEQS_ON_CPU = 512, 256
+"""Trajectories that an engine decodes at once unless more are asked for: each reserves logits, and
+vLLM captures graphs of no more than 512."""
+
 
 @dataclass
 class Config:
@@ -106,6 +110,27 @@ class Config:
     def num_trajectories(self) -> int:
         """Trajectories of one training step."""
         return self.data.train_batch_size * self.actor_rollout_ref.rollout.n_agent
+
+    def num_engines(self, on_gpu: bool) -> int:
+        """Rollout engines over all nodes."""
+        rollout = self.actor_rollout_ref.rollout
+        filled = self.num_ranks // rollout.tensor_model_parallel_size
+        return rollout.num_replicas or (filled if on_gpu else self.trainer.nnodes)
+
+    def max_num_seqs(self, on_gpu: bool) -> int:
+        """Trajectories that one engine decodes at once: what was asked for, or all it is given.
+
+        An engine is given whole groups where there are enough (`dispatch.split_groups`).
+        """
+        rollout, engines = self.actor_rollout_ref.rollout, self.num_engines(on_gpu)
+        if rollout.max_num_seqs is not None:
+            return rollout.max_num_seqs
+        groups = self.data.train_batch_size
+        step = -(-self.num_trajectories // engines)
+        if groups >= engines:
+            step = -(-groups // engines) * rollout.n_agent
+        most = MOST_SEQS_ON_GPU if on_gpu else MOST_SEQS_ON_CPU
+        return min(most, max(step, -(-self.data.val_batch_size // engines)))
 
     @property
     def updates_per_step(self) -> int:

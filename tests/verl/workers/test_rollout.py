@@ -28,7 +28,7 @@ from verl.protocol import (
     Trajectory,
     start_trajectory,
 )
-from verl.workers.rollout import RolloutReplica
+from verl.workers.rollout import RolloutReplica, vllm_engine
 
 pytestmark = pytest.mark.vllm_cpu
 
@@ -118,7 +118,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     loop = asyncio.new_event_loop()
     before = children()
     replica = RolloutReplica(tiny_config(folder), build, replica=0)
-    loop.run_until_complete(replica.start())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_engine, "WORKER_EXTENSION", "tests.verl.workers.forgetting.Forgetting")
+        loop.run_until_complete(replica.start())
     yield Running(loop, replica, agent, tokenizer, folder)
     loop.run_until_complete(replica.shutdown())
     loop.close()
@@ -240,6 +242,19 @@ def test_line_14_updated_weights_are_used_with_no_old_cache(
         got = running.generate(prompt, seed=1)
         assert got.weight_version == version
         assert_log_probs_match(model, prompt, got)
+
+
+def test_weights_that_sleep_dropped_come_whole_with_the_next_folder(
+    running: Running, tmp_path: Path
+) -> None:
+    """Sleep of level 2 keeps buffers alone: a folder of weights must bring all the rest."""
+    forgetting = running.replica.engine._llm.collective_rpc("forget_weights")
+    (forgotten,) = running.loop.run_until_complete(forgetting)
+    assert forgotten > 10
+    model = random_model(running.tokenizer, seed=9)
+    update(running, model, tmp_path, version=9)
+    prompt = running.tokenizer.encode("The capital of France is")
+    assert_log_probs_match(model, prompt, running.generate(prompt, seed=2))
 
 
 def test_long_seeded_prompts_at_once_are_never_prefilled_in_chunks(running: Running) -> None:

@@ -68,7 +68,7 @@ class RolloutReplica:
         await self.engine.sleep()
 
     async def wake_up(self) -> None:
-        """Take device memory back; nothing on CPU."""
+        """Take device memory back, with no weights unless an adapter's base; nothing on CPU."""
         await self.engine.wake_up()
 
     async def shutdown(self) -> None:

@@ -37,6 +37,7 @@ QUIET_ENV = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 MIN_BATCHED_TOKENS = 8192
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM can reserve room for; an adapter takes the next larger."""
 WORKER_EXTENSION = "verl.workers.rollout.weight_loading.WeightLoading"
@@ -75,7 +76,10 @@ class EngineConfig:
     lora_rank: int = 0
     """Rank of the adapter that it takes; 0 when it is given whole weights."""
     deterministic: bool = False
-    """Each request alone and from its first token, so that no other can change its last bits."""
+    """Each request from its first token, and alone unless the kernels are `batch_invariant`, so
+    that no other can change its last bits."""
+    batch_invariant: bool = False
+    """Of a deterministic engine: vLLM's kernels that give a request the same bits in any batch."""
 
     @classmethod
     def from_config(cls, config: Config, replica: int = 0) -> EngineConfig:
@@ -90,7 +94,7 @@ class EngineConfig:
             max_model_len=config.data.max_model_len,
             device=device,
             dtype=dtype_name(resolve_dtype(wanted, torch.device(device))),
-            max_num_seqs=rollout.max_num_seqs,
+            max_num_seqs=config.max_num_seqs(device == "cuda"),
             seed=config.trainer.seed + replica,
             enforce_eager=is_eager,
             cpu_kv_cache_gib=rollout.cpu_kv_cache_gib,
@@ -98,7 +102,19 @@ class EngineConfig:
             tensor_parallel_size=rollout.tensor_model_parallel_size,
             lora_rank=section.model.lora_rank if engine_takes_adapter(config) else 0,
             deterministic=config.trainer.deterministic,
+            batch_invariant=config.trainer.deterministic and has_batch_invariant_kernels(device),
         )
+
+    @property
+    def sleep_level(self) -> int:
+        """How deeply vLLM sleeps: 1 keeps a copy of the weights on the host, 2 drops them.
+
+        Whole weights always come before the next request (`RayPPOTrainer.update_weights`; a replica
+        that replaces one is new and takes the present ones), so a copy would only be overwritten.
+        What their folder lacks, the model's buffers, vLLM keeps at either level. Below an adapter
+        the base must survive, since the adapter alone comes.
+        """
+        return 1 if self.lora_rank else 2
 
     def vllm_arguments(self) -> dict[str, Any]:
         """Arguments of vLLM's `AsyncEngineArgs`.
@@ -106,11 +122,12 @@ class EngineConfig:
         On CPU a prompt is never prefilled in chunks: vLLM would rewind the random state of a
         seeded request, which CPU generators cannot. So one step must hold the longest context.
         """
+        is_alone = self.deterministic and not self.batch_invariant
         shared = {
             "model": self.model,
             "dtype": self.dtype,
             "max_model_len": self.max_model_len,
-            "max_num_seqs": 1 if self.deterministic else self.max_num_seqs,
+            "max_num_seqs": 1 if is_alone else self.max_num_seqs,
             "seed": self.seed,
             "enforce_eager": self.enforce_eager,
             "enable_prefix_caching": not self.deterministic,
@@ -125,10 +142,11 @@ class EngineConfig:
         if self.device == "cpu":
             return shared | {
                 "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(self.max_model_len, MIN_BATCHED_TOKENS),
+                "max_num_batched_tokens": batched_tokens(self.max_num_seqs, self.max_model_len),
                 "distributed_executor_backend": "uni",
             }
         return shared | {
+            "max_num_batched_tokens": batched_tokens(self.max_num_seqs),
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "tensor_parallel_size": self.tensor_parallel_size,
             "enable_sleep_mode": True,
@@ -137,8 +155,25 @@ class EngineConfig:
     def environment(self) -> dict[str, str]:
         """Variables that must be set before vLLM is imported; what the user set is kept."""
         if self.device != "cpu":
-            return QUIET_ENV
+            return QUIET_ENV | ({BATCH_INVARIANT: "1"} if self.batch_invariant else {})
         return QUIET_ENV | CPU_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(self.cpu_kv_cache_gib)}
+
+
+def batched_tokens(max_num_seqs: int, longest_prefill: int = 0) -> int:
+    """Tokens of an engine's largest step; `longest_prefill`: of a prompt that is never divided."""
+    return max(MIN_BATCHED_TOKENS, max_num_seqs, longest_prefill)
+
+
+def has_batch_invariant_kernels(device: str) -> bool:
+    """Whether vLLM's batch-invariant mode holds here, and was not refused in the environment.
+
+    vLLM takes the mode on any card. It has matrix products of its own for compute capability 8,
+    and rules cuBLAS's variants out for 9 and newer; for older cards it claims nothing
+    (`enable_batch_invariant_mode`, vLLM 0.26 and 0.33).
+    """
+    if device != "cuda" or os.environ.get(BATCH_INVARIANT) == "0":
+        return False
+    return torch.cuda.get_device_capability() >= (8, 0)
 
 
 class VllmEngine:
@@ -159,6 +194,7 @@ class VllmEngine:
         self.weight_version = 0
         self._numbers = itertools.count()
         self._adapter: Any = None
+        self._has_weights = True
         for name, value in config.environment().items():
             os.environ.setdefault(name, value)
         try:
@@ -195,6 +231,7 @@ class VllmEngine:
         self, prompt_ids: Sequence[int], parameters: Any, listener: Callable[[str], None]
     ) -> Completion:
         """One request from its start to its last output; vLLM drops it if this is cancelled."""
+        assert self._has_weights, "weights were dropped in sleep and have not come again"
         version = self.weight_version
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(prompt_ids))
         request = str(next(self._numbers))
@@ -260,7 +297,7 @@ class VllmEngine:
         loading = self._llm.collective_rpc("load_weights_in_place", args=(weights_dir,))
         await self._answer(loading)
         await self._answer(self._llm.reset_prefix_cache())
-        self.weight_version = version
+        self.weight_version, self._has_weights = version, True
 
     async def update_adapter(self, adapter_dir: str, version: int) -> None:
         """Generate with the adapter of peft's folder from now on; the one before is dropped.
@@ -275,12 +312,13 @@ class VllmEngine:
         self.weight_version = version
 
     async def sleep(self) -> None:
-        """Give the GPU's memory back; weights wait on the host, caches are dropped."""
+        """Give the GPU's memory back; caches are dropped, and weights as `sleep_level` says."""
         if self.config.device != "cpu":
-            await self._answer(self._llm.sleep(level=1))
+            await self._answer(self._llm.sleep(level=self.config.sleep_level))
+            self._has_weights = self.config.sleep_level == 1
 
     async def wake_up(self) -> None:
-        """Take the GPU's memory again."""
+        """Take the GPU's memory again; dropped weights are to be updated next."""
         if self.config.device != "cpu" and await self._answer(self._llm.is_sleeping()):
             await self._answer(self._llm.wake_up())
 
