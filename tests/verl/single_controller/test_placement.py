@@ -1,0 +1,88 @@
+"""Where ranks and engines land on GPUs, which they see and with how many threads: logical GPUs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from verl.single_controller.lifeline import MARK
+from verl.single_controller.placement import (
+    create_rollout_group,
+    create_trainer_group,
+    nodes_of,
+    reserve,
+)
+from verl.single_controller.ray_group import RayWorkerGroup
+from verl.trainer.cluster import JOB_CONFIG
+from verl.trainer.groups import gpu_threads
+
+pytestmark = pytest.mark.pretend_cuda
+KEPT = ("4", "5", "6", "7", "0", "1", "2", "3")
+"""The user's CUDA_VISIBLE_DEVICES, in an order of their own."""
+CORES, RANKS = 26, 8
+Seen = tuple[str, str]
+
+
+def look(group: RayWorkerGroup) -> list[Seen]:
+    """What each actor finds in its environment; it hosts the module `os`, so that it loads fast."""
+    group.gather(group.start_build(importlib.import_module, [("os",)] * len(group)))
+    names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+    return list(zip(*(group.call("getenv", name) for name in names), strict=True))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RayWorkerGroup]:
+    """Eight ranks on a node of eight logical GPUs, as `build_groups` makes them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", ",".join(KEPT))
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        ray.init(
+            "local", include_dashboard=False, num_cpus=CORES, num_gpus=RANKS, logging_level="error"
+        )
+        placement = reserve(RANKS, 1, use_gpu=True, timeout_s=60)
+        env = {MARK: "test", **gpu_threads(nodes_of(placement), RANKS)}
+        group = create_trainer_group(placement, RANKS, use_gpu=True, env=env)
+        yield group
+        group.shutdown()
+        ray.shutdown()
+
+
+def test_each_rank_has_a_gpu_of_its_own_and_its_share_of_the_cores(ranks: RayWorkerGroup) -> None:
+    """All that the user left visible, each once; Ray alone would give one thread."""
+    seen = look(ranks)
+    assert sorted(gpu for gpu, _ in seen) == sorted(KEPT)
+    assert [place.gpu_ids for place in ranks.places()] == [(gpu,) for gpu, _ in seen]
+    assert {threads for _, threads in seen} == {str(CORES // RANKS)}
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 2), (4, 2), (8, 1)])
+def test_an_engine_sees_the_gpus_of_its_ranks(ranks: RayWorkerGroup, size: int, count: int) -> None:
+    """In the ranks' order, for each tensor parallel size; its successor after a death too."""
+    env = {MARK: "test", "OMP_NUM_THREADS": "5"}
+    engines = create_rollout_group(ranks.places(), count, size, env)
+    gpus = [gpu for place in ranks.places() for gpu in place.gpu_ids]
+    expected = [(",".join(gpus[i * size : (i + 1) * size]), "5") for i in range(count)]
+    try:
+        assert look(engines) == expected
+        if count == 1:
+            engines.replace(0)
+            assert look(engines) == expected
+    finally:
+        engines.shutdown()
+
+
+def test_threads_are_the_users_where_the_user_says_so(ranks: RayWorkerGroup) -> None:
+    """But Ray's own 1, in the driver of a job, is no wish; and nobody gets none."""
+    nodes = [node["NodeID"] for node in ray.nodes()]
+    for environment, expected in (
+        ({"OMP_NUM_THREADS": "6"}, "6"),
+        ({"OMP_NUM_THREADS": "1"}, "1"),
+        ({"OMP_NUM_THREADS": "1", JOB_CONFIG: "{}"}, "3"),
+        ({}, "3"),
+    ):
+        assert gpu_threads(nodes, RANKS, environment) == {"OMP_NUM_THREADS": expected}
+    assert gpu_threads(nodes, CORES + 1, {}) == {"OMP_NUM_THREADS": "1"}
