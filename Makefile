@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 ALGO ?= grpo
 SEED ?= 0
+GPU_WHEELS ?= .gpu-wheels
 BIN := $(VENV)/bin
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: bench demo install test test-all chromium slurm lint format data clean
+.PHONY: bench demo install test test-all test-gpu-wheels chromium slurm lint format data clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml scripts/install.py
@@ -29,7 +30,15 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest
 
 test-all: chromium slurm $(VENV)/.installed-lucene
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu and not gpu_wheels"
+
+# vLLM's GPU wheels, oldest and newest allowed (20 GB, minutes), need no card: all nightly.
+test-gpu-wheels: $(VENV)/.installed $(GPU_WHEELS)/oldest/bin/python $(GPU_WHEELS)/newest/bin/python
+	GPU_WHEELS=$(GPU_WHEELS) $(BIN)/python -m pytest -m gpu_wheels tests/gpu_wheels
+
+$(GPU_WHEELS)/%/bin/python:
+	$(PYTHON) -m venv $(GPU_WHEELS)/$* && $@ -m pip install -r tests/gpu_wheels/$*.txt \
+	|| { rm -rf $(GPU_WHEELS)/$*; exit 1; }
 
 chromium:
 	@command -v chromium >/dev/null || { echo "make test-all opens the search page in Chromium," \

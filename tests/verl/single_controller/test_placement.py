@@ -59,7 +59,7 @@ def test_each_rank_has_a_gpu_of_its_own_and_its_share_of_the_cores(ranks: RayWor
     assert {threads for _, threads in seen} == {str(CORES // RANKS)}
 
 
-@pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 2), (4, 2), (8, 1)])
+@pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 1), (4, 2), (8, 1)])
 def test_an_engine_sees_the_gpus_of_its_ranks(ranks: RayWorkerGroup, size: int, count: int) -> None:
     """In the ranks' order, for each tensor parallel size; its successor after a death too."""
     env = {MARK: "test", "OMP_NUM_THREADS": "5"}

@@ -1,0 +1,52 @@
+"""What vLLM's GPU wheels, oldest and newest allowed, make of our options on each kind of card."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu_wheels.wheels import CARDS, CASES, SEQS, VARIANTS, WHEELS, settings
+
+pytestmark = pytest.mark.gpu_wheels
+RUNNING = [case for case in CASES if case[:2] != ("T4", "bfloat16")]
+
+
+@pytest.mark.parametrize("wheel", WHEELS)
+@pytest.mark.parametrize(("card", "dtype", "variant"), RUNNING)
+def test_settings_are_those_that_we_count_on(
+    wheel: str, card: str, dtype: str, variant: str
+) -> None:
+    """Steps and dialogues as estimated, graphs, a sleep mode, processes where there are ranks."""
+    found = settings(wheel)[card, dtype, variant]
+    assert "error" not in found
+    wanted: dict[str, Any] = VARIANTS[variant]
+    is_new = CARDS[card]["capability"] >= [8, 0]
+    is_alone = "deterministic" in wanted and not is_new
+    size = wanted.get("tensor_parallel_size", 1)
+    expected = {
+        "dtype": dtype,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": 1 if is_alone else SEQS,
+        "chunked_prefill": True,
+        "sleep_mode": True,
+        "prefix_caching": "deterministic" not in wanted,
+        "batch_invariant": "deterministic" in wanted and is_new,
+        "tensor_parallel": size,
+        "executor": "uni" if size == 1 else "mp",
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "lora_rank": wanted.get("lora_rank", 0),
+        "attention": "FLASH_ATTN" if is_new and dtype != "float32" else "TRITON_ATTN",
+    }
+    assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("wheel", WHEELS)
+def test_what_old_cards_cannot_do(wheel: str) -> None:
+    """No bfloat16 below capability 8.0; and the wheels have no kernels for a V100 at all."""
+    found = settings(wheel)
+    assert "Bfloat16 is only supported" in found["T4", "bfloat16", "plain"]["error"]
+    has_kernels = {
+        card: answer["kernels"] for (card, *_), answer in found.items() if "kernels" in answer
+    }
+    assert has_kernels == {card: card != "V100" for card in CARDS}

@@ -1,0 +1,122 @@
+"""Environments of vLLM's GPU wheel, scripts that run in them, and the cards they are asked about.
+
+`python -m tests.gpu_wheels.wheels` prints docs/evidence/vllm_settings.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+ENVIRONMENTS = Path(os.environ.get("GPU_WHEELS", ROOT / ".gpu-wheels")).absolute()
+WHEELS = ("oldest", "newest")
+DRIVER_FUNCTIONS = (
+    "cuCtxGetCurrent", "cuCtxSetCurrent", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain",
+    "cuGetErrorString", "cuGetProcAddress_v2", "cuMemAddressFree", "cuMemAddressReserve",
+    "cuMemCreate", "cuMemGetAllocationGranularity", "cuMemMap", "cuMemRelease", "cuMemSetAccess",
+    "cuMemUnmap", "cuPointerGetAttribute", "cuTensorMapEncodeTiled",
+)  # fmt: skip
+"""What vLLM's libraries want of libcuda when they are loaded; none of it is called."""
+CARDS = {
+    "T4": {"name": "Tesla T4", "gib": 16, "capability": [7, 5], "count": 2},
+    "V100": {"name": "Tesla V100", "gib": 32, "capability": [7, 0], "count": 8},
+    "RTX 4090": {"name": "NVIDIA GeForce RTX 4090", "gib": 24, "capability": [8, 9], "count": 2},
+    "A100": {"name": "NVIDIA A100-SXM4-80GB", "gib": 80, "capability": [8, 0], "count": 8},
+    "H100": {"name": "NVIDIA H100 80GB HBM3", "gib": 80, "capability": [9, 0], "count": 8},
+    "H200": {"name": "NVIDIA H200", "gib": 141, "capability": [9, 0], "count": 8},
+}
+OLD, NEW = ("T4", "V100"), ("RTX 4090", "A100", "H100", "H200")
+"""Cards without and with bfloat16 (capability 8.0 and up)."""
+SEQS = 320
+"""Dialogues of one engine of the GRPO recipe on 8 GPUs."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "TP 2": {"tensor_parallel_size": 2},
+    "LoRA 64": {"lora_rank": 64},
+    "deterministic": {"deterministic": True, "tensor_parallel_size": 2},
+}
+Case = tuple[str, str, str]
+"""Card, dtype, variant."""
+CASES: list[Case] = [
+    *((card, "bfloat16", variant) for card in NEW for variant in VARIANTS),
+    *((card, "float16", variant) for card in OLD for variant in VARIANTS),
+    ("T4", "bfloat16", "plain"),
+    ("H100", "float16", "plain"),
+    ("H100", "float32", "plain"),
+]
+
+
+@cache
+def stub_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder with a libcuda that answers "no device" (100) to everything."""
+    folder = tempfile.TemporaryDirectory()
+    source = Path(folder.name) / "libcuda.c"
+    source.write_text("".join(f"int {name}(void) {{ return 100; }}\n" for name in DRIVER_FUNCTIONS))
+    target = source.with_name("libcuda.so.1")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(target), str(source)], check=True)
+    return folder
+
+
+def run(wheel: str, script: str, argument: str) -> Any:
+    """The JSON that a script of this folder prints last, run by an environment's Python."""
+    python = ENVIRONMENTS / wheel / "bin" / "python"
+    assert python.exists(), f"there is no {python}: make test-gpu-wheels, or set GPU_WHEELS"
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "CUDA_"))}
+    env = {**kept, "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": stub_folder().name}
+    command = [str(python), str(HERE / script), argument]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@cache
+def settings(wheel: str) -> dict[Case, dict[str, Any]]:
+    """What each case resolves to."""
+    asked = [
+        {"card": CARDS[card], "engine": {"max_num_seqs": SEQS, "dtype": dtype, **VARIANTS[variant]}}
+        for card, dtype, variant in CASES
+    ]
+    return dict(zip(CASES, run(wheel, "settings.py", json.dumps(asked)), strict=True))
+
+
+def page() -> str:
+    """The settings of both wheels as a page: one row a case, a second where they differ."""
+    found = {wheel: settings(wheel) for wheel in WHEELS}
+    versions = [next(iter(found[wheel].values()))["vllm"] for wheel in WHEELS]
+    first = next(iter(found["newest"].values()))
+    columns = [key for key in first if key not in ("vllm", "dtype")]
+    lines = [
+        "# What vLLM makes of our options",
+        "",
+        f"vLLM's GPU wheels {versions[0]} and {versions[1]} on pretended cards, no kernel run; "
+        f"{SEQS} dialogues an engine,",
+        f"a Qwen2.5-3B's shape. Made on {datetime.date.today()} by `GPU_WHEELS=... python -m "
+        "tests.gpu_wheels.wheels`;",
+        "`make test-gpu-wheels` holds the values. `kernels`: torch was built for the card.",
+        "",
+        "| card | dtype | engine | vLLM | " + " | ".join(columns) + " |",
+        "|---" * (4 + len(columns)) + "|",
+    ]
+    for case in CASES:
+        answers = [{**found[wheel][case], "vllm": ""} for wheel in WHEELS]
+        rows = [("both", answers[0])]
+        if answers[0] != answers[1]:
+            rows = list(zip(versions, answers, strict=True))
+        for version, answer in rows:
+            cells = [str(answer.get(key, "")) for key in columns]
+            if "error" in answer:
+                cells = [answer["error"].splitlines()[0], *cells[1:]]
+            lines.append("| " + " | ".join([*case, version, *cells]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")  # noqa: T201
