@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
-from verl.memory.fitting import changed
+from verl.memory.offload import settled
 from verl.protocol import DataProto
 
 END = "<|im_end|>"
@@ -75,7 +75,10 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def small_run(model: str, device: str, dtype: str = "float32", **changes: Any) -> Config:
-    """Options of one rank with KL and entropy in the loss; `changes` have `__` for dots."""
+    """Options of one rank with KL and entropy in the loss; `changes` have `__` for dots.
+
+    Nothing waits on the host unless they say so.
+    """
     base = {
         "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,
@@ -86,7 +89,7 @@ def small_run(model: str, device: str, dtype: str = "float32", **changes: Any) -
         "data.train_batch_size": 16, "data.val_batch_size": 16,
         "trainer.device": device, "trainer.compute_dtype": dtype,
     }  # fmt: skip
-    return changed(Config(), base | {k.replace("__", "."): v for k, v in changes.items()})
+    return settled(Config(), base | {k.replace("__", "."): v for k, v in changes.items()})
 
 
 def random_batch(lengths: list[int], vocab: int = 250, seed: int = 0) -> DataProto:

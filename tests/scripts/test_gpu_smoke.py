@@ -13,6 +13,8 @@ import pytest
 from scripts import gpu_smoke
 from scripts.gpu_checks.runner import Row, run_all, run_one
 from scripts.gpu_checks.table import ALL, Check
+from scripts.gpu_checks.world import small_run
+from verl.memory.offload import undecided
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = (sys.executable, str(Path(__file__).with_name("scripted_check.py")))
@@ -77,6 +79,13 @@ def test_only_and_skip_choose_checks_in_their_own_order(capsys: pytest.CaptureFi
     gpu_smoke.main(["--list", "--skip", *first])
     rest = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert sorted([*listed, *rest]) == sorted(check.name for check in ALL)
+
+
+def test_no_option_of_a_check_is_left_open() -> None:
+    """Checks build ranks without the preflight that decides what waits on the host."""
+    config = small_run("m", "cuda", actor_rollout_ref__ref__fsdp_config__param_offload=True)
+    assert undecided(config) == []
+    assert config.actor_rollout_ref.ref.fsdp_config.param_offload is True
 
 
 def smoke(out: Path, *names: str, device: str = "cpu") -> dict[str, Row]:
