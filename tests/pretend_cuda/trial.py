@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -32,7 +31,8 @@ from verl.core_algos.losses import loss_weights
 from verl.memory.offload import settled
 from verl.protocol import DataProto
 from verl.trainer import sft
-from verl.workers import lora, models, trainer_worker
+from verl.workers import models, trainer_worker
+from verl.workers.loading import Placeholder, replace_parameters
 
 LONGEST, PROMPT = 1500, 300
 BACKENDS = {"cpu:gloo,cuda:nccl": "cpu:fake,cuda:fake"}
@@ -192,7 +192,7 @@ class Trial:
         )  # fmt: skip
         with self.mode:
             trainer_worker.join_process_group(device, 0, self.case.world)
-            lm = trainer_worker.load_causal_lm("pretended")
+            lm = sft.load_causal_lm("pretended")
             engine = sft.build_engine(config, lm, device)
         self.see([engine])
         batch = make_batch(self.case)
@@ -236,7 +236,7 @@ def card(case: Case, mode: PretendCuda) -> Iterator[None]:
     shape = SHAPES[case.shape]
     facts = shape.facts()
     facts.num_hidden_layers = case.layers or shape.layers
-    join, head = dist.init_process_group, models.build_value_head
+    join = dist.init_process_group
 
     def fake_join(backend: str, rank: int, world_size: int, **_: Any) -> None:
         served = "cuda:fake" if case.only_nccl else BACKENDS[backend]
@@ -248,16 +248,20 @@ def card(case: Case, mode: PretendCuda) -> Iterator[None]:
                 facts, dtype=dtype, attn_implementation=models.PACKED
             ).to("cuda:0")
         lm.tie_weights()
+        # Rows come from the host; these take no memory there.
+        replace_parameters(lm, lambda p: Placeholder(
+            torch.zeros((), dtype=p.dtype).expand(p.shape), p.dtype, p.requires_grad
+        ))  # fmt: skip
         return lm
 
-    def fake_head(lm: Any) -> nn.Module:
-        with mode:
-            return head(lm).to("cuda:0")
+    @contextlib.contextmanager
+    def fake_open(path: str, dtype: torch.dtype, *_: Any, **__: Any) -> Iterator[Any]:
+        yield fake_load(path, dtype)
 
     replaced: list[tuple[Any, str, Any]] = [
         (dist, "init_process_group", fake_join),
-        *((module, "load_causal_lm", fake_load) for module in (trainer_worker, sft)),
-        *((module, "build_value_head", fake_head) for module in (models, lora)),
+        (trainer_worker, "opened_causal_lm", fake_open),
+        (sft, "load_causal_lm", fake_load),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
     for module, name, value in replaced:

@@ -10,7 +10,6 @@ from verl.memory.needs import ALWAYS, CPU, GPU, Need, Phase, Place
 from verl.memory.node import (
     batch_needs,
     hand_over_needs,
-    loading_needs,
     process_needs,
     saving_needs,
 )
@@ -82,7 +81,6 @@ def estimate(config: Config, setting: Setting) -> Estimate:
     constants = GPU if setting.on_gpu else CPU
     needs = [
         *process_needs(config, constants, setting.on_gpu),
-        *loading_needs(models),
         *batch_needs(config),
         *hand_over_needs(config, policy, engine_item),
         *saving_needs(models, ranks, local),

@@ -1,4 +1,4 @@
-"""What a node holds besides shards: processes, models being loaded, weights on their way, files."""
+"""What a node holds besides shards: processes, batches, weights on their way, files."""
 
 from __future__ import annotations
 
@@ -26,13 +26,6 @@ def process_needs(config: Config, constants: Constants, on_gpu: bool) -> Iterato
         ("driver and Ray", constants.driver),
     ):
         yield Need(Place.HOST, what, size, is_guess=True)
-
-
-def loading_needs(models: Sequence[HeldModel]) -> Iterator[Need]:
-    """Each rank reads its models whole before it keeps its shard: one after another, if need be."""
-    largest = max(m.load_item * m.shape.parameters() for m in models)
-    loading = frozenset({Phase.LOAD})
-    yield Need(Place.HOST, "a whole model while it loads", largest, loading)
 
 
 def batch_needs(config: Config) -> Iterator[Need]:

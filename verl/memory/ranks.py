@@ -40,11 +40,6 @@ class HeldModel:
         """Bytes of what is not trained, over all ranks."""
         return self.frozen_item * self.shape.parameters(self.has_head)
 
-    @property
-    def load_item(self) -> int:
-        """Bytes of a value as it is read from disk."""
-        return self.frozen_item or FLOAT
-
 
 def has_critic(config: Config) -> bool:
     """Whether the ranks hold a critic too."""

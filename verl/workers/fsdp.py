@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from verl.config import OptimConfig
 from verl.protocol import DataProto, pack
+from verl.workers.loading import fill_shards, take_values
 from verl.workers.loss_scale import LossScale
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -103,16 +104,18 @@ class FsdpEngine:
     """Parts that compute in float32 whatever the compute dtype."""
     view: ModelView | None = None
     """What of the module is this engine's; None for all of it."""
+    twin: InitVar[FsdpEngine | None] = None
+    """An engine of the same weights, whose shards are copied; None to take the module's own."""
     optimizer: torch.optim.Optimizer | None = field(init=False, default=None)
     scheduler: LambdaLR | None = field(init=False, default=None)
     loss_scale: LossScale | None = field(init=False, default=None)
     """Of a model that is trained in float16."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, twin: FsdpEngine | None) -> None:
         if not isinstance(self.module, FSDPModule):
             if self.options.optim is None:
                 self.module.requires_grad_(False)
-            self._shard(default_mesh(self.device))
+            self._shard(default_mesh(self.device), twin)
             self.module.train()
         if self.options.optim is not None:
             self._build_optimizer(self.options.optim)
@@ -132,7 +135,7 @@ class FsdpEngine:
         learns = self.view.learns if self.view is not None else lambda _: True
         return {name: p for name, p in self.module.named_parameters() if learns(name)}
 
-    def _shard(self, mesh: DeviceMesh) -> None:
+    def _shard(self, mesh: DeviceMesh, twin: FsdpEngine | None) -> None:
         def shard(module: nn.Module, dtype: torch.dtype) -> None:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
             fully_shard(
@@ -142,11 +145,16 @@ class FsdpEngine:
 
         on_host = self.options.param_offload and self.device.type == "cuda"
         offload = {"offload_policy": CPUOffloadPolicy()} if on_host else {}
+        values = take_values(self.module)
+        if twin is not None:
+            twin.reshard()
+            values = [parameter.detach() for parameter in twin.module.parameters()]
         for block in self.blocks:
             shard(block, self.options.compute_dtype)
         for part in self.float32_modules:
             shard(part, torch.float32)
         shard(self.module, self.options.compute_dtype)
+        fill_shards(self.module, values, torch.device("cpu") if on_host else self.device)
 
     def _build_optimizer(self, optim: OptimConfig) -> None:
         parameters = list(self.learned().values())

@@ -6,7 +6,9 @@ only. Prompt and observation tokens never reach a head, so they cost no logits.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -57,19 +59,42 @@ class PackedInputs:
         return self.input_ids[0, self.wanted]
 
 
-def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A causal language model with packed attention, on the CPU.
-
-    Raises ModelError when `path` is not there or holds no such model.
-    """
-    transformers_logging.disable_progress_bar()  # many actors would draw over each other
+@contextlib.contextmanager
+def model_errors(path: str) -> Iterator[None]:
+    """Raise ModelError for whatever transformers raises of a model that is not there or unfit."""
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=PACKED)
+        yield
     except (OSError, ValueError) as error:
         raise ModelError(
             explain("model path", path, "a folder of a Hugging Face causal language model",
                     f"give one that transformers loads ({error})")
         ) from error  # fmt: skip
+
+
+def load_causal_lm(
+    path: str, dtype: torch.dtype = torch.float32, needs_head: bool = True
+) -> PreTrainedModel:
+    """A causal language model with packed attention, on the CPU.
+
+    Raises ModelError when `path` is not there, holds no such model, or lacks some of its weights,
+    which would be random numbers; the output head may lack where it is not needed.
+    """
+    transformers_logging.disable_progress_bar()  # many actors would draw over each other
+    with model_errors(path):
+        lm, found = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=PACKED, output_loading_info=True
+        )
+    missing = sorted(
+        name for name in found["missing_keys"]
+        if needs_head or lm.get_submodule(name.rpartition(".")[0]) is not lm.get_output_embeddings()
+    )  # fmt: skip
+    if missing:
+        got = f"none for {', '.join(missing[:3])} ({len(missing)} in all)"
+        raise ModelError(
+            explain(f"weights of {path}", got, f"a complete checkpoint of {type(lm).__name__}",
+                    "download it again, or give the model that the files belong to")
+        )  # fmt: skip
+    return lm
 
 
 def states(trunk: nn.Module, inputs: PackedInputs) -> Tensor:

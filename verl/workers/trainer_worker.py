@@ -11,13 +11,14 @@ import os
 import random
 import socket
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from verl import checkpoint
 from verl.config import AdapterConfig, Config, CriticModelConfig, FsdpConfig, ModelConfig
@@ -37,9 +38,9 @@ from verl.workers.devices import (
     take_peak_memory,
 )
 from verl.workers.fsdp import EngineOptions, FsdpEngine
-from verl.workers.loading import loading_turn
+from verl.workers.loading import blank_copy, opened_causal_lm
 from verl.workers.lora import Role, adapted_engine, policy_adapter, policy_weights, share
-from verl.workers.models import LogProbModel, ValueModel, blocks, load_causal_lm
+from verl.workers.models import LogProbModel, ValueModel, blocks
 from verl.workers.network import interface_variables, join_process_group
 from verl.workers.node_folder import NodeFolder
 from verl.workers.weights import write_weights
@@ -74,15 +75,10 @@ def critic_updates(config: Config, actor_updates: int) -> int:
     return steps * -(-config.num_trajectories // size) * config.critic.ppo_epochs
 
 
-def load_model(config: ModelConfig | CriticModelConfig, path: str, dtype: torch.dtype) -> Any:
-    """The language model at `path`, recomputing activations in backward if so configured.
-
-    Weights that are trained are float32; below an adapter they are held as they compute, `dtype`.
-    """
-    lm = load_causal_lm(path, dtype if config.has_adapter else torch.float32)
+def recompute_activations(lm: PreTrainedModel, config: ModelConfig | CriticModelConfig) -> None:
+    """Let `lm` recompute activations in backward, if so configured."""
     if config.enable_gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return lm
 
 
 def offloading(options: FsdpConfig) -> dict[str, bool]:
@@ -116,11 +112,8 @@ class TrainerWorker:
         self._join(master_addr, master_port)
         self._seed(config.trainer.seed)
         self.needs_critic = ADVANTAGES[config.algorithm.adv_estimator].needs_critic
-        paths = {config.actor_rollout_ref.model.path, config.critic_path}
-        with loading_turn(paths, config.trainer.n_gpus_per_node):
-            self.actor = self._build_actor()
-            self.reference = self._build_reference() if config.needs_reference else None
-            self.critic = self._build_critic() if self.needs_critic else None
+        self.actor, self.reference = self._build_policy()
+        self.critic = self._build_critic() if self.needs_critic else None
         self._shard_writer = checkpoint.ShardWriter()
 
     def _join(self, address: str, port: int) -> None:
@@ -134,10 +127,39 @@ class TrainerWorker:
         np.random.seed(seed)
         torch.manual_seed(seed)
 
-    def _build_actor(self) -> Actor:
+    def _opened(
+        self, model: ModelConfig | CriticModelConfig, path: str, needs_head: bool = True
+    ) -> AbstractContextManager[PreTrainedModel]:
+        """The language model at `path`, to be sharded inside of the `with`.
+
+        What is trained is float32; below an adapter it is held as it computes.
+        """
+        dtype = self.dtype if model.has_adapter else torch.float32
+        return opened_causal_lm(path, dtype, self.config.trainer.n_gpus_per_node, needs_head)
+
+    def _build_policy(self) -> tuple[Actor, Actor | None]:
+        """The actor, and the reference where one is needed: the policy before training.
+
+        Below an adapter the reference is there already; else it copies the actor's shards.
+        """
         section = self.config.actor_rollout_ref
-        lm = load_model(section.model, section.model.path, self.dtype)
-        self.model_config = lm.config
+        needs_twin = self.config.needs_reference and not section.model.has_adapter
+        with self._opened(section.model, section.model.path) as lm:
+            self.model_config = lm.config
+            twin = blank_copy(lm) if needs_twin else None
+            recompute_activations(lm, section.model)
+            actor = self._actor_engine(lm)
+        reference = None
+        if self.config.needs_reference:
+            reference = self._policy(self._reference_engine(actor, twin))
+        return self._policy(actor), reference
+
+    def _policy(self, engine: FsdpEngine) -> Actor:
+        section = self.config.actor_rollout_ref
+        return Actor(engine, section.actor, actor_budgets(self.config), self._temperature())
+
+    def _actor_engine(self, lm: PreTrainedModel) -> FsdpEngine:
+        section = self.config.actor_rollout_ref
         options = EngineOptions(
             compute_dtype=self.dtype,
             num_updates=self.total_steps,
@@ -146,24 +168,19 @@ class TrainerWorker:
             **offloading(section.actor.fsdp_config),
         )
         if not section.model.has_adapter:
-            engine = FsdpEngine(LogProbModel(lm), blocks(lm, lm), self.device, options)
-        else:
-            adapters: dict[Role, AdapterConfig] = {Role.ACTOR: section.model}
-            if self.needs_critic and self.config.shares_base:
-                adapters[Role.CRITIC] = self.config.critic.model
-            engine = adapted_engine(lm, adapters, self.device, options)
-        return Actor(engine, section.actor, actor_budgets(self.config), self._temperature())
+            return FsdpEngine(LogProbModel(lm), blocks(lm, lm), self.device, options)
+        adapters: dict[Role, AdapterConfig] = {Role.ACTOR: section.model}
+        if self.needs_critic and self.config.shares_base:
+            adapters[Role.CRITIC] = self.config.critic.model
+        return adapted_engine(lm, adapters, self.device, options)
 
-    def _build_reference(self) -> Actor:
-        """The policy before training: below an adapter it is there already."""
-        section = self.config.actor_rollout_ref
-        options = EngineOptions(compute_dtype=self.dtype, **offloading(section.ref.fsdp_config))
-        if section.model.has_adapter:
-            engine = share(self.actor.engine, Role.REFERENCE, options)
-        else:
-            lm = load_causal_lm(section.model.path)
-            engine = FsdpEngine(LogProbModel(lm), blocks(lm, lm), self.device, options)
-        return Actor(engine, section.actor, actor_budgets(self.config), self._temperature())
+    def _reference_engine(self, actor: FsdpEngine, twin: PreTrainedModel | None) -> FsdpEngine:
+        fsdp = self.config.actor_rollout_ref.ref.fsdp_config
+        options = EngineOptions(compute_dtype=self.dtype, **offloading(fsdp))
+        if twin is None:
+            return share(actor, Role.REFERENCE, options)
+        module = LogProbModel(twin)
+        return FsdpEngine(module, blocks(twin, twin), self.device, options, twin=actor)
 
     def _temperature(self) -> float:
         """The temperature of training rollouts; greedy ones are judged at 1."""
@@ -181,11 +198,12 @@ class TrainerWorker:
         if self.config.shares_base:
             engine = share(self.actor.engine, Role.CRITIC, options)
         else:
-            lm = load_model(critic.model, self.config.critic_path, self.dtype)
-            engine = self._critic_engine(lm, options)
+            with self._opened(critic.model, self.config.critic_path, needs_head=False) as lm:
+                recompute_activations(lm, critic.model)
+                engine = self._critic_engine(lm, options)
         return Critic(engine, critic, critic_budgets(self.config))
 
-    def _critic_engine(self, lm: Any, options: EngineOptions) -> FsdpEngine:
+    def _critic_engine(self, lm: PreTrainedModel, options: EngineOptions) -> FsdpEngine:
         """A critic with weights of its own."""
         if self.config.critic.model.has_adapter:
             adapters: dict[Role, AdapterConfig] = {Role.CRITIC: self.config.critic.model}
