@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from scripts.gpu_checks.report import Report
-from scripts.gpu_checks.trainer import KINDS, LENGTHS, OFFLOADS, weights
-from scripts.gpu_checks.world import free_port, random_batch, small_run, write_model
+from scripts.gpu_checks.trainer import KINDS, LENGTHS, OFFLOADS, joined, weights
+from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
 from verl.memory.fitting import changed
 from verl.workers.devices import DETERMINISTIC_ENV
@@ -39,8 +39,7 @@ def compare(report: Report, name: str, config: Config) -> None:
 
 def first_run(config: Config, folder: Path) -> tuple[list[dict[str, float]], torch.Tensor]:
     """Two updates, a checkpoint in the background, and the update beside which it is written."""
-    worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), 10)
-    try:
+    with joined(config) as worker:
         for seed in range(2):
             update(worker, seed)
         worker.start_checkpoint(folder)
@@ -48,19 +47,13 @@ def first_run(config: Config, folder: Path) -> tuple[list[dict[str, float]], tor
         problem = asyncio.run(worker.finish_checkpoint())
         assert not problem, problem
         return metrics, weights(worker)
-    finally:
-        worker.shutdown()
 
 
 def resumed(config: Config, folder: Path) -> tuple[list[dict[str, float]], torch.Tensor]:
     """A new run that takes the checkpoint up and makes the same update."""
-    other = changed(config, {"trainer.seed": 5})
-    worker = TrainerWorker(other, 0, 1, "127.0.0.1", free_port(), 10)
-    try:
+    with joined(changed(config, {"trainer.seed": 5})) as worker:
         worker.load_checkpoint(folder)
         return update(worker, 7), weights(worker)
-    finally:
-        worker.shutdown()
 
 
 def update(worker: TrainerWorker, seed: int) -> list[dict[str, float]]:

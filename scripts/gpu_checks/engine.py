@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from scripts.gpu_checks.report import Report
-from scripts.gpu_checks.world import free_port, random_batch, small_run, write_model
+from scripts.gpu_checks.trainer import joined
+from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
 from verl.protocol import (
     DataProto,
@@ -147,15 +148,12 @@ def judge(
 ) -> None:
     """The log-probs of `dialogues` are the trainer's with these weights; those of `others` not."""
     tolerance = TOLERANCES[config.trainer.compute_dtype]
-    worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), 1)
-    try:
+    with joined(config) as worker:
         for name, found in dialogues.items():
             mean, most = gap(worker, found)
             report.expect(f"{name}_log_probs_mean", mean, below=tolerance)
             report.record(f"{name}_log_probs_max", most)
         report.expect("other_weights_mean", gap(worker, others)[0], above=5 * tolerance)
-    finally:
-        worker.shutdown()
 
 
 def gap(worker: TrainerWorker, dialogues: Sequence[Trajectory]) -> tuple[float, float]:
@@ -188,8 +186,7 @@ def adapter(report: Report) -> None:
     model = write_model(report.folder / "model", shape, 0, report.device, dtype)
     config = options(model, report.device, dtype, is_eager=True, lora_rank=LORA_RANK)
     config.actor_rollout_ref.actor.optim.lr = 3e-2
-    worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), 3)
-    try:
+    with joined(config) as worker:
         for seed in range(3):
             worker.update_actor(random_batch([64] * 8, seed=seed))
         worker.save_adapter(report.folder / "adapter")
@@ -197,8 +194,6 @@ def adapter(report: Report) -> None:
         tolerance = TOLERANCES[dtype]
         report.expect("adapted_log_probs_mean", gap(worker, adapted)[0], below=tolerance)
         report.expect("base_log_probs_mean", gap(worker, base)[0], above=5 * tolerance)
-    finally:
-        worker.shutdown()
 
 
 async def play_adapter(config: Config, folder: Path) -> tuple[list[Trajectory], list[Trajectory]]:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from scripts.gpu_checks.report import Report
-from scripts.gpu_checks.world import SHAPES, free_port, random_batch, small_run, write_model
+from scripts.gpu_checks.trainer import joined
+from scripts.gpu_checks.world import SHAPES, random_batch, small_run, write_model
 from verl.config import Config
+from verl.flops import ModelFlops
 from verl.memory.estimate import Setting, rank_needs
 from verl.memory.needs import GPU, Phase, Place
 from verl.memory.ranks import held_models
 from verl.memory.shape import ModelShape
 from verl.protocol import DataProto
 from verl.workers.node_folder import new_path
-from verl.workers.trainer_worker import TrainerWorker
 
 CASES = (("1.5B", False), ("3B", False), ("3B", True))
 """Shapes, and whether parameters and optimizer wait on the host, as the recipes have it."""
@@ -48,34 +47,26 @@ def measure(report: Report, shape: str, offload: bool, length: int = LENGTH) -> 
     facts = ModelShape.of({"model_type": "qwen2", "tie_word_embeddings": True, **SHAPES[shape]})
     assert facts is not None
     expected = estimates(config, facts)
-    gc.collect()  # what the case before held
     if report.on_card:
         torch.cuda.empty_cache()
         free, needed = torch.cuda.mem_get_info()[0], max(expected.values()) + GPU.context
         if needed > free:
             report.record(name, f"skipped: {needed / GIB:.0f} GiB needed, {free / GIB:.0f} free")
             return
-    work = forward_flops(facts, batch := random_batch([length] * COUNT, facts.vocab))
-    with timed(report, f"{name}_load_s"):
-        worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), 10)
-    try:
-        for what, call, factor in (
-            ("log_probs", worker.log_probs, 1),
-            ("update", worker.update_actor, 3),
-        ):
-            one_pass(report, f"{name}_{what}", call, batch, factor * work, expected[what])
-        with timed(report, f"{name}_hand_over_s"):
-            worker.hand_over_weights(new_path(), "bfloat16")
-    finally:
-        worker.shutdown()
-
-
-@contextmanager
-def timed(report: Report, name: str) -> Iterator[None]:
-    """The seconds of the body as a figure."""
+    batch, flops = random_batch([length] * COUNT, facts.vocab), ModelFlops(facts)
+    work = batch.lengths.tolist(), int(batch.tokens["policy_mask"].sum())
     began = time.monotonic()
-    yield
-    report.record(name, time.monotonic() - began)
+    with joined(config) as worker:
+        report.record(f"{name}_load_s", time.monotonic() - began)
+        for what, call, count in (
+            ("log_probs", worker.log_probs, flops.forward),
+            ("update", worker.update_actor, flops.update),
+        ):
+            one_pass(report, f"{name}_{what}", call, batch, count(*work), expected[what])
+        began = time.monotonic()
+        worker.hand_over_weights(new_path(), "bfloat16")
+        report.record(f"{name}_hand_over_s", time.monotonic() - began)
+        worker.shutdown()
 
 
 def run_of(model: str, device: str, offload: bool, length: int) -> Config:
@@ -105,24 +96,12 @@ def estimates(config: Config, shape: ModelShape) -> dict[str, int]:
     }
 
 
-def forward_flops(shape: ModelShape, batch: DataProto) -> float:
-    """Two a weight and token of the blocks, a head for tokens that are learned, attention.
-
-    A token attends to half of its sequence on average: 2 products · 2 · query size · length / 2.
-    """
-    linears = sum(x.inputs * x.outputs for x in shape.linears)
-    head = 2.0 * shape.vocab * shape.hidden * float(batch.tokens["policy_mask"].sum())
-    pairs = float((batch.lengths.double() ** 2).sum()) / 2
-    attention = 4.0 * shape.layers * shape.query_size * pairs
-    return 2.0 * shape.layers * linears * batch.num_tokens + head + attention
-
-
 def one_pass(
     report: Report,
     name: str,
     call: Callable[[DataProto], Any],
     batch: DataProto,
-    flops: float,
+    flops: int,
     estimate: int,
 ) -> None:
     """The second and third call in seconds each; the peak of what torch allocated."""

@@ -78,6 +78,8 @@ class Recipe:
     script: str
     num_gpus: int = 1
     options: Sequence[str] = ()
+    offload: str = "null"
+    """The recipe's own choice, or true or false."""
 
     def start(self, steps: int, *options: str) -> subprocess.Popen[bytes]:
         """Start it as a user does; what it says goes to our log."""
@@ -85,7 +87,7 @@ class Recipe:
             "PYTHON": sys.executable, "BASE_MODEL": str(self.world.model),
             "TRAIN_FILES": str(self.world.questions), "VAL_FILES": str(self.world.questions),
             "RETRIEVER_URL": f"{self.world.url}/retrieve", "OUTPUT_DIR": str(self.out),
-            "N_GPUS": str(self.num_gpus), "TOTAL_STEPS": str(steps),
+            "N_GPUS": str(self.num_gpus), "TOTAL_STEPS": str(steps), "OFFLOAD": self.offload,
         }  # fmt: skip
         return subprocess.Popen(
             ["bash", self.script, f"trainer.device={self.device}", "template=short",
@@ -113,25 +115,27 @@ class Recipe:
 
 
 def grpo(report: Report) -> None:
-    """Three steps as a recipe has them (graphs, offloading), and a fourth after a resume."""
+    """Three steps as the recipe has them (graphs), and a fourth after a resume."""
     with world(report) as found:
         steps_and_resume(report, Recipe(found, report.device, report.folder / "run", GRPO), 3)
 
 
 def ppo(report: Report) -> None:
-    """Two steps with a critic, without graphs, and a third after a resume."""
+    """Two steps with a critic, offloaded, without graphs, and a third after a resume."""
     with world(report) as found:
         options = ["actor_rollout_ref.rollout.enforce_eager=true"]
-        recipe = Recipe(found, report.device, report.folder / "run", PPO, options=options)
+        folder = report.folder / "run"
+        recipe = Recipe(found, report.device, folder, PPO, options=options, offload="true")
         steps_and_resume(report, recipe, 2)
 
 
 def two_cards(report: Report) -> None:
-    """GRPO on two ranks and two engines."""
+    """GRPO on two ranks and two engines, offloaded."""
     if report.on_card and torch.cuda.device_count() < 2:
         raise Skipped(f"{torch.cuda.device_count()} card here, two are needed")
     with world(report) as found:
-        recipe = Recipe(found, report.device, report.folder / "run", GRPO, num_gpus=2)
+        folder = report.folder / "run"
+        recipe = Recipe(found, report.device, folder, GRPO, num_gpus=2, offload="true")
         steps_and_resume(report, recipe, 3)
 
 
@@ -151,12 +155,13 @@ def judge(report: Report, name: str, rows: list[dict[str, Any]], steps: list[int
     if [row["step"] for row in rows] != steps:
         report.fail(f"{name}: got steps {[row['step'] for row in rows]}, expected {steps}")
     for key in ("actor/rollout_mismatch", "actor/grad_norm", "actor/skipped_updates"):
-        report.record(f"{name}_{key}", [float(f"{row[key]:.4g}") for row in rows])
+        report.record(f"{name}_{key}", [float(f"{row[key]:.4g}") for row in rows if key in row])
     report.expect(
         f"{name}_mismatch", max(row["actor/rollout_mismatch"] for row in rows), below=MISMATCH
     )
     report.expect(f"{name}_skipped", max(row["actor/skipped_updates"] for row in rows), equal=0)
-    if not all(0 < row["actor/grad_norm"] < math.inf for row in rows):
+    # An update whose loss was scaled too high for float16 has no norm, and is no fault.
+    if not all(0 < row["actor/grad_norm"] < math.inf for row in rows if "actor/grad_norm" in row):
         report.fail(f"{name}: a gradient that is zero or not finite")
     report.expect(f"{name}_searches", rows[-1]["env/valid_searches"], above=0)
     for key, value in rows[-1].items():

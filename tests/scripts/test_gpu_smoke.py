@@ -18,7 +18,9 @@ from verl.memory.offload import undecided
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = (sys.executable, str(Path(__file__).with_name("scripted_check.py")))
-ON_CPU = ("environment", "attention", "checkpoint", "engine-float32", "speed", "engine-graphs")
+ON_CPU = (
+    "environment", "attention", "trainer", "checkpoint", "engine-float32", "speed", "engine-graphs",
+)  # fmt: skip
 
 
 def scripted(name: str, seconds: float = 1.0) -> Check:
