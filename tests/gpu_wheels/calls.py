@@ -62,6 +62,21 @@ def imported(tree: ast.AST) -> dict[str, str]:
     return {name: path for name, path in names.items() if path.partition(".")[0] in PACKAGES}
 
 
+def undo_aliases(tree: ast.AST, names: dict[str, str]) -> None:
+    """Have calls of a variable that a function set to an imported name call that name."""
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        aliases = {
+            ast.unparse(node.targets[0]): node.value.id
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in names
+        }
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                node.func.id = aliases.get(node.func.id, node.func.id)
+
+
 def targets(call: ast.Call, names: dict[str, str]) -> list[tuple[str, str]]:
     """What a call may reach: the path of its owner, and the rest; nothing if it is not theirs."""
     text = ast.unparse(call.func)
@@ -113,6 +128,7 @@ def check(file: Path, root: Path) -> Iterator[tuple[str, str]]:
     """Each import and call of a file: what became of it, and where it is."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     names = imported(tree)
+    undo_aliases(tree, names)
     for name, path in names.items():
         try:
             load(path)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from verl.workers.attention import cuda_kernel
 
@@ -103,6 +104,7 @@ def install(num_devices: int, dtype: str) -> None:
     # Pinning needs a driver; what is pinned on a card is plain memory here.
     torch.Tensor.pin_memory = lambda self, *_: self
     torch.Tensor.is_pinned = lambda *_: False
+    FakeTensor.__deepcopy__ = lambda self, _: self.clone()  # torch's own would look at the storage
     torch.nn.Module._apply = apply_to_tensors
     cuda_kernel.cache_clear()  # another card, another kernel
 
