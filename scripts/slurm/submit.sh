@@ -11,7 +11,8 @@ fi
 recipe=$1 conf=$2
 shift 2
 [[ -f $conf ]] || { echo "$conf: no such file; copy scripts/slurm/example.conf" >&2; exit 2; }
-command -v sbatch >/dev/null || { echo "no sbatch here: run this on a login node" >&2; exit 2; }
+[[ -n ${DRY_RUN:-} ]] || command -v sbatch >/dev/null || {
+  echo "no sbatch here: run this on a login node, or DRY_RUN=1 to see the command" >&2; exit 2; }
 
 set -a # the job sees what the file sets
 # shellcheck source=scripts/slurm/example.conf

@@ -242,10 +242,10 @@ def test_an_environment_that_is_not_there_ends_the_job(environment: dict[str, st
 
 
 def submit(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """submit.sh, which prints its command."""
+    """submit.sh, which prints its command, and nothing else unless `env` says DRY_RUN=""."""
     return subprocess.run(
-        ["bash", str(RECIPES / "submit.sh"), *arguments],
-        env={**env, "DRY_RUN": "1"},
+        [str(RECIPES / "submit.sh"), *arguments],
+        env={"DRY_RUN": "1", **env},
         capture_output=True,
         text=True,
         timeout=30,
@@ -253,9 +253,10 @@ def submit(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[
 
 
 def test_submit_translates_a_file_of_settings(environment: dict[str, str], tmp_path: Path) -> None:
-    """Slurm's settings become options of sbatch; what follows -- goes to the trainer."""
-    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\n")
-    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    """Slurm's settings become options of sbatch, which a dry run needs not; -- precedes others."""
+    for name in ("bash", "dirname"):
+        (tmp_path / "bin" / name).symlink_to(str(shutil.which(name)))
+    environment["PATH"] = str(tmp_path / "bin")  # holds no sbatch
     conf = tmp_path / "my.conf"
     conf.write_text(
         'WARNING=60\nPARTITION=gpu\nNODES=2\nGPUS=8\nTIME=1:00:00\nSBATCH_ARGS="--exclusive"\n'
@@ -279,7 +280,7 @@ def test_submit_names_what_is_missing(environment: dict[str, str], tmp_path: Pat
     assert "no such file" in submit("train", "no.conf", env=environment).stderr
     if shutil.which("sbatch") is None:
         example = str(RECIPES / "example.conf")
-        assert "login node" in submit("train", example, env=environment).stderr
+        assert "login node" in submit("train", example, env={**environment, "DRY_RUN": ""}).stderr
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.iterdir()), ids=lambda path: path.name)
