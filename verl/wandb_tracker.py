@@ -32,7 +32,10 @@ FINISH_S = 120.0
 
 
 class WandbTracker:
-    """One run of wandb; `WANDB_MODE`, where it is set, decides alone whether it is online."""
+    """One run of wandb; `WANDB_MODE`, where it is set, decides alone whether it is online.
+
+    Its files are in `WANDB_DIR` where that is set, as wandb's own users expect.
+    """
 
     def __init__(
         self, project: str, experiment: str, directory: Path, config: Any, is_resumed: bool = False
@@ -40,12 +43,13 @@ class WandbTracker:
         """Begin a run below `directory`, or with `is_resumed` go on with the one that is there."""
         wandb = load("wandb", "wandb")
         directory.mkdir(parents=True, exist_ok=True)
-        self._directory = directory.absolute()
+        self._directory = Path(os.environ.get("WANDB_DIR") or directory).absolute()
+        self._directory.mkdir(parents=True, exist_ok=True)  # wandb leaves for /tmp where it lacks
         self.run_id = run_id(directory, is_resumed)
         options: dict[str, Any] = {
             "project": project,
             "name": experiment,
-            "dir": str(directory),
+            "dir": str(self._directory),
             "config": config,
             "id": self.run_id,
             "settings": wandb.Settings(init_timeout=INIT_S, finish_timeout=FINISH_S),

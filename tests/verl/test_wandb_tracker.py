@@ -21,7 +21,7 @@ def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A user without account, settings or variables of wandb's."""
     home = tmp_path / "home"
     home.mkdir()
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_RUN_ID", "NETRC"):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_RUN_ID", "WANDB_DIR", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(home))
@@ -110,6 +110,21 @@ def test_a_resumed_run_goes_on_in_the_same_run(
     assert older == renamed
     assert second.run_id == first.run_id
     assert said(caplog)[-1].endswith(f"wandb sync --id {first.run_id} {older} {newer}")
+
+
+def test_the_folder_that_the_user_names_receives_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """WANDB_DIR moves wandb's files and the upload command; the id stays with the run."""
+    elsewhere = tmp_path / "scratch" / "logs"
+    monkeypatch.setenv("WANDB_DIR", str(elsewhere))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with caplog.at_level(logging.INFO):
+        tracker = WandbTracker("p", "e", tmp_path / "run", {})
+        tracker.close()
+    [part] = parts(elsewhere)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [ID_FILE]
+    assert said(caplog)[-1].endswith(f"wandb sync --id {tracker.run_id} {part}")
 
 
 def test_a_run_from_the_beginning_is_another_run(
