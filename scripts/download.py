@@ -2,7 +2,8 @@
 
 Files come from the Hugging Face hub (`HF_ENDPOINT` names a mirror), go on where a download was
 interrupted, are checked against the hub's SHA-256, joined and unpacked. `--dry-run` only tells
-what would be fetched and the disk it needs.
+what would be fetched and the disk it needs. `python scripts/download.py --save_path D` is the
+original Search-R1's command: corpus and e5 index, left packed and in parts as it left them.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import argparse
 import logging
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scripts.hub_files import DownloadError, HubFile, disk_error, fetch, list_files
+if not __package__:  # started as a file: the checkout may not be installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from scripts.hub_files import DownloadError, HubFile, Patience, disk_error, fetch, have, list_files
 from scripts.joining import Joined, unpack
 
 logger = logging.getLogger(__name__)
@@ -36,7 +40,8 @@ class Item:
     target: str
     """What they become in --save_dir."""
     kind: str
-    """`parts` are joined in order, `gzip` is unpacked, `folder` is kept as it is."""
+    """`parts` are joined in order, `gzip` is unpacked, `folder` is kept as it is, and so are
+    `files`, directly in the folder."""
     published_bytes: int
     """About what `target` takes, for when the hub cannot be reached."""
 
@@ -107,23 +112,25 @@ class Plan:
     @property
     def missing_bytes(self) -> int:
         """What of `disk_bytes` is not on the disk yet."""
+        if self.item.kind == "files":
+            return self.disk_bytes - sum(have(file, self.save_dir) for file in self.files)
         here = Joined(self.target, self.files).size if self.item.kind == "parts" else 0
         here += sum(path.stat().st_size for path in self.aside.rglob("*") if path.is_file())
         return 0 if self.target.exists() else max(0, self.disk_bytes - here)
 
 
-def make_plan(name: str, save_dir: Path, *, may_guess: bool) -> Plan:
+def make_plan(item: Item, save_dir: Path, *, may_guess: bool) -> Plan:
     """The files of an item by the hub's listing; raises DownloadError if it cannot be asked.
 
     `may_guess`: then the plan holds the table's published size alone.
     """
-    item = ITEMS[name]
+    patience = Patience(tries=1) if may_guess else Patience()
     try:
-        files = tuple(list_files(item.repo, item.prefix))
+        files = tuple(list_files(item.repo, item.prefix, patience))
     except DownloadError as error:
         if not may_guess:
             raise
-        logger.warning("%s; sizes of %s are the published ones", error, name)
+        logger.warning("%s; its size is the published one", error)
         files = ()
     return Plan(item, files, save_dir)
 
@@ -141,6 +148,10 @@ def describe(plan: Plan) -> str:
 
 def carry_out(plan: Plan) -> None:
     """Fetch, check, join and unpack; what is finished already is left as it is."""
+    if plan.item.kind == "files":
+        for file in plan.files:
+            fetch(plan.item.repo, file, plan.save_dir)
+        return
     if plan.target.exists():
         logger.info("%s is there already", plan.target)
         return
@@ -174,32 +185,75 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     parser = argparse.ArgumentParser(prog="download", description=__doc__)
     add = parser.add_argument
-    add("items", nargs="+", choices=list(ITEMS), help="what to fetch; indexes need corpus too")
-    add("--save_dir", type=Path, default=Path("data/wiki-18"), help="folder that receives it")
+    words = f"what to fetch, of {', '.join(ITEMS)}; indexes need corpus too"
+    add("items", nargs="*", type=_item, metavar="ITEM", help=words)
+    folders = parser.add_mutually_exclusive_group()
+    folders.add_argument(
+        "--save_dir", type=Path, default=Path("data/wiki-18"), help="folder that receives it"
+    )
+    folders.add_argument(
+        "--save_path",
+        type=Path,
+        help="the same for the original's command: corpus and e5, packed and in parts",
+    )
     add("--dry-run", action="store_true", help="tell what would be fetched, and fetch nothing")
     args = parser.parse_args(argv)
+    if bool(args.items) == (args.save_path is not None):
+        parser.error(f"give --save_path alone, or what to fetch, of {', '.join(ITEMS)}")
     try:
+        if args.save_path is not None:
+            return _keep(args.save_path, is_dry=args.dry_run)
         return _run(args.items, args.save_dir, is_dry=args.dry_run)
     except DownloadError as error:
         sys.stderr.write(f"download: {error}\n")
         return 2
 
 
+def _item(name: str) -> str:
+    """A name of ITEMS; argparse's own `choices` would refuse to be given none."""
+    if name not in ITEMS:
+        raise argparse.ArgumentTypeError(f"got {name}, expected one of {', '.join(ITEMS)}")
+    return name
+
+
 def _run(names: list[str], save_dir: Path, *, is_dry: bool) -> int:
-    plans = [make_plan(name, save_dir, may_guess=is_dry) for name in names]
-    for plan in plans:
-        sys.stdout.write(describe(plan) + "\n")
-    problem = disk_error(save_dir, sum(plan.missing_bytes for plan in plans))
+    _obtain([ITEMS[name] for name in names], save_dir, is_dry=is_dry)
+    served = [name for name in names if name in SERVE]
+    if not is_dry:
+        _say("serve with:", *[serve_command(n, save_dir) for n in served])
+    return 0
+
+
+def _keep(save_path: Path, *, is_dry: bool) -> int:
+    """What the original's command does; its next two commands join and unpack."""
+    items = [replace(ITEMS[name], kind="files", target=".") for name in ("corpus", "e5")]
+    _obtain(items, save_path, is_dry=is_dry)
+    if not is_dry:
+        _say(
+            "join, unpack and serve with:",
+            f"cat {save_path}/{ITEMS['e5'].prefix}* > {save_path / ITEMS['e5'].target}",
+            f"gzip -d {save_path / ITEMS['corpus'].prefix}",
+            serve_command("e5", save_path),
+        )
+    return 0
+
+
+def _obtain(items: list[Item], folder: Path, *, is_dry: bool) -> None:
+    """Tell, and unless `is_dry` fetch; raises DownloadError where the disk is too small."""
+    plans = [make_plan(item, folder, may_guess=is_dry) for item in items]
+    _say(*map(describe, plans))
+    problem = disk_error(folder, sum(plan.missing_bytes for plan in plans))
     if is_dry:
-        sys.stdout.write(f"{problem or 'the disk is large enough'}\n")
-        return 0
+        _say(problem or "the disk is large enough")
+        return
     if problem:
         raise DownloadError(problem)
     for plan in plans:
         carry_out(plan)
-    served = [name for name in names if name in SERVE]
-    sys.stdout.write("\n".join(["serve with:", *[serve_command(n, save_dir) for n in served], ""]))
-    return 0
+
+
+def _say(*lines: str) -> None:
+    sys.stdout.write("\n".join([*lines, ""]))
 
 
 if __name__ == "__main__":

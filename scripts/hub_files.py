@@ -7,11 +7,12 @@ are asked here: `/api/datasets/<repo>/tree/main` and `/datasets/<repo>/resolve/m
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,17 @@ from typing import Any
 import httpx
 
 from search_r1.search.indexing.progress import Report, progress
+from search_r1.search.transport import retry_after
 
 logger = logging.getLogger(__name__)
 
 HUB = "https://huggingface.co"
 CHUNK_BYTES = 1 << 20
-TRIES = 6
-"""Requests in a row that may bring nothing before giving up."""
-SECONDS_BETWEEN_TRIES = 1.0
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
+INCOMPLETE = ".incomplete"
+"""Ends the name of a file that is not whole and checked yet."""
+BUSY = (408, 425, 429)
+"""Statuses below 500 that may pass."""
 
 
 class DownloadError(Exception):
@@ -44,10 +47,35 @@ class HubFile:
     """None for small files, of which the hub gives no SHA-256."""
 
 
-def list_files(repo: str, prefix: str) -> list[HubFile]:
+@dataclass(frozen=True)
+class Patience:
+    """How an outage of the hub is waited out: as a whole, for seven minutes and more."""
+
+    tries: int = 20
+    """Requests in a row that may bring nothing before giving up."""
+    longest_pause: float = 30.0
+    """Seconds; pauses grow 1, 2, 4 ... up to this."""
+    longest_asked: float = 300.0
+    """Seconds; the longest pause that a `Retry-After` may ask for."""
+    sleep: Callable[[float], None] = time.sleep
+
+    def wait(self, failures: int, error: httpx.HTTPError) -> bool:
+        """Sleep before the next try; False, at once, where none is left or would help."""
+        answer = error.response if isinstance(error, httpx.HTTPStatusError) else None
+        is_final = answer and answer.status_code not in BUSY and not answer.is_server_error
+        if is_final or failures >= self.tries:
+            return False
+        asked = min(retry_after(answer), self.longest_asked) if answer else 0.0
+        pause = max(asked, min(2.0 ** (failures - 1), self.longest_pause))
+        logger.warning("%s; try %d of %d in %.0f s", _told(error), failures + 1, self.tries, pause)
+        self.sleep(pause)
+        return True
+
+
+def list_files(repo: str, prefix: str, patience: Patience = Patience()) -> list[HubFile]:
     """The files of a data set whose paths start with `prefix`, by name."""
     try:
-        entries = list(_tree(repo))
+        entries = list(_tree(repo, patience))
     except (httpx.HTTPError, ValueError) as error:
         raise DownloadError(
             f"{repo} cannot be listed at {_hub()} ({error}); expected the hub or a mirror to "
@@ -63,21 +91,33 @@ def list_files(repo: str, prefix: str) -> list[HubFile]:
     return sorted(files, key=lambda file: file.path)
 
 
-def fetch(repo: str, file: HubFile, folder: Path) -> Path:
+def fetch(repo: str, file: HubFile, folder: Path, patience: Patience = Patience()) -> Path:
     """The file in `folder`, gone on with if an earlier run was interrupted, and checked.
 
     Raises DownloadError if it cannot be fetched or differs from the hub's SHA-256.
     """
     path = folder / file.path
+    partial = path.with_name(path.name + INCOMPLETE)
     if path.exists():
+        if path.stat().st_size != file.size:
+            raise DownloadError(
+                f"{path} has {path.stat().st_size} bytes, expected the {file.size} that the hub "
+                "has; it is another file: remove it, or name another folder"
+            )
         return path  # it was checked before it got its name
-    partial = path.with_name(path.name + ".incomplete")
     partial.parent.mkdir(parents=True, exist_ok=True)
     partial.touch()
     with progress(f"fetch {file.path}", "bytes", file.size, partial.stat().st_size) as report:
-        _fetch_rest(f"{_hub()}/datasets/{repo}/resolve/main/{file.path}", file, partial, report)
+        url = f"{_hub()}/datasets/{repo}/resolve/main/{file.path}"
+        _fetch_rest(url, file, partial, report, patience)
     verify(partial, file)
     return partial.replace(path)
+
+
+def have(file: HubFile, folder: Path) -> int:
+    """The bytes of a file that are in `folder`, whole or not."""
+    paths = (folder / file.path, folder / (file.path + INCOMPLETE))
+    return next((path.stat().st_size for path in paths if path.is_file()), 0)
 
 
 def verify(path: Path, file: HubFile) -> None:
@@ -114,34 +154,47 @@ def _hub() -> str:
     return (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
 
 
-def _tree(repo: str) -> Iterator[dict[str, Any]]:
+def _told(error: httpx.HTTPError) -> str:
+    """The first line: httpx adds a link to an encyclopaedia of statuses."""
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _tree(repo: str, patience: Patience) -> Iterator[dict[str, Any]]:
     """All entries of a repository, page by page."""
     url: str | None = f"{_hub()}/api/datasets/{repo}/tree/main?recursive=true"
     while url:
-        answer = httpx.get(url, timeout=TIMEOUT, follow_redirects=True)
-        answer.raise_for_status()
+        answer = _get(url, patience)
         yield from answer.json()
         url = answer.links.get("next", {}).get("url")
 
 
-def _fetch_rest(url: str, file: HubFile, partial: Path, report: Report) -> None:
+def _get(url: str, patience: Patience) -> httpx.Response:
+    """The hub's answer; a hub that cannot be connected to at all is rather a wrong address."""
+    for failures in itertools.count(1):
+        try:
+            answer = httpx.get(url, timeout=TIMEOUT, follow_redirects=True)
+            return answer.raise_for_status()
+        except httpx.HTTPError as error:
+            if isinstance(error, httpx.ConnectError) or not patience.wait(failures, error):
+                raise
+    raise AssertionError("the count has no end")
+
+
+def _fetch_rest(url: str, file: HubFile, partial: Path, report: Report, patience: Patience) -> None:
     """Ask for what `partial` lacks, again where a connection broke, until it is whole."""
-    tries = 0
+    failures = 0
     while (have := partial.stat().st_size) < file.size:
+        error: httpx.HTTPError = httpx.RemoteProtocolError("the answer ended too early")
         try:
             _append(url, partial, have, report)
-            problem = f"the answer ended after {partial.stat().st_size} of {file.size} bytes"
-        except httpx.HTTPError as error:
-            problem = str(error) or type(error).__name__
-        tries = 0 if partial.stat().st_size > have else tries + 1
-        if tries == TRIES:
+        except httpx.HTTPError as raised:
+            error = raised
+        failures = 0 if partial.stat().st_size > have else failures + 1
+        if failures and not patience.wait(failures, error):
             raise DownloadError(
-                f"{url} cannot be fetched ({problem}); run the same command again, which goes on "
-                "where this one stopped"
+                f"{url} cannot be fetched ({_told(error)}); run the same command again, which "
+                "goes on where this one stopped"
             )
-        if tries:
-            logger.warning("%s; trying again", problem)
-            time.sleep(SECONDS_BETWEEN_TRIES * tries)
 
 
 def _append(url: str, partial: Path, have: int, report: Report) -> None:

@@ -6,19 +6,22 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
 from scripts import download
 from scripts.download import ITEMS, Plan, main
-from scripts.hub_files import DownloadError, HubFile, verify
+from scripts.hub_files import DownloadError, HubFile, Patience, fetch, list_files, verify
 from scripts.joining import Joined, unpack
 
 MB = 1 << 20
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Hub:
@@ -30,6 +33,8 @@ class Hub:
         self.bodies: list[str] = []
         self.wrong_checksum = False
         self.knows_ranges = True
+        self.failures: list[tuple[int, dict[str, str]]] = []
+        """Statuses and headers of the next answers, in place of what was asked for."""
         self.stall_after: int | None = None
         self.stalled = threading.Event()
         self.resume = threading.Event()
@@ -57,6 +62,9 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
+            if hub.failures:
+                self._send(hub.failures[0][0], b"", hub.failures.pop(0)[1])
+                return
             if path.startswith("/api/datasets/"):
                 repo = path.removeprefix("/api/datasets/").removesuffix("/tree/main")
                 self._send(200, json.dumps(hub.tree(repo)).encode(), {})
@@ -279,3 +287,70 @@ def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"abc")
     with pytest.raises(DownloadError, match="3 bytes"):
         verify(path, HubFile("f", 4, None))
+
+
+def test_an_outage_is_waited_out(hub: Hub, tmp_path: Path) -> None:
+    """Pauses grow, a Retry-After is kept to, and then listing and file are whole."""
+    publish(hub, {"part_aa": b"hello"})
+    pauses: list[float] = []
+    patience = Patience(sleep=pauses.append)
+    hub.failures = [(503, {}), (503, {})]
+    [file] = list_files(ITEMS["e5"].repo, "part_", patience)
+    hub.failures = [(500, {}), (429, {"Retry-After": "77"}), (429, {"Retry-After": "9999"})]
+    path = fetch(ITEMS["e5"].repo, file, tmp_path, patience)
+    assert path.read_bytes() == b"hello"
+    assert pauses == [1, 2, 1, 77, 300]
+
+
+def test_an_outage_of_minutes_ends_some_time() -> None:
+    """Lost connections are tried 20 times within seven minutes or more, and no more often."""
+    pauses: list[float] = []
+    patience = Patience(sleep=pauses.append)
+    lost = httpx.ConnectError("refused")
+    assert [patience.wait(failures, lost) for failures in range(1, 21)] == [True] * 19 + [False]
+    assert pauses[:7] == [1, 2, 4, 8, 16, 30, 30]
+    assert 7 * 60 < sum(pauses) < 10 * 60
+
+
+def test_a_refusal_is_not_waited_for(hub: Hub, tmp_path: Path) -> None:
+    """What will not pass fails at once, with the status."""
+    pauses: list[float] = []
+    with pytest.raises(DownloadError, match=r"404.*same command again"):
+        fetch("no/such", HubFile("part_aa", 5, None), tmp_path, Patience(sleep=pauses.append))
+    assert pauses == []
+
+
+def test_the_originals_command(hub: Hub, tmp_path: Path) -> None:
+    """`python scripts/download.py --save_path D` runs uninstalled and leaves the hub's files."""
+    publish(hub, {"part_aa": b"hello", "part_ab": b"world"})
+    packed = gzip.compress(b'{"id": "1"}\n')
+    publish(hub, {"wiki-18.jsonl.gz": packed}, "corpus")
+    done = subprocess.run(
+        [sys.executable, "-S", str(ROOT / "scripts/download.py"), "--save_path", str(tmp_path)],
+        # without `site` an editable install of this project is not found, other packages are
+        env={**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    subprocess.run(["bash", "-ec", "\n".join(done.stdout.splitlines()[-3:-1])], check=True)
+    names = ["e5_Flat.index", "part_aa", "part_ab", "wiki-18.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert (tmp_path / "e5_Flat.index").read_bytes() == b"helloworld"
+
+
+def test_a_file_of_another_index_is_not_taken_for_this(hub: Hub, tmp_path: Path) -> None:
+    """Parts of several indexes have the same names, and the folder may hold another's."""
+    publish(hub, {"part_aa": b"hello"})
+    (tmp_path / "part_aa").write_bytes(b"another index")
+    with pytest.raises(DownloadError, match="13 bytes, expected the 5"):
+        fetch(ITEMS["e5"].repo, HubFile("part_aa", 5, None), tmp_path)
+
+
+def test_what_to_fetch_must_be_said(tmp_path: Path) -> None:
+    """Neither nothing, nor items where the original's command decides them."""
+    for words in ([], ["e5-hnsw64", "--save_path", str(tmp_path)]):
+        with pytest.raises(SystemExit):
+            main(words)
