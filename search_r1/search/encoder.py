@@ -14,6 +14,7 @@ import numpy as np
 from search_r1.search.encoders.families import family_of, model_name
 from search_r1.search.encoders.interface import Encoder, Vectors
 from search_r1.search.errors import SetupError
+from search_r1.search.extras import install_command
 from search_r1.search.retrievers.settings import EncoderConfig
 
 
@@ -117,7 +118,7 @@ def _open_one(config: EncoderConfig, max_length: int | None) -> Encoder:
     except ImportError as error:
         raise SetupError(
             f"dense retrieval needs torch and transformers ({error}); "
-            "install them: pip install 'search-r1[dense]'"
+            f"install them: {install_command('dense')}"
         ) from error
     encoder: Encoder = open_model(config, family, max_length)
     return encoder

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from search_r1.search.errors import SetupError
+from search_r1.search.extras import install_command
 from search_r1.search.retrievers.base import Retriever
 from search_r1.search.retrievers.settings import RetrieverConfig
 
@@ -23,16 +24,16 @@ class Engine:
     module: str
     """Below `search_r1.search.retrievers`."""
     install: str = ""
-    """What to pip install when its import fails."""
+    """The command that installs what its import wants."""
 
 
-FAISS = Engine("faiss_index", "'search-r1[dense]'")
-TORCH = Engine("torch_flat", "'search-r1[dense]'")
-LUCENE = Engine("lucene", "'search-r1[lucene]'")
-ONLINE = Engine("online.engine", "'search-r1[online]'")
-RERANK = Engine("rerank", "'search-r1[dense]'")
+FAISS = Engine("faiss_index", install_command("dense"))
+TORCH = Engine("torch_flat", install_command("dense"))
+LUCENE = Engine("lucene", install_command("lucene"))
+ONLINE = Engine("online.engine", install_command("online"))
+RERANK = Engine("rerank", install_command("dense"))
 ENGINES = {
-    "bm25": Engine("bm25", "bm25s"),
+    "bm25": Engine("bm25", "pip install bm25s"),
     "lucene": LUCENE,
     "google": ONLINE,
     "serpapi": ONLINE,
@@ -84,5 +85,5 @@ def _load(engine: Engine) -> ModuleType:
         return importlib.import_module(f"{PACKAGE}.{engine.module}")
     except ImportError as error:
         raise SetupError(
-            f"{error}, which this engine needs; install it: pip install {engine.install}"
+            f"{error}, which this engine needs; install it: {engine.install}"
         ) from error

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from search_r1.search.errors import SetupError
+from search_r1.search.extras import install_command
 from search_r1.search.retrievers.base import Retriever
 from search_r1.search.retrievers.settings import RerankConfig
 from search_r1.search.schema import Hit
@@ -82,7 +83,7 @@ def rerank(retriever: Retriever, config: RerankConfig) -> Retriever:
     except ImportError as error:
         raise SetupError(
             f"--reranker_model needs torch and transformers ({error}); "
-            "install them: pip install 'search-r1[dense]'"
+            f"install them: {install_command('dense')}"
         ) from error
     return RerankingRetriever(retriever, CrossEncoder.open(config), config.retrieval_topk)
 

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from search_r1.search.errors import SetupError
+from search_r1.search.extras import install_command
 from search_r1.search.retrievers.base import Retriever, fingerprint
 from search_r1.search.retrievers.online.addresses import AddressPolicy
 from search_r1.search.retrievers.online.cache import AnswerCache, Cache, RecentAnswers
@@ -147,7 +148,7 @@ def _open_pages(config: OnlineConfig, policy: AddressPolicy, cache: Cache) -> Pa
         from search_r1.search.retrievers.online.pages import PageReader  # noqa: PLC0415
     except ImportError as error:
         raise SetupError(
-            f"{error}, which --page_text needs; install it: pip install 'search-r1[online]'"
+            f"{error}, which --page_text needs; install it: {install_command('online')}"
         ) from error
     fetcher = PageFetcher(policy, config.page_bytes, config.online_timeout)
     scope = fingerprint({"page_bytes": config.page_bytes})
