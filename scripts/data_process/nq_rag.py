@@ -1,6 +1,10 @@
 """Natural Questions with documents in the prompt: train.parquet and test.parquet."""
 
 import sys
+from pathlib import Path
+
+if not __package__:  # started as a file: the checkout may not be installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from search_r1.questions.command import Script
 from search_r1.questions.wording import Style

@@ -12,6 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # started as a file: the checkout may not be installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SearchError, SetupError
 from search_r1.search.indexing.build_config import BuildConfig, index_folder

@@ -13,9 +13,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def option(default: Any, help: str, *, at_least: float | None = None) -> Any:
-    """A dataclass field with its help text; numbers below `at_least` are refused."""
-    metadata = {"help": help, "at_least": at_least}
+def option(
+    default: Any, help: str, *, at_least: float | None = None, also: tuple[str, ...] = ()
+) -> Any:
+    """A dataclass field with its help text; numbers below `at_least` are refused.
+
+    `also`: other names of its flag, which users of the original know.
+    """
+    metadata = {"help": help, "at_least": at_least, "also": also}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -25,7 +30,8 @@ def add_flags(parser: argparse.ArgumentParser, options: type) -> None:
     group = parser.add_argument_group((options.__doc__ or "").splitlines()[0])
     for field in dataclasses.fields(options):
         if "help" in field.metadata:
-            group.add_argument(f"--{field.name}", default=field.default, **_kind(field, hints))
+            flags = [f"--{name}" for name in (field.name, *field.metadata["also"])]
+            group.add_argument(*flags, default=field.default, **_kind(field, hints))
 
 
 def read_flags(options: type[T], args: argparse.Namespace) -> T:

@@ -1,6 +1,7 @@
 """The seam between an agent and whatever finds documents, with two stand-ins without a server."""
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -51,3 +52,11 @@ class InMemoryRetrieval:
 
 def _words(text: str) -> set[str]:
     return set(re.findall(r"\w+", text.lower()))
+
+
+if __name__ == "__main__":
+    sys.exit(
+        "retrieval: this module serves nothing; expected one of:\n"
+        "  python -m search_r1.search.retrieval_server --help   (a server of documents)\n"
+        "  python scripts/data_process/nq_rag.py --help         (documents in prompts)"
+    )

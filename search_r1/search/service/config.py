@@ -12,7 +12,9 @@ TOKEN_VARIABLE = "RETRIEVER_TOKEN"
 class ServiceConfig:
     """The service: limits, batches, caches, record."""
 
-    topk: int = option(3, "documents for a request without topk", at_least=1)
+    topk: int = option(
+        3, "documents for a request without topk", at_least=1, also=("reranking_topk",)
+    )
     max_topk: int = option(100, "largest topk of a request", at_least=1)
     max_queries: int = option(1024, "most queries in one request", at_least=1)
     max_query_chars: int = option(16384, "longest query, in characters", at_least=1)

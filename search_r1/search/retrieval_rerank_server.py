@@ -1,0 +1,24 @@
+"""The original Search-R1's start of search with a reranker: our server with its default models.
+
+`--reranking_topk` is the server's `--topk`; see docs/migration.md.
+"""
+
+import sys
+from pathlib import Path
+
+if not __package__:  # started as a file: the checkout may not be installed
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from search_r1.search import retrieval_server
+
+DEFAULTS = ["--retriever_name", "e5", "--retriever_model", "intfloat/e5-base-v2"]
+DEFAULTS += ["--reranker_model", "cross-encoder/ms-marco-MiniLM-L12-v2"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command-line entry; returns the exit status."""
+    return retrieval_server.main(DEFAULTS + (sys.argv[1:] if argv is None else argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
