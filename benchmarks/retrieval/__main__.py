@@ -99,11 +99,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _bench(args: argparse.Namespace) -> Bench:
     model = args.model or corpora.encoder_folder()
+    questions = corpora.questions(args.data)
     corpora.prepare(args.cache, args.data, model)
     return Bench(
         args.cache,
         model,
-        corpora.questions(args.data),
+        questions,
         args.threads,
         engines=tuple(args.engines),
         profile=args.profile,

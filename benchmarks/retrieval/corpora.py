@@ -26,7 +26,7 @@ from search_r1.search.index_builder import BuildConfig, build_index
 logger = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DATA = REPOSITORY.parent / "shared" / "data"
+DATA = REPOSITORY / "data" / "small_hotpotqa"
 CACHE = REPOSITORY / "runs" / "benchmarks"
 REPEATED = 1_000_000
 MAX_LENGTH = 128
@@ -95,12 +95,24 @@ def prepare(cache: Path, data: Path, model: str, repeated: int = REPEATED) -> No
 
 
 def questions(data: Path) -> list[str]:
-    """The distinct real questions, training split first."""
+    """The distinct real questions, training split first. Raises SetupError without them."""
+    check_data(data, "train.jsonl", "dev.jsonl")
     rows = itertools.chain.from_iterable(
         (data / name).read_text(encoding="utf-8").splitlines()
         for name in ("train.jsonl", "dev.jsonl")
     )
     return list(dict.fromkeys(json.loads(row)["question"] for row in rows))
+
+
+def check_data(folder: Path, *names: str) -> None:
+    """Raise SetupError, with what makes it, where the folder lacks a file."""
+    for name in names:
+        if not (folder / name).is_file():
+            raise SetupError(
+                f"{folder / name} does not exist; expected real questions and passages: "
+                "python scripts/data_process/small_hotpotqa.py, or give --data <folder> with "
+                "corpus.jsonl, train.jsonl and dev.jsonl"
+            )
 
 
 def repeat_corpus(source: Path, target: Path, count: int) -> None:
@@ -164,11 +176,7 @@ def _make(path: Path, write: Callable[[Path], None]) -> Path:
 
 
 def _copy(source: Path, target: Path) -> None:
-    if not source.is_file():
-        raise SetupError(
-            f"{source} does not exist; expected the real passages: give --data <folder> with "
-            "corpus.jsonl, train.jsonl and dev.jsonl"
-        )
+    check_data(source.parent, source.name)
     shutil.copyfile(source, target)
 
 

@@ -148,7 +148,10 @@ def check_data(folder: Path) -> None:
     """Refuse a folder that lacks questions or corpus."""
     missing = [name for name in DATA_FILES if not (folder / name).is_file()]
     if missing:
-        fix = "name the folder that holds them: DATA_DIR=… or --data-dir"
+        fix = (
+            "build data/small_hotpotqa: python scripts/data_process/small_hotpotqa.py; or name "
+            "the folder that holds them: DATA_DIR=… or --data-dir"
+        )
         expected = f"{', '.join(DATA_FILES)}"
         raise DataError(explain(f"data folder {folder}", f"no {missing[0]}", expected, fix))
 

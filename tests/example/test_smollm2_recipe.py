@@ -106,7 +106,7 @@ def test_missing_data_is_refused_before_anything_is_written(tmp_path: Path) -> N
     """The file that is missing and the way to name the folder are told."""
     recipe = recipe_of(tmp_path)
     (recipe.settings.data_dir / "dev.jsonl").unlink()
-    with pytest.raises(DataError, match=r"dev\.jsonl.*DATA_DIR"):
+    with pytest.raises(DataError, match=r"dev\.jsonl.*small_hotpotqa\.py.*DATA_DIR"):
         Stages().run(recipe)
     assert not recipe.out.exists()
 

@@ -15,7 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from example.smollm2.recipe import check_data
 from scripts import download
+from scripts.data_process import own_questions, small_hotpotqa
 from scripts.download import ITEMS, Plan, main
 from scripts.hub_files import DownloadError, HubFile, Patience, fetch, list_files, verify
 from scripts.joining import Joined, unpack
@@ -354,3 +356,49 @@ def test_what_to_fetch_must_be_said(tmp_path: Path) -> None:
     for words in ([], ["e5-hnsw64", "--save_path", str(tmp_path)]):
         with pytest.raises(SystemExit):
             main(words)
+
+
+def hotpotqa(split: str) -> bytes:
+    """Rows as the hub has them; all questions share a paragraph."""
+    rows = [
+        {
+            "id": f"{split}_{i}",
+            "question": f"which {split} {i}?",
+            "golden_answers": ["yes"],
+            "metadata": {
+                "context": {
+                    "title": ["Shared", f"{split} {i}"],
+                    "sentences": [["Same. "], ["One.", " Two."]],
+                }
+            },
+        }
+        for i in range(4)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def test_the_small_set_is_built_from_the_hub(hub: Hub, tmp_path: Path) -> None:
+    """What example/smollm2 and the benchmarks want: as many questions as asked, their passages."""
+    for name in ("train", "dev", "other"):
+        hub.files[f"RUC-NLPIR/FlashRAG_datasets/hotpotqa/{name}.jsonl"] = hotpotqa(name)
+    out = tmp_path / "set"
+    assert small_hotpotqa.main(["--local_dir", str(out), "--train", "3", "--dev", "1"]) == 0
+    check_data(out)
+    contents = [json.loads(row)["contents"] for row in (out / "corpus.jsonl").open()]
+    assert contents[:2] == ['"Shared"\nSame.', '"train 0"\nOne. Two.']
+    assert len(contents) == 5
+    files = [str(out / "train.jsonl"), str(out / "dev.jsonl")]
+    assert own_questions.main([*files, "--local_dir", str(tmp_path / "rows")]) == 0
+    assert sorted(p.name for p in (tmp_path / "rows").iterdir()) == ["dev.parquet", "train.parquet"]
+    assert [name for name in hub.bodies if "other" in name] == []
+
+
+def test_rows_without_paragraphs_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another collection's file is told by its place."""
+    file = tmp_path / "hotpotqa" / "train.jsonl"
+    file.parent.mkdir()
+    file.write_text('{"question": "who?", "golden_answers": ["x"]}\n')
+    assert small_hotpotqa.main(["--local_dataset_path", str(tmp_path)]) == 2
+    assert "train.jsonl, row 0 (counted from 0), metadata.context" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import faiss
 import numpy as np
 import pytest
 
+from benchmarks.retrieval.__main__ import _bench, _parser
 from benchmarks.retrieval.corpora import check_repetition, questions, repeat_corpus, repeat_vectors
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SetupError
@@ -53,3 +54,11 @@ def test_questions_are_distinct(tmp_path: Path) -> None:
         rows = "".join(json.dumps({"question": q}) + "\n" for q in asked)
         (tmp_path / name).write_text(rows)
     assert questions(tmp_path) == ["q1", "q2", "q3"]
+
+
+def test_missing_questions_name_the_command_that_makes_them(tmp_path: Path) -> None:
+    """A new checkout has none; it is told at once, before anything is encoded."""
+    args = _parser().parse_args(["--data", str(tmp_path), "--cache", str(tmp_path / "cache")])
+    with pytest.raises(SetupError, match=r"train\.jsonl.*data_process/small_hotpotqa\.py"):
+        _bench(args)
+    assert not (tmp_path / "cache").exists()
