@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -13,6 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from search_r1.search import index_builder
+from search_r1.search.retrieval_server import parser
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = sysconfig.get_path("purelib")
@@ -127,3 +131,19 @@ def test_builders_start_as_files() -> None:
     for file in ("scripts/data_process/nq_search.py", "search_r1/search/index_builder.py"):
         status, errors = outcome(file, "--help")
         assert status == 0, errors
+
+
+def test_the_migration_page_names_what_is_there() -> None:
+    """Its files exist, and the flags that it calls the same are taken."""
+    page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+    rows = [row.split("|")[1:3] for row in page.splitlines() if row.startswith("| `")]
+    scripts = [old if "same" in new else new for old, new in rows]
+    for path in re.findall(
+        r"`((?:scripts|search_r1|example)/[\w/]+\.(?:py|sh))", " ".join(scripts)
+    ):
+        assert (ROOT / path).is_file(), path
+    doors = "".join(path.read_text() for path in (ROOT / "search_r1/search").glob("*_server.py"))
+    taken = {*parser()._option_string_actions, *index_builder._parser()._option_string_actions}
+    taken |= {"--save_path", *re.findall(r'"(--\w+)"', doors)}
+    flags = [flag for old, new in rows if "same" in new for flag in re.findall(r"`(--\w+)`", old)]
+    assert len(flags) > 20 and set(flags) <= taken
