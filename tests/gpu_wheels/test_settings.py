@@ -32,6 +32,7 @@ def test_settings_are_those_that_we_count_on(
         "sleep_mode": True,
         "prefix_caching": "deterministic" not in wanted,
         "batch_invariant": "deterministic" in wanted and is_new,
+        "custom_all_reduce": not ("deterministic" in wanted and is_new),
         "tensor_parallel": size,
         "executor": "uni" if size == 1 else "mp",
         "cudagraph_mode": "FULL_AND_PIECEWISE",

@@ -69,6 +69,7 @@ def test_batch_invariant_kernels_let_a_deterministic_engine_decode_many() -> Non
     assert many.environment()["VLLM_BATCH_INVARIANT"] == "1"
     assert many.vllm_arguments()["max_num_seqs"] == 256
     assert many.vllm_arguments()["enable_prefix_caching"] is False
+    assert many.vllm_arguments()["disable_custom_all_reduce"] is True
     alone = on_gpu(deterministic=True)
     assert "VLLM_BATCH_INVARIANT" not in alone.environment()
     assert alone.vllm_arguments()["max_num_seqs"] == 1

@@ -145,6 +145,9 @@ class EngineConfig:
                 "max_num_batched_tokens": batched_tokens(self.max_num_seqs, self.max_model_len),
                 "distributed_executor_backend": "uni",
             }
+        if self.batch_invariant:
+            # vLLM 0.33 leaves it on, which adds in one order up to some size and then in NCCL's.
+            shared |= {"disable_custom_all_reduce": True}
         return shared | {
             "max_num_batched_tokens": batched_tokens(self.max_num_seqs),
             "gpu_memory_utilization": self.gpu_memory_utilization,
