@@ -113,7 +113,7 @@ def page() -> str:
         for version, answer in rows:
             cells = [str(answer.get(key, "")) for key in columns]
             if "error" in answer:
-                cells = [answer["error"].splitlines()[0], *cells[1:]]
+                cells = [answer["error"].partition(". ")[0], *cells[1:]]
             lines.append("| " + " | ".join([*case, version, *cells]) + " |")
     return "\n".join(lines) + "\n"
 
