@@ -1,8 +1,9 @@
 """Question files become rows: parquet and jsonl in the Search-R1 format, checked one by one.
 
-A row has `data_source`, `prompt` (chat messages or a plain string),
-`reward_model.ground_truth.target`, and optionally `ability` and `extra_info`. Rows are numbered
-from 0 within their file, and every complaint names file and row. Tokens are not known here.
+A row has `data_source`, `prompt` (chat messages or a plain string), `reward_model.ground_truth`
+(the accepted answers, or `{"target": …}`), and optionally `ability` and `extra_info`. Rows are
+numbered from 0 within their file, and every complaint names file and row. Tokens are not known
+here.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _check_row(record: Any, path: str, name: str, number: int, prompt_key: str) 
         return refuse(prompt_key, record.get(prompt_key), expected)
     targets = _targets(record.get("reward_model"))
     if not targets:
-        expected = "reward_model.ground_truth.target: a string or a list of strings"
+        expected = "ground_truth, or its target: a string or a list of strings, none empty"
         return refuse("reward_model", record.get("reward_model"), expected)
     extra = record.get("extra_info") or {}
     if not isinstance(extra, dict):
@@ -122,9 +123,12 @@ def _prompt(prompt: Any) -> str | tuple[Message, ...]:
 
 
 def _targets(reward_model: Any) -> tuple[str, ...]:
-    """The accepted answers, or () where there is none in the expected form."""
+    """The accepted answers, or () where there is none in the expected form.
+
+    veRL's own data builders write `ground_truth` as plain text, Search-R1's as `{"target": …}`.
+    """
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-    target = truth.get("target") if isinstance(truth, dict) else None
+    target = truth.get("target") if isinstance(truth, dict) else truth
     targets = [target] if isinstance(target, str) else target
     if not isinstance(targets, list) or not all(isinstance(t, str) and t for t in targets):
         return ()

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from verl.data import PromptDataset, PromptSampler, choose, load_rows, num_batches, render
+from verl.data.validation import validate
 from verl.errors import ConfigError, DataError
 
 
@@ -63,6 +64,17 @@ def test_parquet_and_jsonl_give_the_same_rows(tmp_path: Path) -> None:
     assert [row.uid for row in parquet] == ["f.parquet#0", "f.parquet#1"]
 
 
+@pytest.mark.parametrize("truth", ["Ada", ["Ada"], {"target": "Ada"}, {"target": ["Ada"]}], ids=str)
+def test_the_truth_may_be_the_answers_themselves(tmp_path: Path, truth: Any) -> None:
+    """veRL's builders write plain text, Search-R1's a target: both formats of files take each."""
+    records = [record(reward_model={"style": "rule", "ground_truth": truth})]
+    pd.DataFrame(records).to_parquet(tmp_path / "f.parquet")
+    jsonl = write_jsonl(tmp_path / "f.jsonl", records)
+    for row in load_rows([str(tmp_path / "f.parquet"), jsonl]):
+        assert row.ground_truth == ("Ada",)
+    assert validate([jsonl]).is_sound
+
+
 def test_line_11_uids_differ_between_data_sets_with_the_same_index(tmp_path: Path) -> None:
     """Two data sets with one file name and one extra_info.index are different prompts."""
     files = [write_jsonl(tmp_path / part / "train.jsonl", [record()] * 3) for part in "ab"]
@@ -81,6 +93,9 @@ def test_line_11_uids_differ_between_data_sets_with_the_same_index(tmp_path: Pat
         (record(target=[1]), "reward_model: got"),
         (record(target=""), "reward_model: got"),
         (record(reward_model={"style": "rule"}), "reward_model: got"),
+        (record(reward_model={"ground_truth": 3}), "reward_model: got"),
+        (record(reward_model={"ground_truth": ["Ada", 3]}), "reward_model: got"),
+        (record(reward_model={"ground_truth": {}}), "reward_model: got"),
         (record(extra_info=[1]), "extra_info: got [1]"),
         ([1, 2], "got [1, 2], expected an object"),
     ],
