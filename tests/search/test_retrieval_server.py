@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,6 +74,23 @@ def test_line_18_both_forms_for_every_count(
         assert set(hit) == {"document", "score"}
         assert set(hit["document"]) == FIELDS
         assert isinstance(hit["score"], float)
+
+
+def test_a_whole_turn_of_the_originals_client_is_one_request(
+    open_engine: Callable[[str], Retriever], serve: Callable[..., Any]
+) -> None:
+    """512 prompts with 5 dialogues each: 2,560 queries in one body, searched 256 at a time."""
+    engine = open_engine("bm25")
+    words = ["capital", "France", "Danube", "river", "Seine"]
+    asked = [f"{words[i % 5]} {words[i % 3]} {i}" for i in range(2560)]
+    with serve(create_app(engine)) as address:
+        answer = post(address, {"queries": asked, "topk": 3, "return_scores": True})
+        metrics = HTTP.get(f"{address}/metrics").text
+    assert answer.status_code == 200, answer.text
+    ids = [[hit["document"]["id"] for hit in found] for found in answer.json()["result"]]
+    assert ids == [[hit.document.id for hit in found] for found in engine.search(asked, 3)]
+    sizes = dict(re.findall(r'batch\w*_bucket\{le="([^"]+)"\} (\d+)', metrics))
+    assert sizes["256.0"] == sizes["+Inf"] != "0"
 
 
 def test_topk(url: str, engine: Retriever, queries: list[str]) -> None:

@@ -16,7 +16,7 @@ class ServiceConfig:
         3, "documents for a request without topk", at_least=1, also=("reranking_topk",)
     )
     max_topk: int = option(100, "largest topk of a request", at_least=1)
-    max_queries: int = option(1024, "most queries in one request", at_least=1)
+    max_queries: int = option(4096, "most queries in one request", at_least=1)
     max_query_chars: int = option(16384, "longest query, in characters", at_least=1)
     max_body_bytes: int = option(8 * 2**20, "longest request body, in bytes", at_least=64)
     max_pending: int = option(8192, "queries waiting or searching; beyond it 503", at_least=1)
