@@ -139,20 +139,3 @@ def test_adapters_that_cannot_work_are_refused(section: str, wrong: dict[str, in
     key = f"{section}.{list(wrong)[-1]}"
     with pytest.raises(ConfigError, match=key):
         cli.compose([*REQUIRED, *(f"{section}.{name}={value}" for name, value in wrong.items())])
-
-
-def test_docs_name_every_alias_and_every_lost_option() -> None:
-    """The tables of docs/configuration.md keep up with the code."""
-    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
-    for alias, key in overrides.ALIASES.items():
-        assert f"| `{alias}` | `{key}`" in text
-    for key in [*overrides.NO_EFFECT, *overrides.RETIRED]:
-        assert key in text or key.rsplit(".", 1)[-1] in text, key
-
-
-def test_tables_of_names_agree_with_the_options() -> None:
-    """Aliases lead to options, lost options are still options, retired names are none."""
-    assert set(overrides.ALIASES.values()) <= set(known_options())
-    assert not set(overrides.ALIASES) & set(known_options())
-    assert set(overrides.NO_EFFECT) <= set(known_options())
-    assert not set(overrides.RETIRED) & set(known_options())

@@ -3,7 +3,7 @@
 Hydra composes these (see `verl/trainer/options/cli.py`), `check` refuses settings that cannot work
 before anything starts. Nothing here starts work, and nobody mutates a config after start. Option
 names are those of the original Search-R1 scripts; an option that lost its effect says so in its
-docstring and is listed in `verl/trainer/options/overrides.py`, which warns about it.
+docstring and is listed in `verl/trainer/options/legacy.py`, and a run that sets it is warned.
 """
 
 from verl.config.algorithm import (

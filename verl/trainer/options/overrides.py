@@ -1,8 +1,7 @@
 """`key=value` arguments before Hydra sees them: plus signs, old names, unknown keys, types.
 
 The names of the original Search-R1 scripts all mean here what they meant there. Those that are
-spelled differently here are in `ALIASES`; those that have no effect any more are in `NO_EFFECT`
-(still options of `verl.config`) or in `RETIRED` (no option at all), and warn once each.
+spelled differently here, or have no effect any more, are in `verl.trainer.options.legacy`.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,79 +22,9 @@ from verl.config import Config
 from verl.config.compat import COMPAT_PRESETS
 from verl.errors import ConfigError, explain
 from verl.trainer.options.known import known_options, known_sections
+from verl.trainer.options.legacy import ALIASES, LEGACY, Legacy, find, name_here
 
 logger = logging.getLogger(__name__)
-
-ALIASES: Mapping[str, str] = MappingProxyType(
-    {
-        "data.shuffle": "data.shuffle_train_dataloader",
-        "actor_rollout_ref.rollout.n": "actor_rollout_ref.rollout.n_agent",
-        "actor_rollout_ref.actor.optim.warmup_steps_ratio": (
-            "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"
-        ),
-        "critic.optim.warmup_steps_ratio": "critic.optim.lr_warmup_steps_ratio",
-    }
-)
-"""Names that other scripts use for our options."""
-
-
-@dataclass(frozen=True)
-class NoEffect:
-    """An option that is accepted and does nothing; `silent` are the values that ask for nothing."""
-
-    advice: str
-    silent: tuple[Any, ...] = (None,)
-
-
-_PADDING = NoEffect("batches are never padded; drop it", silent=(True, None))
-_GRAD_OFFLOAD = NoEffect("gradients go with fsdp_config.param_offload; set that", (False, None))
-_LOG_PROB = NoEffect("set actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu (tokens)")
-
-NO_EFFECT: Mapping[str, NoEffect] = MappingProxyType(
-    {
-        "actor_rollout_ref.model.use_remove_padding": _PADDING,
-        "critic.model.use_remove_padding": _PADDING,
-        "actor_rollout_ref.actor.fsdp_config.grad_offload": _GRAD_OFFLOAD,
-        "actor_rollout_ref.ref.fsdp_config.grad_offload": _GRAD_OFFLOAD,
-        "actor_rollout_ref.ref.fsdp_config.optimizer_offload": NoEffect(
-            "the reference has no optimizer; drop it", (False, None)
-        ),
-        "critic.model.fsdp_config.grad_offload": _GRAD_OFFLOAD,
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size": _LOG_PROB,
-        "actor_rollout_ref.ref.log_prob_micro_batch_size": _LOG_PROB,
-        "trainer.default_hdfs_dir": NoEffect("copy trainer.default_local_dir after the run"),
-    }
-)
-"""Options of `verl.config` whose value changes nothing."""
-
-_PACKED = NoEffect("batches are always packed by tokens; set ppo_max_token_len_per_gpu")
-_ENGINE = NoEffect("the engine's lengths follow data.max_prompt_length and max_response_length")
-
-RETIRED: Mapping[str, NoEffect] = MappingProxyType(
-    {
-        "data.tokenizer": NoEffect("the tokenizer is the one beside actor_rollout_ref.model.path"),
-        "data.return_raw_input_ids": NoEffect("drop it", (False, None)),
-        "data.return_raw_chat": NoEffect("drop it", (False, None)),
-        "actor_rollout_ref.hybrid_engine": NoEffect("drop it", (True, None)),
-        "actor_rollout_ref.actor.strategy": NoEffect("FSDP2 is the only one", ("fsdp", "fsdp2")),
-        "critic.strategy": NoEffect("FSDP2 is the only one", ("fsdp", "fsdp2")),
-        "actor_rollout_ref.actor.use_dynamic_bsz": _PACKED,
-        "critic.use_dynamic_bsz": _PACKED,
-        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": _PACKED,
-        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": _PACKED,
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": _LOG_PROB,
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": _LOG_PROB,
-        "critic.forward_micro_batch_size": _LOG_PROB,
-        "actor_rollout_ref.rollout.prompt_length": _ENGINE,
-        "actor_rollout_ref.rollout.response_length": _ENGINE,
-        "actor_rollout_ref.rollout.max_num_batched_tokens": _ENGINE,
-        "actor_rollout_ref.rollout.ignore_eos": NoEffect("drop it", (False, None)),
-        "actor_rollout_ref.rollout.load_format": NoEffect("weights come from the trainer"),
-        "actor_rollout_ref.rollout.free_cache_engine": NoEffect("drop it"),
-        "reward_model.enable": NoEffect("rewards are rules; choose one with reward_model.name"),
-    }
-)
-"""Names of the original that are no options here."""
 
 _warned: set[str] = set()
 
@@ -132,17 +59,18 @@ def parse(argument: str) -> Override:
 
 
 def _normalise_one(override: Override) -> list[str]:
-    """The argument under its name here, or nothing where the name is retired."""
+    """The argument under its name here, or nothing where it is no option here."""
     given = override.key_or_group
     value = override.value()
-    if given in RETIRED:
-        _warn(given, value, RETIRED[given])
+    key = name_here(given)
+    legacy = find(key)
+    if legacy is not None and key not in known_options():
+        _warn(given, value, legacy)
         return []
     if given == "actor_rollout_ref.rollout.n" and value == 1:
         return []  # the original multiplies n by n_agent, so 1 changes nothing
     if given == "compat" and not isinstance(value, dict):
         return _compat(value)
-    key = ALIASES.get(given, given)
     if key not in known_options() and key not in known_sections():
         raise unknown_key(given)
     check_type(key, value)
@@ -207,13 +135,20 @@ def _example(default: Any) -> str:
 
 def warn_no_effect(config: DictConfig) -> None:
     """Warn once for each option whose value asks for something that no longer happens."""
-    for key, what in NO_EFFECT.items():
-        _warn(key, OmegaConf.select(config, key), what)
+    for key, legacy in LEGACY.items():
+        if key in known_options():
+            _warn(key, OmegaConf.select(config, key), legacy)
 
 
-def _warn(key: str, value: Any, what: NoEffect) -> None:
-    """One warning per key and process."""
-    if value in what.silent or key in _warned:
+def _warn(key: str, value: Any, legacy: Legacy) -> None:
+    """One warning per key and process; ConfigError where the run would be another without it."""
+    if value in legacy.silent:
+        return
+    if legacy.is_refused:
+        typed = [_example(allowed) for allowed in legacy.silent if allowed not in (None, {})]
+        expected = " or ".join([*typed, "nothing"])
+        raise ConfigError(explain(key, repr(value), expected, legacy.advice))
+    if key in _warned:
         return
     _warned.add(key)
-    logger.warning("%s=%s has no effect any more: %s", key, value, what.advice)
+    logger.warning("%s=%s has no effect any more: %s", key, value, legacy.advice)
