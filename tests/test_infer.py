@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,6 +67,18 @@ def words(model: str, retriever: str) -> list[str]:
     """Options of a quick dialogue."""
     return ["--model", model, "--retriever-url", retriever, "--max-response-length", "5",
             "--device", "cpu", "--dtype", "float32"]  # fmt: skip
+
+
+def test_the_original_runs_folder_is_asked(
+    words: list[str], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--model` may be the step, `actor/` or the run; the checkpoint has no file of ours."""
+    step = tmp_path / "run" / "actor" / "global_step_150"
+    shutil.copytree(model, step, ignore=shutil.ignore_patterns("search_r1.json"))
+    for named in (step, tmp_path / "run"):
+        asked = ["Who?", *words, "--json", "--model", str(named)]
+        assert infer.main(asked) == 0, capsys.readouterr().err
+        assert json.loads(capsys.readouterr().out)["question"] == "Who?"
 
 
 def test_json_is_one_object_with_the_whole_dialogue(

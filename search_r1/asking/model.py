@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
 
 from search_r1.asking.adapter import merge
 from search_r1.asking.options import AgentOptions
 from search_r1.llm_agent.generation import SearchAgent, build_agent
-from verl.checkpoint import STEP_NAME, export
+from verl.checkpoint import STEP_NAME, export, is_complete, step_of
 from verl.config import Config
 from verl.errors import ModelError, explain
 from verl.protocol import Engine
@@ -23,16 +32,47 @@ from verl.workers.rollout import RolloutReplica
 from verl.workers.rollout.remote_engine import RemoteEngine
 from verl.workers.rollout.transformers_engine import TransformersEngine
 
+logger = logging.getLogger(__name__)
+
+Options = TypeVar("Options", bound=AgentOptions)
+
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """What is needed of a model on a hub."""
+WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+"""What a Hugging Face folder holds one of, once its weights are written."""
+
+
+def at_last_step(options: Options) -> Options:
+    """The options with the last step where `--model` names a run's folder, or its `actor/`.
+
+    A step is a checkpoint of ours, or `actor/global_step_N` as the original writes it: a Hugging
+    Face folder.
+    """
+    run = Path(options.model)
+    if STEP_NAME.fullmatch(run.name) or (run / "config.json").is_file():
+        return options
+    found = [*run.glob("global_step_*"), *run.glob("actor/global_step_*")]
+    steps = [step for step in found if is_complete(step) or _has_model(step)]
+    if not steps:
+        return options
+    last = max(steps, key=step_of)
+    logger.warning("--model %s is a run: its last step, %s, is taken", run, last)
+    return replace(options, model=str(last))
+
+
+def _has_model(step: Path) -> bool:
+    """Whether a folder `global_step_N` is itself a Hugging Face model."""
+    is_step = STEP_NAME.fullmatch(step.name) is not None and (step / "config.json").is_file()
+    return is_step and any((step / name).is_file() for name in WEIGHTS)
 
 
 @contextlib.contextmanager
 def model_folder(name: str, dtype: str, adapter: str | None = None) -> Iterator[Path]:
     """The folder of the model `name` with the adapter's share added, if there is one.
 
-    The model is a folder itself, a checkpoint's export, or what a hub gives. What is written is
-    temporary. Raises ModelError, or ConfigError for an unfinished checkpoint.
+    The model is a folder itself (as the original's checkpoints are), the export of a checkpoint of
+    ours, or what a hub gives. What is written is temporary. Raises ModelError, or ConfigError for
+    an unfinished checkpoint.
     """
     with _plain_folder(name, dtype) as base:
         if adapter is None:
@@ -46,7 +86,7 @@ def model_folder(name: str, dtype: str, adapter: str | None = None) -> Iterator[
 def _plain_folder(name: str, dtype: str) -> Iterator[Path]:
     """The folder of the model `name`, without an adapter."""
     path = Path(name)
-    if STEP_NAME.fullmatch(path.name) and path.is_dir():
+    if STEP_NAME.fullmatch(path.name) and path.is_dir() and not _has_model(path):
         with tempfile.TemporaryDirectory(prefix="exported-") as folder:
             yield export(path, Path(folder) / "model", dtype=dtype)
     elif path.is_dir():

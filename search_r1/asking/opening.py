@@ -10,7 +10,13 @@ from typing import Any, Self
 
 from search_r1.asking.adapter import base_of
 from search_r1.asking.dialogue import Asker
-from search_r1.asking.model import computed_dtype, load_agent, model_folder, running_engine
+from search_r1.asking.model import (
+    at_last_step,
+    computed_dtype,
+    load_agent,
+    model_folder,
+    running_engine,
+)
 from search_r1.asking.options import AgentOptions, option, run_config
 from search_r1.asking.retriever import close, facts_of
 from verl.config import Config
@@ -29,8 +35,8 @@ class AskingOptions(AgentOptions):
 
     model: str = option(
         "",
-        "model folder, hub name or checkpoint global_step_N; default: the adapter's base, or the "
-        "demo's model",
+        "model folder, hub name, checkpoint global_step_N, or a run's folder for its last one; "
+        "default: the adapter's base, or the demo's model",
     )
     engine: str = option("transformers", "what generates", choices=("vllm", "transformers"))
     concurrency: int = option(32, "dialogues played at once", int)
@@ -64,6 +70,7 @@ async def opened(options: AgentOptions) -> AsyncIterator[Asker]:
     Raises SearchR1Error for what the user can mend.
     """
     await facts_of(_retriever(Config(), options))
+    options = at_last_step(options)
     with _folder(options) as folder:
         config = _retriever(run_config(options, str(folder)), options)
         agent = load_agent(config)

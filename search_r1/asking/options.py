@@ -30,7 +30,7 @@ def option(default: Any, words: str, kind: Callable[[str], Any] = str, **more: A
 class AgentOptions:
     """The agent that is asked; lengths are in tokens."""
 
-    model: str = option("", "model folder or hub name, or a checkpoint global_step_N")
+    model: str = option("", "model folder, hub name, checkpoint global_step_N, or a run's folder")
     adapter: str | None = option(None, "folder of a LoRA adapter over the model")
     retriever_url: str = option(
         Config().retriever.url, "search server(s), with commas between them, or: empty"

@@ -10,7 +10,13 @@ from typing import Any, Never
 
 from tqdm import tqdm
 
-from search_r1.asking.model import computed_dtype, load_agent, model_folder, running_engine
+from search_r1.asking.model import (
+    at_last_step,
+    computed_dtype,
+    load_agent,
+    model_folder,
+    running_engine,
+)
 from search_r1.asking.options import run_config
 from search_r1.asking.retriever import NO_RETRIEVER, close, facts_of
 from search_r1.evaluation.judging import open_judge
@@ -39,6 +45,7 @@ def evaluate(options: EvaluationOptions) -> Path:
     Raises SearchR1Error for what the user can mend, before long work where possible. What is
     finished is kept: the same options go on from there.
     """
+    options = at_last_step(options)
     with model_folder(options.model, computed_dtype(options), options.adapter) as folder:
         asyncio.run(_evaluate(options, run_config(options, str(folder))))
     out = Path(options.out)

@@ -1,5 +1,6 @@
 """From what a user names to a folder of weights."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from example.tiny import tiny_model
-from search_r1.asking.model import model_folder
+from search_r1.asking.model import at_last_step, model_folder
+from search_r1.asking.options import AgentOptions
 from verl.checkpoint import MARKER
 from verl.errors import ModelError
 
@@ -43,3 +45,35 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
         model_folder(str(tmp_path / "empty"), "float32"),
     ):
         pass
+
+
+def test_the_originals_checkpoints_are_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`run/actor/global_step_150` is a model as it stands; run and `actor/` mean the last one."""
+    run = tmp_path / "nq-search-r1-ppo"
+    for part in ("actor/global_step_50", "actor/global_step_150", "critic/global_step_300"):
+        (run / part).mkdir(parents=True)
+        (run / part / "config.json").touch()
+        (run / part / "model.safetensors").touch()
+    (run / "actor/global_step_200").mkdir()
+    (run / "actor/global_step_200/config.json").touch()  # killed before the weights were written
+    last = run / "actor" / "global_step_150"
+    for named in (run, run / "actor", last):
+        with caplog.at_level(logging.WARNING):
+            options = at_last_step(AgentOptions(model=str(named)))
+        with model_folder(options.model, "float32") as folder:
+            assert folder == last
+    assert [str(last) in message for message in caplog.messages] == [True, True]
+
+
+def test_a_run_of_ours_means_its_last_complete_checkpoint(tmp_path: Path) -> None:
+    """By number; what is unfinished is no step, and a folder without steps stays what it is."""
+    for step in (9, 10, 11):
+        (tmp_path / f"global_step_{step}").mkdir()
+    for step in (9, 10):
+        (tmp_path / f"global_step_{step}" / MARKER).touch()
+    found = at_last_step(AgentOptions(model=str(tmp_path)))
+    assert found.model == str(tmp_path / "global_step_10")
+    for name in ("org/model", str(tmp_path / "global_step_9"), str(tmp_path / "none")):
+        assert at_last_step(AgentOptions(model=name)).model == name

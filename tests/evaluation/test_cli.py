@@ -1,5 +1,7 @@
 """The command line: mistakes end in one message, before any work."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,17 @@ def test_an_interrupted_checkpoint_is_refused(
     words = ["--model", str(tmp_path / "global_step_3"), "--data", data, "--out", "o"]
     assert main(words) == 2
     assert "complete checkpoint" in capsys.readouterr().err
+
+
+def test_the_originals_run_is_evaluated(model: str, data: str, tmp_path: Path) -> None:
+    """Its last step is taken, and the manifest names it."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(model, run / "actor" / "global_step_150")
+    words = ["--model", str(run), "--data", data, "--out", str(out), "--engine", "transformers",
+             "--retriever-url", "empty", "--max-response-length", "2"]  # fmt: skip
+    assert main(words) == 0
+    name = json.loads((out / "manifest.json").read_text())["model"]["name"]
+    assert name == str(run / "actor" / "global_step_150")
 
 
 def test_defaults_live_in_the_options_alone() -> None:
