@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from search_r1.asking.questions import question_of
 from search_r1.llm_agent.tags import Template
+from search_r1.questions.wording import direct_prompt, rag_prompt
 from verl.errors import DataError, explain
 from verl.rows import Row
 
@@ -13,14 +14,10 @@ _NO_SECOND_TURN = "\n\nNo answer was given.\n\n"
 
 DIRECT = Template(
     name="direct",
-    instruction=(
-        "Answer the question below from what you know. Give nothing but the answer, as short as "
-        "it can be, between <answer> and </answer>. For example, <answer> Beijing </answer>. "
-        "Question: {question}\n"
-    ),
+    instruction=direct_prompt("{question}"),
     invalid_action=_NO_SECOND_TURN,
 )
-"""The answer at once, from memory."""
+"""Reasoning and the answer from memory, in the words of `scripts/data_process/nq.py`."""
 
 COT = Template(
     name="cot",
@@ -35,15 +32,11 @@ COT = Template(
 
 RAG = Template(
     name="rag",
-    instruction=(
-        "Some passages that may help with the question are given first. Reason about them between "
-        "<think> and </think>, then write just the answer between <answer> and </answer>. For "
-        "example, <answer> Beijing </answer>.\n\n{documents}\n\nQuestion: {question}\n"
-    ),
+    instruction=rag_prompt("{question}", "\n\n{documents}\n\n"),
     invalid_action=_NO_SECOND_TURN,
 )
 """Naive retrieval-augmented generation: the documents of the question, then reasoning, then the
-answer."""
+answer, in the words of `scripts/data_process/nq_rag.py`."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What a question becomes: the user's message with searching, without, or with documents given.
 
 The wording of dialogues that search is that of `search_r1.llm_agent.tags`; here are the two
-prompts of the baselines, which ask for the same tags.
+prompts of the baselines, which ask for the same tags and are those of evaluation too.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def writer(style: Style, template_type: str = BASE) -> Writer:
         fix = "leave it out for the paper's, or correct it"
         raise ConfigError(explain("--template_type", template_type, expected, fix))
     if style is Style.DIRECT:
-        return lambda question, _: f"{DIRECT}Question: {question}\n"
+        return lambda question, _: direct_prompt(question)
     if style is Style.RAG:
-        return _rag_prompt
+        return lambda question, found: rag_prompt(question, SEARCH_R1.observation(found))
     template = SEARCH_R1 if template_type == BASE else TEMPLATES[template_type]
     return _search_prompt(template)
 
@@ -66,6 +66,11 @@ def _search_prompt(template: Template) -> Writer:
     return lambda question, _: template.user_prompt(question)
 
 
-def _rag_prompt(question: str, documents: Sequence[Document]) -> str:
+def direct_prompt(question: str) -> str:
+    """The user's message without documents."""
+    return f"{DIRECT}Question: {question}\n"
+
+
+def rag_prompt(question: str, observation: str) -> str:
     """The passages as an agent would see them, then the question."""
-    return f"{RAG}{SEARCH_R1.observation(documents)}Question: {question}\n"
+    return f"{RAG}{observation}Question: {question}\n"

@@ -90,7 +90,8 @@ def test_the_originals_run_is_evaluated(model: str, data: str, tmp_path: Path) -
     run, out = tmp_path / "run", tmp_path / "out"
     shutil.copytree(model, run / "actor" / "global_step_150")
     words = ["--model", str(run), "--data", data, "--out", str(out), "--engine", "transformers",
-             "--retriever-url", "empty", "--max-response-length", "2"]  # fmt: skip
+             "--retriever-url", "empty", "--max-response-length", "2",
+             "--device", "cpu"]  # fmt: skip
     assert main(words) == 0
     name = json.loads((out / "manifest.json").read_text())["model"]["name"]
     assert name == str(run / "actor" / "global_step_150")

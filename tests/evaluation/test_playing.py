@@ -9,10 +9,11 @@ import pytest
 from search_r1.evaluation.playing import Task, check_rows, holds
 from search_r1.evaluation.samples import Sample
 from search_r1.llm_agent.generation import derived_seed
+from search_r1.questions.wording import Style, writer
 from search_r1.reward import RewardInput
 from search_r1.search.client import Document, EmptyRetrieval, Retrieval
 from search_r1.search.errors import RetrieverUnavailable
-from tests.evaluation.worlds import Reader, finder, player, row
+from tests.evaluation.worlds import Reader, documents, finder, player, row
 from tests.fakes import ByteTokenizer
 from verl.errors import DataError
 from verl.protocol import Completion, Sampling
@@ -83,6 +84,15 @@ def test_a_closed_book_has_one_turn_and_no_search(method: str) -> None:
     assert ("step by step" in engine.prompts[0]) is (method == "cot")
 
 
+@pytest.mark.parametrize(("method", "style"), [("direct", Style.DIRECT), ("rag", Style.RAG)])
+def test_baselines_ask_in_the_words_of_the_data_builders(method: str, style: Style) -> None:
+    """A model trained on `nq.py`'s or `nq_rag.py`'s rows is evaluated on the same bytes."""
+    engine = Reader()
+    play(finder([ROW]), method, engine)
+    question = "What is thing 7?"
+    assert writer(style)(question, documents([ROW])[question]) in engine.prompts[0]
+
+
 def test_rag_reads_the_questions_documents_first() -> None:
     """One search for the question itself; its documents stand in the prompt and are counted."""
     engine = Reader()
@@ -92,9 +102,9 @@ def test_rag_reads_the_questions_documents_first() -> None:
         1,
         ["What is thing 7?"],
     )
-    documents = '<information>Doc 1(Title: "Things") It is gold 7 .\n</information>'
-    assert documents in engine.prompts[0]
-    assert found.observation_tokens == len(documents)
+    passages = '<information>Doc 1(Title: "Things") It is gold 7 .\n</information>'
+    assert passages in engine.prompts[0]
+    assert found.observation_tokens == len(passages)
     whole = found.prompt_tokens + found.observation_tokens
     assert whole == len(engine.tokenizer.encode(engine.prompts[0]))
 
