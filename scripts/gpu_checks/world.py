@@ -33,7 +33,7 @@ SHAPES = {
                   "num_attention_heads": 16},
 }  # fmt: skip
 """Published sizes of Qwen2.5; of `tiny`, heads of 32 are the smallest that vLLM serves on CPU."""
-ACTOR, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
+ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
 
 
 def free_port() -> int:
@@ -87,8 +87,6 @@ def small_run(model: str, device: str, dtype: str = "float32", **changes: Any) -
         f"{ACTOR}.optim.lr": 1e-3, f"{CRITIC}.optim.lr": 1e-3, f"{ACTOR}.grad_clip": 0.5,
         "algorithm.adv_estimator": "grpo", "trainer.n_gpus_per_node": 1,
         "data.train_batch_size": 16, "data.val_batch_size": 16,
-        **{f"{part}.fsdp_config.{kind}": False for part in (ACTOR, "critic.model", REF)
-           for kind in ("param_offload", "optimizer_offload")},
         "trainer.device": device, "trainer.compute_dtype": dtype,
     }  # fmt: skip
     return settled(Config(), base | {k.replace("__", "."): v for k, v in changes.items()})
