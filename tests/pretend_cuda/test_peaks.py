@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.pretend_cuda.trial import LONGEST, SHAPES, Case
+from tests.pretend_cuda.trials import Trials
 from verl.memory.estimate import Setting, estimate
 from verl.memory.needs import ASLEEP, Phase, Place
 from verl.memory.shape import ModelShape
@@ -37,9 +38,11 @@ def name(case: dict[str, Any]) -> str:
 
 
 @pytest.fixture(scope="module")
-def outcomes(try_out: Callable[..., Any]) -> dict[str, Any]:
+def outcomes() -> Iterator[dict[str, Any]]:
     """Outcome of each case."""
-    return {name(case): found for case, found in zip(CASES, try_out(CASES), strict=True)}
+    trials = Trials(CASES)
+    yield dict(zip(map(name, CASES), trials.outcomes(), strict=True))
+    trials.stop()
 
 
 def expected_peak(case: Case, phases: tuple[Phase, ...]) -> int:

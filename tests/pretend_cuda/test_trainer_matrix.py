@@ -6,40 +6,23 @@ device that the process group has no backend for.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.pretend_cuda.matrix import CASES, OFFLOADS, STEPS, name
+from tests.pretend_cuda.trials import Outcomes
+
 pytestmark = pytest.mark.pretend_cuda
-OFFLOADS = ("none", "param", "optimizer", "reference")
-CASES = [
-    {"algorithm": algorithm, "offload": offload, "world": world, "dtype": dtype, "budget": 512,
-     "micro_batches": 2 if world == 8 else 1}
-    for algorithm, offload, world, dtype in itertools.product(
-        ("grpo", "ppo", "lora", "sft"), OFFLOADS, (1, 2, 8), ("bfloat16", "float16")
-    )
-    if algorithm != "sft" or offload == "none"  # SFT has no such option
-]  # fmt: skip
-
-
-def name(case: dict[str, Any]) -> str:
-    return "-".join(str(case[key]) for key in ("algorithm", "offload", "world", "dtype"))
-
-
-ONLY_NCCL = {"algorithm": "grpo", "offload": "param", "world": 2, "dtype": "bfloat16",
-             "budget": 512, "micro_batches": 1, "only_nccl": True}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def outcomes(try_out: Callable[..., Any]) -> dict[str, Any]:
+def outcomes(matrix: Outcomes) -> dict[str, Any]:
     """Outcome of each case."""
-    names = [*map(name, CASES), "only NCCL"]
-    return dict(zip(names, try_out([*CASES, ONLY_NCCL]), strict=True))
+    return dict(zip(map(name, CASES), matrix, strict=True))
 
 
-@pytest.mark.parametrize("case", CASES, ids=name)
+@pytest.mark.parametrize("case", STEPS, ids=name)
 def test_a_step_runs_and_leaves_nothing_on_the_device(
     case: dict[str, Any], outcomes: dict[str, Any]
 ) -> None:
@@ -73,4 +56,5 @@ def test_more_ranks_hold_less(outcomes: dict[str, Any]) -> None:
 
 def test_a_group_without_gloo_is_found_out(outcomes: dict[str, Any]) -> None:
     """The defect that this tier was made for: the norm of offloaded gradients, reduced by NCCL."""
-    assert "No backend type associated with device type cpu" in outcomes["only NCCL"]["error"]
+    found = outcomes["grpo-param-2-bfloat16-only_nccl"]
+    assert "No backend type associated with device type cpu" in found["error"]

@@ -1,0 +1,25 @@
+"""The cases of tier T0: each algorithm, offload, world and dtype, and one that must fail."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+OFFLOADS = ("none", "param", "optimizer", "reference")
+STEPS: list[dict[str, Any]] = [
+    {"algorithm": algorithm, "offload": offload, "world": world, "dtype": dtype, "budget": 512,
+     "micro_batches": 2 if world == 8 else 1}
+    for algorithm, offload, world, dtype in itertools.product(
+        ("grpo", "ppo", "lora", "sft"), OFFLOADS, (1, 2, 8), ("bfloat16", "float16")
+    )
+    if algorithm != "sft" or offload == "none"  # SFT has no such option
+]  # fmt: skip
+ONLY_NCCL = {"algorithm": "grpo", "offload": "param", "world": 2, "dtype": "bfloat16",
+             "budget": 512, "micro_batches": 1, "only_nccl": True}  # fmt: skip
+CASES = [*STEPS, ONLY_NCCL]
+
+
+def name(case: dict[str, Any]) -> str:
+    """Of a case, for people."""
+    words = [case[key] for key in ("algorithm", "offload", "world", "dtype")]
+    return "-".join(map(str, [*words, *(["only_nccl"] if "only_nccl" in case else [])]))
