@@ -20,13 +20,13 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from example.smollm2.shipped import with_model
-from search_r1.asking.batch import answer_all, read_questions
-from search_r1.asking.dialogue import SILENCE, Hearer, Reply
-from search_r1.asking.interactive import converse
-from search_r1.asking.opening import AskingOptions, opened
-from search_r1.asking.terminal import Terminal
+from search_r1.inference.batch import answer_all, read_questions
+from search_r1.inference.dialogue import SILENCE, Hearer, Reply
+from search_r1.inference.interactive import converse
+from search_r1.inference.opening import AskingOptions, opened
+from search_r1.inference.terminal import Terminal
 from verl.errors import RetrieverError, SearchR1Error
-from verl.protocol import Status
+from verl.types import Status
 
 
 async def ask(options: AskingOptions, question: str, hearer: Hearer) -> Reply:

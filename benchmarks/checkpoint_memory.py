@@ -28,8 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from verl import checkpoint
 from verl.config import OptimConfig
-from verl.workers.fsdp import EngineOptions, FsdpEngine
-from verl.workers.models import LogProbModel, blocks
+from verl.training.fsdp import FsdpModel, FsdpOptions
+from verl.training.models import LogProbModel, blocks
 
 MIB = 1 << 20
 SIZES = {"small": (256, 8), "large": (512, 8)}
@@ -57,7 +57,7 @@ class Figure:
         return self.extra_mib / self.shard_mib
 
 
-def build_engine(width: int, layers: int) -> FsdpEngine:
+def build_engine(width: int, layers: int) -> FsdpModel:
     """A random model with optimizer state, sharded over all ranks."""
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=width, intermediate_size=4 * width,
@@ -66,15 +66,15 @@ def build_engine(width: int, layers: int) -> FsdpEngine:
     )  # fmt: skip
     torch.manual_seed(0)
     lm = LlamaForCausalLM(config)
-    options = EngineOptions(torch.float32, num_updates=1, optim=OptimConfig())
-    engine = FsdpEngine(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), options)
+    options = FsdpOptions(torch.float32, num_updates=1, optim=OptimConfig())
+    engine = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), options)
     for tensor in engine.tensors().values():  # zeros that were never written take no memory
         if tensor.ndim:
             tensor.add_(1e-3)
     return engine
 
 
-def gather(engine: FsdpEngine, folder: Path) -> None:
+def gather(engine: FsdpModel, folder: Path) -> None:
     """Whole tensors on the first rank, then one file: what this project does not do."""
     whole = {}
     for name, tensor in engine.tensors().items():
@@ -87,7 +87,7 @@ def gather(engine: FsdpEngine, folder: Path) -> None:
     dist.barrier()
 
 
-def save(engine: FsdpEngine, way: str, folder: Path, lm_config: LlamaConfig) -> None:
+def save(engine: FsdpModel, way: str, folder: Path, lm_config: LlamaConfig) -> None:
     """Write the engine's state in one of WAYS, to the end."""
     if way == "gathered":
         gather(engine, folder)

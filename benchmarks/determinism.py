@@ -24,15 +24,14 @@ from transformers import AutoTokenizer
 from vllm import _custom_ops as ops
 
 from benchmarks.algorithms.variants import COMMON
-from search_r1.llm_agent.generation import build_agent
+from search_r1.agent.generation import build_agent
 from search_r1.scoring import build_reward_manager
 from search_r1.search.local_server import LocalServer
-from verl.config import Config
+from verl.config import Config, cli
 from verl.data import load_prompts
-from verl.protocol import Sampling, Trajectory, start_trajectory
-from verl.trainer.options import cli
+from verl.rollout import RolloutReplica
 from verl.trainer.validation import VALIDATION_STREAM, trajectory_seed
-from verl.workers.rollout import RolloutReplica
+from verl.types import Sampling, Trajectory, start_trajectory
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "example" / "data"

@@ -24,9 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
-from verl.memory.offload import settled
-from verl.protocol import DataProto
-from verl.workers.trainer_worker import TrainerWorker
+from verl.preflight.memory.offload import settled
+from verl.training.worker import TrainerWorker
+from verl.types import TokenBatch
 
 Figures = dict[str, float]
 MIB = 1 << 20
@@ -59,7 +59,7 @@ def make_config(model: str, ranks: tuple[int, int]) -> Config:
     return settled(config)
 
 
-def make_batch(num_seqs: int, length: int) -> DataProto:
+def make_batch(num_seqs: int, length: int) -> TokenBatch:
     """Random tokens, half of them the policy's, with every column that an update reads."""
     generator = torch.Generator().manual_seed(0)
     total, offsets = num_seqs * length, torch.arange(num_seqs + 1) * length
@@ -70,7 +70,7 @@ def make_batch(num_seqs: int, length: int) -> DataProto:
     ids = torch.randint(0, 49152, (total,), generator=generator)
     weights = loss_weights(mask, offsets, "token-mean")
     tokens = {"input_ids": ids, "policy_mask": mask, "loss_weights": weights, **columns}
-    return DataProto(offsets, tokens, columns={"group": [str(i) for i in range(num_seqs)]})
+    return TokenBatch(offsets, tokens, columns={"group": [str(i) for i in range(num_seqs)]})
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -85,7 +85,7 @@ def folder_mib(folder: Path) -> float:
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) / MIB
 
 
-def measure(model: str, ranks: tuple[int, int], steps: int, batch: DataProto, out: str) -> None:
+def measure(model: str, ranks: tuple[int, int], steps: int, batch: TokenBatch, out: str) -> None:
     """One way of training, in this process; the figures go to the file `out`."""
     own = psutil.Process()
     before = own.memory_info().rss

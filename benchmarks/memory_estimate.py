@@ -25,20 +25,20 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
-from verl.memory.activations import (
+from verl.preflight.memory.activations import (
     kept_for_backward,
     logits,
     passing_while_learning,
     passing_without_gradient,
 )
-from verl.memory.estimate import Estimate, Setting, estimate
-from verl.memory.needs import CPU, Need, Phase
-from verl.memory.offload import settled
-from verl.memory.shape import ModelShape
-from verl.protocol import DataProto
-from verl.workers.attention import PACKED, SequenceBounds
-from verl.workers.models import LogProbModel, PackedInputs
-from verl.workers.trainer_worker import TrainerWorker
+from verl.preflight.memory.estimate import Estimate, Setting, estimate
+from verl.preflight.memory.needs import CPU, Need, Phase
+from verl.preflight.memory.offload import settled
+from verl.preflight.memory.shape import ModelShape
+from verl.training.attention import PACKED, SequenceBounds
+from verl.training.models import LogProbModel, PackedInputs
+from verl.training.worker import TrainerWorker
+from verl.types import TokenBatch
 
 MB = 1e6
 PAGES_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
@@ -94,7 +94,7 @@ def rank_options(path: str) -> Config:
     return settled(config)
 
 
-def batch() -> DataProto:
+def batch() -> TokenBatch:
     """Trajectories of which all but the first token is learned from."""
     total, generator = sum(LENGTHS), torch.Generator().manual_seed(0)
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -107,7 +107,7 @@ def batch() -> DataProto:
     ids = torch.randint(3, 8000, (total,), generator=generator)
     weights = loss_weights(mask, offsets, "token-mean", 1.0)
     tokens = {"input_ids": ids, "loss_mask": mask, "policy_mask": mask, "loss_weights": weights}
-    return DataProto(offsets, tokens | floats)
+    return TokenBatch(offsets, tokens | floats)
 
 
 def measure_rank(path: str) -> dict[str, int]:

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from rich.console import Console
 
 from verl.config import ActorConfig, OptimConfig
-from verl.protocol import DataProto
-from verl.workers.actor import Actor, TokenBudgets
-from verl.workers.devices import DETERMINISTIC_ENV, make_deterministic
-from verl.workers.fsdp import EngineOptions, FsdpEngine
-from verl.workers.models import LogProbModel, blocks, load_causal_lm
+from verl.training.actor import Actor, TokenBudgets
+from verl.training.devices import DETERMINISTIC_ENV, make_deterministic
+from verl.training.fsdp import FsdpModel, FsdpOptions
+from verl.training.models import LogProbModel, blocks, load_causal_lm
+from verl.types import TokenBatch
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "runs" / "benchmarks" / "tiny_policy"
@@ -34,7 +34,7 @@ PROMPT = 30
 console = Console(soft_wrap=True)
 
 
-def make_batch(vocab_size: int) -> DataProto:
+def make_batch(vocab_size: int) -> TokenBatch:
     """Dialogues of random tokens with random advantages, the same each time."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.arange(NUM_SEQUENCES) * 3 + 2 * PROMPT
@@ -42,7 +42,7 @@ def make_batch(vocab_size: int) -> DataProto:
     num_tokens = int(offsets[-1])
     position = torch.arange(num_tokens) - offsets[:-1].repeat_interleave(lengths)
     mask = position >= PROMPT
-    return DataProto(
+    return TokenBatch(
         offsets,
         tokens={
             "input_ids": torch.randint(0, vocab_size, (num_tokens,), generator=generator),
@@ -58,8 +58,8 @@ def make_batch(vocab_size: int) -> DataProto:
 def update(model: Path) -> str:
     """A digest of weights, gradient norm and loss after the updates."""
     lm = load_causal_lm(str(model), torch.float32)
-    options = EngineOptions(torch.float32, num_updates=NUM_UPDATES, optim=OptimConfig(lr=1e-4))
-    engine = FsdpEngine(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), options)
+    options = FsdpOptions(torch.float32, num_updates=NUM_UPDATES, optim=OptimConfig(lr=1e-4))
+    engine = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), options)
     actor, batch = (
         Actor(engine, ActorConfig(), TokenBudgets(2048, 4096)),
         make_batch(lm.config.vocab_size),

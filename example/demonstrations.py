@@ -18,7 +18,7 @@ from pathlib import Path
 from example.corpus import Fact
 from example.questions import ABILITY, TEMPLATE, Question, to_prompt
 from example.retrieval import PassageSearch, ids_of
-from search_r1.llm_agent.tags import TEMPLATES
+from search_r1.agent.tags import TEMPLATES
 from search_r1.search.schema import Document
 
 NUM_DEMONSTRATIONS = 400

@@ -16,7 +16,7 @@ import pandas as pd
 
 from example.corpus import Fact, city_id, fact_id
 from example.world import City, Country, Split, World
-from search_r1.llm_agent.tags import TEMPLATES
+from search_r1.agent.tags import TEMPLATES
 
 TEMPLATE = "short"
 ABILITY = "fact-reasoning"

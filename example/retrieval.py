@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import bm25s
 
 from example.questions import Question
-from search_r1.search.retrievers import bm25
+from search_r1.search.backends import bm25
 from search_r1.search.schema import Document
 
 MIN_PLAN_SHARE = 0.98  # of the planned searches must bring their passage first

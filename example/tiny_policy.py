@@ -230,7 +230,7 @@ def write_tiny_policy(out: Path, seed: int = 0) -> Path:
     model.save_pretrained(start)
     tokenizer.save_pretrained(start)
     write_demonstrations(demonstrations, start / "dialogues.jsonl")
-    command = [sys.executable, "-m", "verl.trainer.sft", f"model_path={start}"]
+    command = [sys.executable, "-m", "verl.sft.trainer", f"model_path={start}"]
     command += [f"train_file={start / 'dialogues.jsonl'}", f"output_dir={out}"]
     command += [f"steps={len(demonstrations) // BATCH_SIZE}", *SFT_OPTIONS]
     environment = {**os.environ, **SFT_ENVIRONMENT, "PYTHONPATH": str(ROOT)}

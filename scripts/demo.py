@@ -157,7 +157,7 @@ class Demo:
     def warm_start(self) -> None:
         """A few supervised steps on demonstrations that search too little."""
         self.python(
-            "verl.trainer.sft",
+            "verl.sft.trainer",
             f"model_path={MODEL}",
             f"train_file={ROOT / 'example' / 'data' / 'sft.jsonl'}",
             f"output_dir={self.out / 'warm_start'}",

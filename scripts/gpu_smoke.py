@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for check in chosen:
             sys.stdout.write(f"{check.name:15} {check.seconds:4.0f} s  {check.about}\n")
         return 0
-    from verl.workers.devices import device_type  # noqa: PLC0415 - torch takes seconds to import
+    from verl.training.devices import device_type  # noqa: PLC0415 - torch takes seconds to import
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     out = options.out.absolute()

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from search_r1.search.indexing.progress import Report, progress
+from search_r1.search.index.progress import Report, progress
 from search_r1.search.transport import retry_after
 
 logger = logging.getLogger(__name__)

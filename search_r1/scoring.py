@@ -1,6 +1,6 @@
 """The rewards of a run: its options become a `RewardManager` that reads trajectories.
 
-The one place where trajectories turn into the plain text that `search_r1.reward` scores.
+The one place where trajectories turn into the plain text that `search_r1.rewards` scores.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from search_r1.grammar import Grammar
-from search_r1.llm_agent.generation import chosen_template
-from search_r1.reward import (
+from search_r1.agent.generation import chosen_template
+from search_r1.agent.grammar import Grammar
+from search_r1.rewards import (
     LLM_JUDGE,
     BatchRewardFn,
     JudgeOptions,
@@ -21,13 +21,13 @@ from search_r1.reward import (
     build_batch_reward,
     build_judge,
 )
-from search_r1.reward.interface import Origin as OriginName
+from search_r1.rewards.interface import Origin as OriginName
 from verl.config import Config
 from verl.config.reward import JudgeConfig, RewardConfig, StageConfig
 from verl.errors import ConfigError, explain
-from verl.protocol import Origin, Trajectory
-from verl.reward import Reward, RewardManager
-from verl.reward_stages import Stage, StagedReward
+from verl.rewards.interface import Reward, RewardManager
+from verl.rewards.stages import Stage, StagedReward
+from verl.types import Origin, Trajectory
 
 ORIGIN_NAMES: dict[Origin, OriginName] = {
     Origin.PROMPT: "prompt",

@@ -2,7 +2,7 @@
 
 import sys
 
-from search_r1.serving.running import main
+from search_r1.agent_server.running import main
 
 if __name__ == "__main__":
     sys.exit(main())

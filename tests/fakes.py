@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from verl.protocol import Completion, Sampling, Segment, Trajectory
+from verl.types import Completion, Sampling, Segment, Trajectory
 
 EOS = 256
 PAD = 257

@@ -16,7 +16,7 @@ PURE = {
     "verl/core_algos/mismatch.py": {"torch"},
     "verl/core_algos/policy_losses.py": {"torch"},
     "verl/core_algos/shaping.py": {"torch"},
-    "verl/protocol.py": {"torch", "numpy"},
+    "verl/types.py": {"torch", "numpy"},
 }
 STANDARD = {"collections", "dataclasses", "types", "typing", "enum", "heapq", "__future__"}
 
@@ -61,20 +61,20 @@ def test_the_retriever_stands_alone() -> None:
     """The server needs neither trainer, agent, Ray nor vLLM."""
     found = offenders(
         "search_r1/search", "verl", "ray", "vllm", "example", "scripts",
-        "search_r1.llm_agent", "search_r1.reward",
+        "search_r1.agent", "search_r1.rewards",
     )  # fmt: skip
     assert found == []
 
 
 def test_rewards_read_plain_text() -> None:
     """Rewards import neither torch nor the trainer."""
-    assert offenders("search_r1/reward", "torch", "verl", "ray", "transformers") == []
+    assert offenders("search_r1/rewards", "torch", "verl", "ray", "transformers") == []
 
 
 def test_agents_do_not_reach_into_the_trainer() -> None:
     """The loop knows the protocol and the options, not the trainer, its workers or Ray."""
-    forbidden = ("verl.trainer", "verl.workers", "verl.single_controller", "ray", "vllm")
-    assert offenders("search_r1/llm_agent", *forbidden) == []
+    forbidden = ("verl.trainer", "verl.training", "verl.single_controller", "ray", "vllm")
+    assert offenders("search_r1/agent", *forbidden) == []
 
 
 def test_evaluation_is_no_part_of_training() -> None:
@@ -86,8 +86,8 @@ def test_evaluation_is_no_part_of_training() -> None:
 def test_asking_knows_one_dialogue_only() -> None:
     """Evaluation and the server are built on it, not the other way round."""
     forbidden = ("verl.trainer", "verl.single_controller", "ray", "example", "scripts",
-                 "search_r1.evaluation", "search_r1.serving")  # fmt: skip
-    assert offenders("search_r1/asking", *forbidden) == []
+                 "search_r1.evaluation", "search_r1.agent_server")  # fmt: skip
+    assert offenders("search_r1/inference", *forbidden) == []
 
 
 def test_measures_and_intervals_are_plain_numbers() -> None:

@@ -28,15 +28,15 @@ from example.tiny import tiny_model
 from tests.test_end_to_end import start_world
 from verl.config import Config
 from verl.errors import RankLost, ReplicaLost
-from verl.protocol import Engine, Origin, Prompt, Sampling, Segment, Trajectory, start_trajectory
-from verl.single_controller.lifeline import MARK, PART, Lifeline, marked
+from verl.rollout import RolloutReplica
+from verl.rollout.replicas import RolloutReplicas
+from verl.single_controller.actors import RayWorkerGroup
 from verl.single_controller.placement import create_rollout_group, create_trainer_group, reserve
-from verl.single_controller.ray_group import RayWorkerGroup
+from verl.single_controller.reaper import MARK, PART, OrphanReaper, marked
+from verl.single_controller.restarts import Restarts
 from verl.trainer.groups import cpu_env
-from verl.trainer.resilience.replicas import RolloutReplicas
-from verl.trainer.resilience.restarts import Restarts
-from verl.workers.node_folder import NodeFolder, on_node
-from verl.workers.rollout import RolloutReplica
+from verl.training.node_folder import NodeFolder, on_node
+from verl.types import Engine, Origin, Prompt, Sampling, Segment, Trajectory, start_trajectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm_cpu]
 
@@ -60,9 +60,9 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Lifeline]:
+def cluster() -> Iterator[OrphanReaper]:
     """A Ray cluster of our own, and what ends it."""
-    with Lifeline() as lifeline:
+    with OrphanReaper() as lifeline:
         ray.init("local", include_dashboard=False, num_cpus=4, logging_level="error")
         yield lifeline
         ray.shutdown()
@@ -87,7 +87,7 @@ class Rank:
 
 
 @pytest.fixture
-def ranks(cluster: Lifeline) -> Iterator[RayWorkerGroup]:
+def ranks(cluster: OrphanReaper) -> Iterator[RayWorkerGroup]:
     """Two hosts of ranks."""
     env = cpu_env() | {MARK: cluster.mark, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     group = create_trainer_group(reserve(2, 1, use_gpu=False), 2, use_gpu=False, env=env)
@@ -208,7 +208,7 @@ def tiny_config(model: Path) -> Config:
 
 
 @pytest.fixture(scope="module")
-def rollout(cluster: Lifeline, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollout]:
+def rollout(cluster: OrphanReaper, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollout]:
     """Replicas that start with one model and were handed another."""
     folder = tmp_path_factory.mktemp("gate")
     (folder / "open").touch()

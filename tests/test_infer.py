@@ -17,7 +17,7 @@ import pytest
 import infer
 from example.smollm2.shipped import with_model
 from example.tiny import tiny_model
-from search_r1.llm_agent.tags import TEMPLATES
+from search_r1.agent.tags import TEMPLATES
 
 INVALID = TEMPLATES["short"].invalid_action
 DOCUMENT = {"id": "1", "title": "Oslo", "text": "A city.", "contents": '"Oslo"\nA city.'}

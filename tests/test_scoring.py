@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.grammar import SEARCH_R1
-from search_r1.reward import JudgeOptions, RewardScores
+from search_r1.agent.grammar import SEARCH_R1
+from search_r1.rewards import JudgeOptions, RewardScores
 from search_r1.scoring import build_reward_manager, reward_input
 from tests.fakes import ByteTokenizer
-from tests.reward.judge.server import judge_server
+from tests.rewards.judge.server import judge_server
 from verl.config import Config
 from verl.config.reward import JudgeConfig, RewardConfig, StageConfig
 from verl.data import load_rows, render
 from verl.errors import ConfigError
-from verl.protocol import Origin, Prompt, Segment, Trajectory, start_trajectory
+from verl.types import Origin, Prompt, Segment, Trajectory, start_trajectory
 
 
 def trajectory(*turns: tuple[Origin, str], text: str = "Who? ", **extra: str) -> Trajectory:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from verl.config import Config
-from verl.trainer.options import cli
+from verl.config import Config, cli
 
 ROOT = Path(__file__).parents[1]
 SHIM = """#!/bin/sh

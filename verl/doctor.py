@@ -157,7 +157,7 @@ def _flash_failure() -> str:
 
 def _host() -> tuple[int, int] | None:
     try:
-        from verl.memory.machine import HostMemory  # noqa: PLC0415 - needs psutil and torch
+        from verl.machine import HostMemory  # noqa: PLC0415 - needs psutil and torch
     except (ImportError, OSError):
         return None
     memory = HostMemory.now()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from verl.protocol import Origin, Trajectory
+from verl.types import Origin, Trajectory
 
 BATCH_SIZE = 32
 """Trajectories of one forward."""

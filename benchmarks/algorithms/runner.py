@@ -26,11 +26,11 @@ from benchmarks.algorithms.variants import COMMON
 from example.build import build_example, write_example
 from example.tiny_policy import write_tiny_policy
 from search_r1.search.local_server import LocalServer
-from verl.protocol import Sampling, Trajectory, start_trajectory
+from verl.config import cli
 from verl.trainer.main_ppo import building
-from verl.trainer.options import cli
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.validation import VALIDATION_STREAM, trajectory_seed
+from verl.types import Sampling, Trajectory, start_trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "example" / "data"

@@ -27,7 +27,7 @@ from benchmarks.kills.phases import phase_of
 from benchmarks.kills.processes import held, shared_memory
 from benchmarks.kills.schedule import Kill, Moment, Victim, plan
 from benchmarks.kills.training import Training, command
-from verl.memory.machine import SHARED_MEMORY
+from verl.machine import SHARED_MEMORY
 
 POLL_S = 0.02
 GONE_S = 60.0

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.kills.schedule import Victim
-from verl.memory.machine import SHARED_MEMORY
+from verl.machine import SHARED_MEMORY
 
 POLL_S = 0.2
 ACTOR = "ray::ActorHost"

@@ -9,11 +9,11 @@ import faiss
 from benchmarks.retrieval.bench import Bench
 from benchmarks.retrieval.corpora import Place, build_faiss
 from benchmarks.retrieval.figures import Figure, number
+from search_r1.search.backends.base import Retriever
+from search_r1.search.backends.registry import build_retriever
+from search_r1.search.backends.settings import EncoderConfig, RetrieverConfig, TorchConfig
 from search_r1.search.corpus import Corpus
 from search_r1.search.memory import ITEM_BYTES, bytes_of_index
-from search_r1.search.retrievers.base import Retriever
-from search_r1.search.retrievers.registry import build_retriever
-from search_r1.search.retrievers.settings import EncoderConfig, RetrieverConfig, TorchConfig
 from search_r1.search.stages import collect
 
 ROWS, DIM = 21_015_324, 768

@@ -19,7 +19,7 @@ from example.smollm2.recipe import Recipe, Stage, play
 from example.smollm2.settings import BUDGETS, Settings, settings_of
 from search_r1.search.errors import SearchError
 from verl.errors import ConfigError, SearchR1Error, explain
-from verl.workers.devices import device_type
+from verl.training.devices import device_type
 
 STAGES: dict[str, Stage] = {
     "data": training.prepare_data,

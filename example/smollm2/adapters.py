@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from search_r1.asking.options import SETTINGS_FILE
+from search_r1.inference.options import SETTINGS_FILE
 from verl.errors import ModelError, explain
-from verl.workers.adapters import PREFIX, Adapter, config_of
+from verl.training.adapters import PREFIX, Adapter, config_of
 
 WEIGHTS = "adapter_model.safetensors"
 LIMIT_BYTES = 12_000_000

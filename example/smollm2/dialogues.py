@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from example.smollm2.evidence import Evidence, find_evidence, key_words
-from search_r1.asking.questions import question_of
-from search_r1.llm_agent.generation import SearchAgent
+from search_r1.agent.generation import SearchAgent
+from search_r1.inference.questions import question_of
 from search_r1.search.schema import Document
-from verl.rows import Row
+from verl.data.rows import Row
 
 KEY_WORDS_SHARE = 0.3
 """Of first queries that are the question's key words; the others are the question itself."""
@@ -69,7 +69,7 @@ class Dialogue:
         yield "policy", text
 
     def record(self) -> dict[str, object]:
-        """The row of `verl.trainer.demonstrations`, and where it comes from."""
+        """The row of `verl.sft.demonstrations`, and where it comes from."""
         return {
             "prompt": list(self.row.prompt),
             "segments": [{"origin": origin, "text": text} for origin, text in self.segments],

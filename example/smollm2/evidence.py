@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from search_r1.reward.normalize import matches_exactly, normalize_answer
+from search_r1.rewards.normalize import matches_exactly, normalize_answer
 from search_r1.search.schema import Document
 from search_r1.search.words import tokenize
 

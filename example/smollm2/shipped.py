@@ -11,8 +11,8 @@ from typing import Any
 
 from example.model import write_policy
 from example.smollm2.settings import MODEL_FOLDER
-from search_r1.asking.adapter import base_of
-from search_r1.asking.opening import DEMO
+from search_r1.inference.adapter import base_of
+from search_r1.inference.opening import DEMO
 from verl.errors import ModelError, explain
 
 logger = logging.getLogger(__name__)

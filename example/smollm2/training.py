@@ -23,13 +23,13 @@ from example.smollm2.recipe import ROOT, Recipe
 from example.smollm2.settings import MODEL_FOLDER
 from example.smollm2.shipped import made_base
 from scripts.processes import run
-from search_r1.llm_agent.generation import AgentConfig, SearchAgent
-from search_r1.llm_agent.tags import TEMPLATES
+from search_r1.agent.generation import AgentConfig, SearchAgent
+from search_r1.agent.tags import TEMPLATES
 from search_r1.search.client import RetrievalClient
 from verl.checkpoint import HEALTHY, STEP_NAME
+from verl.data.rows import load_rows
 from verl.errors import CollapseError, DataError, explain
-from verl.rows import load_rows
-from verl.trainer.demonstrations import load_demonstrations
+from verl.sft.demonstrations import load_demonstrations
 
 logger = logging.getLogger(__name__)
 
@@ -111,11 +111,11 @@ def _spread(values: Sequence[int]) -> dict[str, float]:
 
 def fine_tune(recipe: Recipe) -> None:
     """The first adapter, and the base with it merged in float32, which GRPO starts from."""
-    recipe.python("-m", "verl.trainer.sft", *sft_options(recipe))
+    recipe.python("-m", "verl.sft.trainer", *sft_options(recipe))
 
 
 def sft_options(recipe: Recipe) -> list[str]:
-    """What python -m verl.trainer.sft is told."""
+    """What python -m verl.sft.trainer is told."""
     settings = recipe.settings
     return [
         f"model_path={recipe.base}",

@@ -6,8 +6,8 @@ from pathlib import Path
 if not __package__:  # started as a file: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from search_r1.questions.command import Script
-from search_r1.questions.wording import Style
+from search_r1.datasets.command import Script
+from search_r1.datasets.wording import Style
 
 SCRIPT = Script(
     name="nq_rag",

@@ -12,7 +12,7 @@ if not __package__:  # started as a file: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from search_r1.search.errors import SearchError
-from search_r1.search.indexing.passages import MAX_WORDS, read_folder, write_corpus
+from search_r1.search.index.passages import MAX_WORDS, read_folder, write_corpus
 
 logger = logging.getLogger(__name__)
 

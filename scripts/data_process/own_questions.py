@@ -16,9 +16,9 @@ from pathlib import Path
 if not __package__:  # started as a file: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from search_r1.questions.building import make_rows, take_sound, write_rows
-from search_r1.questions.own import OwnFiles, divide, select
-from search_r1.questions.wording import BASE, Style, template_types, writer
+from search_r1.datasets.building import make_rows, take_sound, write_rows
+from search_r1.datasets.own import OwnFiles, divide, select
+from search_r1.datasets.wording import BASE, Style, template_types, writer
 from verl.errors import SearchR1Error
 
 

@@ -19,11 +19,11 @@ if not __package__:  # started as a file: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from scripts.hub_files import DownloadError, fetch, list_files
-from search_r1.questions.building import take_sound
-from search_r1.questions.catalogue import HUB
-from search_r1.questions.question import Place, read_question
+from search_r1.datasets.building import take_sound
+from search_r1.datasets.catalogue import HUB
+from search_r1.datasets.question import Place, read_question
+from verl.data.records import Record, read_records
 from verl.errors import DataError, SearchR1Error, explain
-from verl.records import Record, read_records
 
 NAME = "hotpotqa"
 

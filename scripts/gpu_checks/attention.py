@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from scripts.gpu_checks.report import Report
-from verl.workers import attention
-from verl.workers.attention import SequenceBounds, VarlenKernel
+from verl.training import attention
+from verl.training.attention import SequenceBounds, VarlenKernel
 
 LENGTHS = [1, 17, 300, 128, 513]
 BOUNDS = {torch.bfloat16: 3e-2, torch.float16: 5e-3}

@@ -13,9 +13,9 @@ from scripts.gpu_checks.report import Report
 from scripts.gpu_checks.trainer import KINDS, LENGTHS, OFFLOADS, joined, weights
 from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
-from verl.memory.fitting import changed
-from verl.workers.devices import DETERMINISTIC_ENV
-from verl.workers.trainer_worker import TrainerWorker
+from verl.preflight.memory.fitting import changed
+from verl.training.devices import DETERMINISTIC_ENV
+from verl.training.worker import TrainerWorker
 
 
 def check(report: Report) -> None:

@@ -14,17 +14,17 @@ from scripts.gpu_checks.report import Report
 from scripts.gpu_checks.trainer import joined
 from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
-from verl.protocol import (
-    DataProto,
+from verl.rollout.vllm_engine import EngineConfig, VllmEngine
+from verl.training.worker import TrainerWorker
+from verl.types import (
     Origin,
     Prompt,
     Sampling,
     Segment,
+    TokenBatch,
     Trajectory,
     start_trajectory,
 )
-from verl.workers.rollout.vllm_engine import EngineConfig, VllmEngine
-from verl.workers.trainer_worker import TrainerWorker
 
 NUM_PROMPTS = 16
 SHORT = 12
@@ -158,7 +158,7 @@ def judge(
 
 def gap(worker: TrainerWorker, dialogues: Sequence[Trajectory]) -> tuple[float, float]:
     """Mean and largest difference between the engine's log-probs and the trainer's."""
-    batch = DataProto.from_trajectories(dialogues)
+    batch = TokenBatch.from_trajectories(dialogues)
     differences = worker.log_probs(batch) - batch.tokens["rollout_log_probs"]
     found = differences[batch.tokens["policy_mask"]].abs()
     return float(found.mean()), float(found.max())

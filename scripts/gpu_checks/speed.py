@@ -12,13 +12,13 @@ from scripts.gpu_checks.report import Report
 from scripts.gpu_checks.trainer import joined
 from scripts.gpu_checks.world import SHAPES, random_batch, small_run, write_model
 from verl.config import Config
-from verl.flops import ModelFlops
-from verl.memory.estimate import Setting, rank_needs
-from verl.memory.needs import GPU, Phase, Place
-from verl.memory.ranks import held_models
-from verl.memory.shape import ModelShape
-from verl.protocol import DataProto
-from verl.workers.node_folder import new_path
+from verl.monitor.flops import ModelFlops
+from verl.preflight.memory.estimate import Setting, rank_needs
+from verl.preflight.memory.needs import GPU, Phase, Place
+from verl.preflight.memory.ranks import held_models
+from verl.preflight.memory.shape import ModelShape
+from verl.training.node_folder import new_path
+from verl.types import TokenBatch
 
 CASES = (("1.5B", False), ("3B", False), ("3B", True))
 """Shapes, and whether parameters and optimizer wait on the host, as the recipes have it."""
@@ -86,7 +86,7 @@ def run_of(model: str, device: str, offload: bool, length: int) -> Config:
 
 
 def estimates(config: Config, shape: ModelShape) -> dict[str, int]:
-    """Device bytes of a rank by `verl.memory`, its context apart, in each pass."""
+    """Device bytes of a rank by `verl.preflight.memory`, its context apart, in each pass."""
     setting = Setting(shape, shape, on_gpu=True, compute_dtype="bfloat16")
     needs = rank_needs(config, setting, held_models(config, shape, shape, 2))
     held = [need for need in needs if need.place is Place.DEVICE]
@@ -99,8 +99,8 @@ def estimates(config: Config, shape: ModelShape) -> dict[str, int]:
 def one_pass(
     report: Report,
     name: str,
-    call: Callable[[DataProto], Any],
-    batch: DataProto,
+    call: Callable[[TokenBatch], Any],
+    batch: TokenBatch,
     flops: int,
     estimate: int,
 ) -> None:

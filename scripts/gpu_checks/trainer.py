@@ -16,9 +16,9 @@ from torch import Tensor
 from scripts.gpu_checks.report import Report
 from scripts.gpu_checks.world import free_port, random_batch, small_run, write_model
 from verl.config import Config
-from verl.memory.fitting import changed
+from verl.preflight.memory.fitting import changed
 from verl.single_controller.dispatch import join_tokens, split_by_tokens
-from verl.workers.trainer_worker import TrainerWorker
+from verl.training.worker import TrainerWorker
 
 LENGTHS = [14, 9, 17, 6, 11]
 BATCHES = (LENGTHS, [12], [8, 8, 20])

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
-from verl.memory.offload import settled
-from verl.protocol import DataProto
+from verl.preflight.memory.offload import settled
+from verl.types import TokenBatch
 
 END = "<|im_end|>"
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
@@ -92,7 +92,7 @@ def small_run(model: str, device: str, dtype: str = "float32", **changes: Any) -
     return settled(Config(), base | {k.replace("__", "."): v for k, v in changes.items()})
 
 
-def random_batch(lengths: list[int], vocab: int = 250, seed: int = 0) -> DataProto:
+def random_batch(lengths: list[int], vocab: int = 250, seed: int = 0) -> TokenBatch:
     """A mini-batch with every column that updates read; the first two tokens are the prompt."""
     generator = torch.Generator().manual_seed(seed)
     total, offsets = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
@@ -104,7 +104,7 @@ def random_batch(lengths: list[int], vocab: int = 250, seed: int = 0) -> DataPro
         return scale * torch.randn(total, generator=generator)
 
     names = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
-    return DataProto(
+    return TokenBatch(
         offsets,
         {
             "input_ids": torch.randint(0, vocab, (total,), generator=generator),

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from search_r1.evaluation.options import EvaluationOptions
-from search_r1.reward import RewardInput
-from search_r1.reward.judge.options import JudgeOptions
-from search_r1.reward.registry import build_judge
+from search_r1.rewards import RewardInput
+from search_r1.rewards.judge.options import JudgeOptions
+from search_r1.rewards.registry import build_judge
 from verl.errors import ConfigError
 
 CACHE = "judge.sqlite"

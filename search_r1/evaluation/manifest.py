@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import verl
+from search_r1.agent.tags import TEMPLATES
 from search_r1.evaluation.judging import describe_judge
 from search_r1.evaluation.methods import METHODS
 from search_r1.evaluation.options import EvaluationOptions
-from search_r1.llm_agent.tags import TEMPLATES
 from verl.config import Config
 
 FORMAT = 1

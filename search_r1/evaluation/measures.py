@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from search_r1.evaluation.samples import FAILED, Sample
-from search_r1.reward.f1 import token_f1
-from search_r1.reward.normalize import normalize_answer
+from search_r1.rewards.f1 import token_f1
+from search_r1.rewards.normalize import normalize_answer
 
 Part = Callable[[Sample], float]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from search_r1.asking.questions import question_of
-from search_r1.llm_agent.tags import Template
-from search_r1.questions.wording import direct_prompt, rag_prompt
+from search_r1.agent.tags import Template
+from search_r1.datasets.wording import direct_prompt, rag_prompt
+from search_r1.inference.questions import question_of
+from verl.data.rows import Row
 from verl.errors import DataError, explain
-from verl.rows import Row
 
 _NO_SECOND_TURN = "\n\nNo answer was given.\n\n"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from search_r1.asking.options import AgentOptions, Check, option
 from search_r1.evaluation.methods import METHODS
 from search_r1.evaluation.untagged import READ, WRONG
+from search_r1.inference.options import AgentOptions, Check, option
 from verl.config import Config
 
 

@@ -6,20 +6,20 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from search_r1.agent.generation import SearchAgent, derived_seed
 from search_r1.evaluation.judging import Judge
 from search_r1.evaluation.methods import Method, put
 from search_r1.evaluation.samples import Sample, Search
 from search_r1.evaluation.untagged import READ, WRONG, read_answer
-from search_r1.llm_agent.generation import SearchAgent, derived_seed
-from search_r1.reward import RewardInput, build_reward
-from search_r1.reward.normalize import normalize_answer
+from search_r1.rewards import RewardInput, build_reward
+from search_r1.rewards.normalize import normalize_answer
 from search_r1.scoring import reward_input
 from search_r1.search.client import Document, Retrieval
 from search_r1.search.errors import SearchError
 from verl.data import Tokenizer, render
+from verl.data.rows import Row
 from verl.errors import DataError, explain
-from verl.protocol import Engine, Origin, Sampling, Status, Trajectory, start_trajectory
-from verl.rows import Row
+from verl.types import Engine, Origin, Sampling, Status, Trajectory, start_trajectory
 
 _SCORES = build_reward("f1")
 """Gives EM, F1 and cover-EM as components."""

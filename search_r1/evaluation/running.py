@@ -10,15 +10,7 @@ from typing import Any, Never
 
 from tqdm import tqdm
 
-from search_r1.asking.model import (
-    at_last_step,
-    computed_dtype,
-    load_agent,
-    model_folder,
-    running_engine,
-)
-from search_r1.asking.options import run_config
-from search_r1.asking.retriever import NO_RETRIEVER, close, facts_of
+from search_r1.agent.generation import SearchAgent
 from search_r1.evaluation.judging import open_judge
 from search_r1.evaluation.manifest import build_manifest
 from search_r1.evaluation.methods import METHODS, Method
@@ -27,11 +19,19 @@ from search_r1.evaluation.playing import Player, Task, agent_of, check_rows
 from search_r1.evaluation.report import write_report
 from search_r1.evaluation.samples import FAILED, Sample
 from search_r1.evaluation.store import Store
-from search_r1.llm_agent.generation import SearchAgent
+from search_r1.inference.model import (
+    at_last_step,
+    computed_dtype,
+    load_agent,
+    model_folder,
+    running_engine,
+)
+from search_r1.inference.options import run_config
+from search_r1.inference.retriever import NO_RETRIEVER, close, facts_of
 from verl.config import Config
 from verl.data import choose, load_rows
 from verl.errors import RetrieverError, SearchR1Error
-from verl.protocol import Engine, Sampling
+from verl.types import Engine, Sampling
 
 logger = logging.getLogger(__name__)
 

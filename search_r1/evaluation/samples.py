@@ -32,7 +32,7 @@ class Sample:
     question: str
     ground_truth: tuple[str, ...]
     status: str
-    """A value of `verl.protocol.Status`."""
+    """A value of `verl.types.Status`."""
     answer: str | None
     em: float
     f1: float

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from search_r1.asking.retriever import CONTROLS
 from search_r1.evaluation.comparison import Difference, compare
 from search_r1.evaluation.intervals import NUM_RESAMPLES, Interval
 from search_r1.evaluation.report import (
@@ -21,6 +20,7 @@ from search_r1.evaluation.report import (
 from search_r1.evaluation.samples import Sample
 from search_r1.evaluation.store import Manifest, differences, read_evaluation
 from search_r1.evaluation.summary import MACRO, ROWS, summarize
+from search_r1.inference.retriever import CONTROLS
 from verl.errors import ConfigError, explain
 
 WITHOUT_DOCUMENTS = ("empty", "random")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from search_r1.grammar import Grammar, tag_pattern
+from search_r1.agent.grammar import Grammar, tag_pattern
 
 WRONG, READ = "wrong", "read"
 """What is made of such a reply."""

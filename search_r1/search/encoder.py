@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from search_r1.search.backends.settings import EncoderConfig
 from search_r1.search.encoders.families import family_of, model_name
 from search_r1.search.encoders.interface import Encoder, Vectors
 from search_r1.search.errors import SetupError
 from search_r1.search.extras import install_command
-from search_r1.search.retrievers.settings import EncoderConfig
 
 
 class HashEncoder:

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from search_r1.search.backends.base import fingerprint
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import SearchError
-from search_r1.search.retrievers.base import fingerprint
 
 SERVICE = {"retriever", "num_documents", "default_topk", "fingerprint", "limits", "corpus",
            "encoder"}  # fmt: skip

@@ -17,7 +17,7 @@ if not __package__:  # started as a file: the checkout may not be installed
 
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SearchError, SetupError
-from search_r1.search.indexing.build_config import BuildConfig, index_folder
+from search_r1.search.index.build_config import BuildConfig, index_folder
 from search_r1.search.options import add_flags
 
 __all__ = ["BuildConfig", "build_index", "index_folder", "main"]
@@ -40,7 +40,7 @@ def build_index(config: BuildConfig) -> Path:
 
 def _bm25(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
     try:
-        from search_r1.search.indexing import bm25_builder  # noqa: PLC0415
+        from search_r1.search.index import bm25_builder  # noqa: PLC0415
     except ImportError as error:
         raise SetupError(f"BM25 needs bm25s ({error}); pip install bm25s") from error
     bm25_builder.build(config, corpus, folder)
@@ -48,7 +48,7 @@ def _bm25(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
 
 def _dense(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
     try:
-        from search_r1.search.indexing import dense_builder  # noqa: PLC0415
+        from search_r1.search.index import dense_builder  # noqa: PLC0415
     except ImportError as error:
         raise SetupError(f"a dense index needs FAISS ({error}); pip install faiss-cpu") from error
     dense_builder.build(config, corpus, folder)

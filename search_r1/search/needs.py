@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from search_r1.search.backends.flat_file import is_flat, read_shape
+from search_r1.search.backends.registry import ENGINES
+from search_r1.search.backends.settings import RetrieverConfig, TorchConfig
+from search_r1.search.backends.vector_index import locate_index, vectors_file
 from search_r1.search.memory import QUERY_BLOCK, bytes_of_index, bytes_of_model
-from search_r1.search.retrievers.flat_file import is_flat, read_shape
-from search_r1.search.retrievers.registry import ENGINES
-from search_r1.search.retrievers.settings import RetrieverConfig, TorchConfig
-from search_r1.search.retrievers.vector_index import locate_index, vectors_file
 
 OFFSET_BYTES = 8
 

@@ -8,11 +8,11 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
+from search_r1.search.backends.flat_file import is_flat, read_shape
+from search_r1.search.backends.settings import FaissConfig, RetrieverConfig, TorchConfig
 from search_r1.search.errors import SetupError
 from search_r1.search.memory import Host, bytes_of_index
 from search_r1.search.needs import Need, estimate, index_file, is_dense, needs_torch
-from search_r1.search.retrievers.flat_file import is_flat, read_shape
-from search_r1.search.retrievers.settings import FaissConfig, RetrieverConfig, TorchConfig
 
 logger = logging.getLogger(__name__)
 

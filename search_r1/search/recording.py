@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from search_r1.search.backends.base import fingerprint
 from search_r1.search.errors import SetupError
-from search_r1.search.retrievers.base import fingerprint
 from search_r1.search.schema import Document, Hit
 
 logger = logging.getLogger(__name__)

@@ -15,17 +15,17 @@ from typing import Any
 if not __package__:  # started as a file: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from search_r1.search.backends.base import Retriever
+from search_r1.search.backends.registry import build_retriever
+from search_r1.search.backends.settings import PARTS, RetrieverConfig
 from search_r1.search.errors import SearchError, SetupError
 from search_r1.search.options import add_flags, read_flags
 from search_r1.search.preflight import check
 from search_r1.search.recording import Recorder
-from search_r1.search.retrievers.base import Retriever
-from search_r1.search.retrievers.registry import build_retriever
-from search_r1.search.retrievers.settings import PARTS, RetrieverConfig
-from search_r1.search.service.app import create_app
-from search_r1.search.service.config import TOKEN_VARIABLE, ServiceConfig
-from search_r1.search.service.drills import Drill, DrillConfig
-from search_r1.search.service.running import bind, serve, warn_if_open
+from search_r1.search.server.app import create_app
+from search_r1.search.server.config import TOKEN_VARIABLE, ServiceConfig
+from search_r1.search.server.drills import Drill, DrillConfig
+from search_r1.search.server.running import bind, serve, warn_if_open
 
 __all__ = ["bind", "create_app", "main", "serve"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from example.tiny import tiny_model
-from search_r1.asking.options import run_config
 from search_r1.evaluation.cli import main, parser
 from search_r1.evaluation.options import EvaluationOptions
+from search_r1.inference.options import run_config
 
 ROW = (
     '{"data_source": "nq", "prompt": "Question: who?", '

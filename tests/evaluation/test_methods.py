@@ -6,8 +6,8 @@ import pytest
 
 from search_r1.evaluation.methods import METHODS, put, question_of
 from tests.evaluation.worlds import row
+from verl.data.rows import Row
 from verl.errors import DataError
-from verl.rows import Row
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
+from search_r1.agent.generation import derived_seed
+from search_r1.datasets.wording import Style, writer
 from search_r1.evaluation.playing import Task, check_rows, holds
 from search_r1.evaluation.samples import Sample
-from search_r1.llm_agent.generation import derived_seed
-from search_r1.questions.wording import Style, writer
-from search_r1.reward import RewardInput
+from search_r1.rewards import RewardInput
 from search_r1.search.client import Document, EmptyRetrieval, Retrieval
 from search_r1.search.errors import RetrieverUnavailable
 from tests.evaluation.worlds import Reader, documents, finder, player, row
 from tests.fakes import ByteTokenizer
 from verl.errors import DataError
-from verl.protocol import Completion, Sampling
+from verl.types import Completion, Sampling
 
 ROW = row(7)
 

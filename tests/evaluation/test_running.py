@@ -16,7 +16,7 @@ from search_r1.search.client import Document
 from search_r1.search.errors import RetrieverUnavailable
 from tests.evaluation.worlds import Reader, finder, player, row, tasks
 from verl.errors import ConfigError, RetrieverError
-from verl.protocol import Completion, Engine, Sampling
+from verl.types import Completion, Engine, Sampling
 
 ROWS = [row(i, "nq" if i % 2 else "hotpotqa") for i in range(20)]
 WHAT = {"data": {"num_rows": 20}, "decoding": {"n": 2}}

@@ -2,8 +2,8 @@
 
 import pytest
 
+from search_r1.agent.grammar import SEARCH_R1
 from search_r1.evaluation.untagged import read_answer
-from search_r1.grammar import SEARCH_R1
 
 
 @pytest.mark.parametrize(("reply", "answer"), [

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from search_r1.agent.generation import AgentConfig, SearchAgent
+from search_r1.agent.tags import TEMPLATES
 from search_r1.evaluation.methods import METHODS
 from search_r1.evaluation.playing import Player, Task, agent_of
 from search_r1.evaluation.samples import Sample, Search
-from search_r1.llm_agent.generation import AgentConfig, SearchAgent
-from search_r1.llm_agent.tags import TEMPLATES
 from search_r1.search.client import InMemoryRetrieval, Retrieval
 from search_r1.search.schema import Document
 from tests.fakes import ByteTokenizer, cut_at_stop
-from verl.protocol import Completion, Sampling
-from verl.rows import Row
+from verl.data.rows import Row
+from verl.types import Completion, Sampling
 
 TEMPLATE = TEMPLATES["short"]
 SAMPLING = Sampling(max_tokens=500, temperature=0.0)

@@ -13,7 +13,7 @@ from example.demonstrations import (
 )
 from example.questions import TEMPLATE
 from example.retrieval import PassageSearch
-from search_r1.llm_agent.tags import TEMPLATES
+from search_r1.agent.tags import TEMPLATES
 
 SEARCH_TURN = re.compile(r"<think> ([^<]+) </think> <search> ([^<]+) </search>")
 ANSWER_TURN = re.compile(r"<think> ([^<]+) </think> <answer> (\d+) </answer>")

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.test_train_scripts import arguments, config_of
-from tests.verl.memory.shapes import shape_of
+from tests.verl.preflight.memory.shapes import shape_of
 from verl.config import Config
-from verl.memory.estimate import Setting, estimate
-from verl.memory.fitting import CLOSE, Shortage, shortages
-from verl.memory.machine import DeviceMemory, HostMemory, Machine
-from verl.memory.needs import Place
+from verl.machine import DeviceMemory, HostMemory, Machine
+from verl.preflight.memory.estimate import Setting, estimate
+from verl.preflight.memory.fitting import CLOSE, Shortage, shortages
+from verl.preflight.memory.needs import Place
 
 FOLDER = Path(__file__).parents[2] / "example" / "multinode"
 GIB = 2**30

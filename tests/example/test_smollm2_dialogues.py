@@ -18,17 +18,17 @@ from example.smollm2.dialogues import (
     second_query,
 )
 from example.smollm2.evidence import Words, find_evidence
-from search_r1.llm_agent.generation import AgentConfig, SearchAgent
-from search_r1.llm_agent.tags import TEMPLATES, ActionKind, parse_action
-from search_r1.reward.normalize import matches_exactly, normalize_answer
+from search_r1.agent.generation import AgentConfig, SearchAgent
+from search_r1.agent.tags import TEMPLATES, ActionKind, parse_action
+from search_r1.rewards.normalize import matches_exactly, normalize_answer
+from search_r1.search.backends.bm25 import Bm25Retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.search.retrieval import InMemoryRetrieval
-from search_r1.search.retrievers.bm25 import Bm25Retriever
 from search_r1.search.schema import Document
 from tests.example.smollm2_world import QUESTIONS, UNANSWERABLE, write_data
-from verl.rows import Row
-from verl.trainer.demonstrations import load_demonstrations
+from verl.data.rows import Row
+from verl.sft.demonstrations import load_demonstrations
 
 TEMPLATE = TEMPLATES["short"]
 

@@ -22,9 +22,9 @@ from example.tiny import tiny_model
 from search_r1.evaluation.cli import parser as evaluation_parser
 from search_r1.evaluation.options import EvaluationOptions
 from tests.example.smollm2_world import UNANSWERABLE, write_data
+from verl.config import cli
 from verl.errors import ConfigError, DataError
-from verl.trainer import sft
-from verl.trainer.options import cli
+from verl.sft import trainer as sft
 
 
 def recipe_of(folder: Path, **others: object) -> Recipe:

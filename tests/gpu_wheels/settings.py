@@ -74,7 +74,7 @@ def pretend(card: dict[str, Any]) -> None:
 def resolve(case: dict[str, Any]) -> dict[str, Any]:
     """The settings that an engine of this case starts with."""
     pretend(case["card"])
-    from verl.workers.rollout.vllm_engine import (  # noqa: PLC0415
+    from verl.rollout.vllm_engine import (  # noqa: PLC0415
         EngineConfig,
         has_batch_invariant_kernels,
     )

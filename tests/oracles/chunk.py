@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from verl.workers.models import LogProbModel
+from verl.training.models import LogProbModel
 
 
 class GivenLogits(nn.Module):

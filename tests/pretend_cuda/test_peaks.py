@@ -9,10 +9,10 @@ import pytest
 
 from tests.pretend_cuda.trial import LONGEST, SHAPES, Case
 from tests.pretend_cuda.trials import Trials
-from verl.memory.estimate import Setting, estimate
-from verl.memory.needs import ASLEEP, Phase, Place
-from verl.memory.shape import ModelShape
-from verl.workers.models import LOGITS_PER_CHUNK
+from verl.preflight.memory.estimate import Setting, estimate
+from verl.preflight.memory.needs import ASLEEP, Phase, Place
+from verl.preflight.memory.shape import ModelShape
+from verl.training.models import LOGITS_PER_CHUNK
 
 pytestmark = [pytest.mark.pretend_cuda, pytest.mark.slow, pytest.mark.timeout(1800)]
 CASES = [
@@ -46,7 +46,7 @@ def outcomes() -> Iterator[dict[str, Any]]:
 
 
 def expected_peak(case: Case, phases: tuple[Phase, ...]) -> int:
-    """What `verl.memory` says a rank holds of its device in the worst of `phases`."""
+    """What `verl.preflight.memory` says a rank holds of its device in the worst of `phases`."""
     assert ASLEEP.issuperset(phases)
     shape = ModelShape.of(SHAPES[case.shape].facts().to_dict())
     assert shape is not None

@@ -28,11 +28,12 @@ from tests.pretend_cuda.ledger import Ledger
 from tests.pretend_cuda.mode import PretendCuda
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
-from verl.memory.offload import settled
-from verl.protocol import DataProto
-from verl.trainer import sft
-from verl.workers import models, trainer_worker
-from verl.workers.loading import Placeholder, replace_parameters
+from verl.preflight.memory.offload import settled
+from verl.sft import trainer as sft
+from verl.training import models
+from verl.training import worker as trainer_worker
+from verl.training.loading import Placeholder, replace_parameters
+from verl.types import TokenBatch
 
 LONGEST, PROMPT = 1500, 300
 BACKENDS = {"cpu:gloo,cuda:nccl": "cpu:fake,cuda:fake"}
@@ -209,7 +210,7 @@ class Trial:
             self.ledger.see(value for state in states for value in state.values())
 
 
-def make_batch(case: Case) -> DataProto:
+def make_batch(case: Case) -> TokenBatch:
     """Sequences with an observation each, as long as a budget of the case allows."""
     longest = min(LONGEST, case.budget)
     lengths = [longest] * (case.micro_batches * (case.budget // longest))
@@ -227,7 +228,7 @@ def make_batch(case: Case) -> DataProto:
         "policy_mask": mask, "loss_mask": mask,
         "loss_weights": loss_weights(mask, offsets, "token-mean"),
     }  # fmt: skip
-    return DataProto(offsets, tokens, columns={"group": ["0/0"] * len(lengths)})
+    return TokenBatch(offsets, tokens, columns={"group": ["0/0"] * len(lengths)})
 
 
 @contextlib.contextmanager

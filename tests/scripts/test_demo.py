@@ -6,8 +6,8 @@ import pytest
 
 from scripts import demo
 from scripts.demo import Demo, choose_device
+from verl.config import cli
 from verl.errors import ResourceError
-from verl.trainer.options import cli
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from scripts.data_process import own_corpus, own_questions
 from search_r1.search import index_builder
 from search_r1.search.client import RetrievalClient
 from search_r1.search.local_server import LocalServer
+from verl.config import cli
 from verl.data import load_prompts
 from verl.data.__main__ import main as validate
-from verl.trainer.options import cli
 
 TEXTS = {
     "animals/badger.md": "# The badger\nBadgers dig setts. A sett may be a century old.",

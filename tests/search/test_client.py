@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Request, Response
 
+from search_r1.search.backends.base import Retriever
 from search_r1.search.client import Document, EmptyRetrieval, InMemoryRetrieval, RetrievalClient
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
 from search_r1.search.retrieval_server import bind, create_app
-from search_r1.search.retrievers.base import Retriever
 
 GOOD = 200
 SLOW = 0

@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from search_r1.search.backends.base import Retriever
 from search_r1.search.client import Document, RetrievalClient
 from search_r1.search.local_server import REPOSITORY, LocalServer
 from search_r1.search.retrieval_server import bind
-from search_r1.search.retrievers.base import Retriever
 
 NUM_SEARCHES = 1000
 NUM_CLIENTS = 16

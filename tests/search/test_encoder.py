@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from search_r1.search.backends.registry import build_retriever
+from search_r1.search.backends.settings import EncoderConfig, RetrieverConfig
 from search_r1.search.client import Document, RetrievalClient
 from search_r1.search.encoder import HashEncoder, PairEncoder, open_encoder
 from search_r1.search.encoders.families import NAMES, family_of, model_name
 from search_r1.search.errors import SetupError
 from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.search.local_server import LocalServer
-from search_r1.search.retrievers.registry import build_retriever
-from search_r1.search.retrievers.settings import EncoderConfig, RetrieverConfig
 
 FAMILY_OF = {
     "e5-base-v2": "e5",
@@ -84,7 +84,7 @@ def test_bm25_and_client_load_neither_torch_nor_ray() -> None:
     """The server with BM25, and the client, import nothing heavy and nothing of ours outside."""
     code = (
         "import sys, search_r1.search.retrieval_server, search_r1.search.client\n"
-        "import search_r1.search.retrievers.bm25, search_r1.search.local_server\n"
+        "import search_r1.search.backends.bm25, search_r1.search.local_server\n"
         "heavy = {'torch', 'ray', 'vllm', 'faiss', 'sentence_transformers', 'verl'}\n"
         "ours = {m for m in sys.modules if m.startswith('search_r1.')}\n"
         "print(sorted(heavy & set(sys.modules)), [m for m in ours if '.search' not in m])"

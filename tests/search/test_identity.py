@@ -6,8 +6,8 @@ from typing import Any
 from fastapi import FastAPI
 
 from search_r1.search.identity import retriever_identity
-from search_r1.search.service.app import create_app
-from tests.search.service.engines import Watched
+from search_r1.search.server.app import create_app
+from tests.search.server.engines import Watched
 
 FACTS = {"engine": "flat", "index": "i1", "corpus": {"sha256": "c1"}, "encoder": {"model": "e1"}}
 

@@ -9,11 +9,11 @@ import httpx
 import pytest
 from playwright import sync_api as playwright
 
+from search_r1.search.backends.base import Retriever
 from search_r1.search.errors import Overloaded, QueryNotRecorded
-from search_r1.search.retrievers.base import Retriever
 from search_r1.search.schema import Document, Hit
-from search_r1.search.service.app import create_app
-from search_r1.search.service.config import ServiceConfig
+from search_r1.search.server.app import create_app
+from search_r1.search.server.config import ServiceConfig
 from search_r1.search.stages import stage
 
 pytestmark = pytest.mark.browser

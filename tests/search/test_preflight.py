@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.search.errors import SetupError
-from search_r1.search.memory import Host
-from search_r1.search.needs import estimate
-from search_r1.search.preflight import check, table
-from search_r1.search.retrievers.flat_file import HEADER
-from search_r1.search.retrievers.settings import (
+from search_r1.search.backends.flat_file import HEADER
+from search_r1.search.backends.settings import (
     EncoderConfig,
     FaissConfig,
     RerankConfig,
     RetrieverConfig,
     TorchConfig,
 )
+from search_r1.search.errors import SetupError
+from search_r1.search.memory import Host
+from search_r1.search.needs import estimate
+from search_r1.search.preflight import check, table
 
 ROWS, DIM = 21_015_324, 768
 GB = 10**9
@@ -161,7 +161,7 @@ def test_bm25_is_checked_without_torch(tmp_path: Path) -> None:
     """The memory check loads neither torch nor FAISS unless an engine needs them."""
     code = (
         "import sys; from search_r1.search.preflight import check;"
-        "from search_r1.search.retrievers.settings import RetrieverConfig;"
+        "from search_r1.search.backends.settings import RetrieverConfig;"
         "check(RetrieverConfig('bm25'));"
         "sys.exit(bool({'torch', 'faiss'} & set(sys.modules)))"
     )

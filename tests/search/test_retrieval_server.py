@@ -16,14 +16,14 @@ from typing import Any
 import httpx
 import pytest
 
+from search_r1.search.backends.base import Retriever, fingerprint
 from search_r1.search.errors import CorpusError, RetrieverUnavailable
 from search_r1.search.local_server import LocalServer
 from search_r1.search.recording import read_records
 from search_r1.search.retrieval_server import bind, create_app, main
-from search_r1.search.retrievers.base import Retriever, fingerprint
 from search_r1.search.schema import Document, Hit
-from search_r1.search.service.config import ServiceConfig
-from search_r1.search.service.running import warn_if_open
+from search_r1.search.server.config import ServiceConfig
+from search_r1.search.server.running import warn_if_open
 
 FIELDS = {"id", "title", "text", "contents"}
 HTTP = httpx.Client(timeout=30, trust_env=False)

@@ -14,7 +14,7 @@ A checkpoint is the folder `global_step_N`:
 It is written as `global_step_N.<random>.tmp` and renamed, so that a run killed at any moment leaves
 whole checkpoints only. `python -m verl.checkpoint export STEP_DIR --out DIR` makes a Hugging Face
 folder without starting ranks; an adapter is merged into its base, or alone with `--adapter`.
-When a run saves, and what it keeps, is in `verl.trainer.resilience.saving`.
+When a run saves, and what it keeps, is in `verl.checkpoint.saver`.
 """
 
 from verl.checkpoint.exporting import export
@@ -51,7 +51,7 @@ from verl.checkpoint.state import (
     set_random_states,
     write_state,
 )
-from verl.workers.adapters import check_same
+from verl.training.adapters import check_same
 
 __all__ = [
     "ADAPTERS_FILE",

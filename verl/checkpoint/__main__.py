@@ -8,7 +8,7 @@ from pathlib import Path
 
 from verl.checkpoint.exporting import export
 from verl.errors import SearchR1Error
-from verl.workers.devices import DTYPES
+from verl.training.devices import DTYPES
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

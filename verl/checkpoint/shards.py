@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from verl.checkpoint.state import random_states, set_random_states
-from verl.workers.adapters import check_same
-from verl.workers.fsdp import FsdpEngine
-from verl.workers.weights import copy_tokenizer
+from verl.training.adapters import check_same
+from verl.training.fsdp import FsdpModel
+from verl.training.weights import copy_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class ShardWriter:
     _problem: str = field(init=False, default="")
 
     def start(
-        self, directory: Path, engines: Mapping[str, FsdpEngine], model_config: PretrainedConfig
+        self, directory: Path, engines: Mapping[str, FsdpModel], model_config: PretrainedConfig
     ) -> None:
         """Copy this rank's shards to host memory and begin to write them; training may go on."""
         assert self._shards is None, "the checkpoint before is still being written: call finish"
@@ -70,7 +70,7 @@ class ShardWriter:
 
 
 def save_shards(
-    directory: Path, engines: Mapping[str, FsdpEngine], model_config: PretrainedConfig
+    directory: Path, engines: Mapping[str, FsdpModel], model_config: PretrainedConfig
 ) -> str:
     """Write this rank's part of all engines; every rank calls it with the same directory.
 
@@ -85,7 +85,7 @@ def save_shards(
     return problem
 
 
-def num_bytes(engines: Mapping[str, FsdpEngine]) -> int:
+def num_bytes(engines: Mapping[str, FsdpModel]) -> int:
     """Bytes of this rank's shards, which is what a copy of them takes."""
     return sum(_local(tensor).nbytes for tensor in _tensors(engines).values())
 
@@ -104,7 +104,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _write_own(
-    directory: Path, engines: Mapping[str, FsdpEngine], model_config: PretrainedConfig
+    directory: Path, engines: Mapping[str, FsdpModel], model_config: PretrainedConfig
 ) -> str:
     """Write the small files of this rank; what went wrong, or an empty text."""
     schedules = {name: engine.scheduler.state_dict() for name, engine in engines.items()}
@@ -125,7 +125,7 @@ def _write_own(
     return ""
 
 
-def load_shards(directory: Path, engines: Mapping[str, FsdpEngine]) -> None:
+def load_shards(directory: Path, engines: Mapping[str, FsdpModel]) -> None:
     """Take up what `save_shards` wrote, whatever number of ranks wrote it.
 
     A rank that did not exist then keeps its random states. Raises ConfigError when the adapters, or
@@ -145,7 +145,7 @@ def load_shards(directory: Path, engines: Mapping[str, FsdpEngine]) -> None:
     dist.barrier()
 
 
-def _adapter_records(engines: Mapping[str, FsdpEngine]) -> dict[str, Any]:
+def _adapter_records(engines: Mapping[str, FsdpModel]) -> dict[str, Any]:
     """The options and base of each engine that trains an adapter."""
     views = {name: engine.view for name, engine in engines.items()}
     return {name: view.record() for name, view in views.items() if view is not None}
@@ -161,7 +161,7 @@ def _rank_file(directory: Path, rank: int) -> Path:
     return directory / "ranks" / f"rank_{rank}.pt"
 
 
-def _tensors(engines: Mapping[str, FsdpEngine]) -> dict[str, Tensor]:
+def _tensors(engines: Mapping[str, FsdpModel]) -> dict[str, Tensor]:
     """All tensors to keep, by flat name; loading fills them in place."""
     return {
         f"{name}.{key}": tensor

@@ -1,9 +1,9 @@
 """Every option of a training run: one dataclass a section, one home for each default.
 
-Hydra composes these (see `verl/trainer/options/cli.py`), `check` refuses settings that cannot work
+Hydra composes these (see `verl/config/cli.py`), `check` refuses settings that cannot work
 before anything starts. Nothing here starts work, and nobody mutates a config after start. Option
 names are those of the original Search-R1 scripts; an option that lost its effect says so in its
-docstring and is listed in `verl/trainer/options/legacy.py`, and a run that sets it is warned.
+docstring and is listed in `verl/config/legacy.py`, and a run that sets it is warned.
 """
 
 from verl.config.algorithm import (

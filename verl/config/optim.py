@@ -24,7 +24,7 @@ class FsdpConfig:
     """What leaves the device between uses; without effect on CPU.
 
     What is null is chosen before the run starts: on, where the memory estimate says that the device
-    has not the room (`verl.memory.offload`), and where nothing can be estimated.
+    has not the room (`verl.preflight.memory.offload`), and where nothing can be estimated.
     """
 
     param_offload: bool | None = None

@@ -64,7 +64,7 @@ class RewardConfig:
     """The rule that scores a trajectory."""
 
     name: str = "em"
-    """A row of `search_r1.reward.REWARDS`, or your own `path/to/file.py:function`."""
+    """A row of `search_r1.rewards.REWARDS`, or your own `path/to/file.py:function`."""
     weights: dict[str, float] = field(default_factory=dict)
     """Weights of several rewards by name (`{em: 1.0, f1: 0.5}`), in place of `name`."""
     stages: list[StageConfig] = field(default_factory=list)

@@ -35,7 +35,7 @@ class Config:
     do_search: bool = True
     """False runs without a retriever: a search is then an invalid action."""
     template: str = "search_r1"
-    """Prompt and observation wording, a row of `search_r1.llm_agent.tags.TEMPLATES`."""
+    """Prompt and observation wording, a row of `search_r1.agent.tags.TEMPLATES`."""
 
     @property
     def has_retriever(self) -> bool:

@@ -22,7 +22,7 @@ class TrainerConfig:
     """Where checkpoints, metrics and the resolved config go."""
     rollout_data_dir: str | None = None
     """Folder for every scored training trajectory, a jsonl file a step, as
-    `verl.trainer.rejection_sampling` reads them; null keeps none."""
+    `verl.sft.rejection_sampling` reads them; null keeps none."""
     default_hdfs_dir: str | None = None
     """No effect any more: copy `default_local_dir` instead."""
     device: str = "auto"

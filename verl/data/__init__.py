@@ -1,11 +1,11 @@
 """From question files to batches of prompts: rendering, sampling, and `python -m verl.data`.
 
-Rows and their format are read in `verl.rows`. No search and no Ray here.
+Rows and their format are read in `verl.data.rows`. No search and no Ray here.
 """
 
 from verl.data.prompts import PromptDataset, Tokenizer, choose, load_prompts, render
+from verl.data.rows import load_rows
 from verl.data.sampler import PromptSampler, num_batches
-from verl.rows import load_rows
 
 __all__ = [
     "PromptDataset",

@@ -1,6 +1,6 @@
 """Rows become prompts of token ids: chat templates, subsets, and the budget of a prompt.
 
-Files and their format are read in `verl.rows`.
+Files and their format are read in `verl.data.rows`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, Protocol, overload
 import numpy as np
 
 from verl.config import Config
+from verl.data.rows import Row, load_rows
 from verl.errors import DataError, explain
-from verl.protocol import Prompt
-from verl.rows import Row, load_rows
+from verl.types import Prompt
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from verl.data.prompts import Tokenizer, render
+from verl.data.records import BadRow
+from verl.data.rows import Row, scan_rows
 from verl.errors import DataError
-from verl.records import BadRow
-from verl.rows import Row, scan_rows
 
 PERCENTILES = (50, 95, 99)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.protocol import DataProto, balance
+from verl.types import TokenBatch, balance
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,10 @@ class Split:
     """A batch divided over ranks: rank r holds the sequences `parts[r]`, in `shards[r]`."""
 
     parts: list[list[int]]
-    shards: list[DataProto]
+    shards: list[TokenBatch]
 
 
-def split_by_tokens(batch: DataProto, num_ranks: int) -> Split:
+def split_by_tokens(batch: TokenBatch, num_ranks: int) -> Split:
     """Divide sequences over ranks so that token counts are nearly equal.
 
     A rank may be left without sequences when there are fewer of them than ranks; it still takes
@@ -45,7 +45,7 @@ def split_groups(groups: Sequence[str], num_parts: int) -> list[list[int]]:
     return parts
 
 
-def join_tokens(outputs: Sequence[Tensor], split: Split, batch: DataProto) -> Tensor:
+def join_tokens(outputs: Sequence[Tensor], split: Split, batch: TokenBatch) -> Tensor:
     """Per-token outputs of all ranks, put back into the batch's own order: (num_tokens,)."""
     order = [index for part in split.parts for index in part]
     flat = torch.cat(list(outputs))

@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import (
 )
 
 from verl.errors import RankLost, ReplicaLost, ResourceError
-from verl.single_controller.lifeline import MARK, PART
-from verl.single_controller.ray_group import ActorHost, Place, RayWorkerGroup
+from verl.single_controller.actors import ActorHost, Place, RayWorkerGroup
+from verl.single_controller.reaper import MARK, PART
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The Ray cluster of a run: joined or started, and its nodes looked at before heavy work.
 
-The driver's own machine is checked by `verl.trainer.options.preflight`; here are the others, which
+The driver's own machine is checked by `verl.preflight.checks`; here are the others, which
 may lack the model, the shared file system, the retriever or a package.
 """
 
@@ -23,10 +23,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.config import Config
 from verl.errors import ConfigError, PreflightError, ResourceError, SearchR1Error, explain
-from verl.memory.machine import LARGER_SHARED, SHARED_MEMORY
-from verl.trainer.options import preflight
-from verl.workers.devices import device_type, engine_takes_adapter
-from verl.workers.loading import weight_bytes
+from verl.machine import LARGER_SHARED, SHARED_MEMORY
+from verl.preflight import checks as preflight
+from verl.training.devices import device_type, engine_takes_adapter
+from verl.training.loading import weight_bytes
 
 SHARED_SECONDS = 20.0
 """How long a file may take to be seen on another node: network file systems cache folders."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 from verl.config import Config
 from verl.data import PromptSampler
-from verl.protocol import Prompt, Sampling, Status, Trajectory, start_trajectory
-from verl.reward import Reward, RewardManager
+from verl.rewards.interface import Reward, RewardManager
+from verl.rollout.retry import RetryingRollout, drop_failed
 from verl.trainer.metrics import Metrics, Timings, reward_metrics, rollout_metrics
-from verl.trainer.resilience.outages import PatientRollout, survivors
 from verl.trainer.rollout_data import write_step
 from verl.trainer.validation import trajectory_seed
+from verl.types import Prompt, Sampling, Status, Trajectory, start_trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Samples:
         """All groups, in order of appearance."""
         return list(dict.fromkeys(t.group for t in self.trajectories))
 
-    def instructive_groups(self) -> list[str]:
+    def groups_with_reward_variance(self) -> list[str]:
         """Groups whose members do not all have the same score, in order of appearance."""
         scores: dict[str, set[float]] = {}
         for trajectory, reward in zip(self.trajectories, self.rewards, strict=True):
@@ -56,11 +56,11 @@ class Samples:
 
 
 @dataclass
-class Collector:
+class RolloutCollector:
     """Samples a step's trajectories and scores them."""
 
     config: Config
-    rollout: PatientRollout
+    rollout: RetryingRollout
     prompts: Sequence[Prompt]
     sampler: PromptSampler
     reward: RewardManager
@@ -84,7 +84,7 @@ class Collector:
             found, batch = self._sample_batch(step, rounds, timings)
             everyone += batch
             sampled.extend(found)
-            groups = found.instructive_groups()[: wanted - num_kept]
+            groups = found.groups_with_reward_variance()[: wanted - num_kept]
             kept.extend(found.select(set(groups)))
             num_kept, rounds = num_kept + len(groups), rounds + 1
         self.rollout.sleep()
@@ -111,7 +111,7 @@ class Collector:
         with timings.phase("gen"):
             trajectories = self._sample(step, rows, first)
             greedy = self._sample_greedy(step, rows, first) if self.with_greedy else []
-        alive = survivors(trajectories, f"step {step}", self.config.retriever)
+        alive = drop_failed(trajectories, f"step {step}", self.config.retriever)
         with timings.phase("reward"):
             samples = Samples(alive, self.reward(alive))
             if self.with_greedy:

@@ -12,17 +12,17 @@ from verl.core_algos.jagged import outcome_to_tokens, segment_sum
 from verl.core_algos.kl import KLController, apply_kl_in_reward, mean_sequence_kl
 from verl.core_algos.losses import loss_weights
 from verl.core_algos.shaping import clip_advantages, overlong_penalty
-from verl.protocol import DataProto
 from verl.trainer.collection import Samples
 from verl.trainer.metrics import Metrics
+from verl.types import TokenBatch
 
 
-def assemble(samples: Samples, config: Config) -> DataProto:
+def assemble(samples: Samples, config: Config) -> TokenBatch:
     """The jagged batch with scores; `loss_mask` says which tokens are learned from.
 
     Where the critic learns from more tokens than the policy, `value_mask` says from which.
     """
-    batch = DataProto.from_trajectories(samples.trajectories)
+    batch = TokenBatch.from_trajectories(samples.trajectories)
     masking = config.actor_rollout_ref.actor.state_masking
     batch.tokens["loss_mask"] = batch.tokens["policy_mask" if masking else "response_mask"]
     needs_critic = ADVANTAGES[config.algorithm.adv_estimator].needs_critic
@@ -35,7 +35,7 @@ def assemble(samples: Samples, config: Config) -> DataProto:
     return batch
 
 
-def add_advantages(batch: DataProto, config: Config, kl_controller: KLController) -> Metrics:
+def add_advantages(batch: TokenBatch, config: Config, kl_controller: KLController) -> Metrics:
     """From scores (shaped, and less KL in the reward) to columns `advantages` and `returns`."""
     algorithm, mask = config.algorithm, batch.tokens["loss_mask"]
     scores, metrics = shaped_scores(batch, config)
@@ -67,7 +67,7 @@ def add_advantages(batch: DataProto, config: Config, kl_controller: KLController
     return metrics
 
 
-def shaped_scores(batch: DataProto, config: Config) -> tuple[Tensor, Metrics]:
+def shaped_scores(batch: TokenBatch, config: Config) -> tuple[Tensor, Metrics]:
     """Scores less the penalty on over-long trajectories, (num_seqs,), and what it took."""
     shaping, scores = config.algorithm.overlong_buffer, batch.rows["scores"]
     if not shaping.enable:
@@ -83,7 +83,7 @@ def shaped_scores(batch: DataProto, config: Config) -> tuple[Tensor, Metrics]:
 
 
 def less_kl(
-    rewards: Tensor, batch: DataProto, kind: str, controller: KLController
+    rewards: Tensor, batch: TokenBatch, kind: str, controller: KLController
 ) -> tuple[Tensor, Metrics]:
     """Rewards (num_tokens,) less KL to the reference; the controller then follows that KL."""
     mask = batch.tokens["loss_mask"]
@@ -96,8 +96,8 @@ def less_kl(
 
 
 def mini_batches(
-    batch: DataProto, config: Config, size: int, epochs: int, order: np.random.Generator
-) -> list[DataProto]:
+    batch: TokenBatch, config: Config, size: int, epochs: int, order: np.random.Generator
+) -> list[TokenBatch]:
     """Shuffled mini-batches of `size` sequences, with the weight of each token in its loss.
 
     `loss_weights` are the policy's; `value_weights`, the critic's, exist where `value_mask` does.
@@ -118,7 +118,7 @@ def mini_batches(
     return chosen
 
 
-def with_gradient(mini_batch: DataProto) -> DataProto:
+def with_gradient(mini_batch: TokenBatch) -> TokenBatch:
     """The sequences that have a non-zero advantage; the token weights stay those of the whole."""
     has_any = [bool(a.any()) for a in mini_batch.sequences("advantages")]
     return mini_batch.select([i for i, has in enumerate(has_any) if has])

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from verl.config import Config
 from verl.errors import SaveError
-from verl.flops import peak_flops
-from verl.protocol import Agent, DataProto
+from verl.monitor.flops import peak_flops
+from verl.rollout import RolloutReplica
+from verl.rollout.replicas import RolloutReplicas
+from verl.single_controller.actors import RayWorkerGroup
 from verl.single_controller.dispatch import join_tokens, split_by_tokens
-from verl.single_controller.lifeline import MARK, Lifeline
 from verl.single_controller.placement import (
     create_rollout_group,
     create_trainer_group,
@@ -25,16 +26,15 @@ from verl.single_controller.placement import (
     nodes_of,
     reserve,
 )
-from verl.single_controller.ray_group import RayWorkerGroup
+from verl.single_controller.reaper import MARK, OrphanReaper
+from verl.single_controller.restarts import Restarts
 from verl.trainer.cluster import JOB_CONFIG, anchored, check_nodes, uses_gpus
 from verl.trainer.metrics import Metrics
-from verl.trainer.resilience.replicas import RolloutReplicas
-from verl.trainer.resilience.restarts import Restarts
-from verl.workers.devices import DETERMINISTIC_ENV, PeakMemory, engine_takes_adapter
-from verl.workers.network import forwarded
-from verl.workers.node_folder import on_node
-from verl.workers.rollout import RolloutReplica
-from verl.workers.trainer_worker import TrainerWorker
+from verl.training.devices import DETERMINISTIC_ENV, PeakMemory, engine_takes_adapter
+from verl.training.network import forwarded
+from verl.training.node_folder import on_node
+from verl.training.worker import TrainerWorker
+from verl.types import Agent, TokenBatch
 
 __all__ = ["RolloutReplicas", "TrainerRanks", "build_groups"]
 
@@ -45,28 +45,28 @@ class TrainerRanks:
     def __init__(self, group: RayWorkerGroup) -> None:
         self.group = group
 
-    def _per_token(self, method: str, batch: DataProto) -> Tensor:
+    def _per_token(self, method: str, batch: TokenBatch) -> Tensor:
         split = split_by_tokens(batch, len(self.group))
         return join_tokens(self.group.scatter(method, split.shards), split, batch)
 
-    def log_probs(self, batch: DataProto) -> Tensor:
+    def log_probs(self, batch: TokenBatch) -> Tensor:
         """The actor's log-probs, (num_tokens,), 0 outside the loss mask."""
         return self._per_token("log_probs", batch)
 
-    def ref_log_probs(self, batch: DataProto) -> Tensor:
+    def ref_log_probs(self, batch: TokenBatch) -> Tensor:
         """The reference's log-probs, (num_tokens,), 0 outside the loss mask."""
         return self._per_token("ref_log_probs", batch)
 
-    def values(self, batch: DataProto) -> Tensor:
+    def values(self, batch: TokenBatch) -> Tensor:
         """The critic's values, (num_tokens,), 0 outside the loss mask."""
         return self._per_token("values", batch)
 
-    def update_actor(self, mini_batch: DataProto) -> Metrics:
+    def update_actor(self, mini_batch: TokenBatch) -> Metrics:
         """One optimizer step of the policy; metrics are global, the same on every rank."""
         split = split_by_tokens(mini_batch, len(self.group))
         return dict(self.group.scatter("update_actor", split.shards)[0])
 
-    def update_critic(self, mini_batch: DataProto) -> Metrics:
+    def update_critic(self, mini_batch: TokenBatch) -> Metrics:
         """One optimizer step of the critic; metrics are global, the same on every rank."""
         split = split_by_tokens(mini_batch, len(self.group))
         return dict(self.group.scatter("update_critic", split.shards)[0])
@@ -156,7 +156,7 @@ def build_groups(
     config: Config,
     agent_factory: Callable[[Config], Agent],
     total_updates: int,
-    lifeline: Lifeline,
+    lifeline: OrphanReaper,
     restarts: Restarts,
 ) -> tuple[TrainerRanks, RolloutReplicas]:
     """Place and build all actors; engines and ranks load together where no GPU is shared."""

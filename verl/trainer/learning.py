@@ -8,13 +8,13 @@ import numpy as np
 
 from verl.config import Config
 from verl.core_algos.advantages import ADVANTAGES, AdvantageEstimator
-from verl.protocol import DataProto
+from verl.monitor.collapse import DRIFT, SHIFT
+from verl.monitor.drift import mean_drift, policy_shift, probe
+from verl.monitor.performance import WorkCounter
 from verl.trainer.experience import mini_batches, with_gradient
 from verl.trainer.groups import TrainerRanks
-from verl.trainer.guard.collapse import DRIFT, SHIFT
-from verl.trainer.guard.drift import mean_drift, policy_shift, probe
 from verl.trainer.metrics import Metrics, mean_by_key
-from verl.trainer.performance import WorkCounter
+from verl.types import TokenBatch
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Learner:
         """The row of the estimator."""
         return ADVANTAGES[self.config.algorithm.adv_estimator]
 
-    def add_log_probs(self, batch: DataProto) -> None:
+    def add_log_probs(self, batch: TokenBatch) -> None:
         """Old and reference log-probs, where an algorithm needs them.
 
         With a single update per step the old policy is the updating one, and the pass is spared:
@@ -47,18 +47,20 @@ class Learner:
             batch.tokens["ref_log_probs"] = self.ranks.ref_log_probs(batch)
             self.work.looks("old_log_prob", self.work.reference, batch)
 
-    def add_values(self, batch: DataProto) -> None:
+    def add_values(self, batch: TokenBatch) -> None:
         """The critic's view of the states, for estimators that ask for it."""
         if self.advantage.needs_critic:
             batch.tokens["values"] = self.ranks.values(batch)
             self.work.looks("values", self.work.critic, batch)
 
-    def mini_batches(self, batch: DataProto, step: int, size: int, epochs: int) -> list[DataProto]:
+    def mini_batches(
+        self, batch: TokenBatch, step: int, size: int, epochs: int
+    ) -> list[TokenBatch]:
         """The step's mini-batches, in an order that depends on seed and step alone."""
         order = np.random.default_rng((self.config.trainer.seed, step))
         return mini_batches(batch, self.config, size, epochs, order)
 
-    def update_critic(self, batch: DataProto, step: int) -> Metrics:
+    def update_critic(self, batch: TokenBatch, step: int) -> Metrics:
         """The value function's epochs over the batch."""
         if not self.advantage.needs_critic:
             return {}
@@ -69,7 +71,7 @@ class Learner:
             self.work.learns("update_critic", self.work.critic, mini)
         return mean_by_key([self.ranks.update_critic(mini) for mini in minis])
 
-    def update_actor(self, batch: DataProto, step: int) -> Metrics:
+    def update_actor(self, batch: TokenBatch, step: int) -> Metrics:
         """The policy's epochs over the batch; none while the critic warms up."""
         if step <= self.config.trainer.critic_warmup and self.advantage.needs_critic:
             return {}
@@ -83,7 +85,7 @@ class Learner:
         # Without any trajectory to learn from, an update has no entropy and no gradient to report.
         return mean_by_key([row for mini, row in zip(minis, found, strict=True) if len(mini)])
 
-    def drift(self, batch: DataProto) -> Metrics:
+    def drift(self, batch: TokenBatch) -> Metrics:
         """What the updates did to the log-probs of some correct trajectories, for the guard."""
         guard = self.config.trainer.guard
         again = probe(batch, guard.drift_trajectories if guard.enable else 0)

@@ -16,28 +16,27 @@ from typing import Any
 import ray
 from transformers import AutoTokenizer
 
-from search_r1.llm_agent.generation import build_agent
+from search_r1.agent.generation import build_agent
 from search_r1.scoring import build_reward_manager
 from search_r1.search.identity import retriever_identity
 from search_r1.search.probe import SearchProbe
-from verl.config import Config
+from verl.checkpoint.resume import check_resume, identity
+from verl.config import Config, cli
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
 from verl.data import load_prompts, num_batches
 from verl.errors import SearchR1Error
-from verl.memory.watch import rank_names, watching
-from verl.protocol import Prompt
-from verl.single_controller.lifeline import Lifeline
-from verl.tracking import Tracking
+from verl.monitor.memory_watch import rank_names, watching
+from verl.monitor.tracking import Tracking
+from verl.preflight.checks import preflight
+from verl.rollout.retry import PROBE_S, Probe, always_there
+from verl.single_controller.reaper import OrphanReaper
+from verl.single_controller.restarts import Restarts
 from verl.trainer.cluster import start_ray
 from verl.trainer.groups import build_groups
-from verl.trainer.options import cli
-from verl.trainer.options.preflight import preflight
 from verl.trainer.ray_trainer import RayPPOTrainer
-from verl.trainer.resilience.outages import PROBE_S, Probe, always_there
-from verl.trainer.resilience.restarts import Restarts
-from verl.trainer.resilience.resuming import check_resume, identity
-from verl.trainer.resilience.supervision import supervise
 from verl.trainer.rollout_data import open_folder
+from verl.trainer.supervision import supervise
+from verl.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ def processes(
     """A trainer with all its processes, which end with the context, whatever ends that."""
     config = prepared.config
     updates = prepared.total_steps * config.updates_per_step
-    with Lifeline() as lifeline, watching(config) as host_memory:
+    with OrphanReaper() as lifeline, watching(config) as host_memory:
         start_ray(config)
         try:
             ranks, replicas = build_groups(config, build_agent, updates, lifeline, restarts)

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from verl.protocol import DataProto, Origin, Status, Trajectory
-from verl.reward import Reward
-from verl.trainer.guard.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, SEARCH
+from verl.monitor.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, SEARCH
+from verl.rewards.interface import Reward
+from verl.types import Origin, Status, TokenBatch, Trajectory
 
 Metrics = dict[str, float]
 
@@ -114,7 +114,7 @@ def reward_metrics(rewards: Sequence[Reward]) -> Metrics:
     }
 
 
-def advantage_metrics(batch: DataProto) -> Metrics:
+def advantage_metrics(batch: TokenBatch) -> Metrics:
     """Advantages, returns and (with a critic) values at the tokens of the loss."""
     mask = batch.tokens["loss_mask"]
     names = [n for n in ("advantages", "returns", "values") if n in batch.tokens]
@@ -122,7 +122,7 @@ def advantage_metrics(batch: DataProto) -> Metrics:
     return {k: v for n, values in found.items() for k, v in spread(f"critic/{n}", values).items()}
 
 
-def throughput_metrics(batch: DataProto, timings: Timings, num_ranks: int) -> Metrics:
+def throughput_metrics(batch: TokenBatch, timings: Timings, num_ranks: int) -> Metrics:
     """Tokens of the step, per second of its phases together, and of the whole step for a rank."""
     tokens = float(batch.num_tokens)
     return {

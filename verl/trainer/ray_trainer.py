@@ -20,27 +20,27 @@ from tqdm import tqdm
 
 from verl import checkpoint
 from verl.checkpoint import RunState
+from verl.checkpoint.saver import LOST_RANK_S, SavePlan, Saver
 from verl.checkpoint.state import read_driver_random
 from verl.config import Config
 from verl.core_algos.kl import KLController
 from verl.data import PromptSampler
 from verl.errors import CollapseError, Interrupted, RankLost, ReplicaLost, RetrieverOutage
-from verl.protocol import DataProto, Prompt
-from verl.reward import RewardFn, RewardManager, adapted
-from verl.tracking import Tracking
-from verl.trainer.collection import Collector
+from verl.monitor.collapse import Verdict
+from verl.monitor.guard import Watch
+from verl.monitor.performance import RankTimings, speed_metrics
+from verl.monitor.tracking import Tracking
+from verl.rewards.interface import RewardFn, RewardManager, adapted
+from verl.rollout.retry import Probe, RetryingRollout, always_there
+from verl.trainer.collection import RolloutCollector
 from verl.trainer.experience import add_advantages, assemble
 from verl.trainer.groups import RolloutReplicas, TrainerRanks
-from verl.trainer.guard.collapse import Verdict
-from verl.trainer.guard.watch import Watch
 from verl.trainer.learning import Learner
 from verl.trainer.metrics import Metrics, advantage_metrics, throughput_metrics
-from verl.trainer.performance import RankTimings, speed_metrics
-from verl.trainer.resilience.outages import PatientRollout, Probe, always_there
-from verl.trainer.resilience.saving import LOST_RANK_S, SavePlan, Saver
-from verl.trainer.resilience.stopping import Stopper, end_of_time
+from verl.trainer.stopping import Stopper, end_of_time
 from verl.trainer.validation import validate
-from verl.workers.weights import copy_tokenizer
+from verl.training.weights import copy_tokenizer
+from verl.types import Prompt, TokenBatch
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +89,10 @@ class RayPPOTrainer:
         self.learner = Learner(self.config, self.ranks)
         self.peak_flops = self.ranks.peak_flops()
         self.reward = adapted(self.reward_fn)
-        self.rollout = PatientRollout(
+        self.rollout = RetryingRollout(
             self.replicas, self.config.retriever, self.probe, self.stopper.check
         )
-        self.collector = Collector(
+        self.collector = RolloutCollector(
             self.config, self.rollout, self.train_prompts, self.sampler, self.reward,
             with_greedy=self.learner.advantage.needs_greedy,
         )  # fmt: skip
@@ -192,7 +192,7 @@ class RayPPOTrainer:
         timings.seconds |= {f"update_weights/{part}": s for part, s in parts.items()}
         return {**metrics, **self.performance(batch, timings), **self.faults()}
 
-    def performance(self, batch: DataProto, timings: RankTimings) -> Metrics:
+    def performance(self, batch: TokenBatch, timings: RankTimings) -> Metrics:
         """How fast the step was, and what it took of the devices."""
         num_ranks, work = self.config.num_ranks, self.learner.work.take()
         return {

@@ -1,7 +1,7 @@
 """Scored training trajectories on disk, exact to the token: one jsonl file a step.
 
 `run.json` beside them says which tokenizer the ids belong to. A step that is run again, after a
-resume, replaces its file. `verl.trainer.rejection_sampling` reads them.
+resume, replaces its file. `verl.sft.rejection_sampling` reads them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.errors import ConfigError, DataError, explain
-from verl.protocol import Trajectory
-from verl.reward import Reward
+from verl.rewards.interface import Reward
+from verl.types import Trajectory
 
 HEADER = "run.json"
 TOKENIZER = "tokenizer"

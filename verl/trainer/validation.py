@@ -10,10 +10,10 @@ import numpy as np
 from tqdm import tqdm
 
 from verl.config import Config
-from verl.protocol import Prompt, Sampling, Trajectory, start_trajectory
-from verl.reward import Reward, RewardManager
+from verl.rewards.interface import Reward, RewardManager
+from verl.rollout.retry import Generator, RetryingRollout, drop_failed
 from verl.trainer.metrics import Metrics, validation_metrics
-from verl.trainer.resilience.outages import Generator, PatientRollout, survivors
+from verl.types import Prompt, Sampling, Trajectory, start_trajectory
 
 VALIDATION_STREAM = 1 << 31
 """Keeps the seeds of validation apart from those of any training step."""
@@ -26,7 +26,7 @@ def trajectory_seed(*key: int) -> int:
 
 def validate(
     config: Config,
-    rollout: PatientRollout,
+    rollout: RetryingRollout,
     prompts: Sequence[Prompt],
     reward: RewardManager,
     dialogues: Path,
@@ -36,7 +36,7 @@ def validate(
     A row that infrastructure broke for good has no score, right or wrong: it is left out, and
     counted as `val/fault/trajectories_dropped`. Raises RetrieverOutage where nothing is left.
     """
-    trajectories = survivors(sample(config, rollout, prompts), "validation", config.retriever)
+    trajectories = drop_failed(sample(config, rollout, prompts), "validation", config.retriever)
     rewards = reward(trajectories)
     write_dialogues(dialogues, trajectories, rewards)
     faults = {f"val/{name}": count for name, count in rollout.take_faults().items()}

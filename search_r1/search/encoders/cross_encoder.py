@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from search_r1.search.backends.settings import RerankConfig
 from search_r1.search.encoders.batches import by_length, padded
 from search_r1.search.encoders.families import model_name
 from search_r1.search.encoders.loading import (
@@ -18,7 +19,6 @@ from search_r1.search.encoders.loading import (
     weights_digest,
 )
 from search_r1.search.errors import SetupError
-from search_r1.search.retrievers.settings import RerankConfig
 
 
 class CrossEncoder:

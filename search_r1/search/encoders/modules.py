@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
 
+from search_r1.search.backends.settings import EncoderConfig
 from search_r1.search.encoders.declaration import Declaration
 from search_r1.search.encoders.interface import Vectors, facts
 from search_r1.search.encoders.loading import pick_device, torch_dtype, weights_digest
 from search_r1.search.errors import SetupError
-from search_r1.search.retrievers.settings import EncoderConfig
 
 BATCH_SIZE = 64
 

@@ -2,13 +2,13 @@
 
 from functools import partial
 
+from search_r1.search.backends.settings import EncoderConfig
 from search_r1.search.encoders.declaration import Declaration, read_declaration
 from search_r1.search.encoders.families import Family, model_name
 from search_r1.search.encoders.interface import Encoder
 from search_r1.search.encoders.loading import explained, find_file
 from search_r1.search.encoders.transformer import TransformerEncoder
 from search_r1.search.errors import SetupError
-from search_r1.search.retrievers.settings import EncoderConfig
 
 
 def open_model(config: EncoderConfig, family: Family, max_length: int | None) -> Encoder:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 from transformers.models.dpr.modeling_dpr import DPRContextEncoder, DPRQuestionEncoder
 
+from search_r1.search.backends.settings import EncoderConfig
 from search_r1.search.encoders.batches import by_length, padded
 from search_r1.search.encoders.declaration import POOLINGS, Declaration
 from search_r1.search.encoders.interface import Vectors, facts
@@ -25,7 +26,6 @@ from search_r1.search.encoders.loading import (
     weights_digest,
 )
 from search_r1.search.errors import SetupError
-from search_r1.search.retrievers.settings import EncoderConfig
 
 logger = logging.getLogger(__name__)
 

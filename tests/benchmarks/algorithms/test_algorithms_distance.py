@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.algorithms.distance import distance, policy_positions
 from example.tiny import tiny_llama
-from verl.protocol import Origin, Prompt, Segment, Trajectory
+from verl.types import Origin, Prompt, Segment, Trajectory
 
 TRAJECTORY = Trajectory(
     Prompt("p", (1, 2, 3), "s", ("x",)),

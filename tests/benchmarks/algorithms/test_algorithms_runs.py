@@ -7,8 +7,7 @@ import pytest
 from benchmarks.algorithms.__main__ import plan, results
 from benchmarks.algorithms.runner import Result
 from benchmarks.algorithms.variants import COMMON, NUM_TRAJECTORIES, VARIANTS
-from verl.config import Config
-from verl.trainer.options import cli
+from verl.config import Config, cli
 
 RESULT = Result(1, ["a=b"], [(0, 0.25), (8, 0.5)], 1.0, 0.5, 0.1, 0.2, 3.0, 4.0)
 

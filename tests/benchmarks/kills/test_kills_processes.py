@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.kills.processes import Family, held, shared_memory
 from benchmarks.kills.schedule import Victim
-from verl.memory.machine import SHARED_MEMORY
+from verl.machine import SHARED_MEMORY
 
 PARENT = """
 import subprocess, sys, time

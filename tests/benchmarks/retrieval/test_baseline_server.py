@@ -9,9 +9,9 @@ import pytest
 from benchmarks.retrieval.answers import same
 from benchmarks.retrieval.baseline_server import Search, create_app
 from benchmarks.retrieval.corpora import encoder_folder
+from search_r1.search.backends.registry import build_retriever
+from search_r1.search.backends.settings import EncoderConfig, RetrieverConfig
 from search_r1.search.index_builder import BuildConfig, build_index
-from search_r1.search.retrievers.registry import build_retriever
-from search_r1.search.retrievers.settings import EncoderConfig, RetrieverConfig
 from search_r1.search.schema import to_wire
 from tests.apps import running
 

@@ -13,11 +13,11 @@ import torch
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer, DPRContextEncoder, DPRQuestionEncoder
 
+from search_r1.search.backends.settings import EncoderConfig
 from search_r1.search.encoder import open_encoder
 from search_r1.search.encoders.batches import by_length
 from search_r1.search.encoders.interface import Encoder
 from search_r1.search.errors import SetupError
-from search_r1.search.retrievers.settings import EncoderConfig
 
 TEXTS = [
     "who is the capital of france",

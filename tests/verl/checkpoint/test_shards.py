@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
-from tests.verl.workers import rank_bodies
-from tests.verl.workers.ranks import make_batch, run_ranks, save_tiny
+from tests.verl.training import rank_bodies
+from tests.verl.training.ranks import make_batch, run_ranks, save_tiny
 from verl import checkpoint
 from verl.single_controller.dispatch import split_by_tokens
 

@@ -19,22 +19,22 @@ from verl.core_algos.kl import KL_KINDS, kl_penalty
 from verl.core_algos.losses import AGGREGATIONS, loss_weights, value_loss, weighted_sum
 from verl.core_algos.mismatch import LEVELS, importance_weights
 from verl.core_algos.policy_losses import POLICY_LOSSES, PolicyLossInputs, likelihood_loss
-from verl.protocol import DataProto, pack
 from verl.single_controller.dispatch import split_by_tokens
+from verl.types import TokenBatch, pack
 
-TokenLoss = Callable[[DataProto], Tensor]
+TokenLoss = Callable[[TokenBatch], Tensor]
 """Losses of a batch's policy tokens, (num_policy_tokens,)."""
 
 
-def at_policy(batch: DataProto, name: str) -> Tensor:
+def at_policy(batch: TokenBatch, name: str) -> Tensor:
     return batch.tokens[name][batch.tokens["policy_mask"]]
 
 
-def ids_at_policy(batch: DataProto) -> Tensor:
+def ids_at_policy(batch: TokenBatch) -> Tensor:
     return sequence_ids(batch.offsets)[batch.tokens["policy_mask"]]
 
 
-def turns(batch: DataProto) -> Tensor:
+def turns(batch: TokenBatch) -> Tensor:
     """Numbers of the runs of policy tokens within sequences, by a loop over tokens."""
     numbers, current, previous = [], -1, (-1, False)
     mask = batch.tokens["policy_mask"].tolist()
@@ -46,7 +46,7 @@ def turns(batch: DataProto) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def policy_loss(batch: DataProto, name: str) -> Tensor:
+def policy_loss(batch: TokenBatch, name: str) -> Tensor:
     inputs = PolicyLossInputs(
         at_policy(batch, "log_probs"), at_policy(batch, "old"), at_policy(batch, "advantages"),
         ids_at_policy(batch), 0.1, 0.2,
@@ -54,22 +54,22 @@ def policy_loss(batch: DataProto, name: str) -> Tensor:
     return POLICY_LOSSES[name](inputs)[0]
 
 
-def value(batch: DataProto) -> Tensor:
+def value(batch: TokenBatch) -> Tensor:
     columns = (at_policy(batch, name) for name in ("log_probs", "old", "returns"))
     return value_loss(*columns, clip_range=0.5)
 
 
-def kl(batch: DataProto, kind: str) -> Tensor:
+def kl(batch: TokenBatch, kind: str) -> Tensor:
     return kl_penalty(at_policy(batch, "log_probs"), at_policy(batch, "reference"), kind)
 
 
-def llds(batch: DataProto, gate: Callable[[DataProto], Tensor]) -> Tensor:
+def llds(batch: TokenBatch, gate: Callable[[TokenBatch], Tensor]) -> Tensor:
     kept = at_policy(batch, "advantages") >= 0
     log_probs, old = at_policy(batch, "log_probs"), at_policy(batch, "old")
     return likelihood_loss(log_probs, old, kept, gate(batch))
 
 
-def mismatch(batch: DataProto, level: str) -> Tensor:
+def mismatch(batch: TokenBatch, level: str) -> Tensor:
     old, engine = at_policy(batch, "old"), at_policy(batch, "engine")
     weights = importance_weights(old, engine, ids_at_policy(batch), level, 2.0, 4.0)
     return weights * policy_loss(batch, "ppo")
@@ -86,7 +86,7 @@ CASES: dict[str, TokenLoss] = {
 every_case = pytest.mark.parametrize("case", list(CASES))
 
 
-def data_of(batch: Batch, aggregation: str) -> DataProto:
+def data_of(batch: Batch, aggregation: str) -> TokenBatch:
     """A mini-batch with random columns, weights of the whole, and a leaf `log_probs`."""
     near = batch.column(1)
     columns = {
@@ -99,16 +99,16 @@ def data_of(batch: Batch, aggregation: str) -> DataProto:
         "engine": near + batch.column(6, 0.3),
         "weights": loss_weights(batch.mask, batch.offsets, aggregation, 7.0).double(),
     }
-    return DataProto(batch.offsets, columns)
+    return TokenBatch(batch.offsets, columns)
 
 
-def total(parts: Sequence[DataProto], case: str) -> Tensor:
+def total(parts: Sequence[TokenBatch], case: str) -> Tensor:
     """The loss of a mini-batch that was divided into `parts`."""
     losses = (weighted_sum(CASES[case](part), at_policy(part, "weights")) for part in parts)
     return torch.stack(list(losses)).sum()
 
 
-def assert_same(parts: Sequence[DataProto], whole: DataProto, case: str) -> None:
+def assert_same(parts: Sequence[TokenBatch], whole: TokenBatch, case: str) -> None:
     """Loss and gradient of the parts are those of the whole."""
     leaf, results = whole.tokens["log_probs"], []
     for batch in (parts, [whole]):
@@ -117,7 +117,7 @@ def assert_same(parts: Sequence[DataProto], whole: DataProto, case: str) -> None
     torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-9)
 
 
-def draw_batch(batch: Batch, data: st.DataObject) -> DataProto:
+def draw_batch(batch: Batch, data: st.DataObject) -> TokenBatch:
     return data_of(batch, data.draw(st.sampled_from(AGGREGATIONS)))
 
 
@@ -163,7 +163,7 @@ def test_line_03_no_loss_reads_an_observation(case: str, junk: float) -> None:
         if name != "policy_mask"
     }
     leaf = spoilt["log_probs"].requires_grad_()
-    other = DataProto(DIALOGUES.offsets, {**spoilt, "policy_mask": mask})
+    other = TokenBatch(DIALOGUES.offsets, {**spoilt, "policy_mask": mask})
     (gradient,) = torch.autograd.grad(total([other], case), leaf)
     (expected,) = torch.autograd.grad(total([plain], case), plain.tokens["log_probs"])
     assert torch.equal(total([other], case), total([plain], case))

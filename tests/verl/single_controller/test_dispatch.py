@@ -4,15 +4,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.protocol import DataProto
 from verl.single_controller.dispatch import join_tokens, split_by_tokens, split_groups
+from verl.types import TokenBatch
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=10), st.integers(1, 4))
 def test_join_undoes_split(lengths: list[int], num_ranks: int) -> None:
     """What each rank computes per token returns to the token it was computed for."""
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    batch = DataProto(offsets, {"input_ids": torch.arange(int(offsets[-1]))})
+    batch = TokenBatch(offsets, {"input_ids": torch.arange(int(offsets[-1]))})
     split = split_by_tokens(batch, num_ranks)
     outputs = [shard.tokens["input_ids"] * 2 for shard in split.shards]
     assert torch.equal(join_tokens(outputs, split, batch), torch.arange(int(offsets[-1])) * 2)

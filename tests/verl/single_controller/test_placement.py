@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from verl.single_controller.lifeline import MARK
+from verl.single_controller.actors import RayWorkerGroup
 from verl.single_controller.placement import (
     create_rollout_group,
     create_trainer_group,
     nodes_of,
     reserve,
 )
-from verl.single_controller.ray_group import RayWorkerGroup
+from verl.single_controller.reaper import MARK
 from verl.trainer.cluster import JOB_CONFIG
 from verl.trainer.groups import gpu_threads
 

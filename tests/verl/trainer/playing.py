@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Sequence
 
-from search_r1.llm_agent.generation import AgentConfig, SearchAgent
+from search_r1.agent.generation import AgentConfig, SearchAgent
 from search_r1.search.client import RetrievalClient
 from tests.fakes import ByteTokenizer, ScriptedEngine
-from verl.protocol import Engine, Sampling, Trajectory
-from verl.trainer.resilience import outages
+from verl.rollout import retry as outages
+from verl.types import Engine, Sampling, Trajectory
 
 
 class InProcess:

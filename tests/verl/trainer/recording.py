@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from verl.protocol import DataProto, Origin, Prompt, Sampling, Segment, Status, Trajectory
-from verl.reward import Reward
-from verl.workers.devices import PeakMemory
+from verl.rewards.interface import Reward
+from verl.training.devices import PeakMemory
+from verl.types import Origin, Prompt, Sampling, Segment, Status, TokenBatch, Trajectory
 
 
 class RecordingReplicas:
@@ -49,29 +49,29 @@ class RecordingRanks:
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
-        self.mini_batches: list[DataProto] = []
+        self.mini_batches: list[TokenBatch] = []
         self.card: float | None = None
         self.peak: PeakMemory | None = None
 
-    def _zeros(self, name: str, batch: DataProto) -> torch.Tensor:
+    def _zeros(self, name: str, batch: TokenBatch) -> torch.Tensor:
         self.log.append(name)
         return torch.zeros(batch.num_tokens)
 
-    def log_probs(self, batch: DataProto) -> torch.Tensor:
+    def log_probs(self, batch: TokenBatch) -> torch.Tensor:
         return self._zeros("log_probs", batch)
 
-    def ref_log_probs(self, batch: DataProto) -> torch.Tensor:
+    def ref_log_probs(self, batch: TokenBatch) -> torch.Tensor:
         return self._zeros("ref_log_probs", batch)
 
-    def values(self, batch: DataProto) -> torch.Tensor:
+    def values(self, batch: TokenBatch) -> torch.Tensor:
         return self._zeros("values", batch)
 
-    def update_actor(self, mini: DataProto) -> dict[str, float]:
+    def update_actor(self, mini: TokenBatch) -> dict[str, float]:
         self.log.append("update_actor")
         self.mini_batches.append(mini)
         return {"actor/pg_loss": 0.0}
 
-    def update_critic(self, mini: DataProto) -> dict[str, float]:
+    def update_critic(self, mini: TokenBatch) -> dict[str, float]:
         self.log.append("update_critic")
         return {"critic/vf_loss": 0.0}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.config import Config
+from verl.config import Config, cli
 from verl.errors import ConfigError
 from verl.trainer import cluster
 from verl.trainer.cluster import (
@@ -22,8 +22,7 @@ from verl.trainer.cluster import (
     shared_memory_problems,
     unseen,
 )
-from verl.trainer.options import cli
-from verl.workers.devices import engine_takes_adapter
+from verl.training.devices import engine_takes_adapter
 
 REQUIRED = ["data.train_files=t.parquet", "data.val_files=v.parquet"]
 

@@ -7,22 +7,24 @@ import pytest
 from tests.verl.trainer.recording import RecordingReplicas, prompts, score_by_sample
 from verl.config import Config
 from verl.data import PromptSampler
-from verl.protocol import Trajectory
-from verl.reward import EachAlone, Reward, RewardFn
-from verl.trainer.collection import Collector
+from verl.rewards.interface import EachAlone, Reward, RewardFn
+from verl.rollout.retry import RetryingRollout
+from verl.trainer.collection import RolloutCollector
 from verl.trainer.metrics import Timings
-from verl.trainer.resilience.outages import PatientRollout
+from verl.types import Trajectory
 
 
-def make_collector(replicas: RecordingReplicas, reward: RewardFn = score_by_sample) -> Collector:
+def make_collector(
+    replicas: RecordingReplicas, reward: RewardFn = score_by_sample
+) -> RolloutCollector:
     config = Config()
     config.data.train_batch_size = 4
     config.actor_rollout_ref.rollout.n_agent = 3
     config.algorithm.filter_groups.enable = True
     config.algorithm.filter_groups.max_num_gen_batches = 3
     sampler = PromptSampler(8, 4, shuffle=True, seed=0)
-    rollout = PatientRollout(replicas, config.retriever)
-    return Collector(config, rollout, prompts(8), sampler, EachAlone(reward))
+    rollout = RetryingRollout(replicas, config.retriever)
+    return RolloutCollector(config, rollout, prompts(8), sampler, EachAlone(reward))
 
 
 def score_hotpotqa_only(trajectory: Trajectory) -> Reward:

@@ -14,10 +14,10 @@ from torch import Tensor
 from tests.verl.jagged_batches import fast
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
-from verl.protocol import DataProto, Origin, Prompt, Segment, Trajectory
-from verl.reward import Reward
+from verl.rewards.interface import Reward
 from verl.trainer.collection import Samples
 from verl.trainer.experience import add_advantages, assemble, mini_batches
+from verl.types import Origin, Prompt, Segment, TokenBatch, Trajectory
 
 PROMPT = Prompt("nq#0", (1, 2), "nq", ("gold",))
 Turns = Sequence[tuple[int, int]]
@@ -39,7 +39,7 @@ def samples_of(dialogues: Sequence[Turns], scores: Sequence[float]) -> Samples:
     return Samples(trajectories, [Reward(score) for score in scores])
 
 
-def prepared(config: Config, samples: Samples, seed: int = 0) -> DataProto:
+def prepared(config: Config, samples: Samples, seed: int = 0) -> TokenBatch:
     """The assembled batch with the columns that ranks would have filled in."""
     batch = assemble(samples, config)
     generator = torch.Generator().manual_seed(seed)
@@ -62,7 +62,7 @@ class OriginalGae:
     lam: float
     beta: float
 
-    def of(self, batch: DataProto) -> tuple[Tensor, Tensor]:
+    def of(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Whitened advantages and returns, (num_tokens,), 0 in the prompt."""
         names = ("response_mask", "policy_mask", "values", "old_log_probs", "ref_log_probs")
         columns = {name: batch.tokens[name].double().tolist() for name in names}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from verl.errors import SaveError
-from verl.single_controller.ray_group import Place
+from verl.single_controller.actors import Place
 from verl.trainer.groups import TrainerRanks
-from verl.workers.devices import PeakMemory
+from verl.training.devices import PeakMemory
 
 
 class Answers:

@@ -5,14 +5,14 @@ import time
 import pytest
 import torch
 
-from verl.protocol import DataProto, Prompt, Status, Trajectory
-from verl.trainer.guard.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, SEARCH
+from verl.monitor.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, SEARCH
 from verl.trainer.metrics import (
     Timings,
     conduct_metrics,
     rollout_metrics,
     throughput_metrics,
 )
+from verl.types import Prompt, Status, TokenBatch, Trajectory
 
 PROMPT = Prompt("q", (1,), "nq", ("a",))
 
@@ -52,14 +52,14 @@ def test_parts_of_a_phase_do_not_count_twice() -> None:
     """The throughput divides by the phases' seconds, in which those of their parts are."""
     timings = Timings()
     timings.seconds |= {"gen": 2.0, "update_weights": 1.0, "update_weights/load": 0.75}
-    batch = DataProto(torch.tensor([0, 4, 12]))
+    batch = TokenBatch(torch.tensor([0, 4, 12]))
     assert throughput_metrics(batch, timings, 1)["perf/throughput"] == pytest.approx(12 / 3)
     assert timings.metrics()["timing_s/update_weights/load"] == 0.75
 
 
 def test_tokens_of_a_gpu_are_over_the_whole_step() -> None:
     """What lies between the phases counts too, and the ranks share the tokens."""
-    timings, batch = Timings(), DataProto(torch.tensor([0, 4, 12]))
+    timings, batch = Timings(), TokenBatch(torch.tensor([0, 4, 12]))
     time.sleep(0.02)
     earlier = timings.step
     found = throughput_metrics(batch, timings, 3)["perf/tokens_per_second_per_gpu"]

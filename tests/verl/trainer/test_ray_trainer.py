@@ -19,10 +19,10 @@ from tests.verl.trainer.recording import (
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.errors import RetrieverError
-from verl.tracking import MemoryTracker, Tracking
-from verl.trainer.performance import PHASES_OF_RANKS
+from verl.monitor.performance import PHASES_OF_RANKS
+from verl.monitor.tracking import MemoryTracker, Tracking
 from verl.trainer.ray_trainer import RayPPOTrainer
-from verl.workers.devices import PeakMemory
+from verl.training.devices import PeakMemory
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from tests.verl.trainer.recording import RecordingRanks, RecordingReplicas, prom
 from verl.config import Config
 from verl.config.reward import PlateauConfig, StageConfig
 from verl.core_algos.kl import FixedKLController
-from verl.reward import EachAlone, Reward
-from verl.reward_stages import Stage, StagedReward
-from verl.tracking import MemoryTracker, Tracking
+from verl.monitor.tracking import MemoryTracker, Tracking
+from verl.rewards.interface import EachAlone, Reward
+from verl.rewards.stages import Stage, StagedReward
 from verl.trainer.ray_trainer import RayPPOTrainer
 
 

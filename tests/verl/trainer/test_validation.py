@@ -8,9 +8,9 @@ import pytest
 from tests.verl.trainer.recording import RecordingReplicas, prompts
 from verl.config import Config
 from verl.errors import RetrieverOutage
-from verl.reward import EachAlone, Reward
+from verl.rewards.interface import EachAlone, Reward
+from verl.rollout.retry import RetryingRollout
 from verl.trainer.metrics import Metrics
-from verl.trainer.resilience.outages import PatientRollout
 from verl.trainer.validation import sample, validate
 
 
@@ -37,7 +37,7 @@ def test_line_13_validation_is_greedy_unless_the_original_is_asked_for() -> None
 def validated(replicas: RecordingReplicas, dialogues: Path) -> Metrics:
     """Six rows, each of which scores 1 where it could be played."""
     config = Config()
-    rollout = PatientRollout(replicas, config.retriever)
+    rollout = RetryingRollout(replicas, config.retriever)
     reward = EachAlone(lambda trajectory: Reward(1.0, {"em": 1.0}))
     return validate(config, rollout, prompts(6), reward, dialogues)
 

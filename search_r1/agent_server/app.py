@@ -1,0 +1,149 @@
+"""The service's routes: chat completions, models and health."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from search_r1.agent_server.answers import Envelope
+from search_r1.agent_server.errors import ApiError, answer_errors
+from search_r1.agent_server.requests import ChatRequest, Order, understand
+from search_r1.agent_server.streaming import Listener, events, outcome, unless_left
+from search_r1.agent_server.thoughts import Thoughts, reasoning
+from search_r1.inference.dialogue import SILENCE, Asker, Hearer, Reply
+from search_r1.search.client import RetrievalClient
+from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
+from verl import __version__
+
+CLIENT_CLOSED = 499
+"""What is noted, by convention, where nobody waits for an answer any more."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """An agent under a name, and the token that it is asked for, if any."""
+
+    asker: Asker
+    name: str
+    token: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def model(self) -> dict[str, Any]:
+        """The only model there is."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "search-r1",
+        }
+
+    def require(self, name: str) -> None:
+        """Raise ApiError for another model."""
+        if name != self.name:
+            message = f"there is no model {name!r}; expected {self.name!r}"
+            raise ApiError(404, message, "model_not_found", "model")
+
+    async def admit(self, request: Request) -> None:
+        """Raise ApiError for a request without the token."""
+        given = request.headers.get("authorization", "").encode("latin-1")  # as it was sent
+        if self.token and not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+            raise ApiError(401, "a wrong API key, or none: send the server's", "invalid_api_key")
+
+    def dialogue(self, order: Order, hearer: Hearer) -> asyncio.Task[Reply]:
+        """The dialogue, started."""
+        return asyncio.ensure_future(
+            self.asker.ask(
+                order.question,
+                order.prompt,
+                hearer,
+                sampling=order.sampling,
+                seed=order.seed,
+                max_tokens=order.max_tokens,
+            )
+        )
+
+    async def whole(self, order: Order, envelope: Envelope) -> Response:
+        """One answer after the end."""
+        reply = await outcome(self.dialogue(order, SILENCE))
+        thinking = reasoning(reply.turns, self._tags, self._special_tokens)
+        return JSONResponse(envelope.completion(reply, thinking))
+
+    async def stream(self, order: Order, envelope: Envelope) -> Response:
+        """A stream, begun with its first delta, so that an early error has a status of its own."""
+        listener = Listener(Thoughts(self._tags, self._special_tokens))
+        work = self.dialogue(order, listener)
+        work.add_done_callback(lambda _: listener.close())
+        try:
+            first = await listener.next()
+            if first is None:
+                await outcome(work)
+        except BaseException:
+            work.cancel()
+            raise
+        parts = events(envelope, first, listener, work, order.includes_usage)
+        return StreamingResponse(parts, media_type="text/event-stream")
+
+    async def check_health(self) -> None:
+        """Raise ApiError when no search could be answered."""
+        retrieval = self.asker.agent.retrieval
+        if not isinstance(retrieval, RetrievalClient):
+            return
+        try:
+            await retrieval.health()
+        except RetrieverRefused:
+            return  # a server of another make has no /health, but it answers
+        except RetrieverUnavailable as error:
+            raise ApiError(503, str(error), "retriever_unavailable") from error
+
+    @property
+    def _tags(self) -> Any:
+        return self.asker.agent.config.template.tags
+
+    @property
+    def _special_tokens(self) -> list[str]:
+        return self.asker.agent.tokenizer.all_special_tokens
+
+
+def build_app(service: Service) -> FastAPI:
+    """The routes of a service."""
+    app = FastAPI(title="Search-R1 agent", version=__version__)
+    answer_errors(app)
+    app.include_router(_guarded(service))
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        await service.check_health()
+        return {"status": "ok", "model": service.name}
+
+    return app
+
+
+def _guarded(service: Service) -> APIRouter:
+    """What wants the token, where there is one."""
+    router = APIRouter(prefix="/v1", dependencies=[Depends(service.admit)])
+
+    @router.get("/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [service.model()]}
+
+    @router.get("/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.require(name)
+        return service.model()
+
+    @router.post("/chat/completions", response_model=None)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        service.require(body.model)
+        order, envelope = understand(body, service.asker), Envelope(service.name)
+        answer = service.stream if body.stream else service.whole
+        return await unless_left(request, answer(order, envelope)) or Response(
+            status_code=CLIENT_CLOSED
+        )
+
+    return router

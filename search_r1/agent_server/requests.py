@@ -1,0 +1,133 @@
+"""The body of a chat completion: what is understood of it, and what is refused.
+
+A field that would change the answer and that the agent cannot honour is refused; others are
+ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from search_r1.agent_server.errors import ApiError
+from search_r1.inference.dialogue import Asker
+from verl.errors import DataError
+from verl.types import Prompt, Sampling
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "stop": ([],),
+    "tools": ([],),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "logprobs": (False,),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "modalities": (["text"],),
+    "audio": (),
+}
+"""Fields that only these values (or null) may have."""
+
+
+class Part(BaseModel):
+    """A part of a message's content."""
+
+    type: str
+    text: str = ""
+
+
+class ChatMessage(BaseModel):
+    """One message; an assistant's fields beside its content are ignored."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part] | None = None
+
+
+class StreamOptions(BaseModel):
+    """What a stream brings besides."""
+
+    include_usage: bool = False
+
+
+class ChatRequest(BaseModel):
+    """`POST /v1/chat/completions`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    messages: list[ChatMessage] = Field(min_length=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    seed: int | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+
+
+@dataclass(frozen=True)
+class Order:
+    """A request that can be carried out."""
+
+    question: str
+    prompt: Prompt
+    sampling: Sampling
+    seed: int | None
+    max_tokens: int | None
+    """What the policy may sample in all turns together."""
+    includes_usage: bool
+
+
+def understand(body: ChatRequest, asker: Asker) -> Order:
+    """What is to be done. Raises ApiError for what cannot be."""
+    _refuse_unsupported(body)
+    *before, last = body.messages
+    if last.role != "user":
+        raise ApiError(
+            400, f"the last message is of role {last.role}, expected user", None, "messages"
+        )
+    question = _text(last)
+    if not question.strip():
+        raise ApiError(400, "the last message is empty, expected a question", None, "messages")
+    earlier = tuple({"role": _role(m.role), "content": _text(m)} for m in before)
+    try:
+        prompt = asker.prompt(question, earlier)
+    except DataError as error:
+        raise ApiError(400, str(error), "context_length_exceeded", "messages") from error
+    given = {"temperature": body.temperature, "top_p": body.top_p}
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return Order(
+        question,
+        prompt,
+        replace(asker.sampling, **chosen),
+        body.seed,
+        body.max_completion_tokens or body.max_tokens,
+        bool(body.stream_options and body.stream_options.include_usage),
+    )
+
+
+def _refuse_unsupported(body: ChatRequest) -> None:
+    for name, value in (body.model_extra or {}).items():
+        if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
+            message = f"{name} is not supported by a search agent: leave it out"
+            raise ApiError(400, message, "unsupported_parameter", name)
+
+
+def _text(message: ChatMessage) -> str:
+    """The message's words; raises ApiError for images and the like."""
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    others = [part.type for part in message.content if part.type != "text"]
+    if others:
+        raise ApiError(
+            400, f"content of type {others[0]}, expected text", "unsupported_content", "messages"
+        )
+    return "\n".join(part.text for part in message.content)
+
+
+def _role(role: str) -> str:
+    """`developer` is the newer name of `system`, which chat templates know."""
+    return "system" if role == "developer" else role

@@ -1,0 +1,126 @@
+"""A dialogue as server-sent events while it happens, and one that ends when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from search_r1.agent_server.answers import Envelope, facts, finish_reason
+from search_r1.agent_server.errors import INTERNAL, ApiError
+from search_r1.agent_server.thoughts import Thoughts
+from search_r1.inference.dialogue import Hearer, Reply, Search, search_json
+from verl.errors import SearchR1Error
+from verl.types import Status
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Delta = Mapping[str, Any]
+DONE = "data: [DONE]\n\n"
+
+
+class Listener(Hearer):
+    """Turns what is heard into deltas, for whoever iterates over them."""
+
+    def __init__(self, thoughts: Thoughts) -> None:
+        self._thoughts = thoughts
+        self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+
+    def said(self, text: str) -> None:
+        """Reasoning, as far as it is decided."""
+        self._reason(self._thoughts.say(text))
+
+    def turned(self) -> None:
+        """The rest of a turn's reasoning."""
+        self._reason(self._thoughts.end_turn())
+
+    def searched(self, search: Search) -> None:
+        """A search, as soon as it is answered."""
+        self._deltas.put_nowait({"search_r1": {"searches": [search_json(search)]}})
+
+    def close(self) -> None:
+        """Nothing more will be heard."""
+        self._deltas.put_nowait(None)
+
+    async def next(self) -> Delta | None:
+        """The next delta; None at the end."""
+        return await self._deltas.get()
+
+    def _reason(self, text: str) -> None:
+        if text:
+            self._deltas.put_nowait({"reasoning_content": text})
+
+
+def checked(reply: Reply) -> Reply:
+    """The reply; raises ApiError when infrastructure broke the dialogue."""
+    if reply.status is Status.FAILED:
+        raise ApiError(503, f"the retriever failed: {reply.error}", "retriever_unavailable")
+    return reply
+
+
+async def outcome(work: asyncio.Task[Reply]) -> Reply:
+    """The reply of a dialogue; raises ApiError for whatever went wrong with it."""
+    try:
+        return checked(await work)
+    except SearchR1Error as error:
+        raise ApiError(503, str(error), "engine_unavailable") from error
+
+
+async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None, with `work` cancelled, if the client leaves before."""
+    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for either in (task, leaving):
+            either.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    """Return when the client has closed its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def events(
+    envelope: Envelope,
+    first: Delta | None,
+    listener: Listener,
+    work: asyncio.Task[Reply],
+    includes_usage: bool,
+) -> AsyncIterator[str]:
+    """The stream: role, reasoning and searches as they come, answer, end, and usage on request.
+
+    An error that comes up in mid-stream is its last event. Ends the dialogue when it is closed.
+    """
+    try:
+        yield _event(envelope.chunk({"role": "assistant", "content": ""}))
+        delta = first
+        while delta is not None:
+            yield _event(envelope.chunk(delta))
+            delta = await listener.next()
+        reply = await outcome(work)
+        if reply.answer:
+            yield _event(envelope.chunk({"content": reply.answer}))
+        yield _event(envelope.chunk({"search_r1": facts(reply)}, finish_reason(reply)))
+        if includes_usage:
+            yield _event(envelope.usage_chunk(reply))
+        yield DONE
+    except ApiError as error:
+        yield _event(error.body())
+    except Exception:
+        yield _event(INTERNAL.body())
+        raise
+    finally:
+        work.cancel()
+
+
+def _event(body: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"

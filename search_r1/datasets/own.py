@@ -1,0 +1,119 @@
+"""Questions of a user's own files: csv, jsonl or parquet, divided into training and test.
+
+A csv has a header with `question` and `answer`; several accepted answers stand in one field with
+a separator between them.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from search_r1.datasets.question import ANSWER_COLUMNS, Place, Question, read_question
+from verl.data.records import BadRow, Record, read_records
+from verl.errors import ConfigError, DataError, explain
+
+
+@dataclass(frozen=True)
+class OwnFiles:
+    """How own files are read."""
+
+    paths: Sequence[Path]
+    data_source: str | None = None
+    """Name of the set where a row has none; None takes the name of its file."""
+    split: str = ""
+    """Split of rows that name none; empty divides them by `divide`."""
+    separator: str = "|"
+    """Between the accepted answers of a csv field."""
+
+    def read(self) -> Iterator[Question | BadRow]:
+        """The questions of all files, or what is wrong with a row. Raises DataError."""
+        for path in self.paths:
+            source = self.data_source or path.stem
+            for number, record in self._records(path):
+                yield read_question(record, Place(str(path), number, source, self.split))
+
+    def _records(self, path: Path) -> Iterator[Record]:
+        if path.suffix == ".csv":
+            return _read_csv(path, self.separator)
+        return read_records(str(path), ("question",))
+
+
+def divide(questions: Sequence[Question], test_share: float, seed: int = 0) -> list[Question]:
+    """Give questions without a split theirs: `test_share` of them `test`, the others `train`.
+
+    A question's side depends on its words and the seed, not on its place, and questions of the
+    same words are on one side. Raises ConfigError for a share that leaves a side empty.
+    """
+    if not 0 <= test_share < 1:
+        fix = "give --test_share 0.1, or 0 for no test file"
+        raise ConfigError(explain("--test_share", test_share, "from 0 to below 1", fix))
+    keys = sorted({q.key for q in questions if not q.split}, key=lambda key: _rank(key, seed))
+    num_test = max(1, round(test_share * len(keys))) if test_share and keys else 0
+    if keys and num_test == len(keys):
+        got = f"{test_share} of {len(keys)} different questions"
+        fix = "give more questions, or --test_share 0 for no test file"
+        raise ConfigError(explain("--test_share", got, "some questions for both sides", fix))
+    test = set(keys[:num_test])
+    sides = {False: "train", True: "test"}
+    return [q if q.split else replace(q, split=sides[q.key in test]) for q in questions]
+
+
+def select(questions: Iterable[Question], names: Sequence[str]) -> list[Question]:
+    """The questions of the named sets, or of all for no names. Raises ConfigError."""
+    questions = list(questions)
+    known = sorted({question.data_source for question in questions})
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        fix = "correct the name, or leave the option out for all"
+        expected = f"sets of the files: {', '.join(known)}"
+        raise ConfigError(explain("--data_sources", ", ".join(wrong), expected, fix))
+    return [question for question in questions if not names or question.data_source in names]
+
+
+def _rank(key: str, seed: int) -> bytes:
+    return hashlib.sha256(f"{seed}:{key}".encode()).digest()
+
+
+def _read_csv(path: Path, separator: str) -> Iterator[Record]:
+    """Rows of a csv with their answers apart. Raises DataError for an unusable file."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, restkey="", strict=True)
+            answers = _answer_column(path, reader.fieldnames or ())
+            number = -1
+            for number, record in enumerate(reader):
+                yield number, _csv_record(path, number, reader.line_num, record, answers, separator)
+            if number < 0:
+                fix = "add a line for each question"
+                raise DataError(explain(str(path), "no rows", "at least one", fix))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        fix = "save it as csv in UTF-8, with quotes around fields that hold commas"
+        raise DataError(explain(str(path), str(error), "a csv file", fix)) from error
+
+
+def _answer_column(path: Path, names: Sequence[str]) -> str:
+    """The column of answers. Raises DataError where the header lacks it or the question."""
+    found = next((name for name in ANSWER_COLUMNS if name in names), None)
+    if found is None or "question" not in names:
+        got = f"columns {', '.join(names) or '(none)'}"
+        fix = "begin the file with the line question,answer"
+        raise DataError(explain(str(path), got, "a header with question and answer", fix))
+    return found
+
+
+def _csv_record(
+    path: Path, number: int, line: int, record: dict[str, object], column: str, separator: str
+) -> dict[str, object] | BadRow:
+    """One row with its answers as a list; a row with too many fields is bad."""
+    if "" in record:
+        fix = f"put quotes around fields that hold commas (line {line})"
+        got = f"further fields {record['']}"
+        return BadRow.at(str(path), number, "", got, "as many fields as the header", fix)
+    value = record[column]
+    parts = value.split(separator) if isinstance(value, str) and separator else [value]
+    answers = [part.strip() if isinstance(part, str) else part for part in parts]
+    return {**record, column: answers}

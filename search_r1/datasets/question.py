@@ -1,0 +1,126 @@
+"""One question of any source: read from a raw record, checked, and written as a row.
+
+A raw record has `question` and `golden_answers`, or `answers` or `answer`, which may be one text;
+`id`, `data_source` and `split` where it knows them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.data.records import BadRow, short
+
+ABILITY = "fact-reasoning"
+ANSWER_COLUMNS = ("golden_answers", "answers", "answer")
+OWN_COLUMNS = frozenset({*ANSWER_COLUMNS, "question", "id", "data_source", "split"})
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a record stands, for its identity and for complaints."""
+
+    file: str
+    number: int
+    """From 0 within the file."""
+    data_source: str
+    """The set, where the record does not name it."""
+    split: str
+    """The split it was taken from, where the record does not name it."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question that can be asked, with its accepted answers."""
+
+    id: str
+    """Unique over all sets: it starts with the set's name."""
+    text: str
+    """Without outer blanks, and with a question mark at its end."""
+    answers: tuple[str, ...]
+    data_source: str
+    split: str
+    """The split it was taken from."""
+    place: Place
+    extra: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    """Further plain values of the record; nested ones are left out."""
+
+    @property
+    def key(self) -> str:
+        """The words of the question, alike for questions that differ in case or punctuation."""
+        return " ".join(re.findall(r"\w+", self.text.lower()))
+
+
+def read_question(record: Any, place: Place) -> Question | BadRow:
+    """A raw record as a question, or what is wrong with it."""
+
+    def refuse(part: str, got: object, expected: str) -> BadRow:
+        return BadRow.at(place.file, place.number, part, short(got), expected)
+
+    if isinstance(record, BadRow):
+        return record
+    if not isinstance(record, dict):
+        return refuse("", record, "an object")
+    text = record.get("question")
+    if not isinstance(text, str) or not text.strip():
+        return refuse("question", text, "a text that is not empty")
+    column = next((name for name in ANSWER_COLUMNS if name in record), ANSWER_COLUMNS[0])
+    answers = read_answers(record.get(column))
+    if not answers:
+        return refuse(column, record.get(column), "an answer, or a list of answers, as text")
+    source = str(record.get("data_source") or place.data_source)
+    split = str(record.get("split") or place.split)
+    name = _identity(record.get("id"), source, split, place.number)
+    extra = {
+        key: value
+        for key, value in record.items()
+        if key not in OWN_COLUMNS and isinstance(value, str | int | float | bool)
+    }
+    return Question(name, as_question(text), answers, source, split, place, extra)
+
+
+def as_question(text: str) -> str:
+    """The text without outer blanks and with a question mark at its end, as in the original."""
+    text = text.strip()
+    return text if text.endswith("?") else text + "?"
+
+
+def read_answers(value: Any) -> tuple[str, ...]:
+    """The accepted answers, empty ones left out; () where the value is no text or list of texts."""
+    answers = [value] if isinstance(value, str) else value
+    if not isinstance(answers, Sequence) or not all(isinstance(one, str) for one in answers):
+        return ()
+    return tuple(one for one in answers if one.strip())
+
+
+def to_row(
+    question: Question, prompt: str, role: str, index: int, *, keep_extra: bool = False
+) -> dict[str, Any]:
+    """The row of a question file; `role` (train, test) and `index` are the original's."""
+    more = question.extra if keep_extra else {}
+    return {
+        "id": question.id,
+        "question": question.text,
+        "golden_answers": list(question.answers),
+        "data_source": question.data_source,
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": ABILITY,
+        "reward_model": {"style": "rule", "ground_truth": {"target": list(question.answers)}},
+        "extra_info": {
+            **more,
+            "split": role,
+            "index": index,
+            "id": question.id,
+            "question": question.text,
+            "source_split": question.split,
+        },
+    }
+
+
+def _identity(given: Any, source: str, split: str, number: int) -> str:
+    """The record's own id, or its place, after the name of the set."""
+    place = f"{split}_{number}" if split else str(number)
+    name = str(given) if given not in (None, "") else place
+    return name if name.startswith(f"{source}_") else f"{source}_{name}"

@@ -1,0 +1,113 @@
+"""Documents for questions that are asked without searching: from a server, or from a cache file.
+
+A cache is the original's: a JSON object from the question to its hits, best first, each with the
+`id` of a passage of the corpus.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from search_r1.datasets.question import Question, as_question
+from search_r1.search.client import RetrievalClient
+from search_r1.search.corpus import Corpus
+from search_r1.search.errors import SearchError
+from search_r1.search.index.progress import progress
+from search_r1.search.schema import Document
+from verl.errors import ConfigError, DataError, RetrieverError, explain
+
+AT_ONCE = 512
+"""Questions that wait for the server at one time."""
+
+
+class Finder(Protocol):
+    """Whatever knows the documents of questions."""
+
+    def find(self, questions: Sequence[Question]) -> list[list[Document]]:
+        """The documents of each question, best first."""
+        ...
+
+
+class ServerFinder:
+    """Asks a retrieval server for each question."""
+
+    def __init__(self, url: str, topk: int) -> None:
+        """`topk` documents a question. Raises ConfigError for an address that is none."""
+        try:
+            self._client = RetrievalClient(url, topk)
+        except ValueError as error:
+            fix = "give --retriever_url http://HOST:PORT/retrieve"
+            raise ConfigError(explain("--retriever_url", str(error), "an address", fix)) from error
+
+    def find(self, questions: Sequence[Question]) -> list[list[Document]]:
+        """The server's documents. Raises RetrieverError where it does not answer."""
+        try:
+            return asyncio.run(self._find([question.text for question in questions]))
+        except SearchError as error:
+            fix = "start it (bash retrieval_launch.sh) and name it by --retriever_url"
+            raise RetrieverError(
+                explain("--retriever_url", str(error), "a search server", fix)
+            ) from error
+
+    async def _find(self, texts: Sequence[str]) -> list[list[Document]]:
+        found: list[list[Document]] = []
+        async with self._client as client:
+            await client.health()
+            with progress("find documents", "questions", len(texts)) as report:
+                for start in range(0, len(texts), AT_ONCE):
+                    some = texts[start : start + AT_ONCE]
+                    found += await asyncio.gather(*(client.search(text) for text in some))
+                    report(len(found))
+        return found
+
+
+class CacheFinder:
+    """Reads caches of hits and takes the passages from their corpus."""
+
+    def __init__(self, caches: Sequence[Path], corpus: Path, topk: int) -> None:
+        """The first `topk` hits of each question. Raises DataError for an unusable file."""
+        self._hits: dict[str, list[str]] = {}
+        for cache in caches:
+            self._hits |= {as_question(text): ids for text, ids in _read_cache(cache, topk)}
+        self._documents = _read_documents(corpus, {i for ids in self._hits.values() for i in ids})
+        self._names = ", ".join(map(str, caches))
+
+    def find(self, questions: Sequence[Question]) -> list[list[Document]]:
+        """The cached documents. Raises DataError for questions that no cache has."""
+        missing = [question for question in questions if question.text not in self._hits]
+        if missing:
+            got = f"no hits for {len(missing)} of {len(questions)} questions: {missing[0].text!r}"
+            fix = "give the caches of these splits, or a server by --retriever_url"
+            raise DataError(explain(self._names, got, "hits for every question", fix))
+        return [[self._documents[i] for i in self._hits[q.text]] for q in questions]
+
+
+def _read_cache(path: Path, topk: int) -> Iterator[tuple[str, list[str]]]:
+    """Questions and the ids of their best passages."""
+    try:
+        content: Mapping[str, Any] = json.loads(path.read_bytes())
+        yield from (
+            (text, [str(hit["id"]) for hit in hits[:topk]]) for text, hits in content.items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        got = f"{type(error).__name__}: {error}"
+        expected = '{"question": [{"id": "7"}, ...], ...}'
+        raise DataError(explain(str(path), got, expected, "build the cache again")) from error
+
+
+def _read_documents(path: Path, wanted: set[str]) -> dict[str, Document]:
+    """The wanted passages of a corpus by id. Raises DataError where some are missing."""
+    try:
+        documents = {one.id: one for one in Corpus.open(path) if one.id in wanted}
+    except SearchError as error:
+        raise DataError(explain(str(path), str(error), "a corpus", "correct it")) from error
+    missing = sorted(wanted - documents.keys())
+    if missing:
+        got = f"{len(missing)} ids of the caches are not in it, such as {missing[0]!r}"
+        fix = "give the corpus that the caches were made of by --corpus_path"
+        raise DataError(explain(str(path), got, "the caches' passages", fix))
+    return documents

@@ -1,0 +1,244 @@
+"""One question asked of an agent: heard as it happens, and its outcome as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+from search_r1.agent.generation import SearchAgent
+from search_r1.agent.tags import ActionKind, parse_action
+from search_r1.search.retrieval import Retrieval
+from search_r1.search.schema import Document
+from verl.data import Tokenizer, render
+from verl.data.rows import Message, Row
+from verl.errors import DataError, explain
+from verl.types import (
+    Completion,
+    Engine,
+    Origin,
+    Prompt,
+    Sampling,
+    Status,
+    Trajectory,
+    start_trajectory,
+)
+
+
+@runtime_checkable
+class StreamingEngine(Protocol):
+    """An engine whose text can be heard while it is sampled; others are heard turn by turn."""
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Callable[[str], None]
+    ) -> Completion:
+        """As `Engine.generate`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Search:
+    """One search that was carried out, and what it found, best first."""
+
+    query: str
+    documents: tuple[Document, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A document that some search found."""
+
+    document: Document
+    searches: tuple[int, ...]
+    """Which searches found it, counted from 1."""
+
+
+class Hearer:
+    """Hears a dialogue as it happens; this one keeps silent."""
+
+    def said(self, text: str) -> None:
+        """The policy's next words, tags included."""
+
+    def turned(self) -> None:
+        """The policy's turn is over."""
+
+    def searched(self, search: Search) -> None:
+        """A search was answered."""
+
+    def corrected(self, text: str) -> None:
+        """What the policy was told after a turn without an action."""
+
+
+SILENCE = Hearer()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How a dialogue ended."""
+
+    question: str
+    answer: str | None
+    """What the policy closed as its answer; None without one."""
+    searches: tuple[Search, ...]
+    trajectory: Trajectory
+
+    @property
+    def status(self) -> Status:
+        return self.trajectory.status
+
+    @property
+    def error(self) -> str:
+        """What failed, when the status is failed."""
+        return self.trajectory.error
+
+    @property
+    def turns(self) -> list[str]:
+        """The policy's turns that have any text."""
+        policy = (s for s in self.trajectory.segments if s.origin is Origin.POLICY)
+        return [segment.text for segment in policy if segment.ids]
+
+    @property
+    def sources(self) -> list[Source]:
+        """Each document once, in the order in which they were found."""
+        found: dict[str, tuple[Document, list[int]]] = {}
+        for number, search in enumerate(self.searches, start=1):
+            for document in search.documents:
+                numbers = found.setdefault(document.id, (document, []))[1]
+                if number not in numbers:
+                    numbers.append(number)
+        return [Source(document, tuple(numbers)) for document, numbers in found.values()]
+
+    def to_json(self) -> dict[str, Any]:
+        """What `--json` prints: the outcome, the searches and the whole dialogue."""
+        return {
+            "question": self.question,
+            "answer": self.answer,
+            "status": self.status.value,
+            "error": self.error,
+            "searches": [search_json(search) for search in self.searches],
+            "segments": [
+                {"origin": segment.origin.name.lower(), "text": segment.text}
+                for segment in self.trajectory.segments
+                if segment.origin is not Origin.PROMPT
+            ],
+            "stats": self.trajectory.stats,
+        }
+
+
+def search_json(search: Search) -> dict[str, Any]:
+    """A search with ids and titles of what it found."""
+    documents = [{"id": d.id, "title": d.title} for d in search.documents]
+    return {"query": search.query, "documents": documents}
+
+
+@dataclass
+class _Heard:
+    """Stands before one dialogue's engine and its retriever, and lets `hearer` hear both."""
+
+    engine: Engine
+    retrieval: Retrieval
+    hearer: Hearer
+    correction: str
+    max_tokens: int | None
+    """What the policy may sample in all turns together."""
+    searches: list[Search] = field(default_factory=list)
+    _is_corrected: bool = False
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """One turn; nothing once `max_tokens` is spent."""
+        if self.max_tokens is not None:
+            if not self.max_tokens:
+                return Completion((), (), "", "length")
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, self.max_tokens))
+        if self._is_corrected:
+            self.hearer.corrected(self.correction)
+        completion = await self._turn(prompt_ids, sampling)
+        self.hearer.turned()
+        if self.max_tokens is not None:
+            self.max_tokens -= len(completion.ids)
+        self._is_corrected = True
+        return completion
+
+    async def _turn(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        if isinstance(self.engine, StreamingEngine):
+            return await self.engine.stream(prompt_ids, sampling, self.hearer.said)
+        completion = await self.engine.generate(prompt_ids, sampling)
+        self.hearer.said(completion.text)
+        return completion
+
+    async def search(self, query: str) -> list[Document]:
+        """What the retriever finds. A search that fails is not noted."""
+        documents = await self.retrieval.search(query)
+        self.searches.append(Search(query, tuple(documents)))
+        self.hearer.searched(self.searches[-1])
+        self._is_corrected = False
+        return documents
+
+
+@dataclass(frozen=True)
+class Asker:
+    """An agent with its running engine: what answers questions."""
+
+    agent: SearchAgent
+    engine: Engine
+    tokenizer: Tokenizer
+    sampling: Sampling
+    """Temperature and nucleus of every dialogue, unless it brings its own."""
+    seed: int | None
+    max_start_length: int
+    """Tokens of the longest prompt that is accepted."""
+    num_at_once: int = 1
+    """Dialogues that the engine takes together."""
+
+    def prompt(self, question: str, before: Sequence[Message] = ()) -> Prompt:
+        """The question in the agent's wording, after the messages `before` as they are.
+
+        Raises DataError when it is too long.
+        """
+        wording = self.agent.config.template.user_prompt(question)
+        return self.render((*before, {"role": "user", "content": wording}))
+
+    def render(self, messages: str | Sequence[Message], uid: str = "question") -> Prompt:
+        """Messages as token ids. Raises DataError when they are too long."""
+        text = messages if isinstance(messages, str) else tuple(messages)
+        prompt = render(Row(uid, 0, text, "asked", ()), self.tokenizer)
+        if len(prompt.ids) > self.max_start_length:
+            got = f"{len(prompt.ids)} tokens"
+            fix = f"shorten it, or start with --max-start-length {len(prompt.ids)}"
+            raise DataError(explain("prompt", got, f"at most {self.max_start_length}", fix))
+        return prompt
+
+    async def ask(
+        self,
+        question: str,
+        prompt: Prompt,
+        hearer: Hearer = SILENCE,
+        *,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Reply:
+        """Play one dialogue.
+
+        `max_tokens` bounds what the policy samples in all turns together. A search that fails ends
+        in the status failed. Raises SearchR1Error when the engine cannot answer.
+        """
+        wording = self.agent.config.template
+        heard = _Heard(
+            self.engine, self.agent.retrieval, hearer, wording.invalid_action, max_tokens
+        )
+        start = start_trajectory(prompt, seed=self.seed if seed is None else seed)
+        agent = replace(self.agent, retrieval=heard)
+        end = await agent.run(start, heard, self.sampling if sampling is None else sampling)
+        return Reply(question, self._answer(end), tuple(heard.searches), end)
+
+    def _answer(self, end: Trajectory) -> str | None:
+        if end.status is not Status.ANSWERED:
+            return None
+        action = parse_action(end.segments[-1].text, self.agent.config.template.tags)
+        return action.content if action.kind is ActionKind.ANSWER else None
+
+
+def past(question: str, answer: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """An earlier question and its answer, as messages that a follow-up stands after."""
+    return {"role": "user", "content": question}, {"role": "assistant", "content": answer}

@@ -1,0 +1,148 @@
+"""From what `--model` names to a folder of weights with a tokenizer, and to a running engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
+
+from search_r1.agent.generation import SearchAgent, build_agent
+from search_r1.inference.adapter import merge
+from search_r1.inference.options import AgentOptions
+from verl.checkpoint import STEP_NAME, export, is_complete, step_of
+from verl.config import Config
+from verl.errors import ModelError, explain
+from verl.rollout import RolloutReplica
+from verl.rollout.remote_engine import RemoteEngine
+from verl.rollout.transformers_engine import TransformersEngine
+from verl.training.devices import device_type, dtype_name, resolve_dtype
+from verl.types import Engine
+
+logger = logging.getLogger(__name__)
+
+Options = TypeVar("Options", bound=AgentOptions)
+
+FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+"""What is needed of a model on a hub."""
+WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+"""What a Hugging Face folder holds one of, once its weights are written."""
+
+
+def at_last_step(options: Options) -> Options:
+    """The options with the last step where `--model` names a run's folder, or its `actor/`.
+
+    A step is a checkpoint of ours, or `actor/global_step_N` as the original writes it: a Hugging
+    Face folder.
+    """
+    run = Path(options.model)
+    if STEP_NAME.fullmatch(run.name) or (run / "config.json").is_file():
+        return options
+    found = [*run.glob("global_step_*"), *run.glob("actor/global_step_*")]
+    steps = [step for step in found if is_complete(step) or _has_model(step)]
+    if not steps:
+        return options
+    last = max(steps, key=step_of)
+    logger.warning("--model %s is a run: its last step, %s, is taken", run, last)
+    return replace(options, model=str(last))
+
+
+def _has_model(step: Path) -> bool:
+    """Whether a folder `global_step_N` is itself a Hugging Face model."""
+    is_step = STEP_NAME.fullmatch(step.name) is not None and (step / "config.json").is_file()
+    return is_step and any((step / name).is_file() for name in WEIGHTS)
+
+
+@contextlib.contextmanager
+def model_folder(name: str, dtype: str, adapter: str | None = None) -> Iterator[Path]:
+    """The folder of the model `name` with the adapter's share added, if there is one.
+
+    The model is a folder itself (as the original's checkpoints are), the export of a checkpoint of
+    ours, or what a hub gives. What is written is temporary. Raises ModelError, or ConfigError for
+    an unfinished checkpoint.
+    """
+    with _plain_folder(name, dtype) as base:
+        if adapter is None:
+            yield base
+            return
+        with tempfile.TemporaryDirectory(prefix="adapted-") as folder:
+            yield merge(base, Path(adapter), Path(folder) / "model", dtype)
+
+
+@contextlib.contextmanager
+def _plain_folder(name: str, dtype: str) -> Iterator[Path]:
+    """The folder of the model `name`, without an adapter."""
+    path = Path(name)
+    if STEP_NAME.fullmatch(path.name) and path.is_dir() and not _has_model(path):
+        with tempfile.TemporaryDirectory(prefix="exported-") as folder:
+            yield export(path, Path(folder) / "model", dtype=dtype)
+    elif path.is_dir():
+        if not (path / "config.json").is_file():
+            raise _no_model(name, "a folder without config.json")
+        yield path
+    else:
+        try:
+            yield Path(snapshot_download(name, allow_patterns=list(FILES)))
+        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            raise _no_model(name, f"no such folder, and no hub ({_first_line(error)})") from error
+
+
+def load_agent(config: Config) -> SearchAgent:
+    """The agent of a training run with these options; raises ModelError without a tokenizer."""
+    try:
+        return build_agent(config)
+    except (OSError, ValueError) as error:
+        name = config.actor_rollout_ref.model.path
+        raise _no_model(name, f"no tokenizer ({_first_line(error)})") from error
+
+
+def _no_model(name: str, got: str) -> ModelError:
+    fix = "give the folder of a Hugging Face model, a hub name, or a complete global_step_N"
+    return ModelError(explain(f"--model {name}", got, "a model", fix))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]
+
+
+def computed_dtype(options: AgentOptions) -> str:
+    """bfloat16, float16 or float32: what the engine on this machine computes in."""
+    device = torch.device(device_type(options.device))
+    return dtype_name(resolve_dtype(options.dtype, device))
+
+
+@contextlib.asynccontextmanager
+async def running_engine(
+    options: AgentOptions, config: Config, agent: SearchAgent
+) -> AsyncIterator[Engine]:
+    """The engine that the options ask for, ended with the context.
+
+    vLLM runs as in training: a `RolloutReplica`, here without Ray.
+    """
+    folder = config.actor_rollout_ref.model.path
+    if options.endpoint:
+        served = options.served_model or options.model
+        yield RemoteEngine(options.endpoint, served, agent.tokenizer)
+    elif options.engine == "transformers":
+        device = device_type(options.device)
+        yield TransformersEngine.from_folder(folder, device, computed_dtype(options))
+    else:
+        replica = RolloutReplica(config, lambda _: agent, replica=0)
+        await replica.start()
+        try:
+            yield replica.engine
+        finally:
+            await replica.shutdown()

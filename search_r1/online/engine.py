@@ -1,0 +1,175 @@
+"""The engine that asks a search service: one request per query, many at once, answers kept."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from search_r1.online.addresses import AddressPolicy
+from search_r1.online.cache import AnswerCache, Cache, RecentAnswers
+from search_r1.online.fetch import PageFetcher
+from search_r1.online.keys import read_credentials
+from search_r1.online.service import Ask, Found
+from search_r1.online.services import SERVICES
+from search_r1.online.upstream import Upstream
+from search_r1.search.backends.base import Retriever, fingerprint
+from search_r1.search.backends.settings import OnlineConfig, RetrieverConfig
+from search_r1.search.errors import SetupError
+from search_r1.search.extras import install_command
+from search_r1.search.schema import Document, Hit
+from search_r1.search.stages import stage
+
+T = TypeVar("T")
+NUM_REQUESTS = 16
+"""Requests to the service, and pages, that are under way at once."""
+
+
+class Pages(Protocol):
+    """Where the text of a page comes from; None where there is none to be had."""
+
+    def text(self, url: str) -> str | None:
+        """The text of the page at `url`."""
+        ...
+
+    def close(self) -> None:
+        """Let go of connections."""
+        ...
+
+
+class OnlineRetriever:
+    """Results of a service as documents: the id is the page's address, the text its snippet."""
+
+    num_threads = 8
+    num_documents = 0
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        config: OnlineConfig,
+        cache: Cache,
+        pages: Pages | None,
+    ) -> None:
+        """`cache` keeps the service's answers; `pages` replaces snippets by the pages' texts."""
+        self.name = upstream.service.name
+        self._upstream = upstream
+        self._config = config
+        self._cache = cache
+        self._pages = pages
+        self._scope = fingerprint(self._service_facts())
+        self._requests = ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="online")
+        self._fetches = ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="pages")
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """At most `k` results per query, best first; a blank query finds nothing.
+
+        Equal queries are asked once. Raises UpstreamUnavailable or UpstreamRefused.
+        """
+        distinct = list(dict.fromkeys(queries))
+        with stage("search"):
+            results = _all(self._requests, lambda query: self._find(query, k), distinct)
+        found = dict(zip(distinct, results, strict=True))
+        texts = self._page_texts(result.url for of_query in results for result in of_query)
+        return [_hits(found[query], texts) for query in queries]
+
+    def info(self) -> dict[str, Any]:
+        """The service, its address, and how pages are read; never a key."""
+        facts: dict[str, Any] = {**self._service_facts(), "page_text": self._pages is not None}
+        if self._pages is not None:
+            facts |= {"page_bytes": self._config.page_bytes, "page_chars": self._config.page_chars}
+        return facts
+
+    def close(self) -> None:
+        """Wait for what is under way and let go of connections and files."""
+        self._requests.shutdown(cancel_futures=True)
+        self._fetches.shutdown(cancel_futures=True)
+        for part in (self._upstream, self._pages, self._cache):
+            if part is not None:
+                part.close()
+
+    def _service_facts(self) -> dict[str, Any]:
+        """What decides the service's answers; a setting, such as Google's engine id, as a hash."""
+        facts = {"engine": self.name, "url": self._upstream.url}
+        setting = self._upstream.setting
+        return {**facts, "setting": fingerprint({"setting": setting})} if setting else facts
+
+    def _find(self, query: str, k: int) -> list[Found]:
+        """The results of one query, from the cache where they are kept."""
+        asked = self._upstream.service.shorten(query)
+        if not asked:
+            return []
+        kept = self._cache.answer(self._scope, asked, k)
+        if kept is not None:
+            return kept
+        found = self._ask_pages(asked, k)
+        self._cache.keep_answer(self._scope, asked, k, found)
+        return found
+
+    def _ask_pages(self, query: str, k: int) -> list[Found]:
+        """`k` results over as many pages of the service as they fill; an empty page is the last."""
+        service = self._upstream.service
+        wanted = min(k, service.most)
+        size = min(wanted, service.most_per_request)
+        found: dict[str, Found] = {}
+        for page in range(math.ceil(wanted / size)):
+            results = self._upstream.ask(Ask(query, size, page))
+            for result in results:
+                found.setdefault(result.url, result)
+            if not results or len(found) >= wanted:
+                break
+        return list(found.values())[:wanted]
+
+    def _page_texts(self, urls: Iterable[str]) -> dict[str, str]:
+        """The texts of the pages that could be read, by address; none without --page_text."""
+        if self._pages is None:
+            return {}
+        distinct = list(dict.fromkeys(urls))
+        with stage("fetch"):
+            texts = _all(self._fetches, self._pages.text, distinct)
+        return {url: text for url, text in zip(distinct, texts, strict=True) if text is not None}
+
+
+def open_retriever(config: RetrieverConfig) -> Retriever:
+    """The service that the settings name, with the key that the environment holds."""
+    return open_online(config.retriever_name, config.online, AddressPolicy())
+
+
+def open_online(name: str, config: OnlineConfig, policy: AddressPolicy) -> OnlineRetriever:
+    """The service `name`; pages are fetched from where `policy` allows. Raises SetupError."""
+    service = SERVICES[name]
+    upstream = Upstream(service, read_credentials(service), config)
+    cache = AnswerCache(config.online_cache) if config.online_cache else RecentAnswers()
+    pages = _open_pages(config, policy, cache) if config.page_text else None
+    return OnlineRetriever(upstream, config, cache, pages)
+
+
+def _open_pages(config: OnlineConfig, policy: AddressPolicy, cache: Cache) -> Pages:
+    try:
+        # only --page_text needs what reads HTML
+        from search_r1.online.pages import PageReader  # noqa: PLC0415
+    except ImportError as error:
+        raise SetupError(
+            f"{error}, which --page_text needs; install it: {install_command('online')}"
+        ) from error
+    fetcher = PageFetcher(policy, config.page_bytes, config.online_timeout)
+    scope = fingerprint({"page_bytes": config.page_bytes})
+    return PageReader(fetcher, cache, scope, config.page_chars)
+
+
+def _all(pool: ThreadPoolExecutor, work: Callable[[str], T], items: Sequence[str]) -> list[T]:
+    """`work` on every item at once, in order; a failure calls off what has not begun."""
+    futures = [pool.submit(work, item) for item in items]
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _hits(found: Sequence[Found], texts: dict[str, str]) -> list[Hit]:
+    """Results with the service's scores, or, where one has none, with 1, 1/2, 1/3 ... by rank."""
+    documents = [Document.from_title(f.url, f.title, texts.get(f.url, f.snippet)) for f in found]
+    scores = [result.score for result in found]
+    if any(score is None for score in scores):
+        scores = [1 / rank for rank in range(1, len(found) + 1)]
+    hits = [Hit(d, float(s)) for d, s in zip(documents, scores, strict=True) if s is not None]
+    return sorted(hits, key=lambda hit: -hit.score)

@@ -1,0 +1,155 @@
+"""Asking a service: one request at a time within its rate, again after what may pass."""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from search_r1.online.keys import hide
+from search_r1.online.limits import RateLimit, pause, read_retry_after
+from search_r1.online.service import Ask, Call, Credentials, Found, Json, Service
+from search_r1.search.backends.settings import OnlineConfig
+from search_r1.search.errors import SetupError, UpstreamRefused, UpstreamUnavailable
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 8 << 20
+LONGEST_WAIT_S = 60.0
+"""A Retry-After above it is an outage for the caller, who decides when to come back."""
+MOST_READ = 100_000
+"""Bytes of an error answer that are looked at."""
+MOST_MESSAGE = 300
+
+
+class _Again(Exception):
+    """A failure that may pass; `after`: seconds that the service asks to wait."""
+
+    def __init__(self, message: str, after: float | None = None) -> None:
+        super().__init__(message)
+        self.after = after
+
+
+class Upstream:
+    """One service; safe to use from several threads."""
+
+    def __init__(
+        self,
+        service: Service,
+        credentials: Credentials,
+        config: OnlineConfig,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Raises SetupError for an address that is none."""
+        self.service = service
+        self.url = _check_url(config.online_url or service.url)
+        self.setting = credentials.setting
+        self._credentials = credentials
+        self._retries = config.online_retries
+        self._timeout = config.online_timeout
+        self._sleep = sleep
+        self._limit = RateLimit(config.requests_per_second, sleep=sleep)
+        self._client = httpx.Client(timeout=config.online_timeout, follow_redirects=False)
+
+    def ask(self, ask: Ask) -> list[Found]:
+        """The results of one request.
+
+        Raises UpstreamUnavailable after all retries and UpstreamRefused at once for a refusal.
+        """
+        call = self.service.build(self._credentials, ask)
+        for attempt in range(1, self._retries + 2):
+            self._limit.wait()
+            try:
+                return self._try(call)
+            except _Again as error:
+                self._rest(attempt, error)
+        raise AssertionError("the last try returns or raises")
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _rest(self, attempt: int, error: _Again) -> None:
+        """Wait before the next try; raises UpstreamUnavailable if there is none."""
+        name, after = self.service.name, error.after
+        if attempt > self._retries or (after is not None and after > LONGEST_WAIT_S):
+            raise UpstreamUnavailable(
+                f"{name} did not answer in {attempt} tries; the last: {error}; try later, or "
+                "lower --requests_per_second"
+            ) from error
+        logger.info("%s: try %d failed: %s", name, attempt, error)
+        if after is None:
+            self._sleep(pause(attempt))
+        else:
+            self._limit.hold(after)
+
+    def _try(self, call: Call) -> list[Found]:
+        """One request; raises _Again or UpstreamRefused."""
+        try:
+            response, body = self._send(call)
+        except httpx.HTTPError as error:
+            raise _Again(hide(f"{type(error).__name__} {error}")) from None  # it has the address
+        if response.status_code != 200:
+            raise self._judge(response, body)
+        try:
+            return self.service.read(json.loads(body))
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+            got = hide(body[:MOST_READ].decode("utf-8", "replace"))[:80]
+            said = hide(f"{type(error).__name__}: {error}; got {got!r}")
+            raise _Again(f"an answer outside its documented form ({said})") from None
+
+    def _send(self, call: Call) -> tuple[httpx.Response, bytes]:
+        """The answer with its body, read within time and size."""
+        method = "GET" if call.body is None else "POST"
+        fields: dict[str, Any] = {"params": call.params or None, "headers": call.headers}
+        end = time.monotonic() + self._timeout
+        with self._client.stream(method, self.url, json=call.body, **fields) as response:
+            body = bytearray()
+            for chunk in response.iter_bytes():
+                body += chunk
+                if len(body) > MOST_BYTES:
+                    raise _Again(f"an answer of more than {MOST_BYTES} bytes")
+                if time.monotonic() > end:
+                    raise _Again(f"no complete answer within {self._timeout:g} s")
+        return response, bytes(body)
+
+    def _judge(self, response: httpx.Response, body: bytes) -> Exception:
+        """What an answer other than 200 means for the next try."""
+        status, said = response.status_code, body[:MOST_READ].decode("utf-8", "replace")
+        limited = status in (408, 425, 429) or status >= 500 or self.service.busy.search(said)
+        message = f"{status}: {_message(said)}"
+        if limited and not self.service.spent.search(said):
+            return _Again(message, read_retry_after(response.headers.get("Retry-After")))
+        return UpstreamRefused(
+            f"{self.service.name} refused with {message}; check the key in "
+            f"{' and '.join(self.service.variables)} and what is left of its quota"
+        )
+
+
+def _check_url(url: str) -> str:
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise SetupError(f"--online_url {url!r} is no address: {error}") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise SetupError(f"--online_url {url!r}; expected an address with http:// or https://")
+    if parsed.userinfo or parsed.query:
+        raise SetupError(
+            "--online_url has a password or parameters; keys come from the environment only"
+        )
+    if parsed.scheme == "http" and parsed.host not in ("127.0.0.1", "::1", "localhost"):
+        logger.warning("--online_url has no https: the key travels in clear text")
+    return url
+
+
+def _message(body: str) -> str:
+    """The words inside an error answer, whichever of the usual fields they are in; no key."""
+    try:
+        found: Json = json.loads(body)
+    except (ValueError, RecursionError):
+        found = body
+    while isinstance(found, dict):
+        found = next((found[n] for n in ("error", "detail", "message") if found.get(n)), str(found))
+    return hide(" ".join(str(found).split()))[:MOST_MESSAGE] or "no message"

@@ -1,0 +1,29 @@
+"""Exact match less what the way to the answer cost: searches, and turns without an action."""
+
+from search_r1.rewards.interface import RewardFn, RewardInput, RewardOutput, RewardScores
+from search_r1.rewards.normalize import matches_exactly
+
+
+def build_em_cost(scores: RewardScores) -> RewardFn:
+    """Score ``correct_answer`` for a correct answer, less penalties.
+
+    Each search costs ``search_penalty`` and each turn without an action ``invalid_format``; with
+    ``penalise_correct_only`` a wrong answer costs nothing and scores 0.
+    """
+
+    def score_em_cost(dialogue: RewardInput) -> RewardOutput:
+        answer = dialogue.answer
+        is_correct = answer is not None and matches_exactly(answer, dialogue.ground_truth)
+        is_charged = is_correct or not scores.penalise_correct_only
+        search_cost = is_charged * scores.search_penalty * dialogue.num_searches
+        invalid_cost = is_charged * scores.invalid_format * dialogue.num_invalid
+        components = {
+            "em": float(is_correct),
+            "has_answer": float(answer is not None),
+            "search_cost": search_cost,
+            "invalid_cost": invalid_cost,
+        }
+        score = is_correct * scores.correct_answer - search_cost - invalid_cost
+        return RewardOutput(score, components)
+
+    return score_em_cost

@@ -1,0 +1,55 @@
+"""Softer comparisons of the answer: token F1, and whether it covers an accepted answer."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from search_r1.rewards.interface import RewardFn, RewardInput, RewardOutput, RewardScores
+from search_r1.rewards.normalize import covers, matches_exactly, normalize_answer
+
+
+def _f1_of_pair(answer: str, gold: str) -> float:
+    answer_words = normalize_answer(answer).split()
+    gold_words = normalize_answer(gold).split()
+    num_common = (Counter(answer_words) & Counter(gold_words)).total()
+    if num_common == 0:
+        return 0.0
+    return 2.0 * num_common / (len(answer_words) + len(gold_words))
+
+
+def token_f1(answer: str, accepted: Sequence[str]) -> float:
+    """Harmonic mean of word precision and recall against the best accepted answer, 0 to 1.
+
+    Source: Rajpurkar et al. 2016. Two empty texts share no word, hence 0.
+    """
+    return max((_f1_of_pair(answer, gold) for gold in accepted), default=0.0)
+
+
+def _components(dialogue: RewardInput) -> dict[str, float]:
+    answer = dialogue.answer
+    given = answer or ""
+    return {
+        "em": float(matches_exactly(given, dialogue.ground_truth)),
+        "f1": token_f1(given, dialogue.ground_truth),
+        "cover_em": float(covers(given, dialogue.ground_truth)),
+        "has_answer": float(answer is not None),
+    }
+
+
+def build_f1(scores: RewardScores) -> RewardFn:
+    """Score the token F1 of the answer; no partial scores are read."""
+
+    def score_f1(dialogue: RewardInput) -> RewardOutput:
+        components = _components(dialogue)
+        return RewardOutput(components["f1"], components)
+
+    return score_f1
+
+
+def build_cover_em(scores: RewardScores) -> RewardFn:
+    """Score 1 when an accepted answer occurs within the given one; no partial scores are read."""
+
+    def score_cover_em(dialogue: RewardInput) -> RewardOutput:
+        components = _components(dialogue)
+        return RewardOutput(components["cover_em"], components)
+
+    return score_cover_em

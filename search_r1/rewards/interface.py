@@ -1,0 +1,87 @@
+"""What every reward is given and gives back. Plain text only: no token ids, no tensors."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from search_r1.agent.grammar import SEARCH_R1, Grammar
+from search_r1.rewards.answers import extract_answer
+
+Origin = Literal["prompt", "policy", "observation"]
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """One dialogue as a reward sees it."""
+
+    policy_texts: Sequence[str]
+    """The text of each policy segment of the response, in order."""
+    segments: Sequence[tuple[Origin, str]]
+    """The whole dialogue in order: (origin, text)."""
+    ground_truth: Sequence[str]
+    """Accepted answers, at least one."""
+    data_source: str = ""
+    """The data set that the question comes from."""
+    num_searches: int = 0
+    """Searches that were carried out."""
+    num_invalid: int = 0
+    """Turns that asked for neither a search nor an answer."""
+    question: str = ""
+    """What was asked, where the data say so; else the whole prompt."""
+    grammar: Grammar = SEARCH_R1
+    """The tags of the dialogue."""
+
+    @property
+    def answer(self) -> str | None:
+        """The last complete answer that the policy gave, stripped; None without one."""
+        return extract_answer(self.policy_texts, self.grammar)
+
+    def __post_init__(self) -> None:
+        """Refuse what would silently score letters, or nothing, as answers."""
+        if isinstance(self.ground_truth, str):
+            raise TypeError(
+                f"got ground_truth {self.ground_truth!r}, expected a list of accepted answers: "
+                f"write [{self.ground_truth!r}]"
+            )
+        if not self.ground_truth:
+            raise ValueError(
+                f"got no ground truth for a row of {self.data_source!r}, expected at least one "
+                "accepted answer: fix reward_model.ground_truth.target of that row"
+            )
+
+
+@dataclass(frozen=True)
+class RewardOutput:
+    """The score that is trained on, and its parts for the metrics."""
+
+    score: float
+    components: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RewardScores:
+    """What is paid for what; which reward reads which, its docstring says."""
+
+    format_score: float = 0.0
+    """A wrong answer, in ``em``."""
+    structure_format_score: float = 0.0
+    """A valid dialogue, in ``em_format``."""
+    final_format_score: float = 0.0
+    """A wrong answer in an invalid dialogue, in ``em_format``."""
+    retrieval_score: float = 0.0
+    """A valid dialogue whose documents hold the answer, in ``em_format``: comes on top."""
+    correct_answer: float = 1.0
+    """A correct answer, in ``em_cost``."""
+    search_penalty: float = 0.0
+    """What a search costs, in ``em_cost``."""
+    invalid_format: float = 0.0
+    """What a turn without an action costs, in ``em_cost``."""
+    penalise_correct_only: bool = False
+    """Take the costs of ``em_cost`` off correct answers alone."""
+
+
+RewardFn = Callable[[RewardInput], RewardOutput]
+"""Scores one dialogue."""
+BatchRewardFn = Callable[[Sequence[RewardInput]], list[RewardOutput]]
+"""Scores many dialogues at once, in order."""
+RewardBuilder = Callable[[RewardScores], RewardFn]

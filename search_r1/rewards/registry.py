@@ -1,0 +1,96 @@
+"""The rewards by name; a new reward is a new row."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from search_r1.rewards.combine import each_alone, load_function, weighted
+from search_r1.rewards.cost import build_em_cost
+from search_r1.rewards.em import build_em
+from search_r1.rewards.f1 import build_cover_em, build_f1
+from search_r1.rewards.format import build_em_format
+from search_r1.rewards.interface import (
+    BatchRewardFn,
+    RewardBuilder,
+    RewardFn,
+    RewardInput,
+    RewardOutput,
+    RewardScores,
+)
+from search_r1.rewards.judge.options import JudgeOptions
+from search_r1.rewards.r1_searcher import build_stage_1, build_stage_2
+
+if TYPE_CHECKING:
+    from search_r1.rewards.judge.reward import LlmJudge
+
+LLM_JUDGE = "llm_judge"
+"""The name of the reward that `build_judge` makes."""
+
+REWARDS: Mapping[str, RewardBuilder] = MappingProxyType(
+    {
+        "em": build_em,
+        "em_format": build_em_format,
+        "f1": build_f1,
+        "cover_em": build_cover_em,
+        "em_cost": build_em_cost,
+        "r1_searcher_stage_1": build_stage_1,
+        "r1_searcher_stage_2": build_stage_2,
+    }
+)
+"""Builders by the name used in ``reward_model.name``."""
+
+
+def build_judge(options: JudgeOptions) -> LlmJudge:
+    """Return the judge, which scores dialogues by the batch. Raises ValueError for a bad cache."""
+    from search_r1.rewards.judge.reward import LlmJudge  # noqa: PLC0415 needs httpx
+
+    return LlmJudge(options)
+
+
+def build_batch_reward(
+    name: str,
+    scores: RewardScores | None = None,
+    weights: Mapping[str, float] | None = None,
+    judge: BatchRewardFn | None = None,
+) -> BatchRewardFn:
+    """Return the reward of that name, with these partial scores (the defaults when None).
+
+    ``name`` is a row of ``REWARDS``, ``llm_judge`` (which is then ``judge``), or a user's own
+    ``path/to/file.py:function``. With ``weights`` the reward is the weighted sum of those named
+    there instead. Raises ValueError for what is not there.
+    """
+    scores = scores or RewardScores()
+    if weights:
+        return weighted({part: _build_one(part, scores, judge) for part in weights}, weights)
+    return _build_one(name, scores, judge)
+
+
+def build_reward(
+    name: str, scores: RewardScores | None = None, weights: Mapping[str, float] | None = None
+) -> RewardFn:
+    """Return the reward of that name for one dialogue; see ``build_batch_reward``."""
+    rule = build_batch_reward(name, scores, weights)
+
+    def score_one(dialogue: RewardInput) -> RewardOutput:
+        return rule([dialogue])[0]
+
+    return score_one
+
+
+def _build_one(name: str, scores: RewardScores, judge: BatchRewardFn | None) -> BatchRewardFn:
+    if ":" in name:
+        return each_alone(load_function(name))
+    if name == LLM_JUDGE and judge is not None:
+        return judge
+    if name not in REWARDS:
+        near = difflib.get_close_matches(name, [*REWARDS, LLM_JUDGE], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        known = ", ".join(REWARDS)
+        raise ValueError(
+            f"got reward {name!r}, expected one of {known}, {LLM_JUDGE} (with its options), or "
+            f"path/to/file.py:function{hint}"
+        )
+    return each_alone(REWARDS[name](scores))

@@ -1,0 +1,126 @@
+"""BM25 (the Lucene variant) over a memory-mapped bm25s index; needs neither torch nor Java."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import bm25s
+import numpy as np
+import numpy.typing as npt
+
+from search_r1.search.backends.base import Retriever
+from search_r1.search.backends.locations import locate, open_corpus
+from search_r1.search.backends.settings import RetrieverConfig
+from search_r1.search.corpus import Corpus
+from search_r1.search.errors import IndexMismatch
+from search_r1.search.index_builder import BuildConfig, build_index, index_folder
+from search_r1.search.manifest import Manifest
+from search_r1.search.schema import Hit
+from search_r1.search.stages import stage
+from search_r1.search.words import tokenize
+
+logger = logging.getLogger(__name__)
+logging.getLogger("bm25s").setLevel(logging.INFO)  # it asks for DEBUG by itself
+
+Scores = npt.NDArray[np.float32]  # (num_documents,)
+POSTINGS = ("data", "indices", "indptr")
+SAMPLE = 8192
+"""Documents of one word that are looked at for a lower bound of the k-th score."""
+
+
+class Bm25Retriever:
+    """Ranks documents that share a word with the query; others are never hits."""
+
+    name = "bm25"
+    num_threads = 1
+
+    def __init__(self, index: bm25s.BM25, corpus: Corpus) -> None:
+        self._index = index
+        self._corpus = corpus
+        # plain arrays over the same map: slicing a `np.memmap` costs as much as a short posting
+        index.scores |= {name: np.asarray(index.scores[name]) for name in POSTINGS}
+
+    @classmethod
+    def open(cls, folder: Path, corpus: Corpus) -> "Bm25Retriever":
+        """Map the index in `folder`; raises IndexMismatch if it is not this corpus's."""
+        manifest = Manifest.load(folder)
+        manifest.check_corpus(folder, corpus.path, corpus.fingerprint)
+        return cls(bm25s.BM25.load(folder, mmap=True, show_progress=False), corpus)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents that can be found."""
+        return len(self._corpus)
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """At most `k` hits per query, best first, ties by row."""
+        with stage("search"):
+            ranked = [self._rank(words, k) for words in tokenize(queries)]
+        with stage("documents"):
+            documents = iter(self._corpus.documents([row for rows, _ in ranked for row in rows]))
+            return [
+                [Hit(document, score) for score, document in zip(scores, documents, strict=False)]
+                for _, scores in ranked
+            ]
+
+    def _rank(self, words: list[str], k: int) -> tuple[list[int], list[float]]:
+        """The best rows and their scores."""
+        words_ids = self._index.get_tokens_ids(words)
+        if not words_ids:
+            return [], []
+        scores = self._index.get_scores_from_ids(words_ids)
+        rows = top_rows(scores, k, self._floor(words_ids, scores, k))
+        return rows, scores[rows].tolist()
+
+    def _floor(self, words_ids: list[int], scores: Scores, k: int) -> float:
+        """A score that at least `k` documents reach, from those of one word; 0 if none is known.
+
+        It spares `top_rows` the sorting of all documents that share only a frequent word.
+        """
+        starts = self._index.scores["indptr"]
+        sizes = [(int(starts[word + 1] - starts[word]), word) for word in words_ids]
+        size, word = min((pair for pair in sizes if pair[0] >= k), default=(0, 0))
+        if size == 0 or k > SAMPLE:
+            return 0.0
+        sample = scores[self._index.scores["indices"][starts[word] : starts[word + 1]][:SAMPLE]]
+        return float(np.partition(sample, len(sample) - k)[len(sample) - k])
+
+    def info(self) -> dict[str, Any]:
+        """Engine, its parameters and the corpus."""
+        parameters = {"k1": self._index.k1, "b": self._index.b, "method": self._index.method}
+        return {"engine": self.name, **parameters, "corpus": asdict(self._corpus.fingerprint)}
+
+
+def open_retriever(config: RetrieverConfig) -> Retriever:
+    """The index at `index_path`, or one built beside the corpus and kept up to date with it."""
+    corpus = open_corpus(config)
+    if config.index_path is not None:
+        return Bm25Retriever.open(locate(config, "bm25"), corpus)
+    save_dir = corpus.path.parent / "index" / corpus.path.stem
+    folder = index_folder(save_dir, "bm25")
+    if folder.is_dir():
+        try:
+            return Bm25Retriever.open(folder, corpus)
+        except IndexMismatch as error:
+            logger.warning("the corpus has changed, building its index again: %s", error)
+    logger.info("no --index_path: building a BM25 index of %s in %s", corpus.path, folder)
+    build_index(BuildConfig("bm25", str(corpus.path), str(save_dir)))
+    return Bm25Retriever.open(folder, corpus)
+
+
+def top_rows(scores: Scores, k: int, floor: float = 0.0) -> list[int]:
+    """The rows of the `k` highest positive scores, best first, equal scores by row.
+
+    `floor`: a score that at least `k` rows are known to reach, so that no other needs sorting.
+    """
+    rows = np.flatnonzero(scores >= floor if floor > 0 else scores > 0)
+    found = scores[rows]
+    if len(rows) > k:
+        at_least = np.partition(found, len(found) - k)[len(found) - k]
+        keep = found >= at_least
+        rows, found = rows[keep], found[keep]
+    order = np.lexsort((rows, -found))[:k]
+    best: list[int] = rows[order].tolist()
+    return best

@@ -1,0 +1,38 @@
+"""Where the settings say that corpus and index lie, with an error that names what is missing."""
+
+from pathlib import Path
+
+from search_r1.search.backends.settings import RetrieverConfig
+from search_r1.search.corpus import Corpus
+from search_r1.search.errors import SetupError
+from search_r1.search.manifest import build_command
+
+
+def open_corpus(config: RetrieverConfig) -> Corpus:
+    """The corpus that the settings name; raises SetupError without one."""
+    if config.corpus_path is None:
+        raise SetupError(
+            f"--retriever_name {config.retriever_name} without --corpus_path; expected a jsonl "
+            "corpus, for example --corpus_path example/corpus.jsonl"
+        )
+    return Corpus.open(config.corpus_path)
+
+
+def locate(config: RetrieverConfig, index_name: str) -> Path:
+    """The index itself, when `index_path` is it or the folder around it."""
+    command = build_command(str(config.corpus_path), "<folder>", config.retriever_name)
+    if config.index_path is None:
+        raise SetupError(
+            f"--retriever_name {config.retriever_name} without --index_path; build an index "
+            f"first: `{command}`"
+        )
+    path = Path(config.index_path)
+    inner = path / index_name
+    if inner.exists():
+        return inner
+    if not path.exists():
+        raise SetupError(
+            f"index {path} does not exist; expected a built index: set --index_path, or build "
+            f"one: `{command}`"
+        )
+    return path

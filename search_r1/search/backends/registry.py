@@ -1,0 +1,89 @@
+"""Which module has the engine that the settings name; it is imported only then.
+
+A row names a module with a function `open_retriever(config) -> Retriever`, and the packages that
+it needs, so that an engine's packages are wanted only by its users.
+"""
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from search_r1.search.backends.base import Retriever
+from search_r1.search.backends.settings import RetrieverConfig
+from search_r1.search.errors import SetupError
+from search_r1.search.extras import install_command
+
+PACKAGE = "search_r1.search.backends"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A row of the registry."""
+
+    module: str
+    """Below `search_r1.search.backends`."""
+    install: str = ""
+    """The command that installs what its import wants."""
+
+
+FAISS = Engine("faiss_index", install_command("dense"))
+TORCH = Engine("torch_flat", install_command("dense"))
+LUCENE = Engine("lucene", install_command("lucene"))
+ONLINE = Engine("online.engine", install_command("online"))
+RERANK = Engine("rerank", install_command("dense"))
+ENGINES = {
+    "bm25": Engine("bm25", "pip install bm25s"),
+    "lucene": LUCENE,
+    "google": ONLINE,
+    "serpapi": ONLINE,
+    "brave": ONLINE,
+    "serper": ONLINE,
+    "tavily": ONLINE,
+    "empty": Engine("empty"),
+    "random": Engine("diagnostics"),
+    "oracle": Engine("diagnostics"),
+    "replay": Engine("replay"),
+}
+"""By --retriever_name; any other name is a dense index."""
+
+
+def build_retriever(config: RetrieverConfig) -> Retriever:
+    """Open the engine that `config` names; raises a SearchError that says what to fix."""
+    retriever: Retriever = _load(_choose(config)).open_retriever(config)
+    if config.rerank.reranker_model is not None:
+        retriever = _load(RERANK).rerank(retriever, config.rerank)
+    return retriever
+
+
+def _choose(config: RetrieverConfig) -> Engine:
+    """The engine of the settings; `bm25` with the folder of a Lucene index is Lucene's."""
+    name = config.retriever_name
+    if name == "bm25" and config.index_path and _is_lucene(Path(config.index_path)):
+        return LUCENE
+    if name in ENGINES:
+        return ENGINES[name]
+    if config.encoder.retriever_model is None:
+        raise SetupError(
+            f"--retriever_name {name} without --retriever_model; expected "
+            f"{', '.join(ENGINES)}, or another name together with an encoder: "
+            "for example --retriever_name e5 --retriever_model intfloat/e5-base-v2"
+        )
+    engines = {"faiss": FAISS, "torch": TORCH}
+    if config.torch.dense_engine not in engines:
+        raise SetupError(f"--dense_engine {config.torch.dense_engine}; expected faiss or torch")
+    return engines[config.torch.dense_engine]
+
+
+def _is_lucene(path: Path) -> bool:
+    """Whether the folder, or the `bm25` folder in it, holds Lucene's segments."""
+    return any(any(folder.glob("segments_*")) for folder in (path, path / "bm25"))
+
+
+def _load(engine: Engine) -> ModuleType:
+    try:
+        return importlib.import_module(f"{PACKAGE}.{engine.module}")
+    except ImportError as error:
+        raise SetupError(
+            f"{error}, which this engine needs; install it: {engine.install}"
+        ) from error

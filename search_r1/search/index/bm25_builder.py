@@ -1,0 +1,141 @@
+"""A corpus to a bm25s index, tokenised in shards that a killed build keeps.
+
+Words are numbered by their first appearance, so the index does not depend on the shards.
+"""
+
+import io
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import bm25s
+import numpy as np
+import numpy.typing as npt
+
+from search_r1.search.corpus import Corpus
+from search_r1.search.errors import SetupError
+from search_r1.search.index.build_config import BuildConfig
+from search_r1.search.index.build_folder import (
+    READY_NAME,
+    check_disk,
+    fresh_folder,
+    publish,
+    work_folder,
+    write_whole,
+)
+from search_r1.search.index.progress import progress
+from search_r1.search.manifest import Manifest, now
+from search_r1.search.words import tokenize
+
+TOKENIZER = "words of two characters or more, lower case, without English stop words"
+MADE_WITH = f"bm25s {bm25s.__version__}"
+
+Ids = npt.NDArray[np.int32]
+
+
+class Shard(NamedTuple):
+    """The words of some consecutive documents."""
+
+    ids: Ids
+    """(num_words,) positions in `words`, document after document."""
+    lengths: Ids
+    """(num_documents,) words of each document."""
+    words: list[str]
+    """The distinct words in the order of their first appearance."""
+
+
+class Numbered(NamedTuple):
+    """What bm25s indexes: documents as lists of word ids, and each word's id."""
+
+    ids: "Documents"
+    vocab: dict[str, int]
+
+
+class Documents(Sequence[list[int]]):
+    """Documents made into lists only as they are read, since all at once take much memory."""
+
+    def __init__(self, shards: list[tuple[Ids, Ids]]) -> None:
+        """`shards`: word ids and lengths of documents, as in `Shard`."""
+        self._shards = shards
+
+    def __len__(self) -> int:
+        return sum(len(lengths) for _, lengths in self._shards)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for ids, lengths in self._shards:
+            start = 0
+            for length in lengths.tolist():
+                yield ids[start : start + length].tolist()
+                start += length
+
+    def __getitem__(self, row: object) -> list[int]:  # type: ignore[override]
+        raise TypeError("documents are read in order")
+
+
+def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
+    """Index all documents; raises CorpusError for a malformed row."""
+    if config.faiss_type != "Flat":
+        raise SetupError(
+            f"--faiss_type {config.faiss_type} with --retrieval_method bm25; expected a name for "
+            "a dense index, for example --retrieval_method e5 --model_path intfloat/e5-base-v2"
+        )
+    key = {"corpus": asdict(corpus.fingerprint), "tokenizer": TOKENIZER}
+    with work_folder(folder, key | {"shard_rows": config.shard_rows}) as work:
+        check_disk(work, 2 * corpus.fingerprint.size, "at most twice the corpus")
+        tokens = number(_tokenize_corpus(corpus, work, config.shard_rows))
+        index = bm25s.BM25()
+        index.index(tokens, show_progress=sys.stderr.isatty())
+        ready = fresh_folder(work / READY_NAME)
+        index.save(ready, show_progress=False)
+        made = Manifest("bm25", corpus.fingerprint, len(corpus), created=now(), made_with=MADE_WITH)
+        made.save(ready)
+        publish(work, folder)
+
+
+def number(shards: Iterator[Shard]) -> Numbered:
+    """The documents of all shards, with one number for each word."""
+    vocab: dict[str, int] = {}
+    documents = []
+    for shard in shards:
+        numbers = [vocab.setdefault(word, len(vocab)) for word in shard.words]
+        documents.append((np.array(numbers, dtype=np.int32)[shard.ids], shard.lengths))
+    if not vocab:
+        vocab[""] = 0  # bm25s wants one word at least
+    return Numbered(Documents(documents), vocab)
+
+
+def _tokenize_corpus(corpus: Corpus, work: Path, shard_rows: int) -> Iterator[Shard]:
+    """All shards in order; those that an earlier run kept are read."""
+    with progress("tokenise", "documents", len(corpus)) as report:
+        for start in range(0, len(corpus), shard_rows):
+            rows = range(start, min(start + shard_rows, len(corpus)))
+            path = work / f"words-{start:010d}.npz"
+            if not path.exists():
+                texts = [document.contents for document in corpus.documents(rows)]
+                write_whole(path, _packed(shard_of(tokenize(texts))))
+            yield _unpacked(path)
+            report(rows.stop)
+
+
+def shard_of(documents: list[list[str]]) -> Shard:
+    """The words of each document as numbers."""
+    vocab: dict[str, int] = {}
+    ids = [vocab.setdefault(word, len(vocab)) for words in documents for word in words]
+    lengths = np.array([len(words) for words in documents], dtype=np.int32)
+    return Shard(np.array(ids, dtype=np.int32), lengths, list(vocab))
+
+
+def _packed(shard: Shard) -> bytes:
+    buffer = io.BytesIO()
+    words = np.frombuffer(json.dumps(shard.words).encode(), dtype=np.uint8)
+    np.savez(buffer, ids=shard.ids, lengths=shard.lengths, words=words)
+    return buffer.getvalue()
+
+
+def _unpacked(path: Path) -> Shard:
+    with np.load(path, allow_pickle=False) as arrays:
+        words = json.loads(arrays["words"].tobytes())
+        return Shard(arrays["ids"], arrays["lengths"], words)

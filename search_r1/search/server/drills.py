@@ -1,0 +1,99 @@
+"""Errors and hangs on purpose, to try out a client or a run: for tests and drills only.
+
+A request for a search fails by a lot that depends on the seed and on how many came before it. What
+is answered at all is answered as ever; `/health` and the other routes are left alone.
+"""
+
+import logging
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from search_r1.search.errors import SetupError
+from search_r1.search.options import option
+from search_r1.search.server.replies import reply
+from search_r1.search.server.statuses import Failure
+
+logger = logging.getLogger(__name__)
+
+HANG = "hang"
+ANSWER = "answer"
+GARBLED = "garbled"
+TORN = "torn"
+FAILURES = ("500", "503", GARBLED, TORN)
+"""Ways to fail: two statuses, a good status with what is no answer, and half an answer."""
+LOG_EVERY = 100
+"""Requests between two lines that say what was done so far."""
+
+
+@dataclass(frozen=True)
+class DrillConfig:
+    """Drills (never in production): requests that fail on purpose."""
+
+    inject_failures: float = option(0.0, "share of requests to fail, for drills", at_least=0)
+    inject_hangs: float = option(0.0, "share of requests never to answer, for drills", at_least=0)
+    inject_seed: int = option(0, "which requests those are")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any request is to fail."""
+        return self.inject_failures > 0 or self.inject_hangs > 0
+
+    def check(self) -> None:
+        """Raise SetupError for shares that leave nothing to answer."""
+        if not self.inject_failures + self.inject_hangs <= 1:
+            raise SetupError(
+                f"--inject_failures {self.inject_failures:g} and --inject_hangs "
+                f"{self.inject_hangs:g}; expected shares of at most 1 together"
+            )
+
+
+class Drill:
+    """Spoils some requests to `/retrieve` before they reach `app`."""
+
+    def __init__(self, app: ASGIApp, config: DrillConfig) -> None:
+        """The n-th request has the same fate in every run of the same settings."""
+        self._app = app
+        self._config = config
+        self._random = random.Random(config.inject_seed)
+        self.fates: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, fail or hang."""
+        is_search = scope["type"] == "http" and scope["path"].rstrip("/") == "/retrieve"
+        fate = self._draw() if is_search else ANSWER
+        if fate == ANSWER:
+            await self._app(scope, receive, send)
+        elif fate == HANG:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        elif fate == GARBLED:
+            await reply(send, 200, b"<html>spoilt on purpose (--inject_failures)</html>", {})
+        elif fate == TORN:
+            await send_half(send)
+        else:
+            failure = Failure(int(fate), "failed on purpose (--inject_failures)")
+            await reply(send, failure.status, failure.body, failure.headers)
+
+    def _draw(self) -> str:
+        """The next request's fate."""
+        lot, kind = self._random.random(), self._random.choice(FAILURES)
+        config = self._config
+        fate = ANSWER
+        if lot < config.inject_failures:
+            fate = kind
+        elif lot < config.inject_failures + config.inject_hangs:
+            fate = HANG
+        self.fates[fate] += 1
+        if self.fates.total() % LOG_EVERY == 0:
+            logger.warning("drill: of %d requests %s", self.fates.total(), dict(self.fates))
+        return fate
+
+
+async def send_half(send: Send) -> None:
+    """An answer of which half arrives before the connection is closed."""
+    await send({"type": "http.response.start", "status": 200,
+                "headers": [(b"content-length", b"20")]})  # fmt: skip
+    await send({"type": "http.response.body", "body": b'{"result": [', "more_body": True})

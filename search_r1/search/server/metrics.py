@@ -1,0 +1,77 @@
+"""The figures of `/metrics`, in a registry of each app's own."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from search_r1.search.server.searching import Outcome
+
+# fmt: off
+SECONDS = (
+    .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60,
+)
+# fmt: on
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class Metrics:
+    """Counters that the service feeds; names begin with `retriever_`."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "retriever_requests", "Requests to /retrieve by status", ["status"], registry=registry
+        )
+        self._queries = Counter(
+            "retriever_queries",
+            "Queries by how they were answered: hit (memory), joined (a search under way, or an "
+            "equal query of the request), miss (queued)",
+            ["cache"],
+            registry=registry,
+        )
+        self._cached = Counter(
+            "retriever_cache_file_hits", "Queries answered by the cache file", registry=registry
+        )
+        self.dropped = Counter(
+            "retriever_dropped_queries", "Queries given up before their search", registry=registry
+        )
+        self._batch = Histogram(
+            "retriever_batch_size", "Queries per batch", buckets=BATCHES, registry=registry
+        )
+        self._stages = Histogram(
+            "retriever_stage_seconds", "Time of a batch by stage", ["stage"], buckets=SECONDS,
+            registry=registry,
+        )  # fmt: skip
+        self.latency = Histogram(
+            "retriever_request_seconds", "Time of an answered request", buckets=SECONDS,
+            registry=registry,
+        )  # fmt: skip
+        self.queue_wait = self._stages.labels("queue")
+
+    def watch(self, waiting: Callable[[], int], pending: Callable[[], int]) -> None:
+        """Read the lengths of the queue when they are asked for."""
+        queue = Gauge("retriever_queue_length", "Queries waiting", registry=self._registry)
+        queue.set_function(waiting)
+        both = Gauge("retriever_pending", "Queries waiting or searching", registry=self._registry)
+        both.set_function(pending)
+
+    def count_request(self, status: int) -> None:
+        """One request more with this status."""
+        self._requests.labels(str(status)).inc()
+
+    def count_queries(self, hits: int, joined: int, misses: int, repeated: int) -> None:
+        """The queries of a request; those repeated within it count as joined."""
+        for how, count in (("hit", hits), ("joined", joined + repeated), ("miss", misses)):
+            if count:
+                self._queries.labels(how).inc(count)
+
+    def observe(self, num_queries: int, outcome: Outcome) -> None:
+        """A batch that was searched."""
+        self._batch.observe(num_queries)
+        self._cached.inc(num_queries - outcome.num_searched)
+        for stage, seconds in outcome.seconds.items():
+            self._stages.labels(stage).observe(seconds)
+
+    def text(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self._registry)

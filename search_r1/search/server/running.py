@@ -1,0 +1,109 @@
+"""A service on a port: bound early, announced when ready, drained at SIGINT or SIGTERM."""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from search_r1.search.errors import SetupError
+from search_r1.search.server.app import Service
+from search_r1.search.server.config import TOKEN_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 75
+LOOPBACK = ("127.", "::1")
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that writes its port to a file, and drains its service before it stops."""
+
+    def __init__(
+        self, config: uvicorn.Config, service: Service, port_file: Path | None, port: int
+    ) -> None:
+        super().__init__(config)
+        self._service = service
+        self._port_file = port_file
+        self._port = port
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen, then write the port."""
+        await super().startup(sockets=sockets)
+        if self._port_file is not None and self.started:
+            write_port(self._port_file, self._port)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """From now on new requests are refused; uvicorn then waits for those accepted."""
+        self._service.is_draining = True
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer what was accepted, within the seconds allowed."""
+        self._service.drain()
+        await super().shutdown(sockets=sockets)
+
+
+def serve(app: FastAPI, bound: socket.socket, port_file: Path | None = None) -> bool:
+    """Serve `app` on a bound socket until SIGINT or SIGTERM; accepted requests are finished.
+
+    Called from the main thread. Returns whether no search was left running.
+    """
+    host, port = bound.getsockname()[:2]
+    service: Service = app.state.service
+    logger.info("serving on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(service.config.drain) + 2,
+    )
+    # uvicorn raises the signal again when it is done, which would skip the closing of files; from
+    # here on the process ends by itself. Unlike a handler, this also holds while Python finalises.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(KeyboardInterrupt):
+        _Server(config, service, port_file, port).run(sockets=[bound])
+    return service.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, not yet listening; raises SetupError if it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise SetupError(
+            f"cannot serve on {host}:{port} ({error}); expected a free port of this machine: "
+            "give another --port, or --port 0 for any free one"
+        ) from error
+    return bound
+
+
+def write_port(file: Path, port: int) -> None:
+    """Say in a file which port is served; it appears whole or not at all."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(f"{port}\n")
+    temporary.replace(file)
+
+
+def warn_if_open(bound: socket.socket, token: str | None, variable: str = TOKEN_VARIABLE) -> None:
+    """Say when anyone in the network may search."""
+    host = bound.getsockname()[0]
+    if not token and not host.startswith(LOOPBACK):
+        logger.warning(
+            "bound to %s without a token: whoever reaches this address may search; set %s, "
+            "or bind to 127.0.0.1",
+            host,
+            variable,
+        )

@@ -1,0 +1,347 @@
+"""The service as the `openai` client sees it, over a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from search_r1.search.client import RetrievalClient
+from search_r1.search.errors import RetrieverUnavailable
+from search_r1.search.schema import Document
+from tests.agent_server.services import MODEL, serving
+from tests.fakes import ByteTokenizer, ScriptedEngine
+from tests.inference.scripted import SHORT, TWO_SEARCHES, SpellingEngine, asker
+from verl.errors import ConfigError
+from verl.types import Completion, Sampling
+
+QUESTION = "Capital of Norway?"
+SEARCHES = [
+    {"query": "capital of Norway",
+     "documents": [{"id": "12", "title": "Oslo"}, {"id": "7", "title": "Norway"}]},
+    {"query": "Oslo", "documents": [{"id": "12", "title": "Oslo"}]},
+]  # fmt: skip
+THOUGHTS = "Where?\n\nSure?\n\nSo it is."
+
+
+def client(url: str, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def ask(url: str, messages: Any = None, **more: Any) -> Any:
+    """One completion, whole or as a stream."""
+    messages = messages or [{"role": "user", "content": QUESTION}]
+    return client(url).chat.completions.create(**({"model": MODEL, "messages": messages} | more))
+
+
+def prompt_of(engine: ScriptedEngine) -> str:
+    """The first prompt, without its end of sequence."""
+    return ByteTokenizer().decode(engine.requests[0].prompt_ids[:-1])
+
+
+def test_an_answer_with_its_searches() -> None:
+    """Content, reasoning, searches, counts and reason, each in its field."""
+    with serving(asker(ScriptedEngine(TWO_SEARCHES))) as url:
+        got = ask(url)
+    (choice,) = got.choices
+    assert (choice.message.content, choice.finish_reason) == ("Oslo", "stop")
+    assert choice.message.reasoning_content == THOUGHTS
+    facts = choice.message.search_r1
+    assert (facts["searches"], facts["status"], facts["turns"]) == (SEARCHES, "answered", 3)
+    assert facts["observation_tokens"] > 0
+    num_prompt = len(SHORT.user_prompt(QUESTION)) + 1
+    assert got.usage.prompt_tokens == num_prompt
+    assert got.usage.completion_tokens == len("".join(TWO_SEARCHES))
+    assert got.usage.total_tokens == num_prompt + got.usage.completion_tokens
+    assert (got.object, got.model) == ("chat.completion", MODEL)
+
+
+@pytest.mark.parametrize("kind", [ScriptedEngine, SpellingEngine])
+def test_a_stream_says_the_same_as_a_whole_answer(kind: type[ScriptedEngine]) -> None:
+    """Reasoning letter by letter, each search when it is answered, the answer, and the end."""
+    with serving(asker(kind(TWO_SEARCHES * 2))) as url:
+        whole = ask(url)
+        chunks = list(ask(url, stream=True, stream_options={"include_usage": True}))
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[-1].usage == whole.usage and chunks[-1].choices == []
+    deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
+    message = whole.choices[0].message
+    assert deltas[0].role == "assistant"
+    assert "".join(d.content or "" for d in deltas) == message.content
+    assert "".join(getattr(d, "reasoning_content", "") for d in deltas) == message.reasoning_content
+    told = [d.search_r1 for d in deltas if hasattr(d, "search_r1")]
+    assert [search for part in told[:-1] for search in part["searches"]] == SEARCHES
+    assert told[-1] == message.search_r1
+    ends = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
+    assert ends == [None] * (len(ends) - 1) + ["stop"]
+    order = ["search_r1" if hasattr(d, "search_r1") else "other" for d in deltas]
+    assert "other" in order[order.index("search_r1") :]  # searches come in between, not after
+
+
+def test_earlier_messages_are_history() -> None:
+    """Roles and words stay; only the last question is put in the agent's wording."""
+    engine = ScriptedEngine(["<answer> Stockholm </answer>"])
+    parts = [{"type": "text", "text": "And"}, {"type": "text", "text": "Sweden?"}]
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "Oslo"},
+        {"role": "user", "content": parts},
+    ]
+    with serving(asker(engine)) as url:
+        assert ask(url, messages).choices[0].message.content == "Stockholm"
+    worded = SHORT.user_prompt("And\nSweden?")
+    assert prompt_of(engine) == f"Be brief.\n{QUESTION}\nOslo\n{worded}"
+
+
+def test_decoding_is_the_clients_to_choose() -> None:
+    """Temperature and nucleus, and a seed that decides every turn's."""
+    engine = ScriptedEngine(TWO_SEARCHES * 3)
+    with serving(asker(engine)) as url:
+        for seed in (1, 1, 2):
+            ask(url, temperature=0.5, top_p=0.9, seed=seed)
+    first = engine.requests[0].sampling
+    assert (first.temperature, first.top_p, first.stop) == (0.5, 0.9, SHORT.stop)
+    seeds = [request.sampling.seed for request in engine.requests]
+    assert seeds[:3] == seeds[3:6] != seeds[6:]
+
+
+def test_without_a_seed_the_engine_chooses() -> None:
+    """So that asking again for a sampled answer may give another."""
+    engine = ScriptedEngine(TWO_SEARCHES)
+    with serving(replace(asker(engine), seed=None)) as url:
+        ask(url, temperature=1.0)
+    assert {request.sampling.seed for request in engine.requests} == {None}
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_without_an_answer_the_reason_is_length(name: str) -> None:
+    """When the client's tokens are spent; the content is empty then."""
+    budget = len(TWO_SEARCHES[0])
+    with serving(asker(ScriptedEngine(TWO_SEARCHES))) as url:
+        got = ask(url, **{name: budget})
+    (choice,) = got.choices
+    assert (choice.message.content, choice.finish_reason) == ("", "length")
+    assert got.usage.completion_tokens == budget
+    assert choice.message.search_r1["searches"] == SEARCHES[:1]
+
+
+def test_there_is_one_model() -> None:
+    """It is listed and found; another is not."""
+    with serving(asker(ScriptedEngine([]))) as url:
+        assert [model.id for model in client(url).models.list()] == [MODEL]
+        assert client(url).models.retrieve(MODEL).owned_by == "search-r1"
+        with pytest.raises(openai.NotFoundError, match="search-r1"):
+            client(url).models.retrieve("gpt")
+        with pytest.raises(openai.NotFoundError) as caught:
+            ask(url, model="gpt")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "code"),
+    [
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "messages", None),
+        ({"messages": [{"role": "user", "content": " "}]}, "messages", None),
+        ({"messages": [{"role": "user", "content": "word " * 999}]}, "messages",
+         "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+         "messages", "unsupported_content"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", None),
+        ({"temperature": 3}, "temperature", None),
+        ({"max_tokens": 0}, "max_tokens", None),
+        ({"n": 2}, "n", "unsupported_parameter"),
+        ({"stop": ["x"]}, "stop", "unsupported_parameter"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools",
+         "unsupported_parameter"),
+        ({"response_format": {"type": "json_object"}}, "response_format",
+         "unsupported_parameter"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_request_is_told_what_is_wrong(
+    wrong: dict[str, Any], param: str, code: str | None, stream: bool
+) -> None:
+    """In OpenAI's form, before the engine is asked; the same for a stream."""
+    engine = ScriptedEngine([])
+    with (
+        serving(asker(engine)) as url,
+        pytest.raises(openai.BadRequestError) as caught,
+    ):
+        ask(url, **wrong, stream=stream)
+    assert (caught.value.param, caught.value.code) == (param, code)
+    assert caught.value.type == "invalid_request_error"
+    assert engine.requests == []
+
+
+def test_what_changes_nothing_may_be_sent() -> None:
+    """Defaults that clients spell out, and fields for bookkeeping."""
+    with serving(asker(ScriptedEngine(TWO_SEARCHES))) as url:
+        got = ask(url, n=1, stop=None, presence_penalty=0, user="me", store=False,
+                  response_format={"type": "text"})  # fmt: skip
+    assert got.choices[0].message.content == "Oslo"
+
+
+class Away:
+    """A retriever that is gone."""
+
+    async def search(self, query: str) -> list[Document]:
+        raise RetrieverUnavailable("nobody there")
+
+
+def test_a_retriever_that_is_away_is_503() -> None:
+    """Whole; as a stream that has not begun; and as the last event of one that has."""
+    silent = ("<search> a </search>",)
+    with (
+        serving(asker(ScriptedEngine(silent), Away())) as url,
+        pytest.raises(openai.InternalServerError, match="nobody there") as caught,
+    ):
+        ask(url)
+    assert (caught.value.status_code, caught.value.code) == (503, "retriever_unavailable")
+    with (
+        serving(asker(ScriptedEngine(silent), Away())) as url,
+        pytest.raises(openai.InternalServerError) as caught,
+    ):
+        ask(url, stream=True)
+    assert caught.value.status_code == 503
+    heard = []
+    with (
+        serving(asker(ScriptedEngine(TWO_SEARCHES), Away())) as url,
+        pytest.raises(openai.APIError, match="nobody there"),
+    ):
+        for chunk in ask(url, stream=True):
+            heard.append(chunk.choices[0].delta)
+    assert heard[-1].reasoning_content == "Where?"
+
+
+def test_health_is_the_retrievers_too() -> None:
+    """Without a search server no question can be answered."""
+    with serving(asker(ScriptedEngine([]))) as url:
+        answer = httpx.get(f"{url}/health")
+        assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+    away = RetrievalClient("http://127.0.0.1:9", 3, max_retries=0)
+    with serving(asker(ScriptedEngine([]), away)) as url:
+        answer = httpx.get(f"{url}/health")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "retriever_unavailable"
+
+
+class Broken(ScriptedEngine):
+    """An engine that fails, by a mistake of the user's or of ours."""
+
+    failure: Exception = ConfigError("endpoint: got nothing; fix: start it")
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        raise self.failure
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_fails_is_told_apart_from_a_bug(stream: bool) -> None:
+    """503 with its message; 500 without, since that is for the log."""
+    engine = Broken([])
+    with serving(asker(engine)) as url:
+        with pytest.raises(openai.InternalServerError, match="fix: start it") as caught:
+            list(ask(url, stream=stream))
+        assert (caught.value.status_code, caught.value.code) == (503, "engine_unavailable")
+        engine.failure = RuntimeError("secret")
+        with pytest.raises(openai.InternalServerError) as caught:
+            list(ask(url, stream=stream))
+    assert (caught.value.status_code, caught.value.code) == (500, "internal_error")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("token", ["sesame", "sésame"])
+def test_a_token_is_wanted_where_there_is_one(token: str) -> None:
+    """For everything but health; it is compared as it is sent, in UTF-8."""
+    with serving(asker(ScriptedEngine([])), token) as url:
+        for headers in ({}, {"Authorization": "Bearer none"}, {"Authorization": token.encode()}):
+            answer = httpx.get(f"{url}/v1/models", headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        right = {"Authorization": f"Bearer {token}".encode()}
+        assert httpx.get(f"{url}/v1/models", headers=right).status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 200
+        if token.isascii():
+            assert [m.id for m in client(url, token).models.list()] == [MODEL]
+            with pytest.raises(openai.AuthenticationError):
+                ask(url)
+
+
+def test_an_unknown_path_is_an_error_in_the_same_form() -> None:
+    """Other routes of OpenAI's are not there."""
+    with serving(asker(ScriptedEngine([]))) as url:
+        with pytest.raises(openai.NotFoundError, match="/v1/embeddings"):
+            client(url).embeddings.create(model=MODEL, input="a")
+        answer = httpx.post(f"{url}/v1/chat/completions", content=b"{")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+class Endless(ScriptedEngine):
+    """Says a word and then thinks without end; tells when it is started and cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.started, self.cancelled = threading.Event(), threading.Event()
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Any
+    ) -> Completion:
+        listener("Hm")
+        self.started.set()
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        raise AssertionError
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_dialogue(stream: bool) -> None:
+    """The engine hears of it, whether the answer was to come whole or in parts."""
+    engine = Endless()
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Q?"}], "stream": stream}
+    with serving(asker(engine)) as url:
+        with httpx.Client(timeout=60) as http:
+            if stream:
+                with http.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
+                    events = (json.loads(e[6:]) for e in answer.iter_lines() if e)
+                    deltas = (event["choices"][0]["delta"] for event in events)
+                    assert next(d for d in deltas if "reasoning_content" in d)
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    http.post(f"{url}/v1/chat/completions", json=body, timeout=1)
+        assert engine.started.is_set()
+        assert engine.cancelled.wait(30)
+
+
+class Both(SpellingEngine):
+    """Endless where the question says so."""
+
+    endless = Endless()
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Any
+    ) -> Completion:
+        if "endless" in ByteTokenizer().decode(prompt_ids):
+            return await self.endless.stream(prompt_ids, sampling, listener)
+        return await super().stream(prompt_ids, sampling, listener)
+
+
+def test_dialogues_are_played_at_once() -> None:
+    """One that is still heard keeps no other waiting, and goes on after it."""
+    engine = Both(TWO_SEARCHES)
+    with serving(asker(engine)) as url:
+        with ask(url, [{"role": "user", "content": "endless"}], stream=True) as stream:
+            assert next(iter(stream)).choices[0].delta.role == "assistant"
+            assert ask(url).choices[0].message.content == "Oslo"
+            assert not engine.endless.cancelled.is_set()
+        assert engine.endless.cancelled.wait(30)

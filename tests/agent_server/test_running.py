@@ -1,0 +1,112 @@
+"""The service as a program: a real model, a port, an orderly end, and mistakes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+import pytest
+
+from example.tiny import tiny_model
+from search_r1.agent_server import running
+
+ROOT = Path(running.__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random model that was trained to talk in the short wording."""
+    folder = tiny_model(tmp_path_factory.mktemp("model"))
+    (folder / "search_r1.json").write_text('{"template": "short", "max_turns": 1, "topk": 1}')
+    return str(folder)
+
+
+def wait_for(file: Path, program: subprocess.Popen[bytes]) -> str:
+    """What the program writes into the file."""
+    deadline = time.monotonic() + 300
+    while not (file.is_file() and file.read_text()):
+        assert program.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    return file.read_text().strip()
+
+
+def test_a_real_model_is_served_until_it_is_told_to_end(model: str, tmp_path: Path) -> None:
+    """A whole answer and a stream agree, greedy as they are; the exit status is 0."""
+    port_file = tmp_path / "port"
+    command = [
+        sys.executable, "-m", "search_r1.serve", "--model", model, "--retriever-url", "empty",
+        "--engine", "transformers", "--device", "cpu", "--dtype", "float32",
+        "--max-response-length", "5", "--port", "0", "--port-file", str(port_file),
+    ]  # fmt: skip
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}) as program:
+        try:
+            url = f"http://127.0.0.1:{wait_for(port_file, program)}/v1"
+            client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+            (name,) = [served.id for served in client.models.list()]
+            messages = [{"role": "user", "content": "Who?"}]
+            whole = client.chat.completions.create(model=name, messages=messages)  # type: ignore[arg-type]
+            parts = client.chat.completions.create(model=name, messages=messages, stream=True)  # type: ignore[arg-type, call-overload]
+            deltas = [part.choices[0].delta for part in parts]
+            program.send_signal(signal.SIGTERM)
+            assert program.wait(60) == 0
+        finally:
+            program.kill()
+    message = whole.choices[0].message
+    assert message.search_r1["status"] in {"answered", "out_of_turns"}
+    assert 0 < whole.usage.completion_tokens <= 10
+    reasoning = "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
+    assert reasoning == message.reasoning_content != ""
+    assert deltas[-1].search_r1 == message.search_r1
+
+
+def test_mistakes_are_one_message_and_code_2(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A port that is taken, and a retriever that is away."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert running.main(["--model", model, "--port", port]) == 2
+    assert "another --port" in capsys.readouterr().err
+    words = ["--model", model, "--port", "0", "--retriever-url", "http://127.0.0.1:9"]
+    assert running.main(words) == 2
+    assert "bash retrieval_launch.sh" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.vllm_cpu
+def test_vllm_serves_many_at_once_and_says_words_as_they_come(model: str, tmp_path: Path) -> None:
+    """Streams of sixteen dialogues are each what the same question gets alone, and in pieces."""
+    port_file = tmp_path / "port"
+    command = [
+        sys.executable, "-m", "search_r1.serve", "--model", model, "--retriever-url", "empty",
+        "--device", "cpu", "--dtype", "float32", "--max-response-length", "12",
+        "--max-prompt-length", "1000", "--port", "0", "--port-file", str(port_file),
+    ]  # fmt: skip
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}) as program:
+        try:
+            url = f"http://127.0.0.1:{wait_for(port_file, program)}/v1"
+            client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+            streams = [
+                client.chat.completions.create(
+                    model="search-r1", stream=True, messages=[{"role": "user", "content": f"{n}?"}]
+                )
+                for n in range(16)
+            ]
+            heard = [[getattr(c.choices[0].delta, "reasoning_content", "") for c in stream]
+                     for stream in streams]  # fmt: skip
+            for n, pieces in enumerate(heard):
+                alone = client.chat.completions.create(
+                    model="search-r1", messages=[{"role": "user", "content": f"{n}?"}]
+                )
+                assert "".join(pieces) == alone.choices[0].message.reasoning_content
+                assert len([piece for piece in pieces if piece]) > 4
+            program.send_signal(signal.SIGTERM)
+            assert program.wait(120) == 0
+        finally:
+            program.kill()

@@ -1,0 +1,42 @@
+"""docs/data.md keeps up with the code: its table of sets and its commands."""
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from search_r1.datasets.catalogue import SETS
+from search_r1.datasets.command import Script
+from tests.datasets.collection import SPLITS
+
+TEXT = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"python scripts/data_process/(\w+)\.py((?:\\\n|[^\n#`])*)", TEXT)
+
+
+def test_table_of_sets() -> None:
+    """Every set has its row: name, title, published splits, and what train and test are made of."""
+    for name, splits in SPLITS.items():
+        assert SETS[name].splits == splits
+        train = "train" if "train" in splits else "-"
+        title, all_splits = SETS[name].title, ", ".join(splits)
+        row = f"| `{name}` | {title} | {all_splits} | {train} | {SETS[name].test_split} |"
+        assert row in TEXT
+    assert set(SETS) == set(SPLITS)
+
+
+@pytest.mark.parametrize(("name", "arguments"), COMMANDS)
+def test_commands_are_understood(name: str, arguments: str) -> None:
+    """Each documented command is one that its script takes."""
+    module = importlib.import_module(f"scripts.data_process.{name}")
+    script = getattr(module, "SCRIPT", None)
+    parser = script.parser() if isinstance(script, Script) else module.parser()
+    parser.parse_args(shlex.split(arguments.replace("\\\n", " ")))
+
+
+def test_every_script_is_documented() -> None:
+    """The page shows each script of the folder."""
+    folder = Path(__file__).parents[2] / "scripts" / "data_process"
+    scripts = {file.stem for file in folder.glob("*.py")} - {"__init__"}
+    assert {name for name, _ in COMMANDS} == scripts

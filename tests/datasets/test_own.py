@@ -1,0 +1,147 @@
+"""Own questions: csv and jsonl as rows, divided by their words."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+from scripts.data_process.own_questions import main
+from search_r1.datasets.own import divide
+from search_r1.datasets.question import Place, Question
+from verl.data.validation import validate
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
+    return rows
+
+
+def question(text: str, split: str = "") -> Question:
+    """A question without answers, for dividing."""
+    return Question(text, text, (), "own", split, Place("f", 0, "own", split))
+
+
+def test_csv_becomes_rows(tmp_path: Path) -> None:
+    """Quotes, commas, line breaks and several answers of a csv arrive as a spreadsheet means."""
+    text = '\ufeffquestion,answer\n"Who, then?",Ada|Lady  Lovelace\n"Say ""so"" now"," yes\n"\n'
+    (tmp_path / "trivia.csv").write_text(text, encoding="utf-8")
+    out = tmp_path / "out"
+    assert main([str(tmp_path / "trivia.csv"), "--local_dir", str(out), "--test_share", "0"]) == 0
+    rows = read(out / "train.parquet")
+    assert [(row["question"], row["golden_answers"]) for row in rows] == [
+        ("Who, then?", ["Ada", "Lady  Lovelace"]),
+        ('Say "so" now?', ["yes"]),
+    ]
+    assert [(row["id"], row["data_source"]) for row in rows] == [
+        ("trivia_0", "trivia"), ("trivia_1", "trivia"),
+    ]  # fmt: skip
+    assert [file.name for file in out.iterdir()] == ["train.parquet"]
+    assert validate([str(out / "train.parquet")]).is_sound
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("question,answer\na,b,c\nd,\n,e\n", "3 bad rows"),
+        ("question,answer\na,b,c\n", "row 0 (counted from 0): got further fields ['c']"),
+        ("question,answer\nx,y\na,b,c\n", "around fields that hold commas (line 3)"),
+        ("question,answer\nx,y\nd\n", "row 1 (counted from 0), answer: got [None]"),
+        ("query,answer\nx,y\n", "got columns query, answer, expected a header with question"),
+        ("", "got columns (none)"),
+        ('question,answer\n"x,y\n', "expected a csv file"),
+        ("question,answer\n", "got no rows"),
+    ],
+)
+def test_unusable_csv_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    """Every fault of a csv is told with its row, and nothing is written."""
+    (tmp_path / "q.csv").write_text(text)
+    assert main([str(tmp_path / "q.csv"), "--local_dir", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_csv_in_another_encoding_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A csv that is not UTF-8 is refused with the way to save it."""
+    (tmp_path / "q.csv").write_bytes("question,answer\ncafé,x\n".encode("latin-1"))
+    assert main([str(tmp_path / "q.csv"), "--local_dir", str(tmp_path / "out")]) == 2
+    assert "save it as csv in UTF-8" in capsys.readouterr().err
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_files_with_splits_and_sets_of_their_own(tmp_path: Path) -> None:
+    """Rows that name set, split and id keep them; further plain values travel in extra_info."""
+    rows = [
+        {"id": "nq_a", "question": "a", "golden_answers": ["1"], "data_source": "nq",
+         "split": "train", "answer_in_corpus": True, "origin": "contexts"},
+        {"id": "musique_b", "question": "b?", "golden_answers": ["2"], "data_source": "musique",
+         "split": "train", "answer_in_corpus": False, "origin": "matched"},
+        {"id": "nq_c", "question": "c?", "golden_answers": ["3", "4"], "data_source": "nq",
+         "split": "dev", "answer_in_corpus": True, "origin": "contexts"},
+    ]  # fmt: skip
+    files = [write(tmp_path / f"{i}.jsonl", [row]) for i, row in enumerate(rows)]
+    assert main([*files, "--local_dir", str(tmp_path / "all")]) == 0
+    train, dev = (read(tmp_path / "all" / f"{split}.parquet") for split in ("train", "dev"))
+    assert [row["id"] for row in [*train, *dev]] == ["nq_a", "musique_b", "nq_c"]
+    assert dev[0]["extra_info"] == {
+        "answer_in_corpus": True, "origin": "contexts", "split": "dev", "index": 0,
+        "id": "nq_c", "question": "c?", "source_split": "dev",
+    }  # fmt: skip
+    assert main([*files, "--local_dir", str(tmp_path / "nq"), "--data_sources", "nq"]) == 0
+    assert [row["id"] for row in read(tmp_path / "nq" / "train.parquet")] == ["nq_a"]
+
+
+def test_unknown_set_of_own_files_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Choosing a set that the files do not have names those they have."""
+    file = write(tmp_path / "q.jsonl", [{"question": "a", "answer": "b"}])
+    assert main([file, "--data_sources", "nq", "--local_dir", str(tmp_path / "out")]) == 2
+    assert "got nq, expected sets of the files: q" in capsys.readouterr().err
+
+
+def test_further_columns_of_mixed_type_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A further column that is a number here and a text there cannot be one column."""
+    rows = [
+        {"question": f"q{n}", "answer": "b", "level": level} for n, level in enumerate([1, "x"])
+    ]
+    file = write(tmp_path / "q.jsonl", rows)
+    assert main([file, "--test_share", "0", "--local_dir", str(tmp_path / "out")]) == 2
+    assert "make each further column of one type" in capsys.readouterr().err
+
+
+def test_division_depends_on_words_only() -> None:
+    """Same words, same side; order and further questions of the same words change nothing."""
+    questions = [question(f"what is {n}?") for n in range(50)]
+    again = [question(f"What is {n} ?") for n in reversed(range(50))]
+    sides = {q.key: q.split for q in divide(questions, 0.2)}
+    assert sorted(sides.values()).count("test") == 10
+    assert {q.key: q.split for q in divide([*again, *questions], 0.2)} == sides
+    assert {q.key: q.split for q in divide(questions, 0.2, seed=1)} != sides
+    assert [q.split for q in divide([question("x", "dev")], 0.5)] == ["dev"]
+
+
+@pytest.mark.parametrize("share", [1.0, -0.1])
+def test_impossible_share_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float
+) -> None:
+    """A share outside [0, 1), and one question for two files, are told."""
+    file = write(tmp_path / "q.jsonl", [{"question": "a", "answer": "b"}])
+    out = ["--local_dir", str(tmp_path / "out")]
+    assert main([file, "--test_share", str(share), *out]) == 2
+    assert main([file, "--test_share", "0.5", *out]) == 2
+    told = capsys.readouterr().err
+    assert f"--test_share: got {share}, expected from 0 to below 1" in told
+    assert "0.5 of 1 different questions" in told

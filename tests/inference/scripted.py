@@ -1,0 +1,64 @@
+"""An agent with a scripted engine and documents in memory, ready to be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from search_r1.agent.generation import AgentConfig, SearchAgent
+from search_r1.agent.tags import TEMPLATES
+from search_r1.inference.dialogue import Asker, Hearer, Search
+from search_r1.search.retrieval import InMemoryRetrieval, Retrieval
+from search_r1.search.schema import Document
+from tests.fakes import ByteTokenizer, ScriptedEngine
+from verl.types import Completion, Engine, Sampling
+
+SHORT = TEMPLATES["short"]
+OSLO = Document.from_title("12", "Oslo", "Oslo is the capital of Norway.")
+NORWAY = Document.from_title("7", "Norway", "Norway lies in Europe.")
+FOUND = {"capital of Norway": [OSLO, NORWAY], "Oslo": [OSLO]}
+
+TWO_SEARCHES = (
+    "<think> Where? </think> <search> capital of Norway </search>",
+    "<think> Sure? </think> <search> Oslo </search>",
+    "<think> So it is. </think> <answer> Oslo </answer>",
+)
+
+
+class Notes(Hearer):
+    """Writes down what is heard."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str]] = []
+
+    def said(self, text: str) -> None:
+        self.heard.append(("said", text))
+
+    def turned(self) -> None:
+        self.heard.append(("turned", ""))
+
+    def searched(self, search: Search) -> None:
+        self.heard.append(("searched", search.query))
+
+    def corrected(self, text: str) -> None:
+        self.heard.append(("corrected", text))
+
+
+class SpellingEngine(ScriptedEngine):
+    """A scripted engine that can be heard letter by letter."""
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Callable[[str], None]
+    ) -> Completion:
+        completion = await self.generate(prompt_ids, sampling)
+        for letter in completion.text:
+            listener(letter)
+        return completion
+
+
+def asker(
+    engine: Engine, retrieval: Retrieval | None = None, *, max_turns: int = 3, limit: int = 2000
+) -> Asker:
+    """An asker in the short wording."""
+    config = AgentConfig(max_turns=max_turns, max_obs_length=2000, template=SHORT)
+    agent = SearchAgent(config, ByteTokenizer(), retrieval or InMemoryRetrieval(FOUND))
+    return Asker(agent, engine, ByteTokenizer(), Sampling(500, 0.0), 0, limit)

@@ -1,0 +1,114 @@
+"""The commands of docs/asking.md do what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import infer
+from example.tiny import tiny_model
+from search_r1 import mcp_server
+from search_r1.agent_server import app, errors, requests, running
+from search_r1.search.local_server import LocalServer
+from tests.agent_server.services import serving
+from tests.fakes import ScriptedEngine
+from tests.inference.scripted import TWO_SEARCHES, asker
+
+PAGE = (Path(infer.__file__).parent / "docs/asking.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+COMMANDS = [
+    shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()
+]
+PARSERS = {"infer.py": infer.parser, "search_r1.serve": running.parser,
+           "search_r1.mcp_server": mcp_server.parser}  # fmt: skip
+ASKED = [words[2:] for words in COMMANDS if words[1] == "infer.py"]
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """What makes a command of the page quick: a tiny model and a small corpus."""
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "corpus.jsonl").write_text('{"id": "1", "contents": "\\"Oslo\\"\\nA city."}\n')
+    model = tiny_model(folder / "model")
+    with LocalServer(["--corpus_path", str(folder / "corpus.jsonl")]) as server:
+        yield ["--model", str(model), "--retriever-url", server.url, "--max-response-length", "4",
+               "--max-turns", "1", "--device", "cpu", "--dtype", "float32"]  # fmt: skip
+
+
+def test_every_command_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its options are there; scripts that are named are too."""
+    for words in COMMANDS:
+        name = words[2] if words[1] == "-m" else words[1]
+        if words[0] == "bash":
+            assert (Path(infer.__file__).parent / name).is_file()
+            continue
+        options = words[3:] if words[1] == "-m" else words[2:]
+        if options == ["--help"]:
+            with pytest.raises(SystemExit, match="0"):
+                PARSERS[name]().parse_args(options)
+        else:
+            PARSERS[name]().parse_args(options)
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("words", [w for w in ASKED[:4] if "--interactive" not in w])
+def test_questions_are_asked(
+    words: list[str], more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The first block, against a real retriever, with a model that knows nothing."""
+    monkeypatch.chdir(tmp_path)
+    Path("questions.txt").write_text("Who?\nWhere?\n")
+    assert infer.main([*words, *more]) == 0
+    said = capsys.readouterr().out
+    if "--json" in words:
+        assert json.loads(said)["question"] == words[0]
+    elif "--file" in words:
+        assert len(Path("answers.jsonl").read_text().splitlines()) == 2
+    else:
+        assert said.strip().splitlines()[-1].startswith(("Answer:", "no answer"))
+
+
+def test_the_python_example_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Against a scripted agent at the address of the page."""
+    (code,) = blocks("python")
+    with serving(asker(ScriptedEngine(TWO_SEARCHES))) as url:
+        exec(code.replace("http://127.0.0.1:8001", url), {})
+    assert capsys.readouterr().out.splitlines() == [
+        "Oslo", "Where?", "", "Sure?", "", "So it is.",
+        "capital of Norway ['Oslo', 'Norway']", "Oslo ['Oslo']",
+    ]  # fmt: skip
+
+
+def test_the_configuration_starts_the_tool_server() -> None:
+    """Its arguments are those of the program."""
+    (text,) = blocks("json")
+    server = json.loads(text)["mcpServers"]["search-r1"]
+    assert server["args"][:2] == ["-m", "search_r1.mcp_server"]
+    mcp_server.parser().parse_args(server["args"][2:])
+
+
+def test_names_and_defaults_of_the_page_are_those_of_the_code() -> None:
+    """Ports, the token's variable, refused fields, codes."""
+    options = running.ServingOptions(model="m")
+    assert f"--port {options.port}" in PAGE and f"127.0.0.1:{options.port}/v1" in PAGE
+    assert f'model="{options.name}"' in PAGE
+    assert f"`{running.TOKEN_VARIABLE}`" in PAGE
+    assert f"--port {mcp_server.parser().get_default('port')}" in PAGE
+    refused = re.search(r"cannot be honoured\n\s+\((.*?) …\)", PAGE)
+    assert refused is not None
+    assert set(re.findall(r"`(\w+)`", refused[1])) <= set(requests.UNSUPPORTED)
+    assert errors.ApiError(503, "").body()["error"]["type"] == "server_error"
+    assert {r.path for r in app.build_app(app.Service(asker(ScriptedEngine([])), "m")).routes} >= {
+        "/v1/chat/completions", "/v1/models", "/health",
+    }  # fmt: skip

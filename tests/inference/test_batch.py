@@ -1,0 +1,100 @@
+"""A file of questions: read, asked many at once, written in order."""
+
+import asyncio
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_r1.inference.batch import Asked, answer_all, read_questions
+from search_r1.inference.dialogue import Asker
+from tests.fakes import ByteTokenizer, ScriptedEngine
+from tests.inference.scripted import SHORT, asker
+from verl.errors import DataError
+from verl.types import Completion, Sampling
+
+
+class Slowest(ScriptedEngine):
+    """The first question is answered last; counts how many are answered at once."""
+
+    running = most = 0
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        text = ByteTokenizer().decode(prompt_ids)
+        number = int(text[text.index("thing ") + 6])
+        self.running += 1
+        self.most = max(self.most, self.running)
+        for _ in range(10 - number):
+            await asyncio.sleep(0)
+        self.running -= 1
+        return await ScriptedEngine([f"<answer> {number} </answer>"]).generate(prompt_ids, sampling)
+
+
+def answers(questions: list[Asked], who: Asker) -> tuple[int, list[dict[str, Any]]]:
+    out = io.StringIO()
+    num_failed = asyncio.run(answer_all(questions, who, out))
+    return num_failed, [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_answers_come_in_the_order_of_questions(at_once: int) -> None:
+    """Though later ones are done first, and no more are played at once than the engine takes."""
+    engine = Slowest([])
+    questions = [Asked(f"q#{n}", f"What is thing {n}?") for n in range(6)]
+    num_failed, lines = answers(questions, replace(asker(engine), num_at_once=at_once))
+    assert num_failed == 0
+    assert [(line["uid"], line["answer"]) for line in lines] == [
+        (f"q#{n}", str(n)) for n in range(6)
+    ]
+    assert engine.most == at_once
+
+
+def test_a_question_that_cannot_be_asked_fails_alone() -> None:
+    """Its line says why."""
+    questions = [Asked("q#0", "thing 0 " * 99), Asked("q#1", "thing 1?")]
+    num_failed, lines = answers(questions, asker(Slowest([]), limit=400))
+    assert num_failed == 1
+    assert [line["status"] for line in lines] == ["failed", "answered"]
+    assert "at most 400" in lines[0]["error"]
+
+
+def test_rows_are_asked_as_they_stand(tmp_path: Path) -> None:
+    """A row's prompt is already worded; its question is told apart from the wording."""
+    file = tmp_path / "rows.jsonl"
+    row = {
+        "data_source": "nq",
+        "prompt": [{"role": "user", "content": SHORT.user_prompt("What is thing 4?")}],
+        "reward_model": {"ground_truth": {"target": ["4"]}},
+    }
+    file.write_text(json.dumps(row) + "\n")
+    questions = read_questions(str(file))
+    assert [(q.uid, q.question) for q in questions] == [("rows.jsonl#0", "What is thing 4?")]
+    engine = ScriptedEngine(["<answer> 4 </answer>"])
+    _, (line,) = answers(questions, asker(engine))
+    assert line["answer"] == "4"
+    asked = ByteTokenizer().decode(engine.requests[0].prompt_ids)
+    assert asked.count("What is thing 4?") == 1
+
+
+def test_a_text_file_has_a_question_a_line(tmp_path: Path) -> None:
+    """Empty lines ask nothing and keep the numbering."""
+    file = tmp_path / "questions.txt"
+    file.write_text("Who?\n\n  Where? \n")
+    assert read_questions(str(file)) == [
+        Asked("questions.txt#0", "Who?"),
+        Asked("questions.txt#2", "Where?"),
+    ]
+
+
+@pytest.mark.parametrize("content", [None, b"\n \n", b"\xff\xfe"])
+def test_a_file_without_questions_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    """Missing, empty, or no text."""
+    file = tmp_path / "questions.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(DataError, match=r"--file .*fix:"):
+        read_questions(str(file))

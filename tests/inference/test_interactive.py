@@ -1,0 +1,88 @@
+"""A conversation at the keyboard: history, commands, and ctrl-c."""
+
+import asyncio
+import io
+import signal
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+
+from search_r1.inference.interactive import Conversation, talk
+from search_r1.inference.terminal import Terminal
+from tests.fakes import ByteTokenizer, ScriptedEngine
+from tests.inference.scripted import SHORT, asker
+from verl.types import Completion, Engine, Sampling
+
+ANSWERS = tuple(f"<answer> {word} </answer>" for word in ("one", "two", "three"))
+
+
+def converse(engine: Engine, words: Iterable[str | type[BaseException]], limit: int = 2000) -> str:
+    """What the terminal shows for these lines of input."""
+    lines, shown = iter(words), io.StringIO()
+
+    def read(_: str) -> str:
+        line = next(lines, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    terminal = Terminal(Console(file=shown, width=200, highlight=False))
+    with asyncio.Runner() as runner:
+        talk(Conversation(asker(engine, limit=limit)), runner, terminal, read)
+    return shown.getvalue()
+
+
+def prompts(engine: ScriptedEngine) -> list[str]:
+    """What the engine was asked, without the end of sequence."""
+    return [ByteTokenizer().decode(request.prompt_ids[:-1]) for request in engine.requests]
+
+
+def test_a_follow_up_sees_what_was_said_until_it_is_forgotten() -> None:
+    """Questions and answers stand before it; /new drops them."""
+    engine = ScriptedEngine(ANSWERS)
+    shown = converse(engine, ["First?", "", "Second?", "/new", "Third?", "/quit", "never"])
+    worded = [SHORT.user_prompt(q) for q in ("First?", "Second?", "Third?")]
+    assert prompts(engine) == [worded[0], f"First?\none\n{worded[1]}", worded[2]]
+    assert [f"Answer: {a}" in shown for a in ("one", "two", "three")] == [True] * 3
+
+
+def test_the_oldest_turns_make_room() -> None:
+    """When the history no longer fits, what was said first is forgotten first."""
+    engine = ScriptedEngine(ANSWERS)
+    limit = len(SHORT.user_prompt("Third?")) + len("Second?\ntwo\n") + 1
+    converse(engine, ["First?", "Second?", "Third?"], limit)
+    assert prompts(engine)[-1] == f"Second?\ntwo\n{SHORT.user_prompt('Third?')}"
+    assert "at most 20; fix:" in converse(ScriptedEngine([]), ["First?"], 20)
+
+
+def test_an_unknown_command_is_helped_and_asks_nothing() -> None:
+    """As ctrl-c at the prompt is."""
+    engine = ScriptedEngine([])
+    assert converse(engine, ["/help", KeyboardInterrupt]).count("/quit ends") == 3
+    assert engine.requests == []
+
+
+class Interrupted(ScriptedEngine):
+    """The user presses ctrl-c during the second answer, which would never end."""
+
+    was_cancelled = False
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        if len(self.requests) == 1 and not self.was_cancelled:
+            signal.raise_signal(signal.SIGINT)
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                self.was_cancelled = True
+                raise
+        return await super().generate(prompt_ids, sampling)
+
+
+def test_ctrl_c_stops_a_turn_and_not_the_program() -> None:
+    """The stopped question is no part of the conversation."""
+    engine = Interrupted(ANSWERS)
+    shown = converse(engine, ["First?", "Stopped?", "Second?"])
+    assert engine.was_cancelled
+    assert "stopped" in shown
+    assert prompts(engine)[1] == f"First?\none\n{SHORT.user_prompt('Second?')}"
+    assert "Answer: two" in shown

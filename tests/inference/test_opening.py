@@ -1,0 +1,109 @@
+"""From options to an agent: the model, its adapter, and what is missing."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from example.tiny import tiny_model
+from search_r1.inference.dialogue import Reply
+from search_r1.inference.model import model_folder
+from search_r1.inference.opening import AskingOptions, opened
+from verl.errors import ModelError, RetrieverError, SearchR1Error
+
+PROMPT = torch.tensor([[1, 50, 60, 70]])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model."""
+    return tiny_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter over it that changes much, trained to talk in the short wording."""
+    folder = tmp_path_factory.mktemp("adapter")
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"],
+                        init_lora_weights=False, base_model_name_or_path=str(base))  # fmt: skip
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(folder)
+    (folder / "search_r1.json").write_text('{"template": "short", "max_turns": 1, "topk": 2}')
+    return folder
+
+
+def logits(folder: Path) -> torch.Tensor:
+    """What the model of a folder says after a prompt."""
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model(PROMPT).logits
+
+
+def test_an_adapter_adds_its_product_to_each_weight(base: Path, adapter: Path) -> None:
+    """The merged folder acts as peft's unmerged model does, and is gone afterwards."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    from_peft = get_peft_model(model, LoraConfig.from_pretrained(adapter))
+    from_peft.load_adapter(str(adapter), "default")
+    with torch.no_grad():
+        expected = from_peft(PROMPT).logits
+    with model_folder(str(base), "float32", str(adapter)) as folder:
+        found = logits(folder)
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert not torch.allclose(found, logits(base), atol=0.1)
+    assert not folder.exists()
+
+
+def test_an_adapter_names_its_base_and_its_wording(base: Path, adapter: Path) -> None:
+    """No --model is needed, and the adapter's search_r1.json holds."""
+    options = AskingOptions.given(
+        {"adapter": str(adapter), "retriever_url": "empty", "device": "cpu",
+         "dtype": "float32", "max_response_length": 3}
+    )  # fmt: skip
+    assert options.model == str(base)
+
+    async def ask() -> Reply:
+        async with opened(options) as asker:
+            assert asker.agent.config.template.name == "short"
+            assert asker.agent.config.max_turns == 1
+            return await asker.ask("Who?", asker.prompt("Who?"))
+
+    assert asyncio.run(ask()).trajectory.stats["turns"] <= 2
+
+
+def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path, base: Path) -> None:
+    """With the model that it belongs to."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.config.hidden_size, model.config.head_dim = 64, 16
+    other = type(model)(model.config)
+    other.save_pretrained(tmp_path)
+    with (
+        pytest.raises(ModelError, match=f"was trained on: {base}"),
+        model_folder(str(tmp_path), "float32", str(adapter)),
+    ):
+        pass
+
+
+def test_a_retriever_that_is_away_is_told_before_a_model_is_loaded() -> None:
+    """The model named here is not even there."""
+    options = AskingOptions(model="no/such", retriever_url="http://127.0.0.1:9")
+
+    async def ask() -> None:
+        async with opened(options):
+            pass
+
+    with pytest.raises(RetrieverError, match=r"retrieval_launch\.sh"):
+        asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"topk": 0}, {"max_turns": -1},
+              {"concurrency": 0}, {"model": ""}]
+)  # fmt: skip
+def test_options_that_cannot_be_meant_are_refused(wrong: dict[str, object]) -> None:
+    """With the option's name on the command line."""
+    name = next(iter(wrong)).replace("_", "-")
+    with pytest.raises(SearchR1Error, match=f"--{name}: got .*fix:"):
+        AskingOptions(**{"model": "m", **wrong})  # type: ignore[arg-type]

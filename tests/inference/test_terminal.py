@@ -1,0 +1,76 @@
+"""What a person sees of a dialogue."""
+
+import asyncio
+import io
+
+import pytest
+from rich.console import Console
+
+from search_r1.inference.terminal import Terminal
+from search_r1.search.errors import RetrieverUnavailable
+from search_r1.search.retrieval import Retrieval
+from search_r1.search.schema import Document
+from tests.fakes import ScriptedEngine
+from tests.inference.scripted import TWO_SEARCHES, asker
+
+
+def shown(
+    script: tuple[str, ...], *, full: bool = False, retrieval: Retrieval | None = None
+) -> str:
+    out = io.StringIO()
+    terminal = Terminal(Console(file=out, width=200, highlight=False), full)
+    who = asker(ScriptedEngine(script), retrieval, max_turns=2)
+    terminal.conclude(asyncio.run(who.ask("Q?", who.prompt("Q?"), terminal)))
+    return out.getvalue()
+
+
+def test_documents_are_folded_and_sources_listed() -> None:
+    """Titles below their search; under the answer each source with the searches that found it."""
+    assert shown(TWO_SEARCHES).splitlines() == [
+        TWO_SEARCHES[0],
+        "  search 1: 2 documents",
+        "    Oslo [12]",
+        "    Norway [7]",
+        TWO_SEARCHES[1],
+        "  search 2: 1 document",
+        "    Oslo [12]",
+        TWO_SEARCHES[2],
+        "",
+        "Answer: Oslo",
+        "Sources",
+        "  Oslo [12] (searches 1, 2)",
+        "  Norway [7] (search 1)",
+    ]
+
+
+def test_documents_are_shown_in_full_on_request() -> None:
+    """Their text stands below the title."""
+    text = "Oslo is the capital of Norway."
+    assert text not in shown(TWO_SEARCHES)
+    assert f"    Oslo [12]\n      {text}\n" in shown(TWO_SEARCHES, full=True)
+
+
+def test_square_brackets_of_the_policy_are_no_markup() -> None:
+    """What the model says is printed as it is."""
+    assert "[bold]x[/bold] [/]" in shown(("[bold]x[/bold] [/] <answer> a </answer>",))
+
+
+class Away:
+    """A retriever that is gone."""
+
+    async def search(self, query: str) -> list[Document]:
+        raise RetrieverUnavailable("nobody there")
+
+
+@pytest.mark.parametrize(
+    ("script", "retrieval", "end"),
+    [
+        (("Hm.", "Hm.", "Hm."), None, "no answer (out_of_turns)"),
+        (TWO_SEARCHES, Away(), "no answer (failed): nobody there"),
+    ],
+)
+def test_a_missing_answer_says_why(
+    script: tuple[str, ...], retrieval: Retrieval | None, end: str
+) -> None:
+    """As the last line."""
+    assert shown(script, retrieval=retrieval).splitlines()[-1] == end

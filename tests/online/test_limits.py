@@ -1,0 +1,137 @@
+"""Rates, pauses and Retry-After, against a clock that only sleeping moves."""
+
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from typing import Any
+
+import pytest
+
+from search_r1.online.keys import read_credentials
+from search_r1.online.limits import RateLimit, pause, read_retry_after
+from search_r1.online.service import Ask
+from search_r1.online.services import SERVICES
+from search_r1.online.upstream import Upstream
+from search_r1.search.backends.settings import OnlineConfig
+from search_r1.search.errors import UpstreamUnavailable
+
+
+class Clock:
+    """Time that passes by sleeping only."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def sleep(self, seconds: float) -> None:
+        """Pass the time."""
+        self.now += seconds
+
+
+def test_requests_are_evenly_spaced() -> None:
+    """At 4 a second the n-th request leaves at n / 4 s, and idle time saves up no burst."""
+    clock = Clock()
+    limit = RateLimit(4.0, lambda: clock.now, clock.sleep)
+    left = []
+    for _ in range(5):
+        limit.wait()
+        left.append(clock.now - 50)
+    assert left == pytest.approx([0, 0.25, 0.5, 0.75, 1])
+    clock.sleep(10)
+    for _ in range(3):
+        limit.wait()
+        left.append(clock.now - 50)
+    assert left[5:] == pytest.approx([11, 11.25, 11.5])
+
+
+def test_threads_share_the_rate() -> None:
+    """Twelve threads at 100 a second: no two requests leave less than 10 ms apart."""
+    limit = RateLimit(100.0)
+    left: list[float] = []
+
+    def send() -> None:
+        limit.wait()
+        left.append(time.monotonic())
+
+    begin = time.monotonic()
+    threads = [threading.Thread(target=send) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(left) == 12
+    assert max(left) - begin >= 11 * 0.01 - 1e-3
+
+
+def test_holding_stops_everybody() -> None:
+    """After hold(7) nobody sends for 7 s, and a shorter hold does not lessen a longer one."""
+    clock = Clock()
+    limit = RateLimit(1000.0, lambda: clock.now, clock.sleep)
+    limit.hold(7)
+    limit.hold(2)
+    limit.wait()
+    assert clock.now == pytest.approx(57)
+
+
+def test_pauses_double_with_jitter_up_to_a_limit() -> None:
+    """Try n waits between half and all of 0.5 x 2^(n-1) s, at most 30 s."""
+    for attempt, longest in ((1, 0.5), (2, 1.0), (5, 8.0), (9, 30.0), (2000, 30.0)):
+        drawn = [pause(attempt) for _ in range(200)]
+        assert longest / 2 <= min(drawn) < max(drawn) <= longest
+        assert len(set(drawn)) > 100
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [(None, None), ("3", 3.0), (" 0 ", 0.0), ("soon", None), ("-1", None), ("", None)],
+)
+def test_retry_after_in_seconds(header: str | None, seconds: float | None) -> None:
+    """Seconds are read; anything else says nothing."""
+    assert read_retry_after(header) == seconds
+
+
+def test_retry_after_as_a_date() -> None:
+    """A date in the future is the seconds until then, one in the past is none."""
+    now = datetime.now(UTC)
+    ahead = read_retry_after(format_datetime(now + timedelta(seconds=90), usegmt=True))
+    assert ahead == pytest.approx(90, abs=5)
+    assert read_retry_after(format_datetime(now - timedelta(days=1))) == 0
+
+
+def open_upstream(url: str, clock: Clock, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Upstream:
+    service = SERVICES["serper"]
+    config = OnlineConfig(online_url=url, requests_per_second=1000.0, **more)
+    found = Upstream(service, read_credentials(service), config, clock.sleep)
+    monkeypatch.setattr(
+        found, "_limit", RateLimit(config.requests_per_second, lambda: clock.now, clock.sleep)
+    )
+    return found
+
+
+def test_retry_after_is_honoured(web: Any, reply: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next try comes as late as the service asked, which back-off alone would not."""
+    clock = Clock()
+    answers = [reply({"organic": []}), reply(b"", 429, {"Retry-After": "41"})]
+    times: list[float] = []
+
+    def answer(asked: Any) -> Any:
+        times.append(clock.now)
+        return answers.pop()
+
+    upstream = open_upstream(web(answer).url, clock, monkeypatch)
+    assert upstream.ask(Ask("river", 3)) == []
+    assert times[1] - times[0] == pytest.approx(41)
+    upstream.close()
+
+
+def test_a_long_retry_after_is_an_outage(
+    web: Any, reply: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search does not sleep for an hour: the caller learns at once that it must come back."""
+    clock = Clock()
+    server = web(lambda asked: reply(b"", 503, {"Retry-After": "3600"}))
+    upstream = open_upstream(server.url, clock, monkeypatch)
+    with pytest.raises(UpstreamUnavailable, match="in 1 tries"):
+        upstream.ask(Ask("river", 3))
+    assert clock.now == pytest.approx(50, abs=1)
+    upstream.close()

@@ -1,0 +1,181 @@
+"""Texts of pages: the article without its frame, in any charset, or the snippet."""
+
+import codecs
+import ipaddress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from search_r1.online import engine as online_engine
+from search_r1.online.addresses import AddressPolicy
+from search_r1.online.engine import OnlineRetriever, open_online
+from search_r1.online.fetch import Page, PageError
+from search_r1.online.pages import cut, decode, extract
+from search_r1.search.backends.settings import OnlineConfig
+from search_r1.search.stages import collect
+
+SENTENCES = [
+    f"The river Danube passes its place number {i} on the long way to the sea, says the book."
+    for i in range(12)
+]
+ARTICLE = (
+    "<html><head><title>Danube</title><script>var tracker = 'spy';</script></head><body>"
+    "<nav><a href='/'>Home page</a><a href='/login'>Log in</a></nav><article><h1>Danube</h1>"
+    + "".join(f"<p>{sentence}</p>" for sentence in SENTENCES)
+    + "</article><footer>Cookie settings</footer></body></html>"
+)
+
+
+def html(body: bytes, charset: str | None = None) -> Page:
+    return Page(body, "text/html", charset)
+
+
+def test_the_article_without_its_frame() -> None:
+    """Every sentence in order on lines of their own; no script, menu or footer."""
+    text = extract(html(ARTICLE.encode()))
+    assert [line for line in text.split("\n") if line in SENTENCES] == SENTENCES
+    assert not any(word in text for word in ("spy", "Log in", "Cookie", "<p>"))
+
+
+def test_plain_text_is_its_own_text() -> None:
+    """text/plain is not parsed as HTML; blank lines and runs of spaces go."""
+    page = Page(b"a <b> c\r\n\r\n  d\t e \n", "text/plain", None)
+    assert extract(page) == "a <b> c\nd e"
+
+
+@pytest.mark.parametrize("body", [b"", b"   ", b"<html></html>", b"<!-- x -->", b"\0\0", b"<?xml"])
+def test_pages_without_text_are_errors(body: bytes) -> None:
+    """Nothing to read is a PageError, so that the snippet is kept."""
+    with pytest.raises(PageError):
+        extract(html(body))
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_break_the_reader(body: bytes) -> None:
+    """Whatever a page is made of, there is a text or a PageError."""
+    try:
+        assert extract(html(body))
+    except PageError as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "written", "declared"),
+    [
+        ("Grüße €", "utf-8", "utf-8"),
+        ("Grüße €", "utf-8", None),
+        ("Grüße €", "utf-8", "unknown-charset"),
+        ("Grüße €", "utf-8", "zlib"),
+        ("Grüße €", "utf-8-sig", "iso-8859-1"),
+        ("Grüße €", "utf-16", None),
+        ("Grüße €", "cp1252", "ISO-8859-1"),
+        ("Grüße €", "cp1252", None),
+        ("東京都", "shift_jis", "Shift_JIS"),
+        ("Дунай", "koi8-r", "koi8-r"),
+    ],
+)
+def test_charsets(text: str, written: str, declared: str | None) -> None:
+    """Declared, marked and undeclared charsets are read as browsers read them."""
+    assert decode(html(text.encode(written), declared)) == text
+
+
+def test_a_charset_inside_the_page() -> None:
+    """A meta tag declares the charset where the server does not; the server's word goes first."""
+    head = '<html><head><meta charset="gb2312"></head>东京'
+    assert decode(html(head.encode("gb2312"))) == head
+    assert decode(html(head.encode("utf-8"), "utf-8")) == head
+
+
+def test_a_page_cut_within_a_character() -> None:
+    """The bytes of a cut-off last character are left out, not turned into a wrong one."""
+    for charset in ("utf-8", "shift_jis"):
+        body = "東京".encode(charset)[:-1]
+        assert decode(html(body, charset)) == "東"
+
+
+def test_codecs_that_are_not_of_text_are_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that declares the charset `zlib` must not be decompressed."""
+    bomb = codecs.encode(b"\0" * 1000, "zlib")
+    assert "\0" * 1000 not in decode(html(bomb, "zlib"))
+
+
+@given(st.text(alphabet="ab \n", max_size=40), st.integers(1, 45))
+def test_cut_at_a_word(text: str, most: int) -> None:
+    """A prefix of at most `most` characters, ending with a whole word if there is any break."""
+    short = cut(text, most)
+    assert text.startswith(short) and len(short) <= most
+    if len(text) > most and any(c.isspace() for c in text[:most].strip()):
+        assert text[len(short)].isspace()
+
+
+@pytest.fixture
+def service(web: Any, reply: Any) -> Any:
+    """A service and its pages on one server: a good page, a missing one, and a hostile one."""
+
+    def answer(asked: Any) -> Any:
+        if asked.method == "POST":
+            paths = ["/good", "/missing", "/hostile", "/good"]
+            items = [
+                {"title": path, "link": f"{server.url}{path}", "snippet": f"snippet of {path}"}
+                for path in paths
+            ]
+            return reply({"organic": items})
+        if asked.path == "/hostile":
+            return reply(b"", 302, {"Location": f"http://[::1]:{server.port}/admin"})
+        if asked.path == "/missing":
+            return reply(b"", 404)
+        return reply(ARTICLE.encode(), headers={"Content-Type": "text/html; charset=utf-8"})
+
+    server = web(answer)
+    return server
+
+
+def open_with_pages(server: Any, **options: Any) -> OnlineRetriever:
+    policy = AddressPolicy(frozenset({server.port}), (ipaddress.ip_network("127.0.0.1/32"),))
+    config = OnlineConfig(
+        online_url=server.url, requests_per_second=1000.0, page_text=True, **options
+    )
+    return open_online("serper", config, policy)
+
+
+def test_page_text_replaces_the_snippet(service: Any) -> None:
+    """A page that can be read gives its text; one that cannot keeps its snippet."""
+    engine = open_with_pages(service, page_chars=300)
+    with collect() as seconds:
+        found = engine.search(["danube", "river"], 3)
+    texts = [hit.document.text for hit in found[0]]
+    assert SENTENCES[0] in texts[0] and len(texts[0]) <= 300
+    assert texts[0].split()[-1] in SENTENCES[2].split()  # no word is cut
+    assert texts[1:] == ["snippet of /missing", "snippet of /hostile"]
+    assert found[0] == found[1]
+    fetched = [asked.path for asked in service.asked if asked.method == "GET"]
+    assert sorted(fetched) == ["/good", "/hostile", "/missing"]
+    assert set(seconds) == {"search", "fetch"}
+    assert (engine.info()["page_text"], engine.info()["page_chars"]) == (True, 300)
+    engine.close()
+
+
+def test_pages_are_kept_too(service: Any, tmp_path: Path) -> None:
+    """With a cache a page is fetched once, also for another page_chars; failures again."""
+    path = str(tmp_path / "cache")
+    first = open_with_pages(service, online_cache=path)
+    found = first.search(["danube"], 3)
+    first.close()
+    service.asked.clear()
+    second = open_with_pages(service, online_cache=path)
+    assert second.search(["danube"], 3) == found
+    assert sorted(asked.path for asked in service.asked) == ["/hostile", "/missing"]
+    second.close()
+
+
+def test_the_shipped_policy_fetches_no_page_here(service: Any) -> None:
+    """By the settings alone nothing of 127.0.0.1 is read: all snippets, no page asked for."""
+    config = OnlineConfig(online_url=service.url, requests_per_second=1000.0, page_text=True)
+    settings = online_engine.RetrieverConfig("serper", online=config)
+    engine = online_engine.open_retriever(settings)
+    texts = [hit.document.text for hit in engine.search(["danube"], 3)[0]]
+    assert texts == ["snippet of /good", "snippet of /missing", "snippet of /hostile"]
+    assert [asked.method for asked in service.asked] == ["POST"]

@@ -1,0 +1,147 @@
+"""The judge against a real server on a real port that misbehaves."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_r1.rewards import JudgeOptions, RewardInput, build_batch_reward, build_judge
+from tests.rewards.judge.server import JudgeServer, Reply, judge_server, slowly
+
+OPTIONS = JudgeOptions(model="m", max_retries=2, first_pause=0.0, timeout=5.0, max_concurrency=4)
+
+
+def dialogue(answer: str | None, gold: str = "Paris", question: str = "Capital?") -> RewardInput:
+    """A dialogue that answers at once, or not at all."""
+    text = "hm" if answer is None else f"<answer>{answer}</answer>"
+    return RewardInput([text], [("policy", text)], [gold], question=question)
+
+
+def by_content(_: int, body: dict[str, Any]) -> Reply:
+    """Yes where the message holds `capital city`."""
+    return "yes" if "capital city" in body["messages"][0]["content"] else "no"
+
+
+def at(server: JudgeServer, **options: Any) -> JudgeOptions:
+    return replace(OPTIONS, url=server.url, **options)
+
+
+def test_each_dialogue_gets_its_own_verdict() -> None:
+    """Exact matches and silence are not asked about; what is equal is asked once."""
+    answers = ["Paris", "the capital city", "Rome", None, "", "the capital city"]
+    with judge_server(by_content) as server:
+        out = build_judge(at(server, api_key="k"))([dialogue(a) for a in answers])
+    assert [o.score for o in out] == [1, 1, 0, 0, 0, 1]
+    assert [o.components["judge_asked"] for o in out] == [0, 1, 1, 0, 0, 1]
+    assert [o.components["em"] for o in out] == [1, 0, 0, 0, 0, 0]
+    assert [o.components["has_answer"] for o in out] == [1, 1, 1, 0, 1, 1]
+    assert not any(o.components["judge_failed"] for o in out)
+    assert len(server.requests) == 2
+    assert {h["authorization"] for h in server.headers} == {"Bearer k"}
+    assert server.requests[0]["model"] == "m" and server.requests[0]["temperature"] == 0
+
+
+def test_a_batch_is_judged_at_once_within_the_bound() -> None:
+    """Requests overlap, up to max_concurrency of them."""
+    with judge_server(lambda n, body: slowly(0.05, "yes")) as server:
+        out = build_judge(at(server))([dialogue(f"a{i}") for i in range(12)])
+    assert all(o.score == 1 for o in out) and len(server.requests) == 12
+    assert 1 < server.most_at_once <= 4
+
+
+@pytest.mark.parametrize("trouble", [500, 429, "maybe", b"{no json", b'{"choices": []}', None])
+def test_trouble_passes_with_another_try(trouble: Reply) -> None:
+    """A failure, junk, another form or silence is tried again, and then read."""
+    with judge_server(lambda n, body: trouble if n == 0 else "yes") as server:
+        (out,) = build_judge(at(server, timeout=0.3))([dialogue("x")])
+    assert (out.score, out.components["judge_failed"]) == (1.0, 0.0)
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("trouble", "num_tries"), [(503, 3), ("I think yes", 3), (401, 1), (None, 3)]
+)
+def test_without_a_verdict_the_rule_counts(trouble: Reply, num_tries: int) -> None:
+    """After the last try, or at once where trying is useless, exact match stands and is counted."""
+    with judge_server(lambda n, body: trouble) as server:
+        wrong, right = build_judge(at(server, timeout=0.2))([dialogue("x"), dialogue("Paris")])
+    assert (wrong.score, wrong.components["judge_failed"]) == (0.0, 1.0)
+    assert (right.score, right.components["judge_failed"]) == (1.0, 0.0)
+    assert len(server.requests) == num_tries
+
+
+def test_a_judge_that_is_down_does_not_hold_the_batch_up() -> None:
+    """After max_concurrency failures in a row the rest of the batch falls back at once."""
+    options = {"max_retries": 0, "max_concurrency": 1}
+    with judge_server(lambda n, body: 500 if n == 0 else "yes") as server:
+        judge = build_judge(at(server, **options))
+        first = judge([dialogue(f"a{i}") for i in range(20)])
+        assert len(server.requests) == 1
+        assert sum(o.components["judge_failed"] for o in first) == 20
+        assert judge([dialogue("a1")])[0].score == 1.0
+
+
+def test_verdicts_outlive_the_process(tmp_path: Path) -> None:
+    """Another process finds the verdict in the file; another model or answer asks anew."""
+    path = str(tmp_path / "new" / "cache.sqlite")
+    code = (
+        "import sys; from search_r1.rewards import *\n"
+        "text = '<answer>the capital city</answer>'\n"
+        "given = RewardInput([text], [], ['Paris'], question='Capital?')\n"
+        "judge = build_judge(JudgeOptions(sys.argv[1], 'm', cache_path=sys.argv[2]))\n"
+        "print(judge([given])[0].score)"
+    )
+    with judge_server(by_content) as server:
+        command = [sys.executable, "-c", code, server.url, path]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert (done.stdout.strip(), len(server.requests)) == ("1.0", 1)
+        options = at(server, cache_path=path)
+        assert build_judge(options)([dialogue("the capital city")])[0].score == 1.0
+        assert len(server.requests) == 1
+        build_judge(replace(options, model="other"))([dialogue("the capital city")])
+        build_judge(options)([dialogue("Rome")])
+        assert len(server.requests) == 3
+
+
+def test_failures_are_not_kept(tmp_path: Path) -> None:
+    """What fell back is asked again by the next batch."""
+    with judge_server(lambda n, body: 500 if n < 3 else "yes") as server:
+        judge = build_judge(at(server, cache_path=str(tmp_path / "c")))
+        assert [judge([dialogue("x")])[0].score for _ in range(3)] == [0, 1, 1]
+        assert len(server.requests) == 4
+
+
+def test_a_file_that_is_no_cache_is_refused(tmp_path: Path) -> None:
+    """The message names the option before a run starts."""
+    (tmp_path / "c").write_text("something else, long enough to be no database at all" * 9)
+    with pytest.raises(ValueError, match=r"judge\.cache_path"):
+        build_judge(replace(OPTIONS, cache_path=str(tmp_path / "c")))
+
+
+def test_a_judge_that_does_not_answer_is_found_before_the_run() -> None:
+    """The check asks once about a known answer."""
+    with (
+        judge_server(lambda n, body: 404) as server,
+        pytest.raises(ValueError, match="status 404"),
+    ):
+        build_judge(at(server)).check()
+    with pytest.raises(ValueError, match="got no verdict from http://127"):
+        build_judge(replace(OPTIONS, url="http://127.0.0.1:9/v1", max_retries=0)).check()
+    with judge_server(lambda n, body: "no") as server:
+        build_judge(at(server)).check()
+
+
+def test_the_judge_is_a_part_of_a_weighted_sum() -> None:
+    """With weights it is asked about the whole batch, and its components are logged as well."""
+    with judge_server(by_content) as server:
+        judge = build_judge(at(server))
+        rule = build_batch_reward("em", weights={"llm_judge": 0.5, "f1": 2.0}, judge=judge)
+        right, half = rule([dialogue("the capital city"), dialogue("in Paris")])
+    assert right.score == pytest.approx(0.5)
+    assert half.score == pytest.approx(2.0 * 2 / 3)
+    assert right.components["llm_judge_score"] == 1.0 and half.components["judge_failed"] == 0.0
+    with pytest.raises(ValueError, match="llm_judge"):
+        build_batch_reward("llm_judge")

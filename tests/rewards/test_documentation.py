@@ -1,0 +1,71 @@
+"""docs/rewards.md: its example runs, its commands parse, its tables are complete."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from search_r1.rewards import LLM_JUDGE, REWARDS, RewardInput, RewardScores, build_reward
+from verl.config import Config, cli
+from verl.config.reward import JudgeConfig
+
+PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+REQUIRED = (
+    "data.train_files=a.parquet",
+    "data.val_files=b.parquet",
+    "actor_rollout_ref.model.path=m",
+)
+
+
+def compose(*arguments: str) -> Config:
+    return cli.compose([*REQUIRED, *arguments])
+
+
+@pytest.mark.parametrize(
+    ("text", "score", "components"),
+    [
+        ("<answer>Paris</answer>", 1.0, {"f1": 1.0, "excess_words": 0, "has_answer": 1.0}),
+        (
+            "<answer>Paris in France</answer>",
+            0.5 - 0.1,
+            {"f1": 0.5, "excess_words": 2, "has_answer": 1.0},
+        ),
+        ("Paris", 0.0, {"has_answer": 0.0}),
+    ],
+)
+def test_the_documented_reward_runs(
+    text: str, score: float, components: dict[str, float], tmp_path: Path
+) -> None:
+    """The example of the page, written to a file and named as the page says."""
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "brief.py").write_text(code)
+    out = build_reward(f"{tmp_path}/brief.py:brief")(
+        RewardInput([text], [("policy", text)], ["Paris"])
+    )
+    assert out.score == pytest.approx(score)
+    assert out.components == pytest.approx(components)
+
+
+def test_the_documented_stages_parse() -> None:
+    """Both ways to end a stage are options as they stand on the page."""
+    by_step, by_plateau = re.findall(r"'(reward_model\.stages=[^']*)'", PAGE)
+    assert compose(by_step).reward_model.stages[0].until_step == 100
+    plateau = compose(by_plateau).reward_model.stages[0].plateau
+    assert plateau is not None and (plateau.patience, plateau.min_delta) == (10, 0.01)
+
+
+def test_every_reward_and_option_is_documented() -> None:
+    """The page names each reward, each partial score and each component with its reward."""
+    for name in [*REWARDS, LLM_JUDGE]:
+        assert f"| `{name}`" in PAGE
+    for field in [*dataclasses.fields(RewardScores), *dataclasses.fields(JudgeConfig)]:
+        assert re.search(rf"[`.]{field.name}[`=]", PAGE), field.name
+    given = RewardInput(["<answer>a</answer>"], [], ["a"])
+    table = PAGE.split("| components | logged by |")[1].split("\n\n")[0]
+    rows = dict(re.findall(r"^\| (`.*?) \| (.*?) \|$", table, re.MULTILINE))
+    for name in REWARDS:
+        for component in build_reward(name)(given).components:
+            (loggers,) = [v for k, v in rows.items() if f"`{component}`" in k.split(":")[0]]
+            known = f"`{name}`" in loggers or "all of ours" in loggers
+            assert known or ("the stages" in loggers and "stage" in name), (name, component)

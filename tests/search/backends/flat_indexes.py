@@ -1,0 +1,49 @@
+"""Random vectors, Flat indexes of them as FAISS writes them, and their search by numpy."""
+
+from pathlib import Path
+
+import faiss
+import numpy as np
+
+from search_r1.search.backends.flat_file import FlatFile
+from search_r1.search.backends.matrix import Layout, Matrix
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    """Rows of unit length, as encoders give them."""
+    return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+
+
+def random_rows(seed: int, rows: int, dim: int, copies: int = 0) -> np.ndarray:
+    """Unit rows, of which the last `copies` repeat others exactly."""
+    rng = np.random.default_rng(seed)
+    vectors = unit(rng.standard_normal((rows, dim)))
+    if copies:
+        vectors[-copies:] = vectors[rng.integers(0, rows - copies, copies)]
+    return vectors
+
+
+def write(path: Path, vectors: np.ndarray, kind: type[faiss.Index] = faiss.IndexFlatIP) -> FlatFile:
+    """A Flat index as FAISS writes it."""
+    index = kind(vectors.shape[1])
+    index.add(vectors)
+    faiss.write_index(index, str(path))
+    return FlatFile.open(path)
+
+
+def load(flat: FlatFile, layout: Layout) -> Matrix:
+    """A loaded matrix."""
+    matrix = Matrix(flat, layout)
+    matrix.load()
+    return matrix
+
+
+def brute_force(queries: np.ndarray, vectors: np.ndarray, k: int, is_l2: bool = False) -> tuple:
+    """Scores in float64, rounded to float32, and rows; ties by row."""
+    products = queries.astype(np.float64) @ vectors.astype(np.float64).T
+    if is_l2:
+        difference = queries[:, None].astype(np.float64) - vectors[None].astype(np.float64)
+        products = -(difference**2).sum(axis=2)
+    scores = products.astype(np.float32)
+    rows = [np.lexsort((np.arange(len(vectors)), -row))[:k] for row in scores]
+    return np.stack([s[r] for s, r in zip(scores, rows, strict=True)]), np.stack(rows)

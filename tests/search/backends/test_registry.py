@@ -1,0 +1,37 @@
+"""Which engine the settings name."""
+
+from pathlib import Path
+
+import pytest
+
+from search_r1.search.backends import registry
+from search_r1.search.backends.registry import build_retriever
+from search_r1.search.backends.settings import EncoderConfig, RetrieverConfig, TorchConfig
+from search_r1.search.errors import SetupError
+
+
+@pytest.mark.parametrize("inner", [".", "bm25"])
+def test_a_lucene_folder_under_the_name_bm25_is_lucenes(tmp_path: Path, inner: str) -> None:
+    """The familiar `--retriever_name bm25 --index_path FOLDER` opens a published Lucene index."""
+    folder = tmp_path / inner
+    folder.mkdir(exist_ok=True)
+    assert registry._choose(RetrieverConfig("bm25", "c", str(tmp_path))).module == "bm25"
+    (folder / "segments_2").touch()
+    assert registry._choose(RetrieverConfig("bm25", "c", str(tmp_path))).module == "lucene"
+
+
+def test_an_unknown_dense_engine_is_refused() -> None:
+    """A misspelt --dense_engine names what exists."""
+    config = RetrieverConfig(
+        "e5", "c", "i", encoder=EncoderConfig("hash"), torch=TorchConfig(dense_engine="jax")
+    )
+    with pytest.raises(SetupError, match="expected faiss or torch"):
+        build_retriever(config)
+
+
+def test_every_row_names_a_module_of_its_package() -> None:
+    """No row points to an engine that is not there."""
+    package = Path(registry.__file__).parent
+    rows = [*registry.ENGINES.values(), registry.FAISS, registry.TORCH, registry.RERANK]
+    for row in rows:
+        assert (package / (row.module.replace(".", "/") + ".py")).is_file(), row

@@ -1,0 +1,204 @@
+"""Reranking: whose documents a query meets, their order, and a real cross-encoder's scores."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    BertTokenizerFast,
+)
+
+from search_r1.search.backends.base import Retriever, fingerprint
+from search_r1.search.backends.rerank import RerankingRetriever, rerank
+from search_r1.search.backends.settings import RerankConfig
+from search_r1.search.errors import SetupError
+from search_r1.search.schema import Document, Hit
+from search_r1.search.stages import collect
+
+WORDS = "capital of france the danube river two cities is lies on city in passage about identical"
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS.split()]
+
+
+class OwnDocuments:
+    """An engine in which every query has documents of its own."""
+
+    name = "own"
+    num_threads = 1
+    num_documents = 100
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        self.asked.append(k)
+        return [
+            [Hit(Document.from_contents(f"{q}{i}", f"{q} of rank {i}"), -i) for i in range(k)]
+            if q
+            else []
+            for q in queries
+        ]
+
+    def info(self) -> dict[str, Any]:
+        return {"engine": self.name}
+
+
+class ScriptedScorer:
+    """Scores by the last word of the document, or as told, and remembers the pairs."""
+
+    def __init__(self, told: dict[str, float] | None = None) -> None:
+        self.pairs: list[tuple[str, str]] = []
+        self._told = told
+
+    def scores(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
+        self.pairs.extend(pairs)
+        if self._told is not None:
+            return [self._told.get(document, 0.0) for _, document in pairs]
+        return [float(document.split()[-1]) for _, document in pairs]
+
+    def info(self) -> dict[str, Any]:
+        return {"name": "scripted"}
+
+
+def test_line_20_a_query_meets_its_own_documents_only() -> None:
+    """Merged queries are paired as single ones are: no query with another's documents."""
+    scorer = ScriptedScorer()
+    retriever = RerankingRetriever(OwnDocuments(), scorer, retrieval_topk=4)
+    queries = ["a", "", "b", "c", "a"]
+    merged = retriever.search(queries, 2)
+    assert all(document.startswith(query) for query, document in scorer.pairs)
+    assert len(scorer.pairs) == 3 * 4, "a pair that comes twice is scored once"
+    assert merged == [retriever.search([query], 2)[0] for query in queries]
+    assert [hit.document.id for hit in merged[2]] == ["b3", "b2"]
+    assert [hit.score for hit in merged[2]] == [3.0, 2.0]
+    assert merged[1] == []
+
+
+def test_ties_stay_in_the_order_of_the_engine() -> None:
+    """Equal scores leave the first stage's order."""
+    scorer = ScriptedScorer({"q of rank 3": 1.0})
+    hits = RerankingRetriever(OwnDocuments(), scorer, 5).search(["q"], 5)[0]
+    assert [hit.document.id for hit in hits] == ["q3", "q0", "q1", "q2", "q4"]
+
+
+@pytest.mark.parametrize(("k", "asked"), [(3, 10), (10, 10), (25, 25)])
+def test_the_engine_gives_at_least_what_is_wanted(k: int, asked: int) -> None:
+    """A topk beyond retrieval_topk still gets that many documents."""
+    engine = OwnDocuments()
+    hits = RerankingRetriever(engine, ScriptedScorer(), 10).search(["q"], k)
+    assert (engine.asked, len(hits[0])) == ([asked], k)
+
+
+def test_no_documents_score_nothing() -> None:
+    """A scorer is never asked about no pairs."""
+    scorer = ScriptedScorer()
+    retriever = RerankingRetriever(OwnDocuments(), scorer, 3)
+    assert retriever.search(["", ""], 3) == [[], []]
+    assert retriever.search([], 3) == []
+    assert scorer.pairs == []
+
+
+def test_facts_and_stage() -> None:
+    """The reranker is part of what identifies the engine, and its time is told apart."""
+    engine = OwnDocuments()
+    retriever = RerankingRetriever(engine, ScriptedScorer(), 3)
+    assert retriever.info()["rerank"] == {"retrieval_topk": 3, "name": "scripted"}
+    assert fingerprint(retriever.info()) != fingerprint(engine.info())
+    with collect() as seconds:
+        retriever.search(["q"], 1)
+    assert set(seconds) == {"rerank"}
+
+
+@pytest.fixture
+def make_reranker(tmp_path: Path) -> Callable[..., str]:
+    """Saves a tiny random cross-encoder with a number of outputs."""
+
+    def make(num_labels: int = 1) -> str:
+        torch.manual_seed(num_labels)
+        sizes = BertConfig(
+            vocab_size=len(VOCABULARY),
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            max_position_embeddings=64,
+            initializer_range=0.5,
+            num_labels=num_labels,
+        )
+        folder = tmp_path / f"cross{num_labels}"
+        BertForSequenceClassification(sizes).save_pretrained(folder)
+        vocabulary = {word: i for i, word in enumerate(VOCABULARY)}
+        BertTokenizerFast(vocabulary, model_max_length=64).save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+def by_formula(path: str, query: str, document: str) -> float:
+    """One pair through plain transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    with torch.no_grad():
+        logits = model(
+            **tokenizer(query, document, truncation=True, max_length=64, return_tensors="pt")
+        ).logits[0]
+    return float(logits[0] if len(logits) == 1 else logits[1] - logits[0])
+
+
+@pytest.mark.parametrize("num_labels", [1, 2])
+def test_line_20_with_a_real_cross_encoder(
+    make_reranker: Callable[..., str],
+    open_engine: Callable[[str], Retriever],
+    queries: list[str],
+    num_labels: int,
+) -> None:
+    """Batches across queries change no score and no order, each by the model's own formula."""
+    path, engine = make_reranker(num_labels), open_engine("bm25")
+    config = RerankConfig(path, retrieval_topk=8, reranker_batch_size=3)
+    retriever = rerank(engine, config)
+    merged = retriever.search(queries, 3)
+    for query, hits in zip(queries, merged, strict=True):
+        alone = retriever.search([query], 3)[0]
+        assert [hit.document for hit in hits] == [hit.document for hit in alone]
+        assert [hit.score for hit in hits] == pytest.approx([h.score for h in alone], abs=1e-5)
+        found = [hit.document for hit in engine.search([query], 8)[0]]
+        scores = [by_formula(path, query, document.contents) for document in found]
+        assert [hit.score for hit in hits] == pytest.approx(
+            sorted(scores, reverse=True)[:3], abs=1e-4
+        )
+        assert all(hit.document in found for hit in hits)
+    assert retriever.info()["rerank"]["name"] == f"cross{num_labels}"
+
+
+def test_half_precision_reranker(
+    make_reranker: Callable[..., str], open_engine: Callable[[str], Retriever]
+) -> None:
+    """A half-precision model serves, and says so."""
+    config = RerankConfig(make_reranker(), reranker_dtype="bfloat16")
+    retriever = rerank(open_engine("bm25"), config)
+    assert len(retriever.search(["capital"], 3)[0]) == 3
+    assert retriever.info()["rerank"]["dtype"] == "bfloat16"
+
+
+def test_what_is_no_cross_encoder_is_refused(
+    make_reranker: Callable[..., str], tmp_path: Path
+) -> None:
+    """A missing folder, an encoder without a classifier, many outputs, unknown values."""
+    engine, path = OwnDocuments(), make_reranker()
+    with pytest.raises(SetupError, match=r"absent does not exist.*--reranker_model"):
+        rerank(engine, RerankConfig(str(tmp_path / "absent")))
+    with pytest.raises(SetupError, match="3 outputs; expected a cross-encoder"):
+        rerank(engine, RerankConfig(make_reranker(3)))
+    with pytest.raises(SetupError, match="--reranker_dtype int4; expected float32"):
+        rerank(engine, RerankConfig(path, reranker_dtype="int4"))
+    with pytest.raises(SetupError, match="--reranker_device mars cannot be used"):
+        rerank(engine, RerankConfig(path, reranker_device="mars"))
+    BertModel.from_pretrained(path).save_pretrained(path)
+    with pytest.raises(SetupError, match=r"no weights for classifier\.bias"):
+        rerank(engine, RerankConfig(path))

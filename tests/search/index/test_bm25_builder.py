@@ -1,0 +1,50 @@
+"""BM25 from shards: the index that one undivided tokenisation gives."""
+
+from pathlib import Path
+
+import bm25s
+import numpy as np
+import pytest
+
+from search_r1.search.corpus import Corpus
+from search_r1.search.index.bm25_builder import number, shard_of
+from search_r1.search.index_builder import BuildConfig, build_index
+from search_r1.search.manifest import Manifest
+from search_r1.search.words import tokenize
+
+TEXTS = ["Danube river", "the of", "", "river Danube DANUBE café", "Seine river and a Zürich"]
+
+
+def test_words_are_numbered_as_in_one_piece() -> None:
+    """However the documents are divided, ids and vocabulary are those of bm25s itself."""
+    whole = bm25s.tokenize(TEXTS, stopwords="en", show_progress=False)
+    for rows in (1, 2, 5):
+        shards = [shard_of(tokenize(TEXTS[i : i + rows])) for i in range(0, len(TEXTS), rows)]
+        documents, vocab = number(iter(shards))
+        assert list(documents) == whole.ids and len(documents) == len(TEXTS)
+        assert list(vocab.items()) == list(whole.vocab.items())
+
+
+@pytest.mark.parametrize("shard_rows", [1, 3, 100])
+def test_shards_leave_no_trace_in_the_index(
+    tmp_path: Path, corpus_path: Path, shard_rows: int
+) -> None:
+    """The index equals, file by file, one that bm25s makes of all documents at once."""
+    config = BuildConfig("bm25", str(corpus_path), str(tmp_path), shard_rows=shard_rows)
+    folder = build_index(config)
+    texts = [document.contents for document in Corpus.open(corpus_path)]
+    oracle = bm25s.BM25()
+    oracle.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
+    oracle.save(tmp_path / "oracle")
+    for path in (tmp_path / "oracle").iterdir():
+        assert (folder / path.name).read_bytes() == path.read_bytes(), path.name
+    manifest = Manifest.load(folder)
+    assert manifest.made_with.startswith("bm25s") and manifest.count == len(texts)
+
+
+def test_a_corpus_without_words_is_indexed(tmp_path: Path) -> None:
+    """Stop words alone give an index that finds nothing."""
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"id": "1", "contents": "the of"}\n')
+    folder = build_index(BuildConfig("bm25", str(path), str(tmp_path)))
+    assert np.load(folder / "indptr.csc.index.npy").size >= 1

@@ -1,0 +1,101 @@
+"""The work folder: one builder, kept for the same build alone, complete or not there."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from search_r1.search.errors import CorpusError, SetupError
+from search_r1.search.index.build_folder import (
+    READY_NAME,
+    check_disk,
+    fresh_folder,
+    publish,
+    work_folder,
+    write_whole,
+)
+
+KEY = {"corpus": {"digest": "ab"}, "probe": [0.5, 0.25]}
+
+
+def interrupted(target: Path, key: dict[str, object]) -> None:
+    with pytest.raises(KeyboardInterrupt), work_folder(target, key) as work:
+        (work / "kept").touch()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("key", "is_kept"),
+    [
+        (KEY, True),
+        (KEY | {"probe": [0.501, 0.249]}, True),
+        (KEY | {"probe": [0.25, 0.5]}, False),
+        (KEY | {"corpus": {"digest": "cd"}}, False),
+    ],
+)
+def test_only_the_same_build_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: dict[str, object], is_kept: bool
+) -> None:
+    """Another corpus or encoder starts anew and says so; rounding of a probe does not."""
+    interrupted(tmp_path / "x", KEY)
+    with work_folder(tmp_path / "x", key) as work:
+        assert (work / "kept").exists() == is_kept
+    assert ("starting over" in caplog.text) == (not is_kept)
+
+
+def test_two_builders_exclude_each_other(tmp_path: Path) -> None:
+    """The second is refused while the first is at work, and welcome afterwards."""
+    with (
+        work_folder(tmp_path / "x", KEY),
+        pytest.raises(SetupError, match="another builder"),
+        work_folder(tmp_path / "x", KEY),
+    ):
+        pass
+    with work_folder(tmp_path / "x", KEY):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_index_replaces_the_old_one(tmp_path: Path) -> None:
+    """What was ready becomes the target, and nothing else stays."""
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "old").touch()
+    with work_folder(tmp_path / "x", KEY) as work:
+        (fresh_folder(work / READY_NAME) / "new").touch()
+        publish(work, tmp_path / "x")
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_bad_corpus_leaves_no_work(tmp_path: Path) -> None:
+    """The corpus that is put right is another one, so its work is of no use."""
+    with pytest.raises(CorpusError), work_folder(tmp_path / "x", KEY):
+        raise CorpusError("row 4")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
+    """A folder that cannot be made is named with the fix."""
+    (tmp_path / "file").touch()
+    with pytest.raises(SetupError, match="--save_dir"), work_folder(tmp_path / "file" / "x", KEY):
+        pass
+
+
+def test_too_small_a_disk_is_refused(tmp_path: Path) -> None:
+    """More than the disk has is refused with both sizes; what fits is not."""
+    check_disk(tmp_path / "not" / "yet", 1000, "index")
+    with pytest.raises(SetupError, match=r"1000000000\.00 GB \(index\)"):
+        check_disk(tmp_path, 10**18, "index")
+
+
+def test_a_write_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash before the data is on the disk leaves the old content."""
+
+    def crash(handle: int) -> None:
+        raise KeyboardInterrupt
+
+    write_whole(tmp_path / "f", b"old")
+    monkeypatch.setattr(os, "fsync", crash)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "f", b"new")
+    assert (tmp_path / "f").read_bytes() == b"old"

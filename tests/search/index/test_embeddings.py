@@ -1,0 +1,73 @@
+"""The embedding file: rows in their places, marked done only after they are on the disk."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from search_r1.search.errors import SetupError
+from search_r1.search.index.embeddings import EmbeddingFile, blocks, open_embeddings
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_shards_in_any_order_make_the_matrix(tmp_path: Path, dtype: str) -> None:
+    """Two handles that write different shards fill one ordinary .npy file."""
+    wanted = np.random.default_rng(0).normal(size=(11, 3)).astype(dtype)
+    first = EmbeddingFile.create(tmp_path, 11, 3, dtype, shard_rows=4)
+    second = EmbeddingFile.create(tmp_path, 11, 3, dtype, shard_rows=4)
+    assert first.missing() == [0, 1, 2]
+    for file, shard in [(second, 2), (first, 0)]:
+        file.write(shard, wanted[file.rows(shard)])
+    assert (first.missing(), second.num_done) == ([1], 7)
+    second.write(1, wanted[second.rows(1)])
+    np.testing.assert_array_equal(np.load(tmp_path / "embeddings.npy"), wanted)
+    np.testing.assert_array_equal(first.matrix, wanted)
+    first.close()
+    second.close()
+
+
+def test_rows_reach_the_disk_before_their_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If bringing the rows onto the disk fails, the shard is not done."""
+    file = EmbeddingFile.create(tmp_path, 4, 2, "float32", shard_rows=4)
+
+    def fail(handle: int) -> None:
+        raise OSError("disk")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk"):
+        file.write(0, np.ones((4, 2), dtype=np.float32))
+    assert file.missing() == [0]
+    file.close()
+
+
+def test_existing_embeddings_may_be_bare_values(tmp_path: Path) -> None:
+    """Values without a header, as older tools wrote them, are read by their size."""
+    wanted = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for dtype in (np.float32, np.float16):
+        wanted.astype(dtype).tofile(tmp_path / "e.memmap")
+        np.testing.assert_array_equal(open_embeddings(tmp_path / "e.memmap", 4, 3), wanted)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "problem"),
+    [(np.zeros((4, 2), np.float32), r"\(4, 2\)"), (np.zeros((4, 3)), "float64")],
+)
+def test_other_embeddings_are_refused(tmp_path: Path, matrix: np.ndarray, problem: str) -> None:
+    """Another shape or type is named with what was expected."""
+    np.save(tmp_path / "e.npy", matrix)
+    with pytest.raises(SetupError, match=problem):
+        open_embeddings(tmp_path / "e.npy", 4, 3)
+    (tmp_path / "e.memmap").write_bytes(b"a few bytes")
+    with pytest.raises(SetupError, match="cannot be read"):
+        open_embeddings(tmp_path / "e.memmap", 4, 3)
+    with pytest.raises(SetupError, match="do not exist"):
+        open_embeddings(tmp_path / "nowhere", 4, 3)
+
+
+def test_blocks_are_the_matrix() -> None:
+    """Blocks in float32 put together are all rows."""
+    matrix = np.arange(14, dtype=np.float16).reshape(7, 2)
+    np.testing.assert_array_equal(np.concatenate(list(blocks(matrix, 3))), matrix)

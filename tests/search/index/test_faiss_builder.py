@@ -1,0 +1,118 @@
+"""FAISS factories: what is refused before any work, and indexes that find what a loop finds."""
+
+import re
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+
+from search_r1.search.errors import SetupError
+from search_r1.search.index.faiss_builder import (
+    build_faiss,
+    bytes_per_vector,
+    check_factory,
+    check_gpu,
+    fitting,
+    num_centroids,
+    training_sample,
+)
+
+
+def unit_vectors(count: int, dim: int = 16) -> np.ndarray:
+    values = np.random.default_rng(1).normal(size=(count, dim)).astype(np.float32)
+    return values / np.linalg.norm(values, axis=1, keepdims=True)
+
+
+def test_flat_is_what_faiss_writes(tmp_path: Path) -> None:
+    """The streamed file equals FAISS's own, byte for byte."""
+    matrix = unit_vectors(100)
+    build_faiss(matrix, "Flat", tmp_path / "ours")
+    index = faiss.IndexFlatIP(16)
+    index.add(matrix)
+    faiss.write_index(index, str(tmp_path / "theirs"))
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "factory", ["HNSW32", "IVF4,Flat", "SQ8", "PCA8,Flat", "IVF4,PQ8x4", "OPQ8_16,PQ8x4"]
+)
+def test_factories_find_the_nearest(tmp_path: Path, factory: str) -> None:
+    """Each kind is trained, holds all rows, and finds a vector's own row nearly always."""
+    matrix = unit_vectors(700)
+    check_factory(factory, 16, len(matrix))
+    build_faiss(matrix.astype(np.float16), factory, tmp_path / "x")
+    index = faiss.read_index(str(tmp_path / "x"))
+    assert (index.ntotal, index.metric_type) == (700, faiss.METRIC_INNER_PRODUCT)
+    _, rows = index.search(matrix[:100], 10)
+    exact = np.argsort(-(matrix[:100] @ matrix.T), axis=1)[:, :10]
+    overlap = np.mean([len(set(a) & set(b)) / 10 for a, b in zip(rows, exact, strict=True)])
+    assert overlap > 0.2, "a random index would have 0.014"
+
+
+@pytest.mark.parametrize("factory", ["Nonsense", "PQ7", "IVF,Flat", ""])
+def test_factories_that_cannot_be_are_refused(factory: str) -> None:
+    """What FAISS cannot make for these dimensions is named before any work."""
+    with pytest.raises(SetupError, match="--faiss_type"):
+        check_factory(factory, 16, 10**9)
+
+
+@pytest.mark.parametrize(
+    ("factory", "centroids"),
+    [
+        ("Flat", 0),
+        ("HNSW64", 0),
+        ("SQ8", 0),
+        ("IVF4096,Flat", 4096),
+        ("IVF16,PQ64", 256),
+        ("OPQ8_16,IVF16,PQ8x4", 16),
+        ("PQ8x10", 1024),
+        ("IVF65536_HNSW32,Flat", 65536),
+    ],
+)
+def test_centroids_that_are_trained(factory: str, centroids: int) -> None:
+    """The largest codebook decides how many vectors training needs."""
+    assert num_centroids(factory) == centroids
+
+
+@pytest.mark.parametrize(
+    "factory", ["IVF4096,Flat", "IVF4096,PQ8", "PQ8", "OPQ8_16,IVF256,PQ8", "IVF4096,SQ8"]
+)
+@pytest.mark.parametrize("count", [1, 30, 100, 5000, 11000])
+def test_too_small_a_corpus_gets_a_factory_that_fits(factory: str, count: int) -> None:
+    """The factory that the error proposes is accepted for the same corpus."""
+    try:
+        check_factory(factory, 16, count)
+    except SetupError as error:
+        proposed = re.search(r"corpus: --faiss_type (\S+)$", str(error))
+        assert proposed and proposed[1] == fitting(factory, count)
+        check_factory(proposed[1], 16, count)
+    else:
+        assert count >= 39 * num_centroids(factory)
+
+
+def test_training_sample_is_seeded_and_bounded() -> None:
+    """Training sees the same 256 vectors per centroid each time, in row order."""
+    matrix = np.arange(3000, dtype=np.float32)[:, None]
+    sample = training_sample(matrix, "IVF4,Flat")
+    assert sample.shape == (1024, 1) and (np.diff(sample[:, 0]) > 0).all()
+    np.testing.assert_array_equal(sample, training_sample(matrix, "IVF4,Flat"))
+    assert len(training_sample(matrix, "IVF64,Flat")) == 3000
+
+
+@pytest.mark.parametrize(
+    "factory", ["Flat", "HNSW32", "IVF4,Flat", "SQ8", "IVF4,PQ8x4", "HNSW16_SQ8"]
+)
+def test_estimated_size_is_near_the_true_one(tmp_path: Path, factory: str) -> None:
+    """The disk check's figure is within a quarter of what is written, apart from the header."""
+    matrix = unit_vectors(4000)
+    build_faiss(matrix, factory, tmp_path / "x")
+    true = (tmp_path / "x").stat().st_size
+    assert bytes_per_vector(factory, 16) * 4000 == pytest.approx(true, rel=0.25, abs=4000)
+
+
+def test_training_on_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag does not quietly fall back to the CPU."""
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 0, raising=False)
+    with pytest.raises(SetupError, match="sees no GPU"):
+        check_gpu()

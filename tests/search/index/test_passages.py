@@ -1,0 +1,80 @@
+"""Texts cut into passages: nothing lost, nothing over the limit, ids that stay."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from search_r1.search.corpus import Corpus
+from search_r1.search.errors import CorpusError
+from search_r1.search.index.passages import read_folder, split_file, split_text, write_corpus
+from search_r1.search.schema import Document
+
+TEXT = st.text(alphabet=st.sampled_from("ab. !?\n\t#"), max_size=300)
+
+
+@given(TEXT, st.integers(1, 12))
+def test_every_word_is_kept_within_the_limit(text: str, max_words: int) -> None:
+    """Passages laid end to end are the text's words, and none has more than `max_words`."""
+    passages = split_text(text, max_words)
+    assert [word for passage in passages for word in passage.split()] == text.split()
+    assert all(1 <= len(passage.split()) <= max_words for passage in passages)
+
+
+def test_sentences_stay_whole() -> None:
+    """Sentences fill a passage while they fit; a paragraph ends one; only long ones are cut."""
+    text = "One two three. Four five! Six\nseven\n\nEight nine. " + "x " * 12
+    assert split_text(text, 5) == [
+        "One two three. Four five!", "Six seven Eight nine.", "x x x x x", "x x x x x", "x x",
+    ]  # fmt: skip
+
+
+def test_titles_come_from_heading_or_name() -> None:
+    """A first heading is the title and no text; otherwise the file's name is."""
+    heading = list(split_file("a/b.md", "\n# The Title #\nText here.\n# Later\nmore"))
+    assert heading == [Document.from_title("a/b.md#0", "The Title", "Text here. # Later more")]
+    assert [d.title for d in split_file("a/my_small  file.txt", "Text.")] == ["my small file"]
+
+
+def test_ids_depend_on_the_file_only(tmp_path: Path) -> None:
+    """A file that is added or changed leaves the ids and passages of the others."""
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "b.md").write_text("One two. Three four.")
+    before = list(read_folder(tmp_path, 2))
+    assert [document.id for document in before] == ["deep/b.md#0", "deep/b.md#1"]
+    (tmp_path / "a.TXT").write_text("New.")
+    (tmp_path / "c.pdf").write_bytes(b"\xff")
+    after = list(read_folder(tmp_path, 2))
+    assert after[1:] == before and after[0].id == "a.TXT#0"
+
+
+def test_corpus_reads_what_was_written(tmp_path: Path) -> None:
+    """Titles with quotes and texts of other scripts come back from the corpus as they were."""
+    documents = [
+        Document.from_title("a#0", 'A "b" c', "Zoë … 日本"),
+        Document.from_title("b#0", "", "x"),
+    ]
+    assert write_corpus(documents, tmp_path / "new" / "c.jsonl") == 2
+    assert list(Corpus.open(tmp_path / "new" / "c.jsonl")) == documents
+
+
+@pytest.mark.parametrize(
+    ("files", "max_words", "message"),
+    [
+        ({}, 9, "has no .txt or .md file"),
+        ({"a.pdf": b"x"}, 9, "has no .txt or .md file"),
+        ({"a.txt": b" \n", "b.txt": b""}, 9, "no passages"),
+        ({"a.txt": b"ok\xe9", "b.txt": b"fine", "c.md": b"\xe9"}, 9, r"a\.txt \(byte 2\), .*c\.md"),
+        ({"a.txt": b"x"}, 0, "passages of 0 words"),
+    ],
+)
+def test_unusable_folder_is_told(
+    tmp_path: Path, files: dict[str, bytes], max_words: int, message: str
+) -> None:
+    """A folder without usable texts is refused, every bad file named, and nothing is left."""
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(CorpusError, match=message):
+        write_corpus(read_folder(tmp_path, max_words), tmp_path / "out" / "c.jsonl")
+    assert list((tmp_path / "out").iterdir()) == []

@@ -1,0 +1,303 @@
+"""Admission, statuses, token, draining, facts and the page of the app."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from search_r1.search.errors import SetupError, UpstreamRefused, UpstreamUnavailable
+from search_r1.search.server.admission import Gate, Overloaded
+from search_r1.search.server.app import create_app
+from search_r1.search.server.config import ServiceConfig
+from search_r1.search.server.statuses import STATUSES
+from tests.search.server.engines import Watched, ask, client, ids, metric, until
+
+SMALL = ServiceConfig(
+    topk=2, max_topk=4, max_queries=3, max_query_chars=10, max_body_bytes=200, max_pending=3,
+    batch_wait_ms=0, deadline=20.0, cache_entries=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "place", "allowed"),
+    [
+        ({"queries": ["a"] * 4}, ["body", "queries"], "at most 3"),
+        ({"queries": ["a", "b" * 11]}, ["body", "queries", 1], "at most 10"),
+        ({"queries": ["a"], "topk": 5}, ["body", "topk"], "at most 4"),
+        ({"queries": ["a"], "topk": 10**30}, ["body", "topk"], "at most 4"),
+        ({"queries": ["a"], "deadline_s": 0}, ["body", "deadline_s"], "greater than 0"),
+        ({"queries": ["a"], "deadline_s": float("inf")}, ["body", "deadline_s"], "finite"),
+    ],
+)
+def test_beyond_a_limit(body: Any, place: list[Any], allowed: str) -> None:
+    """422 names the place and what is allowed, and nothing is searched; at the limit it is."""
+    engine = Watched()
+
+    async def main() -> None:
+        async with client(create_app(engine, SMALL)) as http:
+            answer = await http.post("/retrieve", content=json.dumps(body))
+            assert answer.status_code == 422
+            (detail,) = answer.json()["detail"]
+            assert detail["loc"] == place and allowed in detail["msg"]
+            assert engine.calls == []
+            assert (await ask(http, "a", "b", "c" * 10, topk=4)).status_code == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("size", [200, 201, 700, 5000])
+@pytest.mark.parametrize("has_length", [True, False])
+def test_body_size(size: int, has_length: bool) -> None:
+    """A body over the limit is 413 with the limit, with and without Content-Length."""
+    content = json.dumps({"queries": ["a"]}).ljust(size).encode()
+
+    async def chunks() -> Any:
+        for start in range(0, size, 50):
+            yield content[start : start + 50]
+
+    async def main() -> None:
+        async with client(create_app(Watched(), SMALL)) as http:
+            answer = await http.post("/retrieve", content=content if has_length else chunks())
+        assert answer.status_code == (200 if size <= 200 else 413)
+        if size > 200:
+            assert "at most 200 bytes" in answer.json()["detail"]
+
+    asyncio.run(main())
+
+
+def test_a_full_queue_is_503_with_the_time_to_wait() -> None:
+    """Beyond max_pending requests are refused, until there is room; joined queries need none."""
+    engine = Watched()
+    app = create_app(engine, SMALL)
+
+    async def main() -> None:
+        async with client(app) as http:
+            engine.gate.clear()
+            waiting = [asyncio.ensure_future(ask(http, f"q{i}")) for i in range(3)]
+            await until(lambda: app.state.service.batcher.num_pending == 3)
+            answer = await ask(http, "one more")
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert "3 may wait" in answer.json()["detail"]
+            joined = asyncio.ensure_future(ask(http, "q0", "q1"))
+            engine.gate.set()
+            answers = await asyncio.gather(*waiting, joined)
+            assert {a.status_code for a in answers} == {200}
+            assert (await ask(http, "one more")).status_code == 200
+
+    asyncio.run(main())
+    assert metric(app, 'retriever_requests_total{status="503"}') == 1
+    assert metric(app, 'retriever_requests_total{status="200"}') == 5
+    assert metric(app, "retriever_request_seconds_count") == 5
+    assert metric(app, "retriever_pending") == metric(app, "retriever_queue_length") == 0
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "seconds", "excess", "expected"),
+    [(10, 1.0, 50, 5.0), (10, 1.0, 5, 1.0), (1, 10.0, 50, 60.0)],
+)
+def test_retry_after_is_the_excess_over_the_measured_rate(
+    num_queries: int, seconds: float, excess: int, expected: float
+) -> None:
+    """Seconds until the excess is answered, between 1 and 60."""
+    gate = Gate(max_pending=100, num_threads=1)
+    gate.measured(num_queries, seconds)
+    gate.admit(100, 0)
+    with pytest.raises(Overloaded) as caught:
+        gate.admit(excess, 100)
+    assert caught.value.retry_after == pytest.approx(expected)
+
+
+def test_a_deadline_is_504() -> None:
+    """The request's own deadline and the server's both end the waiting."""
+    engine = Watched()
+
+    async def main() -> None:
+        config = ServiceConfig(deadline=0.02, batch_wait_ms=0)
+        async with client(create_app(engine, config)) as http:
+            engine.gate.clear()
+            own = await ask(http, "a", deadline_s=0.01)
+            capped = await ask(http, "a", deadline_s=1000.0)
+            assert (own.status_code, capped.status_code) == (504, 504)
+            assert "0.01 s" in own.json()["detail"] and "0.02 s" in capped.json()["detail"]
+            engine.gate.set()
+
+    asyncio.run(main())
+
+
+def test_a_body_that_never_ends_is_504() -> None:
+    """A client that stops in the middle of its body does not hold a request for ever."""
+    sent: list[Any] = []
+    messages = [{"type": "http.request", "body": b"{", "more_body": True}]
+
+    async def receive() -> Any:
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    app = create_app(Watched(), ServiceConfig(deadline=0.02))
+    scope = {"type": "http", "method": "POST", "path": "/retrieve", "headers": []}
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 504
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry_after"),
+    [(UpstreamUnavailable("away"), 503, "5"), (UpstreamRefused("wrong key"), 424, None)],
+)
+def test_an_online_service_that_fails(
+    error: Exception, status: int, retry_after: str | None
+) -> None:
+    """Only what another attempt may cure is a 503."""
+
+    async def main() -> None:
+        engine = Watched(num_threads=4, failures={"q": error})
+        async with client(create_app(engine)) as http:
+            answer = await ask(http, "q")
+            assert (answer.status_code, answer.headers.get("retry-after")) == (status, retry_after)
+            assert answer.json() == {"detail": str(error)}
+
+    asyncio.run(main())
+
+
+def test_draining() -> None:
+    """What was accepted is finished; new requests and /health are 503 with Retry-After."""
+    engine = Watched()
+    app = create_app(engine, ServiceConfig(batch_wait_ms=0))
+
+    async def main() -> None:
+        async with client(app) as http:
+            assert (await http.get("/health")).json()["status"] == "ok"
+            engine.gate.clear()
+            accepted = asyncio.ensure_future(ask(http, "a"))
+            await asyncio.to_thread(engine.entered.acquire)
+            app.state.service.drain()
+            for answer in (await ask(http, "b"), await http.get("/health")):
+                assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            engine.gate.set()
+            assert (await accepted).status_code == 200
+
+    asyncio.run(main())
+    assert app.state.service.close()
+
+
+def test_draining_ends_in_time() -> None:
+    """A search that does not end is answered 503 after the seconds allowed."""
+    engine = Watched()
+    app = create_app(engine, ServiceConfig(batch_wait_ms=0, drain=0.01))
+
+    async def main() -> None:
+        async with client(app) as http:
+            engine.gate.clear()
+            accepted = asyncio.ensure_future(ask(http, "a"))
+            await asyncio.to_thread(engine.entered.acquire)
+            app.state.service.drain()
+            assert (await accepted).status_code == 503
+            assert not app.state.service.close()
+            engine.gate.set()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/retrieve", "/info", "/metrics", "/info/"])
+@pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer wrong", "Basic secret", "secret"])
+def test_without_the_token(path: str, given: str | None) -> None:
+    """401 that says how, before a search; with the token in any case of the scheme, an answer."""
+    engine = Watched()
+
+    async def main() -> None:
+        async with client(create_app(engine, token="secret")) as http:
+            method = "POST" if path == "/retrieve" else "GET"
+            body = b'{"queries": ["a"]}'
+            headers = {} if given is None else {"Authorization": given}
+            answer = await http.request(method, path, content=body, headers=headers)
+            assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+            assert "secret" not in answer.text and engine.calls == []
+            for scheme in ("Bearer", "bearer"):
+                headers = {"Authorization": f"{scheme} secret"}
+                answer = await http.request(method, path, content=body, headers=headers)
+                assert answer.status_code in (200, 307)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/health", "/", "/page.js", "/page.css", "/openapi.json"])
+def test_what_needs_no_token(path: str) -> None:
+    """The page, the contract and whether the server lives are open."""
+
+    async def main() -> None:
+        async with client(create_app(Watched(), token="secret")) as http:
+            assert (await http.get(path)).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_the_page_is_closed_in(tmp_path: Any) -> None:
+    """The page loads nothing from elsewhere, and a path of a request opens no file."""
+
+    async def main() -> None:
+        async with client(create_app(Watched())) as http:
+            page = await http.get("/")
+            assert page.headers["content-type"].startswith("text/html")
+            assert page.headers["content-security-policy"].startswith("default-src 'self';")
+            for path in ("/app.py", "/page.py", "/..%2fapp.py", "/%2e%2e/app.py", "//etc/passwd"):
+                assert (await http.get(path)).status_code == 404
+
+    asyncio.run(main())
+
+
+def test_info_and_metrics() -> None:
+    """Facts, limits and a fingerprint that changes with the facts; stages appear by name."""
+    engine = Watched()
+
+    async def main() -> Iterator[str]:
+        async with client(create_app(engine, SMALL)) as http:
+            info = (await http.get("/info")).json()
+            assert info["engine"] == info["retriever"] == "watched"
+            assert info["default_topk"] == 2
+            assert info["limits"]["max_queries"] == 3
+            await ask(http, "a")
+            text = (await http.get("/metrics")).text
+            assert 'retriever_stage_seconds_count{stage="queue"} 1.0' in text
+            return info["fingerprint"]
+
+    first = asyncio.run(main())
+    assert asyncio.run(main()) == first
+    engine.facts = {"engine": "watched", "nprobe": 1}
+    assert asyncio.run(main()) != first
+
+
+def test_openapi_describes_what_is_served() -> None:
+    """Request with this server's limits, answer, every error status; only POST is taken."""
+
+    async def main() -> None:
+        async with client(create_app(Watched(), SMALL)) as http:
+            document = (await http.get("/openapi.json")).json()
+            operation = document["paths"]["/retrieve"]["post"]
+            assert set(operation["responses"]) == {"200", *map(str, STATUSES)}
+            fields = document["components"]["schemas"]["RetrieveRequest"]["properties"]
+            assert fields["queries"]["maxItems"] == 3
+            assert fields["queries"]["items"]["maxLength"] == 10
+            assert (await http.get("/retrieve")).status_code == 405
+            assert (await http.get("/docs")).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_contradicting_limits() -> None:
+    """Limits that would refuse every full request are refused when the app is made."""
+    for config in (ServiceConfig(topk=9, max_topk=8), ServiceConfig(max_queries=9, max_pending=8)):
+        with pytest.raises(SetupError, match="expected"):
+            create_app(Watched(), config)
+
+
+def test_ids_of_a_plain_answer() -> None:
+    """An answer without scores has the documents themselves."""
+
+    async def main() -> None:
+        async with client(create_app(Watched())) as http:
+            assert ids(await ask(http, "a", topk=1)) == [["a/1/0"]]
+
+    asyncio.run(main())

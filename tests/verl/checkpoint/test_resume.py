@@ -1,0 +1,169 @@
+"""A run goes on from its own checkpoints; another run's are refused with every difference."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl import checkpoint
+from verl.checkpoint.resume import (
+    EXPERIMENT,
+    FIXED,
+    FREE,
+    TOLD,
+    check_resume,
+    flat,
+    identity,
+)
+from verl.config import Config
+from verl.config.known import known_options
+from verl.errors import ConfigError
+from verl.preflight.memory.offload import everything, settled
+
+SERVED = {"corpus": "c1", "index": "i1", "encoder": "e1"}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[Config]:
+    """A run whose first checkpoint is on disk."""
+    config = Config()
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.parquet").write_bytes(name.encode())
+        setattr(config.data, f"{name}_files", str(tmp_path / f"{name}.parquet"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
+    config.actor_rollout_ref.model.path = str(tmp_path / "model")
+    config.trainer.default_local_dir = str(tmp_path / "run")
+    config.trainer.resume_mode = "auto"
+    config.algorithm.adv_estimator = "grpo"
+    with checkpoint.writing(tmp_path / "run", 1) as folder:
+        checkpoint.write_state(folder, identity(config, SERVED))
+    yield config
+
+
+def differences(config: Config, served: dict[str, str] = SERVED) -> str:
+    """What the refusal says; empty where the run may go on."""
+    try:
+        check_resume(config, identity(config, served))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def set_option(config: Config, key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    target: Any = config
+    for section in sections:
+        target = getattr(target, section)
+    setattr(target, name, value)
+
+
+def test_the_same_run_goes_on_elsewhere(config: Config, tmp_path: Path) -> None:
+    """Files that moved with the same content, and other devices, are no difference."""
+    for name in ("train", "val"):
+        moved = tmp_path / "moved" / f"{name}.parquet"
+        moved.parent.mkdir(exist_ok=True)
+        Path(getattr(config.data, f"{name}_files")).rename(moved)
+        setattr(config.data, f"{name}_files", str(moved))
+    config.trainer.n_gpus_per_node, config.trainer.nnodes = 4, 2
+    config.trainer.total_training_steps, config.trainer.save_freq = 999, 7
+    config.retriever.url = "http://elsewhere:8000/retrieve"
+    config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 1234
+    assert differences(config) == ""
+
+
+def test_another_offload_is_no_difference(config: Config, caplog: pytest.LogCaptureFixture) -> None:
+    """A run that goes on with other devices may choose otherwise: neither refused nor told."""
+    for chosen in (everything(config), settled(config)):
+        assert differences(chosen) == ""
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("name", ["data", "validation", "model", "corpus", "index", "encoder"])
+def test_other_content_is_refused_by_name_and_may_be_accepted(
+    config: Config, tmp_path: Path, name: str
+) -> None:
+    """Each fingerprint is told with what accepts it; accepting one accepts no other."""
+    files = {"data": "train.parquet", "validation": "val.parquet",
+             "model": "model/model.safetensors"}  # fmt: skip
+    served = {**SERVED, name: "other"} if name in SERVED else SERVED
+    if name in files:
+        (tmp_path / files[name]).write_bytes(b"something else")
+    text = differences(config, served)
+    assert f"- {name}: got" in text
+    assert text.count("\n") == 1
+    assert f"trainer.resume_anyway=[{name}]" in text
+    config.trainer.resume_anyway = ["seed" if name == "data" else "data"]
+    assert f"- {name}: got" in differences(config, served)
+    config.trainer.resume_anyway = [name]
+    assert differences(config, served) == ""
+
+
+def test_another_experiment_is_refused_with_every_difference(config: Config) -> None:
+    """All differing options are listed at once, and can be accepted one by one."""
+    config.trainer.seed, config.max_turns = 5, 4
+    config.reward_model.weights = {"em": 1.0}
+    text = differences(config)
+    assert "trainer.seed: got 5, the checkpoint has 0" in text
+    assert "max_turns: got 4, the checkpoint has 2" in text
+    assert "reward_model.weights" in text
+    config.trainer.resume_anyway = ["trainer.seed", "max_turns"]
+    text = differences(config)
+    assert "trainer.seed" not in text.replace("[trainer.seed,max_turns", "")
+    assert "reward_model.weights" in text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.train_batch_size", 8),
+        ("actor_rollout_ref.model.lora_rank", 16),
+        ("algorithm.adv_estimator", "gae"),
+    ],
+)
+def test_what_the_saved_state_cannot_serve_is_never_accepted(
+    config: Config, key: str, value: Any
+) -> None:
+    """Another data order, adapter, or a critic that was not saved: no option helps."""
+    set_option(config, key, value)
+    config.trainer.resume_anyway = [key]
+    assert f"{key}: got" in differences(config)
+    assert "cannot be used otherwise" in differences(config)
+
+
+def test_a_changed_learning_rate_is_told_and_taken(
+    config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The guard advises a lower rate after a collapse: it must not be refused, nor go unsaid."""
+    config.actor_rollout_ref.actor.optim.lr = 1e-7
+    assert differences(config) == ""
+    assert "actor_rollout_ref.actor.optim.lr: got 1e-07, the checkpoint has 1e-06" in caplog.text
+    config.trainer.compute_dtype = "float32"
+    assert differences(config) == ""
+    assert 'trainer.compute_dtype: got "float32", the checkpoint has "auto"' in caplog.text
+
+
+def test_what_cannot_be_compared_is_told(config: Config, caplog: pytest.LogCaptureFixture) -> None:
+    """A retriever that says nothing of itself does not stop a run."""
+    assert differences(config, {}) == ""
+    assert "corpus: got None, the checkpoint has c1" in caplog.text
+
+
+def test_a_new_run_is_compared_with_nothing(config: Config) -> None:
+    """`disable`, and a folder without checkpoint, start whatever the options."""
+    config.trainer.seed = 9
+    own = dataclasses.replace(config.trainer, default_local_dir="nowhere")
+    assert differences(dataclasses.replace(config, trainer=own)) == ""
+    config.trainer.resume_mode = "disable"
+    assert differences(config) == ""
+
+
+def test_every_named_option_exists() -> None:
+    """A renamed option cannot leave the lists silently."""
+    known = known_options()
+    sections = {key.rpartition(".")[0] for key in known} | {key.split(".")[0] for key in known}
+    for name in (*FIXED, *EXPERIMENT, *FREE, *TOLD):
+        assert name in known or any(s == name or s.startswith(f"{name}.") for s in sections), name
+    assert set(flat(dataclasses.asdict(Config()))) >= set(FIXED)

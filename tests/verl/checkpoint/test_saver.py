@@ -1,0 +1,198 @@
+"""When checkpoints are due, which are kept, and what a failed write does."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from verl import checkpoint
+from verl.checkpoint import RunState
+from verl.checkpoint.saver import SavePlan, Saver
+from verl.config import TrainerConfig
+from verl.errors import SaveError
+
+
+class SlowRanks:
+    """Ranks whose background write ends when it is let go, and may fail."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.problem = ""
+        self.can_copy = True
+        self.is_writing = False
+        self.calls: list[str] = []
+
+    def save_checkpoint(self, directory: Path) -> None:
+        self.calls.append("save")
+        self._raise()
+
+    def checkpoint_bytes(self) -> int:
+        return 6 * 10**9
+
+    def can_copy_checkpoint(self) -> bool:
+        return self.can_copy
+
+    def start_checkpoint(self, directory: Path) -> None:
+        assert not self.is_writing, "two writes overlap"
+        self.is_writing = True
+        self.calls.append("start")
+
+    def finish_checkpoint(self) -> None:
+        assert self.go_on.wait(60)
+        self.is_writing = False
+        self._raise()
+
+    def _raise(self) -> None:
+        if self.problem:
+            raise SaveError(self.problem)
+
+
+@pytest.fixture
+def ranks() -> SlowRanks:
+    return SlowRanks()
+
+
+@pytest.fixture
+def saver(tmp_path: Path, ranks: SlowRanks) -> Saver:
+    return Saver(TrainerConfig(), tmp_path, ranks)
+
+
+def state(step: int, score: float | None = None) -> RunState:
+    return RunState(step, {}, 0.0, score=score)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("global_step_*"))
+
+
+def test_a_checkpoint_appears_when_all_have_written_it(saver: Saver, ranks: SlowRanks) -> None:
+    """While ranks write, training goes on and nothing is there to resume from."""
+    saver.save(state(1))
+    assert checkpoint.latest(saver.root) is None
+    saver.poll()
+    assert ranks.calls == ["start"]
+    ranks.go_on.set()
+    saver.settle()
+    assert names(saver.root) == ["global_step_1"]
+    assert checkpoint.read_state(saver.root / "global_step_1")["step"] == 1
+
+
+def test_the_next_save_waits_for_the_one_before(saver: Saver, ranks: SlowRanks) -> None:
+    """Two writes never overlap."""
+    saver.save(state(1))
+    threading.Timer(0.05, ranks.go_on.set).start()
+    saver.save(state(2))
+    saver.settle()
+    assert names(saver.root) == ["global_step_1", "global_step_2"]
+
+
+@pytest.mark.parametrize(("can_copy", "is_async"), [(False, True), (True, False)])
+def test_without_room_for_a_copy_training_waits(
+    saver: Saver, ranks: SlowRanks, can_copy: bool, is_async: bool
+) -> None:
+    """A host whose memory does not hold the copy is not brought down by it."""
+    ranks.can_copy, saver.config.async_save = can_copy, is_async
+    saver.save(state(1))
+    assert ranks.calls == ["save"]
+    assert names(saver.root) == ["global_step_1"]
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_failed_write_does_not_end_the_run_but_a_second_does(
+    saver: Saver, ranks: SlowRanks, is_async: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first is told, with the checkpoint that is left; nothing of it stays on disk."""
+    saver.config.async_save = is_async
+    ranks.go_on.set()
+    lost: list[int] = []
+    saver.lost = lost.append
+    saver.save(state(1))
+    saver.settle()
+    ranks.problem = "rank 1: OSError: No space left on device"
+    saver.save(state(2))
+    saver.settle()
+    assert "No space left" in caplog.text
+    assert "global_step_1" in caplog.text
+    assert lost == [2]
+    assert names(saver.root) == ["global_step_1"]
+    with pytest.raises(SaveError, match="step 3 could not be written"):
+        saver.save(state(3))
+        saver.settle()
+    ranks.problem = ""
+    saver.save(state(4))
+    saver.settle()
+    ranks.problem = "again"
+    saver.save(state(5))  # a success in between: the count begins anew
+    saver.settle()
+
+
+def test_the_last_save_of_a_run_may_not_fail(saver: Saver, ranks: SlowRanks) -> None:
+    """An interrupted run does not say it was saved when it was not."""
+    ranks.problem = "full"
+    with pytest.raises(SaveError, match="there is none before it"):
+        saver.save(state(1), wait=True)
+    assert names(saver.root) == []
+
+
+def fill(saver: Saver, ranks: SlowRanks, scores: list[float | None]) -> None:
+    ranks.go_on.set()
+    for step, score in enumerate(scores, 1):
+        saver.save(state(step, score), wait=True)
+
+
+def test_the_newest_and_the_best_are_kept(saver: Saver, ranks: SlowRanks) -> None:
+    """Of six checkpoints, two newest and two best by score stay; the later of equals is better."""
+    saver.config.keep_last, saver.config.keep_best = 2, 2
+    fill(saver, ranks, [0.5, 0.9, None, 0.5, 0.1, 0.2])
+    assert names(saver.root) == [f"global_step_{step}" for step in (2, 4, 5, 6)]
+
+
+def test_what_the_guard_needs_is_kept(saver: Saver, ranks: SlowRanks) -> None:
+    """The newest healthy one on disk, and the steps that the guard names, outlive `keep_last`."""
+    saver.config.keep_last, saver.config.keep_best = 1, 0
+    saver.protected = lambda: {3}
+    fill(saver, ranks, [None])
+    checkpoint.mark_healthy(saver.root / "global_step_1")
+    fill(saver, ranks, [None])  # step 1 again, unproven: nothing is healthy now
+    saver.protected = set
+    for step in (2, 3):
+        saver.save(state(step), wait=True)
+        checkpoint.mark_healthy(saver.root / f"global_step_{step}")
+    saver.protected = lambda: {4}
+    for step in (4, 5, 6):
+        saver.save(state(step), wait=True)
+    assert names(saver.root) == [f"global_step_{step}" for step in (3, 4, 6)]
+
+
+def test_how_long_a_save_takes_is_known_from_the_first_on(saver: Saver, ranks: SlowRanks) -> None:
+    """By size at first (6 GB at 200 MB/s), then as the longest took, to the end of its writing."""
+    assert saver.expected_s() == 30.0
+    ranks.go_on.set()
+    saver.save(state(1))
+    saver.settle()
+    assert 0.0 < saver.expected_s() < 30.0
+
+
+def test_all_are_kept_unless_asked_otherwise(saver: Saver, ranks: SlowRanks) -> None:
+    """`keep_last=null` deletes nothing."""
+    fill(saver, ranks, [None] * 4)
+    assert len(names(saver.root)) == 4
+
+
+def test_checkpoints_are_due_by_steps_and_by_minutes() -> None:
+    """Minutes count from the last save; the last step is saved unless `save_freq` is 0."""
+    now = 0.0
+    config = TrainerConfig(save_freq=10, save_minutes=30.0)
+    plan = SavePlan(config, total_steps=25, clock=lambda: now)
+    assert [step for step in range(1, 26) if plan.is_due(step)] == [10, 20, 25]
+    now = 1799.0
+    assert not plan.is_due(3)
+    now = 1800.0
+    assert plan.is_due(3)
+    plan.saved()
+    assert not plan.is_due(4)
+    config.save_freq = 0
+    assert not plan.is_due(25)
+    config.save_freq = -1
+    assert plan.is_due(25)
+    assert not plan.is_due(10)

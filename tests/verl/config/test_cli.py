@@ -1,0 +1,282 @@
+"""The command line: presets, overrides, refusals, and what it prints."""
+
+import dataclasses
+import logging
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from search_r1.rewards import RewardScores
+from verl.config import Config, cli, overrides
+from verl.config.known import known_options
+from verl.config.reward_checks import READERS
+from verl.errors import ConfigError
+from verl.monitor.tracking import backend_names
+
+REQUIRED = [
+    "data.train_files=a.parquet",
+    "data.val_files=b.parquet",
+    "actor_rollout_ref.model.path=m",
+]
+
+ADAPTIVE = "algorithm.kl_ctrl.type=adaptive"
+
+
+def compose(*arguments: str) -> Config:
+    """A composed config with what has no default given."""
+    return cli.compose([*REQUIRED, *arguments])
+
+
+def test_last_of_two_values_wins() -> None:
+    """A script's own value and a user's later one may name the same key."""
+    assert compose("max_turns=2", "+max_turns=5", "++max_turns=4").max_turns == 4
+
+
+@pytest.mark.parametrize("typed", ["trainer.logger=wandb", "trainer.logger=['wandb']"])
+def test_logger_is_a_name_or_a_list(typed: str) -> None:
+    """Both spellings of the original's scripts are taken."""
+    assert backend_names(compose(typed).trainer.logger) == ["wandb"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("critic.optim.rl=1", "critic.optim.lr"),
+        ("+trainer.n_gpu_per_node=1", "trainer.n_gpus_per_node"),
+        ("n_agent=5", "actor_rollout_ref.rollout.n_agent"),
+        ("max_turn=5", "max_turns"),
+        ("actor_rollout_ref.actor.kl_coef=1", "algorithm.kl_ctrl.kl_coef"),
+    ],
+)
+def test_unknown_key_names_the_nearest(wrong: str, near: str) -> None:
+    """A mistyped key fails with the key that was probably meant."""
+    with pytest.raises(ConfigError, match=f"did you mean {near}"):
+        compose(wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ("critic.optim.lr=abc", "got 'abc', expected float"),
+        ("max_turns=2.5", "got 2.5, expected int"),
+        ("trainer.val_only=perhaps", "got 'perhaps', expected bool"),
+        ("data.train_batch_size=null", "got None, expected int"),
+        ("critic.optim=3", "expected options of this section"),
+        ("data.train_files=a,b", "expected one value"),
+        ("~max_turns", "expected key=value"),
+        ("max_turns", "expected key=value"),
+        ("trainer.project_name=a=[", "override grammar"),
+    ],
+)
+def test_wrong_value_says_got_and_expected(wrong: str, expected: str) -> None:
+    """A value that cannot be taken is refused before Hydra's own wording appears."""
+    with pytest.raises(ConfigError) as caught:
+        compose(wrong)
+    assert expected in str(caught.value)
+    assert "fix:" in str(caught.value)
+
+
+def test_missing_options_are_listed() -> None:
+    """Options without default must be given, and all absent ones are named at once."""
+    with pytest.raises(ConfigError, match=r"model\.path=… data\.train_files=… data\.val_files=…"):
+        cli.compose([])
+
+
+def test_aliases_reach_their_option() -> None:
+    """Other names of the original mean the option here."""
+    config = compose("data.shuffle=false", "actor_rollout_ref.rollout.n=4")
+    assert config.data.shuffle_train_dataloader is False
+    assert config.actor_rollout_ref.rollout.n_agent == 4
+
+
+def test_n_of_one_leaves_n_agent_alone() -> None:
+    """The original multiplies n by n_agent: n=1 must not undo n_agent=5."""
+    names = ("actor_rollout_ref.rollout.n_agent=5", "actor_rollout_ref.rollout.n=1")
+    assert compose(*names).actor_rollout_ref.rollout.n_agent == 5
+
+
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ("actor_rollout_ref.model.use_remove_padding=false", "never padded"),
+        ("actor_rollout_ref.actor.fsdp_config.grad_offload=true", "param_offload"),
+        ("actor_rollout_ref.rollout.log_prob_micro_batch_size=128", "log_prob_max_token_len"),
+        ("trainer.default_hdfs_dir=hdfs://x", "default_local_dir"),
+        ("actor_rollout_ref.actor.use_dynamic_bsz=true", "ppo_max_token_len_per_gpu"),
+    ],
+)
+def test_option_without_effect_warns_once(
+    option: str, advice: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does nothing any more says so once, with what to use."""
+    monkeypatch.setattr(overrides, "_warned", set())
+    with caplog.at_level(logging.WARNING):
+        compose(option)
+        compose(option)
+    assert len(caplog.messages) == 1
+    assert option.split("=")[0] in caplog.messages[0]
+    assert advice in caplog.messages[0]
+
+
+def test_defaults_warn_of_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Options that ask for nothing stay silent, also where the original's scripts give them."""
+    monkeypatch.setattr(overrides, "_warned", set())
+    compose("actor_rollout_ref.model.use_remove_padding=True", "trainer.default_hdfs_dir=null")
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "subject"),
+    [
+        ("algorithm.adv_estimator=ppo", "one of gae, grpo"),
+        ("algorithm.adv_estimator=grpo", "rollout.n_agent: got 1"),
+        ("algorithm.filter_groups.enable=true", "rollout.n_agent: got 1"),
+        ("actor_rollout_ref.actor.policy_loss=pg", "one of ppo, gspo"),
+        (
+            "actor_rollout_ref.actor.llds_coef=0.1 actor_rollout_ref.actor.ppo_mini_batch_size=512",
+            "several updates a step",
+        ),
+        ("data.max_start_length=5000", "data.max_start_length"),
+        ("data.max_obs_length=4096", "data.max_obs_length"),
+        ("data.max_response_length=0", "data.max_response_length: got 0, expected 1"),
+        ("actor_rollout_ref.rollout.temperature=0", "rollout.temperature"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=4", "each of 8 ranks"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", "divisor"),
+        ("actor_rollout_ref.actor.kl_loss_type=kk", "kl_loss_type"),
+        ("trainer.logger=[console,foo]", "trainer.logger: got foo"),
+        ("trainer.save_freq=-2", "trainer.save_freq"),
+        ("algorithm.adv_clip=0", "algorithm.adv_clip: got 0"),
+        ("algorithm.overlong_buffer.length=0", "overlong_buffer.length: got 0"),
+        ("algorithm.overlong_buffer.length=1501", "at most overlong_buffer.max_length=1500"),
+        ("algorithm.overlong_buffer.penalty_factor=-1", "overlong_buffer.penalty_factor"),
+        (
+            "algorithm.overlong_buffer.enable=true algorithm.overlong_buffer.max_length=9000",
+            "a penalty that begins below 1500",
+        ),
+        ("actor_rollout_ref.actor.clip_ratio=0", "actor.clip_ratio: got 0"),
+        ("actor_rollout_ref.actor.clip_ratio_high=0", "actor.clip_ratio_high: got 0"),
+        ("actor_rollout_ref.actor.clip_ratio_c=1", "actor.clip_ratio_c: got 1"),
+        ("actor_rollout_ref.actor.grad_clip=0", "actor.grad_clip: got 0"),
+        ("critic.cliprange_value=0", "critic.cliprange_value: got 0"),
+        ("actor_rollout_ref.actor.llds_coef=-0.1", "actor.llds_coef: got -0.1"),
+        ("actor_rollout_ref.actor.rollout_is_threshold=0", "rollout_is_threshold: got 0"),
+        ("actor_rollout_ref.actor.rollout_mask_threshold=4", "rollout_is=token (or sequence)"),
+        (f"{ADAPTIVE} algorithm.kl_ctrl.target_kl=0", "kl_ctrl.target_kl: got 0"),
+        (f"{ADAPTIVE} algorithm.kl_ctrl.horizon=0", "kl_ctrl.horizon: got 0"),
+        (f"{ADAPTIVE} algorithm.kl_ctrl.kl_coef=0", "KL in the reward, of which there is none"),
+        (f"{ADAPTIVE} actor_rollout_ref.actor.use_kl_loss=true", "of which there is none"),
+        ("algorithm.adv_estimator=reinforce trainer.critic_warmup=5", "reinforce has no critic"),
+        ("algorithm.adv_estimator=remax critic.model.lora_rank=8", "remax has no critic"),
+        ("reward_model.search_penalty=0.1", "a score of em_cost, which is not used here"),
+        ("reward_model.name=f1 reward_model.format_score=0.1", "it is a score of em"),
+        ("compat.whiten_over_all_tokens=true", "compat.gae_over_all_tokens=true beside it"),
+        ("retriever.url=localhost:8000", "retriever.url"),
+        ("""'retriever.url="http://a:8000,b:8000"'""", "with commas between them"),
+        ("retriever.deadline=0", "retriever.deadline"),
+        ("retriever.max_outage=-1", "retriever.max_outage"),
+        ("retriever.topk=0", "retriever.topk"),
+        ("max_turns=-1", "max_turns"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(arguments: str, subject: str) -> None:
+    """A rule between options is checked before any work, naming option and fix."""
+    with pytest.raises(ConfigError) as caught:
+        compose(*shlex.split(arguments))
+    assert subject in str(caught.value)
+    assert "fix:" in str(caught.value)
+
+
+def test_partial_scores_belong_to_the_rewards_that_read_them() -> None:
+    """A stage or a part of a sum may be their reader as well; each is an option, and read."""
+    stages = "reward_model.stages=[{name: em_cost, until_step: 3}, {name: em}]"
+    assert compose(stages, "reward_model.search_penalty=0.1").reward_model.search_penalty == 0.1
+    weights = "reward_model.weights={em_format: 1.0, f1: 0.5}"
+    assert compose(weights, "reward_model.retrieval_score=0.1").reward_model.weights["f1"] == 0.5
+    scores = {field.name for field in dataclasses.fields(RewardScores)}
+    assert scores == set(READERS)
+    for name, reader in READERS.items():
+        doc = known_options()[f"reward_model.{name}"].doc
+        assert doc.startswith(f"{reader}:")
+
+
+def test_check_lists_every_problem() -> None:
+    """Two mistakes are told at once."""
+    with pytest.raises(ConfigError) as caught:
+        compose("max_turns=-1", "retriever.topk=0")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_greedy_validation_only_is_allowed() -> None:
+    """Rules about training do not stop a validation run."""
+    grpo = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.temperature=0")
+    assert compose("trainer.val_only=true", *grpo).trainer.val_only
+
+
+def test_cfg_job_prints_resolved_yaml_and_exits(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--cfg job` prints what would run, starts nothing and leaves no folder behind."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        cli.compose(["max_turns=7", "--cfg", "job", "trainer.experiment_name=e"])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert left.value.code == 0
+    assert printed["max_turns"] == 7
+    assert printed["trainer"]["default_local_dir"] == "runs/Search-R1/e"
+    assert os.listdir(tmp_path) == []
+    assert Path.cwd() == tmp_path
+
+
+def test_help_explains_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--help` lists options with defaults."""
+    with pytest.raises(SystemExit):
+        cli.compose(["--help"])
+    printed = capsys.readouterr().out
+    assert "retriever.topk=3" in printed
+    assert "Documents per query." in printed
+
+
+def test_grpo_preset() -> None:
+    """The shipped preset is a sound GRPO run."""
+    config = compose("--config-name", "grpo_trainer")
+    assert config.algorithm.adv_estimator == "grpo"
+    assert config.actor_rollout_ref.rollout.n_agent == 5
+
+
+def test_unknown_preset_lists_those_there_are() -> None:
+    """A mistyped preset fails with the presets."""
+    with pytest.raises(ConfigError, match="grpo_trainer, ppo_trainer"):
+        compose("--config-name", "nope")
+
+
+def test_preset_of_the_user_builds_on_a_shipped_one(tmp_path: Path) -> None:
+    """A folder of presets may inherit, and an unknown key in it is refused."""
+    text = "defaults: [grpo_trainer, _self_]\nmax_turns: 9\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    config = compose("--config-dir", str(tmp_path), "--config-name", "mine")
+    assert (config.max_turns, config.algorithm.adv_estimator) == (9, "grpo")
+    (tmp_path / "mine.yaml").write_text(text + "max_turnss: 9\n")
+    with pytest.raises(ConfigError, match="max_turnss"):
+        compose("--config-dir", str(tmp_path), "--config-name", "mine")
+
+
+def test_resolved_config_composes_again(tmp_path: Path) -> None:
+    """The config written beside a run is a preset that gives the same run."""
+    config = compose("max_turns=3", "trainer.experiment_name=e")
+    path = cli.write_resolved(config, tmp_path / "run")
+    text = "defaults: [config_schema, _self_]\n" + path.read_text()
+    (tmp_path / "again.yaml").write_text(text)
+    assert cli.compose(["-cd", str(tmp_path), "-cn", "again"]) == config
+
+
+def test_a_mapping_is_given_as_one_option() -> None:
+    """Weights by name compose into a dictionary, and a weight that is no number is refused."""
+    config = compose("reward_model.weights={em: 1.0, f1: 0.5}")
+    assert config.reward_model.weights == {"em": 1.0, "f1": 0.5}
+    with pytest.raises(ConfigError, match=r"reward_model\.weights"):
+        compose("reward_model.weights={em: much}")

@@ -1,0 +1,141 @@
+"""The options of verl/config/: every name of the original parses, with and without a plus."""
+
+from pathlib import Path
+
+import pytest
+
+from verl.config import cli, overrides
+from verl.config.known import known_options, page
+from verl.errors import ConfigError
+
+REQUIRED = (
+    "data.train_files=a.parquet",
+    "data.val_files=b.parquet",
+    "actor_rollout_ref.model.path=m",
+)
+
+ORIGINAL = {
+    "data.train_files": ("x.parquet", "x.parquet"),
+    "data.val_files": ("[x.parquet,y.parquet]", ["x.parquet", "y.parquet"]),
+    "data.train_data_num": ("null", None),
+    "data.val_data_num": ("100", 100),
+    "data.train_batch_size": ("64", 64),
+    "data.val_batch_size": ("32", 32),
+    "data.max_prompt_length": ("8192", 8192),
+    "data.max_response_length": ("400", 400),
+    "data.max_start_length": ("1024", 1024),
+    "data.max_obs_length": ("300", 300),
+    "data.shuffle_train_dataloader": ("False", False),
+    "algorithm.adv_estimator": ("gae", "gae"),
+    "algorithm.no_think_rl": ("true", True),
+    "algorithm.kl_ctrl.kl_coef": ("0.002", 0.002),
+    "actor_rollout_ref.model.path": ("Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-3B"),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": ("false", False),
+    "actor_rollout_ref.model.use_remove_padding": ("True", True),
+    "actor_rollout_ref.actor.optim.lr": ("1e-6", 1e-6),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": ("0.285", 0.285),
+    "actor_rollout_ref.actor.use_kl_loss": ("true", True),
+    "actor_rollout_ref.actor.kl_loss_coef": ("0.01", 0.01),
+    "actor_rollout_ref.actor.kl_loss_type": ("low_var_kl", "low_var_kl"),
+    "actor_rollout_ref.actor.ppo_mini_batch_size": ("128", 128),
+    "actor_rollout_ref.actor.ppo_micro_batch_size": ("64", 64),
+    "actor_rollout_ref.actor.state_masking": ("false", False),
+    "actor_rollout_ref.actor.fsdp_config.param_offload": ("true", True),
+    "actor_rollout_ref.actor.fsdp_config.grad_offload": ("true", True),
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": ("true", True),
+    "actor_rollout_ref.rollout.name": ("vllm", "vllm"),
+    "actor_rollout_ref.rollout.n_agent": ("5", 5),
+    "actor_rollout_ref.rollout.temperature": ("1", 1.0),
+    "actor_rollout_ref.rollout.top_p": ("0.95", 0.95),
+    "actor_rollout_ref.rollout.gpu_memory_utilization": ("0.5", 0.5),
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": ("2", 2),
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size": ("128", 128),
+    "actor_rollout_ref.ref.log_prob_micro_batch_size": ("128", 128),
+    "actor_rollout_ref.ref.fsdp_config.param_offload": ("True", True),
+    "critic.optim.lr": ("1e-5", 1e-5),
+    "critic.optim.lr_warmup_steps_ratio": ("0.015", 0.015),
+    "critic.model.path": ("other", "other"),
+    "critic.model.use_remove_padding": ("True", True),
+    "critic.model.enable_gradient_checkpointing": ("true", True),
+    "critic.model.fsdp_config.param_offload": ("true", True),
+    "critic.model.fsdp_config.grad_offload": ("true", True),
+    "critic.model.fsdp_config.optimizer_offload": ("true", True),
+    "critic.ppo_micro_batch_size": ("8", 8),
+    "trainer.logger": ("['wandb']", ["wandb"]),
+    "trainer.val_only": ("true", True),
+    "trainer.val_before_train": ("false", False),
+    "trainer.default_hdfs_dir": ("null", None),
+    "trainer.n_gpus_per_node": ("4", 4),
+    "trainer.nnodes": ("2", 2),
+    "trainer.save_freq": ("100", 100),
+    "trainer.test_freq": ("50", 50),
+    "trainer.project_name": ("Search-R1", "Search-R1"),
+    "trainer.experiment_name": ("nq-search-r1-ppo-qwen2.5-3b-em", "nq-search-r1-ppo-qwen2.5-3b-em"),
+    "trainer.total_epochs": ("15", 15),
+    "trainer.total_training_steps": ("1005", 1005),
+    "trainer.default_local_dir": ("verl_checkpoints/exp", "verl_checkpoints/exp"),
+    "trainer.critic_warmup": ("0", 0),
+    "reward_model.name": ("em_format", "em_format"),
+    "reward_model.structure_format_score": ("0.2", 0.2),
+    "reward_model.final_format_score": ("0.1", 0.1),
+    "reward_model.retrieval_score": ("0", 0.0),
+    "max_turns": ("4", 4),
+    "retriever.url": ("http://127.0.0.1:8000/retrieve", "http://127.0.0.1:8000/retrieve"),
+    "retriever.topk": ("5", 5),
+}
+"""Each key of the original's scripts, and the reward that reads its scores: a value as typed there,
+and what it must become."""
+
+
+def read(config: object, key: str) -> object:
+    """The option at a dotted key."""
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+@pytest.mark.parametrize("key", ORIGINAL)
+def test_original_key_parses_and_keeps_its_meaning(key: str, plus: str) -> None:
+    """An option of the original's scripts reaches its field, whatever pluses lead it."""
+    typed, expected = ORIGINAL[key]
+    arguments = overrides.normalise([f"{plus}{key}={typed}"])
+    assert arguments == [f"{key}={typed}"]
+    assert overrides.parse(arguments[0]).value() == expected
+    assert key in known_options()
+
+
+def test_all_original_keys_together() -> None:
+    """One command line with every option of the original gives every value in the typed config."""
+    arguments = [f"+{key}={typed}" for key, (typed, _) in ORIGINAL.items()]
+    config = cli.compose(arguments)
+    for key, (_, expected) in ORIGINAL.items():
+        assert read(config, key) == expected, key
+
+
+def test_defaults_of_the_dataclasses_pass_their_own_check() -> None:
+    """The shipped defaults are a run that could start."""
+    cli.compose(REQUIRED)
+
+
+def test_every_option_says_what_it_is() -> None:
+    """Options have a sentence in the source, so that --help explains them."""
+    assert [option.key for option in known_options().values() if not option.doc] == []
+
+
+def test_the_page_of_options_keeps_up_with_the_code() -> None:
+    """docs/options.md is what `python -m verl.config.known` prints."""
+    path = Path(__file__).parents[3] / "docs" / "options.md"
+    stale = "print it again: python -m verl.config.known > docs/options.md"
+    assert path.read_text() == page(), stale
+
+
+@pytest.mark.parametrize("section", ["actor_rollout_ref.model", "critic.model"])
+@pytest.mark.parametrize(
+    "wrong", [{"lora_rank": -1}, {"lora_rank": 513}, {"lora_rank": 8, "lora_alpha": 0}], ids=str
+)
+def test_adapters_that_cannot_work_are_refused(section: str, wrong: dict[str, int]) -> None:
+    """A rank that vLLM has no room for, and a scale that leaves nothing to learn."""
+    key = f"{section}.{list(wrong)[-1]}"
+    with pytest.raises(ConfigError, match=key):
+        cli.compose([*REQUIRED, *(f"{section}.{name}={value}" for name, value in wrong.items())])

@@ -1,0 +1,42 @@
+"""Settings of the collapse guard that cannot work are refused before a run."""
+
+import pytest
+
+from verl.config import cli
+from verl.errors import ConfigError
+
+REQUIRED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("trainer.guard.action=halt", "one of warn, stop, rollback"),
+        ("trainer.guard.action=rollback", "trainer.save_freq: got -1"),
+        ("trainer.guard.patience=0", "trainer.guard.patience: got 0, expected 1 or more"),
+        ("trainer.guard.baseline_steps=0", "trainer.guard.baseline_steps"),
+        ("trainer.guard.drift_trajectories=-1", "trainer.guard.drift_trajectories: got -1"),
+        ("trainer.guard.rollback_lr_factor=0", "above 0, at most 1"),
+        ("trainer.guard.drift_crash=-1", "trainer.guard.drift_crash: got -1.0"),
+        ("trainer.guard.entropy_share=-0.1", "trainer.guard.entropy_share=null"),
+    ],
+)
+def test_a_guard_that_cannot_work_is_refused(options: str, message: str) -> None:
+    """Each message names the option and the fix."""
+    with pytest.raises(ConfigError) as caught:
+        cli.compose([*REQUIRED, *options.split()])
+    assert message in str(caught.value)
+    assert "fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "trainer.guard.action=rollback trainer.save_freq=10",
+        "trainer.guard.malformed_rise=null trainer.guard.drift_trajectories=0",
+        "trainer.guard.enable=false trainer.guard.action=rollback",
+    ],
+)
+def test_a_guard_that_works_is_taken(options: str) -> None:
+    """Rules may be turned off one by one, or all at once."""
+    cli.compose([*REQUIRED, *options.split()])

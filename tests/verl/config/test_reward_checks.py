@@ -1,0 +1,73 @@
+"""Rules between the options of rewards."""
+
+import pytest
+
+from verl.config import Config, cli
+from verl.errors import ConfigError
+
+REQUIRED = (
+    "data.train_files=a.parquet",
+    "data.val_files=b.parquet",
+    "actor_rollout_ref.model.path=m",
+)
+JUDGE = (
+    "reward_model.name=llm_judge",
+    "reward_model.judge.url=http://127.0.0.1:1/v1",
+    "reward_model.judge.model=m",
+)
+
+
+def compose(*arguments: str) -> Config:
+    return cli.compose([*REQUIRED, *arguments])
+
+
+def stages(text: str) -> str:
+    return f"reward_model.stages=[{text}]"
+
+
+def test_stages_arrive_typed() -> None:
+    """Stages of the command line become dataclasses with their defaults."""
+    first, last = compose(
+        stages("{name: a, until_step: 5, plateau: {metric: val/em}}, {weights: {f1: 0.5}}"),
+        "trainer.test_freq=5",
+    ).reward_model.stages
+    assert (first.name, first.until_step) == ("a", 5)
+    assert first.plateau is not None and first.plateau.patience == 10
+    assert (last.weights, last.plateau) == ({"f1": 0.5}, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((stages("{name: a}, {name: b}"),), "stage 1 of reward_model.stages: got no end"),
+        ((stages("{name: a, until_step: 5}"),), "stage 1 of reward_model.stages: got an end"),
+        (
+            (stages("{until_step: 5}, {until_step: 5}, {name: a}"),),
+            r"until_step \[5, 5\], expected numbers above 0 that rise",
+        ),
+        ((stages("{name: a}"), "reward_model.weights={f1: 1.0}"), "leave one of them out"),
+        ((stages("{plateau: {patience: 0}}, {name: a}"),), r"plateau\.patience: got 0"),
+        ((stages("{plateau: {min_delta: -1}}, {name: a}"),), r"plateau\.min_delta: got -1"),
+        ((stages("{plateau: {metric: val/em}}, {name: a}"),), "trainer.test_freq=10"),
+        (("reward_model.name=llm_judge",), r"judge\.url: got None.*\n.*judge\.model: got None"),
+        ((stages("{until_step: 3}, {weights: {llm_judge: 1.0}}"),), r"judge\.url"),
+        ((*JUDGE, "reward_model.judge.url=localhost"), "http address"),
+        ((*JUDGE, "reward_model.judge.verdict=maybe"), "one of yes_no, score"),
+        ((*JUDGE, "reward_model.judge.prompt='is {answer} right?'"), r"no \{question\}, \{acc"),
+        ((*JUDGE, "reward_model.judge.timeout=0"), "more than 0 seconds"),
+        ((*JUDGE, "reward_model.judge.max_retries=-1"), "0 or more"),
+        ((*JUDGE, "reward_model.judge.max_concurrency=0"), "1 or more"),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments: tuple[str, ...], expected: str) -> None:
+    """Each mistake is named before anything starts, with its fix."""
+    with pytest.raises(ConfigError, match=expected) as caught:
+        compose(*arguments)
+    assert "fix:" in str(caught.value)
+
+
+def test_a_complete_judge_passes() -> None:
+    """Its cache lies beside the run; without llm_judge nothing is asked of the section."""
+    judge = compose(*JUDGE, "trainer.default_local_dir=x").reward_model.judge
+    assert judge.cache_path == "x/judge.sqlite"
+    compose("reward_model.judge.verdict=maybe")

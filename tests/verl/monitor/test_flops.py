@@ -1,0 +1,149 @@
+"""FLOPs against torch's own counter over real modules, and the cards' peaks by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tests.verl.training.ranks import VOCAB, make_batch
+from verl.config import AdapterConfig
+from verl.monitor.flops import ModelFlops, peak_flops
+from verl.preflight.memory.shape import ModelShape
+from verl.training.attention import PACKED
+from verl.training.lora import AdaptedModel, Role
+from verl.training.models import LogProbModel, PackedInputs, ValueModel
+
+LENGTHS = [12, 9, 17, 5]
+RANK = 4
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 96, "intermediate_size": 250, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+CONFIGS = {
+    "qwen2, tied": Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "llama, head of its own": LlamaConfig(**SMALL, tie_word_embeddings=False),
+    "qwen3, wide heads": Qwen3Config(**SMALL | {"head_dim": 32}),
+    "llama, a key for each query": LlamaConfig(**SMALL | {"num_key_value_heads": 6}),
+}
+
+
+def build(config: PretrainedConfig) -> tuple[PreTrainedModel, ModelShape]:
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED)
+    shape = ModelShape.of(config.to_dict())
+    assert shape is not None
+    return lm.train(), shape
+
+
+def inputs() -> PackedInputs:
+    batch = make_batch(LENGTHS)
+    return PackedInputs.of(batch, batch.tokens["policy_mask"], torch.device("cpu"))
+
+
+def counted(module: nn.Module, *arguments: Any) -> tuple[int, int]:
+    """torch's count of a forward, and of the backward after it.
+
+    Attention is spelled out as products, or the counter would not see the CPU's kernel. They are
+    the whole square of each sequence, of which a causal kernel computes half.
+    """
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        answer = module(inputs(), *arguments)
+        forward, seen = counter.get_total_flops(), attention(counter)
+        (answer[0] if isinstance(answer, tuple) else answer).sum().backward()
+    backward = counter.get_total_flops() - forward
+    return forward - seen // 2, backward - (attention(counter) - seen) // 2
+
+
+def attention(counter: FlopCounterMode) -> int:
+    return counter.get_flop_counts()["Global"].get(torch.ops.aten.bmm, 0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_policy_costs_what_torch_counts(name: str) -> None:
+    """Forward and backward, to the last operation, with logits for the wanted tokens alone."""
+    lm, shape = build(CONFIGS[name])
+    flops, wanted = ModelFlops(shape), len(inputs().wanted)
+    assert 0 < wanted < sum(LENGTHS) - len(LENGTHS)
+    expected = flops.forward(LENGTHS, wanted), flops.backward(LENGTHS, wanted)
+    assert counted(LogProbModel(lm), 1.0) == expected
+
+
+def test_a_critic_has_a_value_for_a_head() -> None:
+    """The trunk, and one output for each wanted token."""
+    lm, shape = build(CONFIGS["qwen2, tied"])
+    flops, wanted = ModelFlops(shape, is_critic=True), len(inputs().wanted)
+    expected = flops.forward(LENGTHS, wanted), flops.backward(LENGTHS, wanted)
+    assert counted(ValueModel(lm)) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen2, tied", "llama, head of its own"])
+def test_what_checkpointing_computes_again_is_counted_apart(name: str) -> None:
+    """The model's FLOPs stay what they are; backward is longer by `recomputed`."""
+    lm, shape = build(CONFIGS[name])
+    lm.gradient_checkpointing_enable({"use_reentrant": False})
+    flops, wanted = ModelFlops(shape, has_checkpointing=True), len(inputs().wanted)
+    backward = flops.backward(LENGTHS, wanted) + flops.recomputed(LENGTHS)
+    assert counted(LogProbModel(lm), 1.0) == (flops.forward(LENGTHS, wanted), backward)
+
+
+def test_logits_that_come_in_chunks_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tokens are `recomputed`'s `num_wanted`."""
+    monkeypatch.setattr("verl.training.models.LOGITS_PER_CHUNK", 8 * VOCAB)
+    lm, shape = build(CONFIGS["qwen2, tied"])
+    flops, wanted = ModelFlops(shape), len(inputs().wanted)
+    backward = flops.backward(LENGTHS, wanted) + flops.recomputed(LENGTHS, wanted)
+    assert counted(LogProbModel(lm), 1.0) == (flops.forward(LENGTHS, wanted), backward)
+
+
+@pytest.mark.parametrize("role", [Role.ACTOR, Role.CRITIC])
+def test_below_an_adapter_frozen_weights_cost_half_the_backward(role: Role) -> None:
+    """All but the first block's q, k and v: nothing that learns comes before them."""
+    lm, shape = build(CONFIGS["qwen2, tied"])
+    module = AdaptedModel(lm, {role: AdapterConfig(lora_rank=RANK)})
+    module.use(role)
+    flops, wanted = (
+        ModelFlops(shape, role is Role.CRITIC, shape.adapter(RANK)),
+        len(inputs().wanted),
+    )
+    forward, backward = counted(module, *([1.0] if role is Role.ACTOR else []))
+    to_qkv = shape.hidden * (shape.query_size + 2 * shape.kv_size) + 3 * shape.hidden * RANK
+    assert forward == flops.forward(LENGTHS, wanted)
+    assert backward == flops.backward(LENGTHS, wanted) - 2 * to_qkv * sum(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "tera"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989),
+        ("NVIDIA H100 PCIe", "float16", 756),
+        ("NVIDIA H200", "bfloat16", 989),
+        ("NVIDIA L4", "bfloat16", 121),
+        ("NVIDIA L40S", "bfloat16", 362),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", 165),
+        ("Tesla V100-SXM2-16GB", "float16", 125),
+        ("Tesla T4", "float16", 65),
+        ("Tesla T4", "bfloat16", None),
+        ("NVIDIA H100 80GB HBM3", "float32", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bfloat16", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16", None),
+        ("NVIDIA A10G", "bfloat16", None),
+        ("NVIDIA GH200 480GB", "bfloat16", None),
+        ("", "float32", None),
+    ],
+)
+def test_a_card_is_known_by_its_name(card: str, dtype: str, tera: float | None) -> None:
+    """Torch's names; what is a slice, slower under the same name, or unknown has no peak."""
+    assert peak_flops(card, dtype) == (None if tera is None else tera * 1e12)

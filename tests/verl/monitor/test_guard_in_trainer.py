@@ -1,0 +1,274 @@
+"""What the trainer does with a verdict: warn, stop, roll back, keep healthy checkpoints."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.verl.trainer.recording import (
+    RecordingRanks,
+    RecordingReplicas,
+    prompts,
+    score_by_sample,
+)
+from verl import checkpoint
+from verl.config import Config
+from verl.core_algos.kl import FixedKLController
+from verl.errors import CollapseError
+from verl.monitor.collapse import DRIFT
+from verl.monitor.tracking import MemoryTracker, Tracking
+from verl.rewards.interface import Reward, RewardFn
+from verl.trainer import main_ppo
+from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.types import TokenBatch
+
+FELL = -5.0
+"""Log-prob of every token after updates that destroyed the policy; it sampled at -1."""
+
+
+class FragileRanks(RecordingRanks):
+    """Ranks whose policy is destroyed by the update of the given training steps."""
+
+    def __init__(self, log: list[str], collapsing: set[int]) -> None:
+        super().__init__(log)
+        self.collapsing = collapsing
+        self.updates = 0
+
+    def log_probs(self, batch: TokenBatch) -> torch.Tensor:
+        self.log.append(f"log_probs of {len(batch)}")
+        value = FELL if self.updates in self.collapsing else -1.0
+        return torch.full((batch.num_tokens,), value)
+
+    def update_actor(self, mini: TokenBatch) -> dict[str, float]:
+        self.updates += 1
+        return {**super().update_actor(mini), "actor/entropy": 0.3}
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """One update a step, a checkpoint each, proven by one healthy step."""
+    config = Config()
+    config.trainer.default_local_dir = str(tmp_path)
+    config.actor_rollout_ref.model.path = str(tmp_path)
+    config.trainer.save_freq, config.trainer.test_freq = 1, 0
+    config.trainer.val_before_train = False
+    config.trainer.guard.patience = 1
+    config.data.train_batch_size = 4
+    config.actor_rollout_ref.rollout.n_agent = 2
+    config.actor_rollout_ref.actor.ppo_mini_batch_size = 8
+    config.actor_rollout_ref.actor.use_kl_loss = True
+    config.algorithm.adv_estimator = "grpo"
+    return config
+
+
+def build(
+    config: Config,
+    log: list[str],
+    collapsing: set[int],
+    steps: int = 5,
+    reward_fn: RewardFn = score_by_sample,
+) -> RayPPOTrainer:
+    return RayPPOTrainer(
+        config=config,
+        ranks=FragileRanks(log, collapsing),
+        replicas=RecordingReplicas(log),
+        train_prompts=prompts(64),
+        val_prompts=prompts(2),
+        reward_fn=reward_fn,
+        kl_controller=FixedKLController(0.001),
+        tracking=Tracking("p", "e", [MemoryTracker()], config.trainer.default_local_dir),
+        total_steps=steps,
+    )
+
+
+def logged(trainer: RayPPOTrainer) -> list[tuple[int, float]]:
+    """(step, `guard/health`) of each step that was logged."""
+    return [(step, row["guard/health"]) for step, row in rows(trainer) if "guard/health" in row]
+
+
+def rows(trainer: RayPPOTrainer) -> list[tuple[int, dict[str, float]]]:
+    """Every (step, metrics) that was logged."""
+    tracker = trainer.tracking._trackers[0]
+    assert isinstance(tracker, MemoryTracker)
+    return tracker.records
+
+
+def marked(folder: Path) -> list[str]:
+    return sorted(path.parent.name for path in folder.glob(f"*/{checkpoint.HEALTHY}"))
+
+
+def test_warn_goes_on_and_names_metric_and_value(
+    config: Config, log: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The default action changes nothing about the run."""
+    trainer = build(config, log, {3})
+    with caplog.at_level(logging.WARNING):
+        trainer.fit()
+    assert trainer.step == 5
+    assert logged(trainer) == [(1, 0.0), (2, 0.0), (3, 2.0), (4, 0.0), (5, 0.0)]
+    assert f"step 3: collapsed: {DRIFT} is -4, below -0.3" in caplog.text
+    assert not [event for event in log if event.startswith(("load", "scale_lr"))]
+
+
+def test_the_second_look_is_at_a_few_correct_trajectories_after_the_update(
+    config: Config, log: list[str]
+) -> None:
+    """Of four correct trajectories two are looked at, before the engines get weights."""
+    config.trainer.guard.drift_trajectories = 2
+    config.trainer.save_freq = 0
+    build(config, log, set(), steps=1).fit()
+    assert log == ["update_weights", "generate", "ref_log_probs", "update_actor",
+                   "log_probs of 2", "update_weights"]  # fmt: skip
+
+
+def test_a_checkpoint_is_healthy_when_the_next_steps_are(config: Config, log: list[str]) -> None:
+    """Step 2's checkpoint made step 3, which collapsed; step 1's made step 2, which did not."""
+    trainer = build(config, log, {3}, steps=3)
+    trainer.fit()
+    assert marked(trainer.directory) == ["global_step_1"]
+
+
+def test_a_checkpoint_waits_for_as_many_steps_as_patience(config: Config, log: list[str]) -> None:
+    """With three to wait for, five steps prove the checkpoints of the first two."""
+    config.trainer.guard.patience = 3
+    trainer = build(config, log, set(), steps=5)
+    trainer.fit()
+    assert marked(trainer.directory) == ["global_step_1", "global_step_2"]
+
+
+def test_stop_names_the_healthy_checkpoint_and_how_to_go_on(config: Config, log: list[str]) -> None:
+    """The collapsed step is logged, its weights are not saved, and the exit status is its own."""
+    config.trainer.guard.action = "stop"
+    trainer = build(config, log, {3})
+    with pytest.raises(CollapseError) as caught:
+        trainer.fit()
+    message, folder = str(caught.value), trainer.directory / "global_step_1"
+    assert f"collapsed at step 3: {DRIFT}" in message
+    assert f"trainer.resume_mode={folder}" in message
+    assert caught.value.exit_code == 3
+    assert logged(trainer)[-1] == (3, 2.0)
+    assert not (trainer.directory / "global_step_3").exists()
+    assert not (trainer.directory / "model").exists()
+
+
+def test_stop_without_a_healthy_checkpoint_says_so(config: Config, log: list[str]) -> None:
+    """A collapse in the first step leaves only the model that training started from."""
+    config.trainer.guard.action = "stop"
+    with pytest.raises(CollapseError, match="no checkpoint is known to be healthy"):
+        build(config, log, {1}).fit()
+
+
+def test_rollback_goes_on_from_healthy_weights_with_a_lower_rate(
+    config: Config, log: list[str]
+) -> None:
+    """Steps and prompts go on, and what the run goes on from can be resumed and gone back to."""
+    config.trainer.guard.action = "rollback"
+    trainer = build(config, log, {3})
+    trainer.fit()
+    at = log.index("load global_step_1")
+    assert log[at : at + 4] == ["load global_step_1", "scale_lr 0.3", "update_weights",
+                                "save global_step_3"]  # fmt: skip
+    assert [step for step, _ in logged(trainer)] == [1, 2, 3, 4, 5]
+    starts = [[s.prompt.uid for s in batch] for batch, _ in trainer.replicas.requests]
+    assert len({uid for batch in starts for uid in batch}) == 5 * 4
+    assert marked(trainer.directory) == ["global_step_0", "global_step_1", "global_step_3",
+                                         "global_step_4"]  # fmt: skip
+    assert checkpoint.read_state(trainer.directory / "global_step_3")["guard"]["rollbacks"] == 1
+
+
+def test_refused_weights_are_never_validated(config: Config, log: list[str]) -> None:
+    """The validation of the collapsed step is that of the weights the run went back to."""
+    config.trainer.guard.action, config.trainer.test_freq = "rollback", 1
+    trainer = build(config, log, {2}, steps=2)
+    trainer.fit()
+    back = log.index("load global_step_0")
+    assert log[back:] == ["load global_step_0", "scale_lr 0.3", "update_weights", "generate",
+                          "save global_step_2"]  # fmt: skip
+    assert rows(trainer)[-1][1].keys() >= {"val/em", "guard/health"}
+
+
+def test_a_collapse_in_the_first_step_goes_back_to_the_start(
+    config: Config, log: list[str]
+) -> None:
+    """Under rollback the start is saved, so that there is always something to go back to."""
+    config.trainer.guard.action = "rollback"
+    build(config, log, {1}).fit()
+    assert log[:2] == ["update_weights", "save global_step_0"]
+    assert "load global_step_0" in log
+
+
+def test_rollbacks_run_out(config: Config, log: list[str]) -> None:
+    """What collapses again and again is stopped, at a rate lowered each time."""
+    config.trainer.guard.action, config.trainer.guard.max_rollbacks = "rollback", 2
+    with pytest.raises(CollapseError, match=r"at step 3 after 2 rollbacks"):
+        build(config, log, {1, 2, 3, 4, 5}).fit()
+    assert [e for e in log if e.startswith("scale_lr")] == ["scale_lr 0.3", "scale_lr 0.09"]
+
+
+def test_a_resumed_run_remembers_baselines_and_rollbacks(config: Config, log: list[str]) -> None:
+    """The lowered rate and what is known to be healthy outlive the process."""
+    config.trainer.guard.action = "rollback"
+    first = build(config, log, {2}, steps=3)
+    first.fit()
+    config.trainer.resume_mode = "auto"
+    log.clear()
+    again = build(config, log, set(), steps=4)
+    again.fit()
+    assert log[:3] == ["load global_step_3", "scale_lr 0.3", "update_weights"]
+    assert (again.watch.rollbacks, again.watch.healthy) == (1, 3)
+    assert again.watch.guard.baseline("actor/entropy") == 0.3
+
+
+def test_an_older_checkpoint_without_a_guard_can_be_resumed(config: Config, log: list[str]) -> None:
+    """What was saved before there was a guard starts it anew."""
+    first = build(config, log, set(), steps=1)
+    first.fit()
+    folder = first.directory / "global_step_1"
+    state = checkpoint.read_state(folder)
+    del state["guard"]
+    checkpoint.write_state(folder, state)
+    config.trainer.resume_mode = "auto"
+    again = build(config, log, set(), steps=2)
+    again.fit()
+    assert again.step == 2
+
+
+def test_a_guard_that_is_off_costs_nothing(config: Config, log: list[str]) -> None:
+    """No second look, no metrics, no verdict."""
+    config.trainer.guard.enable = False
+    config.trainer.guard.action = "stop"
+    trainer = build(config, log, {1, 2, 3, 4, 5})
+    trainer.fit()
+    assert logged(trainer) == []
+    assert not [event for event in log if event.startswith("log_probs")]
+
+
+def test_an_update_without_any_trajectory_reports_nothing(config: Config, log: list[str]) -> None:
+    """When all scores are equal the policy learns nothing, and its entropy has not collapsed."""
+    config.actor_rollout_ref.actor.use_kl_loss = False
+    config.algorithm.kl_ctrl.kl_coef = 0.0
+    trainer = build(config, log, set(), steps=1, reward_fn=lambda trajectory: Reward(1.0))
+    trainer.fit()
+    step, row = rows(trainer)[-1]
+    assert step == 1
+    assert "actor/entropy" not in row
+
+
+def test_the_program_ends_with_a_status_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher can tell a collapse (3) from a mistake in the options (2)."""
+
+    def collapse(config: Config) -> None:
+        raise CollapseError("the policy collapsed at step 7")
+
+    monkeypatch.setattr(main_ppo, "run", collapse)
+    required = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
+    assert main_ppo.main(required) == 3
+    assert "the policy collapsed at step 7" in capsys.readouterr().err

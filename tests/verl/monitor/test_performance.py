@@ -1,0 +1,157 @@
+"""Utilisation and memory of a step, worked out by hand for a given batch and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from example.tiny import tiny_llama
+from tests.verl.trainer.recording import RecordingRanks
+from tests.verl.training.ranks import VOCAB
+from verl.config import Config
+from verl.monitor.performance import RankTimings, Work, speed_metrics
+from verl.trainer.learning import Learner
+from verl.training.devices import PeakMemory
+from verl.types import TokenBatch
+
+LENGTHS, WANTED = [5, 8, 6], [3, 4, 2]
+MATRICES = 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)
+"""Of the tiny Llama: two blocks with q and o, k and v, and the three of the MLP."""
+
+
+def batch() -> TokenBatch:
+    """Three sequences that end with what the policy said; the second has no advantage."""
+    masks = [torch.arange(n) >= n - k for n, k in zip(LENGTHS, WANTED, strict=True)]
+    mask = torch.cat(masks)
+    advantages = torch.cat([m * float(i != 1) for i, m in enumerate(masks)])
+    tokens = {"loss_mask": mask, "advantages": advantages}
+    return TokenBatch(torch.tensor([0, *LENGTHS]).cumsum(0), tokens)
+
+
+def forward(lengths: list[int], head: int, adapter: int = 0) -> float:
+    """By the formula: 2 a weight and token, half of each square for 4 heads of 32, and the head."""
+    squares = sum(n**2 for n in lengths)
+    return 2 * (MATRICES + adapter) * sum(lengths) + 2 * (4 * 32 * 4 * squares / 2) + 2 * 128 * head
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """GRPO of a model of which only the shape is there, in one update and without recomputing."""
+    tiny_llama(VOCAB).config.save_pretrained(tmp_path)
+    config = Config()
+    config.actor_rollout_ref.model.path = str(tmp_path)
+    config.actor_rollout_ref.model.enable_gradient_checkpointing = False
+    config.critic.model.enable_gradient_checkpointing = False
+    config.data.train_batch_size, config.actor_rollout_ref.rollout.n_agent = 3, 1
+    config.actor_rollout_ref.actor.ppo_mini_batch_size = 3
+    config.actor_rollout_ref.actor.use_kl_loss = True
+    config.algorithm.adv_estimator = "grpo"
+    return config
+
+
+def done(config: Config) -> dict[str, Work]:
+    """What a step over the batch comes to."""
+    learner = Learner(config, RecordingRanks([]))  # type: ignore[arg-type]
+    seen = batch()
+    learner.add_log_probs(seen)
+    learner.add_values(seen)
+    learner.update_critic(seen, 1)
+    learner.update_actor(seen, 1)
+    found = learner.work.take()
+    assert learner.work.take() == {}
+    return found
+
+
+def test_a_step_of_grpo_is_a_look_of_the_reference_and_an_update(config: Config) -> None:
+    """Logits for the policy's tokens alone; backward is twice the forward."""
+    once = forward(LENGTHS, VOCAB * sum(WANTED))
+    assert done(config) == {"old_log_prob": Work(once), "update_actor": Work(3 * once)}
+
+
+def test_what_is_spared_is_not_counted(config: Config) -> None:
+    """A sequence without advantage costs nothing where nothing but the advantage is in the loss."""
+    config.actor_rollout_ref.actor.use_kl_loss = False
+    config.algorithm.kl_ctrl.kl_coef = 0.0
+    once = forward([5, 6], VOCAB * (3 + 2))
+    assert done(config) == {"update_actor": Work(3 * once)}
+
+
+def test_a_step_of_ppo_has_a_critic_too(config: Config) -> None:
+    """Twice the policy's tokens are looked at where KL is in the reward; a value has one output."""
+    config.algorithm.adv_estimator, config.actor_rollout_ref.actor.use_kl_loss = "gae", False
+    config.actor_rollout_ref.actor.skip_zero_advantages = False
+    policy, critic = forward(LENGTHS, VOCAB * sum(WANTED)), forward(LENGTHS, sum(WANTED))
+    assert done(config) == {
+        "old_log_prob": Work(2 * policy),
+        "values": Work(critic),
+        "update_critic": Work(3 * critic),
+        "update_actor": Work(3 * policy),
+    }
+
+
+def test_recomputation_is_apart_and_a_frozen_base_costs_less(config: Config) -> None:
+    """With LoRA the reference is the base alone, and the base's weights have no gradient."""
+    model, rank = config.actor_rollout_ref.model, 4
+    model.lora_rank, model.enable_gradient_checkpointing = rank, True
+    adapter = 2 * rank * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256))
+    head = VOCAB * sum(WANTED)
+    once, spared = forward(LENGTHS, head, adapter), 2 * MATRICES * sum(LENGTHS) + 2 * 128 * head
+    assert done(config) == {
+        "old_log_prob": Work(forward(LENGTHS, head)),
+        "update_actor": Work(3 * once - spared, forward(LENGTHS, 0, adapter)),
+    }
+
+
+def test_a_model_of_unknown_shape_is_not_counted(config: Config, tmp_path: Path) -> None:
+    """No figure rather than a guess."""
+    config.actor_rollout_ref.model.path = str(tmp_path / "elsewhere")
+    assert done(config) == {}
+
+
+def test_utilisation_is_a_share_of_what_the_cards_could_have_done() -> None:
+    """6e12 FLOPs in 3 s on 4 cards of 1e12 FLOP/s are 0.5 TFLOP/s each, half of the peak."""
+    work = {"update_actor": Work(6e12, 3e12), "values": Work(3e12)}
+    seconds = {"update_actor": 3.0, "values": 1.5, "gen": 9.0}
+    assert speed_metrics(work, seconds, 4, 1e12) == pytest.approx({
+        "perf/tflops/actor": 0.5, "perf/mfu/actor": 0.5, "perf/hfu/actor": 0.75,
+        "perf/tflops/values": 0.5, "perf/mfu/values": 0.5,
+    })  # fmt: skip
+
+
+def test_without_a_known_card_there_is_no_utilisation() -> None:
+    """On CPU, say: the speed alone."""
+    assert speed_metrics({"values": Work(3e12)}, {"values": 1.5}, 1, None) == {
+        "perf/tflops/values": 2.0
+    }
+
+
+def peaks(*gigabytes: float) -> Iterator[PeakMemory]:
+    return (PeakMemory(int(x * 1e9), int(2 * x * 1e9)) for x in gigabytes)
+
+
+def test_each_phase_of_the_ranks_has_its_own_peak() -> None:
+    """What came before the step is in none, nor is a phase in the next; the engines' have none."""
+    readings = peaks(99, 3, 7, 88, 5)
+    timings = RankTimings(lambda: next(readings))
+    for name in ("gen", "old_log_prob", "adv", "update_actor", "guard", "update_weights"):
+        with timings.phase(name):
+            pass
+    memory = {name: x for name, x in timings.metrics().items() if name.startswith("perf/")}
+    expected = {"old_log_prob": 3.0, "update_actor": 7.0, "guard": 88.0, "update_weights": 5.0}
+    assert memory == {
+        f"perf/device_memory_gb/{phase}/{kind}": factor * x
+        for phase, x in expected.items()
+        for kind, factor in (("allocated", 1), ("reserved", 2))
+    }
+    assert next(readings, None) is None
+
+
+def test_ranks_on_cpu_have_no_device_memory() -> None:
+    """No keys rather than zeros."""
+    timings = RankTimings(lambda: None)
+    with timings.phase("update_actor"):
+        pass
+    assert set(timings.metrics()) == {"timing_s/update_actor", "timing_s/step"}

@@ -1,0 +1,108 @@
+"""Trackers: what is logged arrives, one record a step."""
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+
+from verl.errors import ConfigError
+from verl.monitor.tracking import MemoryTracker, Tracking, backend_names, compact
+from verl.monitor.wandb_tracker import ID_FILE
+
+
+def test_jsonl_holds_one_flushed_line_a_step(tmp_path: Path) -> None:
+    """A killed run keeps every step it logged, and a resumed one appends."""
+    path = tmp_path / "run" / "metrics.jsonl"
+    tracking = Tracking("p", "e", ["jsonl"], tmp_path / "run")
+    tracking.log({"loss": 0.5, "count": 3}, 1)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "loss": 0.5, "count": 3.0}
+    ]
+    tracking.close()
+    with Tracking("p", "e", "jsonl", tmp_path / "run") as resumed:
+        resumed.log({"loss": math.nan}, 2)
+    assert json.loads(path.read_text().splitlines()[1]) == {"step": 2, "loss": None}
+
+
+def test_unknown_backend_is_refused_before_any_opens(tmp_path: Path) -> None:
+    """A mistyped backend names those there are and leaves no file."""
+    with pytest.raises(ConfigError, match="got wandbb, expected one of console, jsonl"):
+        Tracking("p", "e", ["jsonl", "wandbb"], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_backend_gets_every_step() -> None:
+    """Several trackers see the same records."""
+    first, second = MemoryTracker(), MemoryTracker()
+    with Tracking("p", "e", [first, second], ".") as tracking:
+        tracking.log({"a": 1}, 1)
+        tracking.log({"a": 2}, 2)
+    assert first.records == second.records == [(1, {"a": 1.0}), (2, {"a": 2.0})]
+
+
+def test_console_line_is_compact(caplog: pytest.LogCaptureFixture) -> None:
+    """The console shows the step and the key metrics on one line."""
+    with caplog.at_level(logging.INFO), Tracking("p", "e", "console", ".") as tracking:
+        tracking.log({"val/em": 0.123456, "obscure/detail": 1.0}, 7)
+    assert caplog.messages == ["step 7  val/em 0.1235"]
+
+
+def test_compact_shows_all_where_none_is_key() -> None:
+    """Unknown metrics are not hidden when they are all there is."""
+    assert compact({"x": 1.0, "y": 2.0}) == "x 1  y 2"
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline runs work without account or network and stay below the run's folder."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with Tracking("p", "e", ["wandb"], tmp_path, {"seed": 1}) as tracking:
+        tracking.log({"loss": 1.0}, 1)
+    assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    first = (tmp_path / ID_FILE).read_text()
+    with Tracking("p", "e", "wandb", tmp_path, is_resumed=True):
+        assert (tmp_path / ID_FILE).read_text() == first
+
+
+@pytest.mark.parametrize("option", ["wandb", ["wandb"]])
+def test_backend_names_takes_a_name_or_a_list(option: str | list[str]) -> None:
+    """Both spellings of trainer.logger mean one backend."""
+    assert backend_names(option) == ["wandb"]
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    """Steps after the checkpoint come again: their lines, and a torn one, are put aside."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "x": 1.0}\n{"step": 4, "x"')
+    with Tracking("p", "e", ["jsonl"], tmp_path) as tracking:
+        tracking.rewind(2)
+        tracking.log({"x": 9.0}, 3)
+    steps = [json.loads(line) for line in path.read_text().splitlines()]
+    assert steps == [{"step": 1}, {"step": 2}, {"step": 3, "x": 9.0}]
+    aside = (tmp_path / "metrics.superseded.jsonl").read_text()
+    assert aside == '{"step": 3, "x": 1.0}\n{"step": 4, "x"'
+
+
+def test_a_run_that_begins_anew_forgets_its_own_steps_only(tmp_path: Path) -> None:
+    """What an earlier run logged in the same folder is not this one's to forget."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 5}\n')
+    with Tracking("p", "e", ["jsonl"], tmp_path) as tracking:
+        tracking.log({}, 1)
+        tracking.rewind(None)
+        tracking.log({}, 1)
+    assert path.read_text() == '{"step": 5}\n{"step": 1}\n'
+
+
+def test_nothing_is_rewritten_where_nothing_comes_again(tmp_path: Path) -> None:
+    """The log of a run that goes on where it stopped is the same file."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 5}\n')
+    inode = path.stat().st_ino
+    with Tracking("p", "e", ["jsonl"], tmp_path) as tracking:
+        tracking.rewind(5)
+    assert path.stat().st_ino == inode
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -1,0 +1,150 @@
+"""wandb where there is no network: nothing fails, nothing hangs, nothing is lost."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from verl.monitor.wandb_tracker import ID_FILE, WandbTracker, run_id, sync_command, why_offline
+
+wandb = pytest.importorskip("wandb")
+
+KEY = "0123456789" * 4
+
+
+@pytest.fixture(autouse=True)
+def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A user without account, settings or variables of wandb's."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_RUN_ID", "WANDB_DIR", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(home))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """A port where nobody answers."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
+
+
+def parts(folder: Path) -> list[Path]:
+    return sorted((folder / "wandb").glob("offline-run-*"))
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What our tracker logged, without wandb's own lines."""
+    return [r.getMessage() for r in caplog.records if r.name == "verl.monitor.wandb_tracker"]
+
+
+def test_no_key_means_offline_with_the_command_to_upload(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without an account the run goes on, says so once, and names the way to upload at its end."""
+    out = tmp_path / "run"
+    with caplog.at_level(logging.INFO):
+        tracker = WandbTracker("p", "e", out, {"seed": 1})
+        tracker.log({"loss": 0.512}, 1)
+        tracker.log({"loss": 0.256}, 2)
+        tracker.close()
+    wandb.teardown()  # its service, which may answer before the file has everything, ends with it
+    [part] = parts(out)
+    written = next(part.glob("run-*.wandb")).read_bytes()
+    assert written.index(b"0.512") < written.index(b"0.256")
+    first, last = said(caplog)
+    assert first.startswith("wandb: no API key")
+    assert last.endswith(f"wandb sync --id {tracker.run_id} {part}")
+
+
+def test_a_server_out_of_reach_means_offline(
+    tmp_path: Path, closed_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an account but without network a run neither fails nor waits for the server."""
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed_port}")
+    assert why_offline(wandb) == f"http://127.0.0.1:{closed_port} does not answer (ConnectError)"
+    tracker = WandbTracker("p", "e", tmp_path, {})
+    tracker.close()
+    assert tracker.is_offline
+    assert len(parts(tmp_path)) == 1
+
+
+def test_what_the_user_said_is_not_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """WANDB_MODE=disabled writes nothing, and nobody looks for a key or a network."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with caplog.at_level(logging.INFO):
+        tracker = WandbTracker("p", "e", tmp_path, {})
+        tracker.log({"loss": 1.0}, 1)
+        tracker.close()
+    assert said(caplog) == []
+    assert parts(tmp_path) == []
+
+
+def test_a_resumed_run_goes_on_in_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both parts bear one id, and one command uploads both, the older first."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    first = WandbTracker("p", "e", tmp_path, {})
+    first.log({"loss": 1.0}, 1)
+    first.close()
+    [old] = parts(tmp_path)
+    renamed = old.rename(old.with_name("offline-run-20260101_000000-" + first.run_id))
+    with caplog.at_level(logging.INFO):
+        second = WandbTracker("p", "e", tmp_path, {}, is_resumed=True)
+        second.close()
+    [older, newer] = parts(tmp_path)
+    assert older == renamed
+    assert second.run_id == first.run_id
+    assert said(caplog)[-1].endswith(f"wandb sync --id {first.run_id} {older} {newer}")
+
+
+def test_the_folder_that_the_user_names_receives_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """WANDB_DIR moves wandb's files and the upload command; the id stays with the run."""
+    elsewhere = tmp_path / "scratch" / "logs"
+    monkeypatch.setenv("WANDB_DIR", str(elsewhere))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with caplog.at_level(logging.INFO):
+        tracker = WandbTracker("p", "e", tmp_path / "run", {})
+        tracker.close()
+    [part] = parts(elsewhere)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [ID_FILE]
+    assert said(caplog)[-1].endswith(f"wandb sync --id {tracker.run_id} {part}")
+
+
+def test_a_run_from_the_beginning_is_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The id in the folder is taken up by a resumed run only, and never against the user's."""
+    first = run_id(tmp_path, is_resumed=True)
+    assert run_id(tmp_path, is_resumed=True) == first == (tmp_path / ID_FILE).read_text().strip()
+    assert run_id(tmp_path, is_resumed=False) != first
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    assert run_id(tmp_path, is_resumed=True) == "mine"
+
+
+def test_what_is_uploaded_is_not_named_again(tmp_path: Path) -> None:
+    """Parts with wandb's own mark of an upload are left out, and so are other runs' parts."""
+    names = ("20260101_000000-a", "20260102_000000-a", "20260103_000000-b")
+    done, waiting, _ = (tmp_path / "wandb" / f"offline-run-{name}" for name in names)
+    for part in (done, waiting, tmp_path / "wandb" / f"offline-run-{names[2]}"):
+        part.mkdir(parents=True)
+    (done / "run-a.wandb.synced").touch()
+    assert sync_command(tmp_path, "a") == f"wandb sync --id a {waiting}"
+    (waiting / "run-a.wandb.synced").touch()
+    assert sync_command(tmp_path, "a") is None

@@ -1,0 +1,211 @@
+"""The estimate adds up what a run holds by phase, and follows the options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.verl.preflight.memory.shapes import shape_of
+from verl.config import Config
+from verl.preflight.memory.engine import SAMPLING_COPIES, kv_bytes
+from verl.preflight.memory.estimate import Estimate, Setting, estimate
+from verl.preflight.memory.fitting import changed
+from verl.preflight.memory.needs import CPU, Phase, Place, pinned, power_of_two
+
+GIB = 1 << 30
+ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+
+
+def options(**changes: Any) -> Config:
+    """PPO on 8 GPUs; `changes` are options with `__` for dots."""
+    config = Config()
+    config.actor_rollout_ref.model.path = "m"
+    return changed(config, {key.replace("__", "."): value for key, value in changes.items()})
+
+
+def of(config: Config, size: str = "Qwen2.5-7B", on_gpu: bool = True) -> Estimate:
+    shape = shape_of(size)
+    dtype = "bfloat16" if on_gpu else "float32"
+    return estimate(config, Setting(shape, shape, on_gpu, 80 * GIB if on_gpu else 0, dtype))
+
+
+def held(found: Estimate, what: str, place: Place) -> int:
+    return sum(n.bytes for n in found.needs if n.what == what and n.place is place)
+
+
+def test_full_training_holds_sixteen_bytes_a_parameter() -> None:
+    """Master weights, gradient and two moments in float32, spread over the ranks."""
+    parameters = shape_of("Qwen2.5-7B").parameters()
+    for ranks in (1, 2, 8):
+        found = of(options(trainer__n_gpus_per_node=ranks))
+        parts = [
+            held(found, f"actor: {x}", Place.DEVICE) for x in ("weights", "gradients", "moments")
+        ]
+        assert parts == [
+            4 * (parameters // ranks),
+            4 * (parameters // ranks),
+            8 * (parameters // ranks),
+        ]
+
+
+def test_the_reference_is_weights_alone_and_only_where_it_is_needed() -> None:
+    """KL needs one; it has neither gradient nor moments."""
+    found = of(options())
+    assert (
+        held(found, "reference: weights", Place.DEVICE)
+        == 4 * shape_of("Qwen2.5-7B").parameters() // 8
+    )
+    assert held(found, "reference: moments", Place.DEVICE) == 0
+    assert (
+        held(of(options(algorithm__kl_ctrl__kl_coef=0.0)), "reference: weights", Place.DEVICE) == 0
+    )
+
+
+def test_only_gae_has_a_critic() -> None:
+    """Of GRPO nothing of one is counted."""
+    assert held(of(options()), "critic: weights", Place.DEVICE) > 0
+    grpo = of(options(algorithm__adv_estimator="grpo"))
+    assert not [need for need in grpo.needs if need.what.startswith("critic")]
+
+
+def test_an_adapter_shares_one_base() -> None:
+    """Policy, reference and critic are one frozen bfloat16 model; little is learned."""
+    shape = shape_of("Qwen2.5-7B")
+    found = of(options(**{f"{MODEL}.lora_rank": 64, "critic__model__lora_rank": 64}))
+    learned = 2 * shape.adapter(64) + shape.hidden
+    weights = held(found, "actor: weights", Place.DEVICE)
+    assert weights == 2 * shape.parameters() // 8 + 4 * (learned // 8)
+    assert held(found, "actor: moments", Place.DEVICE) == 8 * (learned // 8)
+    assert not [n for n in found.needs if n.what.startswith(("reference", "critic"))]
+
+
+def test_offloading_moves_memory_to_the_host() -> None:
+    """What leaves the device is on the host, rounded up where it is pinned."""
+    plain, config = of(options()), options(**{f"{ACTOR}.fsdp_config.param_offload": True})
+    moved = of(config)
+    for what in ("weights", "moments"):
+        gone = held(plain, f"actor: {what}", Place.DEVICE)
+        assert held(moved, f"actor: {what}", Place.DEVICE) == 0
+        assert 8 * gone <= held(moved, f"actor: {what}", Place.HOST) <= 16 * gone
+    between = of(options(**{f"{ACTOR}.fsdp_config.optimizer_offload": True}))
+    size = held(plain, "actor: moments", Place.DEVICE)
+    phases = {p: between.total(Place.DEVICE, p) - plain.total(Place.DEVICE, p) for p in Phase}
+    assert phases[Phase.GENERATE] == phases[Phase.UPDATE_ACTOR] == -size
+    assert phases[Phase.STEP_ACTOR] == 0
+
+
+def test_the_peak_is_the_worst_phase_not_the_sum() -> None:
+    """Engine and activations are never there together."""
+    found = of(options())
+    totals = [found.total(Place.DEVICE, phase) for phase in Phase]
+    everything = sum(n.bytes for n in found.needs if n.place is Place.DEVICE)
+    assert found.most(Place.DEVICE) == max(totals) < everything
+    names = {n.what for n in found.at(Place.DEVICE, Phase.UPDATE_ACTOR)}
+    assert "activations kept" in names and "engine, awake" not in names
+    names = {n.what for n in found.at(Place.DEVICE, Phase.GENERATE)}
+    assert "activations kept" not in names and "engine, awake" in names
+
+
+def test_the_engine_takes_its_share_and_caches_in_the_rest() -> None:
+    """A key and a value of 4 heads of 128 in 28 layers, 2 bytes each, is 57,344 bytes a token."""
+    assert kv_bytes(shape_of("Qwen2.5-7B"), 2) == 57344
+    small, large = (of(options(**{f"{ROLLOUT}.gpu_memory_utilization": u})) for u in (0.5, 0.6))
+    assert held(small, "engine, awake", Place.DEVICE) == 40 * GIB
+    assert small.engine is not None and large.engine is not None
+    assert large.engine.cached_tokens - small.engine.cached_tokens == pytest.approx(
+        8 * GIB / 57344, abs=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "less", "more"),
+    [
+        (f"{ACTOR}.ppo_max_token_len_per_gpu", 8192, 16384),
+        (f"{MODEL}.enable_gradient_checkpointing", True, False),
+        ("trainer.n_gpus_per_node", 8, 4),
+        ("trainer.nnodes", 2, 1),
+    ],
+)
+def test_what_needs_more_is_estimated_so(key: str, less: Any, more: Any) -> None:
+    """Each option that changes the update's memory does so in the right direction."""
+    amounts = [
+        of(options(**{key: x})).total(Place.DEVICE, Phase.UPDATE_ACTOR) for x in (less, more)
+    ]
+    assert amounts[0] < amounts[1]
+
+
+def test_loading_needs_no_memory_of_its_own() -> None:
+    """Ranks read the rows they keep: the node's peak is not while it loads, whatever the model."""
+    for ranks in (1, 4):
+        found = of(options(algorithm__adv_estimator="grpo", trainer__n_gpus_per_node=ranks))
+        held_after = found.total(Place.HOST, Phase.UPDATE_ACTOR)
+        assert found.total(Place.HOST, Phase.LOAD) <= held_after
+
+
+def test_on_cpu_everything_is_the_hosts() -> None:
+    """No need names a device; ranks multiply, and the KV cache is what was asked for."""
+    config = options(**{"trainer.n_gpus_per_node": 2, f"{ROLLOUT}.cpu_kv_cache_gib": 3})
+    found = of(config, "Qwen2.5-0.5B", on_gpu=False)
+    assert found.most(Place.DEVICE) == 0 and found.engine is None
+    parameters = shape_of("Qwen2.5-0.5B").parameters()
+    assert held(found, "actor: weights", Place.HOST) == 2 * 4 * (parameters // 2)
+    assert held(found, "engines: KV cache", Place.HOST) == 3 * GIB
+    gradients = held(found, "actor: gradients", Place.HOST)
+    assert gradients == int(CPU.heap * 2 * 4 * (parameters // 2))
+
+
+def test_only_a_base_below_an_adapter_waits_on_the_host() -> None:
+    """Whole weights are dropped in sleep: new ones come before the next request."""
+    what, shape = "engines' weights while they sleep", shape_of("Qwen2.5-7B")
+    assert held(of(options()), what, Place.HOST) == 0
+    kept, merged = (
+        of(options(**{f"{MODEL}.lora_rank": 64, f"{ROLLOUT}.merge_adapter": is_merged}))
+        for is_merged in (False, True)
+    )
+    assert held(kept, what, Place.HOST) >= 8 * 2 * shape.parameters()
+    assert held(merged, what, Place.HOST) == 0
+
+
+def test_the_estimate_counts_the_dialogues_that_the_engine_decodes() -> None:
+    """The derived number and the same number typed need the same; half of it needs less."""
+    derived = of(options(**{f"{ROLLOUT}.n_agent": 5})).engine
+    typed = of(options(**{f"{ROLLOUT}.n_agent": 5, f"{ROLLOUT}.max_num_seqs": 320})).engine
+    fewer = of(options(**{f"{ROLLOUT}.n_agent": 5, f"{ROLLOUT}.max_num_seqs": 160})).engine
+    assert derived is not None and fewer is not None
+    assert derived == typed
+    vocabulary = shape_of("Qwen2.5-7B").vocab
+    assert derived.working - fewer.working == SAMPLING_COPIES * 4 * 160 * vocabulary
+
+
+def test_an_engine_in_float16_holds_two_bytes_a_value() -> None:
+    """As in bfloat16, whatever the ranks compute in."""
+    half, brain = (of(options(**{f"{ROLLOUT}.dtype": d})).engine for d in ("float16", "bfloat16"))
+    assert half == brain
+
+
+def test_a_copy_for_saving_is_not_required() -> None:
+    """Training waits where there is no room for it."""
+    found = of(options())
+    (copy,) = (n for n in found.needs if n.optional)
+    assert copy.phases == {Phase.SAVE}
+    assert copy in found.at(Place.HOST, Phase.SAVE)
+    expected = sum(n.bytes for n in found.at(Place.HOST, Phase.SAVE) if n is not copy)
+    assert found.total(Place.HOST, Phase.SAVE) == expected
+
+
+@given(st.integers(1, 1 << 40))
+def test_pinned_memory_is_a_power_of_two(count: int) -> None:
+    """The smallest that is enough."""
+    rounded = power_of_two(count)
+    assert rounded & (rounded - 1) == 0
+    assert count <= rounded < 2 * count
+
+
+def test_pinned_shards_are_rounded_one_by_one() -> None:
+    """Three shards of 7 values of 4 bytes are 16 bytes each: 12 bytes, rounded up."""
+    assert pinned([7], 4, shards=3) == 16
+    assert pinned([7, 7], 4, shards=3) == 32

@@ -1,0 +1,77 @@
+"""Parameters are counted as transformers builds the models."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import inject_adapter_in_model
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tests.verl.preflight.memory.shapes import FACTS, shape_of
+from verl.config import AdapterConfig
+from verl.preflight.memory.shape import ModelShape
+from verl.training.lora import peft_config
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 1000, "hidden_size": 96, "intermediate_size": 250, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2,
+}  # fmt: skip
+SMOLLM2 = {
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+}  # fmt: skip
+CONFIGS = {
+    "smollm2": LlamaConfig(**SMOLLM2),
+    "llama": LlamaConfig(**SMALL, tie_word_embeddings=False),
+    "llama with biases": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+    "wide heads": LlamaConfig(**SMALL, head_dim=32),
+    "mistral": MistralConfig(**SMALL),
+    "qwen3": Qwen3Config(**SMALL, head_dim=32, tie_word_embeddings=True),
+    **{name: Qwen2Config(**facts) for name, facts in FACTS.items()},
+}
+
+
+def on_meta(config: PretrainedConfig) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_tensor_is_counted(name: str) -> None:
+    """The count, and the list of tensor sizes, are those of the model without weights."""
+    shape = ModelShape.of(CONFIGS[name].to_dict())
+    assert shape is not None
+    numels = sorted(p.numel() for p in on_meta(CONFIGS[name]).parameters())
+    assert sorted(shape.tensors()) == numels
+    assert shape.parameters() == sum(numels)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+def test_adapters_are_counted_as_peft_makes_them(targets: Any) -> None:
+    """LoRA of all linear layers, or of some."""
+    lm = on_meta(CONFIGS["llama"])
+    options = AdapterConfig(lora_rank=8, target_modules=targets)
+    inject_adapter_in_model(peft_config(lm, options), lm)
+    added = sum(p.numel() for name, p in lm.named_parameters() if ".lora_" in name)
+    shape = ModelShape.of(CONFIGS["llama"].to_dict())
+    assert shape is not None
+    assert shape.adapter(8, targets) == added
+
+
+def test_the_critic_has_no_output_head() -> None:
+    """An untied head is not in a value model; a tied one is its embedding."""
+    untied, tied = shape_of("Qwen2.5-7B"), shape_of("Qwen2.5-3B")
+    assert untied.parameters() - untied.parameters(with_head=False) == 152064 * 3584
+    assert tied.parameters(with_head=False) == tied.parameters()
+
+
+def test_an_unknown_architecture_has_no_shape() -> None:
+    """Nothing is guessed of a mixture of experts."""
+    assert ModelShape.of({**FACTS["Qwen2.5-7B"], "model_type": "qwen2_moe"}) is None

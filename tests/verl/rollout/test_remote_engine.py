@@ -1,0 +1,82 @@
+"""The remote engine against a server in memory."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes import ByteTokenizer
+from verl.errors import ConfigError
+from verl.rollout.remote_engine import RemoteEngine, missing_stop
+from verl.types import Completion, Sampling
+
+STOP = ("</search>", "</answer>")
+SAMPLING = Sampling(9, temperature=0.5, top_p=0.9, stop=STOP, seed=7)
+
+
+def complete(choice: dict[str, Any], seen: list[httpx.Request], status: int = 200) -> Completion:
+    """What the engine makes of a server's answer."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(status, json={"choices": [choice]})
+
+    transport = httpx.MockTransport(answer)
+    engine = RemoteEngine("http://host:1/v1/", "m", ByteTokenizer(), transport=transport)
+    return asyncio.run(engine.generate([1, 2, 3], SAMPLING))
+
+
+def test_ids_go_in_and_sampled_ids_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that returns token ids is believed, with its log-probs."""
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    seen: list[httpx.Request] = []
+    choice = {
+        "text": "<answer>a</answer>",
+        "token_ids": [300, 301],
+        "logprobs": {"token_logprobs": [-0.1, -0.2]},
+        "finish_reason": "stop",
+    }
+    got = complete(choice, seen)
+    assert got == Completion((300, 301), (-0.1, -0.2), "<answer>a</answer>", "stop")
+    body = json.loads(seen[0].content)
+    assert str(seen[0].url) == "http://host:1/v1/completions"
+    assert seen[0].headers["Authorization"] == "Bearer secret"
+    assert body["prompt"] == [1, 2, 3]
+    assert (body["max_tokens"], body["temperature"], body["top_p"], body["seed"]) == (
+        9,
+        0.5,
+        0.9,
+        7,
+    )
+    assert body["stop"] == list(STOP)
+
+
+def test_text_alone_is_encoded_with_its_stop_string() -> None:
+    """A plain server leaves the stop string off and gives no ids."""
+    got = complete({"text": "<search> Oslo ", "finish_reason": "stop"}, [])
+    assert got.text == "<search> Oslo </search>"
+    assert list(got.ids) == list(b"<search> Oslo </search>")
+    assert len(got.log_probs) == len(got.ids)
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("<search> q", "</search>"),
+        ("<search>q</search> <answer> a", "</answer>"),
+        ("<answer>a</answer>", ""),
+        ("nothing", ""),
+        ("<search> x <answer> y", "</answer>"),
+    ],
+)
+def test_the_stop_string_left_off_is_that_of_the_open_tag(text: str, missing: str) -> None:
+    """The last tag that is still open decides."""
+    assert missing_stop(text, STOP) == missing
+
+
+def test_a_refusal_names_the_endpoint_and_the_fix() -> None:
+    """Status and text of the server are in the message."""
+    with pytest.raises(ConfigError, match=r"http://host:1/v1/completions: got 404.*vllm serve"):
+        complete({}, [], status=404)

@@ -1,0 +1,103 @@
+"""The hand-over of weights: what it says of itself, and what happens around it, in which order."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.verl.trainer.recording import (
+    RecordingRanks,
+    RecordingReplicas,
+    prompts,
+    score_by_sample,
+)
+from verl.config import Config
+from verl.core_algos.kl import FixedKLController
+from verl.monitor.tracking import Tracking
+from verl.rollout.replicas import RolloutReplicas
+from verl.single_controller.restarts import Restarts
+from verl.trainer.ray_trainer import RayPPOTrainer
+
+
+class SlowEngines(RolloutReplicas):
+    """Engines that need a while for what they are asked."""
+
+    def _ask(self, method: str, arguments: Sequence[Sequence[Any]] | None = None) -> list[Any]:
+        if method == "take":
+            time.sleep(0.03)
+        return ["float32"]
+
+
+class SlowRanks:
+    """Ranks that say how much of their while they wrote."""
+
+    def hand_over_weights(self, directory: Path, dtype: str) -> float:
+        time.sleep(0.02)
+        return 0.005
+
+    def hand_over_adapter(self, directory: Path) -> float:
+        return self.hand_over_weights(directory, "float32")
+
+
+def test_the_parts_of_a_hand_over_add_up_to_it() -> None:
+    """Ranks gather and write, then engines load; nothing is counted twice."""
+    engines = SlowEngines([], None, [], Restarts(0))  # type: ignore[arg-type]
+    for engines.takes_adapter in (False, True):
+        start = time.perf_counter()
+        parts = engines.update_weights(SlowRanks())
+        whole = time.perf_counter() - start
+        assert set(parts) == {"gather", "write", "load"}
+        assert parts["write"] == 0.005
+        assert parts["gather"] >= 0.015 and parts["load"] >= 0.03
+        assert whole - 0.01 < sum(parts.values()) <= whole
+
+
+class OneReplica(RolloutReplicas):
+    """The trainer's side, over a single replica that answers at once."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.fake = log, RecordingReplicas(log)
+        super().__init__(["replica 0"], object, [()], Restarts(0),
+                         make_room=lambda: log.append("make_room"))  # fmt: skip
+
+    def _present(self, index: int) -> tuple[str, int, bool]:
+        return "here", self.version, False
+
+    def _ask(self, method: str, arguments: Sequence[Sequence[Any]] | None = None) -> list[Any]:
+        if method == "dtype":
+            return ["float32"]
+        if method == "rollout":
+            return [self.fake.generate(*arguments[0])]
+        self.log.append(method)
+        return [None]
+
+
+class HandingRanks(RecordingRanks):
+    """Ranks that note the hand-over."""
+
+    def hand_over_weights(self, directory: Path, dtype: str) -> float:
+        self.log.append("hand_over")
+        return 0.0
+
+
+def test_ranks_make_room_once_a_step_before_the_engines_wake(tmp_path: Path) -> None:
+    """After the last update and before the engines take their share; not after every pass."""
+    config, log = Config(), []
+    config.trainer.default_local_dir = str(tmp_path)
+    config.actor_rollout_ref.model.path = str(tmp_path)
+    config.trainer.save_freq, config.trainer.test_freq = 0, 0
+    config.trainer.val_before_train = False
+    config.trainer.guard.drift_trajectories = 0
+    config.data.train_batch_size = 4
+    config.actor_rollout_ref.rollout.n_agent = 3
+    config.actor_rollout_ref.actor.ppo_mini_batch_size = 6
+    config.algorithm.adv_estimator = "grpo"
+    trainer = RayPPOTrainer(
+        config, HandingRanks(log), OneReplica(log), prompts(8), prompts(4), score_by_sample,
+        FixedKLController(0.0), Tracking("p", "e", [], str(tmp_path)), total_steps=2,
+    )  # fmt: skip
+    trainer.fit()
+    update = ["make_room", "wake_up", "hand_over", "take"]
+    look_back = ["generate", "sleep", "log_probs", "ref_log_probs"]
+    step = [*look_back, "update_actor", "update_actor", *update]
+    assert log == [*update, *step, *step]

@@ -1,0 +1,182 @@
+"""What happens to trajectories while the retriever is away, errs or hangs."""
+
+import logging
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from search_r1.search.probe import SearchProbe
+from search_r1.search.retrieval_server import create_app
+from search_r1.search.server.drills import Drill, DrillConfig
+from tests.apps import running
+from tests.search.server.engines import Watched
+from tests.verl.trainer.playing import InProcess
+from tests.verl.trainer.recording import RecordingReplicas, prompts
+from verl.config.retriever import RetrieverConfig
+from verl.errors import Interrupted, RetrieverOutage
+from verl.rollout import retry as outages
+from verl.rollout.retry import MAX_VAIN_ROUNDS, RetryingRollout
+from verl.types import Origin, Sampling, Status, TokenBatch, Trajectory, start_trajectory
+
+SAMPLING = Sampling(max_tokens=100)
+
+
+def starts(count: int = 4) -> list[Trajectory]:
+    """Started trajectories with a group and a seed of their own."""
+    return [
+        start_trajectory(prompt, group=f"1/{i}", sample=i, seed=100 + i)
+        for i, prompt in enumerate(prompts(count))
+    ]
+
+
+@dataclass
+class Away:
+    """A probe of a retriever that answers after so many probes, or never."""
+
+    probes_until_back: float = 0
+    num_probes: int = 0
+
+    def __call__(self, seconds: float) -> str:
+        assert 0 < seconds <= outages.PROBE_S
+        self.num_probes += 1
+        return "connection refused" if self.num_probes <= self.probes_until_back else ""
+
+
+def failing(replicas: RecordingReplicas, failures: dict[int, float]) -> RecordingReplicas:
+    """Each sample fails in as many rounds as `failures` says."""
+    left = dict(failures)
+
+    def fail(start: Trajectory) -> bool:
+        left[start.sample] = left.get(start.sample, 0) - 1
+        return left[start.sample] >= 0
+
+    replicas.fail = fail
+    return replicas
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes follow each other at once."""
+    monkeypatch.setattr(outages, "POLL_S", 0.001)
+
+
+def test_line_19_what_failed_is_sampled_again_as_it_was_started() -> None:
+    """Same seed, group and place; what was finished is not touched; everything is counted."""
+    replicas = failing(RecordingReplicas([]), {1: 1, 3: 2})
+    rollout = RetryingRollout(replicas, RetrieverConfig())
+    begun = starts()
+    finished = rollout.generate(begun, SAMPLING)
+    assert [t.status for t in finished] == [Status.ANSWERED] * 4
+    assert [(t.group, t.seed) for t in finished] == [(t.group, t.seed) for t in begun]
+    assert [[t.seed for t in sent] for sent, _ in replicas.requests] == [
+        [100, 101, 102, 103], [101, 103], [103],
+    ]  # fmt: skip
+    assert rollout.take_faults() == {
+        "fault/trajectories_resampled": 3, "fault/trajectories_dropped": 0, "fault/outage_s": 0,
+    }  # fmt: skip
+    assert set(rollout.take_faults().values()) == {0}
+
+
+def test_what_fails_though_the_retriever_answers_is_left_out_in_the_end() -> None:
+    """A query that no server can answer does not hold the run up for ever."""
+    replicas = failing(RecordingReplicas([]), {2: 1000})
+    rollout = RetryingRollout(replicas, RetrieverConfig())
+    finished = rollout.generate(starts(), SAMPLING)
+    assert [t.status is Status.FAILED for t in finished] == [False, False, True, False]
+    assert len(replicas.requests) == 1 + MAX_VAIN_ROUNDS
+    assert rollout.take_faults()["fault/trajectories_dropped"] == 1
+
+
+def test_an_outage_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is sampled while the retriever is away; one line says so, one that it is back."""
+    replicas = failing(RecordingReplicas([]), {0: 1, 1: 1})
+    probe = Away(20)
+    rollout = RetryingRollout(replicas, RetrieverConfig(url="http://there:1/retrieve"), probe)
+    with caplog.at_level(logging.WARNING):
+        finished = rollout.generate(starts(), SAMPLING)
+    assert all(t.status is Status.ANSWERED for t in finished)
+    assert (len(replicas.requests), probe.num_probes) == (2, 21)
+    lines = [r.getMessage() for r in caplog.records if "http://there:1" in r.getMessage()]
+    assert len(lines) == 2
+    for part in (
+        "connection refused",
+        "away since 0 s",
+        "for up to 1800 s",
+        "bash retrieval_launch",
+    ):
+        assert part in lines[0]
+    assert "answers again after" in lines[1]
+    assert rollout.take_faults()["fault/outage_s"] > 0
+
+
+def test_the_lines_of_an_outage_come_at_intervals(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another line comes when LINE_S are over, and tells the time."""
+    monkeypatch.setattr(outages, "LINE_S", 0.0)
+    replicas = failing(RecordingReplicas([]), {0: 1})
+    with caplog.at_level(logging.WARNING):
+        RetryingRollout(replicas, RetrieverConfig(), Away(3)).generate(starts(), SAMPLING)
+    assert sum("the run waits" in r.getMessage() for r in caplog.records) == 3
+
+
+def test_an_outage_that_lasts_too_long_ends_the_run() -> None:
+    """The message says how long, the limit, and what to do; the exit status is 4."""
+    config = RetrieverConfig(url="http://there:1/retrieve", max_outage=0.05)
+    rollout = RetryingRollout(failing(RecordingReplicas([]), {0: 1}), config, Away(float("inf")))
+    with pytest.raises(RetrieverOutage, match=r"there:1.*max_outage=0\.05.*start it") as caught:
+        rollout.generate(starts(), SAMPLING)
+    assert caught.value.exit_code == 4
+
+
+def test_a_run_whose_time_is_over_waits_no_longer() -> None:
+    """What the run is asked between steps is asked while it waits, too."""
+
+    def check() -> None:
+        raise Interrupted("time is over")
+
+    rollout = RetryingRollout(
+        failing(RecordingReplicas([]), {0: 1}), RetrieverConfig(), Away(float("inf")), check
+    )
+    with pytest.raises(Interrupted):
+        rollout.generate(starts(), SAMPLING)
+
+
+def test_a_retriever_that_is_back_for_nothing_is_not_waited_for_without_end() -> None:
+    """Away, back, and away again while nothing finishes is one outage; each round is no new one."""
+
+    def flapping(seconds: float) -> str:
+        flapping.calls = getattr(flapping, "calls", 0) + 1  # type: ignore[attr-defined]
+        return "away" if flapping.calls % 5 else ""  # type: ignore[attr-defined]
+
+    config = RetrieverConfig(max_outage=0.1)
+    rollout = RetryingRollout(failing(RecordingReplicas([]), {0: 1e9}), config, flapping)
+    with pytest.raises(RetrieverOutage):
+        rollout.generate(starts(), SAMPLING)
+
+
+def play(drill: DrillConfig, timeout: float) -> tuple[list[Trajectory], InProcess, RetryingRollout]:
+    """Sixty dialogues with a server that is spoilt as `drill` says; `timeout` as of the client."""
+    with running(Drill(create_app(Watched()), drill)) as url:
+        replicas = InProcess(url, timeout)
+        rollout = RetryingRollout(replicas, RetrieverConfig(url), SearchProbe(url, 1, timeout))
+        return rollout.generate(starts(60), SAMPLING), replicas, rollout
+
+
+def test_line_19_errors_and_hangs_leave_no_trace_in_what_is_trained_on() -> None:
+    """With 20 % errors and 5 % hangs of a real server, ids and masks are those without any."""
+    undisturbed, _, calm = play(DrillConfig(), 60.0)
+    disturbed, replicas, rollout = play(DrillConfig(0.2, 0.05, 0), 1.0)
+    assert [t.status for t in disturbed] == [Status.ANSWERED] * 60
+    expected, got = (TokenBatch.from_trajectories(ts) for ts in (undisturbed, disturbed))
+    for name in ("input_ids", "policy_mask", "response_mask", "rollout_log_probs"):
+        assert torch.equal(got.tokens[name], expected.tokens[name]), name
+    observed = [s.text for t in disturbed for s in t.segments if s.origin is Origin.OBSERVATION]
+    assert len(observed) == 120 and all("what of" in text for text in observed)
+    faults = rollout.take_faults()
+    assert replicas.num_failed > 0 == faults["fault/trajectories_dropped"]
+    assert faults["fault/searches_failed"] == replicas.num_failed
+    assert faults["fault/trajectories_resampled"] == replicas.num_failed
+    assert faults["fault/searches_retried"] >= 10
+    assert set(calm.take_faults().values()) == {0}

@@ -1,0 +1,146 @@
+"""The streaming engine: its log-probs, cache, stops and sampling."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from example.tiny import tiny_llama
+from tests.fakes import EOS, ByteTokenizer
+from verl.errors import ModelError
+from verl.rollout.transformers_engine import (
+    TransformersEngine,
+    cut_at_stop,
+    processed_log_probs,
+)
+from verl.types import Completion, Sampling
+
+PROMPT = list(b"Who is it?")
+
+
+class Latin(ByteTokenizer):
+    """Bytes that always decode, since a random model samples any of them."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join("<eos>" if i == EOS else chr(i) for i in ids)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    """A byte-level model."""
+    return tiny_llama(258, eos_token_id=EOS)
+
+
+def generate(engine: TransformersEngine, ids: list[int], sampling: Sampling) -> Completion:
+    """One completion."""
+    return asyncio.run(engine.generate(ids, sampling))
+
+
+def test_log_probs_are_those_of_a_forward_without_cache(model: LlamaForCausalLM) -> None:
+    """Over two turns that share the cache, and one that does not begin like them."""
+    engine = TransformersEngine(model, Latin())
+    first = generate(engine, PROMPT, Sampling(6, seed=1))
+    second_prompt = [*PROMPT, *first.ids, *b" and then?"]
+    for prompt in (second_prompt, list(b"Another"), PROMPT):
+        got = generate(engine, prompt, Sampling(6, seed=2))
+        ids = [*prompt, *got.ids]
+        with torch.no_grad():
+            rows = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        expected = [float(rows[n - 1, ids[n]]) for n in range(len(prompt), len(ids))]
+        assert got.log_probs == pytest.approx(expected, abs=1e-4)
+
+
+def test_greedy_takes_the_likeliest_and_seeds_repeat(model: LlamaForCausalLM) -> None:
+    """Temperature 0 ignores the seed; a seed repeats itself and differs from others."""
+    engine = TransformersEngine(model, Latin())
+    greedy = {generate(engine, PROMPT, Sampling(6, temperature=0, seed=n)).ids for n in range(3)}
+    assert len(greedy) == 1
+    sampled = [generate(engine, PROMPT, Sampling(8, seed=n)).ids for n in (1, 2, 1)]
+    assert sampled[0] == sampled[2] != sampled[1]
+
+
+def test_it_streams_all_text_and_stops_at_the_first_tag(model: LlamaForCausalLM) -> None:
+    """What is heard is the completion's text, which ends with the stop string."""
+    heard: list[str] = []
+    engine = TransformersEngine(model, Latin())
+    free = asyncio.run(engine.stream(PROMPT, Sampling(20, seed=3), heard.append))
+    assert "".join(heard) == free.text
+    assert free.finish_reason == "length"
+    tag = free.text[7:9]
+    stopped = generate(engine, PROMPT, Sampling(20, seed=3, stop=(tag, "never")))
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == free.text[: free.text.index(tag) + len(tag)]
+    assert stopped.ids == free.ids[: len(stopped.ids)]
+
+
+def test_a_cancelled_request_stops_sampling_and_hears_no_more(model: LlamaForCausalLM) -> None:
+    """The thread ends long before the limit, and the next request is as if it came first."""
+    heard: list[str] = []
+    engine = TransformersEngine(model, Latin())
+    endless = Sampling(1_000_000, seed=3)
+
+    async def play() -> Completion:
+        started = asyncio.Event()
+
+        def hear(text: str) -> None:
+            heard.append(text)
+            started.set()
+
+        task = asyncio.create_task(engine.stream(PROMPT, endless, hear))
+        await started.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        count = len(heard)
+        completion = await engine.generate(PROMPT, Sampling(6, seed=1))
+        assert len(heard) == count
+        return completion
+
+    expected = generate(TransformersEngine(model, Latin()), PROMPT, Sampling(6, seed=1))
+    assert asyncio.run(play()) == expected
+    assert not any(t.name.startswith("asyncio_") for t in threading.enumerate())
+
+
+def test_requests_at_once_do_not_share_a_cache(model: LlamaForCausalLM) -> None:
+    """Two dialogues at the same time get what each gets alone."""
+    engine = TransformersEngine(model, Latin())
+    prompts, sampling = (PROMPT, list(b"Another")), Sampling(8, seed=1)
+
+    async def both() -> list[Completion]:
+        return await asyncio.gather(*(engine.generate(p, sampling) for p in prompts))
+
+    alone = [generate(TransformersEngine(model, Latin()), p, sampling).ids for p in prompts]
+    assert [completion.ids for completion in asyncio.run(both())] == alone
+
+
+def test_a_sampled_end_of_sequence_is_kept() -> None:
+    """It ends the completion and is the last of its ids."""
+    model = tiny_llama(258, eos_token_id=EOS)
+    with torch.no_grad():
+        hidden = model.model(torch.tensor([PROMPT])).last_hidden_state[0, -1]
+        model.lm_head.weight[EOS] = hidden
+    got = generate(TransformersEngine(model, Latin()), PROMPT, Sampling(5, temperature=0))
+    assert (got.ids, got.finish_reason, got.text) == ((EOS,), "stop", "<eos>")
+
+
+def test_top_p_keeps_the_smallest_set_that_holds_it() -> None:
+    """Probabilities .5 .3 .2 with top_p .6 leave .5 and .3, renormalised."""
+    logits = torch.tensor([0.2, 0.5, 0.3]).log()
+    got = processed_log_probs(logits, Sampling(1, top_p=0.6)).exp()
+    assert got.tolist() == pytest.approx([0.0, 0.625, 0.375])
+    cooled = processed_log_probs(logits, Sampling(1, temperature=0.5)).exp()
+    assert cooled.tolist() == pytest.approx([0.04 / 0.38, 0.25 / 0.38, 0.09 / 0.38])
+
+
+def test_the_earliest_stop_string_cuts() -> None:
+    """Whatever the order in which they are given."""
+    assert cut_at_stop("a</x>b</y>", ("</y>", "</x>")) == ("a</x>", True)
+    assert cut_at_stop("abc", ("</y>",)) == ("abc", False)
+
+
+def test_a_missing_model_is_named() -> None:
+    """With what to do about it."""
+    with pytest.raises(ModelError, match="no/such/folder"):
+        TransformersEngine.from_folder("no/such/folder", "cpu", "float32")

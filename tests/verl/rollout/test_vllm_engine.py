@@ -1,0 +1,114 @@
+"""What an engine is told; nothing here starts one."""
+
+from dataclasses import replace
+
+import pytest
+
+from verl.config import Config
+from verl.errors import ModelError
+from verl.packages import vllm_device
+from verl.rollout import vllm_engine
+from verl.rollout.vllm_engine import EngineConfig, VllmEngine
+
+
+def policy() -> Config:
+    """A run on CPU."""
+    config = Config()
+    config.actor_rollout_ref.model.path = "policy"
+    config.trainer.device = "cpu"
+    return config
+
+
+def on_gpu(**changes: object) -> EngineConfig:
+    return replace(EngineConfig("policy", max_model_len=4596, device="cuda"), **changes)
+
+
+def test_a_deterministic_run_decodes_one_request_at_a_time() -> None:
+    """Neither a neighbour in the batch nor a cached prefix may change a request's last bits."""
+    config = policy()
+    usual = EngineConfig.from_config(config)
+    config.trainer.deterministic = True
+    alone = EngineConfig.from_config(config)
+    assert alone == replace(usual, deterministic=True)
+    wanted = {"max_num_seqs": 1, "enable_prefix_caching": False}
+    assert alone.vllm_arguments() == {**usual.vllm_arguments(), **wanted}
+    assert usual.vllm_arguments()["max_num_seqs"] == 256
+
+
+@pytest.mark.skipif(not vllm_device(), reason="needs vLLM")
+def test_the_other_devices_build_of_vllm_is_refused() -> None:
+    """A CPU run with vLLM's GPU build would fill card 0; the reverse fails without a reason."""
+    other = {"cpu": "cuda", "cuda": "cpu"}[vllm_device()]
+    with pytest.raises(ModelError, match=r"got vLLM's .* build, expected its"):
+        VllmEngine(EngineConfig("policy", max_model_len=8, device=other))
+
+
+@pytest.mark.parametrize(
+    ("capability", "chosen", "expected"),
+    [((8, 0), None, True), ((8, 9), "1", True), ((9, 0), None, True), ((9, 0), "0", False),
+     ((7, 5), None, False), ((7, 0), "1", False)],
+)  # fmt: skip
+def test_kernels_that_do_not_care_for_the_batch_need_a_card_that_has_them(
+    capability: tuple[int, int],
+    chosen: str | None,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM itself takes the mode on any card; the user may refuse it."""
+    monkeypatch.setattr(vllm_engine.torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", chosen)
+    assert vllm_engine.has_batch_invariant_kernels("cuda") is expected
+    assert vllm_engine.has_batch_invariant_kernels("cpu") is False
+
+
+def test_batch_invariant_kernels_let_a_deterministic_engine_decode_many() -> None:
+    """With the mode switched on; without, requests come one by one and nothing is switched."""
+    many = on_gpu(deterministic=True, batch_invariant=True)
+    assert many.environment()["VLLM_BATCH_INVARIANT"] == "1"
+    assert many.vllm_arguments()["max_num_seqs"] == 256
+    assert many.vllm_arguments()["enable_prefix_caching"] is False
+    assert many.vllm_arguments()["disable_custom_all_reduce"] is True
+    alone = on_gpu(deterministic=True)
+    assert "VLLM_BATCH_INVARIANT" not in alone.environment()
+    assert alone.vllm_arguments()["max_num_seqs"] == 1
+
+
+def test_an_engine_on_gpu_takes_the_step_that_its_memory_is_estimated_for() -> None:
+    """Left to vLLM it is 2,048 tokens; and it is never below the requests of a step."""
+    assert on_gpu().vllm_arguments()["max_num_batched_tokens"] == 8192
+    assert on_gpu(max_num_seqs=9000).vllm_arguments()["max_num_batched_tokens"] == 9000
+    on_cpu = on_gpu(device="cpu", max_model_len=10000)
+    assert on_cpu.vllm_arguments()["max_num_batched_tokens"] == 10000
+
+
+def test_only_the_base_of_an_adapter_is_kept_in_sleep() -> None:
+    """Whole weights are handed over after each sleep, so that a copy would be overwritten."""
+    assert on_gpu().sleep_level == 2
+    assert on_gpu(lora_rank=8).sleep_level == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "n_agent", "validated", "replicas", "gpu", "cpu"),
+    [
+        (512, 5, 256, None, 320, 256),  # the GRPO recipe on 8 GPUs
+        (512, 1, 256, None, 64, 256),
+        (10, 4, 8, None, 8, 40),  # two engines get two groups each
+        (2, 4, 8, None, 1, 8),  # groups are divided where engines would be idle
+        (8, 1, 80, 1, 80, 80),  # a validation request is larger
+        (4096, 1, 8, None, 512, 256),
+    ],
+)
+def test_an_engine_decodes_all_that_it_is_given(
+    batch: int, n_agent: int, validated: int, replicas: int | None, gpu: int, cpu: int
+) -> None:
+    """The most of one engine's share of a step and of a validation request, within bounds."""
+    config = policy()
+    config.trainer.n_gpus_per_node = 8
+    config.data.train_batch_size, config.data.val_batch_size = batch, validated
+    rollout = config.actor_rollout_ref.rollout
+    rollout.n_agent, rollout.num_replicas = n_agent, replicas
+    assert (config.max_num_seqs(on_gpu=True), config.max_num_seqs(on_gpu=False)) == (gpu, cpu)
+    rollout.max_num_seqs = 7
+    assert (config.max_num_seqs(on_gpu=True), config.max_num_seqs(on_gpu=False)) == (7, 7)

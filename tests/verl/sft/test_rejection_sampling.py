@@ -1,0 +1,224 @@
+"""From a run's trajectories to demonstrations: exact tokens, what is accepted, and why not."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fakes import EOS, ByteTokenizer
+from tests.verl.trainer.recording import RecordingReplicas, prompts, score_by_sample
+from verl.config import Config
+from verl.data import PromptSampler
+from verl.errors import ConfigError, DataError
+from verl.rewards.interface import EachAlone, Reward
+from verl.rollout.retry import RetryingRollout
+from verl.sft import rejection_sampling
+from verl.sft.demonstrations import load_demonstrations
+from verl.sft.rejection_sampling import Criteria, choose
+from verl.trainer.collection import RolloutCollector
+from verl.trainer.metrics import Timings
+from verl.trainer.rollout_data import fingerprint, open_folder, read_rows, write_step
+from verl.types import Origin, Prompt, Segment, Status, TokenBatch, Trajectory, start_trajectory
+
+
+class Bytes(ByteTokenizer):
+    """Bytes with a vocabulary to tell tokenizers apart by."""
+
+    extra: tuple[str, ...] = ()
+
+    def get_vocab(self) -> dict[str, int]:
+        words = [*map(str, range(256)), *self.all_special_tokens, *self.extra]
+        return {word: i for i, word in enumerate(words)}
+
+
+class OtherBytes(Bytes):
+    extra = ("more",)
+
+
+TOKENIZER = Bytes()
+
+
+def policy(text: str, *odd: int) -> Segment:
+    ids = (*odd, *text.encode())
+    return Segment(Origin.POLICY, ids, text, (-0.5,) * len(ids))
+
+
+def observation(text: str) -> Segment:
+    return Segment(Origin.OBSERVATION, tuple(text.encode()), text)
+
+
+def trajectory(uid: str, *segments: Segment, searches: int = 0, **fields: Any) -> Trajectory:
+    prompt = Prompt(uid, tuple(f"{uid}?".encode()), "nq", ("x",), {}, f"{uid}?")
+    started = start_trajectory(prompt, group=f"1/{uid}")
+    done = dataclasses.replace(
+        started, segments=[*started.segments, *segments], status=Status.ANSWERED, **fields
+    )
+    done.stats["valid_searches"] = searches
+    return done
+
+
+def keep(folder: Path, step: int, *scored: tuple[Trajectory, float]) -> None:
+    open_folder(folder, TOKENIZER)
+    write_step(folder, step, [t for t, _ in scored], [Reward(s, {"em": s}) for _, s in scored])
+
+
+def texts(folder: Path, **criteria: Any) -> list[str]:
+    """The policy's last words in each chosen trajectory."""
+    kept, _ = choose(folder, Criteria(**criteria))
+    return [str(c.segments[-1]["text"]) for c in kept]
+
+
+def test_masks_and_ids_are_those_of_the_run(tmp_path: Path) -> None:
+    """Ids that no encoding gives come back as sampled, with the trajectory's own masks."""
+    opening = Segment(Origin.PROMPT, (200, 201), "<think>")
+    made = trajectory(
+        "a", opening, policy("<search>q", EOS, 255), observation("docs"), policy("answer", 254)
+    )
+    keep(tmp_path / "rollouts", 1, (made, 1.0))
+    out = tmp_path / "sft.jsonl"
+    arguments = ["--rollouts", str(tmp_path / "rollouts"), "--out", str(out)]
+    assert rejection_sampling.main(arguments) == 0
+    learned = TokenBatch.from_trajectories(load_demonstrations(str(out), TOKENIZER, 100))
+    sampled = TokenBatch.from_trajectories([made])
+    for name in ("input_ids", "policy_mask", "response_mask"):
+        assert torch.equal(learned.tokens[name], sampled.tokens[name])
+    assert learned.offsets.tolist() == sampled.offsets.tolist()
+
+
+def test_an_end_of_turn_is_added_once(tmp_path: Path) -> None:
+    """The last policy segment is closed where the policy did not close it."""
+    out = tmp_path / "sft.jsonl"
+    open_turn, closed = policy("x"), policy("y<eos>")
+    closed = dataclasses.replace(closed, ids=(*b"y", EOS), log_probs=(0.0,) * 2)
+    keep(tmp_path, 1, (trajectory("a", open_turn), 1.0), (trajectory("b", closed), 1.0))
+    assert rejection_sampling.main(["--rollouts", str(tmp_path), "--out", str(out)]) == 0
+    found = load_demonstrations(str(out), TOKENIZER, 100, end_of_turn="<eos>")
+    assert [t.segments[-1].ids for t in found] == [(*b"x", EOS), (*b"y", EOS)]
+
+
+def test_choice_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Score, ending, length, repetition and the bound a prompt drop theirs and are counted."""
+    once = trajectory("a", policy("right"))
+    keep(
+        tmp_path, 1,
+        (once, 1.0),
+        (trajectory("a", policy("righter")), 1.0),
+        (trajectory("a", policy("wrong")), 0.0),
+        (trajectory("b", policy("x" * 60)), 1.0),
+    )  # fmt: skip
+    keep(
+        tmp_path, 2,
+        (once, 1.0),
+        (trajectory("b", policy("fine")), 1.5),
+        (dataclasses.replace(trajectory("c", policy("cut")), status=Status.OUT_OF_TURNS), 1.0),
+        (trajectory("d", policy("nan")), float("nan")),
+    )  # fmt: skip
+    out = tmp_path / "out" / "sft.jsonl"
+    arguments = ["--rollouts", str(tmp_path), "--out", str(out), "--max-tokens", "60"]
+    assert rejection_sampling.main(arguments) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "read": 8, "kept": 2, "prompts": 2,
+        "dropped": {"below_min_score": 2, "over_max_tokens": 1, "duplicate": 1,
+                    "not_answered": 1, "over_per_prompt": 1},
+    }  # fmt: skip
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(r["uid"], r["score"], r["step"]) for r in rows] == [("a", 1.0, 1), ("b", 1.5, 2)]
+
+
+def test_a_component_can_be_judged_instead_of_the_score(tmp_path: Path) -> None:
+    """A reward that pays for searching alone makes no demonstration of a wrong answer."""
+    open_folder(tmp_path, TOKENIZER)
+    made = [trajectory("a", policy("wrong")), trajectory("b", policy("right"))]
+    write_step(tmp_path, 1, made, [Reward(1.0, {"em": 0.0}), Reward(0.5, {"em": 1.0})])
+    assert texts(tmp_path) == ["wrong"]
+    assert texts(tmp_path, measure="em") == ["right"]
+    with pytest.raises(DataError, match="name a --measure"):
+        texts(tmp_path, measure="f1")
+
+
+def test_preferences(tmp_path: Path) -> None:
+    """Short counts what the policy wrote, few_searches searches first; random goes by seed."""
+    keep(
+        tmp_path, 1,
+        (trajectory("a", policy("short"), searches=2), 1.0),
+        (trajectory("a", policy("longer"), searches=1), 1.0),
+        (trajectory("a", observation("a long one"), policy("tiny"), searches=3), 1.0),
+    )  # fmt: skip
+    assert texts(tmp_path, prefer="short", per_prompt=2) == ["tiny", "short"]
+    assert texts(tmp_path, prefer="few_searches", per_prompt=2) == ["longer", "short"]
+    random = [texts(tmp_path, prefer="random", seed=seed) for seed in range(20)]
+    assert random == [texts(tmp_path, prefer="random", seed=seed) for seed in range(20)]
+    assert {choice for (choice,) in random} == {"short", "longer", "tiny"}
+
+
+def test_the_collector_keeps_what_it_scored(tmp_path: Path) -> None:
+    """Every scored trajectory of a step is written, none that failed; a step again replaces it."""
+    config = Config()
+    config.data.train_batch_size = 4
+    config.actor_rollout_ref.rollout.n_agent = 3
+    config.trainer.rollout_data_dir = str(tmp_path)
+    open_folder(tmp_path, TOKENIZER)
+    replicas = RecordingReplicas([])
+    replicas.fail = lambda start: start.sample == 0
+    rollout = RetryingRollout(replicas, config.retriever)
+    collector = RolloutCollector(
+        config, rollout, prompts(8), PromptSampler(8, 4), EachAlone(score_by_sample)
+    )
+    for step in (1, 2, 2):
+        samples, _ = collector.collect(step, Timings())
+    rows = [row for _, row in read_rows(tmp_path)]
+    assert [row["step"] for row in rows] == [1] * 8 + [2] * 8
+    last = rows[8:]
+    assert [r["uid"] for r in last] == [t.prompt.uid for t in samples.trajectories]
+    assert [r["score"] for r in last] == [r.score for r in samples.rewards]
+    assert [[(s["origin"], s["ids"]) for s in r["segments"]] for r in last] == [
+        [(s.origin.name.lower(), list(s.ids)) for s in t.segments] for t in samples.trajectories
+    ]
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    """Ids of one tokenizer are neither learned by another nor mixed with another's."""
+    keep(tmp_path, 1, (trajectory("a", policy("x")), 1.0))
+    out = tmp_path / "sft.jsonl"
+    assert rejection_sampling.main(["--rollouts", str(tmp_path), "--out", str(out)]) == 0
+    assert fingerprint(OtherBytes()) != fingerprint(TOKENIZER) == fingerprint(Bytes())
+    with pytest.raises(DataError, match="row 0: got ids of tokenizer"):
+        load_demonstrations(str(out), OtherBytes(), 100)
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        open_folder(tmp_path, OtherBytes())
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"segments": []}, "no policy ids"),
+        ({"segments": [{"origin": "policy", "text": "x", "ids": [1]}]}, "no prompt at the start"),
+        ({"segments": [{"origin": "policy", "text": "x"}]}, "KeyError 'ids'"),
+        ({"segments": [{"origin": "who", "text": "x", "ids": []}]}, "KeyError 'who'"),
+    ],
+)
+def test_malformed_exact_rows_are_refused(
+    tmp_path: Path, change: dict[str, Any], expected: str
+) -> None:
+    """A row with ids must have a prompt, and ids for every segment."""
+    path = tmp_path / "sft.jsonl"
+    path.write_text(json.dumps({"tokenizer": fingerprint(TOKENIZER), **change}))
+    with pytest.raises(DataError, match=expected):
+        load_demonstrations(str(path), TOKENIZER, 100)
+
+
+def test_nothing_to_keep_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder without trajectories, a broken file and strict criteria exit with 2 and a reason."""
+    arguments = ["--rollouts", str(tmp_path), "--out", str(tmp_path / "out.jsonl")]
+    assert rejection_sampling.main(arguments) == 2
+    assert "run.json" in capsys.readouterr().err
+    keep(tmp_path, 1, (trajectory("a", policy("x")), 0.5))
+    assert rejection_sampling.main(arguments) == 2
+    assert "dropped {'below_min_score': 1}" in capsys.readouterr().err
+    (tmp_path / "step_00000002.jsonl").write_text('{"uid": "a"}\n')
+    assert rejection_sampling.main(arguments) == 2
+    assert "step_00000002.jsonl line 1: got KeyError" in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()

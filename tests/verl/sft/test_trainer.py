@@ -1,0 +1,241 @@
+"""Supervised fine-tuning against a loop written by hand, and its treatment of bad input."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from example.tiny import tiny_llama
+from verl.errors import ConfigError, DataError
+from verl.sft import trainer as sft
+from verl.sft.demonstrations import load_demonstrations
+from verl.types import TokenBatch
+
+WORDS = ["<unk>", "<end>", "ask", "find", "say", "city", "sea", "one", "two", "user", "assistant"]
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model with a tokenizer of whole words."""
+    folder = tmp_path_factory.mktemp("model")
+    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    tiny_llama(len(WORDS)).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def demonstrations(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Four dialogues of differing length."""
+    path = tmp_path_factory.mktemp("data") / "sft.jsonl"
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"ask {number}"}],
+            "segments": [
+                {"origin": "policy", "text": "find " + "city " * count},
+                {"origin": "observation", "text": "sea sea"},
+                {"origin": "policy", "text": f"say {number}"},
+            ],
+        }
+        for count, number in enumerate(["one", "two", "one", "two"], start=1)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def words(model: str, text: str) -> list[int]:
+    return AutoTokenizer.from_pretrained(model).encode(text, add_special_tokens=False)
+
+
+def test_segments_become_masked_tokens(model: str, demonstrations: str) -> None:
+    """Only the policy's words are learned; the end of turn is added where asked for."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    found = load_demonstrations(demonstrations, tokenizer, 100, end_of_turn=" <end>")
+    batch = TokenBatch.from_trajectories(found[:1])
+    expected = "user ask one assistant find city sea sea say one <end>"
+    assert batch.tokens["input_ids"].tolist() == words(model, expected)
+    assert batch.tokens["policy_mask"].int().tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1]
+
+
+def test_a_row_ends_with_its_line_and_not_before(model: str, tmp_path: Path) -> None:
+    """Documents hold line and paragraph separators that JSON may leave as they are."""
+    seen = "sea\u2028sea\u2029sea\u0085sea"
+    parts = [{"origin": "observation", "text": seen}, {"origin": "policy", "text": "say one"}]
+    row = {"prompt": [{"role": "user", "content": "ask one"}], "segments": parts}
+    path = tmp_path / "sft.jsonl"
+    path.write_text(2 * (json.dumps(row, ensure_ascii=False) + "\n"), encoding="utf-8")
+    found = load_demonstrations(str(path), AutoTokenizer.from_pretrained(model), 100)
+    assert [t.segments[1].text for t in found] == [seen, seen]
+
+
+def hand_written(
+    model: str, demonstrations: str, steps: int
+) -> tuple[list[float], torch.nn.Module]:
+    """Two rows a step in file order, AdamW, one forward per row, no packing."""
+    lm = tiny_llama(len(WORDS))
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    rows = [json.loads(line) for line in Path(demonstrations).read_text().splitlines()]
+    losses = []
+    for step in range(steps):
+        nll = []
+        for row in rows[step * 2 : step * 2 + 2]:
+            ids = words(model, f"user {row['prompt'][0]['content']} assistant")
+            for segment in row["segments"]:
+                new = words(model, segment["text"])
+                if segment["origin"] == "policy":
+                    logits = lm(torch.tensor([ids + new])).logits[0, len(ids) - 1 : -1]
+                    log_p = torch.log_softmax(logits, -1)
+                    nll.append(-log_p[torch.arange(len(new)), torch.tensor(new)])
+                ids += new
+        loss = torch.cat(nll).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, lm
+
+
+def options(model: str, demonstrations: str, out: Path) -> list[str]:
+    return [
+        f"model_path={model}", f"train_file={demonstrations}", f"output_dir={out}", "steps=2",
+        "batch_size=2", "lr=1e-3", "schedule=constant", "warmup_steps=0", "shuffle=false",
+        "device=cpu", "compute_dtype=float32", "save_dtype=float32",
+        "max_tokens_per_micro_batch=12",
+    ]  # fmt: skip
+
+
+def test_losses_and_weights_equal_a_hand_written_loop(
+    model: str, demonstrations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packing, micro-batches and sharding change nothing; the folder loads with its tokenizer."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "restored afterwards")
+        monkeypatch.delenv(name)
+    out = tmp_path / "out"
+    found = sft.train(sft.parse(options(model, demonstrations, out)))
+    losses, lm = hand_written(model, demonstrations, 2)
+    assert found == pytest.approx(losses, rel=1e-4)
+    trained = AutoModelForCausalLM.from_pretrained(out)
+    for name, x in trained.named_parameters():
+        expected = lm.get_parameter(name)
+        torch.testing.assert_close(x, expected, rtol=1e-3, atol=1e-4)
+    assert AutoTokenizer.from_pretrained(out).encode("ask") == words(model, "ask")
+    assert not out.with_name("out.tmp").exists()
+
+
+def test_two_ranks_under_torchrun_write_the_same_weights(
+    model: str, demonstrations: str, tmp_path: Path
+) -> None:
+    """The number of processes is no option of the result."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "verl.sft.trainer", *options(model, demonstrations, out)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    _, lm = hand_written(model, demonstrations, 2)
+    trained = AutoModelForCausalLM.from_pretrained(out)
+    for name, x in trained.named_parameters():
+        torch.testing.assert_close(x, lm.get_parameter(name), rtol=1e-3, atol=1e-4)
+
+
+def test_an_adapter_is_learned_merged_and_written(
+    model: str, demonstrations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts as the base, and the folder's weights are the base plus alpha / r · B A."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "restored afterwards")
+        monkeypatch.delenv(name)
+    out = tmp_path / "out"
+    extra = ["lora_rank=2", "lora_alpha=6", "target_modules=[q_proj,up_proj]", "lr=1e-2"]
+    found = sft.train(sft.parse([*options(model, demonstrations, out), *extra]))
+    losses, _ = hand_written(model, demonstrations, 1)
+    assert found[0] == pytest.approx(losses[0], rel=1e-4)
+    adapter = load_file(out / "adapter/adapter_model.safetensors")
+    lm = tiny_llama(len(WORDS))
+    for name, x in AutoModelForCausalLM.from_pretrained(out).named_parameters():
+        key = f"base_model.model.{name.removesuffix('.weight')}"
+        expected = lm.get_parameter(name).detach()
+        if "q_proj" in name or "up_proj" in name:
+            moved = 3 * adapter[f"{key}.lora_B.weight"] @ adapter[f"{key}.lora_A.weight"]
+            assert moved.abs().max() > 1e-4
+            expected = expected + moved
+        torch.testing.assert_close(x.detach(), expected, rtol=0, atol=1e-6)
+
+
+def test_a_seed_chooses_the_order() -> None:
+    """Every epoch visits each row once; seeds differ; without shuffling seed 0 is file order."""
+    data = TokenBatch(torch.arange(0, 9), {"policy_mask": torch.ones(8, dtype=torch.bool)})
+    data.columns["row"] = list(range(8))
+
+    def order(shuffle: bool, seed: int) -> list[int]:
+        return [r for b in sft.batches(data, 2, 4, shuffle, seed) for r in b.columns["row"]]
+
+    assert order(False, 0) == list(range(8))
+    assert sorted(order(True, 0)) == sorted(order(True, 1)) == list(range(8))
+    assert order(True, 0) != order(True, 1)
+    assert order(True, 1) == order(True, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("{", "row 1.*JSONDecodeError"),
+        ('{"prompt": []}', "row 1.*segments"),
+        ('{"prompt": [], "segments": [{"origin": "model", "text": "x"}]}', "row 1.*model"),
+        ('{"prompt": [], "segments": [{"origin": "observation", "text": "x"}]}', "row 1.*policy"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_number(
+    model: str, demonstrations: str, tmp_path: Path, line: str, what: str
+) -> None:
+    """The message names the row, what it is and what it should be."""
+    good = Path(demonstrations).read_text().splitlines()[0]
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f"{good}\n{line}\n")
+    with pytest.raises(DataError, match=what):
+        load_demonstrations(str(path), AutoTokenizer.from_pretrained(model), 100)
+
+
+def test_an_over_long_row_is_refused(model: str, demonstrations: str) -> None:
+    """Nothing is cut silently."""
+    with pytest.raises(DataError, match=r"row 3.*max_length=12"):
+        load_demonstrations(demonstrations, AutoTokenizer.from_pretrained(model), 12)
+
+
+@pytest.mark.parametrize(
+    ("word", "what"),
+    [
+        ("step=3", "steps"),
+        ("steps=0", "1 or more"),
+        ("steps=x", "steps"),
+        ("schedule=no", "linear"),
+        ("lora_rank=-1", "0 or more"),
+        ("lora_alpha=0", "more than 0"),
+    ],
+)
+def test_bad_options_are_refused(word: str, what: str) -> None:
+    """An unknown key names the nearest one; a bad value names what is allowed."""
+    with pytest.raises(ConfigError, match=what):
+        sft.parse(["model_path=m", "train_file=t", "output_dir=o", word])
+
+
+def test_missing_options_are_named() -> None:
+    """A run without its model, data or output says which, before it starts."""
+    with pytest.raises(ConfigError, match="model_path"):
+        sft.parse(["train_file=x", "output_dir=y"])

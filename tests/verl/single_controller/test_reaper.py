@@ -1,0 +1,213 @@
+"""What a run starts goes down with it, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl.single_controller.reaper import (
+    CLOCK_S,
+    KEEP_ENVIRONMENT,
+    MARK,
+    NOTE_S,
+    OrphanReaper,
+    marked,
+    shared_memory,
+    sweep,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+DRIVER = """
+import subprocess, sys, time
+from verl.single_controller.reaper import OrphanReaper
+lifeline = OrphanReaper()
+subprocess.Popen(["sh", "-c", "setsid sleep 600 & exec sleep 600"])
+print(lifeline.mark, flush=True)
+time.sleep(600)
+"""
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Poll; a test that waits in vain ends with the suite's own time limit."""
+    while not holds():
+        time.sleep(0.05)
+
+
+def start_driver(program: str = DRIVER) -> tuple[subprocess.Popen[str], str]:
+    """A process with a lifeline, a child, and a grandchild in a session of its own."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert driver.stdout is not None
+    mark = driver.stdout.readline().strip()
+    wait_until(lambda: len(marked(MARK, mark)) == 2)
+    return driver, mark
+
+
+def watchdogs(mark: str) -> list[int]:
+    """The watchdogs of a mark."""
+    found = psutil.process_iter(["cmdline"])
+    return [p.pid for p in found if mark in (p.info["cmdline"] or [])]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_all_is_gone_after_the_driver(number: signal.Signals) -> None:
+    """However the driver ends, what it started goes, detached or not, and the watchdog last."""
+    driver, mark = start_driver()
+    other, other_mark = start_driver()
+    assert len(watchdogs(mark)) == 1
+    driver.send_signal(number)
+    driver.wait()
+    wait_until(lambda: not marked(MARK, mark) and not watchdogs(mark))
+    assert len(marked(MARK, other_mark)) == 2, "another run was touched"
+    other.kill()
+    other.wait()
+    wait_until(lambda: not marked(MARK, other_mark) and not watchdogs(other_mark))
+
+
+def test_a_forked_child_does_not_keep_the_watchdog_waiting() -> None:
+    """It inherits the driver's end of the pipe, which stays open then."""
+    fork = "import os\nos.fork() or print(os.getpid(), flush=True)\ntime.sleep(600)"
+    driver, mark = start_driver(DRIVER.replace("time.sleep(600)", fork))
+    assert driver.stdout is not None
+    forked = psutil.Process(int(driver.stdout.readline()))
+    driver.kill()
+    driver.wait()
+    wait_until(lambda: not marked(MARK, mark) and not watchdogs(mark))
+    assert forked.is_running()
+    forked.kill()
+
+
+def test_a_process_that_gave_itself_a_title_is_found() -> None:
+    """Titles, as Ray and vLLM give them, must not be written over the mark."""
+    setproctitle = pytest.importorskip("setproctitle")
+    mark = f"titled-{os.getpid()}"
+    program = "import time, setproctitle as s; s.setproctitle('a title'); time.sleep(600)"
+    environment = {
+        KEEP_ENVIRONMENT: "1",
+        MARK: mark,
+        "PYTHONPATH": str(Path(setproctitle.__file__).parents[1]),
+    }
+    titled = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    wait_until(lambda: "a title" in "".join(psutil.Process(titled.pid).cmdline()))
+    assert sweep(MARK, mark) == 1
+    assert titled.wait() == -signal.SIGKILL
+
+
+def test_signals_that_stop_a_run_do_not_stop_its_cleaning() -> None:
+    """A batch system sends SIGTERM to all processes: the watchdog stays for what ignores it."""
+    driver, mark = start_driver()
+    (watchdog,) = watchdogs(mark)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(watchdog, number)
+    driver.kill()
+    driver.wait()
+    wait_until(lambda: not marked(MARK, mark) and not watchdogs(mark))
+
+
+def test_closing_ends_what_is_left_and_restores_the_environment() -> None:
+    """A second attempt begins without processes of the first, and this one lives on."""
+    assert MARK not in os.environ
+    with OrphanReaper() as first:
+        assert os.environ[KEEP_ENVIRONMENT] == "1"
+        left = subprocess.Popen(["setsid", "sleep", "600"])
+        wait_until(lambda: len(marked(MARK, first.mark)) == 1)
+    assert left.wait() == -signal.SIGKILL
+    assert marked(MARK, first.mark) == []
+    assert MARK not in os.environ
+    assert watchdogs(first.mark) == []
+
+
+MAPPER = """
+import mmap, pathlib, sys, time
+for name in sys.argv[1:]:
+    path = pathlib.Path(name)
+    path.exists() or path.write_bytes(b"x" * 4096)
+files = [open(name, "r+b") for name in sys.argv[1:]]
+maps = [mmap.mmap(file.fileno(), 0) for file in files]
+time.sleep(600)
+"""
+"""Makes the files that are missing, and maps all."""
+
+
+def test_a_sweep_removes_the_shared_memory_of_the_killed_alone() -> None:
+    """What killed processes made and nobody else has open goes; what lay there before stays."""
+    made, shared, older = (
+        Path(f"/dev/shm/search-r1-test-{os.getpid()}-{what}") for what in ("a", "b", "c")
+    )
+    older.write_bytes(b"x" * 4096)
+    time.sleep(2 * CLOCK_S + 0.5)
+    mark = f"test-{os.getpid()}"
+    names = [str(path) for path in (made, shared, older)]
+    swept = subprocess.Popen([sys.executable, "-c", MAPPER, *names], env={MARK: mark})
+    keeper = None
+    try:
+        wait_until(lambda: any(len(shared_memory(p)) == 3 for p in marked(MARK, mark)))
+        keeper = subprocess.Popen([sys.executable, "-c", MAPPER, str(shared)])
+        wait_until(lambda: shared in shared_memory(psutil.Process(keeper.pid)))
+        assert sweep(MARK, mark) == 1
+        assert swept.wait() == -signal.SIGKILL
+        assert [path.exists() for path in (made, shared, older)] == [False, True, True]
+    finally:
+        for process in filter(None, (swept, keeper)):
+            process.kill()
+            process.wait()
+        for path in (made, shared, older):
+            path.unlink(missing_ok=True)
+
+
+def test_shared_memory_of_what_died_on_the_way_goes_with_the_run() -> None:
+    """The watchdog has noted it while it was in use: an engine's semaphores, say."""
+    made = Path(f"/dev/shm/search-r1-test-{os.getpid()}-died")
+    with OrphanReaper() as lifeline:
+        (watchdog,) = watchdogs(lifeline.mark)
+        environment = {MARK: lifeline.mark}
+        died = subprocess.Popen([sys.executable, "-c", MAPPER, str(made)], env=environment)
+        wait_until(lambda: made in shared_memory(psutil.Process(died.pid)))
+        time.sleep(NOTE_S + 1)
+        assert psutil.pid_exists(watchdog)
+        died.kill()
+        died.wait()
+        assert made.exists()
+    assert not made.exists()
+
+
+def test_a_sweep_leaves_semaphores_to_pythons_own_cleaner() -> None:
+    """Those of a process that was killed before the sweep are unlinked, and the cleaner ends."""
+    program = (
+        "import multiprocessing, time\n"
+        "lock = multiprocessing.get_context('spawn').Lock()\n"
+        "print(lock._semlock.name, flush=True)\n"
+        "time.sleep(600)"
+    )
+    mark = f"test-{os.getpid()}"
+    killed = subprocess.Popen(
+        [sys.executable, "-c", program], env={MARK: mark}, stdout=subprocess.PIPE, text=True
+    )
+    assert killed.stdout is not None
+    semaphore = Path("/dev/shm") / f"sem.{killed.stdout.readline().strip().removeprefix('/')}"
+    assert semaphore.exists()
+    wait_until(lambda: len(marked(MARK, mark)) == 2)
+    killed.kill()
+    killed.wait()
+    sweep(MARK, mark)
+    assert not semaphore.exists()
+    assert marked(MARK, mark) == []
+
+
+def test_a_cleaner_that_does_not_end_is_killed() -> None:
+    """It has its time; after that nothing of the run is left all the same."""
+    mark = f"test-{os.getpid()}"
+    program = "import time; time.sleep(600)  # multiprocessing.resource_tracker"
+    stubborn = subprocess.Popen([sys.executable, "-c", program], env={MARK: mark})
+    wait_until(lambda: bool(marked(MARK, mark)))
+    assert sweep(MARK, mark) == 1
+    assert stubborn.wait() == -signal.SIGKILL

@@ -1,0 +1,247 @@
+"""A run stopped in mid-step saves the last finished one, and goes on as if never stopped."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.verl.trainer.recording import (
+    RecordingRanks,
+    RecordingReplicas,
+    prompts,
+    score_by_sample,
+)
+from verl import checkpoint
+from verl.config import Config
+from verl.core_algos.kl import AdaptiveKLController
+from verl.errors import Interrupted, RankLost, RetrieverOutage
+from verl.monitor.tracking import JsonlTracker, Tracking
+from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.types import Sampling, Trajectory
+
+
+class DisturbedReplicas(RecordingReplicas):
+    """Replicas during whose n-th request something happens."""
+
+    def __init__(self, log: list[str], number: int, disturb: Callable[[], None]) -> None:
+        super().__init__(log)
+        self.number, self.disturb = number, disturb
+
+    def generate(self, starts: list[Trajectory], sampling: Sampling) -> list[Trajectory]:
+        if len(self.requests) + 1 == self.number:
+            self.disturb()
+        return super().generate(starts, sampling)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """Four steps, each validated; KL in the reward moves the controller."""
+    config = Config()
+    config.trainer.default_local_dir = str(tmp_path)
+    config.actor_rollout_ref.model.path = str(tmp_path)
+    config.trainer.save_freq, config.trainer.test_freq = 0, 1
+    config.trainer.guard.drift_trajectories = 0
+    config.trainer.val_before_train = False
+    config.trainer.resume_mode = "auto"
+    config.data.train_batch_size, config.data.val_batch_size = 4, 8
+    config.actor_rollout_ref.rollout.n_agent = 2
+    config.actor_rollout_ref.actor.ppo_mini_batch_size = 8
+    config.algorithm.adv_estimator = "grpo"
+    return config
+
+
+OPEN = contextlib.ExitStack()
+
+
+@pytest.fixture(autouse=True)
+def closed_files() -> Iterator[None]:
+    """Trackers are closed, as the program that builds a trainer does."""
+    yield
+    OPEN.close()
+
+
+def build(config: Config, number: int = 0, disturb: Callable[[], None] = lambda: None) -> Any:
+    log: list[str] = []
+    folder = Path(config.trainer.default_local_dir)
+    return RayPPOTrainer(
+        config=config,
+        ranks=RecordingRanks(log),
+        replicas=DisturbedReplicas(log, number, disturb),
+        train_prompts=prompts(8),
+        val_prompts=prompts(4),
+        reward_fn=score_by_sample,
+        kl_controller=AdaptiveKLController(0.1, 0.01, 100),
+        tracking=OPEN.enter_context(Tracking("p", "e", [JsonlTracker(folder)], str(folder))),
+        total_steps=4,
+    )
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def lose_the_retriever() -> None:
+    raise RetrieverOutage("away for 31 min")
+
+
+def logged(config: Config) -> list[dict[str, Any]]:
+    """All metrics but times."""
+    path = Path(config.trainer.default_local_dir) / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    timed = ("perf/", "timing_")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
+
+
+def seeds(trainer: Any) -> list[list[int]]:
+    return [[start.seed for start in starts] for starts, _ in trainer.replicas.requests]
+
+
+@pytest.fixture
+def undisturbed(config: Config, tmp_path: Path) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Metrics and requests of the run that nothing stops."""
+    own = dataclasses.replace(config.trainer, default_local_dir=str(tmp_path / "whole"))
+    whole = dataclasses.replace(config, trainer=own)
+    trainer = build(whole)
+    trainer.fit()
+    return logged(whole), seeds(trainer)
+
+
+@pytest.mark.parametrize("number", [3, 4], ids=["sampling", "validating"])
+@pytest.mark.parametrize(
+    ("disturb", "error"), [(terminate, Interrupted), (lose_the_retriever, RetrieverOutage)]
+)
+def test_a_run_stopped_anywhere_ends_as_the_undisturbed_one(
+    config: Config, undisturbed: Any, number: int, disturb: Any, error: Any
+) -> None:
+    """Stopped while step 2 is sampled or validated: every step is logged once, as it would be."""
+    stopped = build(config, number, disturb)
+    with pytest.raises(error, match=r"global_step_\d.*resume_mode=auto"):
+        stopped.fit()
+    step = 1 if number == 3 else 2
+    found = checkpoint.latest(Path(config.trainer.default_local_dir))
+    assert found is not None and checkpoint.step_of(found) == step
+    resumed = build(config)
+    resumed.fit()
+    rows, requests = undisturbed
+    assert logged(config) == rows
+    done = seeds(stopped)
+    assert done + seeds(resumed) == requests
+    assert resumed.best == {"metric": "val/score", "value": rows[0]["val/score"], "step": 1}
+
+
+def test_a_step_that_is_learned_from_is_never_cut(config: Config) -> None:
+    """A signal during the update waits for the end of the step."""
+    trainer = build(config)
+    update = trainer.ranks.update_actor
+    trainer.ranks.update_actor = lambda mini: (terminate(), update(mini))[1]
+    with pytest.raises(Interrupted, match="global_step_1"):
+        trainer.fit()
+    assert trainer.ranks.log.count("update_actor") == 1
+    state = checkpoint.read_state(trainer.directory / "global_step_1")
+    assert state["pending"] is not None  # its validation is the next run's first work
+
+
+def test_nothing_is_saved_before_the_first_step(config: Config) -> None:
+    """There is nothing to lose, and the message says so."""
+    with pytest.raises(Interrupted, match="nothing was learned yet"):
+        build(config, 1, terminate).fit()
+    assert checkpoint.latest(Path(config.trainer.default_local_dir)) is None
+
+
+def test_a_step_that_was_saved_is_not_saved_again(config: Config) -> None:
+    """An outage right after a checkpoint names that checkpoint."""
+    config.trainer.save_freq = 1
+    trainer = build(config, 3, lose_the_retriever)
+    with pytest.raises(RetrieverOutage, match="global_step_1"):
+        trainer.fit()
+    assert [entry for entry in trainer.ranks.log if entry.startswith("save")] == [
+        "save global_step_1"
+    ]
+
+
+def test_ctrl_c_stays_what_it_is(config: Config) -> None:
+    """KeyboardInterrupt of the user is no request to save."""
+
+    def ctrl_c() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(config, 3, ctrl_c).fit()
+
+
+def test_a_lost_rank_keeps_what_was_written(config: Config) -> None:
+    """The background write of the step before is waited for; nothing new is saved."""
+    config.trainer.save_freq = 1
+
+    def lose_a_rank() -> None:
+        raise RankLost("rank 0 died")
+
+    with pytest.raises(RankLost):
+        build(config, 5, lose_a_rank).fit()
+    found = checkpoint.latest(Path(config.trainer.default_local_dir))
+    assert found is not None and checkpoint.step_of(found) == 2
+
+
+def test_a_run_started_anew_never_resumes_from_another(config: Config) -> None:
+    """Steps 1 to 4 of a first run are out of the way of a second one's restart."""
+    config.trainer.save_freq = 1
+    build(config).fit()
+    config.trainer.resume_mode = "disable"
+    with pytest.raises(Interrupted):
+        build(config, 3, terminate).fit()
+    folder = Path(config.trainer.default_local_dir)
+    assert [path.name for path in checkpoint.all_complete(folder)] == ["global_step_1"]
+    assert len(list(folder.glob("set_aside/*/global_step_*"))) == 4
+
+
+def test_an_unknown_best_metric_is_told(config: Config, caplog: pytest.LogCaptureFixture) -> None:
+    """The run goes on, and the log names what was measured."""
+    config.trainer.best_metric = "val/emm"
+    build(config).fit()
+    assert "no val/emm was measured, only val/" in caplog.text
+
+
+def test_a_validation_alone_moves_nothing(config: Config) -> None:
+    """`val_only` in the folder of a run leaves its checkpoints to be resumed from."""
+    config.trainer.save_freq = 2
+    build(config).fit()
+    config.trainer.resume_mode, config.trainer.val_only = "disable", True
+    build(config).fit()
+    folder = Path(config.trainer.default_local_dir)
+    assert [checkpoint.step_of(path) for path in checkpoint.all_complete(folder)] == [2, 4]
+
+
+def test_a_signal_that_ended_the_ranks_too_stops_the_run(config: Config) -> None:
+    """Nobody builds them again: the status says that the run goes on later, from what there is."""
+    config.trainer.save_freq = 1
+
+    def end_everything() -> None:
+        trainer.stopper.reason = "the run got SIGTERM"
+        raise RankLost("rank 0 died")
+
+    trainer = build(config, 5, end_everything)
+    with pytest.raises(Interrupted, match="global_step_2"):
+        trainer.fit()
+
+
+def test_ranks_that_die_while_a_stopped_run_is_saved_do_not_hide_why_it_stopped(
+    config: Config,
+) -> None:
+    """The last whole checkpoint is named, not the one that could not be written."""
+    config.trainer.save_freq = 2
+    trainer = build(config, 7, terminate)
+
+    def die(directory: Path) -> None:
+        raise RankLost("rank 0 died")
+
+    trainer.ranks.save_checkpoint, trainer.ranks.start_checkpoint = die, lambda directory: None
+    with pytest.raises(Interrupted, match="global_step_2: go on"):
+        trainer.fit()
+    folder = Path(config.trainer.default_local_dir)
+    assert [path.name for path in folder.glob("global_step_*")] == ["global_step_2"]

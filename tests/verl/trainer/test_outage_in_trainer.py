@@ -1,0 +1,163 @@
+"""A whole run whose retriever dies in mid-step: real agent, client, server; recorded learning."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_r1.search.probe import SearchProbe
+from search_r1.search.retrieval_server import create_app
+from tests.apps import running
+from tests.fakes import ScriptedEngine
+from tests.search.server.engines import Watched
+from tests.verl.trainer.playing import InProcess, policy_of
+from tests.verl.trainer.recording import RecordingRanks, prompts, score_by_sample
+from verl import checkpoint
+from verl.config import Config
+from verl.core_algos.kl import FixedKLController
+from verl.errors import RetrieverOutage
+from verl.monitor.tracking import JsonlTracker, Tracking
+from verl.rollout import retry as outages
+from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.types import Completion, Sampling, Trajectory
+
+NOT_THE_RUNS = ("perf/", "timing_", "fault/", "val/fault/")
+
+
+class Server:
+    """A retriever that can be stopped, and started again on its port."""
+
+    def __init__(self) -> None:
+        self._open = contextlib.ExitStack()
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        self.url = self._open.enter_context(running(create_app(Watched()), self.port))
+        self.port = int(self.url.rpartition(":")[2])
+
+    def stop(self) -> None:
+        self._open.close()
+
+
+@dataclasses.dataclass
+class LastWords:
+    """A policy in whose second turn the server stops."""
+
+    policy: ScriptedEngine
+    server: Server
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        completion = await self.policy.generate(prompt_ids, sampling)
+        if len(self.policy.requests) == 2:
+            self.server.stop()
+        return completion
+
+
+class Engines(InProcess):
+    """What the trainer asks of replicas; while one group of step 2 is sampled the server stops."""
+
+    dtype = "float32"
+
+    def __init__(self, server: Server, stops: bool) -> None:
+        super().__init__(server.url, 60.0)
+        self.server, self.stops = server, stops
+
+    def policy(self, start: Trajectory) -> Any:
+        if not (self.stops and start.group == "2/1" and start.sample == 1):
+            return super().policy(start)
+        self.stops = False
+        return LastWords(policy_of(start), self.server)
+
+    def update_weights(self, ranks: object) -> dict[str, float]:
+        return {}
+
+    def wake_up(self) -> None: ...
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(outages, "POLL_S", 0.01)
+    server = Server()
+    yield server
+    server.stop()
+
+
+def train(folder: Path, server: Server, *, stops: bool = False, comes_back: bool = False) -> Any:
+    """Three validated steps; a server that comes back does so after the run found it away."""
+    config = Config()
+    config.trainer.default_local_dir = config.actor_rollout_ref.model.path = str(folder)
+    config.trainer.save_freq, config.trainer.test_freq = 0, 1
+    config.trainer.guard.drift_trajectories = 0
+    config.trainer.resume_mode = "auto"
+    config.data.train_batch_size = 4
+    config.actor_rollout_ref.rollout.n_agent = 2
+    config.actor_rollout_ref.actor.ppo_mini_batch_size = 8
+    config.algorithm.adv_estimator = "grpo"
+    config.retriever.url = server.url
+    config.retriever.max_outage = 60.0 if comes_back else 0.1
+    ask = SearchProbe(server.url, 1, 60.0)
+
+    def probe(seconds: float) -> str:
+        problem = ask(seconds)
+        if problem and comes_back:
+            server.start()
+        return problem
+
+    with Tracking("p", "e", [JsonlTracker(folder)], str(folder)) as tracking:
+        trainer: Any = RayPPOTrainer(
+            config=config,
+            ranks=RecordingRanks([]),  # type: ignore[arg-type]
+            replicas=Engines(server, stops),  # type: ignore[arg-type]
+            train_prompts=prompts(8),
+            val_prompts=prompts(4),
+            reward_fn=score_by_sample,
+            kl_controller=FixedKLController(0.1),
+            tracking=tracking,
+            total_steps=3,
+            probe=probe,
+        )
+        trainer.fit()
+    return trainer
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    """All metrics of the run, not those of the machine or the disturbance."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(NOT_THE_RUNS)} for row in rows]
+
+
+def faults(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k.startswith("fault/")} for row in rows]
+
+
+def test_line_19_a_retriever_that_comes_back_leaves_the_run_as_it_was(
+    server: Server, tmp_path: Path
+) -> None:
+    """Stopped while step 2 is sampled, back on its port later: each metric as without."""
+    train(tmp_path / "whole", server)
+    train(tmp_path / "disturbed", server, stops=True, comes_back=True)
+    assert logged(tmp_path / "disturbed") == logged(tmp_path / "whole")
+    counts = faults(tmp_path / "disturbed")
+    assert counts[2]["fault/outage_s"] > 0 == counts[2]["fault/trajectories_dropped"]
+    assert counts[2]["fault/trajectories_resampled"] == counts[2]["fault/searches_failed"] > 0
+    for calm in (*faults(tmp_path / "whole")[1:], counts[1], counts[3]):
+        assert set(calm.values()) == {0}
+
+
+def test_a_retriever_that_stays_away_costs_the_step_only(server: Server, tmp_path: Path) -> None:
+    """The first step is saved; with the server back, the same run makes the other two."""
+    train(tmp_path / "whole", server)
+    folder = tmp_path / "disturbed"
+    with pytest.raises(RetrieverOutage, match=r"max_outage=0\.1.*global_step_1.*resume_mode=auto"):
+        train(folder, server, stops=True)
+    found = checkpoint.latest(folder)
+    assert found is not None and checkpoint.step_of(found) == 1
+    server.start()
+    train(folder, server)
+    assert logged(folder) == logged(tmp_path / "whole")

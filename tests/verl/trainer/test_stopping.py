@@ -1,0 +1,76 @@
+"""Signals and the end of the time: a run ends between steps, or while it samples."""
+
+import os
+import signal
+
+import psutil
+import pytest
+
+from verl.errors import Interrupted
+from verl.trainer.stopping import MARGIN_S, Stopper, end_of_time
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_waits_for_the_weights_to_be_those_of_a_finished_step(number: int) -> None:
+    """Outside of sampling nothing happens until the next check; handlers are put back after."""
+    before = signal.getsignal(number)
+    stopper = Stopper()
+    with stopper.listening():
+        stopper.check()
+        os.kill(os.getpid(), number)
+        reached = True
+        with pytest.raises(Interrupted, match=signal.Signals(number).name):
+            stopper.check()
+        with pytest.raises(Interrupted), stopper.interruptible():
+            pytest.fail("a run that was asked to stop must not sample")
+    assert reached
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_ends_sampling_at_once() -> None:
+    """A generation of minutes is not waited for; Ctrl-C's exception is the one that Ray passes."""
+    stopper = Stopper()
+    with stopper.listening(), pytest.raises(KeyboardInterrupt), stopper.interruptible():
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("the signal should have ended this")
+    assert stopper.reason == "the run got SIGTERM"
+
+
+def test_only_a_second_sigterm_does_what_it_did_before() -> None:
+    """Slurm sends SIGUSR1, then SIGTERM: both ask to save; what ends at once is asking twice."""
+    ended: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: ended.append(number))
+    try:
+        with Stopper().listening():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert ended == []
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert ended == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_step_that_might_not_fit_is_not_begun() -> None:
+    """The longest step and save so far decide, with a margin; the first step is always begun."""
+    now = 1000.0
+    stopper = Stopper(end=2000.0, save_s=lambda: 100.0, clock=lambda: now)
+    now = 1999.0
+    stopper.check()
+    now = 1000.0
+    with stopper.timing_step():
+        now = 1300.0
+    now = 2000.0 - 400.0 - MARGIN_S
+    stopper.check()
+    now += 1.0
+    with pytest.raises(Interrupted, match="400 s"):
+        stopper.check()
+
+
+def test_the_end_is_an_option_or_slurms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minutes count from the start of the process; Slurm's end is asked where nothing is given."""
+    started = psutil.Process().create_time()
+    assert end_of_time(2.0, {"SLURM_JOB_END_TIME": "5"}) == pytest.approx(started + 120.0)
+    assert end_of_time(None, {"SLURM_JOB_END_TIME": "1700000000"}) == 1.7e9
+    assert end_of_time(None, {}) is None

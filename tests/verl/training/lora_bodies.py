@@ -1,0 +1,69 @@
+"""What a rank with adapters does in tests that need processes of their own; importable by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tests.verl.training.rank_bodies import LENGTHS, next_metrics, shard_of
+from tests.verl.training.ranks import tiny_config
+from verl import checkpoint
+from verl.config import Config
+from verl.training.worker import TrainerWorker
+
+RANK, ALPHA = 4, 6.0
+
+
+def lora_config(model: str, num_ranks: int) -> Config:
+    """PPO with KL in the loss; policy and critic are adapters of one base."""
+    config = tiny_config(model, num_ranks)
+    config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 20
+    config.actor_rollout_ref.actor.optim.lr = config.critic.optim.lr = 1e-2
+    for options in (config.actor_rollout_ref.model, config.critic.model):
+        options.lora_rank, options.lora_alpha = RANK, ALPHA
+    config.critic.model.lora_rank = 2
+    return config
+
+
+def everything(worker: TrainerWorker) -> dict[str, Tensor]:
+    """All parameters, base and adapters of both, whole."""
+    return {name: x.clone() for name, x in worker.actor.engine.full_parameters()}
+
+
+def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, Any]:
+    """Updates of both, one with a rank left empty, then every answer and every file."""
+    worker = TrainerWorker(lora_config(model, size), rank, size, "127.0.0.1", port, 10)
+    first = shard_of(rank, size, LENGTHS, 0)
+    answers: dict[str, Any] = {"before": worker.log_probs(first), "metrics": []}
+    stages = [everything(worker)]
+    for seed, lengths in enumerate((LENGTHS, [12], [8, 8, 20])):
+        answers["metrics"].append(worker.update_critic(shard_of(rank, size, lengths, seed)))
+        stages.append(everything(worker))
+        answers["metrics"].append(worker.update_actor(shard_of(rank, size, lengths, seed)))
+        stages.append(everything(worker))
+    answers["stages"] = stages
+    answers["values"] = worker.values(first)
+    answers["ref_log_probs"] = worker.ref_log_probs(first)
+    answers["log_probs"] = worker.log_probs(first)
+    worker.save_weights(Path(out) / "merged", "float32")
+    worker.save_adapter(Path(out) / "adapter")
+    # The driver makes the folder and names it when all ranks are done.
+    worker.save_checkpoint(Path(out) / "global_step_3.tmp")
+    answers["next"] = next_metrics(worker, rank, size)
+    worker.shutdown()
+    return answers
+
+
+def resume(rank: int, size: int, port: int, model: str, out: str) -> dict[str, Any]:
+    """A new run, with another start of its adapters, that takes up the checkpoint of `train`."""
+    config = lora_config(model, size)
+    config.trainer.seed = 5
+    worker = TrainerWorker(config, rank, size, "127.0.0.1", port, 10)
+    found = checkpoint.latest(Path(out))
+    assert found is not None
+    worker.load_checkpoint(found)
+    answers = {"stages": [everything(worker)], "next": next_metrics(worker, rank, size)}
+    worker.shutdown()
+    return answers

@@ -1,0 +1,103 @@
+"""What a rank does in tests that need processes of their own; importable by name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+
+from tests.verl.training.ranks import make_batch, tiny_config
+from verl import checkpoint
+from verl.single_controller.dispatch import split_by_tokens
+from verl.training.worker import TrainerWorker
+
+LENGTHS = [14, 9, 17, 6, 11]
+
+
+def shard_of(rank: int, size: int, lengths: list[int], seed: int) -> Any:
+    return split_by_tokens(make_batch(lengths, seed), size).shards[rank]
+
+
+def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, Any]:
+    """Updates of actor and critic, one with a rank left empty, a checkpoint, one more update."""
+    config = tiny_config(model, size)
+    config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 20
+    worker = TrainerWorker(config, rank, size, "127.0.0.1", port, 10)
+    first = shard_of(rank, size, LENGTHS, 0)
+    answers: dict[str, Any] = {
+        "tokens": first.offsets,
+        "log_probs": worker.log_probs(first),
+        "ref_log_probs": worker.ref_log_probs(first),
+        "metrics": [],
+    }
+    for seed, lengths in enumerate((LENGTHS, [12], [8, 8, 20])):
+        answers["metrics"].append(worker.update_actor(shard_of(rank, size, lengths, seed)))
+        answers["metrics"].append(worker.update_critic(shard_of(rank, size, lengths, seed)))
+    answers["values"] = worker.values(first)
+    worker.save_weights(Path(out) / "weights", "float32")
+    # The driver makes the folder and names it when all ranks are done.
+    answers["problems"] = worker.save_checkpoint(Path(out) / "global_step_3.tmp")
+    answers["drawn"] = draw()
+    answers["num_bytes"] = worker.checkpoint_room()[1]
+    with held_back_writes():
+        worker.start_checkpoint(Path(out) / "in_background")
+        answers["next"] = next_metrics(worker, rank, size)
+    answers["problems"] += asyncio.run(worker.finish_checkpoint())
+    blocked = Path(out) / "answers" / "0.pt" / "checkpoint"  # below a file
+    blocked.parent.touch()
+    answers["refused"] = [worker.save_checkpoint(blocked)]
+    worker.start_checkpoint(blocked)
+    answers["refused"].append(asyncio.run(worker.finish_checkpoint()))
+    worker.shutdown()
+    return answers
+
+
+@contextlib.contextmanager
+def held_back_writes() -> Iterator[None]:
+    """Background writes begin when the body has ended, however fast the disk is."""
+    gate, write = threading.Event(), state_dict_saver.save
+
+    def wait_and_write(*arguments: Any, **options: Any) -> Any:
+        assert gate.wait(60)
+        return write(*arguments, **options)
+
+    state_dict_saver.save = wait_and_write
+    try:
+        yield
+    finally:
+        gate.set()
+        state_dict_saver.save = write
+
+
+def draw() -> tuple[float, float, float]:
+    """A number from each random generator."""
+    return random.random(), float(np.random.random()), float(torch.rand(()))
+
+
+def next_metrics(worker: TrainerWorker, rank: int, size: int) -> list[dict[str, float]]:
+    """The metrics of the update after the checkpoint."""
+    shard = shard_of(rank, size, LENGTHS, 7)
+    return [worker.update_actor(shard), worker.update_critic(shard)]
+
+
+def resume(rank: int, size: int, port: int, model: str, out: str) -> dict[str, Any]:
+    """A new run that takes up the checkpoint of `train`."""
+    config = tiny_config(model, size)
+    config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 20
+    worker = TrainerWorker(config, rank, size, "127.0.0.1", port, 10)
+    found = checkpoint.latest(Path(out))
+    assert found is not None
+    worker.load_checkpoint(found)
+    drawn = draw()
+    worker.save_weights(Path(out) / f"resumed_{size}", "float32")
+    answers = {"next": next_metrics(worker, rank, size), "drawn": drawn}
+    worker.shutdown()
+    return answers

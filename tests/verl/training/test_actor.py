@@ -1,0 +1,296 @@
+"""The policy's log-probs and updates, against plain transformers and hand-written losses."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from example.tiny import tiny_llama
+from tests.verl.training.operations import Seen
+from tests.verl.training.ranks import VOCAB, make_batch
+from verl.config import ActorConfig, Config, OptimConfig
+from verl.trainer.experience import with_gradient
+from verl.training.actor import Actor, TokenBudgets
+from verl.training.attention import PACKED
+from verl.training.fsdp import FsdpModel, FsdpOptions, lr_factor
+from verl.training.models import LogProbModel, blocks
+from verl.training.worker import TrainerWorker
+from verl.types import TokenBatch
+
+pytestmark = pytest.mark.usefixtures("single_rank")
+LENGTHS = [12, 9, 17, 5]
+TEMPERATURE = 0.7
+
+
+def make_actor(budget: int = 1000, checkpointing: bool = False, **options: object) -> Actor:
+    lm = tiny_llama(VOCAB)
+    lm.set_attn_implementation(PACKED)
+    if checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    config = ActorConfig(optim=OptimConfig(lr=1e-3), **options)  # type: ignore[arg-type]
+    engine_options = FsdpOptions(torch.float32, 10, config.optim)
+    engine = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), engine_options)
+    return Actor(engine, config, TokenBudgets(budget, budget), TEMPERATURE)
+
+
+def plain_log_probs(lm: torch.nn.Module, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of all tokens by unpacked forwards; 0 for first tokens."""
+    log_probs, entropies = [], []
+    for ids in batch.sequences("input_ids"):
+        log_p = torch.log_softmax(lm(ids[None]).logits[0, :-1] / TEMPERATURE, -1)
+        log_probs += [torch.zeros(1), log_p.gather(-1, ids[1:, None])[:, 0]]
+        entropies += [torch.zeros(1), -(log_p.exp() * log_p).sum(-1)]
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+def weights(actor: Actor) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in actor.engine.full_parameters("lm.")}
+
+
+def test_log_probs_equal_plain_transformers() -> None:
+    """Packed, chunked, sharded log-probs are log_softmax of plain logits, 0 off the mask."""
+    batch = make_batch(LENGTHS)
+    expected, _ = plain_log_probs(tiny_llama(VOCAB), batch)
+    expected = torch.where(batch.tokens["policy_mask"], expected, 0.0)
+    for budget in (1000, 20):
+        found = make_actor(budget).log_probs(batch)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_chunking_logits_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tokens of logits at a time give the loss and gradient of all at once."""
+    batch = make_batch(LENGTHS)
+    whole = make_actor(entropy_coeff=0.1).update(batch)
+    monkeypatch.setattr("verl.training.models.LOGITS_PER_CHUNK", 3 * VOCAB)
+    assert make_actor(entropy_coeff=0.1).update(batch) == pytest.approx(whole, rel=1e-4, abs=1e-6)
+
+
+def test_loss_and_gradient_equal_a_hand_written_loss() -> None:
+    """Clipped surrogate with KL and entropy, weighted, by autograd over plain transformers."""
+    batch = make_batch(LENGTHS)
+    lm, c = tiny_llama(VOCAB), batch.tokens
+    log_probs, entropy = plain_log_probs(lm, batch)
+    for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs"):
+        c[name] = log_probs.detach() + c[name] + 4.5  # moves the noise to the right level
+    found = make_actor(use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.02).update(batch)
+    ratio, adv = (log_probs - c["old_log_probs"]).exp(), c["advantages"]
+    surrogate = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.2))
+    surrogate = torch.where(adv < 0, torch.minimum(surrogate, -3 * adv), surrogate)
+    delta = c["ref_log_probs"] - log_probs
+    per_token = surrogate + 0.1 * (delta.exp() - delta - 1) - 0.02 * entropy
+    mask = c["policy_mask"]
+    loss = per_token[mask].mean()
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in lm.parameters()]).norm()
+    assert 0 < found["actor/clip_fraction"] < 1
+    assert found["actor/loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert found["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert found["actor/entropy"] == pytest.approx(entropy[mask].mean().item(), rel=1e-4)
+    mismatch = (c["old_log_probs"] - c["rollout_log_probs"]).abs()[mask]
+    assert found["actor/rollout_mismatch"] == pytest.approx(mismatch.mean().item(), rel=1e-4)
+    assert found["actor/rollout_mismatch_max"] == pytest.approx(mismatch.max().item(), rel=1e-4)
+
+
+def test_options_of_the_loss_equal_a_hand_written_loss() -> None:
+    """GPG weighed by truncated sequence ratios, with LLDS gated by turn, by loops and autograd."""
+    batch = make_batch(LENGTHS)
+    lm, c = tiny_llama(VOCAB), batch.tokens
+    log_probs, _ = plain_log_probs(lm, batch)
+    for name in ("old_log_probs", "rollout_log_probs"):
+        c[name] = log_probs.detach() + c[name] + 4.5
+    options = {"policy_loss": "gpg", "rollout_is": "sequence", "llds_coef": 0.3}
+    found = make_actor(rollout_is_threshold=1.5, **options).update(batch)
+    loss, num_tokens = torch.zeros(()), int(c["policy_mask"].sum())
+    bounds = batch.offsets.tolist()
+    for start, end in itertools.pairwise(bounds):
+        own = [t for t in range(start, end) if c["policy_mask"][t]]
+        ratio = (c["old_log_probs"] - c["rollout_log_probs"])[own].sum().exp().clamp(max=1.5)
+        loss = loss - (ratio * c["advantages"] * log_probs)[own].sum()
+        turns = [[t for t in own if t <= u and set(range(t, u)) <= set(own)] for u in own]
+        for turn in (t for t in turns if t[-1] + 1 not in own):
+            kept = [t for t in turn if c["advantages"][t] >= 0]
+            drops = (c["old_log_probs"] - log_probs)[kept]
+            loss = loss + 0.3 * (drops.clamp(min=0).sum() if drops.sum() > 0 else 0.0)
+    assert found["actor/loss"] == pytest.approx(loss.item() / num_tokens, rel=1e-4)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in lm.parameters()]).norm() / num_tokens
+    assert found["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert found["actor/llds_loss"] > 0
+
+
+def test_weights_are_whole_and_exact_after_a_forward() -> None:
+    """Weights read after a pass without backward are the float32 ones, not gathered copies."""
+    lm = tiny_llama(VOCAB)
+    lm.set_attn_implementation(PACKED)
+    engine = FsdpModel(
+        LogProbModel(lm), blocks(lm, lm), torch.device("cpu"),
+        FsdpOptions(torch.bfloat16, 10, OptimConfig()),
+    )  # fmt: skip
+    actor = Actor(engine, ActorConfig(), TokenBudgets())
+    actor.log_probs(make_batch(LENGTHS))
+    expected = dict(tiny_llama(VOCAB).named_parameters())
+    assert all(torch.equal(x, expected[name]) for name, x in weights(actor).items())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"policy_loss": "gspo", "rollout_is": "sequence", "rollout_mask_threshold": 8.0},
+        {"policy_loss": "cispo", "rollout_is": "token", "llds_coef": 0.1},
+        {"policy_loss": "gpg", "llds_coef": 0.1, "llds_gate": "trajectory"},
+    ],
+    ids=str,
+)
+def test_gradient_accumulation_equals_the_unsplit_batch(options: dict[str, object]) -> None:
+    """Four micro-batches, with or without activation checkpointing, update as one does."""
+    batch = make_batch(LENGTHS)
+    whole, split = make_actor(1000, **options), make_actor(17, checkpointing=True, **options)
+    one, many = whole.update(batch), split.update(batch)
+    assert (one.pop("actor/num_micro_batches"), many.pop("actor/num_micro_batches")) == (1, 3)
+    assert many == pytest.approx(one, rel=1e-4, abs=1e-6)
+    for name, x in weights(whole).items():
+        torch.testing.assert_close(weights(split)[name], x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_spared"),
+    [
+        ({}, True),
+        ({"policy_loss": "gspo", "rollout_is": "sequence"}, True),
+        ({"policy_loss": "cispo", "rollout_is": "token"}, True),
+        ({"policy_loss": "gpg"}, True),
+        ({"skip_zero_advantages": False}, False),
+        ({"entropy_coeff": 0.1}, False),
+        ({"llds_coef": 0.1}, False),
+        ({"use_kl_loss": True, "kl_loss_coef": 0.1}, False),
+    ],
+    ids=str,
+)
+def test_trajectories_without_advantage_are_spared_where_they_have_no_gradient(
+    options: dict[str, object], is_spared: bool
+) -> None:
+    """What is left out would have changed nothing, and whatever else is in the loss keeps it."""
+    config, batch = Config(), make_batch(LENGTHS)
+    config.actor_rollout_ref.actor = ActorConfig(**options)  # type: ignore[arg-type]
+    assert config.needs_every_trajectory is not is_spared
+    for sequence in (0, 2):
+        batch.tokens["advantages"][slice(*batch.offsets[sequence : sequence + 2])] = 0.0
+    few = with_gradient(batch)
+    assert few.columns["group"] == [batch.columns["group"][i] for i in (1, 3)]
+    norms = [make_actor(**options).update(b)["actor/grad_norm"] for b in (batch, few)]
+    has_other_terms = not is_spared and "skip_zero_advantages" not in options
+    assert (norms[1] != pytest.approx(norms[0], rel=1e-4)) is has_other_terms
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy_loss": "ppo", "use_kl_loss": True, "entropy_coeff": 0.1},
+        {"policy_loss": "gspo", "rollout_is": "sequence", "rollout_mask_threshold": 8.0},
+        {"policy_loss": "cispo", "llds_coef": 0.1},
+        {"policy_loss": "gpg", "llds_coef": 0.1, "llds_gate": "trajectory"},
+    ],
+    ids=str,
+)
+def test_an_update_can_be_repeated_to_the_bit_on_gpus(options: dict[str, object]) -> None:
+    """No operation, forward or backward, is one that torch's deterministic mode raises for."""
+    actor, batch, seen = make_actor(17, checkpointing=True, **options), make_batch(LENGTHS), Seen()
+    with seen:
+        actor.log_probs(batch)
+        actor.update(batch)
+    assert {"embedding_dense_backward", "_log_softmax", "_fused_adamw_"} <= seen.names
+    assert not seen.refused
+
+
+def test_observation_tokens_have_no_say() -> None:
+    """Columns that are not finite at prompt and observation tokens change nothing at all."""
+    clean, dirty = make_batch(LENGTHS), make_batch(LENGTHS)
+    for name in ("old_log_probs", "ref_log_probs", "advantages", "rollout_log_probs"):
+        dirty.tokens[name][~dirty.tokens["policy_mask"]] = torch.nan
+    first, second = make_actor(use_kl_loss=True), make_actor(use_kl_loss=True)
+    assert first.update(clean) == second.update(dirty)
+    for name, x in weights(first).items():
+        assert torch.equal(weights(second)[name], x)
+
+
+def test_without_state_masking_observations_are_learned_from() -> None:
+    """The driver's loss_mask, not the policy mask, says which tokens are in the loss."""
+    batch = make_batch(LENGTHS)
+    batch.tokens["loss_mask"] = torch.ones_like(batch.tokens["policy_mask"])
+    found = make_actor().log_probs(batch)
+    expected, _ = plain_log_probs(tiny_llama(VOCAB), batch)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_without_old_log_probs_the_ratio_is_one() -> None:
+    """A single update per step needs no pass for old log-probs: its loss is -mean(advantage)."""
+    batch = make_batch(LENGTHS)
+    del batch.tokens["old_log_probs"]
+    found = make_actor().update(batch)
+    expected = -batch.tokens["advantages"][batch.tokens["policy_mask"]].mean()
+    assert found["actor/pg_loss"] == pytest.approx(float(expected), rel=1e-4)
+    assert (found["actor/ppo_kl"], found["actor/clip_fraction"]) == (0, 0)
+
+
+def test_line_17_a_non_finite_update_is_skipped_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    """NaN never reaches weights or optimizer; the log says which groups it came from."""
+    batch = make_batch(LENGTHS)
+    actor = make_actor()
+    before = weights(actor)
+    batch.tokens["advantages"][batch.tokens["policy_mask"].nonzero()[0, 0]] = torch.nan
+    metrics = actor.update(batch)
+    assert metrics["actor/skipped_updates"] == 1
+    assert "g0" in caplog.text
+    assert all(torch.equal(weights(actor)[name], x) for name, x in before.items())
+    fresh, untouched = make_batch(LENGTHS), make_actor()
+    assert actor.update(fresh)["actor/skipped_updates"] == 0
+    untouched.update(fresh)
+    assert not torch.equal(weights(actor)["model.norm.weight"], before["model.norm.weight"])
+    assert all(torch.equal(weights(untouched)[n], x) for n, x in weights(actor).items())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_line_17_a_gradient_that_is_not_finite_is_skipped(bad: float) -> None:
+    """Also where the loss is finite: one such number in one gradient is enough."""
+    actor, before = make_actor(), weights(make_actor())
+    for parameter in actor.engine.learned().values():
+        parameter.grad = torch.zeros_like(parameter)
+    first = next(iter(actor.engine.learned().values())).grad
+    first.to_local().view(-1)[0] = bad
+    step = actor.engine.step(is_finite=True)
+    assert step.is_skipped and step.grad_norm == pytest.approx(bad, nan_ok=True)
+    assert all(torch.equal(weights(actor)[name], x) for name, x in before.items())
+    assert actor.engine.step(is_finite=False).is_skipped
+
+
+def test_a_step_keeps_the_memory_that_the_next_one_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device memory is given back in `make_room` alone: to take it again costs time."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    engine = make_actor().engine
+    engine.device = torch.device("cuda")
+    engine.step()
+    assert not calls
+    TrainerWorker.make_room(engine)  # type: ignore[arg-type]
+    assert calls == ["empty_cache"]
+
+
+def test_a_batch_without_policy_tokens_updates_nothing_but_runs() -> None:
+    """A rank with nothing to learn still takes part, with a loss and gradient of 0."""
+    batch = make_batch(LENGTHS)
+    batch.tokens["policy_mask"][:] = False
+    batch.tokens["loss_weights"][:] = 0
+    metrics = make_actor().update(batch)
+    assert (metrics["actor/loss"], metrics["actor/grad_norm"]) == (0, 0)
+
+
+def test_learning_rate_schedules() -> None:
+    """Warm-up rises to the peak, then holds, or falls linearly or as a cosine."""
+    warmup = [lr_factor(s, 4, 8, "constant") for s in range(8)]
+    assert warmup == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]
+    assert lr_factor(6, 4, 8, "linear") == 0.5
+    assert lr_factor(6, 4, 8, "cosine") == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="constant, linear, cosine"):
+        lr_factor(6, 4, 8, "step")

@@ -1,0 +1,184 @@
+"""Packed attention against the models' own attention on one sequence at a time."""
+
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from verl.training.attention import (
+    PACKED,
+    SequenceBounds,
+    attend_one_by_one,
+    attend_with_flash,
+    attend_with_torch_varlen,
+    cuda_kernel,
+)
+
+LENGTHS = [7, 1, 12, 4]
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [(LlamaConfig, LlamaForCausalLM), (Qwen2Config, Qwen2ForCausalLM)],
+    ids=["llama", "qwen2"],
+)
+def test_packed_logits_equal_one_by_one(config: type, model: type) -> None:
+    """A token sees its own sequence's prefix and nothing of its neighbours."""
+    torch.manual_seed(0)
+    plain = model(config(**SIZES, initializer_range=0.2, attn_implementation="eager")).eval()
+    ids = torch.randint(0, 61, (1, sum(LENGTHS)))
+    expected = torch.cat([plain(part).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
+    plain.set_attn_implementation(PACKED)
+    bounds = SequenceBounds.of(LENGTHS, torch.device("cpu"))
+    packed = plain(ids, position_ids=bounds.position_ids, bounds=bounds, use_cache=False).logits
+    torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_window_limits_what_a_token_sees() -> None:
+    """Sliding-window attention equals softmax over the last `window` tokens, by hand."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(9, 1, 8) for _ in range(3))
+    found = attend_one_by_one(q, k, v, SequenceBounds.of([9], torch.device("cpu")), 0.5, 3)
+    for t in range(9):
+        seen = slice(max(0, t - 2), t + 1)
+        weights = torch.softmax(0.5 * k[seen, 0] @ q[t, 0], 0)
+        torch.testing.assert_close(found[t, 0], weights @ v[seen, 0])
+
+
+def test_calling_without_bounds_says_so() -> None:
+    """A forward that forgot its bounds is a bug that names itself."""
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation=PACKED))
+    with pytest.raises(AssertionError, match="SequenceBounds"):
+        model(torch.zeros(1, 3, dtype=torch.int64))
+
+
+def by_hand(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float, left: int
+) -> Tensor:
+    """Causal attention as its definition has it, for as many key heads as queries."""
+    assert query.shape[1] == key.shape[1] == value.shape[1], "the kernel shares no heads"
+    found = torch.zeros_like(query)
+    for start, end in itertools.pairwise(cu_seqlens.tolist()):
+        for t, head in itertools.product(range(start, end), range(query.shape[1])):
+            seen = slice(start if left < 0 else max(start, t - left), t + 1)
+            weights = torch.softmax(scale * key[seen, head] @ query[t, head], 0)
+            found[t, head] = weights @ value[seen, head]
+    return found
+
+
+def varlen_of_2_11(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int,
+    max_k: int, *, return_aux: object = None, scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:  # fmt: skip
+    """With the signature of torch 2.11's."""
+    assert window_size[1] == 0 and scale is not None and max_q == max_k == 12
+    return by_hand(query, key, value, cu_seq_k, scale, window_size[0])
+
+
+def varlen_of_2_12(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int,
+    max_k: int, *, return_aux: object = None, scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """With that of 2.12 and newer: heads are shared if asked for."""
+    if enable_gqa:
+        key, value = (torch.cat([x] * 2, 2).view(*query.shape) for x in (key, value))
+    return varlen_of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale,
+                          window_size=window_size)  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", [varlen_of_2_11, varlen_of_2_12])
+@pytest.mark.parametrize(("key_heads", "window"), [(2, 0), (2, 3), (4, 0)])
+def test_torch_kernels_with_and_without_shared_heads_give_the_same(
+    kernel: Callable[..., Tensor], key_heads: int, window: int
+) -> None:
+    """Grouped-query models also run where the kernel takes as many key heads as queries only."""
+    torch.manual_seed(0)
+    query = torch.randn(sum(LENGTHS), 4, 8)
+    key, value = (torch.randn(sum(LENGTHS), key_heads, 8) for _ in range(2))
+    bounds = SequenceBounds.of(LENGTHS, torch.device("cpu"))
+    expected = attend_one_by_one(query, key, value, bounds, 0.3, window)
+    found = attend_with_torch_varlen(query, key, value, bounds, 0.3, window, kernel)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class Recorder:
+    """Notes how it is called, by the names of a signature that the call must fit."""
+
+    def __init__(self, like: Callable[..., Any] | None = None) -> None:
+        self.__signature__ = inspect.signature(like or (lambda *rows, **options: None))
+
+    def __call__(self, *rows: Any, **options: Any) -> Tensor:
+        self.seen = self.__signature__.bind(*rows, **options).arguments
+        query: Tensor = rows[0]
+        return query
+
+
+def call_with(attend: Callable[..., Tensor], kernel: Recorder) -> dict[str, Any]:
+    """What `kernel` is given for a row of a grouped-query model."""
+    query, key = torch.randn(5, 4, 8), torch.randn(5, 2, 8)
+    attend(query, key, key, SequenceBounds.of([2, 3], query.device), 0.5, 0, kernel)
+    return kernel.seen
+
+
+def test_the_installed_torch_takes_the_call() -> None:
+    """Every argument is one that this torch's kernel has, whichever version it is."""
+    seen = call_with(attend_with_torch_varlen, Recorder(varlen_attn))
+    assert (seen["max_q"], seen["window_size"], seen["scale"]) == (3, (-1, 0), 0.5)
+
+
+@pytest.fixture
+def determinism() -> Iterator[None]:
+    """Leave torch as it was."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("determinism")
+def test_flash_attention_repeats_itself_when_torch_is_told_to() -> None:
+    """The package has a switch of its own, which torch's does not reach."""
+    for wanted in (False, True):
+        torch.use_deterministic_algorithms(wanted)
+        assert call_with(attend_with_flash, Recorder())["options"]["deterministic"] is wanted
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_flash"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)]
+)
+def test_flash_attention_is_for_ampere_and_newer(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_flash: bool
+) -> None:
+    """On a V100 or T4, which compute in float16, its kernels would only raise."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert (cuda_kernel.__wrapped__() is not attend_one_by_one) is is_flash
+
+
+@pytest.mark.parametrize("name", ["flash_attn/notes.txt", "flash_attn/__init__.py"])
+def test_a_folder_named_flash_attn_is_no_kernel(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout or a data folder on the path imports as a package, yet brings no function."""
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert cuda_kernel.__wrapped__() is not attend_with_flash
+    sys.modules.pop("flash_attn", None)

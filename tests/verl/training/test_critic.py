@@ -1,0 +1,124 @@
+"""The value function's alignment and loss, by hand."""
+
+import pytest
+import torch
+
+from example.tiny import HIDDEN_SIZE, tiny_llama
+from tests.verl.training.operations import Seen
+from tests.verl.training.ranks import VOCAB, make_batch
+from verl.config import CriticConfig, OptimConfig
+from verl.core_algos.losses import loss_weights
+from verl.training.actor import TokenBudgets
+from verl.training.attention import PACKED
+from verl.training.critic import Critic
+from verl.training.fsdp import FsdpModel, FsdpOptions
+from verl.training.models import ValueModel, blocks
+
+pytestmark = pytest.mark.usefixtures("single_rank")
+LENGTHS = [12, 9, 17]
+
+
+def make_critic(budget: int = 1000, head_scale: float = 0.1) -> Critic:
+    lm = tiny_llama(VOCAB)
+    lm.set_attn_implementation(PACKED)
+    module = ValueModel(lm)
+    with torch.no_grad():
+        module.value_head.weight += head_scale * torch.arange(HIDDEN_SIZE).remainder(7).sub(3)
+    config = CriticConfig(optim=OptimConfig(lr=1e-4))
+    options = FsdpOptions(torch.float32, 10, config.optim)
+    engine = FsdpModel(
+        module, blocks(module, lm), torch.device("cpu"), options, [module.value_head]
+    )
+    return Critic(engine, config, TokenBudgets(budget, budget))
+
+
+def test_value_of_a_token_comes_from_the_state_before_it() -> None:
+    """values[t] is the head of the hidden state at t - 1, and 0 off the policy."""
+    batch = make_batch(LENGTHS)
+    head = 0.1 * torch.arange(HIDDEN_SIZE).remainder(7).sub(3).float()
+    parts = []
+    for ids in batch.sequences("input_ids"):
+        hidden = tiny_llama(VOCAB).model(ids[None]).last_hidden_state[0]
+        parts += [torch.zeros(1), (hidden @ head)[:-1]]
+    expected = torch.where(batch.tokens["policy_mask"], torch.cat(parts), 0.0).detach()
+    for budget in (1000, 20):
+        found = make_critic(budget).values(batch)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_new_critic_says_nothing() -> None:
+    """The head starts at zero, so first advantages are not noise."""
+    assert make_critic(head_scale=0.0).values(make_batch(LENGTHS)).abs().max() == 0
+
+
+def test_value_loss_by_hand_and_learning() -> None:
+    """The loss is the clipped half square over policy tokens, and falls with updates."""
+    batch = make_batch(LENGTHS)
+    critic, mask = make_critic(20), batch.tokens["policy_mask"]
+    now, old, returns = critic.values(batch), batch.tokens["values"], batch.tokens["returns"]
+    near = torch.minimum(torch.maximum(now, old - 0.5), old + 0.5)
+    worst = torch.maximum((now - returns) ** 2, (near - returns) ** 2)
+    losses = [critic.update(batch)["critic/vf_loss"] for _ in range(3)]
+    assert losses[0] == pytest.approx(float(0.5 * worst[mask].mean()), rel=1e-4)
+    assert losses[2] < losses[0]
+
+
+def test_a_mask_of_its_own_makes_the_critic_learn_from_observations() -> None:
+    """With `value_mask` values and loss cover its tokens; the policy's mask is not read."""
+    batch = make_batch(LENGTHS)
+    critic, policy = make_critic(20), batch.tokens["policy_mask"]
+    narrow = critic.values(batch)
+    response = torch.ones(sum(LENGTHS), dtype=torch.bool)
+    for start in batch.offsets[:-1].tolist():
+        response[start : start + 2] = False
+    weights = loss_weights(response, batch.offsets, "token-mean")
+    batch.tokens |= {"value_mask": response, "value_weights": weights}
+    wide = critic.values(batch)
+    torch.testing.assert_close(wide[policy], narrow[policy])
+    assert wide[response & ~policy].ne(0).all() and not wide[~response].any()
+    old, returns = batch.tokens["values"], batch.tokens["returns"]
+    near = torch.minimum(torch.maximum(wide, old - 0.5), old + 0.5)
+    worst = torch.maximum((wide - returns) ** 2, (near - returns) ** 2)
+    found = critic.update(batch)["critic/vf_loss"]
+    assert found == pytest.approx(float(0.5 * worst[response].mean()), rel=1e-4)
+
+
+def test_means_are_means_whatever_the_aggregation() -> None:
+    """Weights that do not add up to 1 scale the loss alone, not what is logged beside it."""
+    batch = make_batch(LENGTHS)
+    mask = batch.tokens["policy_mask"]
+    batch.tokens["loss_weights"] = loss_weights(mask, batch.offsets, "seq-mean-token-sum")
+    critic = make_critic(20)
+    values, returns = critic.values(batch)[mask], batch.tokens["returns"][mask]
+    is_clipped = (values - batch.tokens["values"][mask]).abs() > 0.5
+    found = critic.update(batch)
+    assert found["critic/value_mean"] == pytest.approx(float(values.mean()), rel=1e-4)
+    assert found["critic/return_mean"] == pytest.approx(float(returns.mean()), rel=1e-4)
+    assert found["critic/value_clip_fraction"] == pytest.approx(float(is_clipped.float().mean()))
+
+
+def test_line_17_a_return_that_is_not_finite_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    """The critic counts it and names the groups, and says what it said before."""
+    batch, critic = make_batch(LENGTHS), make_critic()
+    before = critic.values(batch)
+    batch.tokens["returns"][batch.tokens["policy_mask"].nonzero()[0, 0]] = torch.inf
+    assert critic.update(batch)["critic/skipped_updates"] == 1
+    assert "g0" in caplog.text
+    assert torch.equal(critic.values(batch), before)
+
+
+def test_an_update_can_be_repeated_to_the_bit_on_gpus() -> None:
+    """No operation, forward or backward, is one that torch's deterministic mode raises for."""
+    critic, seen = make_critic(20), Seen()
+    with seen:
+        critic.update(make_batch(LENGTHS))
+    assert "embedding_dense_backward" in seen.names and not seen.refused
+
+
+def test_what_gpus_cannot_repeat_is_seen() -> None:
+    """The lookout of these tests finds a sum of real numbers along an axis, not of whole ones."""
+    with Seen() as whole:
+        torch.arange(3).cumsum(0)
+    with Seen() as real:
+        torch.ones(3).cumsum(0)
+    assert (whole.refused, real.refused) == (set(), {"cumsum"})

@@ -1,0 +1,99 @@
+"""What a process computes with."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from verl.config import Config
+from verl.training.devices import (
+    PeakMemory,
+    engine_takes_adapter,
+    make_deterministic,
+    resolve_dtype,
+    take_peak_memory,
+)
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """Leave torch as it was."""
+    was, warned = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    yield
+    torch.use_deterministic_algorithms(was, warn_only=warned)
+
+
+def test_torch_is_told_to_repeat_itself() -> None:
+    """What cannot be repeated is an error everywhere: a warning would leave attention as it is."""
+    torch.use_deterministic_algorithms(False)
+    make_deterministic()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+@pytest.mark.parametrize(
+    ("device", "has_units", "expected"),
+    [("cuda", True, torch.bfloat16), ("cuda", False, torch.float16), ("cpu", False, torch.float32)],
+)
+def test_cards_that_only_emulate_bfloat16_compute_in_float16(
+    monkeypatch: pytest.MonkeyPatch, device: str, has_units: bool, expected: torch.dtype
+) -> None:
+    """A V100 or T4 says that it supports bfloat16, and is slower in it than in float32."""
+
+    def supported(including_emulation: bool = True) -> bool:
+        return has_units or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert resolve_dtype("auto", torch.device(device)) is expected
+
+
+@pytest.mark.parametrize(
+    ("rank", "device", "merges", "expected"),
+    [
+        (0, "cpu", None, False), (0, "cuda", False, False),
+        (4, "cpu", None, False), (4, "cuda", None, True),
+        (4, "cpu", False, True), (4, "cuda", True, False),
+    ],
+)  # fmt: skip
+def test_an_engine_takes_the_adapter_where_that_is_faster(
+    rank: int, device: str, merges: bool | None, expected: bool
+) -> None:
+    """On GPUs by default, on CPU when asked, and never one that is not there."""
+    config = Config()
+    config.actor_rollout_ref.model.lora_rank = rank
+    config.actor_rollout_ref.rollout.merge_adapter = merges
+    config.trainer.device = device
+    assert engine_takes_adapter(config) is expected
+
+
+class Memory:
+    """Answers as torch.cuda does, about one device."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def hold(self, num_bytes: int) -> None:
+        self.now, self.peak = num_bytes, max(self.peak, num_bytes)
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return self.peak
+
+    def max_memory_reserved(self, device: torch.device) -> int:
+        return self.peak + 2
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak = self.now
+
+
+def test_a_peak_is_that_since_the_last_call() -> None:
+    """What is held all the time is in each, what was given back is in none after its own."""
+    device, memory = torch.device("cuda"), Memory()
+    for held in (5, 9, 4):
+        memory.hold(held)
+    assert take_peak_memory(device, memory) == PeakMemory(9, 11)
+    assert take_peak_memory(device, memory) == PeakMemory(4, 6)
+    assert take_peak_memory(torch.device("cpu"), memory) is None

@@ -1,0 +1,254 @@
+"""Each rank reads the rows that it keeps and no other; what cannot be mapped is loaded in turns."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from tests.verl.training import loading_bodies
+from tests.verl.training.ranks import VOCAB, run_ranks
+from verl.errors import ModelError
+from verl.training import loading
+from verl.training.loading import (
+    Placeholder,
+    loading_turn,
+    needs_turns,
+    opened_causal_lm,
+    weight_bytes,
+)
+from verl.training.models import load_causal_lm
+
+GIB = 2**30
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def write(folder: Path, model: PreTrainedModel, dtype: torch.dtype, **options: Any) -> str:
+    model.to(dtype).save_pretrained(folder, **options)
+    return str(folder)
+
+
+def qwen2(folder: Path, dtype: torch.dtype = torch.bfloat16, is_tied: bool = True) -> str:
+    """A model in several files."""
+    config = Qwen2Config(**SIZES, tie_word_embeddings=is_tied)
+    return write(folder, Qwen2ForCausalLM(config), dtype, max_shard_size=20_000)
+
+
+def mixed(folder: Path) -> str:
+    """A model whose norms are float32 and whose matrices are bfloat16."""
+    path = write(folder, Qwen2ForCausalLM(Qwen2Config(**SIZES)), torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    cut = {n: x.bfloat16() if x.dim() > 1 else x for n, x in tensors.items()}
+    save_file(cut, folder / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def old_format(folder: Path) -> str:
+    path = write(folder, Qwen2ForCausalLM(Qwen2Config(**SIZES)), torch.bfloat16)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    return path
+
+
+@pytest.fixture(scope="module")
+def mapped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders whose files are mapped, by what they hold."""
+    at = tmp_path_factory.mktemp("mapped")
+    qwen3 = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=False))
+    llama = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE))
+    return {
+        "Qwen2, tied, bfloat16, several files": qwen2(at / "qwen2"),
+        "Qwen3, untied, float16": write(at / "qwen3", qwen3, torch.float16),
+        "Llama, scaled, float32": write(at / "llama", llama, torch.float32),
+    }
+
+
+@pytest.fixture(scope="module")
+def unmapped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders that have to be loaded whole, by the reason."""
+    at = tmp_path_factory.mktemp("unmapped")
+    gemma = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, tie_word_embeddings=True))
+    experts = Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=16)
+    return {
+        "two dtypes": mixed(at / "mixed"),
+        "old format": old_format(at / "old"),
+        "buffers rounded": write(at / "gemma", gemma, torch.bfloat16),
+        "converted": write(at / "moe", Qwen3MoeForCausalLM(experts), torch.bfloat16),
+    }
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What two ranks found."""
+
+    answers: list[dict[str, Any]]
+    num_values: int
+    """Parameters of the large model."""
+
+
+@pytest.fixture(scope="module")
+def loaded(
+    mapped: dict[str, str], unmapped: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Loaded:
+    """Two ranks, each with files that have NaN for the other's rows of a large model."""
+    at = tmp_path_factory.mktemp("large")
+    sizes = SIZES | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
+    whole = Path(write(at / "whole", model, torch.bfloat16))
+    for rank in (0, 1):
+        folder = Path(shutil.copytree(whole, at / str(rank)))
+        tensors = load_file(folder / "model.safetensors")
+        for tensor in tensors.values():
+            others = [half for r, half in enumerate(tensor.chunk(2)) if r != rank]
+            others[0].fill_(torch.nan)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    answers = run_ranks(2, loading_bodies.load, at / "answers", mapped | unmapped, str(at))
+    return Loaded(answers, sum(p.numel() for p in model.parameters()))
+
+
+def test_two_ranks_hold_what_transformers_loads(loaded: Loaded) -> None:
+    """To the bit: weights, buffers and ties of policy, reference, critic and adapted models.
+
+    Of one model a rank's files hold its own rows alone: it reads no other, so all ranks together
+    read every byte once.
+    """
+    for answer in loaded.answers:
+        assert len(answer["differences"]) == 1 + 5 * 7
+        assert not {kind: names for kind, names in answer["differences"].items() if names}
+
+
+def test_a_rank_never_holds_a_whole_model(loaded: Loaded) -> None:
+    """At most what it keeps, and its rows of the file; loaded whole, float32 takes 4 bytes more."""
+    kept = 8 * loaded.num_values  # half of: actor and its moments, reference, all of them float32
+    rows = 1 * loaded.num_values  # half of two bytes a value; the kernel maps some pages more
+    for answer in loaded.answers:
+        assert answer["peak"] < kept + 2 * rows
+
+
+@pytest.mark.parametrize("kind", ["two dtypes", "old format", "buffers rounded", "converted"])
+def test_what_cannot_be_mapped_is_loaded_whole(
+    kind: str, unmapped: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the log says so."""
+    caplog.set_level("INFO")
+    with opened_causal_lm(unmapped[kind], torch.float32, 2) as lm:
+        assert not any(isinstance(p, Placeholder) for p in lm.parameters())
+    assert "is loaded whole" in caplog.text
+
+
+def test_a_mapped_model_holds_no_values(mapped: dict[str, str]) -> None:
+    """Sixteen-bit files become float32 row by row, when they are read."""
+    for kind, path in mapped.items():
+        with opened_causal_lm(path, torch.float32, 2) as lm:
+            is_float32 = "float32" in kind
+            assert all(isinstance(p, Placeholder) is not is_float32 for p in lm.parameters())
+
+
+def without(folder: Path, name: str) -> None:
+    """Take a tensor out of a checkpoint."""
+    index = folder / "model.safetensors.index.json"
+    entries = json.loads(index.read_text())
+    file = folder / entries["weight_map"].pop(name)
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    index.write_text(json.dumps(entries))
+
+
+def test_a_missing_weight_is_an_error_that_names_it(tmp_path: Path) -> None:
+    """It would be random numbers; transformers only warns."""
+    path, name = qwen2(tmp_path), "model.layers.1.mlp.up_proj.weight"
+    without(tmp_path, name)
+    with pytest.raises(ModelError, match=f"none for {name}"):
+        load_causal_lm(path, needs_head=False)
+    with (
+        pytest.raises(ModelError, match=f"none for {name}"),
+        opened_causal_lm(path, torch.float32, 1),
+    ):
+        pass
+
+
+def test_only_a_critic_may_lack_the_head(tmp_path: Path) -> None:
+    """It reads the states below it."""
+    path = qwen2(tmp_path, is_tied=False)
+    without(tmp_path, "lm_head.weight")
+    load_causal_lm(path, needs_head=False)
+    with pytest.raises(ModelError, match=r"none for lm_head\.weight"):
+        load_causal_lm(path)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "files", "free", "expected"),
+    [
+        (8, 6, 200, False),
+        (8, 6, 150, True),
+        (8, 62, 1000, True),
+        (1, 6, 30, False),
+        (8, 0, 0, False),
+    ],
+)
+def test_turns_are_taken_where_all_at_once_would_take_half_the_memory(
+    num_ranks: int, files: int, free: int, expected: bool
+) -> None:
+    """Eight ranks that read 6 GiB of bfloat16 hold 96 GiB of float32: 200 are enough, 150 not."""
+    assert needs_turns(files * GIB, num_ranks, free * GIB) is expected
+
+
+@pytest.mark.parametrize("share", [0.0, 1e9])
+def test_one_rank_loads_whole_at_a_time(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With too little memory the second rank enters when the first has left, else before."""
+    monkeypatch.setattr(loading, "MEMORY_SHARE", share)
+    monkeypatch.setattr(loading.tempfile, "gettempdir", lambda: str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
+    is_inside = threading.Event()
+
+    def second() -> None:
+        with loading_turn(str(tmp_path), 2):
+            is_inside.set()
+
+    thread = threading.Thread(target=second)
+    with loading_turn(str(tmp_path), 2):
+        thread.start()
+        is_inside_at_once = is_inside.wait(0.5 if share == 0 else 30)
+    thread.join(30)
+    assert is_inside.is_set()
+    assert is_inside_at_once is (share > 0)
+
+
+def test_weights_are_counted_in_folders_only(tmp_path: Path) -> None:
+    """Other files of a model do not count, and a name that was never downloaded is 0."""
+    (tmp_path / "model-1.safetensors").write_bytes(b"x" * 7)
+    (tmp_path / "model-2.safetensors").write_bytes(b"x" * 5)
+    (tmp_path / "tokenizer.json").write_bytes(b"x" * 100)
+    assert weight_bytes(str(tmp_path)) == 12
+    assert weight_bytes("nobody/nothing-of-the-kind") == 0
+    assert weight_bytes("/no/such/folder") == 0

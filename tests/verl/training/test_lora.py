@@ -1,0 +1,260 @@
+"""Adapters over a frozen, shared base, against W + (alpha / r) B A by hand. One and two ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from example.tiny import tiny_llama
+from tests.verl.training import lora_bodies, rank_bodies
+from tests.verl.training.ranks import VOCAB, make_batch, run_ranks, save_tiny
+from verl import checkpoint
+from verl.config import ActorConfig, AdapterConfig, OptimConfig
+from verl.errors import ConfigError
+from verl.single_controller.dispatch import split_by_tokens
+from verl.training.actor import Actor, TokenBudgets
+from verl.training.attention import PACKED
+from verl.training.fsdp import FsdpOptions
+from verl.training.lora import AdaptedModel, Role, adapted_engine, target_names
+
+LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+OPTIMIZER_STATE = ("step", "exp_avg", "exp_avg_sq")
+RANKS = {"one": 1, "two": 2}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The same training by one rank and by two, each with every file it can write."""
+    root = tmp_path_factory.mktemp("runs")
+    found = SimpleNamespace(model=save_tiny(root / "model"), root=root)
+    for name, size in RANKS.items():
+        out = root / name
+        answers = run_ranks(size, lora_bodies.train, out / "answers", found.model, str(out))
+        (out / "global_step_3.tmp" / checkpoint.MARKER).touch()
+        os.replace(out / "global_step_3.tmp", out / "global_step_3")
+        setattr(found, name, answers)
+    return found
+
+
+def base_weights() -> dict[str, Tensor]:
+    return dict(tiny_llama(VOCAB).named_parameters())
+
+
+def by_hand(parameters: dict[str, Tensor], name: str, alpha: float, rank: int) -> LlamaForCausalLM:
+    """The base with `name`'s adapter added by a plain loop over its matrices."""
+    model = tiny_llama(VOCAB)
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            module = path.removesuffix(".weight")
+            a = parameters.get(f"lm.{module}.lora_A.{name}.weight")
+            b = parameters.get(f"lm.{module}.lora_B.{name}.weight")
+            assert (a is None) == (not module.endswith("_proj"))
+            if a is not None and b is not None:
+                assert a.shape[0] == b.shape[1] == rank and b.abs().max() > 0
+                weight += alpha / rank * (b @ a)
+    return model
+
+
+def log_probs(model: LlamaForCausalLM) -> list[Tensor]:
+    """Of every token of the batch's sequences by unpacked forwards, 0 off the policy."""
+    batch, found = make_batch(rank_bodies.LENGTHS, 0), []
+    pairs = zip(batch.sequences("input_ids"), batch.sequences("policy_mask"), strict=True)
+    for ids, mask in pairs:
+        with torch.no_grad():
+            rows = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        every = torch.cat([torch.zeros(1), rows.gather(-1, ids[1:, None])[:, 0]])
+        found.append(torch.where(mask, every, 0.0))
+    return found
+
+
+def assert_answers(answers: list[dict[str, Tensor]], key: str, expected: list[Tensor]) -> None:
+    """Each rank's answer is the expectation for the sequences it was given."""
+    parts = split_by_tokens(make_batch(rank_bodies.LENGTHS, 0), len(answers)).parts
+    for answer, part in zip(answers, parts, strict=True):
+        whole = torch.cat([expected[i] for i in part])
+        torch.testing.assert_close(answer[key], whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_the_policy_is_the_base_plus_scaled_b_a(runs: SimpleNamespace, name: str) -> None:
+    """Log-probs after updates are those of W + (alpha / r) B A, added up by hand."""
+    answers = getattr(runs, name)
+    model = by_hand(answers[0]["stages"][-1], "actor", lora_bodies.ALPHA, lora_bodies.RANK)
+    assert_answers(answers, "log_probs", log_probs(model))
+    with pytest.raises(AssertionError):
+        assert_answers(answers, "log_probs", log_probs(tiny_llama(VOCAB)))
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_the_reference_is_the_base_for_ever(runs: SimpleNamespace, name: str) -> None:
+    """Its log-probs after updates are the untouched model's, as the policy's were at the start."""
+    answers, expected = getattr(runs, name), log_probs(tiny_llama(VOCAB))
+    assert_answers(answers, "ref_log_probs", expected)
+    assert_answers(answers, "before", expected)
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_the_critic_is_the_base_plus_its_own_adapter(runs: SimpleNamespace, name: str) -> None:
+    """Values are the head's on the states of the base with the adapter `critic`."""
+    answers = getattr(runs, name)
+    parameters = answers[0]["stages"][-1]
+    model = by_hand(parameters, "critic", lora_bodies.ALPHA, 2)
+    head, batch, expected = parameters["value_head.weight"], make_batch(rank_bodies.LENGTHS, 0), []
+    pairs = zip(batch.sequences("input_ids"), batch.sequences("policy_mask"), strict=True)
+    for ids, mask in pairs:
+        with torch.no_grad():
+            states = model.model(ids[None]).last_hidden_state[0]
+        every = torch.cat([torch.zeros(1), (states @ head.T)[:-1, 0]])
+        expected.append(torch.where(mask, every, 0.0))
+    assert torch.cat(expected).abs().max() > 1e-3
+    assert_answers(answers, "values", expected)
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_an_update_changes_its_own_adapter_only(runs: SimpleNamespace, name: str) -> None:
+    """Critic and actor learn in turns; neither touches the base or the other."""
+    stages = getattr(runs, name)[0]["stages"]
+    for number, (old, new) in enumerate(itertools.pairwise(stages)):
+        mine, other = ("critic", "actor") if number % 2 == 0 else ("actor", "critic")
+        changed = {key for key, x in old.items() if not torch.equal(x, new[key])}
+        assert changed and all(f".{mine}." in key or "value_head" in key for key in changed)
+        assert not any(f".{other}." in key for key in changed)
+        assert mine == "critic" or "value_head.weight" not in changed
+    for path, weight in base_weights().items():
+        module = path.removesuffix(".weight")
+        held = stages[-1].get(f"lm.{path}", stages[-1].get(f"lm.{module}.base_layer.weight"))
+        assert held is not None and torch.equal(held, weight)
+
+
+def test_two_ranks_learn_as_one_does(runs: SimpleNamespace) -> None:
+    """Losses and gradient norms do not depend on the number of ranks."""
+    for one, two in zip(runs.one[0]["metrics"], runs.two[0]["metrics"], strict=True):
+        keys = [key for key in one if not key.endswith("num_micro_batches")]
+        assert [two[k] for k in keys] == pytest.approx([one[k] for k in keys], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_merged_weights_answer_as_the_trainer_does(runs: SimpleNamespace, name: str) -> None:
+    """transformers with the merged folder, and with peft's over the base, gives its log-probs."""
+    answers, root = getattr(runs, name), runs.root / name
+    merged = LlamaForCausalLM.from_pretrained(root / "merged", dtype=torch.float32)
+    assert_answers(answers, "log_probs", log_probs(merged))
+    assert (
+        load_file(root / "merged/model.safetensors").keys()
+        == load_file(Path(runs.model) / "model.safetensors").keys()
+    )
+    adapted = PeftModel.from_pretrained(tiny_llama(VOCAB), root / "adapter")
+    assert_answers(answers, "log_probs", log_probs(adapted))
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_an_export_is_what_the_ranks_wrote(
+    runs: SimpleNamespace, name: str, tmp_path: Path
+) -> None:
+    """Merged and as adapter, from the checkpoint's small shards alone."""
+    step = runs.root / name / "global_step_3"
+    merged = checkpoint.export(step, tmp_path / "merged", base=runs.model, dtype="float32")
+    found, expected = (
+        load_file(p / "model.safetensors") for p in (merged, runs.root / name / "merged")
+    )
+    assert found.keys() == expected.keys()
+    for key, x in expected.items():
+        torch.testing.assert_close(found[key], x, rtol=0, atol=1e-6)
+    alone = checkpoint.export(step, tmp_path / "adapter", adapter_only=True)
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (alone / file).read_bytes() == (runs.root / name / "adapter" / file).read_bytes()
+    config = json.loads((alone / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (lora_bodies.RANK, lora_bodies.ALPHA)
+    assert config["target_modules"] == LINEAR and config["base_model_name_or_path"] == runs.model
+
+
+def test_a_checkpoint_holds_what_was_trained_only(runs: SimpleNamespace) -> None:
+    """Weight, two moments and a step of each adapter and the value head; nothing of the base."""
+    reader = dcp.FileSystemReader(runs.root / "one/global_step_3/shards")
+    saved = set(reader.read_metadata().state_dict_metadata)
+    expected = {
+        f"{role}.{kind}"
+        for key in runs.one[0]["stages"][-1]
+        for role in ("actor", "critic")
+        if f".{role}." in key or (role == "critic" and key == "value_head.weight")
+        for kind in (f"model.{key}", *(f"optimizer.{key}.{x}" for x in OPTIMIZER_STATE))
+    }
+    assert saved == expected
+
+
+def test_a_resumed_run_goes_on_as_if_never_stopped(runs: SimpleNamespace) -> None:
+    """From other random adapters, with another number of ranks, the next update is the same."""
+    root, before = runs.root / "two", runs.two[0]
+    resumed = run_ranks(1, lora_bodies.resume, root / "again", runs.model, str(root))[0]
+    assert all(torch.equal(x, before["stages"][-1][key]) for key, x in resumed["stages"][0].items())
+    for found, expected in zip(resumed["next"], before["next"], strict=True):
+        keys = [k for k in found if not k.endswith("num_micro_batches")]
+        assert [found[k] for k in keys] == pytest.approx([expected[k] for k in keys], rel=1e-3)
+
+
+def test_another_base_is_refused(runs: SimpleNamespace, tmp_path: Path) -> None:
+    """Weights of the same shape that are not those trained on are named, not used."""
+    step, other = runs.root / "one/global_step_3", save_tiny(tmp_path / "other", seed=1)
+    with pytest.raises(ConfigError, match="trained on"):
+        checkpoint.export(step, tmp_path / "out", base=other)
+    assert not (tmp_path / "out").exists()
+    saved = checkpoint.read_adapters(step)
+    with pytest.raises(ConfigError, match=r"lora_rank=0.*checkpoint's.*lora_rank=4"):
+        checkpoint.check_same({"actor": saved["actor"]}, {})
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_a_base_in_bfloat16_carries_float32_adapters() -> None:
+    """Only what learns is float32, the frozen weights are held as they compute; and it learns."""
+    lm = tiny_llama(VOCAB).to(torch.bfloat16)
+    lm.set_attn_implementation(PACKED)
+    config = ActorConfig(optim=OptimConfig(lr=1e-2))
+    options = FsdpOptions(torch.bfloat16, 10, config.optim)
+    adapters = {Role.ACTOR: AdapterConfig(lora_rank=2)}
+    engine = adapted_engine(lm, adapters, torch.device("cpu"), options)
+    done = Actor(engine, config, TokenBudgets()).update(make_batch(rank_bodies.LENGTHS))
+    assert done["actor/skipped_updates"] == 0 and done["actor/grad_norm"] > 0
+    learned = engine.full_learned()
+    assert {x.dtype for x in learned.values()} == {torch.float32}
+    rest = {x.dtype for name, x in engine.full_parameters() if name not in learned}
+    assert rest == {torch.bfloat16}
+    assert all(x.abs().max() > 1e-3 for name, x in learned.items() if "lora_B" in name)
+
+
+def test_target_modules_are_named_or_all_linear() -> None:
+    """The output head is never among them, also where it is not tied; unknown names are told."""
+    lm = tiny_llama(VOCAB, tie_word_embeddings=False)
+    assert target_names(lm, "all-linear") == LINEAR
+    assert target_names(lm, ["v_proj", "q_proj"]) == ["q_proj", "v_proj"]
+    for wrong in ("query", ["q_proj", "lm_head"], []):
+        with pytest.raises(ConfigError, match="all-linear"):
+            target_names(lm, wrong)
+
+
+def test_a_model_answers_for_the_role_in_force() -> None:
+    """Switching roles switches which adapter adds to a layer, and all stay trainable."""
+    options = AdapterConfig(lora_rank=2, lora_alpha=4, target_modules=["q_proj"])
+    model = AdaptedModel(tiny_llama(VOCAB), {Role.ACTOR: options, Role.CRITIC: options})
+    layer = model.lm.model.layers[0].self_attn.q_proj
+    for scale, role in ((1.0, "actor"), (2.0, "critic")):
+        torch.nn.init.constant_(layer.lora_A[role].weight, 1.0)
+        torch.nn.init.constant_(layer.lora_B[role].weight, scale)
+    x = torch.ones(1, layer.in_features)
+    plain = layer.base_layer(x)
+    # (alpha / r) B A x = 2 · scale · r · in_features
+    for role, scale in ((Role.ACTOR, 1.0), (Role.REFERENCE, 0.0), (Role.CRITIC, 2.0)):
+        model.use(role)
+        expected = plain + 2 * scale * 2 * layer.in_features
+        torch.testing.assert_close(layer(x), expected)
+        assert all(p.requires_grad == ("lora_" in n) for n, p in model.lm.named_parameters())

@@ -1,0 +1,131 @@
+"""Training in float16: the loss's scale, and updates that it lifts or spoils."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from example.tiny import tiny_llama
+from tests.verl.training.ranks import VOCAB, make_batch, save_tiny
+from verl import checkpoint
+from verl.config import ActorConfig, OptimConfig
+from verl.training.actor import Actor, TokenBudgets
+from verl.training.attention import PACKED
+from verl.training.fsdp import FsdpModel, FsdpOptions
+from verl.training.loss_scale import GROWTH_INTERVAL, LossScale
+from verl.training.models import LogProbModel, blocks
+
+pytestmark = pytest.mark.usefixtures("single_rank")
+LENGTHS = [12, 9, 17, 5]
+
+
+def test_the_scale_is_that_of_torch() -> None:
+    """Through overflows, long calm and both together it is `torch.amp.GradScaler`'s, exactly."""
+    ours, parameter = LossScale(), torch.nn.Parameter(torch.zeros(1))
+    torchs = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD([parameter])
+    overflows = {0, 1, 900, 901 + GROWTH_INTERVAL, 902 + 2 * GROWTH_INTERVAL + 5}
+    for number in range(7000):
+        torchs.scale(torch.ones(1))
+        assert torchs.get_scale() == ours.value, number
+        parameter.grad = torch.full((1,), torch.inf if number in overflows else 1.0)
+        torchs.unscale_(optimizer)
+        torchs.update()
+        ours.observe(number not in overflows)
+    assert ours.value != LossScale().value
+
+
+def make_actor(dtype: torch.dtype) -> Actor:
+    lm = tiny_llama(VOCAB)
+    lm.set_attn_implementation(PACKED)
+    options = FsdpOptions(dtype, 10, OptimConfig(lr=1e-3))
+    engine = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), options)
+    return Actor(engine, ActorConfig(), TokenBudgets(20, 20))
+
+
+def gradient(actor: Actor, spared: float = 1.0) -> torch.Tensor:
+    """The gradient of an update in one vector, as clipping sees it; advantages times `spared`."""
+    batch, found = make_batch(LENGTHS), []
+    batch.tokens["advantages"] *= spared
+
+    def note(*_: object) -> None:
+        learned = actor.engine.learned().values()
+        found.append(torch.cat([p.grad.to_local().flatten() for p in learned]))
+
+    actor.engine.optimizer.register_step_pre_hook(note)
+    actor.update(batch)
+    return found[0]
+
+
+@pytest.mark.parametrize("spared", [1.0, 1e-5])
+def test_a_float16_gradient_is_the_float32_one(spared: float) -> None:
+    """In length and direction; also where most of it would be 0 in float16 without the scale."""
+    exact, half = (gradient(make_actor(d), spared) for d in (torch.float32, torch.float16))
+    assert torch.nn.functional.cosine_similarity(half, exact, dim=0) > 0.999
+    assert float(half.norm()) == pytest.approx(float(exact.norm()), rel=0.01)
+
+
+def test_an_overflow_skips_halves_and_then_learns() -> None:
+    """It is told apart from a fault, which the guard looks at, and never reaches the weights."""
+    actor, batch = make_actor(torch.float16), make_batch(LENGTHS)
+    before = {name: x.clone() for name, x in actor.engine.full_parameters("lm.")}
+    actor.engine.loss_scale.value = 2.0**30
+    metrics = actor.update(batch)
+    assert metrics["actor/overflowed_updates"] == 1 and metrics["actor/skipped_updates"] == 0
+    assert "actor/grad_norm" not in metrics and metrics["actor/loss_scale"] == 2.0**30
+    now = dict(actor.engine.full_parameters("lm."))
+    assert all(torch.equal(now[name], x) for name, x in before.items())
+    while metrics["actor/overflowed_updates"]:
+        metrics = actor.update(batch)
+    assert 1 < metrics["actor/loss_scale"] == actor.engine.loss_scale.value < 2.0**29
+    assert metrics["actor/grad_norm"] > 0
+    now = dict(actor.engine.full_parameters("lm."))
+    assert not torch.equal(now["model.norm.weight"], before["model.norm.weight"])
+
+
+def test_what_no_scale_would_mend_is_a_fault() -> None:
+    """A loss that is not finite says nothing of the scale; a gradient does, unless at scale 1."""
+    actor, batch = make_actor(torch.float16), make_batch(LENGTHS)
+    batch.tokens["advantages"][batch.tokens["policy_mask"].nonzero()[0, 0]] = torch.nan
+    metrics = actor.update(batch)
+    assert (metrics["actor/skipped_updates"], metrics["actor/overflowed_updates"]) == (1, 0)
+    assert actor.engine.loss_scale == LossScale()
+    actor.engine.loss_scale.value = 1.0
+    first = next(iter(actor.engine.learned().values()))
+    first.grad = torch.full_like(first, torch.inf)
+    step = actor.engine.step()
+    assert step.is_faulty and not step.is_overflow
+
+
+def test_other_formats_have_no_scale() -> None:
+    """Nor does a model that learns nothing."""
+    metrics = make_actor(torch.bfloat16).update(make_batch(LENGTHS))
+    assert not {"actor/loss_scale", "actor/overflowed_updates"} & metrics.keys()
+    lm = tiny_llama(VOCAB)
+    frozen = FsdpOptions(torch.float16)
+    engine = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), frozen)
+    assert engine.loss_scale is None
+
+
+def test_line_21_a_resumed_run_goes_on_with_its_scale(tmp_path: Path) -> None:
+    """The update after a checkpoint, or a rollback to it, is the uninterrupted one, bit for bit."""
+    model_config = AutoConfig.from_pretrained(save_tiny(tmp_path / "model"))
+    one, other, batch = make_actor(torch.float16), make_actor(torch.float16), make_batch(LENGTHS)
+    one.engine.loss_scale = LossScale(2.0**11, GROWTH_INTERVAL - 2)
+    one.update(batch)
+    assert checkpoint.save_shards(tmp_path / "saved", {"actor": one.engine}, model_config) == ""
+    expected = [one.update(batch) for _ in range(2)]
+    assert [x["actor/loss_scale"] for x in expected] == [2.0**11, 2.0**12]
+    for actor in (one, other):
+        checkpoint.load_shards(tmp_path / "saved", {"actor": actor.engine})
+        assert [actor.update(batch) for _ in range(2)] == expected
+
+
+def test_a_checkpoint_of_another_format_is_resumed_with_a_new_scale(tmp_path: Path) -> None:
+    """A run that goes on in float16 on other cards finds no scale there."""
+    model_config = AutoConfig.from_pretrained(save_tiny(tmp_path / "model"))
+    wide, half = make_actor(torch.bfloat16), make_actor(torch.float16)
+    assert checkpoint.save_shards(tmp_path / "saved", {"actor": wide.engine}, model_config) == ""
+    checkpoint.load_shards(tmp_path / "saved", {"actor": half.engine})
+    assert half.engine.loss_scale == LossScale()

@@ -1,0 +1,91 @@
+"""Weights in a machine's memory go with the process that put them there, however it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from verl.training.node_folder import LOCK, PREFIX, NodeFolder, new_path, on_node, sweep
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from verl.training.node_folder import NodeFolder
+folder = NodeFolder(Path(sys.argv[1]))
+(folder.path / "model.safetensors").write_bytes(b"x")
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def start_owner(path: Path) -> subprocess.Popen[str]:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "ready\n"
+    return owner
+
+
+def is_gone(path: Path, seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while path.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    return not path.exists()
+
+
+def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
+    """SIGKILL, before which Ray kills all children, gives no time to clean up."""
+    path = tmp_path / f"{PREFIX}a"
+    owner = start_owner(path)
+    assert (path / "model.safetensors").exists()
+    for child in psutil.Process(owner.pid).children():
+        child.kill()
+    owner.kill()
+    owner.wait()
+    assert is_gone(path)
+
+
+def test_a_closed_folder_is_gone_at_once(tmp_path: Path) -> None:
+    """In good order there is nothing to wait for."""
+    folder = NodeFolder(tmp_path / f"{PREFIX}a")
+    (folder.path / "model.safetensors").write_bytes(b"x")
+    folder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_what_has_no_owner_is_swept(tmp_path: Path) -> None:
+    """What a lost machine's run left goes with the next one; a living run's folder stays."""
+    living = NodeFolder(tmp_path / f"{PREFIX}living")
+    left = tmp_path / f"{PREFIX}left"
+    left.mkdir()
+    (left / LOCK).touch()
+    (tmp_path / "other").mkdir()
+    for name, age in ((f".{PREFIX}torn", 3600), (f".{PREFIX}young", 0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / LOCK).touch()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    sweep(tmp_path)
+    left_there = sorted(p.name for p in tmp_path.iterdir())
+    assert left_there == [f".{PREFIX}young", "other", living.path.name]
+    living.close()
+
+
+def test_paths_are_new_each_time() -> None:
+    """Two runs on one machine never share a folder."""
+    assert new_path() != new_path()
+    assert not new_path().exists()
+
+
+def test_two_nodes_of_one_machine_have_folders_of_their_own(tmp_path: Path) -> None:
+    """They share its memory; each owner makes, and removes, its own."""
+    path = tmp_path / f"{PREFIX}a"
+    first, second = NodeFolder(on_node(path, "1" * 56)), NodeFolder(on_node(path, "2" * 56))
+    first.close()
+    assert [p.name for p in tmp_path.iterdir()] == [second.path.name]
+    second.close()

@@ -1,0 +1,180 @@
+"""Whether a run may go on from a checkpoint: the same data, search, model and experiment.
+
+Each option is of one of four kinds. What the saved state cannot be loaded under is refused. What
+would make it another experiment is refused unless `trainer.resume_anyway` names it, and so are
+other fingerprints. What only says where and how fast to compute may change freely. All others may
+change too, as a learning rate that was too high must; the log tells them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from verl import checkpoint
+from verl.config import Config
+from verl.config.known import known_options
+from verl.core_algos.advantages import ADVANTAGES
+from verl.data.rows import file_list
+from verl.errors import ConfigError
+from verl.training.adapters import fingerprint
+
+logger = logging.getLogger(__name__)
+
+MISSING = object()
+
+FIXED = (
+    "data.train_batch_size", "data.train_data_num", "actor_rollout_ref.model.lora_rank",
+    "actor_rollout_ref.model.lora_alpha", "actor_rollout_ref.model.target_modules",
+    "critic.model.lora_rank", "critic.model.lora_alpha", "critic.model.target_modules",
+)  # fmt: skip
+"""Options that the saved weights, optimizer state and data position need as they were."""
+
+EXPERIMENT = (
+    "trainer.seed", "data.shuffle_train_dataloader", "data.prompt_key",
+    "data.filter_overlong_prompts", "actor_rollout_ref.rollout.n_agent",
+    "actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.actor.ppo_epochs",
+    "actor_rollout_ref.actor.optim.betas", "actor_rollout_ref.actor.policy_loss",
+    "actor_rollout_ref.actor.state_masking", "critic.ppo_mini_batch_size", "critic.ppo_epochs",
+    "critic.optim.betas", "algorithm.adv_estimator", "reward_model.name", "reward_model.weights",
+    "reward_model.stages", "max_turns", "do_search", "template", "retriever.topk", "compat",
+)  # fmt: skip
+"""Options, or sections, that define what is learned from what."""
+
+FREE = (
+    "trainer", "retriever", "data.train_files", "data.val_files", "data.val_batch_size",
+    "actor_rollout_ref.model.path", "actor_rollout_ref.model.enable_gradient_checkpointing",
+    "actor_rollout_ref.model.use_remove_padding", "actor_rollout_ref.ref",
+    "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.actor.ppo_micro_batch_size",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    "actor_rollout_ref.rollout.gpu_memory_utilization",
+    "actor_rollout_ref.rollout.cpu_kv_cache_gib",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "actor_rollout_ref.rollout.num_replicas", "actor_rollout_ref.rollout.max_num_seqs",
+    "actor_rollout_ref.rollout.enforce_eager",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size",
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", "critic.model.path",
+    "critic.model.enable_gradient_checkpointing", "critic.model.use_remove_padding",
+    "critic.model.fsdp_config", "critic.ppo_micro_batch_size", "critic.ppo_max_token_len_per_gpu",
+    "reward_model.judge.url", "reward_model.judge.api_key_env", "reward_model.judge.cache_path",
+)  # fmt: skip
+"""Options, or sections, of the machine; files and models are compared by their content instead."""
+
+TOLD = ("trainer.compute_dtype", "trainer.critic_warmup", "trainer.deterministic")
+"""Options of those sections that are not of the machine alone."""
+
+
+def identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
+    """What a checkpoint keeps for a later comparison, as JSON: `config` and `fingerprints`.
+
+    `served`: the retriever's own fingerprints, empty where it gives none.
+    """
+    fingerprints = {
+        "data": hash_files(config.data.train_files),
+        "validation": hash_files(config.data.val_files),
+        "model": fingerprint(config.actor_rollout_ref.model.path),
+        **served,
+    }
+    if config.critic.model.path is not None:
+        fingerprints["critic"] = fingerprint(config.critic.model.path)
+    return {"config": json.loads(json.dumps(asdict(config))), "fingerprints": fingerprints}
+
+
+def hash_files(files: str | Sequence[str]) -> str:
+    """SHA-256 of the files' content, in order, wherever they lie."""
+    digest = hashlib.sha256()
+    for path in file_list(files):
+        with Path(path).expanduser().open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def check_resume(config: Config, present: Mapping[str, Any]) -> None:
+    """Refuse to resume what is not this run's, before any rank is built; `present`: its `identity`.
+
+    Raises ConfigError with every difference, and with what would accept it.
+    """
+    root = Path(config.trainer.default_local_dir)
+    step_dir = checkpoint.resolve(config.trainer.resume_mode, root)
+    if step_dir is None:
+        return
+    saved = checkpoint.read_state(step_dir)
+    if "config" not in saved:
+        logger.warning("%s does not say with which options and data it was made", step_dir)
+        return
+    problems = [*_options(saved, present, config), *_fingerprints(saved, present, config)]
+    if problems:
+        lines = "\n".join(f"  - {problem}" for problem in problems)
+        raise ConfigError(
+            f"trainer.resume_mode: {step_dir} is of another run than this one would be; give what "
+            f"it was made with, another trainer.default_local_dir, or accept by name:\n{lines}"
+        )
+
+
+def _options(saved: Mapping[str, Any], present: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Refused differences of options; those that are only told go to the log."""
+    old, new = flat(saved["config"]), flat(present["config"])
+    for key in sorted(old.keys() & new.keys()):
+        is_free = _is_in(key, FREE) and not _is_in(key, (*EXPERIMENT, *TOLD))
+        if is_free or old[key] == new[key]:
+            continue
+        change = f"{key}: got {_short(new[key])}, the checkpoint has {_short(old[key])}"
+        if key in FIXED or _adds_critic(key, old[key], new[key]):
+            yield f"{change}; what was saved cannot be used otherwise"
+        elif _is_in(key, EXPERIMENT) and not _is_in(key, config.trainer.resume_anyway):
+            yield f"{change}; to go on all the same: {_accept(config, key)}"
+        else:
+            logger.warning("resuming with another %s", change)
+
+
+def _fingerprints(
+    saved: Mapping[str, Any], present: Mapping[str, Any], config: Config
+) -> Iterator[str]:
+    """Refused differences of content; what cannot be compared goes to the log."""
+    old, new = saved["fingerprints"], present["fingerprints"]
+    for name in sorted({*old, *new}):
+        if old.get(name) == new.get(name):
+            continue
+        change = f"{name}: got {new.get(name)}, the checkpoint has {old.get(name)} (fingerprints)"
+        if name not in old or name not in new or name in config.trainer.resume_anyway:
+            logger.warning("resuming with another %s", change)
+        else:
+            yield f"{change}; to go on all the same: {_accept(config, name)}"
+
+
+def _adds_critic(key: str, old: Any, new: Any) -> bool:
+    """Whether a critic is needed that the checkpoint does not have."""
+    if key != "algorithm.adv_estimator":
+        return False
+    return ADVANTAGES[new].needs_critic and not ADVANTAGES[old].needs_critic
+
+
+def _accept(config: Config, name: str) -> str:
+    return f"trainer.resume_anyway=[{','.join([*config.trainer.resume_anyway, name])}]"
+
+
+def _is_in(key: str, names: Sequence[str]) -> bool:
+    """Whether an option, or a section above it, is named."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of today by dotted key, as far as a configuration, a nested dict, has them."""
+    found: dict[str, Any] = {}
+    for key in known_options():
+        value: Any = config
+        for name in key.split("."):
+            value = value.get(name, MISSING) if isinstance(value, Mapping) else MISSING
+        if value is not MISSING:
+            found[key] = value
+    return found
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,154 @@
+"""`key=value` arguments before Hydra sees them: plus signs, old names, unknown keys, types.
+
+The names of the original Search-R1 scripts all mean here what they meant there. Those that are
+spelled differently here, or have no effect any more, are in `verl.config.legacy`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.config import Config
+from verl.config.compat import COMPAT_PRESETS
+from verl.config.known import known_options, known_sections
+from verl.config.legacy import ALIASES, LEGACY, Legacy, find, name_here
+from verl.errors import ConfigError, explain
+
+logger = logging.getLogger(__name__)
+
+_warned: set[str] = set()
+
+
+def normalise(arguments: Sequence[str]) -> list[str]:
+    """Arguments as Hydra shall see them: known keys, no plus signs, checked types.
+
+    Order is kept, so the last of several values for one key wins. Raises ConfigError.
+    """
+    parsed = [parse(argument) for argument in arguments]
+    return [text for override in parsed for text in _normalise_one(override)]
+
+
+def parse(argument: str) -> Override:
+    """One `key=value` by Hydra's grammar; what is none, or would start a sweep, is refused."""
+    if "=" not in argument or argument.startswith("~"):
+        raise ConfigError(
+            explain("argument", repr(argument), "key=value", "see --help for the keys")
+        )
+    try:
+        override = _parser().parse_override(argument)
+    except HydraException as error:
+        key, value = argument.split("=", 1)
+        fix = f"quote it for the parser as well: '{key}=\"…\"'"
+        raise ConfigError(
+            explain(key, repr(value), "a value of Hydra's override grammar", fix)
+        ) from error
+    if override.is_sweep_override():
+        key, value = argument.split("=", 1)
+        raise ConfigError(explain(key, value, "one value", f"a list is {key}=[{value}]"))
+    return override
+
+
+def _normalise_one(override: Override) -> list[str]:
+    """The argument under its name here, or nothing where it is no option here."""
+    given = override.key_or_group
+    value = override.value()
+    key = name_here(given)
+    legacy = find(key)
+    if legacy is not None and key not in known_options():
+        _warn(given, value, legacy)
+        return []
+    if given == "actor_rollout_ref.rollout.n" and value == 1:
+        return []  # the original multiplies n by n_agent, so 1 changes nothing
+    if given == "compat" and not isinstance(value, dict):
+        return _compat(value)
+    if key not in known_options() and key not in known_sections():
+        raise unknown_key(given)
+    check_type(key, value)
+    if isinstance(value, dict) and key in known_options():
+        return [f"++{key}.{name}={item}" for name, item in value.items()]  # Hydra's way to add
+    text = str(override.input_line).split("=", 1)[1]
+    return [f"{key}={text}"]
+
+
+def _compat(name: Any) -> list[str]:
+    """The switches that `compat=NAME` stands for; one given after it wins."""
+    if name not in COMPAT_PRESETS:
+        known = f"one of {', '.join(COMPAT_PRESETS)}"
+        fix = "compat=search_r1, or one switch, such as compat.sampled_validation=true"
+        raise ConfigError(explain("compat", repr(name), known, fix))
+    switches = [key for key in known_options() if key.startswith("compat.")]
+    chosen = {f"compat.{switch}" for switch in COMPAT_PRESETS[name]}
+    return [f"{key}={'true' if key in chosen else 'false'}" for key in switches]
+
+
+def unknown_key(key: str) -> ConfigError:
+    """The error for a key that is no option, with the nearest that is one."""
+    names = [*known_options(), *ALIASES]
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    leaf = [name for name in names if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    best = next(iter(leaf or near), None)
+    if leaf and len(leaf) > 1:
+        best = max(leaf, key=lambda name: difflib.SequenceMatcher(None, key, name).ratio())
+    hint = f"did you mean {best}?" if best else "see --help for all keys"
+    return ConfigError(explain("unknown option", key, "a key of verl/config/", hint))
+
+
+def check_type(key: str, value: Any) -> None:
+    """Refuse a value that its option's type cannot take."""
+    try:
+        OmegaConf.update(_schema(), key, value, merge=True)
+    except OmegaConfBaseException as error:
+        option = known_options().get(key)
+        expected = option.type_name if option else "options of this section"
+        fix = f"for example {key}={_example(option.default)}" if option else "see --help"
+        raise ConfigError(explain(key, repr(value), expected, fix)) from error
+
+
+@functools.cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
+
+
+@functools.cache
+def _schema() -> DictConfig:
+    """A config to try values on; its types matter, its values do not."""
+    schema: DictConfig = OmegaConf.structured(Config)
+    return schema
+
+
+def _example(default: Any) -> str:
+    """A default as one would type it."""
+    if default is None or isinstance(default, bool):
+        return {None: "null", True: "true", False: "false"}[default]
+    return str(default)
+
+
+def warn_no_effect(config: DictConfig) -> None:
+    """Warn once for each option whose value asks for something that no longer happens."""
+    for key, legacy in LEGACY.items():
+        if key in known_options():
+            _warn(key, OmegaConf.select(config, key), legacy)
+
+
+def _warn(key: str, value: Any, legacy: Legacy) -> None:
+    """One warning per key and process; ConfigError where the run would be another without it."""
+    if value in legacy.silent:
+        return
+    if legacy.is_refused:
+        typed = [_example(allowed) for allowed in legacy.silent if allowed not in (None, {})]
+        expected = " or ".join([*typed, "nothing"])
+        raise ConfigError(explain(key, repr(value), expected, legacy.advice))
+    if key in _warned:
+        return
+    _warned.add(key)
+    logger.warning("%s=%s has no effect any more: %s", key, value, legacy.advice)

@@ -1,0 +1,147 @@
+"""The guard over a run: it says what is wrong, knows which checkpoints to trust, and what to do.
+
+A checkpoint is healthy when the guard had nothing to say in the `patience` steps that followed it:
+they sampled with its weights and learned from there. Its folder is then marked `HEALTHY`. What a
+run under `action=rollback` starts from, and what it goes on from, is trusted at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl import checkpoint
+from verl.config import GuardConfig
+from verl.errors import CollapseError
+from verl.monitor.collapse import CollapseGuard, Health, Verdict
+
+logger = logging.getLogger(__name__)
+
+LEVELS = {Health.HEALTHY: 0.0, Health.WARNING: 1.0, Health.COLLAPSED: 2.0}
+"""How the verdict is logged, as `guard/health`."""
+
+
+@dataclass
+class Watch:
+    """Verdicts, trusted checkpoints and rollbacks of one run; `directory` holds its checkpoints."""
+
+    config: GuardConfig
+    directory: Path
+    settle: Callable[[], None] = lambda: None
+    """Waits for a checkpoint that is still being written."""
+    pending: list[int] = field(default_factory=list)
+    """Steps of checkpoints that are not proven yet, in order."""
+    healthy: int | None = None
+    """Step of the last healthy checkpoint."""
+    rollbacks: int = 0
+
+    def __post_init__(self) -> None:
+        self.guard = CollapseGuard(self.config)
+
+    def judge(self, step: int, metrics: dict[str, float]) -> Verdict:
+        """The verdict on a step, which is logged, added to `metrics`, and proves checkpoints."""
+        if not self.config.enable:
+            return Verdict()
+        verdict = self.guard.observe(metrics)
+        metrics["guard/health"] = LEVELS[verdict.health]
+        metrics["guard/rollbacks"] = float(self.rollbacks)
+        for reason in verdict.reasons:
+            logger.warning("guard: step %d: %s: %s", step, verdict.health.value, reason)
+        if not verdict.is_healthy:
+            self.pending.clear()
+        while self.pending and step - self.pending[0] >= self.config.patience:
+            self.trust(self.pending[0])
+        return verdict
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of `step` is being written; the next steps will prove it."""
+        self.pending.append(step)
+
+    def trust(self, step: int) -> None:
+        """Take the checkpoint of `step` for healthy from now on, if it is there."""
+        self.settle()
+        self.forget(step)
+        if self._exists(step):
+            self.healthy = step
+            checkpoint.mark_healthy(checkpoint.step_folder(self.directory, step))
+
+    def forget(self, step: int) -> None:
+        """The checkpoint of `step` is not there, or needs no proof any more."""
+        self.pending = [pending for pending in self.pending if pending != step]
+
+    @property
+    def needed(self) -> set[int]:
+        """Steps whose checkpoints must stay: the healthy one, and the next one to be proven."""
+        found = {self.pending[0]} if self.pending else set()
+        return found if self.healthy is None else {*found, self.healthy}
+
+    @property
+    def wants_start(self) -> bool:
+        """The run must save what it starts from: a rollback could have to go there."""
+        rolls_back = self.config.enable and self.config.action == "rollback"
+        return rolls_back and self.healthy is None
+
+    @property
+    def lr_scale(self) -> float:
+        """Share of the configured learning rates that is left after the rollbacks so far."""
+        return self.config.rollback_lr_factor**self.rollbacks
+
+    def acts_on(self, verdict: Verdict) -> bool:
+        """Whether the run cannot just go on."""
+        return verdict.is_collapsed and self.config.action != "warn"
+
+    def roll_back(self, step: int, verdict: Verdict) -> Path:
+        """The checkpoint to go on from; counts the rollback.
+
+        Raises CollapseError under `action=stop`, and when the rollbacks are used up.
+        """
+        if self.config.action != "rollback" or self.rollbacks >= self.config.max_rollbacks:
+            raise CollapseError(self._message(step, verdict))
+        assert self.healthy is not None, "a run that may roll back has saved what it started from"
+        self.rollbacks += 1
+        self.guard.restart()
+        self.pending.clear()
+        folder = checkpoint.step_folder(self.directory, self.healthy)
+        logger.warning("guard: step %d: back to %s, learning rates x %.3g (rollback %d of %d)",
+                       step, folder, self.lr_scale, self.rollbacks,
+                       self.config.max_rollbacks)  # fmt: skip
+        return folder
+
+    def _message(self, step: int, verdict: Verdict) -> str:
+        """What happened, where the healthy weights are, and how to go on."""
+        spent = f" after {self.rollbacks} rollbacks" if self.rollbacks else ""
+        head = f"the policy collapsed at step {step}{spent}: {verdict}; "
+        if self.healthy is None:
+            return head + (
+                "no checkpoint is known to be healthy: start anew with a lower "
+                "actor_rollout_ref.actor.optim.lr, and trainer.save_freq to have checkpoints"
+            )
+        folder = checkpoint.step_folder(self.directory, self.healthy)
+        return head + (
+            f"the last healthy checkpoint is {folder}; go on from it with "
+            f"trainer.resume_mode={folder} and a lower actor_rollout_ref.actor.optim.lr"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        return {
+            **self.guard.state_dict(),
+            "pending": self.pending,
+            "healthy": self.healthy,
+            "rollbacks": self.rollbacks,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave, as far as the checkpoints are still here."""
+        self.guard.load_state_dict(state)
+        self.pending = [step for step in state["pending"] if self._exists(step)]
+        self.healthy = state["healthy"] if self._exists(state["healthy"]) else None
+        self.rollbacks = state["rollbacks"]
+
+    def _exists(self, step: int | None) -> bool:
+        if step is None:
+            return False
+        return checkpoint.is_complete(checkpoint.step_folder(self.directory, step))

@@ -1,0 +1,155 @@
+"""The host's memory during a run: a thread looks at it, and speaks before Ray or the kernel kills.
+
+Ray ends a process of its choice when a node's memory is used up to RAY_memory_usage_threshold; the
+kernel does so at the limit. Neither says what had used it: the line from here does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from verl.config import Config
+from verl.errors import RankLost, ReplicaLost
+from verl.machine import SHARED_MEMORY, HostMemory
+from verl.monitor.processes import Usage, usages
+from verl.preflight.memory.table import GB, amount
+from verl.single_controller.actors import Place
+
+logger = logging.getLogger(__name__)
+
+RAY_THRESHOLD = "RAY_memory_usage_threshold"
+RAY_DEFAULT = 0.95
+AHEAD = 0.03
+"""Share of the memory by which the line comes before Ray's threshold, at the least."""
+AGAIN = 0.5
+"""It comes again when what is free has fallen to this much of what it was then."""
+RECENT_S = 120.0
+"""How old a report may be to explain the loss of a process."""
+ADVICE = (
+    ("rank", "fewer trainer.n_gpus_per_node, a smaller ppo_max_token_len_per_gpu, lora_rank=32, or "
+             "fsdp_config.*_offload=false"),
+    ("replica", "rollout.cpu_kv_cache_gib, or a larger rollout.tensor_model_parallel_size"),
+    ("engine core", "rollout.cpu_kv_cache_gib, or a larger rollout.tensor_model_parallel_size"),
+    ("retriever", "run the retriever on another machine"),
+    ("driver", "data.train_batch_size"),
+)  # fmt: skip
+"""What to lower, by the first word of the largest user's name."""
+
+
+@dataclass
+class HostWatch:
+    """Looks every `seconds`; warns when less than `low` of the memory is free."""
+
+    seconds: float = 0.0
+    """0 never looks by itself."""
+    low: float = 0.1
+    names: Mapping[int, str] = field(default_factory=dict)
+    """What processes are, by id, where it is known: `rank 0` …"""
+    read: Callable[[], HostMemory] = HostMemory.now
+    report: str | None = field(init=False, default=None)
+    """The last line about memory that was nearly used up."""
+
+    def __post_init__(self) -> None:
+        threshold = float(os.environ.get(RAY_THRESHOLD, RAY_DEFAULT))
+        self.low = max(self.low, 1 - threshold + AHEAD)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="host-memory", daemon=True)
+        self._worst: HostMemory | None = None
+        self._told_free = float("inf")
+        self._told_at = float("-inf")
+
+    def start(self) -> None:
+        """Begin to look, unless `seconds` is 0."""
+        if self.seconds > 0:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.seconds):
+            self.look()
+
+    def look(self) -> HostMemory:
+        """Read the memory now, and warn if there is reason to."""
+        memory = self.read()
+        if self._worst is None or memory.free < self._worst.free:
+            self._worst = memory
+        if memory.free >= self.low * memory.total:
+            self._told_free = float("inf")
+        elif memory.free < AGAIN * self._told_free:
+            self._told_free, self._told_at = memory.free, time.monotonic()
+            self.report = describe(memory, usages(self.names))
+            logger.warning("%s", self.report)
+        return memory
+
+    @property
+    def recent_report(self) -> str | None:
+        """The last report, if it is not long ago."""
+        return self.report if time.monotonic() - self._told_at < RECENT_S else None
+
+    def metrics(self) -> dict[str, float]:
+        """The worst since the last call, `perf/host_memory_*`."""
+        self.look()
+        worst, self._worst = self._worst, None
+        assert worst is not None
+        return {
+            "perf/host_memory_free_gb": worst.free / GB,
+            "perf/host_memory_used_share": worst.used_share,
+        }
+
+
+def rank_names(places: Sequence[Place], node_id: str) -> dict[int, str]:
+    """The number of each rank on this node, by the id of its process."""
+    return {place.pid: f"rank {i}" for i, place in enumerate(places) if place.node_id == node_id}
+
+
+def describe(memory: HostMemory, found: Sequence[Usage]) -> str:
+    """One line: how much is left, who has the rest, and what to lower."""
+    ours = ", ".join(f"{usage.name} {amount(usage.bytes)}" for usage in found if usage.is_ours)
+    others = [f"{usage.name} {amount(usage.bytes)}" for usage in found if not usage.is_ours][:5]
+    shared = f"; /dev/shm {amount(_shared())} (weights, Ray's objects)" if _shared() else ""
+    beside = f"; not of this run: {', '.join(others)}" if others else ""
+    return (
+        f"host memory is nearly used up: {amount(memory.free)} of {amount(memory.total)} are free "
+        f"(Ray and the kernel end processes when there is none); this run: {ours}{shared}{beside}; "
+        f"to need less: {_advice(found)}"
+    )
+
+
+def _shared() -> int:
+    return shutil.disk_usage(SHARED_MEMORY).used if SHARED_MEMORY.exists() else 0
+
+
+def _advice(found: Sequence[Usage]) -> str:
+    """For the largest user that anything is known of."""
+    for usage in found:
+        for word, advice in ADVICE:
+            if usage.name.startswith(word):
+                return advice
+    return "end other programs"
+
+
+@contextlib.contextmanager
+def watching(config: Config) -> Iterator[HostWatch]:
+    """A watch as long as the body; the error of a process lost in it ends with the last report."""
+    watch = HostWatch(config.trainer.memory_watch_seconds, config.trainer.memory_low)
+    watch.start()
+    try:
+        yield watch
+    except (RankLost, ReplicaLost) as error:
+        if watch.recent_report is None:
+            raise
+        raise type(error)(f"{error}; {watch.recent_report}") from error
+    finally:
+        watch.stop()

@@ -1,0 +1,133 @@
+"""What a step's work on the ranks was worth: FLOPs against seconds, and the devices' memory.
+
+All of it is seen from the driver: FLOPs follow from the sequences it sends and the models' shapes,
+seconds are those that a user waits.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from verl.config import Config, CriticModelConfig, ModelConfig
+from verl.monitor.flops import ModelFlops
+from verl.preflight.memory.check import read_shape
+from verl.trainer.metrics import Metrics, Timings
+from verl.training.devices import PeakMemory
+from verl.training.models import LOGITS_PER_CHUNK
+from verl.types import TokenBatch
+
+PHASES_OF_RANKS = (
+    "old_log_prob", "values", "update_critic", "update_actor", "guard", "update_weights",
+)  # fmt: skip
+"""The phases of a step after which the ranks say how much memory they took."""
+GB = 1e9
+
+
+class RankTimings(Timings):
+    """Timings that also know the ranks' peak memory in each phase that is theirs."""
+
+    def __init__(self, take_peak: Callable[[], PeakMemory | None]) -> None:
+        """`take_peak` gives the peak since its last call, None where devices have no memory."""
+        super().__init__()
+        self._take_peak = take_peak
+        self._take_peak()  # what came before this step
+        self.peaks: dict[str, PeakMemory] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the body under `name`; a phase of the ranks ends with a call to them."""
+        with super().phase(name):
+            yield
+        if name in PHASES_OF_RANKS and (peak := self._take_peak()) is not None:
+            self.peaks[name] = peak
+
+    def metrics(self) -> Metrics:
+        """Seconds, and `perf/device_memory_gb/PHASE/...` where devices have memory."""
+        found = super().metrics()
+        for name, peak in self.peaks.items():
+            found[f"perf/device_memory_gb/{name}/allocated"] = peak.allocated / GB
+            found[f"perf/device_memory_gb/{name}/reserved"] = peak.reserved / GB
+        return found
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs that were done."""
+
+    model: float = 0.0
+    """What the maths needs."""
+    recomputed: float = 0.0
+    """What was computed a second time to save memory."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.model + other.model, self.recomputed + other.recomputed)
+
+
+class WorkCounter:
+    """Counts the FLOPs that the ranks are asked for; none of a model whose shape is unknown."""
+
+    def __init__(self, config: Config) -> None:
+        section, critic = config.actor_rollout_ref, config.critic
+        self.policy = model_flops(section.model, section.model.path, is_critic=False)
+        self.critic = model_flops(critic.model, config.critic_path, is_critic=True)
+        self.reference = self.policy and replace(self.policy, adapter=0)
+        self._done: dict[str, Work] = defaultdict(Work)
+
+    def looks(self, phase: str, model: ModelFlops | None, batch: TokenBatch) -> None:
+        """A forward of `model` over the batch."""
+        if model is not None:
+            self._done[phase] += Work(model.forward(*sizes(model, batch)))
+
+    def learns(self, phase: str, model: ModelFlops | None, mini_batch: TokenBatch) -> None:
+        """Forward and backward of `model` over the mini-batch."""
+        if model is not None:
+            lengths, num_wanted = sizes(model, mini_batch)
+            in_chunks = not model.is_critic and num_wanted * model.shape.vocab > LOGITS_PER_CHUNK
+            again = model.recomputed(lengths, num_wanted if in_chunks else 0)
+            self._done[phase] += Work(model.update(lengths, num_wanted), again)
+
+    def take(self) -> dict[str, Work]:
+        """What was done since the last call, by phase."""
+        done, self._done = self._done, defaultdict(Work)
+        return dict(done)
+
+
+def model_flops(
+    options: ModelConfig | CriticModelConfig, path: str, is_critic: bool
+) -> ModelFlops | None:
+    """The FLOPs of the model at `path` with its adapter, if any; None for an unknown shape."""
+    shape = read_shape(path)
+    if shape is None:
+        return None
+    adapter = shape.adapter(options.lora_rank, options.target_modules)
+    return ModelFlops(shape, is_critic, adapter, options.enable_gradient_checkpointing)
+
+
+def sizes(model: ModelFlops, batch: TokenBatch) -> tuple[list[int], int]:
+    """Tokens of each sequence, and those for which the model's head is asked."""
+    mask = batch.tokens["loss_mask"]
+    if model.is_critic:
+        mask = batch.tokens.get("value_mask", mask)
+    return batch.lengths.tolist(), int(mask.sum())
+
+
+def speed_metrics(
+    work: Mapping[str, Work], seconds: Mapping[str, float], num_ranks: int, peak: float | None
+) -> Metrics:
+    """`perf/tflops/NAME` of a rank, and utilisations where a card's FLOP/s at most, `peak`, are
+    known. NAME is the phase, of an update what learned.
+
+    MFU counts what the maths needs, HFU what was computed again too (PaLM, appendix B).
+    """
+    found: Metrics = {}
+    for phase, done in work.items():
+        name, rank_seconds = phase.removeprefix("update_"), num_ranks * max(seconds[phase], 1e-9)
+        found[f"perf/tflops/{name}"] = done.model / rank_seconds / 1e12
+        if peak is not None:
+            found[f"perf/mfu/{name}"] = done.model / rank_seconds / peak
+            if done.recomputed:
+                found[f"perf/hfu/{name}"] = (done.model + done.recomputed) / rank_seconds / peak
+    return found

@@ -1,0 +1,257 @@
+"""Where metrics go: console, jsonl, wandb, tensorboard behind one `log(metrics, step)`.
+
+Knows nothing of what the metrics mean, except which few the console shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Protocol, Self
+
+from verl.config import Config
+from verl.errors import ConfigError, explain
+from verl.monitor.wandb_tracker import WandbTracker, load
+
+logger = logging.getLogger(__name__)
+
+KEY_METRICS = ("val/em", "em", "reward", "score", "loss", "kl", "entropy", "grad_norm", "step_s")
+"""The console shows metrics whose name, or its last part, is here; all, where none is."""
+
+
+class Tracker(Protocol):
+    """One place where metrics go."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record one step."""
+        ...
+
+    def rewind(self, step: int | None) -> None:
+        """Forget the steps after `step`, which come again; None forgets all of this tracker's own.
+
+        What can no longer be changed is left as it is.
+        """
+        ...
+
+    def close(self) -> None:
+        """Flush and let go."""
+        ...
+
+
+class ConsoleTracker:
+    """One compact line a step through logging."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        logger.info("step %d  %s", step, compact(metrics))
+
+    def rewind(self, step: int | None) -> None:
+        """What was shown was shown."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class JsonlTracker:
+    """`metrics.jsonl`: one flushed line a step, each step once; a resumed run appends."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path = directory / "metrics.jsonl"
+        self._start = self._path.stat().st_size if self._path.exists() else 0
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def rewind(self, step: int | None) -> None:
+        """Move what is forgotten to `metrics.superseded.jsonl`; a torn last line goes with it."""
+        self._file.close()
+        old = self._path.read_bytes()
+        if step is None:
+            kept, forgotten = [old[: self._start]], [old[self._start :]]
+        else:
+            lines = old.splitlines(keepends=True)
+            kept = [line for line in lines if not _is_after(line, step)]
+            forgotten = [line for line in lines if _is_after(line, step)]
+        if any(forgotten):
+            with self._path.with_name("metrics.superseded.jsonl").open("ab") as file:
+                file.writelines(forgotten)
+            part = self._path.with_suffix(".tmp")
+            part.write_bytes(b"".join(kept))
+            os.replace(part, self._path)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorboardTracker:
+    """Event files in `directory/tensorboard`."""
+
+    def __init__(self, directory: Path) -> None:
+        load("tensorboard", "tensorboard")
+        module = load("torch.utils.tensorboard", "tensorboard")
+        self._open = functools.partial(module.SummaryWriter, str(directory / "tensorboard"))
+        self._writer = self._open()
+
+    def rewind(self, step: int | None) -> None:
+        """TensorBoard passes over the steps that come again."""
+        self._writer.close()
+        self._writer = self._open(purge_step=0 if step is None else step + 1)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class MemoryTracker:
+    """Keeps (step, metrics) in a list, for tests and notebooks."""
+
+    def __init__(self) -> None:
+        self.records: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.records.append((step, dict(metrics)))
+
+    def rewind(self, step: int | None) -> None:
+        self.records = [record for record in self.records if step is not None and record[0] <= step]
+
+    def close(self) -> None:
+        """The records stay."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What backends are told of a run."""
+
+    project: str
+    experiment: str
+    directory: Path
+    """Where what they write goes."""
+    config: Mapping[str, Any] | None = None
+    """The run's options as a plain dict."""
+    is_resumed: bool = False
+    """It goes on with what an earlier start of it left in `directory`."""
+
+
+def _wandb(run: Run) -> Tracker:
+    where = run.project, run.experiment, run.directory
+    return WandbTracker(*where, run.config, run.is_resumed)
+
+
+_BUILDERS: Mapping[str, Callable[[Run], Tracker]] = MappingProxyType(
+    {
+        "console": lambda run: ConsoleTracker(),
+        "jsonl": lambda run: JsonlTracker(run.directory),
+        "wandb": _wandb,
+        "tensorboard": lambda run: TensorboardTracker(run.directory),
+    }
+)
+BACKENDS = tuple(_BUILDERS)
+
+
+class Tracking:
+    """All chosen backends at once; a context manager that closes them."""
+
+    def __init__(
+        self,
+        project: str,
+        experiment: str,
+        backends: str | Sequence[str | Tracker],
+        directory: str | Path,
+        config: Mapping[str, Any] | None = None,
+        is_resumed: bool = False,
+    ) -> None:
+        """Open backends by name (or take trackers as they are).
+
+        `config` is a plain dict of the run's options. Raises ConfigError for an unknown name
+        before any backend is opened.
+        """
+        chosen = [backends] if isinstance(backends, str) else list(backends)
+        for name in chosen:
+            if isinstance(name, str) and name not in _BUILDERS:
+                expected = f"one of {', '.join(BACKENDS)}"
+                raise ConfigError(explain("trainer.logger", name, expected, "trainer.logger=jsonl"))
+        run = Run(project, experiment, Path(directory), config, is_resumed)
+        self._trackers = [
+            _BUILDERS[item](run) if isinstance(item, str) else item for item in chosen
+        ]
+
+    @classmethod
+    def from_config(cls, config: Config) -> Self:
+        """The backends that a run's `trainer` options choose."""
+        trainer = config.trainer
+        return cls(
+            trainer.project_name,
+            trainer.experiment_name,
+            backend_names(trainer.logger),
+            trainer.default_local_dir,
+            dataclasses.asdict(config),
+            is_resumed=trainer.resume_mode != "disable",
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send one step's metrics to every backend; numbers of any kind become floats."""
+        plain = {name: float(value) for name, value in metrics.items()}
+        for tracker in self._trackers:
+            tracker.log(plain, step)
+
+    def rewind(self, step: int | None) -> None:
+        """Forget the steps after `step` everywhere: the run goes on from it.
+
+        None forgets what was logged through this object, for a run that begins anew.
+        """
+        for tracker in self._trackers:
+            tracker.rewind(step)
+
+    def close(self) -> None:
+        """Close every backend."""
+        for tracker in self._trackers:
+            tracker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _is_after(line: bytes, step: int) -> bool:
+    """Whether a line of the log is of a later step, or was never finished."""
+    try:
+        return int(json.loads(line)["step"]) > step
+    except (ValueError, KeyError, TypeError):
+        return True
+
+
+def backend_names(logger_option: str | Sequence[str]) -> list[str]:
+    """`trainer.logger` as a list, whether it was a name or several."""
+    return [logger_option] if isinstance(logger_option, str) else list(logger_option)
+
+
+def compact(metrics: Mapping[str, float]) -> str:
+    """The key metrics on one line, four significant digits each."""
+    shown = {k: v for k, v in metrics.items() if k in KEY_METRICS or _last(k) in KEY_METRICS}
+    return "  ".join(f"{name} {value:.4g}" for name, value in (shown or metrics).items())
+
+
+def _last(name: str) -> str:
+    return name.rsplit("/", 1)[-1]

@@ -1,0 +1,241 @@
+"""What a run needs of its machine, looked at by the driver before any long work.
+
+Model, questions, retriever, devices, disk and tracking packages are all checked; the error lists
+every problem in one line each. Rules between options are in `verl.config.checks`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import torch
+from huggingface_hub import constants, get_token, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+from verl.config import Config
+from verl.data.rows import load_rows
+from verl.errors import (
+    ConfigError,
+    DataError,
+    ModelError,
+    PreflightError,
+    ResourceError,
+    RetrieverError,
+    SearchR1Error,
+    explain,
+)
+from verl.monitor.tracking import backend_names
+from verl.preflight.adapters import adapter_problems
+from verl.preflight.memory.check import look, memory_problems, settle_offload
+from verl.training.loading import WEIGHT_SUFFIXES, weight_bytes
+
+logger = logging.getLogger(__name__)
+
+PROBE_SECONDS = 10.0
+"""How long the retriever or the hub may take to answer here."""
+CHECKPOINT_FACTOR = 3
+"""Bytes of a checkpoint per byte of weights: fp32 weights and two moments, at the least."""
+MIN_FREE_BYTES = 1 << 30
+
+
+def preflight(config: Config) -> Config:
+    """The options with what was left to the machine decided, when the run may start.
+
+    Raises PreflightError with every problem found.
+    """
+    outlook = look(config)
+    config = settle_offload(config, outlook)
+    checks = (
+        model_problems,
+        adapter_problems,
+        _questions,
+        retriever_problems,
+        _devices,
+        functools.partial(memory_problems, outlook=outlook),
+        _disk,
+        _tracking,
+    )
+    problems = [problem for check in checks for problem in check(config)]
+    if problems:
+        raise PreflightError(problems)
+    logger.info("preflight: model, data, retriever, devices and disk are there")
+    return config
+
+
+def model_problems(config: Config) -> Iterator[SearchR1Error]:
+    """The policy's weights, and the critic's where they are others."""
+    path = config.actor_rollout_ref.model.path
+    yield from _model("actor_rollout_ref.model.path", path)
+    other = config.critic.model.path
+    if config.algorithm.adv_estimator == "gae" and other not in (None, path):
+        yield from _model("critic.model.path", str(other))
+
+
+def _model(key: str, path: str) -> Iterator[SearchR1Error]:
+    """A folder with config.json and weights, or a name that the hub or its cache knows."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        names = [file.name for file in folder.iterdir()]
+        weights = [name for name in names if name.endswith(WEIGHT_SUFFIXES)]
+        lacking = [] if "config.json" in names else ["config.json"]
+        lacking += [] if weights else ["*.safetensors"]
+        if lacking:
+            got, fix = f"{path} without {' and '.join(lacking)}", "download the whole model"
+            yield ModelError(explain(key, got, "a Hugging Face model folder", fix))
+        return
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) or path.startswith("."):
+        expected, fix = "a model folder or a hub name", "correct the path, or download the model"
+        yield ModelError(explain(key, f"{path} (no such folder)", expected, fix))
+        return
+    problem = _hub_problem(path)
+    if problem:
+        fix = f"correct it, or on a machine with network: hf download {path}"
+        expected = "a model folder or a hub name that can be loaded"
+        yield ModelError(explain(key, f"{path} ({problem})", expected, fix))
+
+
+def _hub_problem(name: str) -> str:
+    """Why a hub model cannot be loaded, or an empty text."""
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError as error:
+        return f"no such folder, and no hub name: {_first_line(error)}"
+    if isinstance(cached, str):
+        return ""
+    if constants.HF_HUB_OFFLINE:
+        return "no such folder, not in the hub's cache, and HF_HUB_OFFLINE is set"
+    token = get_token()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        # Asked directly: the exceptions of the hub's client differ between its versions.
+        url = f"{constants.ENDPOINT}/api/models/{name}"
+        answer = httpx.get(url, headers=headers, timeout=PROBE_SECONDS, follow_redirects=True)
+    except httpx.HTTPError as error:
+        return f"no such folder, and the hub does not answer: {_first_line(error)}"
+    return "" if answer.is_success else f"no such folder, and the hub says {answer.status_code}"
+
+
+def _questions(config: Config) -> Iterator[SearchR1Error]:
+    """Files that can be read, with sound rows, and enough of them for one batch."""
+    data = config.data
+    needed = 1 if config.trainer.val_only else data.train_batch_size
+    for key, files, limit, at_least in (
+        ("train", data.train_files, data.train_data_num, needed),
+        ("val", data.val_files, data.val_data_num, 1),
+    ):
+        try:
+            num_rows = len(load_rows(files, data.prompt_key))
+        except DataError as error:
+            yield DataError(f"data.{key}_files: {error}")
+            continue
+        usable = num_rows if limit is None else min(limit, num_rows)
+        if usable < at_least:
+            expected = f"data.{key}_batch_size={at_least} or more"
+            fix = f"set data.{key}_batch_size={usable}, or give more rows"
+            yield DataError(explain(f"data.{key}_files", f"{usable} rows", expected, fix))
+
+
+def retriever_problems(config: Config) -> Iterator[SearchR1Error]:
+    """Search servers that all answer, unless the run searches nothing."""
+    if not config.has_retriever:
+        return
+    url = config.retriever.url
+    timeout = min(config.retriever.timeout, PROBE_SECONDS)
+    for address in map(str.strip, url.split(",")):
+        problem = retriever_problem(address, timeout)
+        if problem:
+            expected = 'an answer {"result": [...]} to POST /retrieve'
+            fix = "start it (bash retrieval_launch.sh) and set retriever.url=http://HOST:PORT/retrieve"
+            yield RetrieverError(explain(f"retriever.url={address}", problem, expected, fix))
+
+
+def retriever_problem(url: str, timeout: float) -> str:
+    """What is wrong with a search server, or an empty text; `timeout` in seconds.
+
+    `/health` beside the given path is asked first. A server that has none gets one query.
+    """
+    try:
+        with httpx.Client(timeout=timeout, trust_env=False) as client:
+            health = client.get(httpx.URL(url).join("health"))
+            if health.is_success:
+                return ""
+            if health.status_code not in (404, 405, 501):
+                return f"{health.status_code} from /health: {health.text[:80]!r}"
+            query = {"queries": ["capital of France"], "topk": 1, "return_scores": False}
+            answer = client.post(url, json=query)
+            if not answer.is_success:
+                return f"{answer.status_code}: {answer.text[:80]!r}"
+            body = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return f"no answer ({_first_line(error)})"
+    except ValueError:
+        return "an answer that is not JSON"
+    result = body.get("result") if isinstance(body, dict) else None
+    sound = isinstance(result, list) and len(result) == 1
+    return "" if sound else f"{str(body)[:80]!r}"
+
+
+def _devices(config: Config) -> Iterator[SearchR1Error]:
+    """Enough devices here; on a running cluster (RAY_ADDRESS) Ray's placement tells."""
+    trainer = config.trainer
+    key, wanted = "trainer.n_gpus_per_node", trainer.n_gpus_per_node
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    num_gpus = torch.cuda.device_count()
+    if trainer.nnodes > 1:
+        fix = "start a Ray cluster and export RAY_ADDRESS (docs/multinode.md), or nnodes=1"
+        got = f"{trainer.nnodes} without RAY_ADDRESS"
+        yield ResourceError(explain("trainer.nnodes", got, "1 node, or a cluster", fix))
+    if trainer.device == "cuda" or (trainer.device == "auto" and num_gpus):
+        if num_gpus < wanted:
+            fix = f"set {key}={num_gpus}" if num_gpus else "set trainer.device=cpu, or add a GPU"
+            yield ResourceError(explain(key, f"{wanted} with {num_gpus} GPUs here", "as many", fix))
+        return
+    num_cores = os.cpu_count() or 1
+    if wanted > max(2, num_cores):
+        got = f"{wanted} ranks with no GPU and {num_cores} cores"
+        expected = "a GPU each, or on CPU at most one rank per core"
+        yield ResourceError(explain(key, got, expected, f"set {key}=1"))
+
+
+def _disk(config: Config) -> Iterator[SearchR1Error]:
+    """A folder for results that can be written, with room for one checkpoint."""
+    key, target = "trainer.default_local_dir", Path(config.trainer.default_local_dir).absolute()
+    existing = next(folder for folder in (target, *target.parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        expected = "a folder that can be written"
+        fix = f"set {key} to another folder"
+        yield ResourceError(explain(key, f"{target} ({existing} cannot be)", expected, fix))
+        return
+    saves = config.trainer.save_freq != 0 and not config.trainer.val_only
+    weights = weight_bytes(config.actor_rollout_ref.model.path) if saves else 0
+    needed = max(MIN_FREE_BYTES if saves else 0, CHECKPOINT_FACTOR * weights)
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        got = f"{free / 2**30:.1f} GiB free at {existing}"
+        fix = f"free some, set {key} to another disk, or trainer.save_freq=0"
+        expected = f"{needed / 2**30:.1f} GiB for a checkpoint"
+        yield ResourceError(explain(key, got, expected, fix))
+
+
+def _tracking(config: Config) -> Iterator[SearchR1Error]:
+    """The packages of the chosen trackers."""
+    for name in backend_names(config.trainer.logger):
+        if name in ("wandb", "tensorboard") and importlib.util.find_spec(name) is None:
+            fix = f"pip install {name}, or trainer.logger=[console,jsonl]"
+            expected = "an installed package"
+            yield ConfigError(explain("trainer.logger", f"{name}, not installed", expected, fix))
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of an error, with its kind."""
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,79 @@
+"""What waits on the host between uses, where the options leave it open: chosen by the estimate."""
+
+from __future__ import annotations
+
+import itertools
+from operator import attrgetter
+
+from verl.config import Config
+from verl.machine import Machine
+from verl.preflight.memory.estimate import Setting, estimate
+from verl.preflight.memory.fitting import CLOSE, Change, changed
+from verl.preflight.memory.needs import Place
+from verl.preflight.memory.ranks import has_critic
+
+ACTOR = "actor_rollout_ref.actor.fsdp_config"
+REFERENCE = "actor_rollout_ref.ref.fsdp_config"
+CRITIC = "critic.model.fsdp_config"
+OPTIONS = {
+    f"{REFERENCE}.param_offload": "reference's weights",
+    f"{CRITIC}.optimizer_offload": "critic's optimizer state",
+    f"{ACTOR}.optimizer_offload": "actor's optimizer state",
+    f"{CRITIC}.param_offload": "critic's weights, gradients and optimizer state",
+    f"{ACTOR}.param_offload": "actor's weights, gradients and optimizer state",
+}
+"""What may wait on the host, by rising cost of a step: each costs more than all before it.
+
+The reference's weights are copied to the device as they are used, optimizer state to and fro at
+each update; of a model trained from the host, the CPU adds up gradients and computes the update.
+"""
+KEYS = (*OPTIONS, f"{REFERENCE}.optimizer_offload")
+"""Every option of this kind; a reference has no optimizer."""
+
+
+def undecided(config: Config) -> list[str]:
+    """The options that are null, in the order of `OPTIONS`."""
+    return [key for key in KEYS if attrgetter(key)(config) is None]
+
+
+def open_choices(config: Config) -> list[str]:
+    """Those of them that have an effect: the parts exist, and have weights of their own."""
+    parts = [ACTOR]
+    if config.needs_reference and not config.actor_rollout_ref.model.has_adapter:
+        parts.append(REFERENCE)
+    if has_critic(config) and not config.shares_base:
+        parts.append(CRITIC)
+    return [key for key in undecided(config) if key in OPTIONS and key.startswith(tuple(parts))]
+
+
+def settled(config: Config, chosen: Change | None = None) -> Config:
+    """A copy with `chosen` and without nulls: what else is open is false.
+
+    A critic that shares the policy's base goes where that goes.
+    """
+    result = changed(config, chosen or {})
+    rest = {}
+    for key in undecided(result):
+        twin = key.replace(CRITIC, ACTOR) if config.shares_base else key
+        rest[key] = bool(attrgetter(twin)(result))
+    return changed(result, rest)
+
+
+def everything(config: Config) -> Config:
+    """A copy in which all that is open waits on the host."""
+    return settled(config, dict.fromkeys(open_choices(config), True))
+
+
+def choose(config: Config, setting: Setting, machine: Machine) -> Config:
+    """The cheapest that the host can hold and that fits each GPU with room to spare.
+
+    Where there is none, the most that the host can hold.
+    """
+    keys = open_choices(config)[::-1]
+    values = itertools.product((False, True), repeat=len(keys))  # the last, cheapest, varies most
+    ways = [settled(config, dict(zip(keys, way, strict=True))) for way in values]
+    needs = [(way, estimate(way, setting)) for way in ways]
+    held = [(way, found) for way, found in needs if found.most(Place.HOST) <= machine.host.free]
+    room = CLOSE.share * min(device.free for device in machine.devices)
+    fitting = (way for way, found in held if found.most(Place.DEVICE) <= room)
+    return next(fitting, held[-1][0] if held else ways[0])

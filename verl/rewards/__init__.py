@@ -1,0 +1,1 @@
+"""Rewards as the trainer sees them: the interface, and stages of rewards."""

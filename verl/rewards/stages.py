@@ -1,0 +1,119 @@
+"""Rewards one after another: R1-Searcher's two stages, and any schedule of that kind.
+
+A stage ends after a step, or when a metric has stopped rising; the last one has no end. Which
+stage it is, and what it has seen, is saved with the checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.reward import StageConfig
+from verl.errors import ConfigError, explain
+from verl.rewards.interface import Reward, RewardManager
+from verl.types import Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A reward, and when its time is over."""
+
+    options: StageConfig
+    reward: RewardManager
+
+
+class StagedReward(RewardManager):
+    """The reward of the stage that the run has reached."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        assert stages, "a staged reward has one stage or more"
+        self._stages = list(stages)
+        self._enter(0)
+
+    @property
+    def stage(self) -> Stage:
+        """The stage whose reward counts now."""
+        return self._stages[self._index]
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
+        return self.stage.reward(trajectories)
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Move on where the step, or the metric's plateau, ends the stage.
+
+        Returns `reward/stage`, the stage (from 1) whose reward this step was scored by.
+        """
+        seen = {"reward/stage": float(self._index + 1)}
+        reached_plateau = self._note(metrics)
+        while not self._is_last and (reached_plateau or self._is_past(step)):
+            self._enter(self._index + 1)
+            reached_plateau = False
+            logger.info("step %d: the reward is %s from now on", step, self._names[self._index])
+        return seen
+
+    def state_dict(self) -> dict[str, Any]:
+        """The stage and what its plateau has seen; null for no value yet."""
+        best = None if math.isinf(self._best) else self._best
+        return {"index": self._index, "names": self._names, "best": best, "stale": self._stale}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on in the stage of the checkpoint; one without stages starts with the first."""
+        if not state:
+            return
+        if state["names"] != self._names:
+            expected = f"the checkpoint's {state['names']}"
+            fix = "resume with the stages of the checkpoint"
+            raise ConfigError(explain("reward_model.stages", self._names, expected, fix))
+        self._enter(int(state["index"]))
+        self._best = -math.inf if state["best"] is None else float(state["best"])
+        self._stale = int(state["stale"])
+
+    @property
+    def _names(self) -> list[str]:
+        """What each stage scores by: a reward, or a weighted sum of them."""
+        return [
+            " + ".join(f"{weight:g} {name}" for name, weight in stage.options.weights.items())
+            or stage.options.name
+            for stage in self._stages
+        ]
+
+    @property
+    def _is_last(self) -> bool:
+        return self._index == len(self._stages) - 1
+
+    def _enter(self, index: int) -> None:
+        self._index, self._best, self._stale = index, -math.inf, 0
+        self._has_told = False
+
+    def _is_past(self, step: int) -> bool:
+        until = self.stage.options.until_step
+        return until is not None and step >= until
+
+    def _note(self, metrics: Mapping[str, float]) -> bool:
+        """Take the plateau's metric in; true once it has not risen for `patience` values."""
+        plateau = self.stage.options.plateau
+        if plateau is None:
+            return False
+        if plateau.metric not in metrics:
+            self._tell_of_missing(plateau.metric, metrics)
+            return False
+        value = metrics[plateau.metric]
+        is_better = value > self._best + plateau.min_delta  # false for NaN
+        if is_better:
+            self._best = value
+        self._stale = 0 if is_better else self._stale + 1
+        return self._stale >= plateau.patience
+
+    def _tell_of_missing(self, metric: str, metrics: Mapping[str, float]) -> None:
+        """Say once a stage that a step has no such metric, where it should: a typing mistake?"""
+        is_due = not metric.startswith("val/") or "val/num_rows" in metrics
+        if is_due and not self._has_told:
+            self._has_told = True
+            logger.warning("a stage waits for a plateau of %s, which this step has not logged",
+                           metric)  # fmt: skip

@@ -1,0 +1,118 @@
+"""An engine behind an OpenAI-compatible `/v1/completions` that takes token ids as prompt.
+
+For inference only. vLLM's server returns the sampled ids; of a server that does not, the text is
+encoded again, which may give other ids than were sampled.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import httpx
+
+from verl.errors import ConfigError, explain
+from verl.types import Completion, Sampling
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT = 600.0
+"""Seconds one completion may take."""
+
+
+class Encoder(Protocol):
+    """What is needed of a tokenizer where the server returns text only."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+
+class RemoteEngine:
+    """An `Engine` over HTTP."""
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        tokenizer: Encoder,
+        api_key_env: str = "OPENAI_API_KEY",
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`base_url` with or without `/v1`; the key is read from the variable `api_key_env`."""
+        self.url = base_url.rstrip("/").removesuffix("/v1") + "/v1/completions"
+        self._model = model
+        self._tokenizer = tokenizer
+        key = os.environ.get(api_key_env)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._transport = transport
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Continue `prompt_ids`.
+
+        Raises ConfigError when the endpoint is away, refuses, or answers something else.
+        """
+        body = self._body(prompt_ids, sampling)
+        async with httpx.AsyncClient(timeout=TIMEOUT, transport=self._transport) as http:
+            try:
+                answer = await http.post(self.url, json=body, headers=self._headers)
+                answer.raise_for_status()
+                choice = answer.json()["choices"][0]
+            except httpx.HTTPStatusError as error:
+                got = f"{error.response.status_code} {error.response.text[:300]}"
+                raise self._unusable(got) from error
+            except (httpx.TransportError, ValueError, KeyError, IndexError) as error:
+                raise self._unusable(repr(error)) from error
+        return self._completion(choice, sampling)
+
+    def _body(self, prompt_ids: Sequence[int], sampling: Sampling) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "prompt": list(prompt_ids),
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stop": list(sampling.stop),
+            "seed": sampling.seed,
+            "logprobs": 0,
+            # Extensions of vLLM; without them the stop string and the ids are restored here.
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "return_token_ids": True,
+        }
+
+    def _completion(self, choice: Mapping[str, Any], sampling: Sampling) -> Completion:
+        text = choice["text"]
+        reason = "length" if choice.get("finish_reason") == "length" else "stop"
+        if reason == "stop":
+            text += missing_stop(text, sampling.stop)
+        ids = choice.get("token_ids")
+        if ids is None:
+            logger.warning("%s returns no token_ids: its text is encoded again", self.url)
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+        log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        if len(log_probs) != len(ids):
+            log_probs = [float("nan")] * len(ids)
+        return Completion(tuple(ids), tuple(log_probs), text, reason)
+
+    def _unusable(self, got: str) -> ConfigError:
+        return ConfigError(
+            explain(
+                f"endpoint {self.url}",
+                got,
+                "a completion of token ids",
+                "start an OpenAI-compatible server there (vllm serve MODEL) or correct --endpoint",
+            )
+        )
+
+
+def missing_stop(text: str, stop: Sequence[str]) -> str:
+    """The closing tag of `stop` that a server left off: that of the last tag still open.
+
+    *Example*: `"<search> Oslo"` misses `"</search>"`; a text with its closing tag misses none.
+    """
+    if any(text.rstrip().endswith(tag) for tag in stop):
+        return ""
+    opened = {tag: text.rfind(tag.replace("</", "<")) for tag in stop}
+    still_open = {tag: at for tag, at in opened.items() if at > text.rfind(tag)}
+    return max(still_open, key=lambda tag: still_open[tag]) if still_open else ""

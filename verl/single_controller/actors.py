@@ -1,0 +1,215 @@
+"""Groups of Ray actors: how they are called, how they go away, and what tells that one is gone.
+
+An `ActorHost` is an empty Ray actor that first tells where it landed and later builds the object
+it hosts, so that a group can learn its addresses and devices before any heavy work starts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from verl.errors import SearchR1Error
+from verl.single_controller.deaths import DEATHS, broke_collective, cause_of
+from verl.single_controller.reaper import PART, OrphanReaper, sweep
+
+GRACE_S = 10.0
+"""How long an error waits for the news that it came of another actor's death."""
+NODE_GRACE_S = 60.0
+"""The same where a rank could not reach another: Ray needs as long to give up a node."""
+LAST_CALL_S = 30.0
+"""How long actors may take to end in good order before they are killed."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an actor runs."""
+
+    node_id: str
+    host: str
+    gpu_ids: tuple[str, ...]
+    pid: int = 0
+
+
+@ray.remote
+class ActorHost:
+    """An actor that hosts one object, built on request."""
+
+    def __init__(self) -> None:
+        self.hosted: Any = None
+        self._lifeline: OrphanReaper | None = None
+
+    async def place(self) -> Place:
+        """Node, address and GPUs of this actor."""
+        context = ray.get_runtime_context()
+        gpu_ids = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", []))
+        return Place(context.get_node_id(), ray.util.get_node_ip_address(), gpu_ids, os.getpid())
+
+    async def guard(self, mark: str) -> None:
+        """Have what bears `mark` on this node end with this actor, as on the driver's with it."""
+        self._lifeline = OrphanReaper(mark)
+
+    async def clear(self) -> int:
+        """Kill what is left here of the actor that this one replaces; returns how many."""
+        return sweep(PART, os.environ[PART])
+
+    async def free_port(self) -> int:
+        """A port that is free on this actor's node now."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    async def build(self, factory: Callable[..., Any], *args: Any) -> None:
+        """Build the hosted object."""
+        self.hosted = factory(*args)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method, plain or async, of the hosted object."""
+        result = getattr(self.hosted, method)(*args)
+        return await result if inspect.isawaitable(result) else result
+
+
+class RayWorkerGroup:
+    """Actors that are called together; results come in the order of the actors.
+
+    `options[i].remote()` makes actor i.
+    """
+
+    def __init__(
+        self,
+        options: Sequence[Any],
+        name: str,
+        lost: type[SearchR1Error],
+        placement: PlacementGroup | None = None,
+    ) -> None:
+        """`name` is what users call one of the actors, `lost` the error when one is gone."""
+        self.name = name
+        self._lost_error = lost
+        self._options = list(options)
+        self.hosts = [option.remote() for option in self._options]
+        self._placement = placement
+        self._places: list[Place] = []
+
+    def __len__(self) -> int:
+        return len(self.hosts)
+
+    def places(self) -> list[Place]:
+        """Where each actor runs."""
+        if not self._places:
+            self._places = self.gather([host.place.remote() for host in self.hosts])
+        return self._places
+
+    def free_port(self) -> int:
+        """A port that is free where the first actor runs."""
+        return int(ray.get(self.hosts[0].free_port.remote()))
+
+    def start_build(self, factory: Callable[..., Any], args: Sequence[Sequence[Any]]) -> list[Any]:
+        """Begin to build the hosted objects, `args[i]` for actor i; returns Ray references."""
+        pairs = zip(self.hosts, args, strict=True)
+        return [host.build.remote(factory, *arguments) for host, arguments in pairs]
+
+    def submit(self, index: int, method: str, *args: Any) -> Any:
+        """Begin a call on one actor; returns a Ray reference."""
+        return self.hosts[index].call.remote(method, *args)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """The same call on every actor."""
+        return self.gather([self.submit(i, method, *args) for i in range(len(self))])
+
+    def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
+        """The call with `shards[i]` first on actor i."""
+        assert len(shards) == len(self), f"{len(shards)} shards for {len(self)} actors"
+        return self.gather([self.submit(i, method, s, *args) for i, s in enumerate(shards)])
+
+    def gather(self, calls: Sequence[Any]) -> list[Any]:
+        """The answers to `calls`, one call per actor, in their order.
+
+        Returns as soon as one fails, for the others may wait for it for ever. Raises the group's
+        error when an actor is gone; else what the hosted object raised.
+        """
+        answers: dict[Any, Any] = {}
+        waiting = list(calls)
+        while waiting:
+            done, waiting = ray.wait(waiting, num_returns=1)
+            try:
+                answers[done[0]] = ray.get(done[0])
+            except RayError as error:
+                self._raise(error, calls, list(calls).index(done[0]))
+        return [answers[call] for call in calls]
+
+    def _raise(self, error: RayError, calls: Sequence[Any], index: int) -> NoReturn:
+        """What an error of actor `index` comes of: the death of an actor, or the error itself."""
+        if isinstance(error, DEATHS):
+            raise self.lost(index, cause_of(error)) from error
+        is_broken = broke_collective(error)
+        dead = self._find_dead(calls, NODE_GRACE_S if is_broken else GRACE_S)
+        if dead is not None:
+            raise self.lost(*dead) from error
+        if is_broken:
+            raise self.lost(index, f"cut off from the others ({cause_of(error)})") from error
+        raise error
+
+    def _find_dead(self, calls: Sequence[Any], seconds: float) -> tuple[int, str] | None:
+        """The first actor found to be gone, and why; None if each has answered or time is up."""
+        asked = {call: i for i, call in enumerate(calls)}
+        asked |= {host.place.remote(): i for i, host in enumerate(self.hosts)}
+        waiting, end = list(asked), time.monotonic() + seconds
+        while waiting and time.monotonic() < end:
+            done, waiting = ray.wait(waiting, timeout=max(0.0, end - time.monotonic()))
+            for call in done:
+                try:
+                    ray.get(call)
+                except DEATHS as error:
+                    return asked[call], cause_of(error)
+                except RayError:
+                    continue  # it lives, and failed
+        return None
+
+    def lost(self, index: int, cause: str) -> SearchR1Error:
+        """The error that says which actor is gone, where it was, and why."""
+        return self._lost_error(f"{self.describe(index)} is lost: {cause}")
+
+    def describe(self, index: int) -> str:
+        """An actor by its number, and where it runs if that is known."""
+        if not self._places:
+            return f"{self.name} {index}"
+        place = self._places[index]
+        return f"{self.name} {index} on node {place.host} (process {place.pid})"
+
+    def replace(self, index: int) -> None:
+        """Put an empty actor in the place of one, of which nothing is left then.
+
+        Raises the group's error when there is no such place any more.
+        """
+        ray.kill(self.hosts[index])
+        self.hosts[index] = host = self._options[index].remote()
+        try:
+            ray.get(host.clear.remote())
+            self.places()[index] = ray.get(host.place.remote())
+        except DEATHS as error:
+            raise self.lost(index, cause_of(error)) from error
+
+    def start_one(self, index: int, factory: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Build the hosted object of one actor."""
+        ray.get(self.hosts[index].build.remote(factory, *args))
+
+    def last_call(self, method: str) -> None:
+        """Ask every actor to end in good order; those that cannot are left to `shutdown`."""
+        calls = [self.submit(i, method) for i in range(len(self))]
+        ray.wait(calls, num_returns=len(calls), timeout=LAST_CALL_S)
+
+    def shutdown(self) -> None:
+        """End the actors and give their resources back."""
+        for host in self.hosts:
+            ray.kill(host)
+        if self._placement is not None:
+            remove_placement_group(self._placement)

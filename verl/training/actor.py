@@ -1,0 +1,201 @@
+"""The policy on training ranks: log-probs of a batch, and one optimizer step on a mini-batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl.config import ActorConfig
+from verl.core_algos.jagged import sequence_ids
+from verl.core_algos.kl import kl_penalty
+from verl.core_algos.losses import weighted_sum
+from verl.core_algos.mismatch import importance_weights
+from verl.core_algos.policy_losses import (
+    POLICY_LOSSES,
+    PolicyDiagnostics,
+    PolicyLossInputs,
+    likelihood_loss,
+)
+from verl.training.fsdp import FsdpModel, reduce_max, reduce_sum
+from verl.training.models import PackedInputs
+from verl.types import TokenBatch
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TOKEN_BUDGET = 16384
+Metrics = dict[str, float]
+
+
+def loss_mask(batch: TokenBatch) -> Tensor:
+    """(num_tokens,) bool: the tokens that are learned from; the policy's unless said otherwise."""
+    name = "loss_mask" if "loss_mask" in batch.tokens else "policy_mask"
+    return batch.tokens[name].bool()
+
+
+@dataclass(frozen=True)
+class TokenBudgets:
+    """Tokens of one packed forward on one rank."""
+
+    update: int = DEFAULT_TOKEN_BUDGET
+    inference: int = 2 * DEFAULT_TOKEN_BUDGET
+
+
+@dataclass
+class Actor:
+    """A policy in an engine; the reference is the same thing, frozen."""
+
+    engine: FsdpModel
+    config: ActorConfig
+    budgets: TokenBudgets
+    temperature: float = 1.0
+    """The temperature that tokens were sampled at."""
+
+    @torch.no_grad()
+    def log_probs(self, batch: TokenBatch) -> Tensor:
+        """Log-prob of each token in the loss given its prefix, (num_tokens,) float32; else 0."""
+        result = torch.zeros(batch.num_tokens)
+        for indices, micro in self.engine.micro_batches(batch, self.budgets.inference):
+            inputs = PackedInputs.of(micro, loss_mask(micro), self.engine.device)
+            found, _ = self.engine.forward(inputs, self.temperature)
+            if indices:
+                result[batch.positions(indices)[inputs.wanted.cpu()]] = found.cpu()
+        self.engine.reshard()
+        return result
+
+    def update(self, mini_batch: TokenBatch) -> Metrics:
+        """One optimizer step on this rank's share of a mini-batch; metrics are over all ranks.
+
+        Needs the token columns `advantages` and `loss_weights` (made for the mini-batch of all
+        ranks), `ref_log_probs` if KL is in the loss; without `old_log_probs` the present policy
+        is the old one.
+        """
+        micros = self.engine.micro_batches(mini_batch, self.budgets.update)
+        sums, peak = torch.zeros(len(_SUMS)), torch.zeros(1)
+        for _, micro in micros:
+            inputs = PackedInputs.of(micro, loss_mask(micro), self.engine.device)
+            loss, observed, mismatch = self._loss(micro, inputs)
+            if not torch.isfinite(loss):
+                logger.warning("loss %s on groups %s", loss.item(), micro.columns.get("group"))
+            self.engine.backward(loss)
+            sums += observed
+            peak = torch.maximum(peak, mismatch)
+        total = reduce_sum(sums, self.engine.device)
+        step = self.engine.step(is_finite=bool(total.isfinite().all()))
+        if step.is_faulty:
+            logger.warning("update skipped: gradient norm %s on groups %s", step.grad_norm,
+                           mini_batch.columns.get("group"))  # fmt: skip
+        seen = dict(zip(_SUMS, total.tolist(), strict=True))
+        weight = max(seen.pop("weight"), 1e-12)
+        metrics = {
+            f"actor/{name}": x if name in _LOSSES else x / weight for name, x in seen.items()
+        }
+        if "rollout_log_probs" in mini_batch.tokens:
+            metrics["actor/rollout_mismatch_max"] = float(reduce_max(peak, self.engine.device))
+        return {
+            **metrics,
+            **step.metrics("actor"),
+            "actor/num_micro_batches": float(len(micros)),
+        }
+
+    def _loss(self, micro: TokenBatch, inputs: PackedInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """This micro-batch's share of the loss, of the metrics `_SUMS`, and the peak mismatch."""
+        config = self.config
+        with_entropy = config.entropy_coeff != 0.0
+        log_probs, entropy = self.engine.forward(inputs, self.temperature, with_entropy)
+        columns = Columns(micro, inputs)
+        weights, old = columns["loss_weights"], log_probs.detach()
+        if "old_log_probs" in micro.tokens:
+            old = columns["old_log_probs"]
+        rollout = columns.rollout_log_probs(old)
+        losses, seen = self._policy_losses(log_probs, old, rollout, columns)
+        pg_loss, zero = weighted_sum(losses, weights), weights.new_zeros(())
+        entropy, kl_loss, llds_loss = weighted_sum(entropy, weights), zero, zero
+        if config.use_kl_loss and config.kl_loss_coef > 0:
+            kl = kl_penalty(log_probs, columns["ref_log_probs"], config.kl_loss_type)
+            kl_loss = weighted_sum(kl, weights)
+        if config.llds_coef > 0:
+            gates = columns.turns if config.llds_gate == "turn" else columns.sequence_ids
+            kept = columns["advantages"] >= 0
+            llds_loss = weighted_sum(likelihood_loss(log_probs, old, kept, gates), weights)
+        loss = pg_loss + config.kl_loss_coef * kl_loss - config.entropy_coeff * entropy
+        loss = loss + config.llds_coef * llds_loss
+        mismatch = (old - rollout).abs()
+        by_token = (seen.approx_kl, seen.clipped, seen.dual_clipped, mismatch,
+                    kl_penalty(rollout, old, "k3"))  # fmt: skip
+        observed = torch.stack([
+            loss, pg_loss, kl_loss, llds_loss, entropy,
+            *(weighted_sum(x, weights) for x in by_token), weights.sum(),
+        ]).detach().cpu()  # fmt: skip
+        peak = mismatch.max().reshape(1).cpu() if len(mismatch) else torch.zeros(1)
+        return loss, observed, peak
+
+    def _policy_losses(
+        self, log_probs: Tensor, old: Tensor, rollout: Tensor, columns: Columns
+    ) -> tuple[Tensor, PolicyDiagnostics]:
+        """The chosen policy loss by token, weighed for the engine's mismatch if asked."""
+        config = self.config
+        high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+        ids = columns.sequence_ids
+        inputs = PolicyLossInputs(
+            log_probs, old, columns["advantages"], ids, config.clip_ratio, high, config.clip_ratio_c
+        )
+        losses, seen = POLICY_LOSSES[config.policy_loss](inputs)
+        weights = importance_weights(
+            old, rollout, ids, config.rollout_is, config.rollout_is_threshold,
+            config.rollout_mask_threshold,
+        )  # fmt: skip
+        return losses * weights, seen
+
+
+_SUMS = (
+    "loss", "pg_loss", "kl_loss", "llds_loss", "entropy",
+    "ppo_kl", "clip_fraction", "dual_clip_fraction", "rollout_mismatch", "rollout_kl", "weight",
+)  # fmt: skip
+"""Sums over tokens, weighted as the loss is."""
+
+_LOSSES = {"loss", "pg_loss", "kl_loss", "llds_loss"}
+"""Those that are reported as they are; the others as means over the tokens that were seen."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Token columns of a micro-batch at the tokens of a forward, (num_wanted,) on its device."""
+
+    micro: TokenBatch
+    inputs: PackedInputs
+
+    def __getitem__(self, name: str) -> Tensor:
+        if not len(self.inputs.wanted):
+            return torch.zeros(0, device=self.inputs.wanted.device)
+        return self.micro.tokens[name].to(self.inputs.wanted.device)[self.inputs.wanted]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.micro.tokens
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.micro.tokens)
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """Which sequence of the micro-batch each token belongs to."""
+        ids = sequence_ids(self.micro.offsets).to(self.inputs.wanted.device)
+        return ids[self.inputs.wanted] if len(ids) else ids
+
+    @property
+    def turns(self) -> Tensor:
+        """Which run of neighbouring tokens each belongs to: an observation parts two turns."""
+        breaks = self.inputs.wanted.diff(prepend=self.inputs.wanted[:1]) > 1
+        return breaks.long().cumsum(0)
+
+    def rollout_log_probs(self, old_log_probs: Tensor) -> Tensor:
+        """The engine's log-probs; where it sampled nothing, or did not say, the trainer's own.
+
+        Both are those of the weights that sampled, however many updates the step has made since.
+        """
+        if "rollout_log_probs" not in self or "policy_mask" not in self:
+            return old_log_probs
+        return torch.where(self["policy_mask"].bool(), self["rollout_log_probs"], old_log_probs)

@@ -1,0 +1,347 @@
+"""The FSDP2 engine: a sharded model, its optimizer and schedule, and packed micro-batches.
+
+What is trained, its gradients and optimizer state are float32; forward and backward compute in the
+compute dtype, in float16 with a scaled loss. Several engines may share a module, each with its own
+view of it. What the model answers and what is learned from it is the business of actor and critic.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from verl.config import OptimConfig
+from verl.training.loading import fill_shards, take_values
+from verl.training.loss_scale import LossScale
+from verl.types import TokenBatch, pack
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class FsdpOptions:
+    """How one model is held and learned."""
+
+    compute_dtype: torch.dtype
+    """Forward and backward; weights stay float32."""
+    num_updates: int = 0
+    """Optimizer steps of the run, which the schedule spans."""
+    optim: OptimConfig | None = None
+    """None for a frozen model."""
+    grad_clip: float = 1.0
+    """Bound on the norm of the gradient over all ranks."""
+    schedule: str = "constant"
+    """After the warm-up: constant, or linear or cosine to 0 at `num_updates`."""
+    param_offload: bool = False
+    optimizer_offload: bool = False
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step did."""
+
+    grad_norm: float
+    """Norm over all ranks, before clipping and without the loss's scale."""
+    lr: float
+    is_skipped: bool
+    """The loss or gradient was not finite: weights and optimizer are as they were."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by; None where float16 is not computed in."""
+    is_overflow: bool = False
+    """Skipped for the scale alone, which is halved: nothing is wrong with the run."""
+
+    @property
+    def is_faulty(self) -> bool:
+        """Skipped for a loss or gradient that no smaller scale would mend."""
+        return self.is_skipped and not self.is_overflow
+
+    def metrics(self, model: str) -> dict[str, float]:
+        """What trackers get of it; the norm of an overflow is not known."""
+        found = {"lr": self.lr, "skipped_updates": float(self.is_faulty)}
+        if not self.is_overflow:
+            found["grad_norm"] = self.grad_norm
+        if self.loss_scale is not None:
+            found["loss_scale"] = self.loss_scale
+            found["overflowed_updates"] = float(self.is_overflow)
+        return {f"{model}/{name}": value for name, value in found.items()}
+
+
+class ModelView(Protocol):
+    """One of several uses of a module, for engines that share it."""
+
+    def use(self) -> None:
+        """Make the module answer for this use."""
+
+    def learns(self, name: str) -> bool:
+        """Whether the parameter of that name is trained by this use."""
+        ...
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint must know besides the trained parameters, as JSON."""
+        ...
+
+
+@dataclass
+class FsdpModel:
+    """One model over all ranks. `module` is sharded in place; every rank makes the same calls."""
+
+    module: nn.Module
+    blocks: Sequence[nn.Module]
+    device: torch.device
+    options: FsdpOptions
+    float32_modules: Sequence[nn.Module] = ()
+    """Parts that compute in float32 whatever the compute dtype."""
+    view: ModelView | None = None
+    """What of the module is this engine's; None for all of it."""
+    twin: InitVar[FsdpModel | None] = None
+    """An engine of the same weights, whose shards are copied; None to take the module's own."""
+    optimizer: torch.optim.Optimizer | None = field(init=False, default=None)
+    scheduler: LambdaLR | None = field(init=False, default=None)
+    loss_scale: LossScale | None = field(init=False, default=None)
+    """Of a model that is trained in float16."""
+
+    def __post_init__(self, twin: FsdpModel | None) -> None:
+        if not isinstance(self.module, FSDPModule):
+            if self.options.optim is None:
+                self.module.requires_grad_(False)
+            self._shard(default_mesh(self.device), twin)
+            self.module.train()
+        if self.options.optim is not None:
+            self._build_optimizer(self.options.optim)
+
+    def sharing(self, view: ModelView, options: FsdpOptions) -> FsdpModel:
+        """Another engine over the same weights; its learned parameters must be others."""
+        return FsdpModel(self.module, self.blocks, self.device, options, view=view)
+
+    def forward(self, *arguments: Any) -> Any:
+        """What the module answers, in this engine's view of it."""
+        if self.view is not None:
+            self.view.use()
+        return self.module(*arguments)
+
+    def learned(self) -> dict[str, nn.Parameter]:
+        """The parameters that this engine trains and saves, by name."""
+        learns = self.view.learns if self.view is not None else lambda _: True
+        return {name: p for name, p in self.module.named_parameters() if learns(name)}
+
+    def _shard(self, mesh: DeviceMesh, twin: FsdpModel | None) -> None:
+        def shard(module: nn.Module, dtype: torch.dtype) -> None:
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            fully_shard(
+                module, mesh=mesh, mp_policy=policy, **offload,
+                reshard_after_forward=None if mesh.size() > 1 else False,
+            )  # fmt: skip
+
+        on_host = self.options.param_offload and self.device.type == "cuda"
+        offload = {"offload_policy": CPUOffloadPolicy()} if on_host else {}
+        values = take_values(self.module)
+        if twin is not None:
+            twin.reshard()
+            values = [parameter.detach() for parameter in twin.module.parameters()]
+        for block in self.blocks:
+            shard(block, self.options.compute_dtype)
+        for part in self.float32_modules:
+            shard(part, torch.float32)
+        shard(self.module, self.options.compute_dtype)
+        fill_shards(self.module, values, torch.device("cpu") if on_host else self.device)
+
+    def _build_optimizer(self, optim: OptimConfig) -> None:
+        parameters = list(self.learned().values())
+        self.optimizer = torch.optim.AdamW(
+            parameters, lr=optim.lr, betas=tuple(optim.betas),
+            weight_decay=optim.weight_decay, fused=True,
+        )  # fmt: skip
+        # Made now rather than at the first step, so that a checkpoint always has a place for it.
+        for parameter in parameters:
+            self.optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        factor = functools.partial(
+            lr_factor,
+            num_warmup=math.ceil(optim.lr_warmup_steps_ratio * self.options.num_updates),
+            num_updates=self.options.num_updates,
+            schedule=self.options.schedule,
+        )
+        self.scheduler = LambdaLR(self.optimizer, factor)
+        if self.options.compute_dtype is torch.float16:
+            self.loss_scale = LossScale()
+        self._move_optimizer(torch.device("cpu"))
+
+    def reshard(self) -> None:
+        """Free gathered weights: a forward without backward leaves some, in the compute dtype.
+
+        Until then `module.parameters()` are the gathered copies, not the weights.
+        """
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def micro_batches(self, batch: TokenBatch, budget: int) -> list[tuple[list[int], TokenBatch]]:
+        """Micro-batches of at most `budget` tokens, as (sequence indices, sequences).
+
+        All ranks get the same number, so some may be empty.
+        """
+        lengths = batch.lengths.tolist()
+        wanted = len(pack(lengths, budget)) if lengths else 0
+        count = int(reduce_max(torch.tensor([float(wanted)]), self.device)[0])
+        bins = pack(lengths, budget, at_least=max(count, 1))
+        return [(indices, batch.select(indices)) for indices in bins]
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of this rank's share of the loss; shares add up over ranks."""
+        # FSDP averages over ranks, the loss is a sum over them.
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        (loss * (dist.get_world_size() * scale)).backward()
+
+    def step(self, is_finite: bool = True) -> StepResult:
+        """Clip and apply the gradient, unless it or the loss (`is_finite`) is not finite.
+
+        `is_finite` must be the same on all ranks. The schedule moves on in any case. A gradient of
+        float16 that is not finite halves the loss's scale; a loss that is not says nothing of it.
+        """
+        assert self.optimizer is not None and self.scheduler is not None, "the model is frozen"
+        self.reshard()
+        scale = self._take_scale_out()
+        norm = nn.utils.clip_grad_norm_(list(self.learned().values()), self.options.grad_clip)
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        is_skipped = not (is_finite and math.isfinite(norm))
+        lr = self.scheduler.get_last_lr()[0]
+        if not is_skipped:
+            self._move_optimizer(self.device)
+            self.optimizer.step()
+            if self.options.optimizer_offload:
+                self._move_optimizer(torch.device("cpu"))
+        else:
+            # Keeps the scheduler's order of calls; the optimizer itself is not touched.
+            self.optimizer._opt_called = True
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
+        return StepResult(norm, lr, is_skipped, scale, self._overflowed(is_finite, is_skipped))
+
+    def _take_scale_out(self) -> float | None:
+        """Divide the gradient by what the loss was multiplied by, which is returned."""
+        if self.loss_scale is None:
+            return None
+        for parameter in self.learned().values():
+            if parameter.grad is not None:
+                parameter.grad.div_(self.loss_scale.value)
+        return self.loss_scale.value
+
+    def _overflowed(self, loss_is_finite: bool, is_skipped: bool) -> bool:
+        """Tell the loss's scale of an update; whether that was skipped for the scale alone."""
+        if self.loss_scale is None or not loss_is_finite:
+            return False
+        can_shrink = self.loss_scale.value > 1
+        self.loss_scale.observe(not is_skipped)
+        return is_skipped and can_shrink
+
+    def take_up_schedule(self, num_done: int) -> None:
+        """Go on as after `num_done` updates, at the rates of this run's own options."""
+        assert self.optimizer is not None and self.scheduler is not None, "the model is frozen"
+        schedule = self.scheduler
+        schedule.last_epoch, schedule._step_count = num_done, num_done + 1
+        pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        schedule._last_lr = [rate * factor(num_done) for rate, factor in pairs]
+        for group, lr in zip(self.optimizer.param_groups, schedule._last_lr, strict=True):
+            group["lr"] = lr
+
+    def scale_lr(self, scale: float) -> None:
+        """Learn at `scale` times the configured rate from the next update on."""
+        assert self.options.optim is not None and self.scheduler is not None, "the model is frozen"
+        rate = self.options.optim.lr * scale
+        self.scheduler.base_lrs = [rate for _ in self.scheduler.base_lrs]
+        self.take_up_schedule(self.scheduler.last_epoch)
+
+    def _move_optimizer(self, device: torch.device) -> None:
+        if not self.options.optimizer_offload or self.options.param_offload:
+            return
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = value.to(device, non_blocking=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is trained, and its optimizer state, sharded; for checkpoints to read and fill."""
+        self.reshard()
+        named = self.learned()
+        found = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
+        if self.optimizer is not None:
+            for name, parameter in named.items():
+                for key, value in self.optimizer.state[parameter].items():
+                    found[f"optimizer.{name}.{key}"] = value
+        return found
+
+    def full_parameters(
+        self, prefix: str = "", keep: Callable[[str], bool] = bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor of each parameter below `prefix` that `keep` accepts, in turn.
+
+        Every rank must run the iteration to its end; tied parameters come once.
+        """
+        self.reshard()
+        for name, parameter in self.module.named_parameters():
+            if name.startswith(prefix) and keep(name):
+                yield name.removeprefix(prefix), self._whole(parameter)
+
+    def full_learned(self) -> dict[str, Tensor]:
+        """Name and whole tensor of each parameter that this engine trains, on every rank."""
+        self.reshard()
+        return {name: self._whole(parameter) for name, parameter in self.learned().items()}
+
+    def _whole(self, parameter: Tensor) -> Tensor:
+        tensor = parameter.detach()
+        tensor = tensor.to(self.device) if tensor.device != self.device else tensor
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def lr_factor(step: int, num_warmup: int, num_updates: int, schedule: str) -> float:
+    """Share of the peak learning rate in update `step` (from 0): linear warm-up, then schedule.
+
+    The first update already learns: warm-up over w updates runs 1/w, 2/w … 1.
+    """
+    if step < num_warmup:
+        return (step + 1) / num_warmup
+    done = min((step - num_warmup) / max(num_updates - num_warmup, 1), 1.0)
+    match schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1.0 - done
+        case "cosine":
+            return 0.5 * (1 + math.cos(math.pi * done))
+        case _:
+            raise ValueError(f"got schedule {schedule!r}; expected one of {', '.join(SCHEDULES)}")
+
+
+def default_mesh(device: torch.device) -> DeviceMesh:
+    """All ranks in one dimension; weights are sharded over it."""
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
+
+
+def reduce_sum(x: Tensor, device: torch.device) -> Tensor:
+    """Sum over ranks; the argument is left as it is. Returns a CPU tensor."""
+    return _reduce(x, device, dist.ReduceOp.SUM)
+
+
+def reduce_max(x: Tensor, device: torch.device) -> Tensor:
+    """Maximum over ranks; the argument is left as it is. Returns a CPU tensor."""
+    return _reduce(x, device, dist.ReduceOp.MAX)
+
+
+def _reduce(x: Tensor, device: torch.device, op: dist.ReduceOp.RedOpType) -> Tensor:
+    copy = x.detach().clone().to(device)
+    dist.all_reduce(copy, op)
+    return copy.cpu()

@@ -1,0 +1,181 @@
+"""What runs inside FSDP: a transformer and a head that answers for chosen tokens only.
+
+The head lives inside the wrapped module, since FSDP gathers its weights for the module's forward
+only. Prompt and observation tokens never reach a head, so they cost no logits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from verl.errors import ModelError, explain
+from verl.training.attention import PACKED, SequenceBounds
+from verl.types import TokenBatch
+
+LOGITS_PER_CHUNK = 1 << 26
+"""Logits held at once (256 MiB in float32), whatever the number of tokens."""
+
+
+@dataclass(frozen=True)
+class PackedInputs:
+    """One forward: the tokens of all sequences in a row, and the tokens that are asked for."""
+
+    input_ids: Tensor
+    """(1, num_tokens)."""
+    bounds: SequenceBounds
+    wanted: Tensor
+    """(num_wanted,) flat positions of the tokens asked for; never a sequence's first."""
+
+    @classmethod
+    def of(cls, batch: TokenBatch, mask: Tensor, device: torch.device) -> PackedInputs:
+        """Pack `batch`, asking for tokens where `mask` (num_tokens,) is True.
+
+        A batch without tokens becomes two dummy tokens of which none is asked for, so that a rank
+        with nothing to do still takes part in collectives.
+        """
+        lengths = [n for n in batch.lengths.tolist() if n > 0]
+        if not lengths:
+            dummy = torch.zeros(1, 2, dtype=torch.int64, device=device)
+            nothing = torch.zeros(0, dtype=torch.int64, device=device)
+            return cls(dummy, SequenceBounds.of([2], device), nothing)
+        bounds = SequenceBounds.of(lengths, device)
+        wanted = mask.bool().clone()
+        wanted[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = False
+        ids = batch.tokens["input_ids"].to(device)
+        return cls(ids[None], bounds, wanted.nonzero()[:, 0].to(device))
+
+    @property
+    def targets(self) -> Tensor:
+        """(num_wanted,) ids of the tokens asked for."""
+        return self.input_ids[0, self.wanted]
+
+
+@contextlib.contextmanager
+def model_errors(path: str) -> Iterator[None]:
+    """Raise ModelError for whatever transformers raises of a model that is not there or unfit."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            explain("model path", path, "a folder of a Hugging Face causal language model",
+                    f"give one that transformers loads ({error})")
+        ) from error  # fmt: skip
+
+
+def load_causal_lm(
+    path: str, dtype: torch.dtype = torch.float32, needs_head: bool = True
+) -> PreTrainedModel:
+    """A causal language model with packed attention, on the CPU.
+
+    Raises ModelError when `path` is not there, holds no such model, or lacks some of its weights,
+    which would be random numbers; the output head may lack where it is not needed.
+    """
+    transformers_logging.disable_progress_bar()  # many actors would draw over each other
+    with model_errors(path):
+        lm, found = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=PACKED, output_loading_info=True
+        )
+    missing = sorted(
+        name for name in found["missing_keys"]
+        if needs_head or lm.get_submodule(name.rpartition(".")[0]) is not lm.get_output_embeddings()
+    )  # fmt: skip
+    if missing:
+        got = f"none for {', '.join(missing[:3])} ({len(missing)} in all)"
+        raise ModelError(
+            explain(f"weights of {path}", got, f"a complete checkpoint of {type(lm).__name__}",
+                    "download it again, or give the model that the files belong to")
+        )  # fmt: skip
+    return lm
+
+
+def states(trunk: nn.Module, inputs: PackedInputs) -> Tensor:
+    """The trunk's state from which each wanted token is predicted, (num_wanted, hidden)."""
+    hidden = trunk(
+        input_ids=inputs.input_ids,
+        position_ids=inputs.bounds.position_ids,
+        use_cache=False,
+        bounds=inputs.bounds,
+    ).last_hidden_state
+    return hidden[0, inputs.wanted - 1]
+
+
+class LogProbModel(nn.Module):
+    """A policy: log-prob and entropy of wanted tokens."""
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(
+        self, inputs: PackedInputs, temperature: float, learn_entropy: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies in nats at `temperature`, (num_wanted,) float32 each.
+
+        Logits exist for a chunk of tokens at a time, forward and backward: several chunks are
+        computed again in backward, a single one is kept. Entropies carry a gradient only if
+        `learn_entropy`.
+        """
+        hidden, targets = states(self.lm.get_decoder(), inputs), inputs.targets
+        size = max(1, LOGITS_PER_CHUNK // self.lm.config.vocab_size)
+        again = functools.partial(checkpoint, self._chunk, use_reentrant=False)
+        compute = self._chunk if len(targets) <= size else again
+        chunks = [
+            compute(h, t, temperature, learn_entropy)
+            for h, t in zip(hidden.split(size), targets.split(size), strict=True)
+        ]
+        return torch.cat([c[0] for c in chunks]), torch.cat([c[1] for c in chunks])
+
+    def _chunk(
+        self, hidden: Tensor, targets: Tensor, temperature: float, learn_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        logits = self.lm.get_output_embeddings()(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if temperature != 1.0:
+            logits = logits / temperature
+        log_p = torch.log_softmax(logits, dim=-1)
+        chosen = log_p.gather(-1, targets[:, None])[:, 0]
+        # Last, so that a backward without learn_entropy stops recomputing before it.
+        source = log_p if learn_entropy else log_p.detach()
+        return chosen, -(source.exp() * source).sum(-1)
+
+
+class ValueModel(nn.Module):
+    """A critic: the value of the state before each wanted token."""
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.trunk = lm.get_decoder()
+        self.value_head = build_value_head(lm)
+
+    def forward(self, inputs: PackedInputs) -> Tensor:
+        """Values, (num_wanted,) float32; 0 before the first update."""
+        return values(self.trunk, self.value_head, inputs)
+
+
+def build_value_head(lm: PreTrainedModel) -> nn.Linear:
+    """From a state to its value, which is 0 for now."""
+    head = nn.Linear(lm.config.hidden_size, 1, bias=False)
+    nn.init.zeros_(head.weight)
+    return head
+
+
+def values(trunk: nn.Module, value_head: nn.Module, inputs: PackedInputs) -> Tensor:
+    """The value of the state before each wanted token, (num_wanted,) float32."""
+    return value_head(states(trunk, inputs)).float().sum(-1)
+
+
+def blocks(module: nn.Module, lm: PreTrainedModel) -> list[nn.Module]:
+    """The transformer blocks of `module`, by the class names that the model declares."""
+    names = set(lm._no_split_modules or ())
+    found = [m for m in module.modules() if type(m).__name__ in names]
+    assert found, f"{type(lm).__name__} declares no blocks; expected _no_split_modules to name some"
+    return found

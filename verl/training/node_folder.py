@@ -1,0 +1,93 @@
+"""A folder in a machine's memory that lives no longer than the process that opened it.
+
+Weights on their way from ranks to engines are large, and memory that a killed run leaves behind
+is missing from the next one: so nothing here relies on a process ending in good order.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import time
+import uuid
+from pathlib import Path
+
+from verl.machine import SHARED_MEMORY
+
+PREFIX = "search-r1-weights-"
+UNFINISHED_S = 60.0
+"""Making and locking a folder takes far less."""
+NODE_DIGITS = 12
+"""Of a node's id; enough to tell those of one machine apart."""
+LOCK = ".lock"
+KEEPER = 'exec 3<&0; (cat <&3 > /dev/null; exec rm -rf -- "$1") &'
+"""Leaves a process that waits until its standard input ends, which is when the owner of the other
+end does. It is no child of the owner: Ray kills a worker's children before the worker."""
+
+
+def new_path() -> Path:
+    """A path that is free on every machine; nothing is made."""
+    root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path("/tmp")
+    return root / f"{PREFIX}{uuid.uuid4().hex}"
+
+
+def on_node(path: Path, node_id: str) -> Path:
+    """Where `path` lies for one node: two nodes may be one machine, and share its memory."""
+    return path.with_name(f"{path.name}-{node_id[:NODE_DIGITS]}")
+
+
+class NodeFolder:
+    """The folder `path`, made on this machine; what earlier owners left beside it is removed."""
+
+    def __init__(self, path: Path) -> None:
+        """Make and lock the folder, and start the process that removes it after this one."""
+        self.path = path
+        sweep(path.parent)
+        part = path.with_name("." + path.name)
+        part.mkdir(mode=0o700)
+        self._lock = os.open(part / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        part.rename(path)  # seen by others only when it is locked
+        keeper = subprocess.Popen(
+            ["sh", "-c", KEEPER, "sh", str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            env={"PATH": os.environ.get("PATH", os.defpath)},  # without the run's mark: outlives it
+        )
+        keeper.wait()  # it has left the process that waits for the end of this one
+        assert keeper.stdin is not None
+        self._lifeline = keeper.stdin
+
+    def close(self) -> None:
+        """Remove the folder now."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lifeline.close()
+        os.close(self._lock)
+
+
+def is_old(folder: Path) -> bool:
+    """Whether it was made so long ago that its owner would have finished it."""
+    try:
+        return time.time() - folder.stat().st_mtime > UNFINISHED_S
+    except FileNotFoundError:
+        return False
+
+
+def sweep(root: Path) -> None:
+    """Remove the folders below `root` whose owners are gone; another user's are left alone."""
+    unfinished = [f for f in root.glob(f".{PREFIX}*") if is_old(f)]
+    for folder in (*root.glob(f"{PREFIX}*"), *unfinished):
+        try:
+            lock = os.open(folder / LOCK, os.O_RDWR)
+        except OSError:
+            continue  # gone by now, or not ours
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            pass  # its owner lives
+        finally:
+            os.close(lock)

@@ -1,0 +1,343 @@
+"""One training rank: actor, and reference and critic where the algorithm needs them.
+
+A plain class; the single controller runs it in a Ray actor, tests in a process of their own.
+Every rank gets every call, with its shard of the batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from verl import checkpoint
+from verl.config import AdapterConfig, Config, CriticModelConfig, FsdpConfig, ModelConfig
+from verl.core_algos.advantages import ADVANTAGES
+from verl.machine import HostMemory
+from verl.training.actor import DEFAULT_TOKEN_BUDGET, Actor, Metrics, TokenBudgets
+from verl.training.critic import Critic
+from verl.training.devices import (
+    PeakMemory,
+    card_name,
+    dtype_name,
+    make_deterministic,
+    resolve_device,
+    resolve_dtype,
+    share_threads,
+    take_peak_memory,
+)
+from verl.training.fsdp import FsdpModel, FsdpOptions
+from verl.training.loading import blank_copy, opened_causal_lm
+from verl.training.lora import Role, adapted_engine, policy_adapter, policy_weights, share
+from verl.training.models import LogProbModel, ValueModel, blocks
+from verl.training.network import interface_variables, join_process_group
+from verl.training.node_folder import NodeFolder
+from verl.training.weights import write_weights
+from verl.types import TokenBatch
+
+
+def actor_budgets(config: Config) -> TokenBudgets:
+    """Token budgets of the policy, derived from trajectories per micro-batch where that is set."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    update = actor.ppo_max_token_len_per_gpu or _budget(config, actor.ppo_micro_batch_size)
+    update = update or DEFAULT_TOKEN_BUDGET
+    return TokenBudgets(update, rollout.log_prob_max_token_len_per_gpu or 2 * update)
+
+
+def critic_budgets(config: Config) -> TokenBudgets:
+    """Token budgets of the critic; twice the actor's where nothing is set."""
+    critic = config.critic
+    update = critic.ppo_max_token_len_per_gpu or _budget(config, critic.ppo_micro_batch_size)
+    update = update or 2 * actor_budgets(config).update
+    return TokenBudgets(update, 2 * update)
+
+
+def _budget(config: Config, micro_batch_size: int | None) -> int | None:
+    if micro_batch_size is None:
+        return None
+    return max(1, micro_batch_size // config.num_ranks) * config.data.max_model_len
+
+
+def critic_updates(config: Config, actor_updates: int) -> int:
+    """Optimizer steps of the critic in a run whose actor makes `actor_updates` without warm-up."""
+    size = config.critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
+    steps = actor_updates // max(config.updates_per_step, 1)
+    return steps * -(-config.num_trajectories // size) * config.critic.ppo_epochs
+
+
+def recompute_activations(lm: PreTrainedModel, config: ModelConfig | CriticModelConfig) -> None:
+    """Let `lm` recompute activations in backward, if so configured."""
+    if config.enable_gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def offloading(options: FsdpConfig) -> dict[str, bool]:
+    """What waits on the host; the driver has decided it for all ranks."""
+    param, optimizer = options.param_offload, options.optimizer_offload
+    assert param is not None and optimizer is not None, "null is decided before ranks start"
+    return {"param_offload": param, "optimizer_offload": optimizer}
+
+
+class TrainerWorker:
+    """Rank `rank` of `world_size`; `total_steps` are the actor's optimizer steps in the run."""
+
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        master_port: int,
+        total_steps: int,
+    ) -> None:
+        self.config, self.rank, self.world_size = config, rank, world_size
+        self.total_steps = total_steps
+        self._folder: NodeFolder | None = None
+        self.device = resolve_device(config.trainer.device)
+        self.dtype = resolve_dtype(config.trainer.compute_dtype, self.device)
+        if self.device.type == "cpu":
+            share_threads(min(world_size, config.trainer.n_gpus_per_node))
+        if config.trainer.deterministic:
+            make_deterministic()
+        self._join(master_addr, master_port)
+        self._seed(config.trainer.seed)
+        self.needs_critic = ADVANTAGES[config.algorithm.adv_estimator].needs_critic
+        self.actor, self.reference = self._build_policy()
+        self.critic = self._build_critic() if self.needs_critic else None
+        self._shard_writer = checkpoint.ShardWriter()
+
+    def _join(self, address: str, port: int) -> None:
+        if self.config.trainer.nnodes > 1:
+            os.environ |= {**interface_variables(address), **os.environ}  # what a user set stays
+        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        join_process_group(self.device, self.rank, self.world_size)
+
+    def _seed(self, seed: int) -> None:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+
+    def _opened(
+        self, model: ModelConfig | CriticModelConfig, path: str, needs_head: bool = True
+    ) -> AbstractContextManager[PreTrainedModel]:
+        """The language model at `path`, to be sharded inside of the `with`.
+
+        What is trained is float32; below an adapter it is held as it computes.
+        """
+        dtype = self.dtype if model.has_adapter else torch.float32
+        return opened_causal_lm(path, dtype, self.config.trainer.n_gpus_per_node, needs_head)
+
+    def _build_policy(self) -> tuple[Actor, Actor | None]:
+        """The actor, and the reference where one is needed: the policy before training.
+
+        Below an adapter the reference is there already; else it copies the actor's shards.
+        """
+        section = self.config.actor_rollout_ref
+        needs_twin = self.config.needs_reference and not section.model.has_adapter
+        with self._opened(section.model, section.model.path) as lm:
+            self.model_config = lm.config
+            twin = blank_copy(lm) if needs_twin else None
+            recompute_activations(lm, section.model)
+            actor = self._actor_engine(lm)
+        reference = None
+        if self.config.needs_reference:
+            reference = self._policy(self._reference_engine(actor, twin))
+        return self._policy(actor), reference
+
+    def _policy(self, engine: FsdpModel) -> Actor:
+        section = self.config.actor_rollout_ref
+        return Actor(engine, section.actor, actor_budgets(self.config), self._temperature())
+
+    def _actor_engine(self, lm: PreTrainedModel) -> FsdpModel:
+        section = self.config.actor_rollout_ref
+        options = FsdpOptions(
+            compute_dtype=self.dtype,
+            num_updates=self.total_steps,
+            optim=section.actor.optim,
+            grad_clip=section.actor.grad_clip,
+            **offloading(section.actor.fsdp_config),
+        )
+        if not section.model.has_adapter:
+            return FsdpModel(LogProbModel(lm), blocks(lm, lm), self.device, options)
+        adapters: dict[Role, AdapterConfig] = {Role.ACTOR: section.model}
+        if self.needs_critic and self.config.shares_base:
+            adapters[Role.CRITIC] = self.config.critic.model
+        return adapted_engine(lm, adapters, self.device, options)
+
+    def _reference_engine(self, actor: FsdpModel, twin: PreTrainedModel | None) -> FsdpModel:
+        fsdp = self.config.actor_rollout_ref.ref.fsdp_config
+        options = FsdpOptions(compute_dtype=self.dtype, **offloading(fsdp))
+        if twin is None:
+            return share(actor, Role.REFERENCE, options)
+        module = LogProbModel(twin)
+        return FsdpModel(module, blocks(twin, twin), self.device, options, twin=actor)
+
+    def _temperature(self) -> float:
+        """The temperature of training rollouts; greedy ones are judged at 1."""
+        return self.config.actor_rollout_ref.rollout.temperature or 1.0
+
+    def _build_critic(self) -> Critic:
+        critic = self.config.critic
+        options = FsdpOptions(
+            compute_dtype=self.dtype,
+            num_updates=critic_updates(self.config, self.total_steps),
+            optim=critic.optim,
+            grad_clip=critic.grad_clip,
+            **offloading(critic.model.fsdp_config),
+        )
+        if self.config.shares_base:
+            engine = share(self.actor.engine, Role.CRITIC, options)
+        else:
+            with self._opened(critic.model, self.config.critic_path, needs_head=False) as lm:
+                recompute_activations(lm, critic.model)
+                engine = self._critic_engine(lm, options)
+        return Critic(engine, critic, critic_budgets(self.config))
+
+    def _critic_engine(self, lm: PreTrainedModel, options: FsdpOptions) -> FsdpModel:
+        """A critic with weights of its own."""
+        if self.config.critic.model.has_adapter:
+            adapters: dict[Role, AdapterConfig] = {Role.CRITIC: self.config.critic.model}
+            return adapted_engine(lm, adapters, self.device, options)
+        module = ValueModel(lm)
+        return FsdpModel(
+            module, blocks(module, lm), self.device, options, float32_modules=[module.value_head]
+        )
+
+    def log_probs(self, batch: TokenBatch) -> Tensor:
+        """The policy's log-probs, (num_tokens,), 0 outside the loss mask."""
+        return self.actor.log_probs(batch)
+
+    def ref_log_probs(self, batch: TokenBatch) -> Tensor:
+        """The reference's log-probs, (num_tokens,), 0 outside the loss mask."""
+        assert self.reference is not None, "no reference here: the config needs no KL"
+        return self.reference.log_probs(batch)
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """The critic's values, (num_tokens,), 0 outside the loss mask."""
+        assert self.critic is not None, "no critic here: the advantage estimator needs none"
+        return self.critic.values(batch)
+
+    def update_actor(self, batch: TokenBatch) -> Metrics:
+        """One optimizer step of the policy."""
+        return self.actor.update(batch)
+
+    def update_critic(self, batch: TokenBatch) -> Metrics:
+        """One optimizer step of the critic."""
+        assert self.critic is not None, "no critic here: the advantage estimator needs none"
+        return self.critic.update(batch)
+
+    def save_weights(self, directory: str | Path, dtype: str = "bfloat16") -> None:
+        """Write the policy as a Hugging Face folder, once; an adapter is merged into the weights.
+
+        `directory` is on a file system that the first rank sees.
+        """
+        self._write_weights(Path(directory), dtype, is_writer=self.rank == 0)
+
+    def save_adapter(self, directory: str | Path) -> None:
+        """Write the policy's adapter as peft's folder, once."""
+        self._write_adapter(Path(directory), is_writer=self.rank == 0)
+
+    def hand_over_weights(self, directory: str | Path, dtype: str) -> float:
+        """As `save_weights`, but into a folder of each node's memory that goes with its rank.
+
+        Returns the seconds in which this rank wrote files.
+        """
+        self._open(Path(directory))
+        return self._write_weights(Path(directory), dtype, is_writer=self.is_first_of_node)
+
+    def hand_over_adapter(self, directory: str | Path) -> float:
+        """As `save_adapter`, and otherwise as `hand_over_weights`."""
+        self._open(Path(directory))
+        return self._write_adapter(Path(directory), is_writer=self.is_first_of_node)
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether this rank writes for its node."""
+        return self.rank % self.config.trainer.n_gpus_per_node == 0
+
+    def _open(self, directory: Path) -> None:
+        if self.is_first_of_node and self._folder is None:
+            self._folder = NodeFolder(directory)
+
+    def _write_weights(self, directory: Path, dtype: str, is_writer: bool) -> float:
+        """Every rank gives its shards; writers write them. Returns the seconds of the writing."""
+        named, seconds = policy_weights(self.actor.engine), 0.0
+        if is_writer:
+            seconds = write_weights(directory, named, self.model_config, dtype)
+        else:
+            for _ in named:
+                pass
+        dist.barrier()
+        return seconds
+
+    def _write_adapter(self, directory: Path, is_writer: bool) -> float:
+        adapter, seconds = policy_adapter(self.actor.engine), 0.0
+        if is_writer:
+            start = time.perf_counter()
+            adapter.write(directory)
+            seconds = time.perf_counter() - start
+        dist.barrier()
+        return seconds
+
+    @property
+    def engines(self) -> dict[str, FsdpModel]:
+        """The engines that learn, by the name they are saved under."""
+        found = {"actor": self.actor.engine}
+        return found if self.critic is None else {**found, "critic": self.critic.engine}
+
+    def save_checkpoint(self, directory: str | Path) -> str:
+        """Write this rank's shards below `directory`, which the driver publishes when all did.
+
+        Returns what went wrong, or an empty text.
+        """
+        return checkpoint.save_shards(Path(directory), self.engines, self.model_config)
+
+    def start_checkpoint(self, directory: str | Path) -> None:
+        """Copy this rank's shards, and write them below `directory` while training goes on."""
+        self._shard_writer.start(Path(directory), self.engines, self.model_config)
+
+    async def finish_checkpoint(self) -> str:
+        """Wait for what `start_checkpoint` began; what went wrong, or an empty text."""
+        return await asyncio.to_thread(self._shard_writer.finish)
+
+    def checkpoint_room(self) -> tuple[str, int, int]:
+        """This host's name, the bytes of this rank's shards, and the host's free memory."""
+        return socket.gethostname(), checkpoint.num_bytes(self.engines), HostMemory.now().free
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Take up the state saved in `directory`, by whatever number of ranks."""
+        checkpoint.load_shards(Path(directory), self.engines)
+
+    def scale_lr(self, scale: float) -> None:
+        """Learn at `scale` times the configured rates from the next update on."""
+        for engine in self.engines.values():
+            engine.scale_lr(scale)
+
+    def make_room(self) -> None:
+        """Give back the memory of the device that torch keeps though nothing is in it."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def take_peak_memory(self) -> PeakMemory | None:
+        """The most that this rank held of its device since the last call; None on CPU."""
+        return take_peak_memory(self.device)
+
+    def card(self) -> tuple[str, str]:
+        """The name of this rank's card, empty on CPU, and of the dtype that it computes in."""
+        return card_name(self.device), dtype_name(self.dtype)
+
+    def shutdown(self) -> None:
+        """Leave the process group, and take the weights out of the node's memory."""
+        if self._folder is not None:
+            self._folder.close()
+        dist.destroy_process_group()

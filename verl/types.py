@@ -1,0 +1,296 @@
+"""The data that travels: prompts, trajectories, and the jagged batch that trainers work on.
+
+Nothing here is padded. A trajectory is a list of segments, each of one origin; a batch is flat
+token tensors with sequence offsets. Masks are data that come from the origin, never derived from
+token ids. The `Engine` and `Agent` protocols are the seams between rollout, agents and trainer.
+This module knows nothing of search, Ray or configuration files.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Origin(IntEnum):
+    """Where a token came from; only POLICY tokens are ever trained on."""
+
+    PROMPT = 0
+    POLICY = 1
+    OBSERVATION = 2
+
+
+class Status(StrEnum):
+    """How a trajectory ended."""
+
+    ANSWERED = "answered"
+    """The policy closed an answer."""
+    OUT_OF_TURNS = "out_of_turns"
+    """The last turn was spent without an answer."""
+    OUT_OF_BUDGET = "out_of_budget"
+    """The context budget could not hold another turn."""
+    FAILED = "failed"
+    """Infrastructure failed (for example the retriever); never trained on."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request is sampled; `temperature` 0 means greedy."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine generated for one request: ids as sampled, their log-probs, and the text."""
+
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    text: str
+    finish_reason: str
+    """`stop` (a stop string or end of sequence) or `length`."""
+    weight_version: int = 0
+
+
+class Engine(Protocol):
+    """Anything that continues token ids: a vLLM replica, a remote endpoint, a scripted fake."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Continue `prompt_ids`; the stop string that ended the text is part of ids and text."""
+        ...
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a data set, rendered: the token ids to start from and what judges the answer."""
+
+    uid: str
+    """Unique over all data sets: `file#row`. Groups are formed by prompt instance, not by this."""
+    ids: tuple[int, ...]
+    data_source: str
+    ground_truth: tuple[str, ...]
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+    """What `ids` were made of, the chat template's words included."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens of one origin. `log_probs` are the engine's, for policy tokens only."""
+
+    origin: Origin
+    ids: tuple[int, ...]
+    text: str = ""
+    log_probs: tuple[float, ...] = ()
+    weight_version: int = 0
+
+    def __post_init__(self) -> None:
+        expected = len(self.ids) if self.origin is Origin.POLICY else 0
+        assert len(self.log_probs) == expected, (
+            f"a {self.origin.name} segment of {len(self.ids)} ids carries {expected} log-probs, "
+            f"got {len(self.log_probs)}"
+        )
+
+
+@dataclass
+class Trajectory:
+    """One dialogue: the prompt and what policy and environment added to it, segment by segment."""
+
+    prompt: Prompt
+    segments: list[Segment]
+    status: Status = Status.OUT_OF_TURNS
+    stats: dict[str, float] = field(default_factory=dict)
+    """Counts of the agent's own making (searches, valid actions ...), averaged into metrics."""
+    faults: dict[str, int] = field(default_factory=dict)
+    """Counts of what infrastructure did to it (searches tried again ...), summed to `fault/`."""
+    group: str = ""
+    """The prompt instance of this step; samples of one instance share it."""
+    sample: int = 0
+    """Which of the group's samples this is."""
+    seed: int | None = None
+    """Base of the seeds of this trajectory's requests; None leaves the choice to the engine."""
+    error: str = ""
+    """What failed, when status is FAILED."""
+
+    @property
+    def ids(self) -> list[int]:
+        """All token ids in order: what the engine is given next, and what is trained on."""
+        return [i for segment in self.segments for i in segment.ids]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(segment.ids) for segment in self.segments)
+
+    @property
+    def num_policy_tokens(self) -> int:
+        return self.num_tokens_of(Origin.POLICY)
+
+    def num_tokens_of(self, origin: Origin) -> int:
+        """Tokens of one origin."""
+        return sum(len(s.ids) for s in self.segments if s.origin is origin)
+
+    @property
+    def text(self) -> str:
+        """The dialogue after the prompt, for people."""
+        return "".join(s.text for s in self.segments if s.origin is not Origin.PROMPT)
+
+
+class Agent(Protocol):
+    """A policy-environment loop; one call makes one trajectory."""
+
+    async def run(self, start: Trajectory, engine: Engine, sampling: Sampling) -> Trajectory:
+        """Continue `start` (which holds the prompt segment only) until it ends.
+
+        `sampling.stop` and `sampling.max_tokens` are the agent's to set; temperature and top_p
+        are the caller's. Infrastructure failures end in status FAILED, not in an exception.
+        """
+        ...
+
+
+def start_trajectory(
+    prompt: Prompt, group: str = "", sample: int = 0, seed: int | None = None
+) -> Trajectory:
+    """A trajectory that holds its prompt only."""
+    segment = Segment(Origin.PROMPT, prompt.ids, prompt.text)
+    return Trajectory(prompt, [segment], group=group, sample=sample, seed=seed)
+
+
+@dataclass
+class TokenBatch:
+    """A jagged batch.
+
+    `offsets` (num_seqs + 1,) int64 delimit sequences in the flat token columns.
+    `tokens[name]` (num_tokens,): every column is aligned with the token it concerns, so
+    `old_log_probs[t]` is the log-prob of token t given its prefix and `values[t]` the value of
+    the state before token t. `rows[name]` (num_seqs, ...) tensors; `columns[name]` lists of
+    num_seqs Python objects.
+
+    Example (P prompt, A policy, O observation): ids `P P A A O O A`, policy_mask
+    `0 0 1 1 0 0 1`; losses, advantages and KL exist at the three A tokens only.
+    """
+
+    offsets: Tensor
+    tokens: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, column in self.tokens.items():
+            assert len(column) == self.num_tokens, f"{name}: {len(column)} != {self.num_tokens}"
+        sized: dict[str, Sized] = {**self.rows, **self.columns}
+        for name, row in sized.items():
+            assert len(row) == len(self), f"{name}: {len(row)} rows, expected {len(self)}"
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def lengths(self) -> Tensor:
+        """(num_seqs,) tokens per sequence."""
+        return self.offsets.diff()
+
+    @classmethod
+    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TokenBatch:
+        """Flatten trajectories; columns `group` and `data_source` go along for every row."""
+        lengths = [t.num_tokens for t in trajectories]
+        segments = [s for t in trajectories for s in t.segments]
+        origins = [int(s.origin) for s in segments for _ in s.ids]
+        log_probs = [p for s in segments for p in (s.log_probs or (0.0,) * len(s.ids))]
+        origin = torch.tensor(origins, dtype=torch.int64)
+        return cls(
+            offsets=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int64),
+            tokens={
+                "input_ids": torch.tensor([i for s in segments for i in s.ids]),
+                "policy_mask": origin == int(Origin.POLICY),
+                "response_mask": origin != int(Origin.PROMPT),
+                "rollout_log_probs": torch.tensor(log_probs, dtype=torch.float32),
+            },
+            columns={
+                "group": [t.group for t in trajectories],
+                "data_source": [t.prompt.data_source for t in trajectories],
+            },
+        )
+
+    def positions(self, indices: Sequence[int]) -> Tensor:
+        """Flat positions of the tokens of the sequences at `indices`, in that order."""
+        starts, ends = self.offsets[:-1].tolist(), self.offsets[1:].tolist()
+        spans = [torch.arange(starts[i], ends[i]) for i in indices]
+        return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+
+    def select(self, indices: Sequence[int]) -> TokenBatch:
+        """The sequences at `indices`, in that order."""
+        index = list(indices)
+        flat = self.positions(index)
+        lengths = self.lengths[index] if index else torch.zeros(0, dtype=torch.int64)
+        return TokenBatch(
+            offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+            tokens={name: column[flat] for name, column in self.tokens.items()},
+            rows={name: row[index] for name, row in self.rows.items()},
+            columns={name: [col[i] for i in index] for name, col in self.columns.items()},
+        )
+
+    @classmethod
+    def concat(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
+        """Batches one after the other; all must have the same columns."""
+        first = batches[0]
+        lengths = torch.cat([b.lengths for b in batches])
+        return cls(
+            offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+            tokens={n: torch.cat([b.tokens[n] for b in batches]) for n in first.tokens},
+            rows={n: torch.cat([b.rows[n] for b in batches]) for n in first.rows},
+            columns={n: [x for b in batches for x in b.columns[n]] for n in first.columns},
+        )
+
+    def sequences(self, name: str) -> Iterator[Tensor]:
+        """The token column `name`, one view per sequence."""
+        return iter(torch.split(self.tokens[name], self.lengths.tolist()))
+
+
+def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Split sequence indices into `num_parts` parts of nearly equal token counts.
+
+    Longest first into the lightest part. Parts are in ascending index order; a part may be empty
+    when there are fewer sequences than parts.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    heap = [(0, part) for part in range(num_parts)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, part = heapq.heappop(heap)
+        parts[part].append(index)
+        heapq.heappush(heap, (load + lengths[index], part))
+    return [sorted(part) for part in parts]
+
+
+def pack(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[int]]:
+    """Group sequence indices into micro-batches of at most `budget` tokens each.
+
+    A sequence longer than the budget gets a micro-batch of its own. `at_least` asks for that many
+    micro-batches (trailing ones may be empty), so that every rank runs the same number.
+    """
+    bins: list[list[int]] = []
+    loads: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fits = [b for b, load in enumerate(loads) if load + lengths[index] <= budget]
+        if fits:
+            bins[fits[0]].append(index)
+            loads[fits[0]] += lengths[index]
+        else:
+            bins.append([index])
+            loads.append(lengths[index])
+    bins += [[] for _ in range(at_least - len(bins))]
+    return [sorted(b) for b in bins]

@@ -1,5 +1,0 @@
-"""Rollout: the replica that Ray hosts, and the engines that continue token ids."""
-
-from verl.workers.rollout.replica import RolloutReplica
-
-__all__ = ["RolloutReplica"]
