@@ -22,28 +22,28 @@ class Engine:
     """A row of the registry."""
 
     module: str
-    """Below `search_r1.search.backends`."""
+    """Its full name."""
     install: str = ""
     """The command that installs what its import wants."""
 
 
-FAISS = Engine("faiss_index", install_command("dense"))
-TORCH = Engine("torch_flat", install_command("dense"))
-LUCENE = Engine("lucene", install_command("lucene"))
-ONLINE = Engine("online.engine", install_command("online"))
-RERANK = Engine("rerank", install_command("dense"))
+FAISS = Engine(f"{PACKAGE}.faiss_index", install_command("dense"))
+TORCH = Engine(f"{PACKAGE}.torch_flat", install_command("dense"))
+LUCENE = Engine(f"{PACKAGE}.lucene", install_command("lucene"))
+ONLINE = Engine("search_r1.online.engine", install_command("online"))
+RERANK = Engine(f"{PACKAGE}.rerank", install_command("dense"))
 ENGINES = {
-    "bm25": Engine("bm25", "pip install bm25s"),
+    "bm25": Engine(f"{PACKAGE}.bm25", "pip install bm25s"),
     "lucene": LUCENE,
     "google": ONLINE,
     "serpapi": ONLINE,
     "brave": ONLINE,
     "serper": ONLINE,
     "tavily": ONLINE,
-    "empty": Engine("empty"),
-    "random": Engine("diagnostics"),
-    "oracle": Engine("diagnostics"),
-    "replay": Engine("replay"),
+    "empty": Engine(f"{PACKAGE}.empty"),
+    "random": Engine(f"{PACKAGE}.diagnostics"),
+    "oracle": Engine(f"{PACKAGE}.diagnostics"),
+    "replay": Engine(f"{PACKAGE}.replay"),
 }
 """By --retriever_name; any other name is a dense index."""
 
@@ -82,7 +82,7 @@ def _is_lucene(path: Path) -> bool:
 
 def _load(engine: Engine) -> ModuleType:
     try:
-        return importlib.import_module(f"{PACKAGE}.{engine.module}")
+        return importlib.import_module(engine.module)
     except ImportError as error:
         raise SetupError(
             f"{error}, which this engine needs; install it: {engine.install}"

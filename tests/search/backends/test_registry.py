@@ -15,9 +15,9 @@ def test_a_lucene_folder_under_the_name_bm25_is_lucenes(tmp_path: Path, inner: s
     """The familiar `--retriever_name bm25 --index_path FOLDER` opens a published Lucene index."""
     folder = tmp_path / inner
     folder.mkdir(exist_ok=True)
-    assert registry._choose(RetrieverConfig("bm25", "c", str(tmp_path))).module == "bm25"
+    assert registry._choose(RetrieverConfig("bm25", "c", str(tmp_path))).module.endswith(".bm25")
     (folder / "segments_2").touch()
-    assert registry._choose(RetrieverConfig("bm25", "c", str(tmp_path))).module == "lucene"
+    assert registry._choose(RetrieverConfig("bm25", "c", str(tmp_path))).module.endswith(".lucene")
 
 
 def test_an_unknown_dense_engine_is_refused() -> None:
@@ -31,7 +31,7 @@ def test_an_unknown_dense_engine_is_refused() -> None:
 
 def test_every_row_names_a_module_of_its_package() -> None:
     """No row points to an engine that is not there."""
-    package = Path(registry.__file__).parent
+    root = Path(registry.__file__).parents[3]
     rows = [*registry.ENGINES.values(), registry.FAISS, registry.TORCH, registry.RERANK]
     for row in rows:
-        assert (package / (row.module.replace(".", "/") + ".py")).is_file(), row
+        assert (root / (row.module.replace(".", "/") + ".py")).is_file(), row
