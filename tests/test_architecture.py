@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPOSITION_ROOTS = {"verl/trainer/main_ppo.py"}
+COMPOSITION_ROOTS = {"verl/trainer/run.py"}
 PURE = {
     "verl/core_algos/jagged.py": {"torch"},
     "verl/core_algos/advantages.py": {"torch"},

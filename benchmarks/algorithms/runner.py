@@ -27,8 +27,8 @@ from example.build import build_example, write_example
 from example.tiny_policy import write_tiny_policy
 from search_r1.search.local_server import LocalServer
 from verl.config import cli
-from verl.trainer.main_ppo import building
 from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.run import building
 from verl.trainer.validation import VALIDATION_STREAM, trajectory_seed
 from verl.types import Sampling, Trajectory, start_trajectory
 

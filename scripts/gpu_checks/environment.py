@@ -11,7 +11,7 @@ import torch
 
 from scripts.gpu_checks.report import Report
 
-NEEDED = ("verl.trainer.main_ppo", "verl.sft.trainer", "search_r1.search.retrieval_server")
+NEEDED = ("verl.trainer.run", "verl.sft.trainer", "search_r1.search.retrieval_server")
 """What the recipes start; vLLM is tried by the engine's own checks."""
 
 

@@ -1,163 +1,18 @@
-"""The composition root: the one place where trainer and search agent meet.
+"""`python3 -m verl.trainer.main_ppo key=value ...` trains; `--cfg job` prints the options instead.
 
-`python3 -m verl.trainer.main_ppo key=value ...` trains; `--cfg job` prints the resolved
-configuration. User mistakes end in one message and exit code 2, before any long work starts.
+User mistakes end in one message and exit code 2, before any long work starts. Nothing heavy is
+imported before the options are sound, so that a mistyped one is answered at once; what trains is
+`verl.trainer.run`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
 
-import ray
-from transformers import AutoTokenizer
-
-from search_r1.agent.generation import build_agent
-from search_r1.scoring import build_reward_manager
-from search_r1.search.identity import retriever_identity
-from search_r1.search.probe import SearchProbe
-from verl.checkpoint.resume import check_resume, identity
-from verl.config import Config, cli
-from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
-from verl.data import load_prompts, num_batches
+from verl.config import cli
 from verl.errors import SearchR1Error
-from verl.monitor.memory_watch import rank_names, watching
-from verl.monitor.tracking import Tracking
-from verl.preflight.checks import preflight
-from verl.rollout.retry import PROBE_S, Probe, always_there
-from verl.single_controller.reaper import OrphanReaper
-from verl.single_controller.restarts import Restarts
-from verl.trainer.cluster import start_ray
-from verl.trainer.groups import build_groups
-from verl.trainer.ray_trainer import RayPPOTrainer
-from verl.trainer.rollout_data import open_folder
-from verl.trainer.supervision import supervise
-from verl.types import Prompt
-
-logger = logging.getLogger(__name__)
-
-
-def build_kl_controller(config: Config) -> KLController:
-    """The controller of KL in the reward."""
-    control = config.algorithm.kl_ctrl
-    if control.type == "adaptive":
-        return AdaptiveKLController(control.kl_coef, control.target_kl, control.horizon)
-    return FixedKLController(control.kl_coef)
-
-
-def build_probe(config: Config) -> Probe:
-    """What asks the retriever whether it answers."""
-    retriever = config.retriever
-    if not config.has_retriever:
-        return always_there
-    return SearchProbe(retriever.url, retriever.topk, min(retriever.timeout, PROBE_S))
-
-
-def identify(config: Config) -> dict[str, Any]:
-    """What a checkpoint says it was made with; the retriever tells what it serves."""
-    retriever = config.retriever
-    if not config.has_retriever:
-        return identity(config, {})
-    timeout = min(retriever.timeout, PROBE_S)
-    return identity(config, retriever_identity(retriever.url, timeout))
-
-
-def count_steps(config: Config, num_rows: int) -> int:
-    """Updates of the run: `total_training_steps`, or enough for `total_epochs` passes."""
-    trainer = config.trainer
-    if trainer.total_training_steps is not None:
-        return trainer.total_training_steps
-    return num_batches(num_rows, config.data.train_batch_size, trainer.total_epochs)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a run has beside its processes, checked; the same for every attempt at it."""
-
-    config: Config
-    identity: Mapping[str, Any]
-    train_prompts: Sequence[Prompt]
-    val_prompts: Sequence[Prompt]
-    total_steps: int
-
-
-def prepare(config: Config) -> Prepared:
-    """Check everything that a run needs, decide what is left to its machine, read its questions."""
-    config = preflight(config)
-    made_with = identify(config)
-    check_resume(config, made_with)
-    cli.write_resolved(config, config.trainer.default_local_dir)
-    tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
-    data = config.data
-    train_prompts = load_prompts(config, data.train_files, data.train_data_num, tokenizer)
-    val_prompts = load_prompts(config, data.val_files, data.val_data_num, tokenizer)
-    total_steps = count_steps(config, len(train_prompts))
-    if config.trainer.rollout_data_dir is not None:
-        open_folder(config.trainer.rollout_data_dir, tokenizer)
-    return Prepared(config, made_with, train_prompts, val_prompts, total_steps)
-
-
-@contextlib.contextmanager
-def processes(
-    prepared: Prepared, tracking: Tracking, restarts: Restarts
-) -> Iterator[RayPPOTrainer]:
-    """A trainer with all its processes, which end with the context, whatever ends that."""
-    config = prepared.config
-    updates = prepared.total_steps * config.updates_per_step
-    with OrphanReaper() as lifeline, watching(config) as host_memory:
-        start_ray(config)
-        try:
-            ranks, replicas = build_groups(config, build_agent, updates, lifeline, restarts)
-            node_id = ray.get_runtime_context().get_node_id()
-            host_memory.names = rank_names(ranks.group.places(), node_id)
-            try:
-                yield RayPPOTrainer(
-                    config=config,
-                    ranks=ranks,
-                    replicas=replicas,
-                    train_prompts=prepared.train_prompts,
-                    val_prompts=prepared.val_prompts,
-                    reward_fn=build_reward_manager(config),
-                    kl_controller=build_kl_controller(config),
-                    tracking=tracking,
-                    total_steps=prepared.total_steps,
-                    probe=build_probe(config),
-                    faults=lambda: {**restarts.metrics(), **host_memory.metrics()},
-                    identity=prepared.identity,
-                )
-            finally:
-                replicas.shutdown()
-                ranks.shutdown()
-        finally:
-            ray.shutdown()
-
-
-@contextlib.contextmanager
-def building(config: Config) -> Iterator[RayPPOTrainer]:
-    """Check everything and build everything, once; all is taken down when the context ends."""
-    prepared = prepare(config)
-    with (
-        Tracking.from_config(prepared.config) as tracking,
-        processes(prepared, tracking, Restarts(config.trainer.max_restarts)) as trainer,
-    ):
-        yield trainer
-
-
-def run(config: Config) -> None:
-    """One run from beginning to end; it starts again by itself when it lost a rank."""
-    prepared = prepare(config)
-    restarts = Restarts(config.trainer.max_restarts)
-    with Tracking.from_config(prepared.config) as tracking:
-
-        def attempt(config: Config) -> None:
-            with processes(replace(prepared, config=config), tracking, restarts) as trainer:
-                trainer.fit()
-
-        supervise(attempt, prepared.config, restarts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,7 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        run(cli.compose(sys.argv[1:] if argv is None else argv))
+        config = cli.compose(sys.argv[1:] if argv is None else argv)
+        from verl.trainer.run import run  # noqa: PLC0415 - torch, Ray, transformers: seconds
+
+        run(config)
     except SearchR1Error as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

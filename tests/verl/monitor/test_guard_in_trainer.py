@@ -19,7 +19,7 @@ from verl.errors import CollapseError
 from verl.monitor.collapse import DRIFT
 from verl.monitor.tracking import MemoryTracker, Tracking
 from verl.rewards.interface import Reward, RewardFn
-from verl.trainer import main_ppo
+from verl.trainer import main_ppo, run
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.types import TokenBatch
 
@@ -268,7 +268,7 @@ def test_the_program_ends_with_a_status_of_its_own(
     def collapse(config: Config) -> None:
         raise CollapseError("the policy collapsed at step 7")
 
-    monkeypatch.setattr(main_ppo, "run", collapse)
+    monkeypatch.setattr(run, "run", collapse)
     required = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
     assert main_ppo.main(required) == 3
     assert "the policy collapsed at step 7" in capsys.readouterr().err
