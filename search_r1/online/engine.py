@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from search_r1.online.addresses import AddressPolicy
-from search_r1.online.cache import AnswerCache, Cache, RecentAnswers
+from search_r1.online.cache import Cache, open_cache
 from search_r1.online.fetch import PageFetcher
 from search_r1.online.keys import read_credentials
 from search_r1.online.service import Ask, Found
@@ -137,7 +137,7 @@ def open_online(name: str, config: OnlineConfig, policy: AddressPolicy) -> Onlin
     """The service `name`; pages are fetched from where `policy` allows. Raises SetupError."""
     service = SERVICES[name]
     upstream = Upstream(service, read_credentials(service), config)
-    cache = AnswerCache(config.online_cache) if config.online_cache else RecentAnswers()
+    cache = open_cache(config.online_cache or None)
     pages = _open_pages(config, policy, cache) if config.page_text else None
     return OnlineRetriever(upstream, config, cache, pages)
 

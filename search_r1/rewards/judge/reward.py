@@ -1,15 +1,17 @@
 """``llm_judge``: 1 for an exact match, the judge's verdict for any other answer, 0 for none."""
 
+import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from search_r1.rewards.interface import RewardInput, RewardOutput
-from search_r1.rewards.judge.cache import VerdictCache, key
 from search_r1.rewards.judge.endpoint import JudgeEndpoint, JudgeFailed
 from search_r1.rewards.judge.options import JudgeOptions
 from search_r1.rewards.judge.verdict import ask
 from search_r1.rewards.normalize import matches_exactly
+from search_r1.storage import FileStore
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class LlmJudge:
     def __init__(self, options: JudgeOptions) -> None:
         """Open the cache; raises ValueError if it cannot be one."""
         self._options = options
-        self._cache = VerdictCache(options.cache_path) if options.cache_path else None
+        self._cache = _open_cache(options.cache_path) if options.cache_path else None
 
     def __call__(self, dialogues: Sequence[RewardInput]) -> list[RewardOutput]:
         cases = [self._case(dialogue) for dialogue in dialogues]
@@ -77,17 +79,26 @@ class LlmJudge:
 
     def _verdict(self, message: str, endpoint: JudgeEndpoint) -> float | None:
         """The judge's score, None when it gives none; only verdicts are kept."""
-        name = key(self._options.model, message)
-        kept = self._cache.get(name) if self._cache else None
-        if kept is not None:
-            return kept
+        key = (hashlib.sha256(f"{self._options.model}\0{message}".encode()).hexdigest(),)
+        if self._cache and (kept := self._cache.get([key])):
+            return float(kept[key])
         try:
             score = endpoint.judge(message)
         except JudgeFailed:
             return None
         if self._cache:
-            self._cache.put(name, score)
+            self._cache.put({key: score})
         return score
+
+
+def _open_cache(path: str) -> FileStore:
+    """A file of verdicts, which several runs may share; raises ValueError."""
+    option = "reward_model.judge.cache_path"
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"got {option}={path} ({error}), expected a path to write to") from error
+    return FileStore(path, option)
 
 
 def _output(case: _Case, verdicts: dict[str, float | None]) -> RewardOutput:

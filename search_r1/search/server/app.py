@@ -13,20 +13,20 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from search_r1.search.backends.base import Retriever, fingerprint
-from search_r1.search.errors import Overloaded, SearchError
+from search_r1.search.errors import Overloaded, SearchError, SetupError
 from search_r1.search.recording import Recorder
 from search_r1.search.schema import Health, to_json
 from search_r1.search.server.access import Guard
 from search_r1.search.server.admission import ClientGone, Refused, TooLarge, parse, read_body
 from search_r1.search.server.batching import Batcher, Ticket
 from search_r1.search.server.config import ServiceConfig
-from search_r1.search.server.disk_cache import DiskCache
 from search_r1.search.server.metrics import Metrics
 from search_r1.search.server.openapi import Problem, describe
 from search_r1.search.server.pages import page_routes
 from search_r1.search.server.replies import reply
 from search_r1.search.server.searching import Searcher
 from search_r1.search.server.statuses import failure_of
+from search_r1.storage import FileStore, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,10 @@ class Service:
         self._fingerprint = fingerprint(retriever.info())
         disk = None
         if config.cache_path is not None:
-            disk = DiskCache(config.cache_path, self._fingerprint, retriever.name)
+            try:
+                disk = FileStore(config.cache_path, "--cache_path")
+            except StorageError as error:
+                raise SetupError(str(error)) from error
         self._searcher = Searcher(retriever, disk, recorder)
         self.batcher = Batcher(self._searcher, retriever.num_threads, config, self.metrics)
 

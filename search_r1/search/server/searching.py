@@ -4,14 +4,15 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from typing import Any
 
-from search_r1.search.backends.base import Retriever
+from search_r1.search.backends.base import Retriever, fingerprint
 from search_r1.search.errors import SearchError
 from search_r1.search.recording import Record, Recorder
-from search_r1.search.schema import Hit
-from search_r1.search.server.disk_cache import DiskCache
+from search_r1.search.schema import Document, Hit
 from search_r1.search.stages import Seconds, collect, stage
+from search_r1.storage import FileStore, Key
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +34,11 @@ class Searcher:
     """Runs batches of one k; called from at most `retriever.num_threads` threads at once."""
 
     def __init__(
-        self, retriever: Retriever, disk: DiskCache | None, recorder: Recorder | None
+        self, retriever: Retriever, disk: FileStore | None, recorder: Recorder | None
     ) -> None:
         """`disk` and `recorder` get the new results, written by a thread of their own."""
         self._retriever = retriever
+        self._scope = (fingerprint(retriever.info()), retriever.name)
         self._disk = disk
         self._recorder = recorder
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="write")
@@ -48,7 +50,7 @@ class Searcher:
             kept: dict[str, list[Hit]] = {}
             if self._disk is not None:
                 with stage("cache_file"):
-                    kept = self._disk.get(queries, k)
+                    kept = self._look_up(self._disk, queries, k)
             missing = [query for query in queries if query not in kept]
             results: dict[str, Result] = {**kept}
             if missing:
@@ -84,7 +86,23 @@ class Searcher:
             pairs = zip(queries, found, strict=True)
             self._recorder.write([Record(query, k, hits, seconds) for query, hits in pairs])
         if self._disk is not None:
-            self._disk.put(dict(zip(queries, found, strict=True)), k)
+            pairs = zip(queries, found, strict=True)
+            self._disk.put({self._key(query, k): _to_json(hits) for query, hits in pairs})
+
+    def _look_up(self, disk: FileStore, queries: Sequence[str], k: int) -> dict[str, list[Hit]]:
+        keys = {self._key(query, k): query for query in queries}
+        return {keys[key]: _from_json(hits) for key, hits in disk.get(list(keys)).items()}
+
+    def _key(self, query: str, k: int) -> Key:
+        return (*self._scope, k, query)
+
+
+def _to_json(hits: Sequence[Hit]) -> list[list[str | float]]:
+    return [[*astuple(hit.document), hit.score] for hit in hits]
+
+
+def _from_json(rows: Sequence[Sequence[Any]]) -> list[Hit]:
+    return [Hit(Document(*fields), score) for *fields, score in rows]
 
 
 def _report(written: "Future[None]") -> None:
