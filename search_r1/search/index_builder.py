@@ -5,20 +5,17 @@ what it was built from. A build that was killed goes on when the same command is
 docs/indexing.md. The work is that of `bm25_builder` and `dense_builder`.
 """
 
-import argparse
-import dataclasses
 import logging
 import sys
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # started as a file: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from search_r1.options import parse
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SearchError, SetupError
 from search_r1.search.index.build_config import BuildConfig, index_folder
-from search_r1.search.options import add_flags
 
 __all__ = ["BuildConfig", "build_index", "index_folder", "main"]
 
@@ -54,30 +51,12 @@ def _dense(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
     dense_builder.build(config, corpus, folder)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="index_builder", description=__doc__)
-    add = parser.add_argument
-    add("--retrieval_method", required=True, help="bm25, or a name for a dense index such as e5")
-    add("--corpus_path", required=True, help="jsonl with id and contents")
-    add("--save_dir", required=True, help="folder that receives the index")
-    add_flags(parser, BuildConfig)
-    return parser
-
-
-def _config(args: argparse.Namespace) -> BuildConfig:
-    """The build that the flags ask for."""
-    names = [field.name for field in dataclasses.fields(BuildConfig)]
-    values: dict[str, Any] = {name: getattr(args, name) for name in names}
-    values["devices"] = tuple(args.devices)
-    return BuildConfig(**values)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Command-line entry; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    args = _parser().parse_args(argv)
+    config = parse(BuildConfig, argv, prog="index_builder", description=__doc__)
     try:
-        build_index(_config(args))
+        build_index(config)
     except SearchError as error:
         sys.stderr.write(f"index_builder: {error}\n")
         return 2

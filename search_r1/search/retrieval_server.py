@@ -4,22 +4,20 @@ A bearer token is read from the environment variable RETRIEVER_TOKEN only, since
 list of processes; clients then send `Authorization: Bearer TOKEN`. See docs/retriever.md.
 """
 
-import argparse
-import dataclasses
 import logging
 import os
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # started as a file: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from search_r1.options import parse
 from search_r1.search.backends.base import Retriever
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.backends.settings import PARTS, RetrieverConfig
+from search_r1.search.backends.settings import RetrieverConfig
 from search_r1.search.errors import SearchError, SetupError
-from search_r1.search.options import add_flags, read_flags
 from search_r1.search.preflight import check
 from search_r1.search.recording import Recorder
 from search_r1.search.server.app import create_app
@@ -34,31 +32,31 @@ logger = logging.getLogger(__name__)
 WARM_UP = "warm up"
 
 
-def parser() -> argparse.ArgumentParser:
+@dataclass(frozen=True)
+class ServerOptions:
     """Every flag of the server."""
-    parser = argparse.ArgumentParser(prog="retrieval_server", description=__doc__)
-    add = parser.add_argument
-    add("--host", default="127.0.0.1", help="address to bind to")
-    add("--port", type=int, default=8000, help="0 picks a free port")
-    add("--port_file", type=Path, help="file that receives the port once requests are accepted")
-    for options in (ServiceConfig, RetrieverConfig, *PARTS.values(), DrillConfig):
-        add_flags(parser, options)
-    return parser
+
+    host: str = "127.0.0.1"
+    """address to bind to"""
+    port: int = 8000
+    """0 picks a free port"""
+    port_file: Path | None = None
+    """file that receives the port once requests are accepted"""
+    service: ServiceConfig = field(default_factory=ServiceConfig)
+    retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
+    drill: DrillConfig = field(default_factory=DrillConfig)
 
 
-def _run(args: argparse.Namespace) -> bool:
+def _run(options: ServerOptions) -> bool:
     """Serve until stopped; whether no search was left running."""
-    service = read_flags(ServiceConfig, args)
+    service, drill = options.service, options.drill
     service.check()
-    drill = read_flags(DrillConfig, args)
     drill.check()
     token = _token()
-    with bind(args.host, args.port) as bound:
+    with bind(options.host, options.port) as bound:
         warn_if_open(bound, token)
-        parts: dict[str, Any] = {name: read_flags(options, args) for name, options in PARTS.items()}
-        config = dataclasses.replace(read_flags(RetrieverConfig, args), **parts)
-        check(config)
-        retriever = build_retriever(config)
+        check(options.retriever)
+        retriever = build_retriever(options.retriever)
         _warm_up(retriever, service.topk)
         logger.info("%s: %d documents", retriever.name, retriever.num_documents)
         recorder = None if service.record is None else Recorder(service.record, retriever.info())
@@ -66,7 +64,7 @@ def _run(args: argparse.Namespace) -> bool:
         if drill.is_on:
             logger.warning("DRILL: requests fail on purpose: %s", drill)
             app.add_middleware(Drill, config=drill)
-        return serve(app, bound, args.port_file)
+        return serve(app, bound, options.port_file)
 
 
 def _token() -> str | None:
@@ -89,9 +87,9 @@ def _warm_up(retriever: Retriever, topk: int) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Command-line entry; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    args = parser().parse_args(argv)
+    options = parse(ServerOptions, argv, prog="retrieval_server", description=__doc__)
     try:
-        is_idle = _run(args)
+        is_idle = _run(options)
     except SearchError as error:
         sys.stderr.write(f"retrieval_server: {error}\n")
         return 2

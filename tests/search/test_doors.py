@@ -15,8 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from search_r1.search import index_builder
-from search_r1.search.retrieval_server import parser
+from search_r1.search import index_builder, retrieval_server
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = sysconfig.get_path("purelib")
@@ -133,7 +132,7 @@ def test_builders_start_as_files() -> None:
         assert status == 0, errors
 
 
-def test_the_migration_page_names_what_is_there() -> None:
+def test_the_migration_page_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     """Its files exist, and the flags that it calls the same are taken."""
     page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
     rows = [row.split("|")[1:3] for row in page.splitlines() if row.startswith("| `")]
@@ -143,7 +142,14 @@ def test_the_migration_page_names_what_is_there() -> None:
     ):
         assert (ROOT / path).is_file(), path
     doors = "".join(path.read_text() for path in (ROOT / "search_r1/search").glob("*_server.py"))
-    taken = {*parser()._option_string_actions, *index_builder._parser()._option_string_actions}
+    helps = ""
+    for main in (retrieval_server.main, index_builder.main):
+        with pytest.raises(SystemExit, match="0"):
+            main(["--help"])
+        helps += capsys.readouterr().out
+    taken = {
+        flag.replace("-", "_").replace("__", "--", 1) for flag in re.findall(r"--[\w-]+", helps)
+    }
     taken |= {"--save_path", *re.findall(r'"(--\w+)"', doors)}
     flags = [flag for old, new in rows if "same" in new for flag in re.findall(r"`(--\w+)`", old)]
     assert len(flags) > 20 and set(flags) <= taken

@@ -3,8 +3,9 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from search_r1.search.options import option
+from search_r1.options import Bounds
 
 
 @dataclass(frozen=True)
@@ -12,39 +13,40 @@ class BuildConfig:
     """What to index, how, and where to."""
 
     retrieval_method: str
-    """`bm25`, or any other name (`e5` ...) for a dense index under that name."""
+    """bm25, or a name for a dense index such as e5"""
     corpus_path: str
+    """jsonl with id and contents"""
     save_dir: str
-    model_path: str | None = option(
-        None, "encoder: a folder, a hub name, or `hash` (no model, for trials); dense needs it"
-    )
-    use_fp16: bool = option(False, "encode in half precision")
-    max_length: int | None = option(
-        None, "tokens of a passage that are encoded; default: the model's own limit", at_least=1
-    )
-    batch_size: int = option(64, "passages per encoder call", at_least=1)
-    pooling_method: str | None = option(
-        None, "mean, cls or pooler; default: what the model folder or its family declares"
-    )
-    encoder_family: str | None = option(
-        None,
-        "e5, e5-instruct, bge-en, bge, dpr, contriever or other: decides prefixes and pooling; "
-        "default: by the model's name",
-    )
-    devices: tuple[str, ...] = option(
-        (), "devices that share the encoding, one process each; default: all GPUs, else cpu"
-    )
-    faiss_type: str = option("Flat", "a FAISS factory: Flat, HNSW64, SQ8, IVF4096,Flat ...")
-    faiss_gpu: bool = option(False, "train IVF lists on the GPUs that FAISS sees")
-    embedding_dtype: str = option("float32", "float32 or float16: how embeddings are kept")
-    save_embedding: bool = option(False, "keep the embeddings beside the index")
-    embedding_path: str | None = option(
-        None, "index these embeddings (.npy, or bare values) instead of encoding the corpus"
-    )
-    shard_rows: int = option(
-        1024, "documents between two saves, the most that a killed build loses", at_least=1
-    )
-    trust_remote_code: bool = option(False, "run Python code that comes with a model")
+    """folder that receives the index"""
+    model_path: str | None = None
+    """encoder: a folder, a hub name, or `hash` (no model, for trials); dense needs it"""
+    use_fp16: bool = False
+    """encode in half precision"""
+    max_length: Annotated[int, Bounds(1)] | None = None
+    """tokens of a passage that are encoded; default: the model's own limit"""
+    batch_size: Annotated[int, Bounds(1)] = 64
+    """passages per encoder call"""
+    pooling_method: str | None = None
+    """mean, cls or pooler; default: what the model folder or its family declares"""
+    encoder_family: str | None = None
+    """e5, e5-instruct, bge-en, bge, dpr, contriever or other: decides prefixes and pooling;
+    default: by the model's name"""
+    devices: tuple[str, ...] = ()
+    """devices that share the encoding, one process each; default: all GPUs, else cpu"""
+    faiss_type: str = "Flat"
+    """a FAISS factory: Flat, HNSW64, SQ8, IVF4096,Flat ..."""
+    faiss_gpu: bool = False
+    """train IVF lists on the GPUs that FAISS sees"""
+    embedding_dtype: str = "float32"
+    """float32 or float16: how embeddings are kept"""
+    save_embedding: bool = False
+    """keep the embeddings beside the index"""
+    embedding_path: str | None = None
+    """index these embeddings (.npy, or bare values) instead of encoding the corpus"""
+    shard_rows: Annotated[int, Bounds(1)] = 1024
+    """documents between two saves, the most that a killed build loses"""
+    trust_remote_code: bool = False
+    """run Python code that comes with a model"""
 
 
 def index_folder(save_dir: str | Path, method: str, faiss_type: str = "Flat") -> Path:

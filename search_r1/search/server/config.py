@@ -1,9 +1,12 @@
 """What the service allows and keeps, as data and as flags; the token is never a flag."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
+import tyro
+
+from search_r1.options import Bounds
 from search_r1.search.errors import SetupError
-from search_r1.search.options import option
 
 TOKEN_VARIABLE = "RETRIEVER_TOKEN"
 
@@ -12,25 +15,32 @@ TOKEN_VARIABLE = "RETRIEVER_TOKEN"
 class ServiceConfig:
     """The service: limits, batches, caches, record."""
 
-    topk: int = option(
-        3, "documents for a request without topk", at_least=1, also=("reranking_topk",)
-    )
-    max_topk: int = option(100, "largest topk of a request", at_least=1)
-    max_queries: int = option(4096, "most queries in one request", at_least=1)
-    max_query_chars: int = option(16384, "longest query, in characters", at_least=1)
-    max_body_bytes: int = option(8 * 2**20, "longest request body, in bytes", at_least=64)
-    max_pending: int = option(8192, "queries waiting or searching; beyond it 503", at_least=1)
-    max_batch: int = option(256, "most queries in one search of the engine", at_least=1)
-    batch_wait_ms: float = option(
-        2.0, "how long an idle engine waits for more queries (ms)", at_least=0
-    )
-    cache_entries: int = option(
-        100_000, "results kept in memory, the last used (0: none)", at_least=0
-    )
-    cache_path: str | None = option(None, "sqlite file that keeps results across restarts")
-    deadline: float = option(60.0, "seconds a request may take before 504", at_least=0.001)
-    drain: float = option(20.0, "seconds to finish accepted requests at shutdown", at_least=0)
-    record: str | None = option(None, "jsonl file that receives every search, for `replay`")
+    topk: Annotated[int, Bounds(1), tyro.conf.arg(aliases=("--reranking-topk",))] = 3
+    """documents for a request without topk"""
+    max_topk: Annotated[int, Bounds(1)] = 100
+    """largest topk of a request"""
+    max_queries: Annotated[int, Bounds(1)] = 4096
+    """most queries in one request"""
+    max_query_chars: Annotated[int, Bounds(1)] = 16384
+    """longest query, in characters"""
+    max_body_bytes: Annotated[int, Bounds(64)] = 8 * 2**20
+    """longest request body, in bytes"""
+    max_pending: Annotated[int, Bounds(1)] = 8192
+    """queries waiting or searching; beyond it 503"""
+    max_batch: Annotated[int, Bounds(1)] = 256
+    """most queries in one search of the engine"""
+    batch_wait_ms: Annotated[float, Bounds(0)] = 2.0
+    """how long an idle engine waits for more queries (ms)"""
+    cache_entries: Annotated[int, Bounds(0)] = 100_000
+    """results kept in memory, the last used (0: none)"""
+    cache_path: str | None = None
+    """sqlite file that keeps results across restarts"""
+    deadline: Annotated[float, Bounds(0.001)] = 60.0
+    """seconds a request may take before 504"""
+    drain: Annotated[float, Bounds(0)] = 20.0
+    """seconds to finish accepted requests at shutdown"""
+    record: str | None = None
+    """jsonl file that receives every search, for `replay`"""
 
     def check(self) -> None:
         """Raise SetupError for limits that contradict each other."""

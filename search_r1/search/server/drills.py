@@ -8,11 +8,12 @@ import logging
 import random
 from collections import Counter
 from dataclasses import dataclass
+from typing import Annotated
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from search_r1.options import Bounds
 from search_r1.search.errors import SetupError
-from search_r1.search.options import option
 from search_r1.search.server.replies import reply
 from search_r1.search.server.statuses import Failure
 
@@ -32,9 +33,12 @@ LOG_EVERY = 100
 class DrillConfig:
     """Drills (never in production): requests that fail on purpose."""
 
-    inject_failures: float = option(0.0, "share of requests to fail, for drills", at_least=0)
-    inject_hangs: float = option(0.0, "share of requests never to answer, for drills", at_least=0)
-    inject_seed: int = option(0, "which requests those are")
+    inject_failures: Annotated[float, Bounds(0)] = 0.0
+    """share of requests to fail, for drills"""
+    inject_hangs: Annotated[float, Bounds(0)] = 0.0
+    """share of requests never to answer, for drills"""
+    inject_seed: int = 0
+    """which requests those are"""
 
     @property
     def is_on(self) -> bool:

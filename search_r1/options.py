@@ -1,0 +1,124 @@
+"""Command lines: one dataclass of options a command, read with tyro.
+
+A field is a flag, in both spellings (`--save-dir`, `--save_dir`); the docstring under it is its
+help; `Annotated[int, Bounds(1)]` refuses what is out of bounds. Modules of options import nothing
+heavy, so that `--help` and a mistyped flag are answered at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+
+T = TypeVar("T")
+
+STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes,
+         tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff)  # fmt: skip
+"""Nested groups keep plain flags; a switch is off by default and has no `--no-` twin."""
+KINDS = {int: "a whole number", float: "a number", str: "text", Path: "a path"}
+registry = tyro.constructors.ConstructorRegistry()
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a number may be; None leaves that side open."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def __contains__(self, number: float) -> bool:
+        return (
+            (self.at_least is None or number >= self.at_least)
+            and (self.at_most is None or number <= self.at_most)
+            and (self.above is None or number > self.above)
+            and (self.below is None or number < self.below)
+            and number == number  # not nan
+        )
+
+    def __str__(self) -> str:
+        low = [f"{self.at_least:g} or more"] if self.at_least is not None else []
+        low += [f"above {self.above:g}"] if self.above is not None else []
+        high = [f"at most {self.at_most:g}"] if self.at_most is not None else []
+        high += [f"below {self.below:g}"] if self.below is not None else []
+        return ", ".join(low + high)
+
+
+@registry.primitive_rule
+def _one_value(
+    wanted: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+    """A value, or `… | None`: as tyro reads it, with plainer help and an error in our words."""
+    kinds = {get_args(a)[0] if get_origin(a) is Annotated else a for a in get_args(wanted.type)}
+    kind: Any = (kinds - {NoneType}).pop() if len(kinds) == 2 and NoneType in kinds else wanted.type
+    if kind not in KINDS:
+        return None
+
+    def read(words: list[str]) -> Any:
+        try:
+            return kind(words[0])
+        except ValueError as error:
+            raise ValueError(f"got {words[0]!r}, expected {KINDS[kind]}") from error
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=kind.__name__.upper(),
+        instance_from_str=read,
+        is_instance=lambda value: value is None or isinstance(value, kind | int),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def parse(
+    options: Callable[..., T], argv: Sequence[str] | None, *, prog: str, description: str | None
+) -> T:
+    """The options that a command line gives.
+
+    `--help` ends with status 0. What is unknown, malformed or out of bounds ends with status 2 and
+    a message.
+    """
+    given: T = tyro.cli(options, args=argv, prog=prog, description=description, config=STYLE,
+                        registry=registry)  # fmt: skip
+    for problem in problems(given):
+        sys.stderr.write(f"{prog}: {problem}\n")
+        sys.exit(2)
+    return given
+
+
+def problems(options: object) -> Iterator[str]:
+    """Each number that is out of its bounds: `--topk: got 0, expected 1 or more; fix: …`."""
+    hints: Mapping[str, Any] = get_type_hints(type(options), include_extras=True)
+    for field in fields(options):  # type: ignore[arg-type]
+        value = getattr(options, field.name)
+        if is_dataclass(value):
+            yield from problems(value)
+        values = value if isinstance(value, tuple) else (value,)
+        flag = f"--{field.name.replace('_', '-')}"
+        for bounds in _bounds(hints[field.name]):
+            for wrong in (one for one in values if one is not None and one not in bounds):
+                fix = f"give {flag} such a number, or leave it out"
+                yield f"{flag}: got {wrong}, expected {bounds}; fix: {fix}"
+
+
+def _bounds(hint: Any) -> Iterator[Bounds]:
+    """The bounds in an annotation, also inside `… | None` and tuples."""
+    for part in get_args(hint):  # of Annotated: the type, then what is said of it
+        if isinstance(part, Bounds):
+            yield part
+        else:
+            yield from _bounds(part)
+
+
+def call(work: str, options: object) -> int:
+    """The exit status of the function `module:name`, whose module is imported only now."""
+    module, _, name = work.partition(":")
+    result: int = getattr(importlib.import_module(module), name)(options)
+    return result
