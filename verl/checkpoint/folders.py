@@ -1,8 +1,8 @@
 """Folders of checkpoints: their names, their markers, and how they appear and go in one moment.
 
 A folder under another name than `global_step_N`, or without `COMPLETE`, is never resumed from. What
-a killed run left half-written is removed at the next start; a folder that a living process writes
-is told by the lock that it holds on `WRITER`.
+a killed run left half-written is removed at the next start. A run holds one lock on its folder, so
+that whatever is half-written there is not being written by another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from verl.errors import ConfigError, explain
 
@@ -27,14 +26,12 @@ logger = logging.getLogger(__name__)
 
 MARKER = "COMPLETE"
 HEALTHY = "HEALTHY"
-WRITER = "WRITER"
-"""The file that a writer locks for as long as it writes."""
+LOCK = ".lock"
+"""The file that a run locks for as long as it lives."""
 STEP_NAME = re.compile(r"global_step_(\d+)")
 PART_NAME = re.compile(r"global_step_(\d+)\.([0-9a-f]{8}\.)?tmp")
 ASIDE = "set_aside"
 """Folder of what a run left whose steps the present run goes through again."""
-STALE_S = 3600.0
-"""Where files cannot be locked, an unfinished folder unchanged for so long is nobody's."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,6 @@ class Part:
     root: Path
     step: int
     folder: Path
-    lock: IO[str]
     began: float = field(default_factory=time.monotonic)
     """By the monotonic clock, in seconds."""
 
@@ -102,6 +98,25 @@ def resolve(resume_mode: str, root: Path) -> Path | None:
 
 
 @contextlib.contextmanager
+def exclusive(root: Path) -> Iterator[None]:
+    """Hold a run's folder while the body lasts. Raises ConfigError where another process does.
+
+    The lock goes with the process, however that ends. Where files cannot be locked there is none.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / LOCK).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                got = f"{root}, which another run is writing to"
+                fix = "wait until it has ended, or name another folder"
+                option = "trainer.default_local_dir"
+                raise ConfigError(explain(option, got, "a folder of this run", fix)) from error
+        yield
+
+
+@contextlib.contextmanager
 def writing(root: Path, step: int) -> Iterator[Path]:
     """The folder to write checkpoint `step` into; it becomes `global_step_N` if the body succeeds.
 
@@ -120,16 +135,12 @@ def begin(root: Path, step: int) -> Part:
     """A new folder for checkpoint `step`; no other attempt's ranks ever write under its name."""
     folder = root / f"global_step_{step}.{uuid.uuid4().hex[:8]}.tmp"
     folder.mkdir(parents=True)
-    lock = (folder / WRITER).open("w")
-    with contextlib.suppress(OSError):  # a file system without locks: see STALE_S
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return Part(root, step, folder, lock)
+    return Part(root, step, folder)
 
 
 def publish(part: Part) -> Path:
     """Make a written folder the checkpoint of its step, in place of one that was there."""
     _flush(part.folder)
-    (part.folder / WRITER).unlink(missing_ok=True)
     marker = part.folder / MARKER
     marker.write_text(f"{part.step}\n")
     _flush_one(marker)
@@ -137,13 +148,11 @@ def publish(part: Part) -> Path:
     remove(final)
     os.replace(part.folder, final)
     _flush_one(part.root)
-    part.lock.close()
     return final
 
 
 def abandon(part: Part) -> None:
     """Remove what was written of a checkpoint that will not be one."""
-    part.lock.close()
     shutil.rmtree(part.folder, ignore_errors=True)
 
 
@@ -158,7 +167,7 @@ def remove(step_dir: Path) -> None:
 
 
 def clean(root: Path) -> None:
-    """Remove what killed runs left half-written below `root`; what a live one writes stays.
+    """Remove what killed runs left half-written below `root`, whose lock the caller holds.
 
     A folder whose marker was written, but which was not renamed yet, becomes a checkpoint.
     """
@@ -171,31 +180,9 @@ def clean(root: Path) -> None:
             logger.info("%s was written to its end: it is %s", folder, final.name)
             remove(final)
             os.replace(folder, final)
-        elif _is_being_written(folder):
-            logger.warning("%s is being written by another process: two runs share %s", folder,
-                           root)  # fmt: skip
         else:
             logger.info("%s is the rest of a run that was killed: removed", folder)
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_being_written(folder: Path) -> bool:
-    """Whether a living process holds the folder's lock, on any machine that shares it."""
-    try:
-        with (folder / WRITER).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return True
-        return time.time() - _last_change(folder) < STALE_S
-    return False
-
-
-def _last_change(folder: Path) -> float:
-    """When anything in the folder last changed, in seconds since the epoch."""
-    return max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
 
 
 def set_aside(root: Path, after: int) -> list[Path]:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,6 +20,7 @@ from search_r1.agent.generation import build_agent
 from search_r1.scoring import build_reward_manager
 from search_r1.search.identity import retriever_identity
 from search_r1.search.probe import SearchProbe
+from verl.checkpoint import exclusive
 from verl.checkpoint.resume import check_resume, identity
 from verl.config import Config, cli
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
@@ -147,8 +149,14 @@ def building(config: Config) -> Iterator[RayPPOTrainer]:
 
 def run(config: Config) -> None:
     """One run from beginning to end; it starts again by itself when it lost a rank."""
-    prepared = prepare(config)
-    restarts = Restarts(config.trainer.max_restarts)
+    folder = Path(config.trainer.default_local_dir)
+    with contextlib.nullcontext() if config.trainer.val_only else exclusive(folder):
+        _run(prepare(config))
+
+
+def _run(prepared: Prepared) -> None:
+    """The attempts of a run whose folder is held."""
+    restarts = Restarts(prepared.config.trainer.max_restarts)
     with Tracking.from_config(prepared.config) as tracking:
 
         def attempt(config: Config) -> None:

@@ -61,7 +61,7 @@ def test_line_21_a_run_killed_while_saving_leaves_the_previous_checkpoint(tmp_pa
     found = checkpoint.latest(tmp_path)
     assert found is not None and checkpoint.read_state(found) == {"step": 1}
     with checkpoint.writing(tmp_path, 2) as folder:
-        assert [path.name for path in folder.iterdir()] == ["WRITER"]
+        assert list(folder.iterdir()) == []
 
 
 def test_the_rest_of_a_killed_run_is_removed_at_the_next_start(tmp_path: Path) -> None:
@@ -77,24 +77,26 @@ def test_the_rest_of_a_killed_run_is_removed_at_the_next_start(tmp_path: Path) -
     ]  # fmt: skip
 
 
-def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
-    """A second start in the same folder does not take a running save away."""
-    begun, go_on = FORK.Event(), FORK.Event()
+def test_a_folder_belongs_to_one_living_run(tmp_path: Path) -> None:
+    """A second run in the same folder is refused, until the first has ended, however it ends."""
+    held = FORK.Event()
 
-    def write() -> None:
-        with checkpoint.writing(tmp_path, 2) as folder:
-            checkpoint.write_state(folder, {"step": 2})
-            begun.set()
-            go_on.wait(60)
+    def hold() -> None:
+        with checkpoint.exclusive(tmp_path):
+            held.set()
+            signal.pause()
 
-    writer = FORK.Process(target=write)
-    writer.start()
-    assert begun.wait(60)
-    checkpoint.clean(tmp_path)
-    go_on.set()
-    writer.join(60)
-    assert writer.exitcode == 0
-    assert checkpoint.read_state(checkpoint.step_folder(tmp_path, 2)) == {"step": 2}
+    first = FORK.Process(target=hold)
+    first.start()
+    assert held.wait(60)
+    with pytest.raises(ConfigError, match="another run"), checkpoint.exclusive(tmp_path):
+        raise AssertionError("entered a folder that is held")
+    first.kill()
+    first.join(60)
+    for _ in range(2):
+        with checkpoint.exclusive(tmp_path):
+            save(tmp_path, 1)
+    assert checkpoint.latest(tmp_path) == checkpoint.step_folder(tmp_path, 1)
 
 
 def test_no_moment_of_a_replacement_loses_both(
@@ -121,7 +123,6 @@ def test_no_moment_of_a_replacement_loses_both(
         checkpoint.write_state(part.folder, {"step": 1, "again": True})
         with pytest.raises(KeyboardInterrupt):
             checkpoint.publish(part)
-        part.lock.close()
         monkeypatch.setattr(folders.os, "replace", real)
         checkpoint.clean(root)
         found = checkpoint.latest(root)
