@@ -7,7 +7,7 @@ GPU_WHEELS ?= .gpu-wheels
 BIN := $(VENV)/bin
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: bench coverage demo install lock test test-all test-gpu-wheels chromium slurm lint format data clean
+.PHONY: bench coverage demo install lock slow test test-all test-fast test-gpu-wheels chromium slurm lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml requirements.lock scripts/install.py
@@ -26,11 +26,15 @@ demo:
 	@start=$$(date +%s); $(MAKE) --no-print-directory $(VENV)/.installed && \
 	exec $(BIN)/python -m scripts.demo --algorithm $(ALGO) --seed $(SEED) --started-at $$start $(DEMO_ARGS)
 
-data: $(VENV)/.installed
-	$(BIN)/python -m example.build
-
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
+
+# The inner loop: all but what tests/slow.txt names, which `make slow` measures anew.
+test-fast: $(VENV)/.installed
+	$(BIN)/python -m pytest --fast -n 2 --dist loadfile
+
+slow: $(VENV)/.installed
+	$(BIN)/python -m pytest --record-slow
 
 # The whole CPU suite with every line of verl/ and search_r1/ counted, in all processes it starts.
 coverage: $(VENV)/.installed

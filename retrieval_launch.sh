@@ -21,8 +21,7 @@ if [[ -n "${RETRIEVER_MODEL:-}" ]]; then args+=(--retriever_model "$RETRIEVER_MO
 # A corpus or engine among the arguments overrides these, so only the default is checked here.
 if [[ "$RETRIEVER_NAME" != empty && " $* " != *" --corpus_path"* \
       && " $* " != *" empty "* && ! -f "$CORPUS_PATH" ]]; then
-  echo "corpus $CORPUS_PATH does not exist: run \`make data\` to build the example corpus," \
-       "or set CORPUS_PATH to a jsonl file" >&2
+  echo "corpus $CORPUS_PATH does not exist: set CORPUS_PATH to a jsonl file, as example/corpus.jsonl" >&2
   exit 2
 fi
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import random
 import shutil
@@ -22,17 +23,18 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from example.corpus import build_passages
-from example.demonstrations import (
-    Demonstration,
-    Origin,
-    Segment,
+from example.geography import (
+    City,
+    Country,
+    Dialogue,
+    Fact,
+    Question,
+    World,
+    build_questions,
     dialogue,
-    write_demonstrations,
+    training_world,
 )
-from example.questions import Question, build_questions, to_prompt
 from example.tiny import tiny_llama
-from example.world import City, Country, Split, World, build_world
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 1024
@@ -111,14 +113,13 @@ def invented_world(names: Names, rng: random.Random) -> World:
 
 def _invented_country(new_name: Callable[[], str], rng: random.Random) -> Country:
     words = [new_name() for _ in range(rng.choices((1, 2, 3), (8, 3, 1))[0])]
-    return Country(
-        name=" ".join(words),
-        calling_code=str(_number(rng, 1, 3)),
-        iso_number=f"{rng.randrange(1000):03d}",
-        area=_number(rng, 2, 6),
-        density=_number(rng, 1, 4),
-        split=Split.TRAIN,
-    )
+    facts = {
+        Fact.CALLING_CODE: str(_number(rng, 1, 3)),
+        Fact.ISO_NUMBER: f"{rng.randrange(1000):03d}",
+        Fact.AREA: str(_number(rng, 2, 6)),
+        Fact.DENSITY: str(_number(rng, 1, 4)),
+    }
+    return Country(" ".join(words), facts)
 
 
 def _number(rng: random.Random, low: int, high: int) -> int:
@@ -127,21 +128,18 @@ def _number(rng: random.Random, low: int, high: int) -> int:
     return rng.randrange(10 ** (num_digits - 1), 10**num_digits)
 
 
-def dialogues(world: World, seed: int, is_thorough: bool = False) -> Iterator[Demonstration]:
-    """One dialogue for each training question of a world, with the passages of its plan.
+def dialogues(world: World, seed: int, is_thorough: bool = False) -> Iterator[Dialogue]:
+    """One dialogue for each question about a world, with the passages of its plan.
 
     Those of a thorough world make every search; the others as `search_share` says.
     """
     rng = random.Random(f"tiny-dialogues-{seed}")
-    passages = {passage.id: passage for passage in build_passages(world)}
-    for question in build_questions(world, Split.TRAIN, seed=seed):
-        documents = [[passages[hop.passage_id]] for hop in question.hops]
+    for question in build_questions(world, seed):
         knows_all = is_thorough or rng.random() < search_share(question)
-        searches = len(documents) if knows_all else len(documents) - 1
-        yield Demonstration(question, tuple(dialogue(question, documents[:searches], rng)))
+        yield dialogue(question, len(question.plan) - (not knows_all), rng)
 
 
-def repetitions(names: Names, rng: random.Random) -> Iterator[Demonstration]:
+def repetitions(names: Names, rng: random.Random) -> Iterator[Dialogue]:
     """Lists of names and numbers to be repeated: nothing teaches copying faster."""
     for _ in range(NUM_REPETITIONS):
         items = [
@@ -149,22 +147,21 @@ def repetitions(names: Names, rng: random.Random) -> Iterator[Demonstration]:
             for _ in range(rng.randint(4, 12))
         ]
         text = ", ".join(items)
-        question = Question(f"Repeat {text}.", (text,), (), Split.TRAIN, subject=text)
-        answer = Segment(Origin.POLICY, f"<answer> {text} </answer>")
-        yield Demonstration(question, (answer,))
+        question = Question(f"Repeat {text}.", (text,), (), subject=text)
+        yield Dialogue(question, (("policy", f"<answer> {text} </answer>"),))
 
 
 def search_share(question: Question) -> float:
     """How many dialogues about such a question make every search that it needs."""
-    if len(question.hops) > 1:
+    if len(question.plan) > 1:
         return TWO_HOP_SHARE
     return CITY_SHARE if question.fact is None else COUNTRY_SHARE
 
 
-def build_dialogues(seed: int) -> list[Demonstration]:
+def build_dialogues(seed: int) -> list[Dialogue]:
     """What is read, in its order: first how to search and copy, then where to save a search."""
-    real = build_world()
-    names = Names(city.name for city in real.cities_of(Split.TRAIN))
+    real = training_world()
+    names = Names(city.name for city in real.cities)
     rng = random.Random(f"tiny-worlds-{seed}")
     worlds = [*(invented_world(names, rng) for _ in range(NUM_WORLDS - 1)), real]
     found = [
@@ -178,7 +175,7 @@ def build_dialogues(seed: int) -> list[Demonstration]:
     return [*first, *second]
 
 
-def train_tokenizer(demonstrations: Sequence[Demonstration]) -> PreTrainedTokenizerFast:
+def train_tokenizer(demonstrations: Sequence[Dialogue]) -> PreTrainedTokenizerFast:
     """A byte-level BPE over the dialogues: tags are one token, numbers go two digits at a time.
 
     A model of this size copies by looking up what followed the last token: single digits, which
@@ -198,8 +195,8 @@ def train_tokenizer(demonstrations: Sequence[Demonstration]) -> PreTrainedTokeni
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = ("".join(part.text for part in d.segments) for d in demonstrations)
-    prompts = (message["content"] for d in demonstrations for message in to_prompt(d.question))
+    texts = ("".join(text for _, text in d.segments) for d in demonstrations)
+    prompts = (message["content"] for d in demonstrations for message in d.question.prompt)
     tokenizer.train_from_iterator((text for pair in (texts, prompts) for text in pair), trainer)
     tokenizer.add_tokens(
         [AddedToken(f"<{s}{t}>", normalized=False) for t in TAGS for s in ("", "/")]
@@ -229,7 +226,8 @@ def write_tiny_policy(out: Path, seed: int = 0) -> Path:
     )
     model.save_pretrained(start)
     tokenizer.save_pretrained(start)
-    write_demonstrations(demonstrations, start / "dialogues.jsonl")
+    lines = (json.dumps(dialogue.record()) + "\n" for dialogue in demonstrations)
+    (start / "dialogues.jsonl").write_text("".join(lines), encoding="utf-8")
     command = [sys.executable, "-m", "verl.sft.trainer", f"model_path={start}"]
     command += [f"train_file={start / 'dialogues.jsonl'}", f"output_dir={out}"]
     command += [f"steps={len(demonstrations) // BATCH_SIZE}", *SFT_OPTIONS]

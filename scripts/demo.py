@@ -1,6 +1,6 @@
 """`make demo`: a small language model learns to search, from nothing to a report, in one command.
 
-Builds the example, starts the retriever, warm-starts SmolLM2-135M-Instruct by a few supervised
+Starts a retriever over the example world, warm-starts SmolLM2-135M-Instruct by a few supervised
 steps, trains it with the very `train_grpo.sh` / `train_ppo.sh` of the paper's recipe under the
 example's settings, measures it once more without documents, and writes `summary.json` and
 `report.md`. It computes on one GPU where there is one, else on the CPU. Everything it starts is
@@ -138,8 +138,7 @@ class Demo:
     def run(self) -> None:
         """All phases in order."""
         self.seconds["install"] = time.time() - self.started_at
-        with self.phase("data", "example corpus, questions and base model"):
-            self.python("example.build")
+        with self.phase("data", "base model"):
             if not (MODEL / "config.json").exists():
                 self.python("example.model", "--out", str(MODEL))
         with self.phase("warm_start", "warm start by supervised fine-tuning"):

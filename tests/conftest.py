@@ -2,6 +2,8 @@
 
 import os
 import signal
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,50 @@ from verl.packages import vllm_device
 # processes that they start would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+SLOW = Path(__file__).with_name("slow.txt")
+"""What `--fast` leaves out: tests, and files whose fixtures take long. `make slow` writes it."""
+SLOW_S = 2.0
+seconds: Counter[str] = Counter()
+"""Of this run, by test (all of its parameters) and, for fixtures, by file."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--fast` for the inner loop, `--record-slow` to measure what it leaves out."""
+    parser.addoption("--fast", action="store_true", help=f"without the tests of {SLOW.name}")
+    parser.addoption("--record-slow", action="store_true", help=f"write {SLOW.name} anew")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what was measured to be slow; a test that nobody measured yet is run."""
+    if not config.getoption("--fast"):
+        return
+    slow = set(SLOW.read_text(encoding="utf-8").split())
+    left = [item for item in items if slow.intersection(names_of(item.nodeid))]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
+
+
+def names_of(nodeid: str) -> tuple[str, str]:
+    """A test without its parameters, and its file."""
+    return nodeid.partition("[")[0], nodeid.partition("::")[0]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Count a test's own seconds for it, and those of fixtures for its file."""
+    test, file = names_of(report.nodeid)
+    seconds[test if report.when == "call" else file] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write the list, or say that it no longer holds."""
+    found = sorted(name for name, spent in seconds.items() if spent > SLOW_S)
+    config = terminalreporter.config
+    if config.getoption("--record-slow"):
+        SLOW.write_text("".join(f"{name}\n" for name in found), encoding="utf-8")
+    elif config.getoption("--fast") and found:
+        terminalreporter.write_line(f"over {SLOW_S:.0f} s, see `make slow`: {' '.join(found)}")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,6 +1,7 @@
 """What the tests see of a machine with a GPU."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -34,3 +35,20 @@ def test_engines_on_the_cpu_need_the_cpu_build(
     plain, engine = item(), item("vllm_cpu")
     conftest.pytest_collection_finish(SimpleNamespace(items=[plain, engine]))
     assert engine.add_marker.called is skipped and not plain.add_marker.called
+
+
+def test_the_fast_run_leaves_out_slow_tests_and_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the list, whatever the parameters; what it does not name is run."""
+    slow = tmp_path / "slow.txt"
+    slow.write_text("tests/a.py::test_long\ntests/ray.py\n")
+    monkeypatch.setattr(conftest, "SLOW", slow)
+    names = ("tests/a.py::test_long[1]", "tests/a.py::test_new", "tests/ray.py::test_any")
+    items = [Mock(nodeid=name) for name in names]
+    chosen = list(items)
+    conftest.pytest_collection_modifyitems(Mock(getoption=lambda _: True), chosen)
+    assert chosen == items[1:2]
+    chosen = list(items)
+    conftest.pytest_collection_modifyitems(Mock(getoption=lambda _: False), chosen)
+    assert chosen == items

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from benchmarks.algorithms.distance import distance, load
 from benchmarks.algorithms.variants import COMMON
-from example.build import build_example, write_example
+from example.geography import CORPUS, DATA
 from example.tiny_policy import write_tiny_policy
 from search_r1.search.local_server import LocalServer
 from verl.config import cli
@@ -33,8 +33,6 @@ from verl.trainer.validation import VALIDATION_STREAM, trajectory_seed
 from verl.types import Sampling, Trajectory, start_trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT / "example" / "data"
-CORPUS = ROOT / "example" / "corpus.jsonl"
 BASE = ROOT / "runs" / "benchmarks" / "tiny_policy"
 RESULT = "result.json"
 
@@ -83,9 +81,7 @@ class Result:
 
 
 def prepare(base: Path = BASE) -> Path:
-    """Build the example's questions and the tiny policy where they are missing."""
-    if not (DATA / "val.parquet").exists():
-        write_example(build_example(), ROOT / "example")
+    """Train the tiny policy where it is missing."""
     if not (base / "config.json").exists():
         base.parent.mkdir(parents=True, exist_ok=True)
         write_tiny_policy(base)

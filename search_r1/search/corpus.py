@@ -62,7 +62,7 @@ class Corpus:
         if not path.is_file():
             raise CorpusError(
                 f"corpus {path} does not exist; expected a jsonl file: give --corpus_path, "
-                "or build the example corpus with `make data`"
+                "or take example/corpus.jsonl"
             )
         with path.open("rb") as file:
             status = os.fstat(file.fileno())

@@ -77,7 +77,7 @@ def test_vllm_and_transformers_evaluate_alike(world: dict[str, str], tmp_path: P
     by_uid = {s["uid"]: s["dialogue"] for s in theirs}
     assert {s["uid"]: s["dialogue"] for s in ours} == by_uid
     manifest = json.loads((tmp_path / "vllm" / "manifest.json").read_text())
-    assert manifest["retriever"]["corpus"]["count"] == 3855
+    assert manifest["retriever"]["corpus"]["count"] == 4099
     assert list(manifest["model"]["files"]) == ["config.json", "model.safetensors"]
 
 

@@ -1,51 +1,162 @@
-"""The example world: names that can be searched for, and a split without a shared entity."""
+"""The committed example: no leak between the halves, no shortcut, demonstrations with their gap."""
 
+import json
+import re
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
-from example.world import MIN_CITIES_PER_COUNTRY, Split, build_world, plain_words
+import bm25s
+import numpy as np
+import pandas as pd
+import pytest
 
+from example.geography import CORPUS, DATA, build_questions, is_validation, training_world
+from search_r1.agent.tags import TEMPLATES
+from search_r1.search.schema import Document
+from search_r1.search.words import tokenize
 
-def test_countries_are_split_about_three_to_one():
-    """Neither half may be too small to ask about."""
-    world = build_world()
-    num_validation = len(world.countries_of(Split.VALIDATION))
-    assert 20 <= num_validation <= len(world.countries) // 2
-
-
-def test_a_city_is_in_the_half_of_its_country():
-    """The split is by country: a bridge entity never crosses it."""
-    world = build_world()
-    for split in Split:
-        names = {country.name for country in world.countries_of(split)}
-        assert {city.country.name for city in world.cities_of(split)} == names
-
-
-def test_names_are_unique_and_never_inside_one_another():
-    """A query for one entity must not match another one's name."""
-    world = build_world()
-    cities = [city.name.lower() for city in world.cities]
-    words = [word for country in world.countries for word in plain_words(country.name)]
-    assert len(set(cities)) == len(cities)
-    assert len(set(words)) == len(words)
-    assert not [name for name in cities for word in words if name in word]
+SEARCH = re.compile(r"<think> ([^<]+) </think> <search> ([^<]+) </search>")
+ANSWER = re.compile(r"<think> ([^<]+) </think> <answer> (\d+) </answer>")
+Row = dict[str, Any]
 
 
-def test_every_country_has_cities_to_ask_about():
-    """A country without cities could not be a bridge."""
-    world = build_world()
-    counts = Counter(city.country.name for city in world.cities)
-    assert min(counts[country.name] for country in world.countries) >= MIN_CITIES_PER_COUNTRY
+class Ranking:
+    """BM25 over the corpus by its library alone; of equal scores the earlier passage first."""
+
+    def __init__(self, passages: Sequence[Document]) -> None:
+        self.passages = passages
+        self.index = bm25s.BM25()
+        self.index.index(tokenize([p.contents for p in passages]), show_progress=False)
+
+    def search(self, query: str, topk: int = 1) -> list[Document]:
+        ids = self.index.get_tokens_ids(tokenize([query])[0])
+        rows = np.argsort(-self.index.get_scores_from_ids(ids), kind="stable")
+        return [self.passages[row] for row in rows[:topk]]
 
 
-def test_facts_are_those_of_the_package():
-    """Ghana's record, read by hand, guards the field names."""
-    ghana = next(c for c in build_world().countries if c.name == "Ghana")
-    assert (ghana.calling_code, ghana.iso_number, ghana.area) == ("233", "288", 239460)
-    assert ghana.density == round(29767108 / 239460)
+@pytest.fixture(scope="module")
+def ranking() -> Ranking:
+    rows = [json.loads(line) for line in CORPUS.read_text(encoding="ascii").splitlines()]
+    return Ranking([Document.from_contents(row["id"], row["contents"]) for row in rows])
 
 
-def test_another_seed_gives_another_split_of_the_same_countries():
-    """The seed moves countries between the halves and changes nothing else."""
-    first, second = build_world(0), build_world(1)
-    assert [c.name for c in first.countries] == [c.name for c in second.countries]
-    assert [c.split for c in first.countries] != [c.split for c in second.countries]
+@pytest.fixture(scope="module")
+def halves() -> dict[str, list[Row]]:
+    return {n: pd.read_parquet(DATA / f"{n}.parquet").to_dict("records") for n in ("train", "val")}
+
+
+@pytest.fixture(scope="module")
+def demonstrations() -> list[Row]:
+    return [json.loads(line) for line in (DATA / "sft.jsonl").read_text().splitlines()]
+
+
+def question_of(row: Row) -> str:
+    return str(row["extra_info"]["question"])
+
+
+def wrote(row: Row, origin: str) -> list[str]:
+    """The texts of one writer in a demonstration."""
+    return [part["text"] for part in row["segments"] if part["origin"] == origin]
+
+
+def test_the_corpus_is_in_wiki_form(ranking: Ranking) -> None:
+    """Each passage has its own id, a quoted title and a sentence."""
+    assert len({passage.id for passage in ranking.passages}) == len(ranking.passages) > 4000
+    assert all(passage.title and passage.text.endswith(".") for passage in ranking.passages)
+
+
+def test_capitals_are_found(ranking: Ranking) -> None:
+    """The first question that anyone asks a search engine, and a fact of geonames."""
+    assert "Beijing" in ranking.search("What is the capital of China?")[0].text
+    assert "Its population is" in ranking.search("Gorongosa population")[0].text
+
+
+def test_rows_have_the_search_r1_columns(halves: dict[str, list[Row]]) -> None:
+    """A reader of Search-R1 parquet finds every field, a running index, no question twice."""
+    for split, count in (("train", 2000), ("val", 120)):
+        rows = halves[split]
+        assert set(rows[0]) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
+        assert [row["extra_info"]["index"] for row in rows] == list(range(count))
+        assert {row["extra_info"]["split"] for row in rows} == {split}
+        assert all(len(row["prompt"]) == 1 for row in rows)
+        assert len({question_of(row) for row in rows}) == count
+
+
+def test_no_validation_entity_occurs_in_any_training_text(
+    ranking: Ranking, halves: dict[str, list[Row]], demonstrations: list[Row]
+) -> None:
+    """Named or bridged, prompt or demonstration: a validation entity is new to the policy."""
+    hidden = set()
+    for passage in ranking.passages:
+        if found := re.fullmatch(r"(\w+) is a city in (.+)\. Its .*", passage.text):
+            hidden |= set(found[0].split()[:1]) | {found[2]} if is_validation(found[2]) else set()
+    assert len(hidden) > 900
+    texts = [question_of(row) for row in halves["train"]]
+    texts += [part["text"] for row in demonstrations for part in row["segments"]]
+    seen = " ".join(texts)
+    words = set(re.findall(r"\w+", seen))
+    assert not {name for name in hidden if (name in seen if " " in name else name in words)}
+
+
+def test_the_training_questions_are_made_by_this_code(halves: dict[str, list[Row]]) -> None:
+    """All that take one search, whose choice no ranking had a part in."""
+    made = {q.text: q for q in build_questions(training_world(), seed=0) if len(q.plan) == 1}
+    own = [row for row in halves["train"] if row["data_source"] == "geo_single"]
+    assert {question_of(row) for row in own} == set(made)
+    for row in own:
+        target = row["reward_model"]["ground_truth"]["target"]
+        assert tuple(target) == made[question_of(row)].answers
+
+
+def test_planned_searches_find_and_one_search_is_not_enough(
+    ranking: Ranking, halves: dict[str, list[Row]]
+) -> None:
+    """A question's entity leads to its passage; a question as a query is not enough."""
+    for question in build_questions(training_world(), seed=0)[:200]:
+        for query, passage in question.plan:
+            assert ranking.search(query) == [passage]
+    countries = {p.title: p.text.split(" is a city in ")[1].partition(".")[0]
+                 for p in ranking.passages if " is a city in " in p.text}  # fmt: skip
+    two_hop = [row for row in halves["val"] if row["data_source"] == "geo_two_hop"]
+    for text in map(question_of, two_hop):
+        (country,) = {countries[word] for word in re.findall(r"\w+", text) if word in countries}
+        titles = [passage.title for passage in ranking.search(text, topk=3)]
+        assert country not in text and not any(title.startswith(country) for title in titles)
+
+
+def test_no_answer_is_frequent(halves: dict[str, list[Row]]) -> None:
+    """Whoever always says the commonest validation answer scores below 5 %."""
+    targets = [row["reward_model"]["ground_truth"]["target"] for row in halves["val"]]
+    counts = Counter(answer for target in targets for answer in target)
+    assert max(counts.values()) < 0.05 * len(targets)
+
+
+def test_demonstrations_are_well_formed_and_about_training_questions(
+    ranking: Ranking, halves: dict[str, list[Row]], demonstrations: list[Row]
+) -> None:
+    """Searches, each followed by what BM25 really brings, then one answer."""
+    prompts = {row["prompt"][0]["content"] for row in halves["train"]}
+    for row in demonstrations:
+        *searches, last = wrote(row, "policy")
+        queries = [SEARCH.fullmatch(text) for text in searches]
+        assert all(queries) and ANSWER.fullmatch(last)
+        found = [TEMPLATES["short"].observation(ranking.search(q[2])) for q in queries if q]
+        assert found == wrote(row, "observation")
+        assert row["prompt"][0]["content"] in prompts
+
+
+def test_demonstrations_search_too_little(
+    halves: dict[str, list[Row]], demonstrations: list[Row]
+) -> None:
+    """Reinforcement learning has a gap to close: with every search right, without, never."""
+    rows = {row["prompt"][0]["content"]: row for row in halves["train"]}
+    thorough: Counter[str] = Counter()
+    for demonstration in demonstrations:
+        row = rows[demonstration["prompt"][0]["content"]]
+        answer = ANSWER.fullmatch(wrote(demonstration, "policy")[-1])
+        is_right = answer is not None and answer[2] in row["reward_model"]["ground_truth"]["target"]
+        is_whole = len(wrote(demonstration, "observation")) == row["extra_info"]["hops"]
+        assert is_right == is_whole
+        thorough[row["data_source"]] += is_whole
+    assert thorough == {"geo_single": 105, "geo_two_hop": 50}

@@ -313,7 +313,7 @@ def test_launch_script_without_corpus() -> None:
     command = ["bash", str(root / "retrieval_launch.sh")]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 2
-    assert "/nowhere.jsonl" in run.stderr and "make data" in run.stderr
+    assert "/nowhere.jsonl" in run.stderr and "example/corpus.jsonl" in run.stderr
     assert len(run.stderr.splitlines()) == 1
 
 

@@ -60,7 +60,7 @@ def read_records(path: str, columns: Sequence[str] = ()) -> Iterator[Record]:
         fix = "convert it, or correct its name"
         raise DataError(explain(path, Path(path).suffix or "no suffix", ".parquet or .jsonl", fix))
     if not Path(path).is_file():
-        fix = "correct the path, or get the file (docs/data.md; make data builds the example)"
+        fix = "correct the path, or get the file (docs/data.md; example/data has some)"
         raise DataError(explain(path, "no such file", "a file of questions", fix))
     empty = True
     for record in reader(path, columns):
