@@ -6,6 +6,7 @@ address=$1 file=$2
 server=''
 trap 'trap "" TERM; [[ -z $server ]] || kill "$server" 2>/dev/null; wait; exit 0' TERM INT
 
+export PYTHON=${RETRIEVER_PYTHON:-$PYTHON}
 port=${RETRIEVER_PORT:-0}
 while true; do
   # shellcheck disable=SC2086 # a list of flags

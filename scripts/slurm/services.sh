@@ -4,6 +4,8 @@
 
 : "${RETRIEVER_NODES:=first}" # first or all: on which nodes of the job a retriever starts
 : "${RETRIEVER_OPEN:=}"       # not empty: other jobs may ask it too (always so on several nodes)
+: "${RETRIEVER_PYTHON:=}"      # another interpreter for the retriever, as one with faiss-gpu
+: "${TRAINER_MEM:=8}"         # GiB of the first node's memory that the trainer needs beside it
 : "${RETRIEVER_WAIT:=1800}"   # s until the retriever must be healthy
 : "${RAY_WAIT:=300}"          # s until all nodes must have joined Ray
 
@@ -121,6 +123,16 @@ start_retrievers() {
   done
   RETRIEVER_URL=$(IFS=,; echo "${urls[*]}")
   wait_healthy
+  [[ -z ${pids[${nodes[0]}]:-} ]] || account_memory "${pids[${nodes[0]}]}"
+}
+
+# account_memory PID: trainer and retriever share the memory of the job's first node. What the
+# retriever holds for itself cannot be had back; pages of a mapped index can, and are then read from
+# disk again at each search. Ends the job before a run of days is killed for memory.
+account_memory() {
+  local status=0
+  "$PYTHON" scripts/slurm/memory.py "$1" "$TRAINER_MEM" || status=$?
+  ((status == 0)) || die "the job would run out of memory, see above" 2
 }
 
 # bind_address NODE: this machine alone, unless others ask the retriever too.

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.slurm.memory import GIB, Held, report
+
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = ROOT / "scripts" / "slurm"
 SCONTROL = """#!/bin/bash
@@ -193,6 +195,43 @@ def test_a_retriever_that_cannot_start_ends_the_job(environment: dict[str, str])
     assert status == 1
     assert "the retriever on n1: its process ended" in output
     assert "| corpus /no/corpus.jsonl does not exist" in output
+
+
+def test_the_retriever_of_a_job_may_have_an_interpreter_of_its_own(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    """faiss-gpu and vLLM want different environments: RETRIEVER_PYTHON serves, PYTHON trains."""
+    del environment["RETRIEVER_URL"]
+    python = program(tmp_path / "other" / "python", 'echo "the other one: $*"; exit 1')
+    status, output = job(environment, RETRIEVER_PYTHON=str(python))
+    assert status == 1
+    assert "| the other one: -m search_r1.search.retrieval_server" in output
+
+
+def test_a_job_too_small_for_trainer_and_retriever_is_refused(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Both are counted before anything trains; the account names the fix, and what is mapped."""
+    finish(environment)
+    del environment["RETRIEVER_URL"]
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"id": "1", "contents": "\\"Oslo\\"\\nA city."}\n')
+    small = {"CORPUS_PATH": str(corpus), "SLURM_MEM_PER_NODE": "1024"}
+    status, output = job(environment, **small)
+    assert status == 2 and "stand-in" not in output
+    assert "memory of the job on this node: 1.0 GiB; the retriever holds 0." in output
+    assert "expected TRAINER_MEM=8 GiB; fix: give sbatch more --mem" in output
+    status, output = job(environment, **small, TRAINER_MEM="0.1")
+    assert status == 0 and "left for the trainer: 0." in output
+
+
+def test_an_index_that_does_not_stay_in_memory_is_told() -> None:
+    """64 GiB of mapped vectors beside a trainer of 90 in a job of 128: it runs, but slowly."""
+    found = Held(private=2 * GIB, hot=10 * GIB, mapped=64 * GIB)
+    fits, words = report(found, 128 * GIB, 90 * GIB)
+    assert fits and "does not stay in memory" in words and "retriever.sbatch" in words
+    assert "does not stay" not in report(found, 256 * GIB, 90 * GIB)[1]
+    assert not report(Held(64 * GIB, 0, 0), 128 * GIB, 90 * GIB)[0]
 
 
 def program(path: Path, text: str) -> Path:
