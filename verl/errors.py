@@ -1,13 +1,13 @@
-"""The exceptions of the trainer: mistakes a user can fix, told apart from bugs.
+"""The exceptions that a user is told of, told apart from bugs; tools and servers root theirs here.
 
-    SearchR1Error
+    UserError
     ├── ConfigError      an option that is unknown, of the wrong type, or cannot work with others
     ├── DataError        a file or row of questions that cannot be used
     ├── ModelError       weights or tokenizer that cannot be loaded
     ├── ResourceError    too few devices, or too little disk
-    ├── RetrieverError   the search server does not answer, or answers something else
+    ├── ToolError        a service that a tool needs does not answer, or answers something else
+    │   └── ToolOutage   it stayed away too long in mid-run; exit status 4
     ├── CollapseError    the collapse guard ended the run; exit status 3
-    ├── RetrieverOutage  the search server stayed away too long in mid-run; exit status 4
     ├── Interrupted      asked to stop, or out of time, and saved; exit status 75
     ├── SaveError        a checkpoint that could not be written, twice in a row or at the end
     ├── RankLost         a training rank died; the run goes on from its last checkpoint, or, more
@@ -21,48 +21,53 @@ keeps its traceback. A message names what was got, what was expected, and the fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
-class SearchR1Error(Exception):
+class UserError(Exception):
     """Root of the tree; its message is for the user."""
 
     exit_code = 2
 
 
-class ConfigError(SearchR1Error):
+class ConfigError(UserError):
     """An option that is unknown, of the wrong type, or at odds with another."""
 
 
-class DataError(SearchR1Error):
+class DataError(UserError):
     """A file or row of questions that cannot be used."""
 
 
-class ModelError(SearchR1Error):
+class ModelError(UserError):
     """Weights or tokenizer that cannot be loaded."""
 
 
-class ResourceError(SearchR1Error):
+class ResourceError(UserError):
     """Too few devices, or too little disk, for the settings."""
 
 
-class RetrieverError(SearchR1Error):
-    """A search server that does not answer, or answers something else."""
+class ToolError(UserError):
+    """A service that a tool needs does not answer, or answers something else."""
+
+    def __init__(self, message: str, faults: Mapping[str, int] | None = None) -> None:
+        """`faults`: what infrastructure did to the call, by names of `Tool.faults`."""
+        super().__init__(message)
+        self.faults = dict(faults or {})
 
 
-class CollapseError(SearchR1Error):
+class CollapseError(UserError):
     """The policy collapsed in mid-run; the message names the last healthy checkpoint."""
 
     exit_code = 3
 
 
-class RetrieverOutage(RetrieverError):
-    """The search server stayed away for longer than `retriever.max_outage`; the run was saved."""
+class ToolOutage(ToolError):
+    """A tool stayed away for longer than its `max_outage`; the run was saved."""
 
     exit_code = 4
 
 
-class Interrupted(SearchR1Error):
+class Interrupted(UserError):
     """The run was asked to stop, or its time is nearly over; it was saved and can go on.
 
     The exit status is EX_TEMPFAIL: the same command goes on with `trainer.resume_mode=auto`.
@@ -71,26 +76,26 @@ class Interrupted(SearchR1Error):
     exit_code = 75
 
 
-class SaveError(SearchR1Error):
+class SaveError(UserError):
     """A checkpoint that could not be written; the ones before it are as they were."""
 
 
-class RankLost(SearchR1Error):
+class RankLost(UserError):
     """A training rank died, and with it what it held of the weights."""
 
     exit_code = 5
 
 
-class ReplicaLost(SearchR1Error):
+class ReplicaLost(UserError):
     """A rollout replica died and cannot be replaced, or no more."""
 
     exit_code = 5
 
 
-class PreflightError(SearchR1Error):
+class PreflightError(UserError):
     """All that stands in the way of a run, one problem a line."""
 
-    def __init__(self, problems: Sequence[SearchR1Error]) -> None:
+    def __init__(self, problems: Sequence[UserError]) -> None:
         self.problems = tuple(problems)
         lines = "\n".join(f"  - {problem}" for problem in self.problems)
         super().__init__(f"the run cannot start, {len(self.problems)} problem(s):\n{lines}")
@@ -103,3 +108,7 @@ def explain(subject: str, got: object, expected: str, fix: str) -> str:
     `max_turns: got -1, expected 1 or more; fix: set max_turns=2`.
     """
     return f"{subject}: got {got}, expected {expected}; fix: {fix}"
+
+
+# The names until 0.3, for code that has them still.
+SearchR1Error, RetrieverError, RetrieverOutage = UserError, ToolError, ToolOutage

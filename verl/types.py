@@ -2,8 +2,8 @@
 
 Nothing here is padded. A trajectory is a list of segments, each of one origin; a batch is flat
 token tensors with sequence offsets. Masks are data that come from the origin, never derived from
-token ids. The `Engine` and `Agent` protocols are the seams between rollout, agents and trainer.
-This module knows nothing of search, Ray or configuration files.
+token ids. The `Engine` protocol is the seam between rollout and agents. This module knows nothing
+of tools, Ray or configuration files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Status(StrEnum):
     OUT_OF_BUDGET = "out_of_budget"
     """The context budget could not hold another turn."""
     FAILED = "failed"
-    """Infrastructure failed (for example the retriever); never trained on."""
+    """Infrastructure failed (a tool or an engine); never trained on."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,9 @@ class Trajectory:
     segments: list[Segment]
     status: Status = Status.OUT_OF_TURNS
     stats: dict[str, float] = field(default_factory=dict)
-    """Counts of the agent's own making (searches, valid actions ...), averaged into metrics."""
+    """Counts of the agent's own making (turns, valid actions ...), averaged into metrics."""
     faults: dict[str, int] = field(default_factory=dict)
-    """Counts of what infrastructure did to it (searches tried again ...), summed to `fault/`."""
+    """Counts of what infrastructure did to it (calls tried again ...), summed to `fault/`."""
     group: str = ""
     """The prompt instance of this step; samples of one instance share it."""
     sample: int = 0
@@ -144,18 +144,6 @@ class Trajectory:
     def text(self) -> str:
         """The dialogue after the prompt, for people."""
         return "".join(s.text for s in self.segments if s.origin is not Origin.PROMPT)
-
-
-class Agent(Protocol):
-    """A policy-environment loop; one call makes one trajectory."""
-
-    async def run(self, start: Trajectory, engine: Engine, sampling: Sampling) -> Trajectory:
-        """Continue `start` (which holds the prompt segment only) until it ends.
-
-        `sampling.stop` and `sampling.max_tokens` are the agent's to set; temperature and top_p
-        are the caller's. Infrastructure failures end in status FAILED, not in an exception.
-        """
-        ...
 
 
 def start_trajectory(

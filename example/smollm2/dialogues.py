@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from example.smollm2.evidence import Evidence, find_evidence, key_words
-from search_r1.agent.generation import SearchAgent
 from search_r1.inference.questions import question_of
 from search_r1.search.schema import Document
+from verl.agent.dialogue import DialogueAgent
+from verl.agent.interface import ToolCall
 from verl.data.rows import Row
 
 KEY_WORDS_SHARE = 0.3
@@ -79,7 +80,7 @@ class Dialogue:
         }
 
 
-async def make_dialogues(rows: Sequence[Row], agent: SearchAgent, seed: int) -> list[Dialogue]:
+async def make_dialogues(rows: Sequence[Row], agent: DialogueAgent, seed: int) -> list[Dialogue]:
     """A dialogue for each row that a rule can solve, in their order; depends on the seed alone."""
     gate = asyncio.Semaphore(AT_ONCE)
 
@@ -90,7 +91,7 @@ async def make_dialogues(rows: Sequence[Row], agent: SearchAgent, seed: int) -> 
     return [made for made in await asyncio.gather(*map(one, rows)) if made is not None]
 
 
-async def make_dialogue(row: Row, agent: SearchAgent, rng: random.Random) -> Dialogue | None:
+async def make_dialogue(row: Row, agent: DialogueAgent, rng: random.Random) -> Dialogue | None:
     """One or two searches and the answer copied from a passage; None where none of them hits."""
     question = question_of(row)
     first = await search(first_query(question, rng), rng.choice(FIRST_THOUGHTS), agent)
@@ -98,7 +99,7 @@ async def make_dialogue(row: Row, agent: SearchAgent, rng: random.Random) -> Dia
     evidence = supported(question, first, row)
     if evidence is not None:
         return Dialogue(row, (first,), evidence, conclusion)
-    if agent.config.max_turns < 2:
+    if agent.limits.max_turns < 2:
         return None
     thought = rng.choice(SECOND_THOUGHTS)
     for title in dict.fromkeys(document.title for document in first.documents[:NUM_TITLES]):
@@ -110,10 +111,10 @@ async def make_dialogue(row: Row, agent: SearchAgent, rng: random.Random) -> Dia
     return None
 
 
-async def search(query: str, thought: str, agent: SearchAgent) -> Search:
+async def search(query: str, thought: str, agent: DialogueAgent) -> Search:
     """Ask the agent's retriever, and cut what comes as the agent does."""
-    found = await agent.retrieval.search(query)
-    observation = agent.observation(found)
+    brought, observation = await agent.consult(ToolCall("search", query))
+    found = [item.source for item in brought.items if isinstance(item.source, Document)]
     shown = [document for document in found if document.text.strip() in observation]
     return Search(thought, query, shown, observation)
 

@@ -23,9 +23,10 @@ from example.smollm2.recipe import ROOT, Recipe
 from example.smollm2.settings import MODEL_FOLDER
 from example.smollm2.shipped import made_base
 from scripts.processes import run
-from search_r1.agent.generation import AgentConfig, SearchAgent
+from search_r1.agent.generation import search_agent
 from search_r1.agent.tags import TEMPLATES
 from search_r1.search.client import RetrievalClient
+from verl.agent.dialogue import Limits
 from verl.checkpoint import HEALTHY, STEP_NAME
 from verl.data.rows import load_rows
 from verl.errors import CollapseError, DataError, explain
@@ -78,13 +79,9 @@ def write_dialogues(recipe: Recipe) -> None:
 async def _ask(recipe: Recipe, url: str, tokenizer: Any, rows: Sequence[Any]) -> list[Dialogue]:
     """The dialogues, by an agent with the budgets of training."""
     settings = recipe.settings
-    config = AgentConfig(
-        max_turns=settings.max_turns,
-        max_obs_length=settings.max_obs_length,
-        template=TEMPLATES[settings.template],
-    )
+    limits = Limits(max_turns=settings.max_turns, max_obs_length=settings.max_obs_length)
     async with RetrievalClient(url, settings.topk) as retrieval:
-        agent = SearchAgent(config, tokenizer, retrieval)
+        agent = search_agent(retrieval, tokenizer, limits, TEMPLATES[settings.template])
         return await make_dialogues(rows, agent, settings.seed)
 
 

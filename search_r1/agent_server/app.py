@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from search_r1.agent.generation import retrieval_of
 from search_r1.agent_server.answers import Envelope
 from search_r1.agent_server.errors import ApiError, answer_errors
 from search_r1.agent_server.requests import ChatRequest, Order, understand
@@ -91,7 +92,7 @@ class Service:
 
     async def check_health(self) -> None:
         """Raise ApiError when no search could be answered."""
-        retrieval = self.asker.agent.retrieval
+        retrieval = retrieval_of(self.asker.agent.environment)
         if not isinstance(retrieval, RetrievalClient):
             return
         try:
@@ -103,7 +104,7 @@ class Service:
 
     @property
     def _tags(self) -> Any:
-        return self.asker.agent.config.template.tags
+        return self.asker.agent.format.tags
 
     @property
     def _special_tokens(self) -> list[str]:

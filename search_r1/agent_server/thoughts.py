@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from search_r1.agent.grammar import Grammar, action_pattern
+from verl.agent.grammar import Grammar, action_pattern
 
 
 class Thoughts:
@@ -18,7 +18,7 @@ class Thoughts:
     def __init__(self, tags: Grammar, special_tokens: Iterable[str] = ()) -> None:
         """`special_tokens` are control tokens of the policy's tokenizer, which nobody wants."""
         self._action = action_pattern(tags)
-        self._openings = (tags.search.opening, tags.answer.opening)
+        self._openings = tuple(tag.opening for tag in (*tags.calls, tags.answer))
         hidden = [tags.think.opening, tags.think.closing, *filter(None, special_tokens)]
         self._hidden = re.compile("|".join(map(re.escape, hidden)))
         self._marks = (*self._openings, *hidden)

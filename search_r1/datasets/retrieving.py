@@ -18,7 +18,7 @@ from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SearchError
 from search_r1.search.index.progress import progress
 from search_r1.search.schema import Document
-from verl.errors import ConfigError, DataError, RetrieverError, explain
+from verl.errors import ConfigError, DataError, ToolError, explain
 
 AT_ONCE = 512
 """Questions that wait for the server at one time."""
@@ -44,12 +44,12 @@ class ServerFinder:
             raise ConfigError(explain("--retriever_url", str(error), "an address", fix)) from error
 
     def find(self, questions: Sequence[Question]) -> list[list[Document]]:
-        """The server's documents. Raises RetrieverError where it does not answer."""
+        """The server's documents. Raises ToolError where it does not answer."""
         try:
             return asyncio.run(self._find([question.text for question in questions]))
         except SearchError as error:
             fix = "start it (bash retrieval_launch.sh) and name it by --retriever_url"
-            raise RetrieverError(
+            raise ToolError(
                 explain("--retriever_url", str(error), "a search server", fix)
             ) from error
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
-from search_r1.agent.tags import SEARCH_R1, TEMPLATES, Template
+from search_r1.agent.tags import SEARCH_R1, TEMPLATES
 from search_r1.search.schema import Document
+from verl.agent.tags import TagFormat
 from verl.errors import ConfigError, explain
 
 Writer = Callable[[str, Sequence[Document]], str]
@@ -62,7 +63,7 @@ def writer(style: Style, template_type: str = BASE) -> Writer:
     return _search_prompt(template)
 
 
-def _search_prompt(template: Template) -> Writer:
+def _search_prompt(template: TagFormat) -> Writer:
     return lambda question, _: template.user_prompt(question)
 
 

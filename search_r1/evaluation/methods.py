@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from search_r1.agent.tags import Template
+from search_r1.agent.grammar import SEARCH_R1
 from search_r1.datasets.wording import direct_prompt, rag_prompt
 from search_r1.inference.questions import question_of
+from verl.agent.tags import TagFormat
 from verl.data.rows import Row
 from verl.errors import DataError, explain
 
 _NO_SECOND_TURN = "\n\nNo answer was given.\n\n"
 
-DIRECT = Template(
+DIRECT = TagFormat(
     name="direct",
     instruction=direct_prompt("{question}"),
     invalid_action=_NO_SECOND_TURN,
+    tags=SEARCH_R1,
 )
 """Reasoning and the answer from memory, in the words of `scripts/data_process/nq.py`."""
 
-COT = Template(
+COT = TagFormat(
     name="cot",
     instruction=(
         "Work out the answer to the question below from what you know. Reason step by step between "
@@ -27,13 +29,15 @@ COT = Template(
         "example, <answer> Beijing </answer>. Question: {question}\n"
     ),
     invalid_action=_NO_SECOND_TURN,
+    tags=SEARCH_R1,
 )
 """Chain of thought: reasoning, then the answer, from memory."""
 
-RAG = Template(
+RAG = TagFormat(
     name="rag",
     instruction=rag_prompt("{question}", "\n\n{documents}\n\n"),
     invalid_action=_NO_SECOND_TURN,
+    tags=SEARCH_R1,
 )
 """Naive retrieval-augmented generation: the documents of the question, then reasoning, then the
 answer, in the words of `scripts/data_process/nq_rag.py`."""
@@ -44,7 +48,7 @@ class Method:
     """One way to get an answer."""
 
     name: str
-    template: Template | None = None
+    template: TagFormat | None = None
     """The wording of a baseline; None for the agent, whose prompt stands in the data."""
     needs_documents: bool = False
     """A retriever is asked."""

@@ -6,19 +6,20 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from search_r1.agent.generation import SearchAgent, derived_seed
 from search_r1.evaluation.judging import Judge
 from search_r1.evaluation.methods import Method, put
 from search_r1.evaluation.samples import Sample, Search
 from search_r1.evaluation.untagged import READ, WRONG, read_answer
+from search_r1.inference.dialogue import query_of
 from search_r1.rewards import RewardInput, build_reward
 from search_r1.rewards.normalize import normalize_answer
 from search_r1.scoring import reward_input
-from search_r1.search.client import Document, Retrieval
-from search_r1.search.errors import SearchError
+from search_r1.search.schema import Document
+from verl.agent.dialogue import DialogueAgent, derived_seed
+from verl.agent.interface import Observation, ToolCall
 from verl.data import Tokenizer, render
 from verl.data.rows import Row
-from verl.errors import DataError, explain
+from verl.errors import DataError, ToolError, explain
 from verl.types import Engine, Origin, Sampling, Status, Trajectory, start_trajectory
 
 _SCORES = build_reward("f1")
@@ -40,19 +41,19 @@ class Task:
 
 @dataclass
 class Recorder:
-    """A `Retrieval` that notes what one dialogue asked another one, and what came back."""
+    """Notes what one dialogue searched for, and what came back."""
 
-    retrieval: Retrieval
     ground_truth: Sequence[str]
     searches: list[Search] = field(default_factory=list)
 
-    async def search(self, query: str) -> list[Document]:
-        """What the other one finds. A search that fails is not noted."""
-        documents = await self.retrieval.search(query)
+    def heard(self, call: ToolCall, observation: Observation) -> None:
+        """A search was answered; one that fails is not noted."""
+        if call.tool != "search":
+            return
+        documents = [i.source for i in observation.items if isinstance(i.source, Document)]
         text = "\n".join(document.contents for document in documents)
-        found = Search(query, tuple(d.id for d in documents), holds(text, self.ground_truth))
-        self.searches.append(found)
-        return documents
+        ids = tuple(document.id for document in documents)
+        self.searches.append(Search(query_of(call), ids, holds(text, self.ground_truth)))
 
 
 def holds(text: str, accepted: Sequence[str]) -> bool:
@@ -64,19 +65,23 @@ def holds(text: str, accepted: Sequence[str]) -> bool:
     return any(gold and f" {gold} " in words for gold in map(normalize_answer, accepted))
 
 
-def agent_of(agent: SearchAgent, method: Method) -> SearchAgent:
+def agent_of(agent: DialogueAgent, method: Method) -> DialogueAgent:
     """The agent itself, or for a baseline one that has a single turn and cannot search in it."""
     if method.template is None:
         return agent
-    config = replace(agent.config, max_turns=0, do_search=False, template=method.template)
-    return replace(agent, config=config)
+    return replace(
+        agent,
+        limits=replace(agent.limits, max_turns=0),
+        format=method.template,
+        environment=replace(agent.environment, enabled=False),
+    )
 
 
 @dataclass(frozen=True)
 class Player:
     """Plays tasks by one method."""
 
-    agent: SearchAgent
+    agent: DialogueAgent
     method: Method
     tokenizer: Tokenizer
     sampling: Sampling
@@ -87,25 +92,26 @@ class Player:
 
     async def play(self, task: Task, engine: Engine) -> Sample:
         """One finished and scored dialogue; a failed search makes a failed one."""
-        recorder = Recorder(self.agent.retrieval, task.row.ground_truth)
-        agent = replace(self.agent, retrieval=recorder)
+        recorder = Recorder(task.row.ground_truth)
+        environment = replace(self.agent.environment, heard=recorder.heard)
+        agent = replace(self.agent, environment=environment)
         seed = derived_seed(self.seed, *task.key)
         try:
             row, num_read = await self._put(task.row, agent)
-        except SearchError as error:
+        except ToolError as error:
             start = self._start(put(task.row, self.method), task.sample, seed)
             start.status, start.error = Status.FAILED, str(error)
             return await self._scored(start, recorder, 0)
         start = self._start(row, task.sample, seed)
         return await self._scored(await agent.run(start, engine, self.sampling), recorder, num_read)
 
-    async def _put(self, row: Row, agent: SearchAgent) -> tuple[Row, int]:
+    async def _put(self, row: Row, agent: DialogueAgent) -> tuple[Row, int]:
         """The row as the method puts it, and how many tokens of documents it brings."""
         plain = put(row, self.method)
         if not self.method.reads_first:
             return plain, 0
-        found = await agent.retrieval.search(plain.extra_info["question"])
-        documents = agent.observation(found).strip()
+        _, words = await agent.consult(ToolCall("search", plain.extra_info["question"]))
+        documents = words.strip()
         num_read = len(self.tokenizer.encode(documents, add_special_tokens=False))
         return put(row, self.method, documents), num_read
 
@@ -122,7 +128,7 @@ class Player:
 
     async def _scored(self, end: Trajectory, recorder: Recorder, num_read: int) -> Sample:
         question = str(end.prompt.extra_info["question"])
-        seen = reward_input(end, self.agent.config.template.tags)
+        seen = reward_input(end, self.agent.format.tags)
         dialogue = self._read(replace(seen, question=question))
         scores = _SCORES(dialogue).components
         judged = None
@@ -160,7 +166,7 @@ def check_rows(rows: Sequence[Row], player: Player, limit: int) -> None:
     Every row is scored, so none is left out. A baseline that reads first needs room for documents.
     """
     method = player.method
-    room = player.agent.config.max_obs_length if method.reads_first else 0
+    room = player.agent.limits.max_obs_length if method.reads_first else 0
     lengths = {row.uid: len(render(put(row, method), player.tokenizer).ids) for row in rows}
     overlong = [uid for uid, length in lengths.items() if length + room > limit]
     if overlong:

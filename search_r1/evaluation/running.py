@@ -10,7 +10,6 @@ from typing import Any, Never
 
 from tqdm import tqdm
 
-from search_r1.agent.generation import SearchAgent
 from search_r1.evaluation.judging import open_judge
 from search_r1.evaluation.manifest import build_manifest
 from search_r1.evaluation.methods import METHODS, Method
@@ -27,10 +26,11 @@ from search_r1.inference.model import (
     running_engine,
 )
 from search_r1.inference.options import run_config
-from search_r1.inference.retriever import NO_RETRIEVER, close, facts_of
+from search_r1.inference.retriever import NO_RETRIEVER, facts_of
+from verl.agent.dialogue import DialogueAgent
 from verl.config import Config
 from verl.data import choose, load_rows
-from verl.errors import RetrieverError, SearchR1Error
+from verl.errors import SearchR1Error, ToolError
 from verl.types import Engine, Sampling
 
 logger = logging.getLogger(__name__)
@@ -71,10 +71,10 @@ async def _evaluate(options: EvaluationOptions, config: Config) -> None:
             async with running_engine(options, config, agent) as engine:
                 await play_all(missing, player, engine, store, options.num_at_once)
         finally:
-            await close(agent.retrieval)
+            await agent.environment.aclose()
 
 
-def build_player(options: EvaluationOptions, agent: SearchAgent, method: Method) -> Player:
+def build_player(options: EvaluationOptions, agent: DialogueAgent, method: Method) -> Player:
     """What plays one question of this evaluation."""
     tokenizer: Any = agent.tokenizer
     sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
@@ -87,7 +87,7 @@ async def play_all(
 ) -> None:
     """Play every task, `concurrency` at once, and store each as it ends.
 
-    Raises RetrieverError when too many fail one after the other.
+    Raises ToolError when too many fail one after the other.
     """
     with tqdm(total=len(tasks), desc="evaluate", unit="dialogue") as bar:
         progress = Progress(store, bar)
@@ -119,7 +119,7 @@ class Progress:
         self._num_correct, self._num_done, self._failures = 0.0, 0, 0
 
     def add(self, sample: Sample) -> None:
-        """Store one sample. Raises RetrieverError after too many failures in a row."""
+        """Store one sample. Raises ToolError after too many failures in a row."""
         self._store.append(sample)
         self._num_correct += sample.em
         self._num_done += 1
@@ -127,7 +127,7 @@ class Progress:
         self._bar.set_postfix(em=f"{self._num_correct / self._num_done:.3f}", refresh=False)
         self._bar.update()
         if self._failures >= MAX_FAILURES_IN_A_ROW:
-            raise RetrieverError(
+            raise ToolError(
                 f"{self._failures} dialogues failed one after the other, the last with: "
                 f"{sample.error}; see that the retriever answers, then start the same evaluation "
                 "again: it goes on and plays failed dialogues anew"

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-from search_r1.agent.generation import SearchAgent
-from search_r1.agent.tags import ActionKind, parse_action
-from search_r1.search.retrieval import Retrieval
 from search_r1.search.schema import Document
+from verl.agent.dialogue import DialogueAgent
+from verl.agent.interface import Observation, ToolCall, Turn
 from verl.data import Tokenizer, render
 from verl.data.rows import Message, Row
 from verl.errors import DataError, explain
@@ -133,10 +132,9 @@ def search_json(search: Search) -> dict[str, Any]:
 
 @dataclass
 class _Heard:
-    """Stands before one dialogue's engine and its retriever, and lets `hearer` hear both."""
+    """Stands before one dialogue's engine, hears its tools, and lets `hearer` hear both."""
 
     engine: Engine
-    retrieval: Retrieval
     hearer: Hearer
     correction: str
     max_tokens: int | None
@@ -166,20 +164,20 @@ class _Heard:
         self.hearer.said(completion.text)
         return completion
 
-    async def search(self, query: str) -> list[Document]:
-        """What the retriever finds. A search that fails is not noted."""
-        documents = await self.retrieval.search(query)
-        self.searches.append(Search(query, tuple(documents)))
-        self.hearer.searched(self.searches[-1])
+    def answered(self, call: ToolCall, observation: Observation) -> None:
+        """A tool answered a call; of searches the documents are noted."""
         self._is_corrected = False
-        return documents
+        found = tuple(i.source for i in observation.items if isinstance(i.source, Document))
+        if call.tool == "search":
+            self.searches.append(Search(query_of(call), found))
+            self.hearer.searched(self.searches[-1])
 
 
 @dataclass(frozen=True)
 class Asker:
     """An agent with its running engine: what answers questions."""
 
-    agent: SearchAgent
+    agent: DialogueAgent
     engine: Engine
     tokenizer: Tokenizer
     sampling: Sampling
@@ -195,7 +193,7 @@ class Asker:
 
         Raises DataError when it is too long.
         """
-        wording = self.agent.config.template.user_prompt(question)
+        wording = self.agent.format.user_prompt(question)
         return self.render((*before, {"role": "user", "content": wording}))
 
     def render(self, messages: str | Sequence[Message], uid: str = "question") -> Prompt:
@@ -223,20 +221,27 @@ class Asker:
         `max_tokens` bounds what the policy samples in all turns together. A search that fails ends
         in the status failed. Raises SearchR1Error when the engine cannot answer.
         """
-        wording = self.agent.config.template
-        heard = _Heard(
-            self.engine, self.agent.retrieval, hearer, wording.invalid_action, max_tokens
-        )
+        correction = self.agent.format.respond(Turn(), None, ())
+        heard = _Heard(self.engine, hearer, correction, max_tokens)
         start = start_trajectory(prompt, seed=self.seed if seed is None else seed)
-        agent = replace(self.agent, retrieval=heard)
+        environment = replace(self.agent.environment, heard=heard.answered)
+        agent = replace(self.agent, environment=environment)
         end = await agent.run(start, heard, self.sampling if sampling is None else sampling)
         return Reply(question, self._answer(end), tuple(heard.searches), end)
 
     def _answer(self, end: Trajectory) -> str | None:
         if end.status is not Status.ANSWERED:
             return None
-        action = parse_action(end.segments[-1].text, self.agent.config.template.tags)
-        return action.content if action.kind is ActionKind.ANSWER else None
+        last = end.segments[-1]
+        return self.agent.format.parse(
+            Completion(last.ids, last.log_probs, last.text, "stop")
+        ).answer
+
+
+def query_of(call: ToolCall) -> str:
+    """The query of a search."""
+    arguments = call.arguments
+    return arguments if isinstance(arguments, str) else str(arguments.get("query", ""))
 
 
 def past(question: str, answer: str) -> tuple[Mapping[str, str], Mapping[str, str]]:

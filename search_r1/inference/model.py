@@ -20,9 +20,10 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from search_r1.agent.generation import SearchAgent, build_agent
+from search_r1.agent.generation import build_dialogue
 from search_r1.inference.adapter import merge
 from search_r1.inference.options import AgentOptions
+from verl.agent.dialogue import DialogueAgent
 from verl.checkpoint import STEP_NAME, export, is_complete, step_of
 from verl.config import Config
 from verl.errors import ModelError, explain
@@ -100,10 +101,10 @@ def _plain_folder(name: str, dtype: str) -> Iterator[Path]:
             raise _no_model(name, f"no such folder, and no hub ({_first_line(error)})") from error
 
 
-def load_agent(config: Config) -> SearchAgent:
+def load_agent(config: Config) -> DialogueAgent:
     """The agent of a training run with these options; raises ModelError without a tokenizer."""
     try:
-        return build_agent(config)
+        return build_dialogue(config)
     except (OSError, ValueError) as error:
         name = config.actor_rollout_ref.model.path
         raise _no_model(name, f"no tokenizer ({_first_line(error)})") from error
@@ -126,7 +127,7 @@ def computed_dtype(options: AgentOptions) -> str:
 
 @contextlib.asynccontextmanager
 async def running_engine(
-    options: AgentOptions, config: Config, agent: SearchAgent
+    options: AgentOptions, config: Config, agent: DialogueAgent
 ) -> AsyncIterator[Engine]:
     """The engine that the options ask for, ended with the context.
 

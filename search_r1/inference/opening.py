@@ -18,7 +18,7 @@ from search_r1.inference.model import (
     running_engine,
 )
 from search_r1.inference.options import AgentOptions, option, run_config
-from search_r1.inference.retriever import close, facts_of
+from search_r1.inference.retriever import facts_of
 from verl.config import Config
 from verl.errors import ModelError, explain
 from verl.types import Sampling
@@ -81,7 +81,7 @@ async def opened(options: AgentOptions) -> AsyncIterator[Asker]:
                 yield Asker(agent, engine, tokenizer, sampling, options.seed,
                             options.max_start_length, options.num_at_once)  # fmt: skip
         finally:
-            await close(agent.retrieval)
+            await agent.environment.aclose()
 
 
 def _folder(options: AgentOptions) -> contextlib.AbstractContextManager[Path]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import httpx
 
-from search_r1.search.client import Retrieval, RetrievalClient
+from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
 from search_r1.search.servers import read_urls
 from verl.config import Config
 from verl.config.retriever import EMPTY
-from verl.errors import ConfigError, RetrieverError, explain
+from verl.errors import ConfigError, ToolError, explain
 
 Facts = Mapping[str, Any]
 
@@ -29,7 +29,7 @@ CONTROLS = ("none", "empty", "random", "oracle")
 async def facts_of(config: Config) -> Facts:
     """What answers the searches: engine, corpus, index and encoder, as `/info` tells them.
 
-    Servers that stand in for each other must serve the same. Raises RetrieverError when one does
+    Servers that stand in for each other must serve the same. Raises ToolError when one does
     not answer, or differs.
     """
     if config.retriever.url == EMPTY:
@@ -39,7 +39,7 @@ async def facts_of(config: Config) -> Facts:
         found = await _facts_of(url, config)
         if first is not None and found != first:
             fix = "give addresses of servers with the same corpus and index"
-            raise RetrieverError(explain(f"retriever {url}", found, f"as {first}", fix))
+            raise ToolError(explain(f"retriever {url}", found, f"as {first}", fix))
         first = found
     assert first is not None, "read_urls gives at least one"
     return first
@@ -60,17 +60,11 @@ async def _facts_of(url: str, config: Config) -> Facts:
     except RetrieverRefused as error:
         if error.status in (401, 403):
             fix = "set RETRIEVER_TOKEN to the server's token"
-            raise RetrieverError(explain(f"retriever {url}", str(error), "access", fix)) from error
+            raise ToolError(explain(f"retriever {url}", str(error), "access", fix)) from error
         return {"retriever": "unknown", "address": url}  # a server of another make has no /info
     except RetrieverUnavailable as error:
         fix = "bash retrieval_launch.sh, or --retriever-url URL, or --retriever-url empty"
-        raise RetrieverError(explain("retriever", str(error), "a search server", fix)) from error
+        raise ToolError(explain("retriever", str(error), "a search server", fix)) from error
     finally:
         await client.aclose()
     return {name: value for name, value in found.items() if name not in ALLOWANCES}
-
-
-async def close(retrieval: Retrieval) -> None:
-    """Close the connections of a retriever that has some."""
-    if isinstance(retrieval, RetrievalClient):
-        await retrieval.aclose()

@@ -63,19 +63,21 @@ def _steps(grammar: Grammar) -> _Steps:
     """Which tag, or observation, leads from which state to which."""
     before_search, after_information = (
         (_State.IN_THINK, _State.IN_THINK)
-        if grammar.searches_in_think
+        if grammar.acts_in_think
         else (_State.AFTER_THINK, _State.AFTER_INFORMATION)
     )
-    return {
+    steps = {
         (_State.START, grammar.think.opening): _State.IN_THINK,
         (_State.AFTER_INFORMATION, grammar.think.opening): _State.IN_THINK,
         (_State.IN_THINK, grammar.think.closing): _State.AFTER_THINK,
-        (before_search, grammar.search.opening): _State.IN_SEARCH,
-        (_State.IN_SEARCH, grammar.search.closing): _State.AFTER_SEARCH,
         (_State.AFTER_SEARCH, _OBSERVED): after_information,
         (_State.AFTER_THINK, grammar.answer.opening): _State.IN_ANSWER,
         (_State.IN_ANSWER, grammar.answer.closing): _State.AFTER_ANSWER,
     }
+    for call in grammar.calls:
+        steps[before_search, call.opening] = _State.IN_SEARCH
+        steps[_State.IN_SEARCH, call.closing] = _State.AFTER_SEARCH
+    return steps
 
 
 def _without_end_of_sequence(text: str) -> str:

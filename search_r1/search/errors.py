@@ -1,4 +1,4 @@
-"""Every exception the retrieval service and its client raise on purpose.
+"""Every exception the retrieval service and its client raise on purpose, a branch of `verl.errors`.
 
 SearchError
 ├── RetrieverUnavailable   no answer: connection, timeout, 429 or 5xx, after all retries
@@ -13,8 +13,10 @@ SearchError
 └── SetupError             something to load is not there: package, GPU, model, index
 """
 
+from verl.errors import UserError
 
-class SearchError(Exception):
+
+class SearchError(UserError):
     """Base of all errors of the retrieval service."""
 
 

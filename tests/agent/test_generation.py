@@ -4,15 +4,18 @@ import asyncio
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from search_r1.agent.generation import AgentConfig, SearchAgent, build_agent, derived_seed
+from search_r1.agent.generation import build_agent, search_agent
 from search_r1.agent.tags import TEMPLATES
 from search_r1.search.client import EmptyRetrieval, InMemoryRetrieval, Retrieval
 from search_r1.search.errors import RetrieverUnavailable
 from search_r1.search.schema import Document
 from tests.fakes import EOS, PAD, ByteTokenizer, ScriptedEngine, ids_of, texts
+from verl.agent.dialogue import Limits, derived_seed
+from verl.agent.tags import TagFormat
 from verl.errors import ConfigError
 from verl.types import Origin, Prompt, Sampling, Status, TokenBatch, Trajectory, start_trajectory
 
@@ -20,7 +23,8 @@ TOKENIZER = ByteTokenizer()
 PROMPT = Prompt("test#0", tuple(TOKENIZER.encode("Question: who? ")), "test", ("x",))
 OSLO = Document.from_title("1", "Oslo", "Oslo is a city in Norway.")
 BERGEN = Document.from_title("2", "Bergen", "Bergen is a city by the sea.")
-LIMITS = AgentConfig(max_response_length=400, template=TEMPLATES["short"])
+LIMITS = Limits(max_response_length=400)
+SHORT = TEMPLATES["short"]
 
 
 class BrokenRetrieval:
@@ -35,12 +39,14 @@ def play(
     retrieval: Retrieval | None = None,
     seed: int | None = None,
     temperature: float = 1.0,
-    **options: object,
+    template: TagFormat = SHORT,
+    do_search: bool = True,
+    **limits: Any,
 ) -> tuple[Trajectory, ScriptedEngine]:
     """One dialogue with a scripted policy."""
     engine = ScriptedEngine(script, weight_version=3)
     retrieval = retrieval or InMemoryRetrieval({"oslo": [OSLO], "both": [OSLO, BERGEN]})
-    agent = SearchAgent(replace(LIMITS, **options), TOKENIZER, retrieval)  # type: ignore[arg-type]
+    agent = search_agent(retrieval, TOKENIZER, replace(LIMITS, **limits), template, do_search)
     start = start_trajectory(PROMPT, group="1/0", sample=2, seed=seed)
     sampling = Sampling(max_tokens=1, temperature=temperature)
     return asyncio.run(agent.run(start, engine, sampling)), engine
@@ -134,12 +140,12 @@ def test_line_06_observations_are_trimmed_before_they_are_wrapped(limit: int) ->
             assert list(segment.ids) == TOKENIZER.encode(segment.text)
     first = texts(done, Origin.OBSERVATION)[0]
     documents = [OSLO, BERGEN, OSLO]
-    whole = [LIMITS.template.observation(documents[:n]) for n in (3, 2, 1)]
+    whole = [SHORT.observation(documents[:n]) for n in (3, 2, 1)]
     fitting = [text for text in whole if len(text) <= limit]
     assert first == fitting[0] if fitting else "Doc 2" not in first
 
 
-SHORT_FEEDBACK = replace(TEMPLATES["short"], invalid_action="Invalid.")
+SHORT_FEEDBACK = replace(SHORT, invalid_action="Invalid.")
 
 
 def test_line_06_a_budget_without_room_for_the_tags_is_refused() -> None:
@@ -219,7 +225,7 @@ def test_an_invalid_turn_is_told_so_and_goes_on() -> None:
     done, _ = play([turn, "<answer>a</answer>"])
     assert list(done.segments[1].ids) == turn
     assert done.segments[2].origin is Origin.OBSERVATION
-    assert done.segments[2].text == LIMITS.template.invalid_action
+    assert done.segments[2].text == SHORT.invalid_action
     assert done.status is Status.ANSWERED
     assert (done.stats["invalid_actions"], done.stats["valid_actions"]) == (1, 1)
 
@@ -236,14 +242,14 @@ def test_without_search_a_search_is_invalid() -> None:
     """`do_search=false` asks no retriever."""
     done, _ = play(["<search>q</search>", "<answer>a</answer>"], BrokenRetrieval(), do_search=False)
     assert done.status is Status.ANSWERED
-    assert texts(done, Origin.OBSERVATION) == [LIMITS.template.invalid_action]
+    assert texts(done, Origin.OBSERVATION) == [SHORT.invalid_action]
     assert done.stats["valid_searches"] == 0
 
 
 def test_no_think_closes_the_thinking_part_before_every_turn() -> None:
     """The closed part is given, never sampled: at the start and after each observation."""
     done, engine = play(["<search>oslo</search>", "<answer>a</answer>"], no_think_rl=True)
-    closed = TOKENIZER.encode(LIMITS.template.closed_think)
+    closed = TOKENIZER.encode(SHORT.closed_think)
     for request in engine.requests:
         assert list(request.prompt_ids[-len(closed) :]) == closed
     assert "<think>" not in "".join(texts(done, Origin.POLICY))
@@ -252,7 +258,7 @@ def test_no_think_closes_the_thinking_part_before_every_turn() -> None:
 
 def test_many_dialogues_share_one_agent() -> None:
     """Concurrent trajectories don't mix, and the given start is left as it was."""
-    agent = SearchAgent(LIMITS, TOKENIZER, EmptyRetrieval())
+    agent = search_agent(EmptyRetrieval(), TOKENIZER, LIMITS, SHORT)
     start = start_trajectory(PROMPT)
 
     async def together() -> list[Trajectory]:
@@ -281,5 +287,5 @@ def test_a_dialogue_in_r1_searchers_tags() -> None:
         '\n\n<|begin_of_documents|>Doc 1(Title: "Oslo") Oslo is a city in Norway.\n'
         "<|end_of_documents|>\n\n"
     ]
-    with pytest.raises(ConfigError, match="searches while it thinks"):
+    with pytest.raises(ConfigError, match="acts while it thinks"):
         play(script, template=template, no_think_rl=True)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from search_r1.agent.generation import derived_seed
 from search_r1.datasets.wording import Style, writer
 from search_r1.evaluation.playing import Task, check_rows, holds
 from search_r1.evaluation.samples import Sample
@@ -15,6 +14,7 @@ from search_r1.search.client import Document, EmptyRetrieval, Retrieval
 from search_r1.search.errors import RetrieverUnavailable
 from tests.evaluation.worlds import Reader, documents, finder, player, row
 from tests.fakes import ByteTokenizer
+from verl.agent.dialogue import derived_seed
 from verl.errors import DataError
 from verl.types import Completion, Sampling
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from search_r1.agent.generation import AgentConfig, SearchAgent
+from search_r1.agent.generation import search_agent
 from search_r1.agent.tags import TEMPLATES
 from search_r1.evaluation.methods import METHODS
 from search_r1.evaluation.playing import Player, Task, agent_of
@@ -15,6 +15,7 @@ from search_r1.evaluation.samples import Sample, Search
 from search_r1.search.client import InMemoryRetrieval, Retrieval
 from search_r1.search.schema import Document
 from tests.fakes import ByteTokenizer, cut_at_stop
+from verl.agent.dialogue import Limits
 from verl.data.rows import Row
 from verl.types import Completion, Sampling
 
@@ -68,8 +69,8 @@ class Reader:
 def player(retrieval: Retrieval, method: str = "agent", **more: Any) -> Player:
     """What plays one question with the byte tokenizer."""
     tokenizer = ByteTokenizer()
-    config = AgentConfig(max_turns=1, template=TEMPLATE)
-    agent = agent_of(SearchAgent(config, tokenizer, retrieval), METHODS[method])
+    agent = search_agent(retrieval, tokenizer, Limits(max_turns=1), TEMPLATE)
+    agent = agent_of(agent, METHODS[method])
     return Player(agent, METHODS[method], tokenizer, SAMPLING, **more)
 
 

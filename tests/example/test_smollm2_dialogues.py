@@ -18,8 +18,9 @@ from example.smollm2.dialogues import (
     second_query,
 )
 from example.smollm2.evidence import Words, find_evidence
-from search_r1.agent.generation import AgentConfig, SearchAgent
-from search_r1.agent.tags import TEMPLATES, ActionKind, parse_action
+from search_r1.agent.generation import search_agent
+from search_r1.agent.grammar import SEARCH_R1
+from search_r1.agent.tags import TEMPLATES
 from search_r1.rewards.normalize import matches_exactly, normalize_answer
 from search_r1.search.backends.bm25 import Bm25Retriever
 from search_r1.search.corpus import Corpus
@@ -27,6 +28,8 @@ from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.search.retrieval import InMemoryRetrieval
 from search_r1.search.schema import Document
 from tests.example.smollm2_world import QUESTIONS, UNANSWERABLE, write_data
+from verl.agent.dialogue import DialogueAgent, Limits
+from verl.agent.tags import read_turn
 from verl.data.rows import Row
 from verl.sft.demonstrations import load_demonstrations
 
@@ -51,9 +54,9 @@ def bm25(tmp_path_factory: pytest.TempPathFactory) -> Bm25:
     return Bm25(tmp_path_factory.mktemp("corpus"), topk=2)
 
 
-def agent_over(retrieval: Bm25 | InMemoryRetrieval, max_obs_length: int = 448) -> SearchAgent:
-    config = AgentConfig(max_turns=2, max_obs_length=max_obs_length, template=TEMPLATE)
-    return SearchAgent(config, load_tokenizer(), retrieval)
+def agent_over(retrieval: Bm25 | InMemoryRetrieval, max_obs_length: int = 448) -> DialogueAgent:
+    limits = Limits(max_turns=2, max_obs_length=max_obs_length)
+    return search_agent(retrieval, load_tokenizer(), limits, TEMPLATE)
 
 
 def row_of(number: int, question: str, accepted: list[str]) -> Row:
@@ -64,7 +67,7 @@ def row_of(number: int, question: str, accepted: list[str]) -> Row:
 ROWS = [row_of(i, *pair) for i, pair in enumerate(QUESTIONS["train"])]
 
 
-def solve(agent: SearchAgent, rows: list[Row], seed: int = 0) -> list[Dialogue]:
+def solve(agent: DialogueAgent, rows: list[Row], seed: int = 0) -> list[Dialogue]:
     return asyncio.run(make_dialogues(rows, agent, seed))
 
 
@@ -83,10 +86,9 @@ def test_observations_are_what_the_agent_shows(bm25: Bm25) -> None:
         segments = list(dialogue.segments)
         assert [origin for origin, _ in segments[::2]] == ["policy"] * len(segments[::2])
         for (_, turn), (origin, observation) in zip(segments[::2], segments[1::2], strict=False):
-            action = parse_action(turn)
-            assert action.kind is ActionKind.SEARCH and origin == "observation"
-            found = asyncio.run(bm25.search(action.content))
-            assert observation == agent.observation(found)
+            [call] = read_turn(turn, SEARCH_R1).calls
+            assert origin == "observation"
+            assert observation == asyncio.run(agent.consult(call))[1]
             assert len(agent.tokenizer.encode(observation, add_special_tokens=False)) <= 90
 
 
@@ -94,10 +96,10 @@ def test_answers_are_correct_and_copied_from_what_is_shown(bm25: Bm25) -> None:
     """The last turn is an answer that scores, and stands verbatim in the last observation."""
     for dialogue in solve(agent_over(bm25), ROWS):
         *_, (_, observation), (_, last) = dialogue.segments
-        action = parse_action(last)
-        assert action.kind is ActionKind.ANSWER
-        assert matches_exactly(action.content, dialogue.row.ground_truth)
-        assert action.content in observation
+        answer = read_turn(last, SEARCH_R1).answer
+        assert answer is not None
+        assert matches_exactly(answer, dialogue.row.ground_truth)
+        assert answer in observation
 
 
 def test_a_second_search_follows_a_title() -> None:

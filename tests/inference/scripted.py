@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from search_r1.agent.generation import AgentConfig, SearchAgent
+from search_r1.agent.generation import search_agent
 from search_r1.agent.tags import TEMPLATES
 from search_r1.inference.dialogue import Asker, Hearer, Search
 from search_r1.search.retrieval import InMemoryRetrieval, Retrieval
 from search_r1.search.schema import Document
 from tests.fakes import ByteTokenizer, ScriptedEngine
+from verl.agent.dialogue import Limits
 from verl.types import Completion, Engine, Sampling
 
 SHORT = TEMPLATES["short"]
@@ -59,6 +60,6 @@ def asker(
     engine: Engine, retrieval: Retrieval | None = None, *, max_turns: int = 3, limit: int = 2000
 ) -> Asker:
     """An asker in the short wording."""
-    config = AgentConfig(max_turns=max_turns, max_obs_length=2000, template=SHORT)
-    agent = SearchAgent(config, ByteTokenizer(), retrieval or InMemoryRetrieval(FOUND))
+    limits = Limits(max_turns=max_turns, max_obs_length=2000)
+    agent = search_agent(retrieval or InMemoryRetrieval(FOUND), ByteTokenizer(), limits, SHORT)
     return Asker(agent, engine, ByteTokenizer(), Sampling(500, 0.0), 0, limit)

@@ -66,8 +66,8 @@ def test_an_adapter_names_its_base_and_its_wording(base: Path, adapter: Path) ->
 
     async def ask() -> Reply:
         async with opened(options) as asker:
-            assert asker.agent.config.template.name == "short"
-            assert asker.agent.config.max_turns == 1
+            assert asker.agent.format.name == "short"
+            assert asker.agent.limits.max_turns == 1
             return await asker.ask("Who?", asker.prompt("Who?"))
 
     assert asyncio.run(ask()).trajectory.stats["turns"] <= 2

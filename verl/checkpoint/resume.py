@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint: the same data, search, model and experiment.
+"""Whether a run may go on from a checkpoint: the same data, tools, model and experiment.
 
 Each option is of one of four kinds. What the saved state cannot be loaded under is refused. What
 would make it another experiment is refused unless `trainer.resume_anyway` names it, and so are
@@ -43,6 +43,7 @@ EXPERIMENT = (
     "actor_rollout_ref.actor.state_masking", "critic.ppo_mini_batch_size", "critic.ppo_epochs",
     "critic.optim.betas", "algorithm.adv_estimator", "reward_model.name", "reward_model.weights",
     "reward_model.stages", "max_turns", "do_search", "template", "retriever.topk", "compat",
+    "agent",
 )  # fmt: skip
 """Options, or sections, that define what is learned from what."""
 
@@ -72,7 +73,7 @@ TOLD = ("trainer.compute_dtype", "trainer.critic_warmup", "trainer.deterministic
 def identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
     """What a checkpoint keeps for a later comparison, as JSON: `config` and `fingerprints`.
 
-    `served`: the retriever's own fingerprints, empty where it gives none.
+    `served`: the fingerprints of what the tools serve, empty where they give none.
     """
     fingerprints = {
         "data": hash_files(config.data.train_files),

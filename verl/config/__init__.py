@@ -6,6 +6,7 @@ names are those of the original Search-R1 scripts; an option that lost its effec
 docstring and is listed in `verl/config/legacy.py`, and a run that sets it is warned.
 """
 
+from verl.config.agent import AgentConfig
 from verl.config.algorithm import (
     AlgorithmConfig,
     FilterGroupsConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "ActorConfig",
     "ActorRolloutRefConfig",
     "AdapterConfig",
+    "AgentConfig",
     "AlgorithmConfig",
     "CompatConfig",
     "Config",

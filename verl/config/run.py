@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from verl.config.agent import AgentConfig
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.compat import CompatConfig
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
 from verl.config.policy import ActorRolloutRefConfig, ValSamplingConfig
-from verl.config.retriever import EMPTY, RetrieverConfig
+from verl.config.retriever import RetrieverConfig
 from verl.config.reward import RewardConfig
 from verl.config.trainer import TrainerConfig
 
@@ -28,19 +29,16 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     reward_model: RewardConfig = field(default_factory=RewardConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     compat: CompatConfig = field(default_factory=CompatConfig)
     max_turns: int = 2
-    """Searches a trajectory may make; a last turn without search follows."""
+    """Turns of a trajectory that may call tools (search); a last turn without follows."""
     do_search: bool = True
-    """False runs without a retriever: a search is then an invalid action."""
+    """False runs without tools, and so without a retriever: a search is then an invalid action."""
     template: str = "search_r1"
-    """Prompt and observation wording, a row of `search_r1.agent.tags.TEMPLATES`."""
-
-    @property
-    def has_retriever(self) -> bool:
-        """Searches go to a server."""
-        return self.do_search and self.retriever.url != EMPTY
+    """Prompt and observation wording, a row of `search_r1.agent.tags.TEMPLATES`, or `tools`, whose
+    words are the descriptions of the tools."""
 
     @property
     def kl_in_reward(self) -> bool:

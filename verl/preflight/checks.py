@@ -1,6 +1,6 @@
 """What a run needs of its machine, looked at by the driver before any long work.
 
-Model, questions, retriever, devices, disk and tracking packages are all checked; the error lists
+Model, questions, tools, devices, disk and tracking packages are all checked; the error lists
 every problem in one line each. Rules between options are in `verl.config.checks`.
 """
 
@@ -20,6 +20,7 @@ import torch
 from huggingface_hub import constants, get_token, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from verl.agent.environment import Environment
 from verl.config import Config
 from verl.data.rows import load_rows
 from verl.errors import (
@@ -28,8 +29,7 @@ from verl.errors import (
     ModelError,
     PreflightError,
     ResourceError,
-    RetrieverError,
-    SearchR1Error,
+    UserError,
     explain,
 )
 from verl.monitor.tracking import backend_names
@@ -40,13 +40,13 @@ from verl.training.loading import WEIGHT_SUFFIXES, weight_bytes
 logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 10.0
-"""How long the retriever or the hub may take to answer here."""
+"""How long a tool or the hub may take to answer here."""
 CHECKPOINT_FACTOR = 3
 """Bytes of a checkpoint per byte of weights: fp32 weights and two moments, at the least."""
 MIN_FREE_BYTES = 1 << 30
 
 
-def preflight(config: Config) -> Config:
+def preflight(config: Config, environment: Environment) -> Config:
     """The options with what was left to the machine decided, when the run may start.
 
     Raises PreflightError with every problem found.
@@ -57,7 +57,7 @@ def preflight(config: Config) -> Config:
         model_problems,
         adapter_problems,
         _questions,
-        retriever_problems,
+        lambda _: environment.preflight(PROBE_SECONDS),
         _devices,
         functools.partial(memory_problems, outlook=outlook),
         _disk,
@@ -66,11 +66,11 @@ def preflight(config: Config) -> Config:
     problems = [problem for check in checks for problem in check(config)]
     if problems:
         raise PreflightError(problems)
-    logger.info("preflight: model, data, retriever, devices and disk are there")
+    logger.info("preflight: model, data, tools, devices and disk are there")
     return config
 
 
-def model_problems(config: Config) -> Iterator[SearchR1Error]:
+def model_problems(config: Config) -> Iterator[UserError]:
     """The policy's weights, and the critic's where they are others."""
     path = config.actor_rollout_ref.model.path
     yield from _model("actor_rollout_ref.model.path", path)
@@ -79,7 +79,7 @@ def model_problems(config: Config) -> Iterator[SearchR1Error]:
         yield from _model("critic.model.path", str(other))
 
 
-def _model(key: str, path: str) -> Iterator[SearchR1Error]:
+def _model(key: str, path: str) -> Iterator[UserError]:
     """A folder with config.json and weights, or a name that the hub or its cache knows."""
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -123,7 +123,7 @@ def _hub_problem(name: str) -> str:
     return "" if answer.is_success else f"no such folder, and the hub says {answer.status_code}"
 
 
-def _questions(config: Config) -> Iterator[SearchR1Error]:
+def _questions(config: Config) -> Iterator[UserError]:
     """Files that can be read, with sound rows, and enough of them for one batch."""
     data = config.data
     needed = 1 if config.trainer.val_only else data.train_batch_size
@@ -143,47 +143,7 @@ def _questions(config: Config) -> Iterator[SearchR1Error]:
             yield DataError(explain(f"data.{key}_files", f"{usable} rows", expected, fix))
 
 
-def retriever_problems(config: Config) -> Iterator[SearchR1Error]:
-    """Search servers that all answer, unless the run searches nothing."""
-    if not config.has_retriever:
-        return
-    url = config.retriever.url
-    timeout = min(config.retriever.timeout, PROBE_SECONDS)
-    for address in map(str.strip, url.split(",")):
-        problem = retriever_problem(address, timeout)
-        if problem:
-            expected = 'an answer {"result": [...]} to POST /retrieve'
-            fix = "start it (bash retrieval_launch.sh) and set retriever.url=http://HOST:PORT/retrieve"
-            yield RetrieverError(explain(f"retriever.url={address}", problem, expected, fix))
-
-
-def retriever_problem(url: str, timeout: float) -> str:
-    """What is wrong with a search server, or an empty text; `timeout` in seconds.
-
-    `/health` beside the given path is asked first. A server that has none gets one query.
-    """
-    try:
-        with httpx.Client(timeout=timeout, trust_env=False) as client:
-            health = client.get(httpx.URL(url).join("health"))
-            if health.is_success:
-                return ""
-            if health.status_code not in (404, 405, 501):
-                return f"{health.status_code} from /health: {health.text[:80]!r}"
-            query = {"queries": ["capital of France"], "topk": 1, "return_scores": False}
-            answer = client.post(url, json=query)
-            if not answer.is_success:
-                return f"{answer.status_code}: {answer.text[:80]!r}"
-            body = answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return f"no answer ({_first_line(error)})"
-    except ValueError:
-        return "an answer that is not JSON"
-    result = body.get("result") if isinstance(body, dict) else None
-    sound = isinstance(result, list) and len(result) == 1
-    return "" if sound else f"{str(body)[:80]!r}"
-
-
-def _devices(config: Config) -> Iterator[SearchR1Error]:
+def _devices(config: Config) -> Iterator[UserError]:
     """Enough devices here; on a running cluster (RAY_ADDRESS) Ray's placement tells."""
     trainer = config.trainer
     key, wanted = "trainer.n_gpus_per_node", trainer.n_gpus_per_node
@@ -206,7 +166,7 @@ def _devices(config: Config) -> Iterator[SearchR1Error]:
         yield ResourceError(explain(key, got, expected, f"set {key}=1"))
 
 
-def _disk(config: Config) -> Iterator[SearchR1Error]:
+def _disk(config: Config) -> Iterator[UserError]:
     """A folder for results that can be written, with room for one checkpoint."""
     key, target = "trainer.default_local_dir", Path(config.trainer.default_local_dir).absolute()
     existing = next(folder for folder in (target, *target.parents) if folder.exists())
@@ -226,7 +186,7 @@ def _disk(config: Config) -> Iterator[SearchR1Error]:
         yield ResourceError(explain(key, got, expected, fix))
 
 
-def _tracking(config: Config) -> Iterator[SearchR1Error]:
+def _tracking(config: Config) -> Iterator[UserError]:
     """The packages of the chosen trackers."""
     for name in backend_names(config.trainer.logger):
         if name in ("wandb", "tensorboard") and importlib.util.find_spec(name) is None:

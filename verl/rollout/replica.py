@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from verl.agent.interface import Agent
 from verl.config import Config
 from verl.rollout.vllm_engine import EngineConfig, EngineDied, VllmEngine
-from verl.types import Agent, Sampling, Trajectory
+from verl.types import Sampling, Trajectory
 
 __all__ = ["EngineDied", "RolloutReplica"]
 

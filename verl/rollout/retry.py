@@ -1,7 +1,7 @@
-"""Broken trajectories are sampled again; an outage of the retriever is waited for.
+"""Broken trajectories are sampled again; an outage of a tool is waited for.
 
 Whatever samples trajectories (a step, a baseline, validation) does it through `RetryingRollout`. It
-asks the retriever by a `Probe` that it is given: nothing here knows how one searches.
+asks the tools whether they answer: nothing here knows what they do.
 """
 
 from __future__ import annotations
@@ -14,25 +14,24 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from verl.config.retriever import RetrieverConfig
-from verl.errors import RetrieverOutage
+from verl.agent.environment import Environment
+from verl.agent.interface import Tool
+from verl.errors import ToolOutage
 from verl.trainer.metrics import Metrics
 from verl.types import Sampling, Status, Trajectory
 
 logger = logging.getLogger(__name__)
 
 MAX_VAIN_ROUNDS = 3
-"""Rounds in a row that finish nothing though the retriever answers: what fails then is left out."""
+"""Rounds in a row that finish nothing though all tools answer: what fails then is left out."""
 LINE_S = 30.0
 """Seconds between the lines that say that the run waits."""
 PROBE_S = 30.0
 """Longest that one probe may take."""
 POLL_S = 2.0
 """Pause between two probes."""
-FIX = "start it (bash retrieval_launch.sh)"
 COUNTS = ("trajectories_resampled", "trajectories_dropped", "outage_s")
 """What is counted here, beside what trajectories count themselves."""
-
 
 Check = Callable[[], None]
 
@@ -49,82 +48,63 @@ class Engines(Generator, Protocol):
     def sleep(self) -> None: ...
 
 
-class Probe(Protocol):
-    """Asks the retriever for something."""
-
-    def __call__(self, seconds: float) -> str:
-        """What is wrong, or an empty text where it answers; takes at most `seconds`."""
-        ...
-
-
-def always_there(seconds: float) -> str:
-    """The probe of a run that has no retriever."""
-    return ""
-
-
 @dataclass
 class Outage:
-    """The time from when the retriever is found away until trajectories finish again."""
+    """The time from when a tool is found away until trajectories finish again."""
 
-    retriever: RetrieverConfig
-    probe: Probe
+    environment: Environment
     check: Check
     began: float | None = None
-    """A time of `time.monotonic`; None while it was never found away."""
+    """A time of `time.monotonic`; None while all tools answered."""
 
     def wait(self, num_failed: int) -> float:
-        """Until the retriever answers; the seconds waited, 0 where it answered at once.
+        """Until all tools answer; the seconds waited, 0 where they answered at once.
 
-        Raises RetrieverOutage when it has been away for too long.
+        Raises ToolOutage when one has been away for too long.
         """
         entered, next_line = time.monotonic(), -math.inf
-        while problem := self.probe(self._probe_seconds(entered)):
+        tool: Tool | None = None
+        while found := self.environment.probe(self._probe_seconds(tool, entered)):
+            tool, problem = found
             now = time.monotonic()
             self.began = entered if self.began is None else self.began
-            left = self.retriever.max_outage - (now - self.began)
-            if left <= 0:
-                raise RetrieverOutage(self._gone(problem, now - self.began))
+            away = now - self.began
+            if away >= tool.max_outage:
+                raise ToolOutage(
+                    f"{tool.label} has been away for {away:.0f} s, no less than "
+                    f"{tool.max_outage_option}={tool.max_outage:g} ({problem}); {tool.fix}"
+                )
             if now >= next_line:
-                logger.warning("%s", self._line(problem, now - self.began, num_failed))
+                logger.warning(
+                    "%s is away since %.0f s (%s); the run waits for up to %.0f s more (%s=%g) "
+                    "with %d trajectories to sample again; %s, and the run goes on by itself",
+                    tool.label, away, problem, tool.max_outage - away, tool.max_outage_option,
+                    tool.max_outage, num_failed, tool.fix,
+                )  # fmt: skip
                 next_line = now + LINE_S
             self.check()
-            time.sleep(min(POLL_S, left))
-        if next_line == -math.inf:
+            time.sleep(min(POLL_S, tool.max_outage - away))
+        if tool is None:
             return 0.0
         waited = time.monotonic() - entered
-        logger.warning("%s answers again after %.0f s; the run goes on", self.retriever.url, waited)
+        logger.warning("%s answers again after %.0f s; the run goes on", tool.label, waited)
         return waited
 
-    def _probe_seconds(self, entered: float) -> float:
+    def _probe_seconds(self, tool: Tool | None, entered: float) -> float:
         """How long the next probe may take: at least a second, so that it can be answered."""
+        if tool is None:
+            return PROBE_S
         began = entered if self.began is None else self.began
-        left = self.retriever.max_outage - (time.monotonic() - began)
+        left = tool.max_outage - (time.monotonic() - began)
         return max(1.0, min(PROBE_S, left))
-
-    def _line(self, problem: str, away: float, num_failed: int) -> str:
-        """What is said while the run waits."""
-        most = self.retriever.max_outage
-        return (
-            f"{self.retriever.url} is away since {away:.0f} s ({problem}); the run waits for up to "
-            f"{most - away:.0f} s more (retriever.max_outage={most:g}) with {num_failed} "
-            f"trajectories to sample again; {FIX}, and the run goes on by itself"
-        )
-
-    def _gone(self, problem: str, away: float) -> str:
-        """What the run ends with."""
-        return (
-            f"{self.retriever.url} has been away for {away:.0f} s, no less than "
-            f"retriever.max_outage={self.retriever.max_outage:g} ({problem}); {FIX}"
-        )
 
 
 @dataclass
 class RetryingRollout:
-    """Finishes trajectories, however often the retriever fails meanwhile, and counts how often."""
+    """Finishes trajectories, however often tools fail meanwhile, and counts how often."""
 
     replicas: Engines
-    retriever: RetrieverConfig
-    probe: Probe = always_there
+    environment: Environment
     check: Check = lambda: None
     """Called while the run waits; may raise to end it, as when its time is over."""
     faults: Metrics = field(default_factory=lambda: defaultdict(float))
@@ -133,12 +113,12 @@ class RetryingRollout:
         """Finish `starts`, in their order; one that failed is sampled again as it was started.
 
         Seeds stay, so that the result is that of an undisturbed run. FAILED in the end are only
-        those that fail though the retriever answers. Raises RetrieverOutage when it stays away for
-        `retriever.max_outage` seconds, or comes back for nothing that long.
+        those that fail though all tools answer. Raises ToolOutage when one stays away for its
+        `max_outage` seconds, or comes back for nothing that long.
         """
         finished = self._sample(starts, sampling)
         failed, vain_rounds = broken(finished), 0
-        outage = Outage(self.retriever, self.probe, self.check)
+        outage = Outage(self.environment, self.check)
         while failed and vain_rounds < MAX_VAIN_ROUNDS:
             logger.warning("%d of %d trajectories failed and are to be sampled again: %s",
                            len(failed), len(starts), finished[failed[0]].error)  # fmt: skip
@@ -150,7 +130,7 @@ class RetryingRollout:
             self.faults["trajectories_resampled"] += len(failed)
             still = broken(finished)
             if len(still) < len(failed):
-                vain_rounds, outage = 0, Outage(self.retriever, self.probe, self.check)
+                vain_rounds, outage = 0, Outage(self.environment, self.check)
             else:
                 vain_rounds += int(waited == 0)
             failed = still
@@ -182,20 +162,21 @@ def broken(trajectories: Iterable[Trajectory]) -> list[int]:
 
 
 def drop_failed(
-    trajectories: Sequence[Trajectory], of_what: str, retriever: RetrieverConfig
+    trajectories: Sequence[Trajectory], of_what: str, environment: Environment
 ) -> list[Trajectory]:
     """Those that may be scored; what failed for good is left out, with a line in the log.
 
-    `of_what` names them: `step 3`. Raises RetrieverOutage where nothing is left.
+    `of_what` names them: `step 3`. Raises ToolOutage where nothing is left.
     """
     failed = broken(trajectories)
     if not failed:
         return list(trajectories)
     last = trajectories[failed[-1]]
     if len(failed) == len(trajectories):
-        raise RetrieverOutage(
+        labels = ", ".join(tool.label for tool in environment.active) or "the engine"
+        raise ToolOutage(
             f"all {len(failed)} trajectories of {of_what} failed again and again, the last with: "
-            f"{last.error}; see that {retriever.url} answers searches"
+            f"{last.error}; see that {labels} answers"
         )
     logger.warning(
         "%s: %d of %d trajectories failed for good and are left out, the last (%s) with: %s",

@@ -1,7 +1,7 @@
 """The Ray cluster of a run: joined or started, and its nodes looked at before heavy work.
 
 The driver's own machine is checked by `verl.preflight.checks`; here are the others, which
-may lack the model, the shared file system, the retriever or a package.
+may lack the model, the shared file system, a package, or reach no tool.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl import plugins
+from verl.agent.environment import EnvironmentFactory
 from verl.config import Config
-from verl.errors import ConfigError, PreflightError, ResourceError, SearchR1Error, explain
+from verl.errors import ConfigError, PreflightError, ResourceError, UserError, explain
 from verl.machine import LARGER_SHARED, SHARED_MEMORY
 from verl.preflight import checks as preflight
 from verl.training.devices import device_type, engine_takes_adapter
@@ -83,15 +85,21 @@ def uses_gpus(config: Config) -> bool:
 
 
 def anchored(config: Config, use_gpu: bool) -> Config:
-    """The config for processes elsewhere: folders of models as absolute paths, and no `auto` device
-    that the driver, ranks and engines might each take for another."""
+    """The config for processes elsewhere: models and the user's code by absolute paths, and no
+    `auto` device that the driver, ranks and engines might each take for another."""
     section, critic = config.actor_rollout_ref, config.critic
     policy_model = replace(section.model, path=_absolute(section.model.path))
     critic_model = critic.model
     if critic_model.path is not None:
         critic_model = replace(critic_model, path=_absolute(critic_model.path))
+    agent = replace(
+        config.agent,
+        name=plugins.absolute(config.agent.name),
+        tools=[plugins.absolute(name) for name in config.agent.tools],
+    )
     return replace(
         config,
+        agent=agent,
         actor_rollout_ref=replace(section, model=policy_model),
         critic=replace(critic, model=critic_model),
         trainer=replace(config.trainer, device="cuda" if use_gpu else "cpu"),
@@ -107,17 +115,17 @@ def _absolute(path: str) -> str:
 class NodeReport:
     """What one node says of itself."""
 
-    problems: tuple[SearchR1Error, ...]
+    problems: tuple[UserError, ...]
     packages: Mapping[str, str]
     """Versions by name; a package that is missing is not here."""
     sees_run: bool
     """The driver's file is there, in the run's folder."""
 
 
-def check_nodes(config: Config, nodes: Mapping[str, str]) -> None:
+def check_nodes(config: Config, tools: EnvironmentFactory, nodes: Mapping[str, str]) -> None:
     """Look at the nodes (addresses by id) that will work, except the driver's own.
 
-    Raises PreflightError that names each node with what it lacks.
+    `tools` makes what agents call. Raises PreflightError that names each node with what it lacks.
     """
     own = ray.get_runtime_context().get_node_id()
     others = {node: address for node, address in nodes.items() if node != own}
@@ -125,7 +133,8 @@ def check_nodes(config: Config, nodes: Mapping[str, str]) -> None:
         return
     with probe_file(Path(config.trainer.default_local_dir).absolute()) as probe:
         reports = {
-            address: _report(node, address, config, probe) for node, address in others.items()
+            address: _report(node, address, config, tools, probe)
+            for node, address in others.items()
         }
         problems = [
             type(problem)(f"node {address}: {problem}")
@@ -137,11 +146,13 @@ def check_nodes(config: Config, nodes: Mapping[str, str]) -> None:
         raise PreflightError(problems)
 
 
-def _report(node_id: str, address: str, config: Config, probe: Path) -> NodeReport:
+def _report(
+    node_id: str, address: str, config: Config, tools: EnvironmentFactory, probe: Path
+) -> NodeReport:
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = inspect_node.options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
     try:
-        return ray.get(task.remote(config, address, probe))  # type: ignore[no-any-return]
+        return ray.get(task.remote(config, tools, address, probe))  # type: ignore[no-any-return]
     except RayError as error:
         cause = str(error).strip().splitlines()[-1]
         fix = f"use one environment on all nodes, and the project at {ROOT} or installed in it"
@@ -151,11 +162,13 @@ def _report(node_id: str, address: str, config: Config, probe: Path) -> NodeRepo
 
 
 @ray.remote
-def inspect_node(config: Config, address: str, probe: Path) -> NodeReport:
-    """Models, retriever, memory and files as this node sees them."""
+def inspect_node(
+    config: Config, tools: EnvironmentFactory, address: str, probe: Path
+) -> NodeReport:
+    """Models, tools, memory and files as this node sees them."""
     problems = [
         *preflight.model_problems(config),
-        *preflight.retriever_problems(config),
+        *tools(config).preflight(preflight.PROBE_SECONDS),
         *shared_memory_problems(config),
         *file_problems(config, probe, address),
     ]
@@ -184,12 +197,12 @@ def probe_file(folder: Path) -> Iterator[Path]:
             path.unlink(missing_ok=True)
 
 
-def file_problems(config: Config, probe: Path, address: str) -> list[SearchR1Error]:
+def file_problems(config: Config, probe: Path, address: str) -> list[UserError]:
     """The run's folder, as this node sees it, must hold the driver's probe and take an answer."""
     key = "trainer.default_local_dir"
     expected = "one folder that every node sees, for each rank writes its part of a checkpoint"
     fix = f"set {key} to a folder of a shared file system"
-    problems: list[SearchR1Error] = []
+    problems: list[UserError] = []
     if not appears(probe):
         got = f"{probe.parent}, which is another folder there or none"
         return [ResourceError(explain(key, got, expected, fix))]
@@ -204,7 +217,7 @@ def file_problems(config: Config, probe: Path, address: str) -> list[SearchR1Err
     return problems
 
 
-def unseen(probe: Path, address: str) -> list[SearchR1Error]:
+def unseen(probe: Path, address: str) -> list[UserError]:
     """The other direction: what the node wrote must arrive at the driver."""
     answer = _answer(probe, address)
     if appears(answer):
@@ -228,7 +241,7 @@ def appears(path: Path, seconds: float | None = None) -> bool:
     return path.exists()
 
 
-def shared_memory_problems(config: Config) -> list[SearchR1Error]:
+def shared_memory_problems(config: Config) -> list[UserError]:
     """Room for the weights that ranks hand to engines through the node's shared memory."""
     if engine_takes_adapter(config) or not SHARED_MEMORY.is_dir():
         return []
@@ -240,7 +253,7 @@ def shared_memory_problems(config: Config) -> list[SearchR1Error]:
     return [ResourceError(explain(str(SHARED_MEMORY), got, expected, LARGER_SHARED))]
 
 
-def package_problems(packages: Mapping[str, Mapping[str, str]]) -> list[SearchR1Error]:
+def package_problems(packages: Mapping[str, Mapping[str, str]]) -> list[UserError]:
     """Nodes whose packages are not those of the first; versions by address and name."""
     (first, known), *others = packages.items()
     return [

@@ -111,7 +111,7 @@ class RolloutCollector:
         with timings.phase("gen"):
             trajectories = self._sample(step, rows, first)
             greedy = self._sample_greedy(step, rows, first) if self.with_greedy else []
-        alive = drop_failed(trajectories, f"step {step}", self.config.retriever)
+        alive = drop_failed(trajectories, f"step {step}", self.rollout.environment)
         with timings.phase("reward"):
             samples = Samples(alive, self.reward(alive))
             if self.with_greedy:

@@ -12,6 +12,8 @@ from pathlib import Path
 import ray
 from torch import Tensor
 
+from verl.agent.environment import EnvironmentFactory
+from verl.agent.interface import Agent
 from verl.config import Config
 from verl.errors import SaveError
 from verl.monitor.flops import peak_flops
@@ -34,7 +36,7 @@ from verl.training.devices import DETERMINISTIC_ENV, PeakMemory, engine_takes_ad
 from verl.training.network import forwarded
 from verl.training.node_folder import on_node
 from verl.training.worker import TrainerWorker
-from verl.types import Agent, TokenBatch
+from verl.types import TokenBatch
 
 __all__ = ["RolloutReplicas", "TrainerRanks", "build_groups"]
 
@@ -155,6 +157,7 @@ def raise_first(problems: Sequence[str]) -> None:
 def build_groups(
     config: Config,
     agent_factory: Callable[[Config], Agent],
+    tools: EnvironmentFactory,
     total_updates: int,
     lifeline: OrphanReaper,
     restarts: Restarts,
@@ -165,7 +168,7 @@ def build_groups(
     trainer = config.trainer
     placement = reserve(config.num_ranks, trainer.nnodes, use_gpu, trainer.node_timeout)
     nodes = nodes_of(placement)
-    check_nodes(config, nodes)
+    check_nodes(config, tools, nodes)
     threads = gpu_threads(nodes, trainer.n_gpus_per_node) if use_gpu else cpu_env()
     env = forwarded(os.environ) | threads | {MARK: lifeline.mark}
     if config.trainer.deterministic:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from verl.config import cli
-from verl.errors import SearchR1Error
+from verl.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from verl.trainer.run import run  # noqa: PLC0415 - torch, Ray, transformers: seconds
 
         run(config)
-    except SearchR1Error as error:
+    except UserError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     return 0

@@ -2,7 +2,7 @@
 
 A step samples a group of trajectories per prompt, scores them, turns scores into advantages,
 updates critic and policy, and brings the new weights into the engines. The trainer knows nothing
-about search: agents run inside the rollout replicas, and the reward is a function it is given.
+about tools: agents run inside the rollout replicas, and the reward is a function it is given.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from typing import Any
 from tqdm import tqdm
 
 from verl import checkpoint
+from verl.agent.environment import Environment
 from verl.checkpoint import RunState
 from verl.checkpoint.saver import LOST_RANK_S, SavePlan, Saver
 from verl.checkpoint.state import read_driver_random
 from verl.config import Config
 from verl.core_algos.kl import KLController
 from verl.data import PromptSampler
-from verl.errors import CollapseError, Interrupted, RankLost, ReplicaLost, RetrieverOutage
+from verl.errors import CollapseError, Interrupted, RankLost, ReplicaLost, ToolOutage
 from verl.monitor.collapse import Verdict
 from verl.monitor.guard import Watch
 from verl.monitor.performance import RankTimings, speed_metrics
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import RewardFn, RewardManager, adapted
-from verl.rollout.retry import Probe, RetryingRollout, always_there
+from verl.rollout.retry import RetryingRollout
 from verl.trainer.collection import RolloutCollector
 from verl.trainer.experience import add_advantages, assemble
 from verl.trainer.groups import RolloutReplicas, TrainerRanks
@@ -58,7 +59,8 @@ class RayPPOTrainer:
     kl_controller: KLController
     tracking: Tracking
     total_steps: int
-    probe: Probe = always_there
+    environment: Environment = field(default_factory=Environment)
+    """The tools of the agents: waited for when they are away, and described beside the model."""
     faults: Callable[[], Metrics] = dict
     """Counts of lost processes so far, for the metrics of each step."""
     identity: Mapping[str, Any] = field(default_factory=dict)
@@ -89,9 +91,7 @@ class RayPPOTrainer:
         self.learner = Learner(self.config, self.ranks)
         self.peak_flops = self.ranks.peak_flops()
         self.reward = adapted(self.reward_fn)
-        self.rollout = RetryingRollout(
-            self.replicas, self.config.retriever, self.probe, self.stopper.check
-        )
+        self.rollout = RetryingRollout(self.replicas, self.environment, self.stopper.check)
         self.collector = RolloutCollector(
             self.config, self.rollout, self.train_prompts, self.sampler, self.reward,
             with_greedy=self.learner.advantage.needs_greedy,
@@ -101,7 +101,7 @@ class RayPPOTrainer:
     def fit(self) -> None:
         """Train to `total_steps` updates, validating and saving on the way.
 
-        Raises Interrupted and RetrieverOutage when the last finished step was saved, and
+        Raises Interrupted and ToolOutage when the last finished step was saved, and
         CollapseError.
         """
         with self.stopper.listening(), self.saving_what_is_finished():
@@ -260,14 +260,14 @@ class RayPPOTrainer:
 
     @contextlib.contextmanager
     def saving_what_is_finished(self) -> Iterator[None]:
-        """Save the last finished step when the body is interrupted, or the retriever stays away."""
+        """Save the last finished step when the body is interrupted, or a tool stays away."""
         try:
             yield
         except KeyboardInterrupt:
             if not self.stopper.reason:
                 raise
             raise Interrupted(self.save_at_the_end(self.stopper.reason)) from None
-        except (Interrupted, RetrieverOutage) as error:
+        except (Interrupted, ToolOutage) as error:
             raise type(error)(self.save_at_the_end(str(error))) from error
         except Exception as error:
             self.saver.close(None if isinstance(error, CollapseError) else LOST_RANK_S)
@@ -345,6 +345,6 @@ class RayPPOTrainer:
         dialogue = {
             "template": self.config.template,
             "max_turns": self.config.max_turns,
-            "topk": self.config.retriever.topk,
+            **self.environment.settings(),
         }
         (folder / "search_r1.json").write_text(json.dumps(dialogue) + "\n")

@@ -1,4 +1,4 @@
-"""The composition root: the one place where trainer and search agent meet.
+"""The composition root: the one place where the trainer meets the agent and its tools.
 
 `run(config)` is a training run from beginning to end. Its command line is `verl.trainer.main_ppo`,
 which imports this module, and torch, Ray and transformers with it, once the options are sound.
@@ -16,10 +16,8 @@ from typing import Any
 import ray
 from transformers import AutoTokenizer
 
-from search_r1.agent.generation import build_agent
+from search_r1.agent.generation import build_agent, build_environment
 from search_r1.scoring import build_reward_manager
-from search_r1.search.identity import retriever_identity
-from search_r1.search.probe import SearchProbe
 from verl.checkpoint import exclusive
 from verl.checkpoint.resume import check_resume, identity
 from verl.config import Config, cli
@@ -28,7 +26,6 @@ from verl.data import load_prompts, num_batches
 from verl.monitor.memory_watch import rank_names, watching
 from verl.monitor.tracking import Tracking
 from verl.preflight.checks import preflight
-from verl.rollout.retry import PROBE_S, Probe, always_there
 from verl.single_controller.reaper import OrphanReaper
 from verl.single_controller.restarts import Restarts
 from verl.trainer.cluster import start_ray
@@ -47,23 +44,6 @@ def build_kl_controller(config: Config) -> KLController:
     if control.type == "adaptive":
         return AdaptiveKLController(control.kl_coef, control.target_kl, control.horizon)
     return FixedKLController(control.kl_coef)
-
-
-def build_probe(config: Config) -> Probe:
-    """What asks the retriever whether it answers."""
-    retriever = config.retriever
-    if not config.has_retriever:
-        return always_there
-    return SearchProbe(retriever.url, retriever.topk, min(retriever.timeout, PROBE_S))
-
-
-def identify(config: Config) -> dict[str, Any]:
-    """What a checkpoint says it was made with; the retriever tells what it serves."""
-    retriever = config.retriever
-    if not config.has_retriever:
-        return identity(config, {})
-    timeout = min(retriever.timeout, PROBE_S)
-    return identity(config, retriever_identity(retriever.url, timeout))
 
 
 def count_steps(config: Config, num_rows: int) -> int:
@@ -87,8 +67,9 @@ class Prepared:
 
 def prepare(config: Config) -> Prepared:
     """Check everything that a run needs, decide what is left to its machine, read its questions."""
-    config = preflight(config)
-    made_with = identify(config)
+    environment = build_environment(config)
+    config = preflight(config, environment)
+    made_with = identity(config, environment.identity())
     check_resume(config, made_with)
     cli.write_resolved(config, config.trainer.default_local_dir)
     tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
@@ -111,7 +92,9 @@ def processes(
     with OrphanReaper() as lifeline, watching(config) as host_memory:
         start_ray(config)
         try:
-            ranks, replicas = build_groups(config, build_agent, updates, lifeline, restarts)
+            ranks, replicas = build_groups(
+                config, build_agent, build_environment, updates, lifeline, restarts
+            )
             node_id = ray.get_runtime_context().get_node_id()
             host_memory.names = rank_names(ranks.group.places(), node_id)
             try:
@@ -125,7 +108,7 @@ def processes(
                     kl_controller=build_kl_controller(config),
                     tracking=tracking,
                     total_steps=prepared.total_steps,
-                    probe=build_probe(config),
+                    environment=build_environment(config),
                     faults=lambda: {**restarts.metrics(), **host_memory.metrics()},
                     identity=prepared.identity,
                 )

@@ -34,9 +34,9 @@ def validate(
     """Score every prompt and write one json line for each to `dialogues`.
 
     A row that infrastructure broke for good has no score, right or wrong: it is left out, and
-    counted as `val/fault/trajectories_dropped`. Raises RetrieverOutage where nothing is left.
+    counted as `val/fault/trajectories_dropped`. Raises ToolOutage where nothing is left.
     """
-    trajectories = drop_failed(sample(config, rollout, prompts), "validation", config.retriever)
+    trajectories = drop_failed(sample(config, rollout, prompts), "validation", rollout.environment)
     rewards = reward(trajectories)
     write_dialogues(dialogues, trajectories, rewards)
     faults = {f"val/{name}": count for name, count in rollout.take_faults().items()}

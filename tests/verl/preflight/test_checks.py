@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from example.tiny import tiny_llama
+from search_r1.agent.generation import build_environment
+from search_r1.search.probe import retriever_problem
 from tests.verl.training.ranks import save_tiny
 from verl import checkpoint
 from verl.config import Config, cli
 from verl.errors import PreflightError
-from verl.preflight.checks import preflight, retriever_problem
+from verl.preflight import checks
 from verl.preflight.memory.offload import undecided
 from verl.training.adapters import Adapter
 from verl.training.lora import peft_config
@@ -26,6 +28,11 @@ ROW = {
     "prompt": [{"role": "user", "content": "q"}],
     "reward_model": {"ground_truth": {"target": ["a"]}},
 }
+
+
+def preflight(config: Config) -> Config:
+    """The checks of a run with its own tools."""
+    return checks.preflight(config, build_environment(config))
 
 
 @contextmanager

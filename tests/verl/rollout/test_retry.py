@@ -6,15 +6,17 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from search_r1.search.probe import SearchProbe
+from search_r1.agent.search import build_search
 from search_r1.search.retrieval_server import create_app
 from search_r1.search.server.drills import Drill, DrillConfig
 from tests.apps import running
 from tests.search.server.engines import Watched
 from tests.verl.trainer.playing import InProcess
 from tests.verl.trainer.recording import RecordingReplicas, prompts
-from verl.config.retriever import RetrieverConfig
-from verl.errors import Interrupted, RetrieverOutage
+from verl.agent.environment import Environment
+from verl.agent.interface import Tool, text_arguments
+from verl.config import Config
+from verl.errors import Interrupted, ToolOutage
 from verl.rollout import retry as outages
 from verl.rollout.retry import MAX_VAIN_ROUNDS, RetryingRollout
 from verl.types import Origin, Sampling, Status, TokenBatch, Trajectory, start_trajectory
@@ -31,13 +33,19 @@ def starts(count: int = 4) -> list[Trajectory]:
 
 
 @dataclass
-class Away:
-    """A probe of a retriever that answers after so many probes, or never."""
+class Away(Tool):
+    """A tool that answers after so many probes, or never."""
 
     probes_until_back: float = 0
+    max_outage: float = 1800.0
     num_probes: int = 0
+    name = "search"
+    parameters = text_arguments(query="")
+    label = "http://there:1/retrieve"
+    fix = "start it (bash retrieval_launch.sh)"
+    max_outage_option = "retriever.max_outage"
 
-    def __call__(self, seconds: float) -> str:
+    def probe(self, seconds: float) -> str:
         assert 0 < seconds <= outages.PROBE_S
         self.num_probes += 1
         return "connection refused" if self.num_probes <= self.probes_until_back else ""
@@ -64,7 +72,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_line_19_what_failed_is_sampled_again_as_it_was_started() -> None:
     """Same seed, group and place; what was finished is not touched; everything is counted."""
     replicas = failing(RecordingReplicas([]), {1: 1, 3: 2})
-    rollout = RetryingRollout(replicas, RetrieverConfig())
+    rollout = RetryingRollout(replicas, Environment())
     begun = starts()
     finished = rollout.generate(begun, SAMPLING)
     assert [t.status for t in finished] == [Status.ANSWERED] * 4
@@ -81,7 +89,7 @@ def test_line_19_what_failed_is_sampled_again_as_it_was_started() -> None:
 def test_what_fails_though_the_retriever_answers_is_left_out_in_the_end() -> None:
     """A query that no server can answer does not hold the run up for ever."""
     replicas = failing(RecordingReplicas([]), {2: 1000})
-    rollout = RetryingRollout(replicas, RetrieverConfig())
+    rollout = RetryingRollout(replicas, Environment())
     finished = rollout.generate(starts(), SAMPLING)
     assert [t.status is Status.FAILED for t in finished] == [False, False, True, False]
     assert len(replicas.requests) == 1 + MAX_VAIN_ROUNDS
@@ -91,12 +99,12 @@ def test_what_fails_though_the_retriever_answers_is_left_out_in_the_end() -> Non
 def test_an_outage_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is sampled while the retriever is away; one line says so, one that it is back."""
     replicas = failing(RecordingReplicas([]), {0: 1, 1: 1})
-    probe = Away(20)
-    rollout = RetryingRollout(replicas, RetrieverConfig(url="http://there:1/retrieve"), probe)
+    tool = Away(20)
+    rollout = RetryingRollout(replicas, Environment((tool,)))
     with caplog.at_level(logging.WARNING):
         finished = rollout.generate(starts(), SAMPLING)
     assert all(t.status is Status.ANSWERED for t in finished)
-    assert (len(replicas.requests), probe.num_probes) == (2, 21)
+    assert (len(replicas.requests), tool.num_probes) == (2, 21)
     lines = [r.getMessage() for r in caplog.records if "http://there:1" in r.getMessage()]
     assert len(lines) == 2
     for part in (
@@ -117,15 +125,15 @@ def test_the_lines_of_an_outage_come_at_intervals(
     monkeypatch.setattr(outages, "LINE_S", 0.0)
     replicas = failing(RecordingReplicas([]), {0: 1})
     with caplog.at_level(logging.WARNING):
-        RetryingRollout(replicas, RetrieverConfig(), Away(3)).generate(starts(), SAMPLING)
+        RetryingRollout(replicas, Environment((Away(3),))).generate(starts(), SAMPLING)
     assert sum("the run waits" in r.getMessage() for r in caplog.records) == 3
 
 
 def test_an_outage_that_lasts_too_long_ends_the_run() -> None:
     """The message says how long, the limit, and what to do; the exit status is 4."""
-    config = RetrieverConfig(url="http://there:1/retrieve", max_outage=0.05)
-    rollout = RetryingRollout(failing(RecordingReplicas([]), {0: 1}), config, Away(float("inf")))
-    with pytest.raises(RetrieverOutage, match=r"there:1.*max_outage=0\.05.*start it") as caught:
+    tools = Environment((Away(float("inf"), max_outage=0.05),))
+    rollout = RetryingRollout(failing(RecordingReplicas([]), {0: 1}), tools)
+    with pytest.raises(ToolOutage, match=r"there:1.*max_outage=0\.05.*start it") as caught:
         rollout.generate(starts(), SAMPLING)
     assert caught.value.exit_code == 4
 
@@ -136,9 +144,8 @@ def test_a_run_whose_time_is_over_waits_no_longer() -> None:
     def check() -> None:
         raise Interrupted("time is over")
 
-    rollout = RetryingRollout(
-        failing(RecordingReplicas([]), {0: 1}), RetrieverConfig(), Away(float("inf")), check
-    )
+    tools = Environment((Away(float("inf")),))
+    rollout = RetryingRollout(failing(RecordingReplicas([]), {0: 1}), tools, check)
     with pytest.raises(Interrupted):
         rollout.generate(starts(), SAMPLING)
 
@@ -146,13 +153,14 @@ def test_a_run_whose_time_is_over_waits_no_longer() -> None:
 def test_a_retriever_that_is_back_for_nothing_is_not_waited_for_without_end() -> None:
     """Away, back, and away again while nothing finishes is one outage; each round is no new one."""
 
-    def flapping(seconds: float) -> str:
-        flapping.calls = getattr(flapping, "calls", 0) + 1  # type: ignore[attr-defined]
-        return "away" if flapping.calls % 5 else ""  # type: ignore[attr-defined]
+    class Flapping(Away):
+        def probe(self, seconds: float) -> str:
+            self.num_probes += 1
+            return "away" if self.num_probes % 5 else ""
 
-    config = RetrieverConfig(max_outage=0.1)
-    rollout = RetryingRollout(failing(RecordingReplicas([]), {0: 1e9}), config, flapping)
-    with pytest.raises(RetrieverOutage):
+    tools = Environment((Flapping(max_outage=0.1),))
+    rollout = RetryingRollout(failing(RecordingReplicas([]), {0: 1e9}), tools)
+    with pytest.raises(ToolOutage):
         rollout.generate(starts(), SAMPLING)
 
 
@@ -160,7 +168,10 @@ def play(drill: DrillConfig, timeout: float) -> tuple[list[Trajectory], InProces
     """Sixty dialogues with a server that is spoilt as `drill` says; `timeout` as of the client."""
     with running(Drill(create_app(Watched()), drill)) as url:
         replicas = InProcess(url, timeout)
-        rollout = RetryingRollout(replicas, RetrieverConfig(url), SearchProbe(url, 1, timeout))
+        config = Config()
+        config.retriever.url, config.retriever.topk = url, 1
+        config.retriever.timeout = timeout
+        rollout = RetryingRollout(replicas, Environment((build_search(config),)))
         return rollout.generate(starts(60), SAMPLING), replicas, rollout
 
 

@@ -16,12 +16,13 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from example.model import load_tokenizer
 from example.tiny import tiny_llama
-from search_r1.agent.generation import AgentConfig, SearchAgent
+from search_r1.agent.generation import search_agent
 from search_r1.search.client import EmptyRetrieval
+from verl.agent.dialogue import DialogueAgent, Limits
+from verl.agent.interface import Agent
 from verl.config import Config
 from verl.rollout import RolloutReplica, vllm_engine
 from verl.types import (
-    Agent,
     Completion,
     Engine,
     Prompt,
@@ -40,7 +41,7 @@ MAX_PROMPT = 512
 class RecordingAgent:
     """The search agent, keeping every request its engine gets."""
 
-    agent: SearchAgent
+    agent: DialogueAgent
     requests: list[tuple[tuple[int, ...], Sampling]] = field(default_factory=list)
 
     async def run(self, start: Trajectory, engine: Engine, sampling: Sampling) -> Trajectory:
@@ -109,8 +110,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     tokenizer = load_tokenizer()
     tokenizer.save_pretrained(folder)
     random_model(tokenizer, seed=0).save_pretrained(folder)
-    limits = AgentConfig(max_turns=2, max_response_length=16, max_prompt_length=MAX_PROMPT)
-    agent = RecordingAgent(SearchAgent(limits, tokenizer, EmptyRetrieval()))
+    limits = Limits(max_turns=2, max_response_length=16, max_prompt_length=MAX_PROMPT)
+    agent = RecordingAgent(search_agent(EmptyRetrieval(), tokenizer, limits))
 
     def build(config: Config) -> Agent:
         return agent

@@ -14,12 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from example.model import load_tokenizer
 from example.tiny import tiny_llama
-from search_r1.agent.generation import AgentConfig, SearchAgent
+from search_r1.agent.generation import search_agent
 from search_r1.search.client import EmptyRetrieval
+from verl.agent.interface import Agent
 from verl.config import Config
 from verl.rollout import RolloutReplica
 from verl.training.adapters import Adapter
-from verl.types import Agent, Completion, Sampling
+from verl.types import Completion, Sampling
 
 pytestmark = pytest.mark.vllm_cpu
 
@@ -60,7 +61,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     config.actor_rollout_ref.rollout.cpu_kv_cache_gib = 1
     config.trainer.device = "cpu"
     config.data.max_prompt_length, config.data.max_response_length = 512, 16
-    agent = SearchAgent(AgentConfig(), tokenizer, EmptyRetrieval())
+    agent = search_agent(EmptyRetrieval(), tokenizer)
 
     def build(config: Config) -> Agent:
         return agent

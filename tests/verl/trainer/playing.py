@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from search_r1.agent.generation import AgentConfig, SearchAgent
+from search_r1.agent.generation import search_agent
 from search_r1.search.client import RetrievalClient
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from verl.rollout import retry as outages
@@ -34,7 +34,7 @@ class InProcess:
             self.url, 1, timeout=self.timeout, max_retries=1, backoff=0.01, max_batch=2
         )  # fmt: skip
         async with client:
-            agent = SearchAgent(AgentConfig(max_turns=2), ByteTokenizer(), client)
+            agent = search_agent(client, ByteTokenizer())
             return await asyncio.gather(*(agent.run(s, self.policy(s), sampling) for s in begun))
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from tests.verl.trainer.recording import RecordingReplicas, prompts, score_by_sample
+from verl.agent.environment import Environment
 from verl.config import Config
 from verl.data import PromptSampler
 from verl.rewards.interface import EachAlone, Reward, RewardFn
@@ -23,7 +24,7 @@ def make_collector(
     config.algorithm.filter_groups.enable = True
     config.algorithm.filter_groups.max_num_gen_batches = 3
     sampler = PromptSampler(8, 4, shuffle=True, seed=0)
-    rollout = RetryingRollout(replicas, config.retriever)
+    rollout = RetryingRollout(replicas, Environment())
     return RolloutCollector(config, rollout, prompts(8), sampler, EachAlone(reward))
 
 

@@ -20,7 +20,7 @@ from tests.verl.trainer.recording import (
 from verl import checkpoint
 from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController
-from verl.errors import Interrupted, RankLost, RetrieverOutage
+from verl.errors import Interrupted, RankLost, ToolOutage
 from verl.monitor.tracking import JsonlTracker, Tracking
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.types import Sampling, Trajectory
@@ -86,8 +86,8 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def lose_the_retriever() -> None:
-    raise RetrieverOutage("away for 31 min")
+def lose_a_tool() -> None:
+    raise ToolOutage("away for 31 min")
 
 
 def logged(config: Config) -> list[dict[str, Any]]:
@@ -114,7 +114,7 @@ def undisturbed(config: Config, tmp_path: Path) -> tuple[list[dict[str, Any]], l
 
 @pytest.mark.parametrize("number", [3, 4], ids=["sampling", "validating"])
 @pytest.mark.parametrize(
-    ("disturb", "error"), [(terminate, Interrupted), (lose_the_retriever, RetrieverOutage)]
+    ("disturb", "error"), [(terminate, Interrupted), (lose_a_tool, ToolOutage)]
 )
 def test_a_run_stopped_anywhere_ends_as_the_undisturbed_one(
     config: Config, undisturbed: Any, number: int, disturb: Any, error: Any
@@ -157,8 +157,8 @@ def test_nothing_is_saved_before_the_first_step(config: Config) -> None:
 def test_a_step_that_was_saved_is_not_saved_again(config: Config) -> None:
     """An outage right after a checkpoint names that checkpoint."""
     config.trainer.save_freq = 1
-    trainer = build(config, 3, lose_the_retriever)
-    with pytest.raises(RetrieverOutage, match="global_step_1"):
+    trainer = build(config, 3, lose_a_tool)
+    with pytest.raises(ToolOutage, match="global_step_1"):
         trainer.fit()
     assert [entry for entry in trainer.ranks.log if entry.startswith("save")] == [
         "save global_step_1"

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from search_r1.search.probe import SearchProbe
+from search_r1.agent.search import SearchTool
+from search_r1.search.client import EmptyRetrieval
 from search_r1.search.retrieval_server import create_app
 from tests.apps import running
 from tests.fakes import ScriptedEngine
@@ -17,9 +18,10 @@ from tests.search.server.engines import Watched
 from tests.verl.trainer.playing import InProcess, policy_of
 from tests.verl.trainer.recording import RecordingRanks, prompts, score_by_sample
 from verl import checkpoint
+from verl.agent.environment import Environment
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
-from verl.errors import RetrieverOutage
+from verl.errors import ToolOutage
 from verl.monitor.tracking import JsonlTracker, Tracking
 from verl.rollout import retry as outages
 from verl.trainer.ray_trainer import RayPPOTrainer
@@ -100,13 +102,13 @@ def train(folder: Path, server: Server, *, stops: bool = False, comes_back: bool
     config.algorithm.adv_estimator = "grpo"
     config.retriever.url = server.url
     config.retriever.max_outage = 60.0 if comes_back else 0.1
-    ask = SearchProbe(server.url, 1, 60.0)
 
-    def probe(seconds: float) -> str:
-        problem = ask(seconds)
-        if problem and comes_back:
-            server.start()
-        return problem
+    class Watching(SearchTool):
+        def probe(self, seconds: float) -> str:
+            problem = super().probe(seconds)
+            if problem and comes_back:
+                server.start()
+            return problem
 
     with Tracking("p", "e", [JsonlTracker(folder)], str(folder)) as tracking:
         trainer: Any = RayPPOTrainer(
@@ -119,7 +121,7 @@ def train(folder: Path, server: Server, *, stops: bool = False, comes_back: bool
             kl_controller=FixedKLController(0.1),
             tracking=tracking,
             total_steps=3,
-            probe=probe,
+            environment=Environment((Watching(EmptyRetrieval(), config.retriever),)),
         )
         trainer.fit()
     return trainer
@@ -154,7 +156,7 @@ def test_a_retriever_that_stays_away_costs_the_step_only(server: Server, tmp_pat
     """The first step is saved; with the server back, the same run makes the other two."""
     train(tmp_path / "whole", server)
     folder = tmp_path / "disturbed"
-    with pytest.raises(RetrieverOutage, match=r"max_outage=0\.1.*global_step_1.*resume_mode=auto"):
+    with pytest.raises(ToolOutage, match=r"max_outage=0\.1.*global_step_1.*resume_mode=auto"):
         train(folder, server, stops=True)
     found = checkpoint.latest(folder)
     assert found is not None and checkpoint.step_of(found) == 1

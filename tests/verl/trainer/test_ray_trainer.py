@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from example.tiny import tiny_llama
+from search_r1.agent.search import build_search
 from tests.verl.trainer.documented import undocumented
 from tests.verl.trainer.recording import (
     RecordingRanks,
@@ -16,9 +17,10 @@ from tests.verl.trainer.recording import (
     prompts,
     score_by_sample,
 )
+from verl.agent.environment import Environment
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
-from verl.errors import RetrieverError
+from verl.errors import ToolError
 from verl.monitor.performance import PHASES_OF_RANKS
 from verl.monitor.tracking import MemoryTracker, Tracking
 from verl.trainer.ray_trainer import RayPPOTrainer
@@ -157,10 +159,12 @@ def test_failed_trajectories_are_left_out_of_the_loss(trainer: RayPPOTrainer) ->
 
 
 def test_a_step_without_any_success_stops_the_run(trainer: RayPPOTrainer) -> None:
-    """When everything fails the message names the retriever."""
+    """When everything fails the message names the tool."""
+    trainer.rollout.environment = Environment((build_search(trainer.config),))
+    trainer.rollout.environment.tools[0].probe = lambda seconds: ""
     trainer.replicas.fail = lambda start: True
     trainer.config.trainer.val_before_train = False
-    with pytest.raises(RetrieverError, match=r"127\.0\.0\.1:8000"):
+    with pytest.raises(ToolError, match=r"127\.0\.0\.1:8000"):
         trainer.fit()
 
 

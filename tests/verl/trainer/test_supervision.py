@@ -14,8 +14,8 @@ from verl.errors import (
     Interrupted,
     RankLost,
     ReplicaLost,
-    RetrieverOutage,
     SearchR1Error,
+    ToolOutage,
 )
 from verl.single_controller.restarts import Restarts
 from verl.trainer.supervision import supervise
@@ -97,7 +97,7 @@ def test_replicas_and_runs_share_one_count() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [ConfigError("x"), CollapseError("x"), Interrupted("x"), RetrieverOutage("x"),
+    [ConfigError("x"), CollapseError("x"), Interrupted("x"), ToolOutage("x"),
      SearchR1Error("x"), RuntimeError("a bug")],
 )  # fmt: skip
 def test_nothing_else_is_tried_again(tmp_path: Path, error: Exception) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.verl.trainer.recording import RecordingReplicas, prompts
+from verl.agent.environment import Environment
 from verl.config import Config
-from verl.errors import RetrieverOutage
+from verl.errors import ToolOutage
 from verl.rewards.interface import EachAlone, Reward
 from verl.rollout.retry import RetryingRollout
 from verl.trainer.metrics import Metrics
@@ -37,7 +38,7 @@ def test_line_13_validation_is_greedy_unless_the_original_is_asked_for() -> None
 def validated(replicas: RecordingReplicas, dialogues: Path) -> Metrics:
     """Six rows, each of which scores 1 where it could be played."""
     config = Config()
-    rollout = RetryingRollout(replicas, config.retriever)
+    rollout = RetryingRollout(replicas, Environment())
     reward = EachAlone(lambda trajectory: Reward(1.0, {"em": 1.0}))
     return validate(config, rollout, prompts(6), reward, dialogues)
 
@@ -57,5 +58,5 @@ def test_a_validation_without_any_row_is_no_measurement(tmp_path: Path) -> None:
     """It ends the run, with the reason, rather than with a score of 0."""
     replicas = RecordingReplicas([])
     replicas.fail = lambda start: True
-    with pytest.raises(RetrieverOutage, match="6 trajectories of validation"):
+    with pytest.raises(ToolOutage, match="6 trajectories of validation"):
         validated(replicas, tmp_path / "step_1.jsonl")

@@ -1,0 +1,121 @@
+"""The tools of a run taken together: calls carried out, and what is known of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.agent.interface import Item, Observation, Tool, ToolCall
+from verl.config import Config
+from verl.errors import ToolError
+
+Listener = Callable[[ToolCall, Observation], None]
+EnvironmentFactory = Callable[[Config], "Environment"]
+"""Makes the tools of a run; processes elsewhere call it by name, each for itself."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a policy acts on. It keeps nothing between calls."""
+
+    tools: tuple[Tool, ...] = ()
+    enabled: bool = True
+    """False makes every call an invalid action: no tool is asked, nor waited for."""
+    heard: Listener = lambda call, observation: None
+    """Hears each call that was answered."""
+
+    @property
+    def active(self) -> tuple[Tool, ...]:
+        """The tools that a run depends on."""
+        return self.tools if self.enabled else ()
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What may happen to calls, by name."""
+        return tuple(dict.fromkeys(fault for tool in self.tools for fault in tool.faults))
+
+    def find(self, name: str) -> Tool | None:
+        """The tool of that name, if there is one."""
+        return next((tool for tool in self.tools if tool.name == name), None)
+
+    async def act(self, calls: Sequence[ToolCall]) -> list[Observation]:
+        """Carry out the calls of one turn, at once. Raises ToolError."""
+        if len(calls) == 1:  # in the task of the trajectory: no task for the common case
+            return [await self.call(calls[0])]
+        return list(await asyncio.gather(*(self.call(call) for call in calls)))
+
+    async def call(self, call: ToolCall) -> Observation:
+        """Carry out one call; what is wrong with the call itself is the observation."""
+        tool = self.find(call.tool)
+        arguments = read_arguments(tool, call) if tool else unknown(call, self.tools)
+        if tool is None or isinstance(arguments, str):
+            return Observation((Item(f"Error: {arguments}"),))
+        observation = await tool.call(**arguments)
+        self.heard(call, observation)
+        return observation
+
+    def is_sound(self, call: ToolCall) -> bool:
+        """Whether the call names a tool and has the arguments that it needs."""
+        tool = self.find(call.tool)
+        return tool is not None and not isinstance(read_arguments(tool, call), str)
+
+    def probe(self, seconds: float) -> tuple[Tool, str] | None:
+        """The first tool that does not answer and what is wrong, or None."""
+        for tool in self.active:
+            problem = tool.probe(seconds)
+            if problem:
+                return tool, problem
+        return None
+
+    def preflight(self, seconds: float) -> Iterator[ToolError]:
+        """What stands in the way of a run that is to begin."""
+        for tool in self.active:
+            yield from tool.preflight(seconds)
+
+    def identity(self) -> dict[str, str]:
+        """The fingerprints of all tools."""
+        return {name: value for tool in self.active for name, value in tool.identity().items()}
+
+    def settings(self) -> dict[str, Any]:
+        """What is written beside an exported model."""
+        return {name: value for tool in self.tools for name, value in tool.settings().items()}
+
+    async def aclose(self) -> None:
+        """Close what the tools opened in this event loop."""
+        for tool in self.tools:
+            await tool.aclose()
+
+
+def no_tools(config: Config) -> Environment:
+    """The environment of a run without tools."""
+    return Environment()
+
+
+def unknown(call: ToolCall, tools: Sequence[Tool]) -> str:
+    """What a policy is told of a call to a tool that does not exist."""
+    return f"no tool {call.tool!r}; there are: {', '.join(tool.name for tool in tools) or 'none'}"
+
+
+def read_arguments(tool: Tool, call: ToolCall) -> dict[str, Any] | str:
+    """The arguments by name, or what is wrong with them.
+
+    Names are checked against the schema, types are for the tool to check; a text alone is read as
+    JSON where the schema wants no text.
+    """
+    properties = tool.parameters["properties"]
+    if isinstance(call.arguments, str):
+        name, value = tool.main_argument, call.arguments
+        if properties[name].get("type", "string") == "string":
+            return {name: value}
+        try:
+            return {name: json.loads(value)}
+        except ValueError:
+            return f"{name} of {tool.name}: got {value!r}, expected {properties[name]['type']}"
+    missing = [name for name in tool.parameters.get("required", ()) if name not in call.arguments]
+    others = [name for name in call.arguments if name not in properties]
+    if missing or others:
+        return f"{tool.name} takes {', '.join(properties)}: got {', '.join(call.arguments)}"
+    return dict(call.arguments)

@@ -1,0 +1,191 @@
+"""What an agent is made of: tools, what they bring, and the format of the dialogue.
+
+A policy turn goes through `DialogueFormat.parse` into tool calls or an answer; tools answer with
+an `Observation`; the format words it. The loop over turns is `verl.agent.dialogue`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verl.errors import ToolError
+from verl.types import Completion, Engine, Sampling, Trajectory
+
+
+class Agent(Protocol):
+    """A policy-environment loop; one call makes one trajectory."""
+
+    async def run(self, start: Trajectory, engine: Engine, sampling: Sampling) -> Trajectory:
+        """Continue `start` (which holds the prompt segment only) until it ends.
+
+        `sampling.stop` and `sampling.max_tokens` are the agent's to set; temperature and top_p
+        are the caller's. Infrastructure failures end in status FAILED, not in an exception.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Item:
+    """One piece of what a tool brings: a passage, a number, the output of a program."""
+
+    text: str
+    title: str | None = None
+    source: object = None
+    """What it was made of, for those who listen to a dialogue; the policy never sees it."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a tool call brought: items, best first. The loop leaves out those that do not fit."""
+
+    items: tuple[Item, ...] = ()
+    faults: Mapping[str, int] = field(default_factory=dict)
+    """What infrastructure did to this call, by names of `Tool.faults`."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that a policy asks for."""
+
+    tool: str
+    arguments: Mapping[str, Any] | str
+    """By name; a text alone is the first required argument."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a policy turn asks for: tool calls, or an answer, or neither (an invalid action)."""
+
+    calls: tuple[ToolCall, ...] = ()
+    answer: str | None = None
+    is_malformed: bool = False
+    """The turn breaks the format, whether or not it asks for something."""
+
+
+def text_arguments(**descriptions: str) -> dict[str, Any]:
+    """JSON schema of arguments that are all texts and all required, each with its description."""
+    properties = {name: {"type": "string", "description": d} for name, d in descriptions.items()}
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+class Tool:
+    """Something that a policy may call. A subclass sets the attributes and writes `call`.
+
+    A run builds each tool from its options, `Tool(config)`, once in the driver and once beside
+    every engine. A mistake of the policy (a division by zero) is an observation that says so; only
+    what a user must mend is a `ToolError`.
+    """
+
+    name: str
+    """As the policy writes it: in a tag dialogue the name of its tag."""
+    description: str = ""
+    """What it does, for a policy that is told of its tools."""
+    parameters: Mapping[str, Any]
+    """JSON schema of the arguments of `call`; `text_arguments` writes that of texts."""
+    counted_as: str = ""
+    """The plural in metrics, `env/searches` and `env/valid_searches`; default: `NAME_calls`."""
+    faults: tuple[str, ...] = ()
+    """Names of what infrastructure may do to its calls, summed to the metrics `fault/NAME`."""
+    max_outage: float = 1800.0
+    """Seconds for which a run waits while `probe` finds something wrong."""
+    max_outage_option: str = "max_outage of the tool"
+    """The option that sets it, for messages."""
+    fix: str = "see that it answers"
+    """What a user does about an outage, for messages."""
+
+    def __init__(self, config: Any = None) -> None:
+        """`config`: the options of the run (`verl.config.Config`), for tools that have some."""
+
+    @property
+    def label(self) -> str:
+        """How messages name it."""
+        return f"tool {self.name}"
+
+    @property
+    def metric(self) -> str:
+        """What its calls are counted under."""
+        return self.counted_as or f"{self.name}_calls"
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The tool as chat templates and OpenAI's API want it."""
+        function = {
+            "name": self.name, "description": self.description, "parameters": dict(self.parameters),
+        }  # fmt: skip
+        return {"type": "function", "function": function}
+
+    @property
+    def main_argument(self) -> str:
+        """The argument that a text alone stands for: the first required one, or else the first."""
+        required = self.parameters.get("required") or list(self.parameters["properties"])
+        return str(required[0])
+
+    async def call(self, **arguments: Any) -> Observation:
+        """Carry out one call. Raises ToolError where infrastructure fails for good."""
+        raise NotImplementedError
+
+    def probe(self, seconds: float) -> str:
+        """What is wrong, or an empty text where it answers; takes at most `seconds`."""
+        return ""
+
+    def preflight(self, seconds: float) -> Iterator[ToolError]:
+        """What stands in the way of a run that is to begin, one error for each thing to mend."""
+        problem = self.probe(seconds)
+        if problem:
+            yield ToolError(f"{self.label}: {problem}; fix: {self.fix}")
+
+    def identity(self) -> Mapping[str, str]:
+        """Fingerprints of what it serves, kept with checkpoints; names are unique over all tools.
+
+        Empty where it cannot tell.
+        """
+        return {}
+
+    def settings(self) -> Mapping[str, Any]:
+        """What is written beside an exported model, so that it may be asked as it was trained."""
+        return {}
+
+    async def aclose(self) -> None:
+        """Close what was opened in this event loop."""
+
+
+class DialogueFormat(Protocol):
+    """How a dialogue is written: what the policy is told, and how its turns are read."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """What ends a policy turn, besides the end of sequence."""
+        ...
+
+    @property
+    def closed_think(self) -> str:
+        """A thinking part that is over before the policy starts (`algorithm.no_think_rl`)."""
+        ...
+
+    @property
+    def acts_in_think(self) -> bool:
+        """Calls are part of the thinking, so that a closed one would leave no room for them."""
+        ...
+
+    def user_prompt(self, question: str) -> str:
+        """The user's message for one question."""
+        ...
+
+    def parse(self, completion: Completion) -> Turn:
+        """What one policy turn asks for."""
+        ...
+
+    def respond(
+        self, turn: Turn, found: Sequence[Sequence[Item]] | None, reserved: Sequence[str]
+    ) -> str:
+        """What the policy is told after a turn, up to where it takes over again.
+
+        `found`: the items of each call, in their order; None where nothing was carried out, which
+        the text then says. `reserved`: special tokens of the tokenizer, which no item may bring.
+        """
+        ...

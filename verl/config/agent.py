@@ -1,0 +1,17 @@
+"""What plays the dialogues of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class AgentConfig:
+    """What plays the dialogues of a run."""
+
+    name: str = "dialogue"
+    """`dialogue`, or `path/file.py:Name`: called with the options of the run, it gives an agent
+    (`verl.agent.interface.Agent`)."""
+    tools: list[str] = field(default_factory=lambda: ["search"])
+    """What the policy may call: names of built-in tools, or `path/file.py:Name` of your own
+    (`verl.agent.interface.Tool`; docs/tools.md)."""

@@ -1,0 +1,72 @@
+"""Options that name code: a built-in row of a registry, or the user's own `path/file.py:Name`."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from verl.errors import ConfigError, explain
+
+Row = TypeVar("Row")
+
+
+def resolve(option: str, name: str, builtin: Mapping[str, Row]) -> Row:
+    """What the value `name` of `option` stands for: a row of `builtin`, or an object of a file.
+
+    *Example*: `resolve("agent.tools", "example/tools/calculator.py:Calculator", TOOLS)` is that
+    class. Raises ConfigError for what is not there. An own object's type is for its user to know.
+    """
+    if name in builtin:
+        return builtin[name]
+    if not is_path(name):
+        near = difflib.get_close_matches(name, builtin, n=1)
+        fix = f"did you mean {near[0]!r}?" if near else "name one of them, or give a file of yours"
+        expected = f"one of {', '.join(builtin)}, or path/file.py:Name"
+        raise ConfigError(explain(option, repr(name), expected, fix))
+    path, _, attribute = name.rpartition(":")
+    module = _module(option, Path(path).expanduser().resolve())
+    if not hasattr(module, attribute):
+        public = [key for key, value in vars(module).items()
+                  if getattr(value, "__module__", None) == module.__name__]  # fmt: skip
+        expected = f"a name in {path} ({', '.join(public) or 'it defines none'})"
+        raise ConfigError(explain(option, repr(attribute), expected, "correct the name"))
+    found: Any = getattr(module, attribute)
+    return found  # type: ignore[no-any-return]
+
+
+def is_path(name: str) -> bool:
+    """Whether a value names a file's object rather than a built-in."""
+    return name.rpartition(":")[0].endswith(".py")
+
+
+def absolute(name: str) -> str:
+    """The value for a process with another working directory."""
+    if not is_path(name):
+        return name
+    path, _, attribute = name.rpartition(":")
+    return f"{Path(path).expanduser().absolute()}:{attribute}"
+
+
+@functools.cache
+def _module(option: str, path: Path) -> ModuleType:
+    """The file, executed once in a process."""
+    if not path.is_file():
+        fix = f"correct the path; relative ones start at {Path.cwd()}"
+        raise ConfigError(explain(option, path, "a Python file that exists", fix))
+    spec = importlib.util.spec_from_file_location(f"plugin_{path.stem}_{abs(hash(path))}", path)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their own module up there
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        got = f"{path} ({type(error).__name__}: {error})"
+        fix = "correct the file, or install what it imports"
+        raise ConfigError(explain(option, got, "a file that can be imported", fix)) from error
+    return module
