@@ -1,8 +1,7 @@
-"""The memory estimate against measurement, where that is possible without a GPU.
+"""The memory estimate against measurement on the CPU.
 
-`python -m benchmarks.memory_estimate ranks` runs one training rank on the CPU at two sizes and
-compares each item with the growth of its resident memory. `... tensors` lets torch's MemTracker
-follow a forward and backward at real sizes, on tensors without storage. Prints Markdown.
+`python -m benchmarks.memory_estimate` runs one training rank at two sizes and compares each item
+with the growth of its resident memory. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -13,30 +12,20 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
-from verl.preflight.memory.activations import (
-    kept_for_backward,
-    logits,
-    passing_while_learning,
-    passing_without_gradient,
-)
+from verl.model_shape import ModelShape
 from verl.preflight.memory.estimate import Estimate, Setting, estimate
 from verl.preflight.memory.needs import CPU, Need, Phase
 from verl.preflight.memory.offload import settled
-from verl.preflight.memory.shape import ModelShape
-from verl.training.attention import PACKED, SequenceBounds
-from verl.training.models import LogProbModel, PackedInputs
 from verl.training.worker import TrainerWorker
 from verl.types import TokenBatch
 
@@ -140,9 +129,8 @@ def rank_rows(case: str, facts: dict[str, int]) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         model = AutoModelForCausalLM.from_config(LlamaConfig(**facts, tie_word_embeddings=True))
         model.save_pretrained(folder)
-        shape = ModelShape.of(model.config.to_dict())
-        assert shape is not None
-        command = [sys.executable, "-m", "benchmarks.memory_estimate", "one-rank", folder]
+        shape = ModelShape.of(model.config)
+        command = [sys.executable, "-m", "benchmarks.memory_estimate", "--one-rank", folder]
         done = subprocess.run(
             command, env={**os.environ, **PAGES_AT_ONCE}, stdout=subprocess.PIPE, check=True
         )
@@ -174,66 +162,15 @@ def _added(found: Estimate, phase: Phase) -> int:
     return int(sum(need.bytes for need in needs) / CPU.heap)
 
 
-QWEN = {"0.5B": (896, 24, 14, 2, 4864, True), "7B": (3584, 28, 28, 4, 18944, False)}
-"""Hidden size, layers, heads, key-value heads, intermediate size, tied."""
-
-
-def tracked(name: str, lengths: Sequence[int], wanted: int, recompute: bool, grad: bool) -> Row:
-    """A policy's forward (and backward) in bfloat16 at real size, by tensors without storage."""
-    hidden, layers, heads, kv_heads, inner, tied = QWEN[name]
-    config = Qwen2Config(
-        vocab_size=152064, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied,
-    )  # fmt: skip
-    with FakeTensorMode():
-        lm = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=PACKED
-        ).train()
-        if recompute:
-            lm.gradient_checkpointing_enable({"use_reentrant": False})
-        model, total = LogProbModel(lm), sum(lengths)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if grad else None
-        bounds = SequenceBounds(tuple(lengths), torch.zeros(len(lengths) + 1, dtype=torch.int32))
-        ids = torch.zeros(1, total, dtype=torch.int64)
-        inputs = PackedInputs(ids, bounds, torch.arange(1, wanted + 1))
-        tracker = MemTracker()
-        tracker.track_external(model)
-        with tracker, torch.set_grad_enabled(grad):
-            log_probs, _ = model(inputs, 1.0)
-            if grad:
-                log_probs.sum().backward()
-    peak = sum(next(iter(tracker.get_tracker_snapshot("peak").values())).values()) // 2
-    weights = sum(p.nbytes for p in model.parameters()) * (1 + grad)
-    shape = ModelShape.of(config.to_dict())
-    assert shape is not None
-    head = logits(shape, wanted, 2, False)
-    estimated = passing_without_gradient(shape, total, 2, head)
-    if grad:
-        estimated = kept_for_backward(shape, total, 2, recompute)
-        estimated += passing_while_learning(shape, total, 2, recompute, head)
-    way = "forward" if not grad else "recomputed" if recompute else "kept"
-    return Row(f"{name}, {total} tokens, {wanted} asked for", way, estimated, peak - weights)
-
-
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("ranks", "tensors", "one-rank"))
-    parser.add_argument("path", nargs="?", help="of one-rank: its model")
+    parser.add_argument("--one-rank", metavar="MODEL", help="measure this model, print JSON")
     options = parser.parse_args()
-    if options.what == "one-rank":
-        print(json.dumps(measure_rank(options.path)))  # noqa: T201
+    if options.one_rank:
+        print(json.dumps(measure_rank(options.one_rank)))  # noqa: T201
         return
-    if options.what == "ranks":
-        rows = [row for case in (("small", SMALL), ("large", LARGE)) for row in rank_rows(*case)]
-    else:
-        rows = [
-            tracked("0.5B", (4096, 4096), 4096, True, True),
-            tracked("0.5B", (4096, 4096), 4096, False, True),
-            tracked("0.5B", (4096,) * 4, 8192, True, False),
-            tracked("7B", (4096,) * 4, 8192, True, True),
-        ]
+    rows = [row for case in (("small", SMALL), ("large", LARGE)) for row in rank_rows(*case)]
     print("| case | item | estimated MB | measured MB | ratio |\n|---|---|---|---|---|")  # noqa: T201
     for row in rows:
         ratio = row.estimated / max(row.measured, 1)

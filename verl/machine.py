@@ -16,6 +16,7 @@ SHARED_MEMORY = Path("/dev/shm")
 LARGER_SHARED = f"mount -o remount,size=90% {SHARED_MEMORY}, or docker run --shm-size"
 """What gives it more room."""
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
+GB = 1e9
 NO_LIMIT = 1 << 60
 """Version 1 writes an unlimited group as a number beyond any machine."""
 
@@ -115,3 +116,10 @@ def _devices_by_child() -> tuple[DeviceMemory, ...]:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         return pool.submit(device_memory).result()
+
+
+def amount(count: float) -> str:
+    """Bytes as one reads them: 512 MB, 1.5 GB, 61.3 GB."""
+    if count < GB / 10:
+        return f"{count / 1e6:.3g} MB"
+    return f"{count / GB:.3g} GB" if count < 10 * GB else f"{count / GB:.1f} GB"

@@ -10,13 +10,12 @@ import torch
 
 from scripts.gpu_checks.report import Report
 from scripts.gpu_checks.trainer import joined
-from scripts.gpu_checks.world import SHAPES, random_batch, small_run, write_model
+from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
+from verl.model_shape import ModelShape, read_shape
 from verl.monitor.flops import ModelFlops
 from verl.preflight.memory.estimate import Setting, rank_needs
-from verl.preflight.memory.needs import GPU, Phase, Place
-from verl.preflight.memory.ranks import held_models
-from verl.preflight.memory.shape import ModelShape
+from verl.preflight.memory.needs import GPU, Memory, Phase
 from verl.training.node_folder import new_path
 from verl.types import TokenBatch
 
@@ -44,7 +43,7 @@ def measure(report: Report, shape: str, offload: bool, length: int = LENGTH) -> 
     if not folder.exists():
         write_model(folder, shape, 0, report.device, "bfloat16")
     config = run_of(str(folder), report.device, offload, length)
-    facts = ModelShape.of({"model_type": "qwen2", "tie_word_embeddings": True, **SHAPES[shape]})
+    facts = read_shape(str(folder))
     assert facts is not None
     expected = estimates(config, facts)
     if report.on_card:
@@ -88,8 +87,7 @@ def run_of(model: str, device: str, offload: bool, length: int) -> Config:
 def estimates(config: Config, shape: ModelShape) -> dict[str, int]:
     """Device bytes of a rank by `verl.preflight.memory`, its context apart, in each pass."""
     setting = Setting(shape, shape, on_gpu=True, compute_dtype="bfloat16")
-    needs = rank_needs(config, setting, held_models(config, shape, shape, 2))
-    held = [need for need in needs if need.place is Place.DEVICE]
+    held = [n for n in rank_needs(config, setting) if n.memory is Memory.DEVICE]
     return {
         what: max(sum(n.bytes for n in held if phase in n.phases) for phase in phases)
         for what, phases in PASSES.items()

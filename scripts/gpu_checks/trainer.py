@@ -16,7 +16,7 @@ from torch import Tensor
 from scripts.gpu_checks.report import Report
 from scripts.gpu_checks.world import free_port, random_batch, small_run, write_model
 from verl.config import Config
-from verl.preflight.memory.fitting import changed
+from verl.preflight.memory.offload import changed
 from verl.single_controller.dispatch import join_tokens, split_by_tokens
 from verl.training.worker import TrainerWorker
 

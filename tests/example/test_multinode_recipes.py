@@ -11,9 +11,8 @@ from tests.test_train_scripts import arguments, config_of
 from tests.verl.preflight.memory.shapes import shape_of
 from verl.config import Config
 from verl.machine import DeviceMemory, HostMemory, Machine
-from verl.preflight.memory.estimate import Setting, estimate
-from verl.preflight.memory.fitting import CLOSE, Shortage, shortages
-from verl.preflight.memory.needs import Place
+from verl.preflight.memory.estimate import CLOSE, Setting, Shortage, estimate
+from verl.preflight.memory.needs import Memory
 
 FOLDER = Path(__file__).parents[2] / "example" / "multinode"
 GIB = 2**30
@@ -32,7 +31,7 @@ def short_of(config: Config) -> list[Shortage]:
     """What a node of the recipe has too little of, with a margin."""
     shape = shape_of(config.actor_rollout_ref.model.path)
     setting = Setting(shape, shape, on_gpu=True, device_bytes=GPU.total)
-    return shortages(config, estimate(config, setting), NODE, CLOSE)
+    return estimate(config, setting).shortages(config, NODE, CLOSE)
 
 
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])
@@ -52,8 +51,8 @@ def test_recipes_fit_their_nodes(size: str, algo: str, tmp_path: Path) -> None:
 
 def test_the_estimate_would_refuse_too_few_nodes(tmp_path: Path) -> None:
     """72B on two nodes is short of device memory: the check above can fail."""
-    places = {short.place for short in short_of(recipe("72b", "grpo", tmp_path, N_NODES="2"))}
-    assert Place.DEVICE in places
+    places = {short.memory for short in short_of(recipe("72b", "grpo", tmp_path, N_NODES="2"))}
+    assert Memory.DEVICE in places
 
 
 def test_a_recipe_needs_a_cluster(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from tests.pretend_cuda.trial import LONGEST, SHAPES, Case
 from tests.pretend_cuda.trials import Trials
+from verl.model_shape import ModelShape
 from verl.preflight.memory.estimate import Setting, estimate
-from verl.preflight.memory.needs import ASLEEP, Phase, Place
-from verl.preflight.memory.shape import ModelShape
+from verl.preflight.memory.needs import ASLEEP, Memory, Phase
 from verl.training.models import LOGITS_PER_CHUNK
 
 pytestmark = [pytest.mark.pretend_cuda, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -48,12 +48,11 @@ def outcomes() -> Iterator[dict[str, Any]]:
 def expected_peak(case: Case, phases: tuple[Phase, ...]) -> int:
     """What `verl.preflight.memory` says a rank holds of its device in the worst of `phases`."""
     assert ASLEEP.issuperset(phases)
-    shape = ModelShape.of(SHAPES[case.shape].facts().to_dict())
-    assert shape is not None
+    shape = ModelShape.of(SHAPES[case.shape].facts())
     setting = Setting(shape, shape, on_gpu=True, device_bytes=80 << 30, compute_dtype=case.dtype)
     found = estimate(case.config(), setting)
     return max(
-        sum(n.bytes for n in found.at(Place.DEVICE, phase) if n.what not in NOT_OURS)
+        sum(n.bytes for n in found.at(Memory.DEVICE, phase) if n.what not in NOT_OURS)
         for phase in phases
     )
 
@@ -86,10 +85,10 @@ def test_an_update_waits_and_gathers_no_more_than_it_must(
         assert costs["collectives"]["all_reduce"] == 1, "the gradient's norm"
     assert costs["collectives"]["allreduce"] == 3, "micro-batches, sums, largest mismatch"
     waits = {
-        "copy to host in workers/fsdp.py:_reduce": 3,
-        "copy to host in workers/actor.py:_loss": 2 * minis,
-        "item in workers/actor.py:update": minis,
-        "item in workers/fsdp.py:step": 1,
+        "copy to host in training/fsdp.py:_reduce": 3,
+        "copy to host in training/actor.py:_loss": 2 * minis,
+        "item in training/actor.py:update": minis,
+        "item in training/fsdp.py:step": 1,
     }
     assert costs["syncs"] == waits
     assert costs["bytes_to_device"] < 48 * tokens, "ids, and a few columns of the loss"
@@ -103,10 +102,8 @@ def test_flops_of_an_update(case: dict[str, Any], outcomes: dict[str, Any]) -> N
     made, shape = Case(**case), SHAPES[case["shape"]]
     sequences = made.micro_batches * (made.budget // LONGEST)
     learned, tokens = 400 * sequences, LONGEST * sequences
-    facts = ModelShape.of(shape.facts().to_dict())
-    assert facts is not None
-    block = sum(linear.inputs * linear.outputs for linear in facts.linears)
-    trunk = shape.layers * tokens * (8 * block - 2 * shape.hidden * shape.intermediate)
+    facts = ModelShape.of(shape.facts())
+    trunk = tokens * (8 * facts.linear_weights - 2 * facts.last_products)
     assert learned * shape.vocab > LOGITS_PER_CHUNK, "the head is recomputed chunk by chunk"
     expected = trunk + 8 * learned * shape.vocab * shape.hidden
     found = outcomes[name(case)]["phases"]["update_actor"]["flops"]

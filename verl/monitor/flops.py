@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl.preflight.memory.shape import ModelShape
+from verl.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class ModelFlops:
         if not self.has_checkpointing:
             return self._head(num_wanted)
         again = self.forward(lengths, num_wanted)
-        last = 0 if self.adapter else self.shape.layers * self.shape.hidden
-        return again - 2 * last * self.shape.intermediate * sum(lengths)
+        last = 0 if self.adapter else self.shape.last_products
+        return again - 2 * last * sum(lengths)
 
 
 PEAK_TFLOPS = {

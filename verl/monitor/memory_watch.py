@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 
 from verl.config import Config
 from verl.errors import RankLost, ReplicaLost
-from verl.machine import SHARED_MEMORY, HostMemory
+from verl.machine import GB, SHARED_MEMORY, HostMemory, amount
 from verl.monitor.processes import Usage, usages
-from verl.preflight.memory.table import GB, amount
 from verl.single_controller.actors import Place
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from verl.config import Config, CriticModelConfig, ModelConfig
+from verl.model_shape import read_shape
 from verl.monitor.flops import ModelFlops
-from verl.preflight.memory.check import read_shape
 from verl.trainer.metrics import Metrics, Timings
 from verl.training.devices import PeakMemory
 from verl.training.models import LOGITS_PER_CHUNK

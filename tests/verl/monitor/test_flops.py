@@ -20,8 +20,8 @@ from transformers import (
 
 from tests.verl.training.ranks import VOCAB, make_batch
 from verl.config import AdapterConfig
+from verl.model_shape import ModelShape
 from verl.monitor.flops import ModelFlops, peak_flops
-from verl.preflight.memory.shape import ModelShape
 from verl.training.attention import PACKED
 from verl.training.lora import AdaptedModel, Role
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
@@ -42,8 +42,7 @@ CONFIGS = {
 
 def build(config: PretrainedConfig) -> tuple[PreTrainedModel, ModelShape]:
     lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED)
-    shape = ModelShape.of(config.to_dict())
-    assert shape is not None
+    shape = ModelShape.of(config)
     return lm.train(), shape
 
 

@@ -1,8 +1,8 @@
 """The run's memory against this machine's, before anything is loaded.
 
 What waits on the host is chosen where the options leave it open. What cannot fit is refused, what
-is close is warned of, both with settings that would fit. What other nodes of a cluster have is not
-seen from here: on a cluster nothing is refused.
+is close is warned of, both with the options that need less. What other nodes of a cluster have is
+not seen from here: on a cluster nothing is refused.
 """
 
 from __future__ import annotations
@@ -11,28 +11,40 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
-from transformers import AutoConfig
 
 from verl.config import Config
 from verl.errors import ResourceError, SearchR1Error
-from verl.machine import LARGER_SHARED, Machine
-from verl.preflight.memory.estimate import Estimate, Setting, estimate
-from verl.preflight.memory.fitting import CLOSE, REFUSED, Limit, proposals, shortages
-from verl.preflight.memory.needs import Place
-from verl.preflight.memory.offload import choose, everything, open_choices, settled
-from verl.preflight.memory.shape import KNOWN_TYPES, ModelShape
-from verl.preflight.memory.table import (
-    offload_line,
-    offload_words,
-    proposal_line,
-    shortage_line,
-    table,
+from verl.machine import LARGER_SHARED, Machine, amount
+from verl.model_shape import read_shape
+from verl.preflight.memory.estimate import (
+    CLOSE,
+    REFUSED,
+    Estimate,
+    Limit,
+    Setting,
+    Shortage,
+    estimate,
+    free_memory,
 )
+from verl.preflight.memory.needs import AWAKE, Memory
+from verl.preflight.memory.offload import OPTIONS, choose, everything, open_choices, settled
 from verl.training.devices import device_type, dtype_name, resolve_dtype
 
 logger = logging.getLogger(__name__)
+
+ENGINE_HINT = ("a smaller actor_rollout_ref.rollout.gpu_memory_utilization, a larger "
+               "rollout.tensor_model_parallel_size")  # fmt: skip
+CACHE_HINT = "a larger gpu_memory_utilization or tensor_model_parallel_size"
+WORK_HINT = ("a smaller ppo_max_token_len_per_gpu (actor, critic), "
+             "model.enable_gradient_checkpointing=true")  # fmt: skip
+HELD_HINT = ("fsdp_config.param_offload and optimizer_offload=true (actor, ref, critic), "
+             "model.lora_rank=32, more trainer.n_gpus_per_node or nnodes")  # fmt: skip
+HOST_HINT = "fsdp_config.param_offload and optimizer_offload=false, model.lora_rank=32, more nodes"
+CPU_HINT = ("actor_rollout_ref.rollout.cpu_kv_cache_gib=1, trainer.n_gpus_per_node=1, "
+            f"model.lora_rank=32, {WORK_HINT}")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,14 +60,15 @@ def look(config: Config) -> Outlook | None:
     if config.trainer.memory_preflight == "off":
         return None
     policy = read_shape(config.actor_rollout_ref.model.path)
-    critic = read_shape(config.critic.model.path or config.actor_rollout_ref.model.path)
+    critic = read_shape(config.critic_path)
     if policy is None or critic is None:
-        known = ", ".join(KNOWN_TYPES)
-        logger.info("memory: not estimated; it is for local or cached models of type %s", known)
+        logger.info("memory: not estimated: the model is neither a folder here nor in the cache")
         return None
     on_gpu = device_type(config.trainer.device) == "cuda"
     machine = Machine.now(with_devices=on_gpu)
-    return Outlook(_setting(config, policy, critic, machine, on_gpu), machine)
+    dtype = resolve_dtype(config.trainer.compute_dtype, torch.device("cuda" if on_gpu else "cpu"))
+    total = min((memory.total for memory in machine.devices), default=0)
+    return Outlook(Setting(policy, critic, on_gpu, total, dtype_name(dtype)), machine)
 
 
 def settle_offload(config: Config, outlook: Outlook | None) -> Config:
@@ -64,26 +77,26 @@ def settle_offload(config: Config, outlook: Outlook | None) -> Config:
     On CPU it is false. Where this driver cannot tell what the GPUs hold, it is true, which is slow
     but never the reason that a run does not fit.
     """
-    if not open_choices(config) or _is_on_cpu(config):
+    keys = open_choices(config)
+    # A cluster may have GPUs that its driver does not see.
+    on_cluster = config.trainer.device == "auto" and os.environ.get("RAY_ADDRESS")
+    if not keys or (device_type(config.trainer.device) == "cpu" and not on_cluster):
         return settled(config)
-    if outlook is None or not outlook.machine.devices:
-        chosen = everything(config)
-        keys = "=false ".join(open_choices(config))
+    seen = outlook if outlook is not None and outlook.machine.devices else None
+    chosen = everything(config) if seen is None else choose(config, seen.setting, seen.machine)
+    parts = [OPTIONS[key] for key in keys if attrgetter(key)(chosen)]
+    line = f"offload to the host: {', '.join(parts) or 'nothing'}"
+    if seen is None:
         logger.warning("%s, whether or not the GPUs have room for it, since their memory was not "
                        "estimated; to keep it on them: OFFLOAD=false (train_*.sh), or %s=false",
-                       offload_words(config, chosen), keys)  # fmt: skip
+                       line, "=false ".join(keys))  # fmt: skip
         return chosen
-    chosen = choose(config, outlook.setting, outlook.machine)
-    without, needed = (estimate(one, outlook.setting) for one in (settled(config), chosen))
-    line = offload_line(config, chosen, without, needed, outlook.machine)
-    logger.info("%s", line)
+    without, needed = (estimate(one, seen.setting).most(Memory.DEVICE)
+                       for one in (settled(config), chosen))  # fmt: skip
+    free = amount(free_memory(seen.machine)[Memory.DEVICE])
+    otherwise = "" if needed == without else f", and would need {amount(without)} otherwise"
+    logger.info("%s; each GPU needs %s of %s free%s", line, amount(needed), free, otherwise)
     return chosen
-
-
-def _is_on_cpu(config: Config) -> bool:
-    """Whether no rank will have a GPU; a cluster may have some that its driver does not see."""
-    on_cluster = config.trainer.device == "auto" and os.environ.get("RAY_ADDRESS")
-    return device_type(config.trainer.device) == "cpu" and not on_cluster
 
 
 def memory_problems(config: Config, outlook: Outlook | None) -> Iterator[SearchR1Error]:
@@ -94,45 +107,63 @@ def memory_problems(config: Config, outlook: Outlook | None) -> Iterator[SearchR
     found = estimate(config, setting)
     logger.info("memory needed and free:\n%s", table(found, machine))
     if setting.on_gpu and not machine.devices:
-        return  # told by the check of devices
+        return  # the check of devices says so
     refuses = config.trainer.memory_preflight == "refuse" and not os.environ.get("RAY_ADDRESS")
-    if refuses and shortages(config, found, machine, REFUSED):
-        yield ResourceError(verdict("too small", config, setting, machine, found, REFUSED))
-    elif shortages(config, found, machine, CLOSE):
-        logger.warning("%s", verdict("close", config, setting, machine, found, CLOSE))
+    if refuses and found.shortages(config, machine, REFUSED):
+        yield ResourceError(verdict("too small", config, machine, found, REFUSED))
+    elif found.shortages(config, machine, CLOSE):
+        logger.warning("%s", verdict("close", config, machine, found, CLOSE))
 
 
-def verdict(
-    word: str, config: Config, setting: Setting, machine: Machine, found: Estimate, limit: Limit
-) -> str:
-    """What is short by `limit`, and settings that would fit with room to spare."""
-    short = shortages(config, found, machine, limit)
-    lines = [shortage_line(one, found) for one in short]
-    options = [proposal_line(*proposal) for proposal in proposals(config, setting, machine)]
-    if any(one.place is Place.SHARED for one in short):
-        options.insert(0, LARGER_SHARED)
-    options = options or ["free some memory, take more devices, or a smaller model"]
-    refused = f"refused above {REFUSED.share:.0%} of what is free"
-    rule = f"{refused}; trainer.memory_preflight=warn starts it"
+def verdict(word: str, config: Config, machine: Machine, found: Estimate, limit: Limit) -> str:
+    """What is short by `limit`, and the options that need less."""
+    lines = "\n".join(
+        f"  {shortage_line(short, found)}; to need less: {hint(short, found)}"
+        for short in found.shortages(config, machine, limit)
+    )
     return (
-        f"this machine is {word} ({rule}): {'; '.join(lines)}; expected settings that fit:\n      "
-        + "\n      ".join(options)
+        f"memory: this machine is {word} (refused above {REFUSED.share:.0%} of what is free; "
+        f"trainer.memory_preflight=warn starts it):\n{lines}"
     )
 
 
-def _setting(
-    config: Config, policy: ModelShape, critic: ModelShape, machine: Machine, on_gpu: bool
-) -> Setting:
-    device = torch.device("cuda" if on_gpu else "cpu")
-    dtype = dtype_name(resolve_dtype(config.trainer.compute_dtype, device))
-    total = min((memory.total for memory in machine.devices), default=0)
-    return Setting(policy, critic, on_gpu, total, dtype)
+def shortage_line(short: Shortage, found: Estimate) -> str:
+    """What is too small, by how much, and what needs it."""
+    phase = found.peak(short.memory)
+    needs = f"{short.memory} needs about {amount(short.needed)}"
+    if short.what != phase.value:
+        return f"{needs} for {short.what}, but the engine's share is {amount(short.free)}"
+    largest = found.at(short.memory, phase)[:5]
+    parts = ", ".join(f"{need.what} {amount(need.bytes)}" for need in largest)
+    return f"{needs} in {short.what} ({parts}), but {amount(short.free)} is free"
 
 
-def read_shape(path: str) -> ModelShape | None:
-    """The model's sizes, from its folder or the hub's cache; None where they are not known."""
-    try:
-        facts = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError):
-        return None
-    return ModelShape.of(facts.to_dict())
+def hint(short: Shortage, found: Estimate) -> str:
+    """Options that lower what is too much there in that phase."""
+    if short.memory is Memory.SHARED:
+        return LARGER_SHARED
+    if short.memory is Memory.HOST:
+        return CPU_HINT if found.engine is None else HOST_HINT
+    if short.what not in AWAKE:
+        is_work = short.what == found.peak(short.memory).value
+        return f"{WORK_HINT}, {HELD_HINT}" if is_work else CACHE_HINT
+    return f"{ENGINE_HINT}, {HELD_HINT}"
+
+
+def table(found: Estimate, machine: Machine) -> str:
+    """A line per need in the worst phase of each memory, and a line that adds them up."""
+    free, lines = free_memory(machine), []
+    for memory in Memory:
+        phase = found.peak(memory)
+        needs = found.at(memory, phase)
+        if not needs:
+            continue
+        lines += [f"  {memory:8} {amount(need.bytes):>9}  {need.what}" for need in needs]
+        of = f" of {amount(free[memory])} free" if memory in free else ""
+        total = amount(found.total(memory, phase))
+        lines.append(f"  {memory:8} {total:>9}  needed{of}, in {phase}")
+    if found.engine is not None:
+        tokens, cache = found.engine.cached_tokens, amount(max(0, found.engine.cache))
+        lines.append(f"  {Memory.DEVICE:8} {cache:>9}  of the engine's share is KV cache, "
+                     f"for {tokens:,} tokens")  # fmt: skip
+    return "\n".join(lines)

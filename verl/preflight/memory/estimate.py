@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from verl.config import Config
-from verl.preflight.memory.engine import EngineRoom, cpu_engine_needs, engine_room, gpu_engine_needs
-from verl.preflight.memory.needs import ALWAYS, CPU, GPU, Need, Phase, Place
-from verl.preflight.memory.node import (
-    batch_needs,
-    hand_over_needs,
-    process_needs,
-    saving_needs,
+from verl.config import Config, FsdpConfig
+from verl.machine import Machine
+from verl.model_shape import ModelShape
+from verl.preflight.memory.engines import (
+    EngineMemory,
+    cpu_engine_needs,
+    engine_memory,
+    gpu_engine_needs,
 )
-from verl.preflight.memory.ranks import (
-    HeldModel,
-    gathered_needs,
-    held_models,
-    shard_needs,
-    working_needs,
-)
-from verl.preflight.memory.shape import ModelShape
+from verl.preflight.memory.needs import ALWAYS, CPU, FLOAT, GPU, LOADED, Memory, Need, Phase
+from verl.preflight.memory.ranks import activation_needs, gathered_needs, held_models, shard_needs
+from verl.training.devices import DTYPES, engine_takes_adapter
+from verl.training.weights import SHARD_BYTES
 
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+BATCH_BYTES = 160
+"""Host bytes a token of a step's trajectories: ids as Python numbers (twice 40), eight token
+columns of the batch in the driver, and once more in Ray's object store."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What an estimate depends on besides the options."""
+    """What an estimate depends on, apart from the options."""
 
     policy: ModelShape
     critic: ModelShape
@@ -38,10 +37,31 @@ class Setting:
     compute_dtype: str = "bfloat16"
     """What `trainer.compute_dtype` comes to on this machine."""
 
-    def engine_dtype(self, config: Config) -> str:
-        """What the engines compute in."""
-        wanted = config.actor_rollout_ref.rollout.dtype
-        return self.compute_dtype if wanted == "auto" else wanted
+
+@dataclass(frozen=True)
+class Shortage:
+    """A memory that has less than is needed."""
+
+    memory: Memory
+    what: str
+    """What needs it: a phase, or the KV cache."""
+    needed: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How much of what is free an estimate may be."""
+
+    share: float
+    with_guesses: bool
+    """Whether the constants for processes count."""
+
+
+REFUSED = Limit(1.15, with_guesses=False)
+"""What is above it is refused: no estimate is that wrong."""
+CLOSE = Limit(0.9, with_guesses=True)
+"""What is above it is warned of."""
 
 
 @dataclass(frozen=True)
@@ -49,67 +69,114 @@ class Estimate:
     """What a run needs: of one device, and of one node."""
 
     needs: tuple[Need, ...]
-    engine: EngineRoom | None
+    engine: EngineMemory | None
     """Of one engine on GPUs; None on CPU."""
 
-    def at(self, place: Place, phase: Phase) -> list[Need]:
-        """What is held there then; the host holds its shared memory too."""
-        places = {place, Place.SHARED} if place is Place.HOST else {place}
-        return [n for n in self.needs if n.place in places and phase in n.phases and n.bytes]
+    def at(self, memory: Memory, phase: Phase) -> list[Need]:
+        """What is held there then, the largest first; the host holds its shared memory too."""
+        held = {memory, Memory.SHARED} if memory is Memory.HOST else {memory}
+        found = [n for n in self.needs if n.memory in held and phase in n.phases and n.bytes]
+        return sorted(found, key=lambda need: -need.bytes)
 
-    def total(self, place: Place, phase: Phase, with_guesses: bool = True) -> int:
-        """Bytes held there then, without what is optional."""
-        needs = [need for need in self.at(place, phase) if not need.optional]
-        return sum(need.bytes for need in needs if with_guesses or not need.is_guess)
+    def total(self, memory: Memory, phase: Phase, with_guesses: bool = True) -> int:
+        """Bytes held there then."""
+        return sum(n.bytes for n in self.at(memory, phase) if with_guesses or not n.is_guess)
 
-    def peak(self, place: Place) -> Phase:
+    def peak(self, memory: Memory) -> Phase:
         """The phase in which most is held there."""
-        return max(Phase, key=lambda phase: self.total(place, phase))
+        return max(Phase, key=lambda phase: self.total(memory, phase))
 
-    def most(self, place: Place, with_guesses: bool = True) -> int:
+    def most(self, memory: Memory, with_guesses: bool = True) -> int:
         """Bytes held there at the peak."""
-        return self.total(place, self.peak(place), with_guesses)
+        return self.total(memory, self.peak(memory), with_guesses)
+
+    def shortages(self, config: Config, machine: Machine, limit: Limit) -> list[Shortage]:
+        """What of the machine is less than this needs, by `limit`."""
+        short = [
+            Shortage(memory, self.peak(memory).value, self.most(memory), free)
+            for memory, free in free_memory(machine).items()
+            if self.most(memory, limit.with_guesses) > limit.share * free
+        ]
+        engine, longest = self.engine, config.data.max_model_len
+        if engine is not None and engine.cached_tokens < longest:
+            needed = engine.share - engine.cache + longest * engine.per_token
+            what = f"an engine with KV cache for one trajectory of {longest} tokens"
+            short.append(Shortage(Memory.DEVICE, what, needed, engine.share))
+        return short
+
+
+def free_memory(machine: Machine) -> dict[Memory, int]:
+    """Bytes that a run may take, as far as this machine has such memory."""
+    free = {Memory.HOST: machine.host.free}
+    if machine.shared_free is not None:
+        free[Memory.SHARED] = machine.shared_free
+    if machine.devices:
+        free[Memory.DEVICE] = min(device.free for device in machine.devices)
+    return free
 
 
 def estimate(config: Config, setting: Setting) -> Estimate:
     """Everything that a run of `config` holds, one device and one node of each kind."""
-    item = ITEM_BYTES[setting.compute_dtype]
-    engine_item = ITEM_BYTES[setting.engine_dtype(config)]
-    policy, critic = setting.policy, setting.critic
-    ranks, local = config.num_ranks, config.trainer.n_gpus_per_node
-    models = held_models(config, policy, critic, item)
-    constants = GPU if setting.on_gpu else CPU
+    policy, dtype = setting.policy, config.actor_rollout_ref.rollout.dtype
+    item = DTYPES[setting.compute_dtype if dtype == "auto" else dtype].itemsize
     needs = [
-        *process_needs(config, constants, setting.on_gpu),
-        *batch_needs(config),
-        *hand_over_needs(config, policy, engine_item),
-        *saving_needs(models, ranks, local),
-        *rank_needs(config, setting, models),
+        *node_needs(config, policy, item, setting.on_gpu),
+        *rank_needs(config, setting),
     ]
     if not setting.on_gpu:
-        needs += cpu_engine_needs(config, policy, engine_item)
-        on_host = (_on_host(need, local, constants.heap) for need in needs)
-        return Estimate(tuple(on_host), None)
-    needs += gpu_engine_needs(config, policy, engine_item, setting.device_bytes)
-    needs.append(Need(Place.DEVICE, "rank's context", GPU.context))
-    room = engine_room(config, policy, engine_item, setting.device_bytes)
-    return Estimate(tuple(needs), room)
+        needs += cpu_engine_needs(config, policy, item)
+        local = config.trainer.n_gpus_per_node
+        return Estimate(tuple(_on_host(need, local) for need in needs), None)
+    engine = engine_memory(config, policy, item, setting.device_bytes)
+    needs += gpu_engine_needs(config, policy, item, engine.share)
+    needs.append(Need(Memory.DEVICE, "rank's context", GPU.context))
+    return Estimate(tuple(needs), engine)
 
 
-def rank_needs(config: Config, setting: Setting, models: list[HeldModel]) -> list[Need]:
+def rank_needs(config: Config, setting: Setting) -> list[Need]:
     """What one rank holds of its device (and, where it offloads, all of a node's of the host)."""
-    item = ITEM_BYTES[setting.compute_dtype]
-    ranks, local = config.num_ranks, config.trainer.n_gpus_per_node
+    policy, critic, dtype = setting.policy, setting.critic, setting.compute_dtype
+    item, ranks, local = DTYPES[dtype].itemsize, config.num_ranks, config.trainer.n_gpus_per_node
+    models = held_models(config, policy, critic, item)
     if not setting.on_gpu:  # offloading has no effect there
-        models = [replace(m, offload=type(m.offload)()) for m in models]
-    found = [need for m in models for need in shard_needs(m, ranks, local)]
-    found += [need for m in models for need in gathered_needs(m, ranks, item)]
-    return [*found, *working_needs(config, setting.policy, setting.critic, item)]
+        models = [replace(model, offload=FsdpConfig()) for model in models]
+    found = [need for model in models for need in shard_needs(model, ranks, local)]
+    found += [need for model in models for need in gathered_needs(model, ranks, item)]
+    return [*found, *activation_needs(config, policy, critic, dtype)]
 
 
-def _on_host(need: Need, local: int, heap: float) -> Need:
+def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> Iterator[Need]:
+    """Processes before they load anything, a step's trajectories, and weights on their way.
+
+    Weights lie in a folder in shared memory that stays: whole tensors are gathered one at a time
+    and collected up to SHARD_BYTES by the first rank of a node, and each file is written beside
+    the one it replaces. Of an adapter, that alone travels.
+    """
+    constants, local = GPU if on_gpu else CPU, config.trainer.n_gpus_per_node
+    replicas = -(-config.num_engines(on_gpu) // config.trainer.nnodes)
+    for what, size in (
+        ("processes of the ranks", local * constants.rank),
+        ("processes of the engines", replicas * constants.engine),
+        ("driver and Ray", constants.driver),
+    ):
+        yield Need(Memory.HOST, what, size, is_guess=True)
+    tokens = config.num_trajectories * config.data.max_model_len
+    yield Need(Memory.HOST, "trajectories of a step", BATCH_BYTES * tokens, LOADED)
+    model, sync = config.actor_rollout_ref.model, frozenset({Phase.SYNC})
+    if engine_takes_adapter(config):
+        size = 2 * FLOAT * policy.adapter(model.lora_rank, model.target_modules)
+        yield Need(Memory.SHARED, "weights for the engines", size, LOADED)
+        return
+    size, largest = item * policy.parameters(), max(policy.tensors())
+    yield Need(Memory.SHARED, "weights for the engines", size, LOADED)
+    yield Need(Memory.SHARED, "their next file", min(size, SHARD_BYTES), sync)
+    yield Need(Memory.HOST, "weights being written", min(size, SHARD_BYTES), sync)
+    yield Need(Memory.DEVICE, "largest tensor, whole", (FLOAT + item) * largest, sync)
+
+
+def _on_host(need: Need, local: int) -> Need:
     """On CPU a rank's device is the host, which all ranks of the node share."""
-    if need.place is not Place.DEVICE:
+    if need.memory is not Memory.DEVICE:
         return need
-    factor = 1.0 if need.phases == ALWAYS else heap
-    return replace(need, place=Place.HOST, bytes=int(factor * local * need.bytes))
+    factor = 1.0 if need.phases == ALWAYS else CPU.heap
+    return replace(need, memory=Memory.HOST, bytes=int(factor * local * need.bytes))

@@ -1,4 +1,4 @@
-"""What the parts of a run are called, when they hold memory, and the constants nobody can compute.
+"""When and where memory is held, and the constants that nobody can compute.
 
 Constants are round numbers for things outside our tensors (contexts, libraries, processes); those
 of the CPU were measured, those of the GPU are read from published logs (docs/memory.md).
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 FLOAT = 4
 """Bytes of a float32 value: master weights, gradients, moments."""
-GIB = 1 << 30
-MIB = 1 << 20
+GIB, MIB = 1 << 30, 1 << 20
 
 
 class Phase(enum.StrEnum):
@@ -28,23 +27,21 @@ class Phase(enum.StrEnum):
     STEP_CRITIC = "critic's optimizer step"
     UPDATE_ACTOR = "actor's backward"
     STEP_ACTOR = "actor's optimizer step"
-    HAND_OVER = "hand-over of weights"
-    SAVE = "saving"
+    SYNC = "weights to the engines"
 
 
-class Place(enum.StrEnum):
-    """Where memory is held."""
+class Memory(enum.StrEnum):
+    """Which memory is held."""
 
-    DEVICE = "device"
-    """Of one GPU; each holds the same."""
+    DEVICE = "each GPU"
     HOST = "host"
     """Of one node, all its processes together; every byte of a run on CPU."""
-    SHARED = "shared"
-    """Files in /dev/shm of one node; they are part of the host's memory too."""
+    SHARED = "/dev/shm"
+    """Files of one node; they are part of the host's memory too."""
 
 
 ALWAYS = frozenset(Phase)
-AWAKE = frozenset({Phase.GENERATE, Phase.HAND_OVER, Phase.SAVE})
+AWAKE = frozenset({Phase.GENERATE, Phase.SYNC})
 """Phases in which engines hold their share of the devices."""
 ASLEEP = ALWAYS - AWAKE
 LOADED = ALWAYS - {Phase.LOAD}
@@ -52,21 +49,19 @@ LOADED = ALWAYS - {Phase.LOAD}
 
 @dataclass(frozen=True)
 class Need:
-    """Memory that one thing holds in one place, in some phases."""
+    """Memory that one thing holds, in some phases."""
 
-    place: Place
+    memory: Memory
     what: str
     bytes: int
     phases: frozenset[Phase] = ALWAYS
-    optional: bool = False
-    """The run does without it where there is no room."""
     is_guess: bool = False
     """A constant for processes, which no refusal rests on."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Bytes of what our formulas do not reach."""
+    """Bytes of what no trial and no count of parameters reaches."""
 
     context: int
     """Of a device, by a training rank: CUDA context, cuBLAS workspace, communication buffers."""
@@ -81,8 +76,8 @@ class Constants:
     driver: int
     """Of the host, by the driver and Ray's own processes."""
     heap: float = 1.0
-    """What tensors that come and go take, beside their size: memory that malloc keeps in pieces
-    (`cpu_env` in verl.trainer.groups has it keep what was touched)."""
+    """What tensors that come and go take, relative to their size: memory that malloc keeps in
+    pieces (`cpu_env` in verl.trainer.groups has it keep what was touched)."""
 
 
 CPU = Constants(0, 0, 0, rank=600 * MIB, engine=1500 * MIB, driver=1500 * MIB, heap=1.6)
@@ -92,14 +87,9 @@ GPU = Constants(
 )  # fmt: skip
 
 
-def power_of_two(count: int) -> int:
-    """The next power of two: torch rounds every piece of pinned host memory up to it."""
-    return 1 << max(0, count - 1).bit_length()
-
-
 def pinned(numels: Sequence[int], item: int, shards: int = 1) -> int:
     """Pinned host bytes of tensors of `numels` values of `item` bytes, cut into `shards`.
 
-    Source: PowerOf2Ceil in ATen/core/CachingHostAllocator.h; freed blocks are kept for reuse.
+    torch rounds each up to a power of two: PowerOf2Ceil in ATen/core/CachingHostAllocator.h.
     """
-    return sum(power_of_two(-(-numel // shards) * item) for numel in numels)
+    return sum(1 << (-(-numel // shards) * item - 1).bit_length() for numel in numels)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections.abc import Mapping
 from operator import attrgetter
+from typing import Any
 
 from verl.config import Config
 from verl.machine import Machine
-from verl.preflight.memory.estimate import Setting, estimate
-from verl.preflight.memory.fitting import CLOSE, Change, changed
-from verl.preflight.memory.needs import Place
+from verl.preflight.memory.estimate import CLOSE, Setting, estimate, free_memory
+from verl.preflight.memory.needs import Memory
 from verl.preflight.memory.ranks import has_critic
 
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
@@ -31,6 +33,15 @@ KEYS = (*OPTIONS, f"{REFERENCE}.optimizer_offload")
 """Every option of this kind; a reference has no optimizer."""
 
 
+def changed(config: Config, change: Mapping[str, Any]) -> Config:
+    """A copy of the options with some of them set, by their dotted names."""
+    result = copy.deepcopy(config)
+    for key, value in change.items():
+        section, _, name = key.rpartition(".")
+        setattr(attrgetter(section)(result), name, value)
+    return result
+
+
 def undecided(config: Config) -> list[str]:
     """The options that are null, in the order of `OPTIONS`."""
     return [key for key in KEYS if attrgetter(key)(config) is None]
@@ -46,7 +57,7 @@ def open_choices(config: Config) -> list[str]:
     return [key for key in undecided(config) if key in OPTIONS and key.startswith(tuple(parts))]
 
 
-def settled(config: Config, chosen: Change | None = None) -> Config:
+def settled(config: Config, chosen: Mapping[str, Any] | None = None) -> Config:
     """A copy with `chosen` and without nulls: what else is open is false.
 
     A critic that shares the policy's base goes where that goes.
@@ -69,11 +80,11 @@ def choose(config: Config, setting: Setting, machine: Machine) -> Config:
 
     Where there is none, the most that the host can hold.
     """
-    keys = open_choices(config)[::-1]
+    keys, free = open_choices(config)[::-1], free_memory(machine)
     values = itertools.product((False, True), repeat=len(keys))  # the last, cheapest, varies most
     ways = [settled(config, dict(zip(keys, way, strict=True))) for way in values]
     needs = [(way, estimate(way, setting)) for way in ways]
-    held = [(way, found) for way, found in needs if found.most(Place.HOST) <= machine.host.free]
-    room = CLOSE.share * min(device.free for device in machine.devices)
-    fitting = (way for way, found in held if found.most(Place.DEVICE) <= room)
+    held = [(way, found) for way, found in needs if found.most(Memory.HOST) <= free[Memory.HOST]]
+    limit = CLOSE.share * free[Memory.DEVICE]
+    fitting = (way for way, found in held if found.most(Memory.DEVICE) <= limit)
     return next(fitting, held[-1][0] if held else ways[0])

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl.config import Config, FsdpConfig
 from verl.core_algos.advantages import ADVANTAGES
-from verl.preflight.memory.activations import (
-    kept_for_backward,
-    logits,
-    passing_while_learning,
-    passing_without_gradient,
-)
-from verl.preflight.memory.needs import ALWAYS, FLOAT, Need, Phase, Place, pinned
-from verl.preflight.memory.shape import ModelShape
+from verl.model_shape import ModelShape
+from verl.preflight.memory.needs import ALWAYS, FLOAT, Memory, Need, Phase, pinned
+from verl.preflight.memory.trial import Pass, activation_bytes
 from verl.training.worker import actor_budgets, critic_budgets
 
-FORWARD, KEPT, PASSING = "activations", "activations kept", "activations and logits at once"
 MOMENTS = 2
-"""AdamW's tensors a learned value, float32."""
+"""AdamW's tensors for each learned value, float32."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +23,22 @@ class HeldModel:
     name: str
     shape: ModelShape
     has_head: bool
-    frozen_item: int
-    """Bytes of a value that is not trained; 0 when all are."""
+    frozen: int
+    """Bytes of what is not trained, over all ranks."""
     learned: int
     """Values that are trained, over all ranks."""
     offload: FsdpConfig
+    forward: frozenset[Phase]
+    """Phases in which it computes, the backward's included."""
+    update: Phase | None = None
+    """In which gradients are made."""
+    step: Phase | None = None
+    """In which the optimizer uses them."""
 
     @property
-    def frozen(self) -> int:
-        """Bytes of what is not trained, over all ranks."""
-        return self.frozen_item * self.shape.parameters(self.has_head)
+    def updates(self) -> frozenset[Phase]:
+        """In which gradients exist."""
+        return frozenset(filter(None, (self.update, self.step)))
 
 
 def has_critic(config: Config) -> bool:
@@ -54,59 +54,63 @@ def held_models(
     As `verl.training.worker` builds them: below an adapter the base is in the compute dtype,
     the reference is that base, and a critic with an adapter shares it; all else is float32.
     """
-    section = config.actor_rollout_ref
-    model, own = section.model, config.critic.model
+    section, own = config.actor_rollout_ref, config.critic.model
+    model, forward = section.model, {Phase.LOG_PROBS, Phase.UPDATE_ACTOR}
+    critics = frozenset({Phase.VALUES, Phase.UPDATE_CRITIC})
     head = critic.adapter(own.lora_rank, own.target_modules) + critic.hidden
-    learned = policy.parameters()
+    frozen, learned = 0, policy.parameters()
     if model.has_adapter:
+        forward |= {Phase.REF_LOG_PROBS, *critics}
+        frozen = item * policy.parameters()
         learned = policy.adapter(model.lora_rank, model.target_modules)
         learned += head if has_critic(config) and config.shares_base else 0
-    frozen = item if model.has_adapter else 0
-    models = [HeldModel("actor", policy, True, frozen, learned, section.actor.fsdp_config)]
+    found = [
+        HeldModel("actor", policy, True, frozen, learned, section.actor.fsdp_config,
+                  frozenset(forward), Phase.UPDATE_ACTOR, Phase.STEP_ACTOR)
+    ]  # fmt: skip
     if config.needs_reference and not model.has_adapter:
-        models.append(HeldModel("reference", policy, True, FLOAT, 0, section.ref.fsdp_config))
+        found.append(
+            HeldModel("reference", policy, True, FLOAT * policy.parameters(), 0,
+                      section.ref.fsdp_config, frozenset({Phase.REF_LOG_PROBS}))
+        )  # fmt: skip
     if has_critic(config) and not config.shares_base:
-        all_of_it = critic.parameters(with_head=False) + critic.hidden
-        learned, frozen = (head, item) if own.has_adapter else (all_of_it, 0)
-        with_head = own.has_adapter
-        models.append(HeldModel("critic", critic, with_head, frozen, learned, own.fsdp_config))
-    return models
+        adapted = own.has_adapter
+        frozen = item * critic.parameters() if adapted else 0
+        learned = head if adapted else critic.parameters(with_head=False) + critic.hidden
+        found.append(
+            HeldModel("critic", critic, adapted, frozen, learned, own.fsdp_config,
+                      critics, Phase.UPDATE_CRITIC, Phase.STEP_CRITIC)
+        )  # fmt: skip
+    return found
 
 
 def shard_needs(model: HeldModel, num_ranks: int, local: int) -> Iterator[Need]:
     """A rank's shard of weights, gradients and moments; `local` ranks share a host.
 
     FSDP2 keeps what is trained in float32, gradients too; a gradient exists from the first
-    micro-batch to the end of the optimizer's step. With `param_offload` all of it is on the host
-    (weights and gradients pinned), with `optimizer_offload` the moments (pinned) between steps.
+    micro-batch to the end of the optimizer's step. With `param_offload` all of it is on the host,
+    with `optimizer_offload` the moments between steps; what is copied from there is pinned.
     """
-    learned, frozen = model.learned // num_ranks, model.frozen // num_ranks
-    weights, moments = FLOAT * learned + frozen, MOMENTS * FLOAT * learned
-    gradient = FLOAT * learned
+    learned = model.learned // num_ranks
+    weights, gradients = FLOAT * learned + model.frozen // num_ranks, FLOAT * learned
+    moments = MOMENTS * FLOAT * learned
     numels = model.shape.tensors(model.has_head)
-    rounded = pinned(numels, FLOAT, num_ranks) / (FLOAT * model.shape.parameters(model.has_head))
-    rounding = rounded * num_ranks
-    update, step = _update_phases(model)
+    on_host = local * pinned(numels, FLOAT, num_ranks) * num_ranks / (FLOAT * sum(numels))
     if model.offload.param_offload:
-        yield Need(Place.HOST, f"{model.name}: weights", int(local * weights * rounding))
+        held = {"weights": weights * on_host}
         if learned:
-            yield Need(Place.HOST, f"{model.name}: gradients", int(local * gradient * rounding))
-            yield Need(Place.HOST, f"{model.name}: moments", local * moments)
+            held |= {"gradients": gradients * on_host, "moments": moments * local}
+        for what, size in held.items():
+            yield Need(Memory.HOST, f"{model.name}: {what}", int(size))
         return
-    yield Need(Place.DEVICE, f"{model.name}: weights", weights)
-    if not learned:
-        return
-    yield Need(Place.DEVICE, f"{model.name}: gradients", gradient, update | step)
-    on_device = step if model.offload.optimizer_offload else ALWAYS
-    yield Need(Place.DEVICE, f"{model.name}: moments", moments, on_device)
-    if model.offload.optimizer_offload:
-        yield Need(Place.HOST, f"{model.name}: moments", int(local * moments * rounding))
-
-
-def _update_phases(model: HeldModel) -> tuple[frozenset[Phase], frozenset[Phase]]:
-    if model.name == "critic":
-        return frozenset({Phase.UPDATE_CRITIC}), frozenset({Phase.STEP_CRITIC})
-    return frozenset({Phase.UPDATE_ACTOR}), frozenset({Phase.STEP_ACTOR})
+    yield Need(Memory.DEVICE, f"{model.name}: weights", weights)
+    if learned and model.step is not None:
+        between = model.offload.optimizer_offload
+        phases = frozenset({model.step}) if between else ALWAYS
+        yield Need(Memory.DEVICE, f"{model.name}: gradients", gradients, model.updates)
+        yield Need(Memory.DEVICE, f"{model.name}: moments", moments, phases)
+        if between:
+            yield Need(Memory.HOST, f"{model.name}: moments", int(moments * on_host))
 
 
 def gathered_needs(model: HeldModel, num_ranks: int, item: int) -> Iterator[Need]:
@@ -117,67 +121,53 @@ def gathered_needs(model: HeldModel, num_ranks: int, item: int) -> Iterator[Need
     one's that is being freed). One rank alone keeps every block to the end of the backward. A
     block's gradient exists in the compute dtype and, while it is reduced, twice in float32.
     """
-    root, block = model.shape.root(model.has_head), model.shape.block
-    blocks = model.shape.layers if num_ranks == 1 else min(3, model.shape.layers)
-    phases = _forward_phases(model)
-    yield Need(Place.DEVICE, f"{model.name}: gathered", item * (root + blocks * block), phases)
-    if model.learned and not model.frozen_item:
-        update, _ = _update_phases(model)
-        reduced = (item + 2 * FLOAT) * block + item * root
-        yield Need(Place.DEVICE, f"{model.name}: gradients not yet spread", reduced, update)
+    root, block, layers = model.shape.root(model.has_head), model.shape.block, model.shape.layers
+    blocks = layers if num_ranks == 1 else min(3, layers)
+    size = item * (root + blocks * block)
+    yield Need(Memory.DEVICE, f"{model.name}: gathered", size, model.forward)
+    if model.update is not None and not model.frozen:
+        size, phases = (item + 2 * FLOAT) * block, frozenset({model.update})
+        yield Need(Memory.DEVICE, f"{model.name}: gradients not yet spread", size, phases)
 
 
-def _forward_phases(model: HeldModel) -> frozenset[Phase]:
-    match model.name:
-        case "reference":
-            return frozenset({Phase.REF_LOG_PROBS})
-        case "critic":
-            return frozenset({Phase.VALUES, Phase.UPDATE_CRITIC})
-        case _:
-            own = frozenset({Phase.LOG_PROBS, Phase.UPDATE_ACTOR})
-            shared = frozenset({Phase.REF_LOG_PROBS, Phase.VALUES, Phase.UPDATE_CRITIC})
-            return own | shared if model.frozen_item else own
-
-
-def working_needs(
-    config: Config, policy: ModelShape, critic: ModelShape, item: int
+def activation_needs(
+    config: Config, policy: ModelShape, critic: ModelShape, dtype: str
 ) -> Iterator[Need]:
     """Activations and logits of each pass, by its token budget."""
-    section, budgets = config.actor_rollout_ref, actor_budgets(config)
-    heated, minis = section.rollout.temperature != 1.0, section.actor.ppo_mini_batch_size
-    look = _tokens(config, budgets.inference, config.num_trajectories)
-    head = logits(policy, look, item, heated)
-    looks = {Phase.LOG_PROBS, *([Phase.REF_LOG_PROBS] if config.needs_reference else [])}
-    yield _need(FORWARD, passing_without_gradient(policy, look, item, head), *looks)
-    tokens = _tokens(config, budgets.update, minis)
+    section, own = config.actor_rollout_ref, config.critic
+    minis, longest = section.actor.ppo_mini_batch_size, config.data.max_model_len
+
+    def tokens(budget: int, trajectories: int) -> int:
+        """Of the largest micro-batch: the budget, or all there is, or one whole trajectory."""
+        return max(longest, min(budget, -(-trajectories // config.num_ranks) * longest))
+
+    budgets, every = actor_budgets(config), config.num_trajectories
+    forward = Pass(
+        policy, tokens(budgets.inference, every), longest, dtype,
+        lora_rank=section.model.lora_rank, temperature=section.rollout.temperature,
+    )  # fmt: skip
     recompute = section.model.enable_gradient_checkpointing
-    head = logits(policy, tokens, item, heated)
-    yield _need(KEPT, kept_for_backward(policy, tokens, item, recompute), Phase.UPDATE_ACTOR)
-    passing = passing_while_learning(policy, tokens, item, recompute, head)
-    yield _need(PASSING, passing, Phase.UPDATE_ACTOR)
-    if has_critic(config):
-        yield from _critics_working_needs(config, critic, item)
-
-
-def _critics_working_needs(config: Config, shape: ModelShape, item: int) -> Iterator[Need]:
-    """As the policy's, without logits."""
-    own, budgets = config.critic, critic_budgets(config)
-    minis = own.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
-    look = _tokens(config, budgets.inference, config.num_trajectories)
-    yield _need(FORWARD, passing_without_gradient(shape, look, item, 0), Phase.VALUES)
-    tokens = _tokens(config, budgets.update, minis)
+    update = replace(
+        forward, tokens=tokens(budgets.update, minis), learns=True, recompute=recompute
+    )
+    looks = {Phase.LOG_PROBS, *([Phase.REF_LOG_PROBS] if config.needs_reference else [])}
+    yield _activations(forward, *looks)
+    yield _activations(update, Phase.UPDATE_ACTOR)
+    if not has_critic(config):
+        return
+    budgets, minis = critic_budgets(config), own.ppo_mini_batch_size or minis
+    forward = Pass(
+        critic, tokens(budgets.inference, every), longest, dtype,
+        is_critic=True, lora_rank=own.model.lora_rank,
+    )  # fmt: skip
     recompute = own.model.enable_gradient_checkpointing
-    yield _need(KEPT, kept_for_backward(shape, tokens, item, recompute), Phase.UPDATE_CRITIC)
-    passing = passing_while_learning(shape, tokens, item, recompute, 0)
-    yield _need(PASSING, passing, Phase.UPDATE_CRITIC)
+    update = replace(
+        forward, tokens=tokens(budgets.update, minis), learns=True, recompute=recompute
+    )
+    yield _activations(forward, Phase.VALUES)
+    yield _activations(update, Phase.UPDATE_CRITIC)
 
 
-def _need(what: str, size: int, *phases: Phase) -> Need:
-    return Need(Place.DEVICE, what, size, frozenset(phases))
-
-
-def _tokens(config: Config, budget: int, trajectories: int) -> int:
-    """Tokens of the largest micro-batch: the budget, or all there is, or one whole trajectory."""
-    longest = config.data.max_model_len
-    share = -(-trajectories // config.num_ranks) * longest
-    return max(longest, min(budget, share))
+def _activations(work: Pass, *phases: Phase) -> Need:
+    what = "activations" if work.is_critic else "activations and logits"
+    return Need(Memory.DEVICE, what, activation_bytes(work), frozenset(phases))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.verl.preflight.memory.shapes import shape_of
-from tests.verl.preflight.memory.test_fitting import run
 from tests.verl.preflight.memory.test_presets import machine
+from tests.verl.preflight.memory.test_shortages import run
 from tests.verl.training.ranks import save_tiny, tiny_config
 from verl.config import Config
 from verl.config.checks import check
@@ -58,14 +58,14 @@ def test_a_run_that_fits_logs_its_needs(
 
 
 def test_a_run_that_cannot_fit_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what is needed, what is free, what would fit, and how to start all the same."""
+    """With what is needed, what is free, which options need less, and how to start all the same."""
     config.actor_rollout_ref.rollout.cpu_kv_cache_gib = 40
     with_memory(monkeypatch, 5 * GIB)
     (problem,) = memory_problems(config)
     assert isinstance(problem, ResourceError)
     text = str(problem)
     assert "host needs about" in text and "but 5.37 GB is free" in text
-    assert "trainer.memory_preflight=warn" in text and "expected settings that fit" in text
+    assert "trainer.memory_preflight=warn" in text and "cpu_kv_cache_gib=1" in text
 
 
 def test_a_small_shared_memory_has_a_fix_of_its_own(
@@ -85,16 +85,6 @@ def test_nothing_is_refused_for_its_processes(
     with_memory(monkeypatch, 4 * GIB)
     assert memory_problems(config) == []
     assert "host needs about" in caplog.text
-
-
-def test_what_fits_is_an_option_of_this_run(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A large KV cache alone stands in the way: the proposal lowers it."""
-    config.actor_rollout_ref.rollout.cpu_kv_cache_gib = 40
-    with_memory(monkeypatch, 20 * GIB)
-    (problem,) = memory_problems(config)
-    assert "actor_rollout_ref.rollout.cpu_kv_cache_gib=1: needs" in str(problem)
 
 
 @pytest.mark.parametrize("way", ["warn", "cluster"])
@@ -127,7 +117,7 @@ def test_it_can_be_switched_off(
 def test_an_unknown_model_is_not_judged(
     config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A model that is not on this disk, or of another architecture, is said not to be estimated."""
+    """A model that is not on this disk is said not to be estimated."""
     with_memory(monkeypatch, 0)
     config.actor_rollout_ref.model.path = "nobody/nothing"
     with caplog.at_level(logging.INFO):

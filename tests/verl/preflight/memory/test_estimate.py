@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.verl.preflight.memory.shapes import shape_of
 from verl.config import Config
-from verl.preflight.memory.engine import SAMPLING_COPIES, kv_bytes
+from verl.preflight.memory.engines import SAMPLING_COPIES, kv_bytes
 from verl.preflight.memory.estimate import Estimate, Setting, estimate
-from verl.preflight.memory.fitting import changed
-from verl.preflight.memory.needs import CPU, Phase, Place, pinned, power_of_two
+from verl.preflight.memory.needs import CPU, Memory, Phase, pinned
+from verl.preflight.memory.offload import changed
 
 GIB = 1 << 30
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
@@ -33,8 +33,8 @@ def of(config: Config, size: str = "Qwen2.5-7B", on_gpu: bool = True) -> Estimat
     return estimate(config, Setting(shape, shape, on_gpu, 80 * GIB if on_gpu else 0, dtype))
 
 
-def held(found: Estimate, what: str, place: Place) -> int:
-    return sum(n.bytes for n in found.needs if n.what == what and n.place is place)
+def held(found: Estimate, what: str, memory: Memory) -> int:
+    return sum(n.bytes for n in found.needs if n.what == what and n.memory is memory)
 
 
 def test_full_training_holds_sixteen_bytes_a_parameter() -> None:
@@ -43,7 +43,7 @@ def test_full_training_holds_sixteen_bytes_a_parameter() -> None:
     for ranks in (1, 2, 8):
         found = of(options(trainer__n_gpus_per_node=ranks))
         parts = [
-            held(found, f"actor: {x}", Place.DEVICE) for x in ("weights", "gradients", "moments")
+            held(found, f"actor: {x}", Memory.DEVICE) for x in ("weights", "gradients", "moments")
         ]
         assert parts == [
             4 * (parameters // ranks),
@@ -56,18 +56,18 @@ def test_the_reference_is_weights_alone_and_only_where_it_is_needed() -> None:
     """KL needs one; it has neither gradient nor moments."""
     found = of(options())
     assert (
-        held(found, "reference: weights", Place.DEVICE)
+        held(found, "reference: weights", Memory.DEVICE)
         == 4 * shape_of("Qwen2.5-7B").parameters() // 8
     )
-    assert held(found, "reference: moments", Place.DEVICE) == 0
+    assert held(found, "reference: moments", Memory.DEVICE) == 0
     assert (
-        held(of(options(algorithm__kl_ctrl__kl_coef=0.0)), "reference: weights", Place.DEVICE) == 0
+        held(of(options(algorithm__kl_ctrl__kl_coef=0.0)), "reference: weights", Memory.DEVICE) == 0
     )
 
 
 def test_only_gae_has_a_critic() -> None:
     """Of GRPO nothing of one is counted."""
-    assert held(of(options()), "critic: weights", Place.DEVICE) > 0
+    assert held(of(options()), "critic: weights", Memory.DEVICE) > 0
     grpo = of(options(algorithm__adv_estimator="grpo"))
     assert not [need for need in grpo.needs if need.what.startswith("critic")]
 
@@ -77,9 +77,9 @@ def test_an_adapter_shares_one_base() -> None:
     shape = shape_of("Qwen2.5-7B")
     found = of(options(**{f"{MODEL}.lora_rank": 64, "critic__model__lora_rank": 64}))
     learned = 2 * shape.adapter(64) + shape.hidden
-    weights = held(found, "actor: weights", Place.DEVICE)
+    weights = held(found, "actor: weights", Memory.DEVICE)
     assert weights == 2 * shape.parameters() // 8 + 4 * (learned // 8)
-    assert held(found, "actor: moments", Place.DEVICE) == 8 * (learned // 8)
+    assert held(found, "actor: moments", Memory.DEVICE) == 8 * (learned // 8)
     assert not [n for n in found.needs if n.what.startswith(("reference", "critic"))]
 
 
@@ -88,12 +88,12 @@ def test_offloading_moves_memory_to_the_host() -> None:
     plain, config = of(options()), options(**{f"{ACTOR}.fsdp_config.param_offload": True})
     moved = of(config)
     for what in ("weights", "moments"):
-        gone = held(plain, f"actor: {what}", Place.DEVICE)
-        assert held(moved, f"actor: {what}", Place.DEVICE) == 0
-        assert 8 * gone <= held(moved, f"actor: {what}", Place.HOST) <= 16 * gone
+        gone = held(plain, f"actor: {what}", Memory.DEVICE)
+        assert held(moved, f"actor: {what}", Memory.DEVICE) == 0
+        assert 8 * gone <= held(moved, f"actor: {what}", Memory.HOST) <= 16 * gone
     between = of(options(**{f"{ACTOR}.fsdp_config.optimizer_offload": True}))
-    size = held(plain, "actor: moments", Place.DEVICE)
-    phases = {p: between.total(Place.DEVICE, p) - plain.total(Place.DEVICE, p) for p in Phase}
+    size = held(plain, "actor: moments", Memory.DEVICE)
+    phases = {p: between.total(Memory.DEVICE, p) - plain.total(Memory.DEVICE, p) for p in Phase}
     assert phases[Phase.GENERATE] == phases[Phase.UPDATE_ACTOR] == -size
     assert phases[Phase.STEP_ACTOR] == 0
 
@@ -101,20 +101,20 @@ def test_offloading_moves_memory_to_the_host() -> None:
 def test_the_peak_is_the_worst_phase_not_the_sum() -> None:
     """Engine and activations are never there together."""
     found = of(options())
-    totals = [found.total(Place.DEVICE, phase) for phase in Phase]
-    everything = sum(n.bytes for n in found.needs if n.place is Place.DEVICE)
-    assert found.most(Place.DEVICE) == max(totals) < everything
-    names = {n.what for n in found.at(Place.DEVICE, Phase.UPDATE_ACTOR)}
-    assert "activations kept" in names and "engine, awake" not in names
-    names = {n.what for n in found.at(Place.DEVICE, Phase.GENERATE)}
-    assert "activations kept" not in names and "engine, awake" in names
+    totals = [found.total(Memory.DEVICE, phase) for phase in Phase]
+    everything = sum(n.bytes for n in found.needs if n.memory is Memory.DEVICE)
+    assert found.most(Memory.DEVICE) == max(totals) < everything
+    names = {n.what for n in found.at(Memory.DEVICE, Phase.UPDATE_ACTOR)}
+    assert "activations and logits" in names and "engine, awake" not in names
+    names = {n.what for n in found.at(Memory.DEVICE, Phase.GENERATE)}
+    assert "activations and logits" not in names and "engine, awake" in names
 
 
 def test_the_engine_takes_its_share_and_caches_in_the_rest() -> None:
     """A key and a value of 4 heads of 128 in 28 layers, 2 bytes each, is 57,344 bytes a token."""
     assert kv_bytes(shape_of("Qwen2.5-7B"), 2) == 57344
     small, large = (of(options(**{f"{ROLLOUT}.gpu_memory_utilization": u})) for u in (0.5, 0.6))
-    assert held(small, "engine, awake", Place.DEVICE) == 40 * GIB
+    assert held(small, "engine, awake", Memory.DEVICE) == 40 * GIB
     assert small.engine is not None and large.engine is not None
     assert large.engine.cached_tokens - small.engine.cached_tokens == pytest.approx(
         8 * GIB / 57344, abs=1
@@ -133,7 +133,7 @@ def test_the_engine_takes_its_share_and_caches_in_the_rest() -> None:
 def test_what_needs_more_is_estimated_so(key: str, less: Any, more: Any) -> None:
     """Each option that changes the update's memory does so in the right direction."""
     amounts = [
-        of(options(**{key: x})).total(Place.DEVICE, Phase.UPDATE_ACTOR) for x in (less, more)
+        of(options(**{key: x})).total(Memory.DEVICE, Phase.UPDATE_ACTOR) for x in (less, more)
     ]
     assert amounts[0] < amounts[1]
 
@@ -142,32 +142,32 @@ def test_loading_needs_no_memory_of_its_own() -> None:
     """Ranks read the rows they keep: the node's peak is not while it loads, whatever the model."""
     for ranks in (1, 4):
         found = of(options(algorithm__adv_estimator="grpo", trainer__n_gpus_per_node=ranks))
-        held_after = found.total(Place.HOST, Phase.UPDATE_ACTOR)
-        assert found.total(Place.HOST, Phase.LOAD) <= held_after
+        held_after = found.total(Memory.HOST, Phase.UPDATE_ACTOR)
+        assert found.total(Memory.HOST, Phase.LOAD) <= held_after
 
 
 def test_on_cpu_everything_is_the_hosts() -> None:
     """No need names a device; ranks multiply, and the KV cache is what was asked for."""
     config = options(**{"trainer.n_gpus_per_node": 2, f"{ROLLOUT}.cpu_kv_cache_gib": 3})
     found = of(config, "Qwen2.5-0.5B", on_gpu=False)
-    assert found.most(Place.DEVICE) == 0 and found.engine is None
+    assert found.most(Memory.DEVICE) == 0 and found.engine is None
     parameters = shape_of("Qwen2.5-0.5B").parameters()
-    assert held(found, "actor: weights", Place.HOST) == 2 * 4 * (parameters // 2)
-    assert held(found, "engines: KV cache", Place.HOST) == 3 * GIB
-    gradients = held(found, "actor: gradients", Place.HOST)
+    assert held(found, "actor: weights", Memory.HOST) == 2 * 4 * (parameters // 2)
+    assert held(found, "engines: KV cache", Memory.HOST) == 3 * GIB
+    gradients = held(found, "actor: gradients", Memory.HOST)
     assert gradients == int(CPU.heap * 2 * 4 * (parameters // 2))
 
 
 def test_only_a_base_below_an_adapter_waits_on_the_host() -> None:
     """Whole weights are dropped in sleep: new ones come before the next request."""
     what, shape = "engines' weights while they sleep", shape_of("Qwen2.5-7B")
-    assert held(of(options()), what, Place.HOST) == 0
+    assert held(of(options()), what, Memory.HOST) == 0
     kept, merged = (
         of(options(**{f"{MODEL}.lora_rank": 64, f"{ROLLOUT}.merge_adapter": is_merged}))
         for is_merged in (False, True)
     )
-    assert held(kept, what, Place.HOST) >= 8 * 2 * shape.parameters()
-    assert held(merged, what, Place.HOST) == 0
+    assert held(kept, what, Memory.HOST) >= 8 * 2 * shape.parameters()
+    assert held(merged, what, Memory.HOST) == 0
 
 
 def test_the_estimate_counts_the_dialogues_that_the_engine_decodes() -> None:
@@ -187,20 +187,10 @@ def test_an_engine_in_float16_holds_two_bytes_a_value() -> None:
     assert half == brain
 
 
-def test_a_copy_for_saving_is_not_required() -> None:
-    """Training waits where there is no room for it."""
-    found = of(options())
-    (copy,) = (n for n in found.needs if n.optional)
-    assert copy.phases == {Phase.SAVE}
-    assert copy in found.at(Place.HOST, Phase.SAVE)
-    expected = sum(n.bytes for n in found.at(Place.HOST, Phase.SAVE) if n is not copy)
-    assert found.total(Place.HOST, Phase.SAVE) == expected
-
-
 @given(st.integers(1, 1 << 40))
 def test_pinned_memory_is_a_power_of_two(count: int) -> None:
     """The smallest that is enough."""
-    rounded = power_of_two(count)
+    rounded = pinned([count], 1)
     assert rounded & (rounded - 1) == 0
     assert count <= rounded < 2 * count
 

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 from tests.test_train_scripts import config_of
-from tests.verl.preflight.memory.shapes import shape_of
-from tests.verl.preflight.memory.test_fitting import run, setting
 from tests.verl.preflight.memory.test_presets import machine
+from tests.verl.preflight.memory.test_shortages import run, setting
 from verl.config import Config
 from verl.machine import Machine
+from verl.preflight.memory.check import Outlook, settle_offload
 from verl.preflight.memory.estimate import Setting, estimate
-from verl.preflight.memory.fitting import changed
-from verl.preflight.memory.needs import Place
-from verl.preflight.memory.offload import KEYS, choose, everything, open_choices, settled, undecided
-from verl.preflight.memory.table import offload_line
+from verl.preflight.memory.needs import Memory
+from verl.preflight.memory.offload import (
+    KEYS,
+    changed,
+    choose,
+    everything,
+    open_choices,
+    settled,
+    undecided,
+)
 
 ACTOR, REFERENCE, CRITIC = (
     "actor_rollout_ref.actor.fsdp_config",
@@ -48,9 +55,9 @@ def search(config: Config, what: Setting, here: Machine) -> list[str]:
     held: list[set[str]] = []
     for some in sorted(sets, key=lambda some: sum(COSTS[key] for key in some)):
         found = estimate(changed(config, {key: key in some for key in KEYS}), what)
-        if found.most(Place.HOST) <= here.host.free:
+        if found.most(Memory.HOST) <= here.host.free:
             held.append(some)
-            if found.most(Place.DEVICE) <= 0.9 * here.devices[0].free:
+            if found.most(Memory.DEVICE) <= 0.9 * here.devices[0].free:
                 return sorted(some)
     return sorted(held[-1]) if held else []
 
@@ -87,7 +94,7 @@ def test_a_host_without_room_gets_as_much_as_it_holds() -> None:
     what = setting("Qwen2.5-7B", here)
     chosen = choose(config, what, here)
     assert on_host(chosen) and on_host(chosen) != on_host(everything(config))
-    assert estimate(chosen, what).most(Place.HOST) <= here.host.free
+    assert estimate(chosen, what).most(Memory.HOST) <= here.host.free
     small = machine(2, 23.5, 16)
     assert on_host(choose(config, what, small)) == []
 
@@ -124,29 +131,28 @@ def test_a_critic_goes_with_the_base_that_it_shares() -> None:
     assert fixed.critic.model.fsdp_config.param_offload is True
 
 
-def test_the_line_says_what_and_why() -> None:
+def test_the_line_says_what_and_why(caplog: pytest.LogCaptureFixture) -> None:
     """What waits on the host, what a GPU then needs, and what it would need otherwise."""
-    config, here = run(8, "gae"), machine(8, 39.5, 1000)
-    what = Setting(shape_of("Qwen2.5-3B"), shape_of("Qwen2.5-3B"), True, here.devices[0].total)
-    chosen = changed(settled(config), {f"{ACTOR}.optimizer_offload": True})
-    line = offload_line(
-        config, chosen, estimate(settled(config), what), estimate(chosen, what), here
-    )
-    assert line.startswith("offload to the host: actor's optimizer state; each GPU needs ")
-    assert "of 42.4 GB free, and would need " in line and line.endswith("GB otherwise")
-    none = settled(config)
-    line = offload_line(config, none, estimate(none, what), estimate(none, what), here)
-    assert line.startswith("offload to the host: nothing; each GPU needs ")
-    assert line.endswith("of 42.4 GB free")
+    config = run(8, "gae")
+    config.trainer.device = "cuda"
+    for gib in (39.5, 140.0):
+        here = machine(8, gib, 1000)
+        with caplog.at_level(logging.INFO):
+            settle_offload(config, Outlook(setting("Qwen2.5-3B", here), here))
+    some, none = (record.getMessage() for record in caplog.records)
+    assert some.startswith("offload to the host: reference's weights; each GPU needs ")
+    assert "of 42.4 GB free, and would need " in some and some.endswith("GB otherwise")
+    assert none.startswith("offload to the host: nothing; each GPU needs ")
+    assert none.endswith("GB free")
 
 
 WAITING = {
-    "train_grpo.sh": {79.0: [], 39.5: [], 23.5: [f"{ACTOR}.param_offload"]},
+    "train_grpo.sh": {79.0: [], 39.5: [], 23.5: [f"{ACTOR}.optimizer_offload"]},
     "train_ppo.sh": {
         79.0: [],
         39.5: [f"{REFERENCE}.param_offload"],
         23.5: [
-            f"{ACTOR}.param_offload",
+            f"{ACTOR}.optimizer_offload",
             f"{REFERENCE}.param_offload",
             f"{CRITIC}.optimizer_offload",
         ],

@@ -9,8 +9,7 @@ from tests.test_train_scripts import ROOT, arguments, config_of
 from tests.verl.preflight.memory.shapes import FACTS, shape_of
 from verl.config import Config
 from verl.machine import DeviceMemory, HostMemory, Machine
-from verl.preflight.memory.estimate import Setting, estimate
-from verl.preflight.memory.fitting import CLOSE, REFUSED, shortages
+from verl.preflight.memory.estimate import CLOSE, REFUSED, Setting, estimate
 from verl.preflight.memory.offload import KEYS, choose
 
 GIB = 1 << 30
@@ -48,9 +47,9 @@ def verdict(config: Config, here: Machine, size: str) -> str:
     """What the preflight makes of this model under these options."""
     chosen, setting = settings_for(config, here, size)
     found = estimate(chosen, setting)
-    if shortages(chosen, found, here, REFUSED):
+    if found.shortages(chosen, here, REFUSED):
         return "refused"
-    return "close" if shortages(chosen, found, here, CLOSE) else "fits"
+    return "close" if found.shortages(chosen, here, CLOSE) else "fits"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -61,10 +60,9 @@ def test_a_preset_fits_its_machine(preset: str, recipe: str, tmp_path: Path) -> 
     here = MACHINES[preset]
     assert config.num_ranks == len(here.devices)
     size = config.actor_rollout_ref.model.path.removeprefix("Qwen/")
-    larger = SIZES[SIZES.index(size) + 1 :]
-    found = [verdict(config, here, name) for name in (size, *larger)]
-    assert found[0] == "fits"
-    assert set(found[2:]) == {"refused"}
+    second = SIZES[SIZES.index(size) + 2]
+    assert verdict(config, here, size) == "fits"
+    assert verdict(config, here, second) == verdict(config, here, SIZES[-1]) == "refused"
     chosen, _ = settings_for(config, here, size)
     waiting = [key for key in KEYS if attrgetter(key)(chosen)]
     assert waiting == WAITING.get((preset, recipe), [])

@@ -1,5 +1,6 @@
 """Parameters are counted as transformers builds the models."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from peft import inject_adapter_in_model
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -16,7 +18,7 @@ from transformers import (
 
 from tests.verl.preflight.memory.shapes import FACTS, shape_of
 from verl.config import AdapterConfig
-from verl.preflight.memory.shape import ModelShape
+from verl.model_shape import ModelShape, read_shape
 from verl.training.lora import peft_config
 
 SMALL: dict[str, Any] = {
@@ -45,12 +47,35 @@ def on_meta(config: PretrainedConfig) -> Any:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_tensor_is_counted(name: str) -> None:
-    """The count, and the list of tensor sizes, are those of the model without weights."""
-    shape = ModelShape.of(CONFIGS[name].to_dict())
-    assert shape is not None
+    """The list of tensor sizes is that of the model without weights."""
+    shape = ModelShape.of(CONFIGS[name])
     numels = sorted(p.numel() for p in on_meta(CONFIGS[name]).parameters())
     assert sorted(shape.tensors()) == numels
-    assert shape.parameters() == sum(numels)
+    assert shape.layers * shape.block + shape.root() == shape.parameters()
+
+
+def test_a_shape_is_that_of_the_published_model() -> None:
+    """Qwen2.5-7B by hand: 28 query and 4 key heads of 128, MLPs of 18,944."""
+    shape = shape_of("Qwen2.5-7B")
+    assert (shape.query_size, shape.kv_size, shape.widest) == (3584, 512, 18944)
+    block = 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
+    assert shape.linear_weights == 28 * block
+    assert shape.last_products == 28 * 3584 * 18944
+
+
+def test_any_architecture_is_counted() -> None:
+    """Also one that we never heard of, with other names for its parts."""
+    config = Gemma2Config(**SMALL, head_dim=32)
+    shape = ModelShape.of(config)
+    assert shape.parameters() == sum(p.numel() for p in on_meta(config).parameters())
+    assert (shape.layers, shape.query_size, len(shape.linears)) == (3, 6 * 32, 3 * 7)
+
+
+def test_what_is_no_model_has_no_shape(tmp_path: Path) -> None:
+    """A folder without config.json, and a config of nothing that transformers knows."""
+    assert read_shape(str(tmp_path)) is None
+    (tmp_path / "config.json").write_text("{}")
+    assert read_shape(str(tmp_path)) is None
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
@@ -60,8 +85,7 @@ def test_adapters_are_counted_as_peft_makes_them(targets: Any) -> None:
     options = AdapterConfig(lora_rank=8, target_modules=targets)
     inject_adapter_in_model(peft_config(lm, options), lm)
     added = sum(p.numel() for name, p in lm.named_parameters() if ".lora_" in name)
-    shape = ModelShape.of(CONFIGS["llama"].to_dict())
-    assert shape is not None
+    shape = ModelShape.of(CONFIGS["llama"])
     assert shape.adapter(8, targets) == added
 
 
@@ -70,8 +94,3 @@ def test_the_critic_has_no_output_head() -> None:
     untied, tied = shape_of("Qwen2.5-7B"), shape_of("Qwen2.5-3B")
     assert untied.parameters() - untied.parameters(with_head=False) == 152064 * 3584
     assert tied.parameters(with_head=False) == tied.parameters()
-
-
-def test_an_unknown_architecture_has_no_shape() -> None:
-    """Nothing is guessed of a mixture of experts."""
-    assert ModelShape.of({**FACTS["Qwen2.5-7B"], "model_type": "qwen2_moe"}) is None

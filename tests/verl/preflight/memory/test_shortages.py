@@ -1,0 +1,78 @@
+"""What cannot fit is found out, and said with the options that need less."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.verl.preflight.memory.shapes import shape_of
+from tests.verl.preflight.memory.test_presets import machine
+from verl.config import Config
+from verl.machine import HostMemory, Machine, amount
+from verl.preflight.memory.check import shortage_line, table
+from verl.preflight.memory.estimate import REFUSED, Setting, estimate
+from verl.preflight.memory.needs import Memory
+from verl.preflight.memory.offload import changed
+
+GIB = 1 << 30
+
+
+def run(gpus: int, estimator: str = "grpo") -> Config:
+    """A run without adapters on so many GPUs."""
+    config = Config()
+    config.actor_rollout_ref.model.path = "m"
+    config.data.train_files = config.data.val_files = "rows.parquet"
+    config.algorithm.adv_estimator = estimator
+    config.actor_rollout_ref.rollout.n_agent = 5 if estimator == "grpo" else 1
+    config.trainer.n_gpus_per_node = gpus
+    return config
+
+
+def setting(size: str, here: Machine) -> Setting:
+    shape = shape_of(size)
+    return Setting(shape, shape, True, here.devices[0].total)
+
+
+def test_a_small_shared_memory_is_found() -> None:
+    """A container's 64 MB of /dev/shm do not hold the weights; elsewhere there is plenty."""
+    here, config = machine(8, 79, 1024), run(8)
+    small = Machine(here.host, 64 << 20, here.devices)
+    found = estimate(config, setting("Qwen2.5-0.5B", here))
+    (short,) = found.shortages(config, small, REFUSED)
+    assert short.memory is Memory.SHARED
+    assert "/dev/shm needs about 1.98 GB" in shortage_line(short, found)
+
+
+def test_an_engine_without_room_for_one_dialogue_is_found() -> None:
+    """Weights alone fill its share: vLLM would refuse to start."""
+    here, config = machine(1, 79, 1024), run(1)
+    config.actor_rollout_ref.model.lora_rank = 8
+    config.actor_rollout_ref.rollout.gpu_memory_utilization = 0.2
+    found = estimate(config, setting("Qwen2.5-7B", here))
+    (short,) = found.shortages(config, here, REFUSED)
+    assert "KV cache for one trajectory of 4596 tokens" in shortage_line(short, found)
+
+
+def test_the_table_adds_up() -> None:
+    """The lines of a place sum to its total, and the phase of the peak is named."""
+    here, config = machine(8, 79, 1024), run(8)
+    found = estimate(config, setting("Qwen2.5-7B", here))
+    lines = table(found, here).splitlines()
+    device = [line.split() for line in lines if line.startswith("  each GPU")]
+    parts = [float(words[2]) for words in device[:-2]]
+    assert sum(parts) == pytest.approx(float(device[-2][2]), abs=0.2)
+    assert lines[len(device) - 2].endswith(f"of 84.8 GB free, in {found.peak(Memory.DEVICE)}")
+
+
+def test_amounts_read_well() -> None:
+    """Three digits."""
+    assert [amount(n) for n in (5e6, 0.5e9, 2e9, 61.25e9)] == ["5 MB", "0.5 GB", "2 GB", "61.2 GB"]
+
+
+def test_the_hosts_limit_counts() -> None:
+    """Offloading to a host without room is refused for the host's sake."""
+    here = machine(8, 79, 1024)
+    config = changed(run(8), {"actor_rollout_ref.actor.fsdp_config.param_offload": True})
+    tight = Machine(HostMemory(64 * GIB, 64 * GIB), here.shared_free, here.devices)
+    found = estimate(config, setting("Qwen2.5-7B", here))
+    (short,) = found.shortages(config, tight, REFUSED)
+    assert short.memory is Memory.HOST

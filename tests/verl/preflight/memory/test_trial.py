@@ -1,0 +1,82 @@
+"""What a trial on fake tensors finds is what autograd keeps, whatever the depth."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, Qwen2Config
+
+from verl.model_shape import ModelShape
+from verl.preflight.memory import trial
+from verl.preflight.memory.trial import Pass, activation_bytes
+from verl.training.attention import PACKED, SequenceBounds
+from verl.training.models import LOGITS_PER_CHUNK
+
+SMALL = {"vocab_size": 200, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 7,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+PASS = Pass(ModelShape.of(Qwen2Config(**SMALL)), 300, 40, "bfloat16")
+WAYS = {
+    "forward": PASS,
+    "update": dataclasses.replace(PASS, learns=True),
+    "recomputed": dataclasses.replace(PASS, learns=True, recompute=True),
+    "critic": dataclasses.replace(PASS, learns=True, is_critic=True),
+    "adapter": dataclasses.replace(PASS, learns=True, recompute=True, lora_rank=4),
+    "gemma": dataclasses.replace(PASS, shape=ModelShape.of(Gemma2Config(**SMALL, head_dim=16))),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_depths_tell_of_all(way: str) -> None:
+    """The whole model followed block by block needs the same, of any architecture."""
+    work = WAYS[way]
+    assert activation_bytes(work) == trial._at_depth(work, work.shape.layers)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_block_more_holds_what_autograd_keeps_of_it(dtype: str, recompute: bool) -> None:
+    """As hooks on the tensors that a real forward saves count them."""
+    work = dataclasses.replace(PASS, dtype=dtype, learns=True, recompute=recompute)
+    more = trial._at_depth(work, 6) - trial._at_depth(work, 5)
+    assert more == saved(work, 6) - saved(work, 5)
+
+
+def saved(work: Pass, layers: int) -> int:
+    """Bytes of the tensors that autograd saves in a packed forward, weights left out."""
+    config = Qwen2Config(**SMALL | {"num_hidden_layers": layers})
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED)
+    lm = lm.to(getattr(torch, work.dtype)).train()
+    if work.recompute:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    weights = {p.untyped_storage().data_ptr() for p in lm.parameters()}
+    held: list[Tensor] = []
+    bounds = SequenceBounds.of([40] * 7 + [20], torch.device("cpu"))
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: held.append(x) or x, lambda x: x
+    ):  # the list keeps them alive, so that no address is used twice
+        out = lm.get_decoder()(
+            input_ids=torch.arange(300)[None] % 200, position_ids=bounds.position_ids,
+            use_cache=False, bounds=bounds,
+        )  # fmt: skip
+    assert out.last_hidden_state.requires_grad
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+    return sum(n for address, n in storages.items() if address not in weights)
+
+
+def test_logits_stop_growing_at_a_chunk() -> None:
+    """Twice the tokens are far from twice the memory where logits are most of it."""
+    facts = SMALL | {"vocab_size": 1 << 18, "hidden_size": 16, "intermediate_size": 16}
+    shape = ModelShape.of(Qwen2Config(**facts | {"head_dim": 16}))
+    full = LOGITS_PER_CHUNK // shape.vocab
+    once, twice = (activation_bytes(Pass(shape, n * full, n * full, "bfloat16")) for n in (1, 2))
+    assert once > 8 * LOGITS_PER_CHUNK and twice < 1.1 * once
+
+
+def test_a_temperature_costs_a_copy_of_the_logits() -> None:
+    """300 tokens of 200 values, float32."""
+    hot = dataclasses.replace(PASS, temperature=0.5, dtype="float32")
+    plain = dataclasses.replace(hot, temperature=1.0)
+    assert activation_bytes(hot) >= activation_bytes(plain)

@@ -1,0 +1,145 @@
+"""What one packed forward, or forward and backward, holds besides weights and their gradients.
+
+Measured, not computed: torch's MemTracker follows the model that the ranks run, on fake tensors
+(shapes without numbers) and at two depths; each further block adds as much as the second did.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+from verl.config import AdapterConfig
+from verl.model_shape import ModelShape
+from verl.training.attention import PACKED, SequenceBounds
+from verl.training.devices import DTYPES
+from verl.training.loading import replace_parameters
+from verl.training.lora import AdaptedModel, Role
+from verl.training.models import LogProbModel, PackedInputs, ValueModel
+
+DEPTHS = (2, 3)
+"""Numbers of blocks that are tried; a first block alone is unlike those that follow it."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One micro-batch through one model."""
+
+    shape: ModelShape
+    tokens: int
+    longest: int
+    """Tokens of each sequence, of which as many as are within `tokens`."""
+    dtype: str
+    is_critic: bool = False
+    learns: bool = False
+    """Backward comes after forward."""
+    recompute: bool = False
+    """Gradient checkpointing."""
+    lora_rank: int = 0
+    temperature: float = 1.0
+
+
+@functools.cache
+def activation_bytes(work: Pass) -> int:
+    """The most that is held at one moment of a pass, in bytes."""
+    layers = work.shape.layers
+    if layers <= DEPTHS[1]:
+        return _at_depth(work, layers)
+    less, more = (_at_depth(work, depth) for depth in DEPTHS)
+    return less + (more - less) * (layers - DEPTHS[0])
+
+
+def _at_depth(work: Pass, layers: int) -> int:
+    with torch.device("meta"):  # peft and `Module.to` cannot change fake parameters, but these
+        model = _model(work, layers)
+    with FakeTensorMode():
+        _leave_meta(model, DTYPES[work.dtype])
+        learned = [p for p in model.parameters() if work.learns and p.requires_grad]
+        for parameter in learned:
+            parameter.grad = torch.zeros_like(parameter)
+        inputs = _inputs(work)
+        held = [*model.parameters(), *model.buffers(), *(p.grad for p in learned)]
+        tracker = PeakTracker(held)
+        with tracker, torch.set_grad_enabled(work.learns):
+            found = model(inputs) if work.is_critic else model(inputs, work.temperature)[0]
+            if work.learns:
+                found.sum().backward()
+    return tracker.peak
+
+
+class PeakTracker(TorchDispatchMode):
+    """Bytes of the storages that operations make inside of it, at most at one moment.
+
+    torch's own MemTracker fails at parameters that need no gradient, as those below an adapter.
+    """
+
+    def __init__(self, known: Iterable[Tensor | None]) -> None:
+        """Tensors that are `known` are not counted, nor are views of them."""
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: dict[int, Any] = {id(x.untyped_storage()): x for x in known if x is not None}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self._count(value.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._seen:
+            return
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+        def gone(_: object) -> None:
+            self.live -= size
+            del self._seen[key]
+
+        self._seen[key] = weakref.ref(storage, gone)
+
+
+def _model(work: Pass, layers: int) -> nn.Module:
+    """What a rank runs, with so many blocks."""
+    config = copy.deepcopy(work.shape.config)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED).train()
+    if work.recompute:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if work.lora_rank:
+        role = Role.CRITIC if work.is_critic else Role.ACTOR
+        return AdaptedModel(lm, {role: AdapterConfig(lora_rank=work.lora_rank)})
+    return ValueModel(lm) if work.is_critic else LogProbModel(lm)
+
+
+def _leave_meta(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give parameters and buffers a device, parameters the dtype that FSDP computes in."""
+    replace_parameters(
+        model, lambda p: nn.Parameter(torch.empty(p.shape, dtype=dtype), p.requires_grad)
+    )
+    for part in model.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _inputs(work: Pass) -> PackedInputs:
+    """Every token but the first is asked for."""
+    full, rest = divmod(work.tokens, work.longest)
+    lengths = (work.longest,) * full + ((rest,) if rest else ())
+    bounds = SequenceBounds(lengths, torch.zeros(len(lengths) + 1, dtype=torch.int32))
+    ids = torch.zeros(1, work.tokens, dtype=torch.int64)
+    return PackedInputs(ids, bounds, torch.arange(1, work.tokens))
