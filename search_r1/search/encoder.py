@@ -114,14 +114,13 @@ def _open_one(config: EncoderConfig, max_length: int | None) -> Encoder:
         return HashEncoder(int(dim or 64))
     family = family_of(model_name(path), config.encoder_family)
     try:
-        from search_r1.search.encoders.opening import open_model  # noqa: PLC0415
+        from search_r1.search.encoders.sentence import SentenceEncoder  # noqa: PLC0415
     except ImportError as error:
         raise SetupError(
-            f"dense retrieval needs torch and transformers ({error}); "
+            f"dense retrieval needs torch and sentence-transformers ({error}); "
             f"install them: {install_command('dense')}"
         ) from error
-    encoder: Encoder = open_model(config, family, max_length)
-    return encoder
+    return SentenceEncoder.open(config, family, max_length)
 
 
 def _kind(encoder: Encoder, dim: int) -> str:

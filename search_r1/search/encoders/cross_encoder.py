@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
+import sentence_transformers
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from search_r1.search.backends.settings import RerankConfig
-from search_r1.search.encoders.batches import by_length, padded
 from search_r1.search.encoders.families import model_name
 from search_r1.search.encoders.loading import (
+    check_weights,
     explained,
-    load_model,
-    load_tokenizer,
     longest_input,
     pick_device,
     torch_dtype,
@@ -28,24 +27,24 @@ class CrossEncoder:
         """Load the model; raises SetupError if it is not a classifier with one or two outputs."""
         device = pick_device("reranker_device", config.reranker_device)
         dtype = torch_dtype("reranker_dtype", config.reranker_dtype)
-        model: Any = load_model(AutoModelForSequenceClassification, path, dtype=dtype).to(device)
-        self._model = model
-        num_labels = model.config.num_labels
+        check_weights(AutoModelForSequenceClassification, path)
+        self._model: Any = sentence_transformers.CrossEncoder(
+            path, device=device, model_kwargs={"dtype": dtype}
+        )
+        num_labels = self._model.config.num_labels
         if num_labels not in (1, 2):
             raise SetupError(
                 f"--reranker_model {path} has {num_labels} outputs; expected a cross-encoder with "
                 "one, such as BAAI/bge-reranker-base, or with two (no, yes)"
             )
-        self._device = device
-        self._tokenizer = load_tokenizer(path, "", trust_remote_code=False)
-        limit = longest_input(self._tokenizer, self._model.config)
-        self._max_length = min(config.reranker_max_length, limit)
+        limit = longest_input(AutoTokenizer.from_pretrained(path), self._model.config)
+        self._model.max_seq_length = min(config.reranker_max_length, limit)
         self._batch_size = config.reranker_batch_size
         self._facts = {
             "name": model_name(path),
             "dtype": config.reranker_dtype,
-            "max_length": self._max_length,
-            "weights": weights_digest(model),
+            "max_length": self._model.max_seq_length,
+            "weights": weights_digest(self._model.model),
         }
 
     @classmethod
@@ -53,39 +52,23 @@ class CrossEncoder:
         """The model that the settings name; raises SetupError with the fix."""
         path = config.reranker_model
         assert path is not None, "the caller names a model"
-        encoder: CrossEncoder = explained("reranker_model", path, lambda: cls(path, config))
-        return encoder
+        return explained("reranker_model", path, lambda: cls(path, config))
 
-    @torch.inference_mode()
     def scores(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
         """The logit of each pair, in order; for two outputs the log-odds of yes.
 
         A pair that is too long loses the end of its longer text.
         """
-        encoded = self._tokenizer(
-            [query for query, _ in pairs],
-            [document for _, document in pairs],
-            truncation="longest_first",
-            max_length=self._max_length,
-            return_attention_mask=False,
-        )
-        scores = [0.0] * len(pairs)
-        for rows in by_length([len(ids) for ids in encoded["input_ids"]], self._batch_size):
-            batch = {name: [values[i] for i in rows] for name, values in encoded.items()}
-            for row, score in zip(rows, self._score(batch), strict=True):
-                scores[row] = score
+        logits = self._model.predict(
+            list(pairs),
+            batch_size=self._batch_size,
+            activation_fn=torch.nn.Identity(),
+            convert_to_tensor=True,
+            show_progress_bar=False,
+        ).float()
+        scores: list[float] = (logits if logits.ndim == 1 else logits[:, 1] - logits[:, 0]).tolist()
         return scores
 
     def info(self) -> dict[str, Any]:
         """What decides a score."""
         return self._facts
-
-    def _score(self, batch: dict[str, list[list[int]]]) -> list[float]:
-        ids, mask = padded(batch["input_ids"], self._tokenizer.pad_token_id or 0, self._device)
-        inputs = {"input_ids": ids, "attention_mask": mask}
-        if "token_type_ids" in batch:
-            inputs["token_type_ids"] = padded(batch["token_type_ids"], 0, self._device)[0]
-        logits = self._model(**inputs).logits.float()
-        values = logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
-        found: list[float] = values.tolist()
-        return found

@@ -1,4 +1,4 @@
-"""What every encoder offers: the seam between texts and vectors."""
+"""The protocol of encoders: what every one offers between texts and vectors."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -32,17 +32,3 @@ class Encoder(Protocol):
     def info(self) -> dict[str, Any]:
         """JSON-ready facts that decide a vector: name, pooling, prefixes, dtype, weights ..."""
         ...
-
-
-def facts(encoder: Encoder, query_max_length: int, weights: str) -> dict[str, Any]:
-    """What decides a vector of a model: its habits, its limit in tokens, a hash of its weights."""
-    return {
-        "name": encoder.name,
-        "pooling": encoder.pooling,
-        "normalizes": encoder.normalizes,
-        "dtype": encoder.dtype,
-        "query_prefix": encoder.query_prefix,
-        "passage_prefix": encoder.passage_prefix,
-        "query_max_length": query_max_length,
-        "weights": weights,
-    }

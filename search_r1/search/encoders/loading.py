@@ -1,31 +1,22 @@
-"""Loads tokenizers and models from a folder or the hub, refusing what would run with wrong weights.
+"""Devices, dtypes, lengths and weights of models, each checked before a model is used.
 
-Imported only by encoders and the reranker: it needs torch and transformers.
+Needs torch and transformers; imported only by the encoder and the reranker.
 """
 
 import hashlib
-import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from transformers import AutoTokenizer
-from transformers.utils.hub import cached_file
 
 from search_r1.search.errors import SetupError
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 LARGEST_LENGTH = 1 << 20
-"""A tokenizer that knows no limit says a number far above this one."""
-
-
-def find_file(model_path: str, name: str) -> str | None:
-    """The local path of a model's file, fetched from the hub if needed; None if it has none."""
-    path: str | None = cached_file(model_path, name, _raise_exceptions_for_missing_entries=False)
-    return path
+"""A tokenizer without a limit reports a number far above this one."""
 
 
 def torch_dtype(flag: str, name: str) -> torch.dtype:
@@ -35,10 +26,10 @@ def torch_dtype(flag: str, name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def pick_device(flag: str, name: str | None) -> torch.device:
+def pick_device(flag: str, name: str | None) -> str:
     """The device called `name`, by default a GPU if there is one; raises SetupError if absent."""
+    device = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise SetupError(
@@ -48,7 +39,7 @@ def pick_device(flag: str, name: str | None) -> torch.device:
     return device
 
 
-def explained(flag: str, model_path: str, load: Callable[[], Any]) -> Any:
+def explained(flag: str, model_path: str, load: Callable[[], T]) -> T:
     """What `load` returns; its failure becomes a SetupError with the fix."""
     if model_path.startswith((".", "/", "~")) and not Path(model_path).is_dir():
         raise SetupError(
@@ -65,27 +56,21 @@ def explained(flag: str, model_path: str, load: Callable[[], Any]) -> Any:
         ) from error
 
 
-def load_tokenizer(model_path: str, subfolder: str, trust_remote_code: bool) -> Any:
-    """The model's tokenizer, the fast one if it has one."""
-    return AutoTokenizer.from_pretrained(
-        model_path, subfolder=subfolder, trust_remote_code=trust_remote_code
-    )
+def check_weights(kind: Any, model_path: str, *, spare: str = "", **options: Any) -> None:
+    """Raise SetupError if the files lack weights of class `kind`, which would then be random.
 
-
-def load_model(kind: Any, model_path: str, *, spare: str = "", **options: Any) -> torch.nn.Module:
-    """A model of class `kind` for inference; raises SetupError if weights that it uses are missing.
-
-    Weights whose names start with `spare` are not used and may be missing.
+    Weights whose names start with `spare` are not used and may be missing. sentence-transformers
+    does not report them, so the model is loaded once more, without memory, for its report.
     """
-    model, loading = kind.from_pretrained(model_path, output_loading_info=True, **options)
-    missing = [key for key in loading["missing_keys"] if not (spare and key.startswith(spare))]
+    _, report = kind.from_pretrained(
+        model_path, output_loading_info=True, device_map="meta", **options
+    )
+    missing = [key for key in report["missing_keys"] if not (spare and key.startswith(spare))]
     if missing:
         raise SetupError(
             f"model {model_path!r} has no weights for {', '.join(sorted(missing)[:3])} "
-            f"({len(missing)} missing); expected a complete checkpoint for {type(model).__name__}"
+            f"({len(missing)} missing); expected a complete checkpoint for {kind.__name__}"
         )
-    loaded: torch.nn.Module = model.eval().requires_grad_(False)
-    return loaded
 
 
 def longest_input(tokenizer: Any, config: Any) -> int:
@@ -94,6 +79,7 @@ def longest_input(tokenizer: Any, config: Any) -> int:
     positions: int | None = getattr(config, "max_position_embeddings", None)
     if not positions:
         return limit
+    # these count positions from pad_token_id + 1, so that many of the table are never used
     is_offset = config.model_type in {"roberta", "xlm-roberta", "camembert", "mpnet"}
     return min(limit, positions - (config.pad_token_id + 1 if is_offset else 0))
 
