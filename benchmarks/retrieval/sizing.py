@@ -13,7 +13,7 @@ from search_r1.search.backends.base import Retriever
 from search_r1.search.backends.registry import build_retriever
 from search_r1.search.backends.settings import EncoderConfig, RetrieverConfig, TorchConfig
 from search_r1.search.corpus import Corpus
-from search_r1.search.memory import ITEM_BYTES, bytes_of_index
+from search_r1.search.memory import ITEM_BYTES, bytes_of_matrix
 from search_r1.search.stages import collect
 
 ROWS, DIM = 21_015_324, 768
@@ -74,7 +74,7 @@ def measured_kinds(place: Place) -> dict[str, Kind]:
         kinds[name] = kind_of(name, file.stat().st_size, rows, dim, value_bytes)
     for dtype, item in ITEM_BYTES.items():
         name = "torch" if dtype == "float32" else f"torch:{dtype}"
-        total = bytes_of_index("torch", dtype, rows, dim)
+        total = bytes_of_matrix(dtype, rows, dim)
         kinds[name] = kind_of(name, total, rows, dim, item, has_gpu=True)
     return kinds
 

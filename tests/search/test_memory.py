@@ -1,73 +1,29 @@
-"""Sizes by formula against what FAISS writes, and the free memory of a container."""
+"""Sizes of matrices and models, the free memory of a container, and what a process holds."""
 
 import json
 import struct
 from pathlib import Path
 
-import faiss
 import numpy as np
 import pytest
 
 from search_r1.search.errors import SetupError
-from search_r1.search.memory import Host, bytes_of_index, bytes_of_model, cgroup_free
+from search_r1.search.memory import Host, bytes_of_matrix, bytes_of_model, cgroup_free, resident
 
 
 @pytest.mark.parametrize(
-    "factory",
-    [
-        "Flat",
-        "HNSW16",
-        "HNSW8,SQ8",
-        "HNSW8_PQ4",
-        "IVF8,Flat",
-        "IVF8,SQ8",
-        "IVF8,PQ4x8",
-        "PQ8",
-        "SQ8",
-        "SQ4",
-        "SQfp16",
-        "PCA8,SQ8",
-        "OPQ4,IVF8,PQ4x4fs",
-    ],
+    ("dtype", "per_row"),
+    [("float32", 3072), ("float16", 1536), ("bfloat16", 1536), ("int8", 768 + 4)],
 )
-def test_formula_is_near_the_size_that_faiss_writes(factory: str) -> None:
-    """Every factory string that is proposed or sized stays within 4% of the serialised index."""
-    rows, dim = 8000, 32
-    vectors = np.random.default_rng(0).standard_normal((rows, dim)).astype(np.float32)
-    index = faiss.index_factory(dim, factory)
-    coder = index
-    if isinstance(index, faiss.IndexHNSW):
-        index.hnsw.efConstruction = 8
-        coder = faiss.downcast_index(index.storage)
-    if hasattr(coder, "do_polysemous_training"):
-        coder.do_polysemous_training = False  # 1.5 s for each subquantizer, and the same size
-    index.train(vectors[:1000])
-    index.add(vectors)
-    size = faiss.serialize_index(index).nbytes
-    assert bytes_of_index("faiss", "", rows, dim, factory=factory) == pytest.approx(size, rel=0.04)
-
-
-@pytest.mark.parametrize(
-    ("engine", "dtype", "per_row"),
-    [
-        ("torch", "float32", 3072),
-        ("torch", "float16", 1536),
-        ("torch", "bfloat16", 1536),
-        ("torch", "int8", 768 + 4),
-        ("faiss_gpu", "float16", 1536),
-    ],
-)
-def test_matrix_of_wiki_18(engine: str, dtype: str, per_row: int) -> None:
+def test_matrix_of_wiki_18(dtype: str, per_row: int) -> None:
     """21,015,324 × 768 takes its values, and int8 one scale per row."""
-    assert bytes_of_index(engine, dtype, 21_015_324, 768) == 21_015_324 * per_row
+    assert bytes_of_matrix(dtype, 21_015_324, 768) == 21_015_324 * per_row
 
 
-def test_unknown_sizes_are_refused() -> None:
-    """A factory or dtype without a formula is an error, not a guess."""
-    with pytest.raises(SetupError, match="'LSH' is not known: expected Flat"):
-        bytes_of_index("faiss", "", 10, 8, factory="LSH")
+def test_unknown_dtypes_are_refused() -> None:
+    """A dtype without a size is an error, not a guess."""
     with pytest.raises(SetupError, match="dtype 'fp16'; expected float32, float16"):
-        bytes_of_index("torch", "fp16", 10, 8)
+        bytes_of_matrix("fp16", 10, 8)
 
 
 def write_safetensors(path: Path, shapes: list[list[int]]) -> None:
@@ -136,3 +92,15 @@ def test_this_machine_has_free_memory() -> None:
     """Measured without GPUs, so without torch."""
     host = Host.measure(with_gpus=False)
     assert 1 << 20 < host.free < 1 << 50 and host.gpus == ()
+
+
+def test_a_process_holds_its_own_memory_and_mapped_files(tmp_path: Path) -> None:
+    """Touched pages of a mapped file are counted apart from the process's own memory."""
+    path, size = tmp_path / "index", 40 << 20
+    path.write_bytes(bytes(size))
+    before = resident()
+    mapped = np.memmap(path, np.uint8, "r")
+    assert int(mapped[::4096].sum()) == 0
+    after = resident()
+    assert after["mapped"] - before["mapped"] > 0.9 * size
+    assert after["own"] - before["own"] < 0.5 * size

@@ -1,7 +1,7 @@
-"""Engines that an agent is judged against: documents by chance, and the row's own passages.
+"""Backends that an agent is judged against: no documents, documents by chance, the row's own.
 
-An agent that searches well must beat `random`; `oracle` (see `oracle.py`) shows what it would score
-if every search found the supporting passages. `empty` has a module of its own.
+An agent that searches well must beat `empty` and `random`; `oracle` (see `oracle.py`) shows what it
+would score if every search found the supporting passages.
 """
 
 import hashlib
@@ -17,6 +17,22 @@ from search_r1.search.backends.settings import RetrieverConfig
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SetupError
 from search_r1.search.schema import Hit
+
+
+class EmptyRetriever:
+    """Answers every query with no documents; needs no corpus and no index."""
+
+    name = "empty"
+    num_threads = 1
+    num_documents = 0
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """One empty list per query."""
+        return [[] for _ in queries]
+
+    def info(self) -> dict[str, Any]:
+        """The backend's name."""
+        return {"engine": self.name}
 
 
 class RandomRetriever:
@@ -48,7 +64,7 @@ class RandomRetriever:
         return [Hit(self._corpus[row], 1 / rank) for rank, row in enumerate(rows, start=1)]
 
     def info(self) -> dict[str, Any]:
-        """Engine, seed and the corpus."""
+        """Backend, seed and the corpus."""
         corpus = asdict(self._corpus.fingerprint)
         return {"engine": self.name, "seed": self._seed, "corpus": corpus}
 
@@ -66,7 +82,9 @@ def draw_rows(seed: int, num_rows: int, k: int) -> list[int]:
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
-    """`random` over the corpus, or `oracle` over its rows and, where they have ids, the corpus."""
+    """`empty`, `random` over the corpus, or `oracle` over its rows and perhaps the corpus."""
+    if config.retriever_name == "empty":
+        return EmptyRetriever()
     if config.retriever_name == "random":
         return RandomRetriever(open_corpus(config), config.diagnostics.seed)
     path = config.diagnostics.oracle_path

@@ -1,7 +1,7 @@
-"""Which module has the engine that the settings name; it is imported only then.
+"""Which module has the retriever backend that the settings name; it is imported only then.
 
 A row names a module with a function `open_retriever(config) -> Retriever`, and the packages that
-it needs, so that an engine's packages are wanted only by its users.
+it needs, so that a backend's packages are wanted only by its users.
 """
 
 import importlib
@@ -18,7 +18,7 @@ PACKAGE = "search_r1.search.backends"
 
 
 @dataclass(frozen=True)
-class Engine:
+class Backend:
     """A row of the registry."""
 
     module: str
@@ -27,52 +27,52 @@ class Engine:
     """The command that installs what its import wants."""
 
 
-FAISS = Engine(f"{PACKAGE}.faiss_index", install_command("dense"))
-TORCH = Engine(f"{PACKAGE}.torch_flat", install_command("dense"))
-LUCENE = Engine(f"{PACKAGE}.lucene", install_command("lucene"))
-ONLINE = Engine("search_r1.online.engine", install_command("online"))
-RERANK = Engine(f"{PACKAGE}.rerank", install_command("dense"))
-ENGINES = {
-    "bm25": Engine(f"{PACKAGE}.bm25", "pip install bm25s"),
+FAISS = Backend(f"{PACKAGE}.faiss_index", install_command("dense"))
+TORCH = Backend(f"{PACKAGE}.torch_flat", install_command("dense"))
+LUCENE = Backend(f"{PACKAGE}.lucene", install_command("lucene"))
+ONLINE = Backend("search_r1.online.engine", install_command("online"))
+RERANK = Backend(f"{PACKAGE}.rerank", install_command("dense"))
+BACKENDS = {
+    "bm25": Backend(f"{PACKAGE}.bm25", "pip install bm25s"),
     "lucene": LUCENE,
     "google": ONLINE,
     "serpapi": ONLINE,
     "brave": ONLINE,
     "serper": ONLINE,
     "tavily": ONLINE,
-    "empty": Engine(f"{PACKAGE}.empty"),
-    "random": Engine(f"{PACKAGE}.diagnostics"),
-    "oracle": Engine(f"{PACKAGE}.diagnostics"),
-    "replay": Engine(f"{PACKAGE}.replay"),
+    "empty": Backend(f"{PACKAGE}.diagnostics"),
+    "random": Backend(f"{PACKAGE}.diagnostics"),
+    "oracle": Backend(f"{PACKAGE}.diagnostics"),
+    "replay": Backend(f"{PACKAGE}.replay"),
 }
 """By --retriever_name; any other name is a dense index."""
 
 
 def build_retriever(config: RetrieverConfig) -> Retriever:
-    """Open the engine that `config` names; raises a SearchError that says what to fix."""
+    """Open the backend that `config` names; raises a SearchError that says what to fix."""
     retriever: Retriever = _load(_choose(config)).open_retriever(config)
     if config.rerank.reranker_model is not None:
         retriever = _load(RERANK).rerank(retriever, config.rerank)
     return retriever
 
 
-def _choose(config: RetrieverConfig) -> Engine:
-    """The engine of the settings; `bm25` with the folder of a Lucene index is Lucene's."""
+def _choose(config: RetrieverConfig) -> Backend:
+    """The backend of the settings; `bm25` with the folder of a Lucene index is Lucene's."""
     name = config.retriever_name
     if name == "bm25" and config.index_path and _is_lucene(Path(config.index_path)):
         return LUCENE
-    if name in ENGINES:
-        return ENGINES[name]
+    if name in BACKENDS:
+        return BACKENDS[name]
     if config.encoder.retriever_model is None:
         raise SetupError(
             f"--retriever_name {name} without --retriever_model; expected "
-            f"{', '.join(ENGINES)}, or another name together with an encoder: "
+            f"{', '.join(BACKENDS)}, or another name together with an encoder: "
             "for example --retriever_name e5 --retriever_model intfloat/e5-base-v2"
         )
-    engines = {"faiss": FAISS, "torch": TORCH}
-    if config.torch.dense_engine not in engines:
+    dense = {"faiss": FAISS, "torch": TORCH}
+    if config.torch.dense_engine not in dense:
         raise SetupError(f"--dense_engine {config.torch.dense_engine}; expected faiss or torch")
-    return engines[config.torch.dense_engine]
+    return dense[config.torch.dense_engine]
 
 
 def _is_lucene(path: Path) -> bool:
@@ -80,10 +80,10 @@ def _is_lucene(path: Path) -> bool:
     return any(any(folder.glob("segments_*")) for folder in (path, path / "bm25"))
 
 
-def _load(engine: Engine) -> ModuleType:
+def _load(backend: Backend) -> ModuleType:
     try:
-        return importlib.import_module(engine.module)
+        return importlib.import_module(backend.module)
     except ImportError as error:
         raise SetupError(
-            f"{error}, which this engine needs; install it: {engine.install}"
+            f"{error}, which this backend needs; install it: {backend.install}"
         ) from error
