@@ -1,9 +1,9 @@
-"""The engine that asks a search service: one request per query, many at once, answers kept."""
+"""The backend that asks a search service: one request per query, many at once, answers kept."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from search_r1.online.addresses import AddressPolicy
 from search_r1.online.cache import Cache, open_cache
@@ -19,21 +19,12 @@ from search_r1.search.extras import install_command
 from search_r1.search.schema import Document, Hit
 from search_r1.search.stages import stage
 
+if TYPE_CHECKING:
+    from search_r1.online.pages import PageReader
+
 T = TypeVar("T")
 NUM_REQUESTS = 16
 """Requests to the service, and pages, that are under way at once."""
-
-
-class Pages(Protocol):
-    """Where the text of a page comes from; None where there is none to be had."""
-
-    def text(self, url: str) -> str | None:
-        """The text of the page at `url`."""
-        ...
-
-    def close(self) -> None:
-        """Let go of connections."""
-        ...
 
 
 class OnlineRetriever:
@@ -43,11 +34,7 @@ class OnlineRetriever:
     num_documents = 0
 
     def __init__(
-        self,
-        upstream: Upstream,
-        config: OnlineConfig,
-        cache: Cache,
-        pages: Pages | None,
+        self, upstream: Upstream, config: OnlineConfig, cache: Cache, pages: "PageReader | None"
     ) -> None:
         """`cache` keeps the service's answers; `pages` replaces snippets by the pages' texts."""
         self.name = upstream.service.name
@@ -97,11 +84,10 @@ class OnlineRetriever:
         asked = self._upstream.service.shorten(query)
         if not asked:
             return []
-        kept = self._cache.answer(self._scope, asked, k)
-        if kept is not None:
-            return kept
-        found = self._ask_pages(asked, k)
-        self._cache.keep_answer(self._scope, asked, k, found)
+        found = self._cache.answer(self._scope, asked, k)
+        if found is None:
+            found = self._ask_pages(asked, k)
+            self._cache.keep_answer(self._scope, asked, k, found)
         return found
 
     def _ask_pages(self, query: str, k: int) -> list[Found]:
@@ -137,22 +123,18 @@ def open_online(name: str, config: OnlineConfig, policy: AddressPolicy) -> Onlin
     """The service `name`; pages are fetched from where `policy` allows. Raises SetupError."""
     service = SERVICES[name]
     upstream = Upstream(service, read_credentials(service), config)
-    cache = open_cache(config.online_cache or None)
-    pages = _open_pages(config, policy, cache) if config.page_text else None
+    cache, pages = open_cache(config.online_cache), None
+    if config.page_text:
+        try:  # only --page_text needs what reads HTML
+            from search_r1.online.pages import PageReader  # noqa: PLC0415
+        except ImportError as error:
+            raise SetupError(
+                f"{error}, which --page_text needs; install it: {install_command('online')}"
+            ) from error
+        fetcher = PageFetcher(policy, config.page_bytes, config.online_timeout)
+        scope = fingerprint({"page_bytes": config.page_bytes})
+        pages = PageReader(fetcher, cache, scope, config.page_chars)
     return OnlineRetriever(upstream, config, cache, pages)
-
-
-def _open_pages(config: OnlineConfig, policy: AddressPolicy, cache: Cache) -> Pages:
-    try:
-        # only --page_text needs what reads HTML
-        from search_r1.online.pages import PageReader  # noqa: PLC0415
-    except ImportError as error:
-        raise SetupError(
-            f"{error}, which --page_text needs; install it: {install_command('online')}"
-        ) from error
-    fetcher = PageFetcher(policy, config.page_bytes, config.online_timeout)
-    scope = fingerprint({"page_bytes": config.page_bytes})
-    return PageReader(fetcher, cache, scope, config.page_chars)
 
 
 def _all(pool: ThreadPoolExecutor, work: Callable[[str], T], items: Sequence[str]) -> list[T]:
@@ -167,9 +149,8 @@ def _all(pool: ThreadPoolExecutor, work: Callable[[str], T], items: Sequence[str
 
 def _hits(found: Sequence[Found], texts: dict[str, str]) -> list[Hit]:
     """Results with the service's scores, or, where one has none, with 1, 1/2, 1/3 ... by rank."""
+    has_scores = all(result.score is not None for result in found)
+    scores = [(f.score or 0.0) if has_scores else 1 / rank for rank, f in enumerate(found, 1)]
     documents = [Document.from_title(f.url, f.title, texts.get(f.url, f.snippet)) for f in found]
-    scores = [result.score for result in found]
-    if any(score is None for score in scores):
-        scores = [1 / rank for rank in range(1, len(found) + 1)]
-    hits = [Hit(d, float(s)) for d, s in zip(documents, scores, strict=True) if s is not None]
+    hits = [Hit(document, score) for document, score in zip(documents, scores, strict=True)]
     return sorted(hits, key=lambda hit: -hit.score)

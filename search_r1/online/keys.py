@@ -9,7 +9,6 @@ from search_r1.search.errors import SetupError
 
 CHATTY = ("httpx", "httpcore.connection", "httpcore.http11", "httpcore.http2", "httpcore.proxy")
 """Loggers that write addresses or headers; Google's and SerpAPI's keys are part of an address."""
-HIDDEN = "***"
 
 _secrets: set[str] = set()
 
@@ -18,19 +17,16 @@ def read_credentials(service: Service) -> Credentials:
     """The service's key and setting; raises SetupError naming the variable to set."""
     credentials = Credentials(*(_read(service, variable) for variable in service.variables))
     key = credentials.key
-    spellings = (key, quote(key), quote_plus(key), key.replace("/", r"\/"))  # in URLs and JSON
-    _secrets.update(spellings)
+    _secrets.update((key, quote(key), quote_plus(key), key.replace("/", r"\/")))  # URLs and JSON
     for name in CHATTY:
-        logger = logging.getLogger(name)
-        if _hide_record not in logger.filters:
-            logger.addFilter(_hide_record)
+        logging.getLogger(name).addFilter(_hide_record)  # adding one twice is adding it once
     return credentials
 
 
 def hide(text: str) -> str:
     """`text` with every key that was read replaced by stars."""
     for secret in sorted(_secrets, key=len, reverse=True):
-        text = text.replace(secret, HIDDEN)
+        text = text.replace(secret, "***")
     return text
 
 

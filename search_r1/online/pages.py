@@ -3,10 +3,12 @@
 import codecs
 import logging
 import re
+from dataclasses import dataclass
 
 import trafilatura
 from lxml import etree
 
+from search_r1.online.addresses import AddressPolicy
 from search_r1.online.cache import Cache
 from search_r1.online.fetch import Page, PageError, PageFetcher
 from search_r1.search.schema import well_formed
@@ -20,6 +22,35 @@ MARKS = ((b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", 
 LATIN = ("iso-8859-1", "iso8859-1", "latin-1", "latin1", "ascii", "us-ascii")
 """Labels that browsers read as Windows-1252, which has all of their characters."""
 BROKEN = (ValueError, TypeError, AttributeError, LookupError, RecursionError, etree.Error)
+
+
+@dataclass(frozen=True)
+class Article:
+    """What can be read on a page."""
+
+    title: str
+    """Empty where the page has none."""
+    text: str
+
+
+def visit(
+    url: str,
+    policy: AddressPolicy | None = None,
+    *,
+    most_bytes: int = 2_000_000,
+    timeout: float = 15.0,
+) -> Article:
+    """Title and text of the page at `url`; raises PageError, which says why there is none.
+
+    Blocks for up to `timeout` s. Only public addresses are fetched from, unless `policy` allows
+    others; at most `most_bytes` are read.
+    """
+    fetcher = PageFetcher(policy or AddressPolicy(), most_bytes, timeout)
+    try:
+        page = fetcher.fetch(url)
+    finally:
+        fetcher.close()
+    return Article(extract_title(page), extract(page))
 
 
 class PageReader:
@@ -62,6 +93,17 @@ def extract(page: Page) -> str:
     if not text:
         raise PageError("it has no text")
     return text
+
+
+def extract_title(page: Page) -> str:
+    """The title of an HTML page on one line; empty for other pages and where there is none."""
+    if page.media_type != "text/html":
+        return ""
+    try:
+        found = trafilatura.extract_metadata(decode(page))
+    except BROKEN:  # the text may be readable all the same
+        return ""
+    return " ".join((getattr(found, "title", None) or "").split())
 
 
 def decode(page: Page) -> str:

@@ -1,8 +1,141 @@
-"""The table of services; a new one is a module with a SERVICE and a row here and in `registry`."""
+"""The search services: how each is asked, and how its answer is read.
 
-from search_r1.online import brave, google, serpapi, serper, tavily
+A new one is a function that builds a request, one that reads an answer, a row here, and its name in
+`search.backends.registry`.
+"""
 
-SERVICES = {
-    module.SERVICE.name: module.SERVICE for module in (google, serpapi, brave, serper, tavily)
-}
+import html
+import re
+from dataclasses import replace
+
+from search_r1.online.service import Ask, Call, Credentials, Found, Json, Service, read_items
+
+
+def _ask_google(credentials: Credentials, ask: Ask) -> Call:
+    """GET with `num` (1 to 10) and the 1-based `start`; `cx` is the id of a search engine."""
+    start = str(1 + ask.page * 10)
+    params = {"key": credentials.key, "cx": credentials.setting, "q": ask.query}
+    return Call({**params, "num": str(ask.count), "start": start})
+
+
+def _read_google(answer: Json) -> list[Found]:
+    """`items`, absent where nothing was found."""
+    if answer["kind"] != "customsearch#search":
+        raise TypeError(f"kind is {answer['kind']!r}, expected 'customsearch#search'")
+    return read_items(answer.get("items", []), "link", "title", "snippet")
+
+
+def _ask_serpapi(credentials: Credentials, ask: Ask) -> Call:
+    """GET with `num` and the 0-based `start`."""
+    params = {"engine": "google", "q": ask.query, "num": str(ask.count)}
+    return Call({**params, "start": str(ask.page * 10), "api_key": credentials.key})
+
+
+def _read_serpapi(answer: Json) -> list[Found]:
+    """`organic_results`; a search without results comes as an `error` with status 200."""
+    nothing = "hasn't returned any results"
+    if "organic_results" not in answer and nothing in answer["error"]:
+        return []
+    return read_items(answer["organic_results"], "link", "title", "snippet")
+
+
+def _ask_brave(credentials: Credentials, ask: Ask) -> Call:
+    """GET with `count` (1 to 20) and the page as `offset` (0 to 9), without bold marks."""
+    params = {"q": ask.query, "count": str(ask.count), "offset": str(ask.page)}
+    headers = {"Accept": "application/json", "X-Subscription-Token": credentials.key}
+    return Call({**params, "text_decorations": "false", "result_filter": "web"}, headers)
+
+
+def _read_brave(answer: Json) -> list[Found]:
+    """`web.results`, absent where nothing was found; its texts have HTML entities."""
+    if answer["type"] != "search":
+        raise TypeError(f"type is {answer['type']!r}, expected 'search'")
+    results = (answer.get("web") or {"results": []})["results"]
+    return [
+        replace(found, title=html.unescape(found.title), snippet=html.unescape(found.snippet))
+        for found in read_items(results, "url", "title", "description")
+    ]
+
+
+def _ask_serper(credentials: Credentials, ask: Ask) -> Call:
+    """POST with the 1-based `page`."""
+    body = {"q": ask.query, "num": ask.count, "page": ask.page + 1}
+    return Call(headers={"X-API-KEY": credentials.key}, body=body)
+
+
+def _read_serper(answer: Json) -> list[Found]:
+    """`organic`."""
+    return read_items(answer["organic"], "link", "title", "snippet")
+
+
+def _ask_tavily(credentials: Credentials, ask: Ask) -> Call:
+    """POST with `max_results` (1 to 20); there are no further pages."""
+    body = {"query": ask.query, "max_results": ask.count, "search_depth": "basic"}
+    return Call(headers={"Authorization": f"Bearer {credentials.key}"}, body=body)
+
+
+def _read_tavily(answer: Json) -> list[Found]:
+    """`results`, with scores of the service."""
+    results = [item for item in answer["results"] if item.get("url")]
+    found = read_items(results, "url", "title", "content")
+    scores = [float(item["score"]) for item in results]
+    return [replace(f, score=score) for f, score in zip(found, scores, strict=True)]
+
+
+ALL = (
+    Service(
+        name="google",
+        url="https://www.googleapis.com/customsearch/v1",
+        key_variable="GOOGLE_API_KEY",
+        setting_variable="GOOGLE_CSE_ID",
+        most_per_request=10,
+        most=100,
+        build=_ask_google,
+        read=_read_google,
+        spent=re.compile(r"per day|daily ?limit", re.IGNORECASE),
+        busy=re.compile(r"rateLimitExceeded", re.IGNORECASE),
+    ),
+    Service(
+        name="serpapi",
+        url="https://serpapi.com/search.json",
+        key_variable="SERPAPI_API_KEY",
+        most_per_request=10,
+        most=100,
+        build=_ask_serpapi,
+        read=_read_serpapi,
+        spent=re.compile(r"run out of searches", re.IGNORECASE),
+    ),
+    Service(
+        name="brave",
+        url="https://api.search.brave.com/res/v1/web/search",
+        key_variable="BRAVE_API_KEY",
+        most_per_request=20,
+        most=200,
+        build=_ask_brave,
+        read=_read_brave,
+        spent=re.compile(r"QUOTA|quota"),
+        most_chars=400,
+        most_words=50,
+    ),
+    Service(
+        name="serper",
+        url="https://google.serper.dev/search",
+        key_variable="SERPER_API_KEY",
+        most_per_request=10,
+        most=100,
+        build=_ask_serper,
+        read=_read_serper,
+    ),
+    Service(
+        name="tavily",
+        url="https://api.tavily.com/search",
+        key_variable="TAVILY_API_KEY",
+        most_per_request=20,
+        most=20,
+        build=_ask_tavily,
+        read=_read_tavily,
+        most_chars=400,
+    ),
+)
+SERVICES = {service.name: service for service in ALL}
 """By --retriever_name."""

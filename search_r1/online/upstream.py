@@ -51,6 +51,7 @@ class Upstream:
         self._timeout = config.online_timeout
         self._sleep = sleep
         self._limit = RateLimit(config.requests_per_second, sleep=sleep)
+        # a redirect is not followed: it would carry the key to another machine
         self._client = httpx.Client(timeout=config.online_timeout, follow_redirects=False)
 
     def ask(self, ask: Ask) -> list[Found]:
@@ -58,14 +59,14 @@ class Upstream:
 
         Raises UpstreamUnavailable after all retries and UpstreamRefused at once for a refusal.
         """
-        call = self.service.build(self._credentials, ask)
-        for attempt in range(1, self._retries + 2):
+        call, attempt = self.service.build(self._credentials, ask), 1
+        while True:
             self._limit.wait()
             try:
                 return self._try(call)
             except _Again as error:
                 self._rest(attempt, error)
-        raise AssertionError("the last try returns or raises")
+            attempt += 1
 
     def close(self) -> None:
         """Close the connections."""
@@ -89,8 +90,8 @@ class Upstream:
         """One request; raises _Again or UpstreamRefused."""
         try:
             response, body = self._send(call)
-        except httpx.HTTPError as error:
-            raise _Again(hide(f"{type(error).__name__} {error}")) from None  # it has the address
+        except httpx.HTTPError as error:  # `from None`: its address may hold the key
+            raise _Again(hide(f"{type(error).__name__} {error}")) from None
         if response.status_code != 200:
             raise self._judge(response, body)
         try:
@@ -104,9 +105,8 @@ class Upstream:
         """The answer with its body, read within time and size."""
         method = "GET" if call.body is None else "POST"
         fields: dict[str, Any] = {"params": call.params or None, "headers": call.headers}
-        end = time.monotonic() + self._timeout
+        end, body = time.monotonic() + self._timeout, bytearray()
         with self._client.stream(method, self.url, json=call.body, **fields) as response:
-            body = bytearray()
             for chunk in response.iter_bytes():
                 body += chunk
                 if len(body) > MOST_BYTES:

@@ -13,7 +13,7 @@ from search_r1.online import engine as online_engine
 from search_r1.online.addresses import AddressPolicy
 from search_r1.online.engine import OnlineRetriever, open_online
 from search_r1.online.fetch import Page, PageError
-from search_r1.online.pages import cut, decode, extract
+from search_r1.online.pages import cut, decode, extract, visit
 from search_r1.search.backends.settings import OnlineConfig
 from search_r1.search.stages import collect
 
@@ -179,3 +179,17 @@ def test_the_shipped_policy_fetches_no_page_here(service: Any) -> None:
     texts = [hit.document.text for hit in engine.search(["danube"], 3)[0]]
     assert texts == ["snippet of /good", "snippet of /missing", "snippet of /hostile"]
     assert [asked.method for asked in service.asked] == ["POST"]
+
+
+def test_a_page_is_visited_by_its_address(service: Any) -> None:
+    """Title and text of a page; a typed error for one that is missing or not public."""
+    policy = AddressPolicy(frozenset({service.port}), (ipaddress.ip_network("127.0.0.1/32"),))
+    article = visit(f"{service.url}/good", policy)
+    assert article.title == "Danube" and SENTENCES[0] in article.text
+    with pytest.raises(PageError, match="status 404"):
+        visit(f"{service.url}/missing", policy)
+    for url in (f"{service.url}/hostile", "http://[::1]/"):
+        with pytest.raises(PageError, match="AddressRefused"):
+            visit(url, policy)
+    with pytest.raises(PageError, match="AddressRefused"):
+        visit(f"{service.url}/good")
