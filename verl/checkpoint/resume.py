@@ -1,9 +1,7 @@
 """Whether a run may go on from a checkpoint: the same data, tools, model and experiment.
 
-Each option is of one of four kinds. What the saved state cannot be loaded under is refused. What
-would make it another experiment is refused unless `trainer.resume_anyway` names it, and so are
-other fingerprints. What only says where and how fast to compute may change freely. All others may
-change too, as a learning rate that was too high must; the log tells them.
+Each option's field says what another value than the checkpoint's leads to (`verl.config.option`).
+Other content, by its fingerprint, is refused unless `trainer.resume_anyway` names it.
 """
 
 from __future__ import annotations
@@ -27,47 +25,6 @@ from verl.training.adapters import fingerprint
 logger = logging.getLogger(__name__)
 
 MISSING = object()
-
-FIXED = (
-    "data.train_batch_size", "data.train_data_num", "actor_rollout_ref.model.lora_rank",
-    "actor_rollout_ref.model.lora_alpha", "actor_rollout_ref.model.target_modules",
-    "critic.model.lora_rank", "critic.model.lora_alpha", "critic.model.target_modules",
-)  # fmt: skip
-"""Options that the saved weights, optimizer state and data position need as they were."""
-
-EXPERIMENT = (
-    "trainer.seed", "data.shuffle_train_dataloader", "data.prompt_key",
-    "data.filter_overlong_prompts", "actor_rollout_ref.rollout.n_agent",
-    "actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.actor.ppo_epochs",
-    "actor_rollout_ref.actor.optim.betas", "actor_rollout_ref.actor.policy_loss",
-    "actor_rollout_ref.actor.state_masking", "critic.ppo_mini_batch_size", "critic.ppo_epochs",
-    "critic.optim.betas", "algorithm.adv_estimator", "reward_model.name", "reward_model.weights",
-    "reward_model.stages", "max_turns", "do_search", "template", "retriever.topk", "compat",
-    "agent",
-)  # fmt: skip
-"""Options, or sections, that define what is learned from what."""
-
-FREE = (
-    "trainer", "retriever", "data.train_files", "data.val_files", "data.val_batch_size",
-    "actor_rollout_ref.model.path", "actor_rollout_ref.model.enable_gradient_checkpointing",
-    "actor_rollout_ref.model.use_remove_padding", "actor_rollout_ref.ref",
-    "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.actor.ppo_micro_batch_size",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-    "actor_rollout_ref.rollout.gpu_memory_utilization",
-    "actor_rollout_ref.rollout.cpu_kv_cache_gib",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size",
-    "actor_rollout_ref.rollout.num_replicas", "actor_rollout_ref.rollout.max_num_seqs",
-    "actor_rollout_ref.rollout.enforce_eager",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size",
-    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", "critic.model.path",
-    "critic.model.enable_gradient_checkpointing", "critic.model.use_remove_padding",
-    "critic.model.fsdp_config", "critic.ppo_micro_batch_size", "critic.ppo_max_token_len_per_gpu",
-    "reward_model.judge.url", "reward_model.judge.api_key_env", "reward_model.judge.cache_path",
-)  # fmt: skip
-"""Options, or sections, of the machine; files and models are compared by their content instead."""
-
-TOLD = ("trainer.compute_dtype", "trainer.critic_warmup", "trainer.deterministic")
-"""Options of those sections that are not of the machine alone."""
 
 
 def identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
@@ -121,13 +78,13 @@ def _options(saved: Mapping[str, Any], present: Mapping[str, Any], config: Confi
     """Refused differences of options; those that are only told go to the log."""
     old, new = flat(saved["config"]), flat(present["config"])
     for key in sorted(old.keys() & new.keys()):
-        is_free = _is_in(key, FREE) and not _is_in(key, (*EXPERIMENT, *TOLD))
-        if is_free or old[key] == new[key]:
+        kind = known_options()[key].limits.resume
+        if kind == "free" or old[key] == new[key]:
             continue
         change = f"{key}: got {_short(new[key])}, the checkpoint has {_short(old[key])}"
-        if key in FIXED or _adds_critic(key, old[key], new[key]):
+        if kind == "fixed" or _adds_critic(key, old[key], new[key]):
             yield f"{change}; what was saved cannot be used otherwise"
-        elif _is_in(key, EXPERIMENT) and not _is_in(key, config.trainer.resume_anyway):
+        elif kind == "experiment" and not _is_in(key, config.trainer.resume_anyway):
             yield f"{change}; to go on all the same: {_accept(config, key)}"
         else:
             logger.warning("resuming with another %s", change)

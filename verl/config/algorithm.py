@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from verl.config.option import option
+
 
 @dataclass
 class KlControlConfig:
     """KL in the reward."""
 
-    type: str = "fixed"
+    type: str = option("fixed", resume="logged", choices=("fixed", "adaptive"))
     """fixed or adaptive."""
-    kl_coef: float = 0.001
+    kl_coef: float = option(0.001, resume="logged", ge=0)
     """Weight (the starting one, if adaptive); used when KL is not in the loss."""
-    target_kl: float = 0.1
+    target_kl: float = option(0.1, resume="logged", gt=0)
     """Adaptive: the KL in nats, a mean over policy tokens and then sequences, that is aimed at."""
-    horizon: int = 10000
+    horizon: int = option(10000, resume="logged", ge=1)
     """Adaptive: how many trajectories the correction takes."""
 
 
@@ -23,9 +25,9 @@ class KlControlConfig:
 class FilterGroupsConfig:
     """Dynamic sampling: train on groups whose members do not all score the same."""
 
-    enable: bool = False
+    enable: bool = option(False, resume="logged")
     """Replace groups of equal scores by those of further prompts."""
-    max_num_gen_batches: int = 10
+    max_num_gen_batches: int = option(10, resume="logged", ge=1)
     """Batches of prompts that a step may sample before it takes what it has."""
 
 
@@ -33,14 +35,14 @@ class FilterGroupsConfig:
 class OverlongBufferConfig:
     """Overlong shaping: scores fall as a trajectory's policy tokens near their limit (DAPO)."""
 
-    enable: bool = False
+    enable: bool = option(False, resume="logged")
     """Take the penalty off the score before advantages."""
-    max_length: int | None = None
+    max_length: int | None = option(None, resume="logged", ge=1)
     """Policy tokens of a whole trajectory at which the penalty is full; null for all that the
     budgets allow: (max_turns + 1) max_response_length, at most data.max_model_len."""
-    length: int | None = None
+    length: int | None = option(None, resume="logged", ge=1)
     """Policy tokens below max_length over which it rises from 0; null for a fifth of max_length."""
-    penalty_factor: float = 1.0
+    penalty_factor: float = option(1.0, resume="logged", ge=0)
     """The full penalty, in units of the score."""
 
 
@@ -48,22 +50,24 @@ class OverlongBufferConfig:
 class AlgorithmConfig:
     """From scores to advantages."""
 
-    adv_estimator: str = "gae"
+    adv_estimator: str = option(
+        "gae", resume="experiment", choices="verl.core_algos.advantages:ADVANTAGES"
+    )
     """gae (PPO), grpo, dr_grpo, rloo, opo, grpo_passk, reinforce, reinforce_baseline,
     reinforce_plus_plus, reinforce_plus_plus_baseline or remax (one more, greedy, rollout a
     prompt)."""
-    gamma: float = 1.0
+    gamma: float = option(1.0, resume="logged", ge=0, le=1)
     """Discount per policy token."""
-    lam: float = 1.0
+    lam: float = option(1.0, resume="logged", ge=0, le=1)
     """GAE's lambda."""
-    norm_adv_by_std_in_grpo: bool = True
+    norm_adv_by_std_in_grpo: bool = option(True, resume="logged")
     """Divide the advantages of grpo and grpo_passk by the group's standard deviation."""
-    adv_clip: float | None = None
+    adv_clip: float | None = option(None, resume="logged", gt=0)
     """Bound on the size of an advantage, after whitening or division; null for none."""
-    kl_penalty: str = "kl"
+    kl_penalty: str = option("kl", resume="logged", choices="verl.core_algos.kl:KL_KINDS")
     """Estimator of KL in the reward: kl, abs, mse, low_var_kl."""
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
-    no_think_rl: bool = False
+    no_think_rl: bool = option(False, resume="logged")
     """Train without a thinking part: `<think>` is closed at once in the prompt."""

@@ -10,16 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 
+from verl.config.option import option
+
 
 @dataclass
 class CompatConfig:
     """Behaviour of the original that was changed here; all false leaves this project's own."""
 
-    gae_over_all_tokens: bool = False
+    gae_over_all_tokens: bool = option(False, resume="experiment")
     """GAE steps over observation tokens too, and the critic is trained on them."""
-    whiten_over_all_tokens: bool = False
+    whiten_over_all_tokens: bool = option(False, resume="experiment")
     """Mean and variance of GAE's advantages are over observation tokens too."""
-    sampled_validation: bool = False
+    sampled_validation: bool = option(False, resume="experiment")
     """Validation samples as training does (rollout.temperature, rollout.top_p)."""
 
 

@@ -1,4 +1,4 @@
-"""What the configuration's dataclasses say about themselves: names, types, defaults, docstrings.
+"""What the configuration's dataclasses say about themselves: names, types, defaults, meaning.
 
 Read from `verl.config` by reflection, so that an option is described in one place only. Nothing
 here parses a command line. `python -m verl.config.known` prints docs/options.md.
@@ -18,22 +18,29 @@ from typing import Any
 
 import verl.config
 from verl.config import Config
+from verl.config.option import Limits
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its dotted key, its type for people, its default and its sentence."""
+    """One option: its dotted key, its type for people, its default, its sentence, its limits."""
 
     key: str
     type_name: str
     default: Any
     doc: str
+    limits: Limits
 
 
 @functools.cache
 def known_options() -> dict[str, Option]:
     """Every option by dotted key, in the order of the dataclasses."""
-    return {option.key: option for option in _walk(Config(), "")}
+    found = {}
+    for key, section, field, default in settings(Config()):
+        hint = _type_name(typing.get_type_hints(type(section))[field.name])
+        limits = field.metadata["limits"]
+        found[key] = Option(key, hint, default, _meaning(type(section), field.name), limits)
+    return found
 
 
 @functools.cache
@@ -43,18 +50,29 @@ def known_sections() -> frozenset[str]:
     return frozenset(".".join(p[:depth]) for p in parts for depth in range(1, len(p)))
 
 
-def _walk(section: Any, prefix: str) -> Iterator[Option]:
-    """The options below a section instance, depth first."""
-    hints = typing.get_type_hints(type(section))
-    classes = (kind.__name__ for kind in reversed(type(section).__mro__))
-    docs = {key: doc for name in classes for key, doc in _field_docs().get(name, {}).items()}
+def settings(
+    section: Any, prefix: str = ""
+) -> Iterator[tuple[str, Any, dataclasses.Field[Any], Any]]:
+    """(dotted key, section, field, value) of all options below a section, depth first.
+
+    Where the value is a list of sections, theirs follow: `reward_model.stages[0].name`.
+    """
     for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
+        key, value = f"{prefix}{field.name}", getattr(section, field.name)
         if dataclasses.is_dataclass(value):
-            yield from _walk(value, f"{prefix}{field.name}.")
-        else:
-            hint = _type_name(hints[field.name])
-            yield Option(f"{prefix}{field.name}", hint, value, docs.get(field.name, ""))
+            yield from settings(value, f"{key}.")
+            continue
+        yield key, section, field, value
+        for number, item in enumerate(value if isinstance(value, list) else ()):
+            if dataclasses.is_dataclass(item):
+                yield from settings(item, f"{key}[{number}].")
+
+
+def typed(value: Any) -> str:
+    """A value as one would type it on a command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
 def _type_name(hint: Any) -> str:
@@ -63,6 +81,12 @@ def _type_name(hint: Any) -> str:
         return "any"
     text = getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint)
     return text.replace("None", "null").replace("typing.", "")
+
+
+def _meaning(kind: type, name: str) -> str:
+    """The string that follows a field in the source of its class, or of a class above it."""
+    docs = (_field_docs().get(above.__name__, {}).get(name) for above in kind.__mro__)
+    return next(filter(None, docs), "")
 
 
 @functools.cache
@@ -86,7 +110,8 @@ def _docs_of(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 PAGE_HEAD = """# Every option
 
 Printed by `python -m verl.config.known` from the dataclasses of `verl/config/`.
-[configuration.md](configuration.md) says how they are given. `???` has no default.
+[configuration.md](configuration.md) says how they are given, [checkpoints.md](checkpoints.md) what
+the last column is: what another value leads to when a run is resumed. `???` has no default.
 """
 
 
@@ -98,17 +123,16 @@ def page() -> str:
     parts = [PAGE_HEAD]
     for section, options in sections.items():
         parts.append(f"## {f'`{section}`' if section else 'The dialogue'}\n")
-        rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
+        rows = ["| option | type | default | bounds | meaning | on resume |", "|---" * 6 + "|"]
         rows += [_row(option) for option in options]
         parts.append("\n".join(rows) + "\n")
     return "\n".join(parts)
 
 
 def _row(option: Option) -> str:
-    words = {None: "null", True: "true", False: "false"}
-    is_word = option.default is None or isinstance(option.default, bool)
-    default = words[option.default] if is_word else option.default
-    cells = f"`{option.key.rpartition('.')[2]}`", option.type_name, f"`{default}`", option.doc
+    name, default = f"`{option.key.rpartition('.')[2]}`", f"`{typed(option.default)}`"
+    bounds = "" if option.limits.choices else option.limits.expected()
+    cells = name, option.type_name, default, bounds, option.doc, option.limits.resume
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 

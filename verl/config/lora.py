@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.option import option
+
 ALL_LINEAR = "all-linear"
 
 
@@ -12,11 +14,11 @@ ALL_LINEAR = "all-linear"
 class AdapterConfig:
     """A LoRA adapter: each chosen matrix W acts as W + lora_alpha / lora_rank · B A."""
 
-    lora_rank: int = 0
+    lora_rank: int = option(0, resume="fixed", ge=0, le=512)
     """Rank of A and B; 0 trains all weights and has no adapter."""
-    lora_alpha: float = 16.0
+    lora_alpha: float = option(16.0, resume="fixed", gt=0)
     """Numerator of the adapter's scale; twice the rank is usual."""
-    target_modules: Any = ALL_LINEAR
+    target_modules: Any = option(ALL_LINEAR, resume="fixed")
     """all-linear (every linear layer but the output head), or a list such as [q_proj,v_proj]."""
 
     @property

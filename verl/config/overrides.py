@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import Config
 from verl.config.compat import COMPAT_PRESETS
-from verl.config.known import known_options, known_sections
+from verl.config.known import known_options, known_sections, typed
 from verl.config.legacy import ALIASES, LEGACY, Legacy, find, name_here
 from verl.errors import ConfigError, explain
 
@@ -110,7 +110,7 @@ def check_type(key: str, value: Any) -> None:
     except OmegaConfBaseException as error:
         option = known_options().get(key)
         expected = option.type_name if option else "options of this section"
-        fix = f"for example {key}={_example(option.default)}" if option else "see --help"
+        fix = f"for example {key}={typed(option.default)}" if option else "see --help"
         raise ConfigError(explain(key, repr(value), expected, fix)) from error
 
 
@@ -126,13 +126,6 @@ def _schema() -> DictConfig:
     return schema
 
 
-def _example(default: Any) -> str:
-    """A default as one would type it."""
-    if default is None or isinstance(default, bool):
-        return {None: "null", True: "true", False: "false"}[default]
-    return str(default)
-
-
 def warn_no_effect(config: DictConfig) -> None:
     """Warn once for each option whose value asks for something that no longer happens."""
     for key, legacy in LEGACY.items():
@@ -145,8 +138,8 @@ def _warn(key: str, value: Any, legacy: Legacy) -> None:
     if value in legacy.silent:
         return
     if legacy.is_refused:
-        typed = [_example(allowed) for allowed in legacy.silent if allowed not in (None, {})]
-        expected = " or ".join([*typed, "nothing"])
+        words = [typed(allowed) for allowed in legacy.silent if allowed not in (None, {})]
+        expected = " or ".join([*words, "nothing"])
         raise ConfigError(explain(key, repr(value), expected, legacy.advice))
     if key in _warned:
         return

@@ -8,17 +8,18 @@ from omegaconf import MISSING
 
 from verl.config.lora import AdapterConfig
 from verl.config.optim import FsdpConfig, OptimConfig
+from verl.config.option import option
 
 
 @dataclass
 class ModelConfig(AdapterConfig):
     """The policy's weights, and how its forward runs."""
 
-    path: str = MISSING
+    path: str = option(MISSING, resume="free")
     """Folder (or hub name) of a Hugging Face causal language model."""
-    enable_gradient_checkpointing: bool = True
+    enable_gradient_checkpointing: bool = option(True, resume="free")
     """Recompute block activations in backward: less memory, about a third more compute."""
-    use_remove_padding: bool = True
+    use_remove_padding: bool = option(True, resume="free")
     """No effect any more: batches are never padded."""
 
 
@@ -28,50 +29,54 @@ class ActorConfig:
 
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
-    ppo_mini_batch_size: int = 256
+    ppo_mini_batch_size: int = option(256, resume="experiment", ge=1)
     """Trajectories per optimizer step, over all ranks."""
-    ppo_micro_batch_size: int | None = None
+    ppo_micro_batch_size: int | None = option(None, resume="free", ge=1)
     """Full-length trajectories per forward over all ranks; sets the token budget when
     `ppo_max_token_len_per_gpu` is null."""
-    ppo_max_token_len_per_gpu: int | None = None
+    ppo_max_token_len_per_gpu: int | None = option(None, resume="free", ge=1)
     """Token budget of one packed forward on one rank; null derives it, or takes 16,384."""
-    ppo_epochs: int = 1
+    ppo_epochs: int = option(1, resume="experiment", ge=1)
     """Passes over a step's trajectories."""
-    grad_clip: float = 1.0
+    grad_clip: float = option(1.0, resume="logged", gt=0)
     """Gradient norm bound."""
-    clip_ratio: float = 0.2
+    clip_ratio: float = option(0.2, resume="logged", gt=0)
     """PPO's epsilon below 1, and above it unless `clip_ratio_high` is set."""
-    clip_ratio_high: float | None = None
+    clip_ratio_high: float | None = option(None, resume="logged", gt=0)
     """Epsilon above 1 (clip-higher); null takes `clip_ratio`."""
-    clip_ratio_c: float = 3.0
+    clip_ratio_c: float = option(3.0, resume="logged", gt=1)
     """Dual-clip bound for negative advantages (policy_loss=ppo)."""
-    policy_loss: str = "ppo"
+    policy_loss: str = option(
+        "ppo", resume="experiment", choices="verl.core_algos.policy_losses:POLICY_LOSSES"
+    )
     """ppo (clip, dual clip), gspo (ratio of the sequence), cispo (clipped weight) or gpg (none)."""
-    loss_agg_mode: str = "token-mean"
+    loss_agg_mode: str = option(
+        "token-mean", resume="logged", choices="verl.core_algos.losses:AGGREGATIONS"
+    )
     """How token losses become one: token-mean, seq-mean-token-sum, seq-mean-token-mean,
     seq-mean-token-sum-norm (divided by the tokens that a whole trajectory may sample)."""
-    entropy_coeff: float = 0.0
+    entropy_coeff: float = option(0.0, resume="logged")
     """Weight of the entropy bonus."""
-    use_kl_loss: bool = False
+    use_kl_loss: bool = option(False, resume="logged")
     """Add KL to the reference policy to the loss (needs the reference)."""
-    kl_loss_coef: float = 0.001
+    kl_loss_coef: float = option(0.001, resume="logged", ge=0)
     """Weight of that KL."""
-    kl_loss_type: str = "low_var_kl"
+    kl_loss_type: str = option("low_var_kl", resume="logged", choices="verl.core_algos.kl:KL_KINDS")
     """Estimator: kl, abs, mse, low_var_kl."""
-    llds_coef: float = 0.0
+    llds_coef: float = option(0.0, resume="logged", ge=0)
     """Weight of the penalty on likelihood that good trajectories lose (LLDS; 0.1 is published)."""
-    llds_gate: str = "turn"
+    llds_gate: str = option("turn", resume="logged", choices=("turn", "trajectory"))
     """What must have lost likelihood for its tokens to count: turn or trajectory."""
-    rollout_is: str = "none"
+    rollout_is: str = option("none", resume="logged", choices="verl.core_algos.mismatch:LEVELS")
     """Weigh losses by trainer against engine probability: none, token, sequence (product)."""
-    rollout_is_threshold: float = 2.0
+    rollout_is_threshold: float = option(2.0, resume="logged", gt=0)
     """Cut of that weight."""
-    rollout_mask_threshold: float | None = None
+    rollout_mask_threshold: float | None = option(None, resume="logged", gt=1)
     """Leave out tokens (sequences) whose ratio is above this, or below its inverse; null: none."""
-    skip_zero_advantages: bool = True
+    skip_zero_advantages: bool = option(True, resume="logged")
     """Spare the forward of trajectories whose advantages are all 0 (a group of equal scores): they
     have no gradient. Without effect when KL or entropy is in the loss."""
-    state_masking: bool = True
+    state_masking: bool = option(True, resume="experiment")
     """Leave observation tokens out of the loss; false trains on documents too (ablation)."""
 
 
@@ -79,9 +84,9 @@ class ActorConfig:
 class ValSamplingConfig:
     """How validation samples; greedy unless said otherwise."""
 
-    temperature: float = 0.0
+    temperature: float = option(0.0, resume="logged", ge=0)
     """Sampling temperature of validation; 0 is greedy."""
-    top_p: float = 1.0
+    top_p: float = option(1.0, resume="logged", gt=0, le=1)
     """Nucleus bound of validation."""
 
 
@@ -89,35 +94,35 @@ class ValSamplingConfig:
 class RolloutConfig:
     """Generation by vLLM."""
 
-    name: str = "vllm"
+    name: str = option("vllm", resume="logged", choices=("vllm",))
     """The engine; vllm is the only one."""
-    n_agent: int = 1
+    n_agent: int = option(1, resume="experiment", ge=1)
     """Trajectories sampled per prompt (the group size of GRPO)."""
-    temperature: float = 1.0
+    temperature: float = option(1.0, resume="logged", ge=0)
     """Sampling temperature of training rollouts."""
-    top_p: float = 1.0
+    top_p: float = option(1.0, resume="logged", gt=0, le=1)
     """Nucleus bound of training rollouts; below 1, engine and trainer log-probs differ."""
-    gpu_memory_utilization: float = 0.6
+    gpu_memory_utilization: float = option(0.6, resume="free", gt=0, le=1)
     """Share of a GPU's memory that vLLM may take."""
-    cpu_kv_cache_gib: int = 2
+    cpu_kv_cache_gib: int = option(2, resume="free", ge=1)
     """KV cache of one engine on CPU, in GiB."""
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = option(1, resume="free", ge=1)
     """GPUs per engine."""
-    num_replicas: int | None = None
+    num_replicas: int | None = option(None, resume="free", ge=1)
     """Engines; null for as many as the GPUs hold (one on CPU)."""
-    dtype: str = "auto"
+    dtype: str = option("auto", resume="logged", choices=("auto", "bfloat16", "float16", "float32"))
     """auto (what the trainer computes in), bfloat16, float16, float32."""
-    max_num_seqs: int | None = None
+    max_num_seqs: int | None = option(None, resume="free", ge=1)
     """Trajectories decoded at once by one engine; null for its part of a step or of a validation
     request, whichever is more, up to 512 (256 on CPU)."""
-    merge_adapter: bool | None = None
+    merge_adapter: bool | None = option(None, resume="logged")
     """Give the engine the policy with its adapter merged, not the adapter; null means true on CPU,
     where vLLM computes an adapter more slowly than the model below it, and false on GPU."""
-    enforce_eager: bool | None = None
+    enforce_eager: bool | None = option(None, resume="free")
     """Skip graph capture and compilation; null means true on CPU and false on GPU."""
-    log_prob_micro_batch_size: int | None = None
+    log_prob_micro_batch_size: int | None = option(None, resume="free")
     """No effect any more: log-prob passes use `log_prob_max_token_len_per_gpu`."""
-    log_prob_max_token_len_per_gpu: int | None = None
+    log_prob_max_token_len_per_gpu: int | None = option(None, resume="free", ge=1)
     """Token budget of a forward without gradient; null for twice the actor's."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
 
@@ -126,7 +131,7 @@ class RolloutConfig:
 class RefConfig:
     """The frozen reference policy."""
 
-    log_prob_micro_batch_size: int | None = None
+    log_prob_micro_batch_size: int | None = option(None, resume="free")
     """No effect any more: see rollout.log_prob_max_token_len_per_gpu."""
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.option import option
+
 EMPTY = "empty"
 """The url that stands for no documents at all."""
 
@@ -12,17 +14,17 @@ EMPTY = "empty"
 class RetrieverConfig:
     """The search server that the agent asks."""
 
-    url: str = "http://127.0.0.1:8000/retrieve"
+    url: str = option("http://127.0.0.1:8000/retrieve", resume="free")
     """Address of `/retrieve`, or several with commas between them that stand in for each other;
     `empty` for no documents at all (a control)."""
-    topk: int = 3
+    topk: int = option(3, resume="experiment", ge=1)
     """Documents per query."""
-    timeout: float = 60.0
+    timeout: float = option(60.0, resume="free", gt=0)
     """Seconds one request may take."""
-    max_retries: int = 8
+    max_retries: int = option(8, resume="free", ge=0)
     """Further tries after a failed request, at another address or with growing pauses."""
-    deadline: float | None = None
+    deadline: float | None = option(None, resume="free", gt=0)
     """Seconds one search may take with all its tries; null: as long as they last."""
-    max_outage: float = 1800.0
+    max_outage: float = option(1800.0, resume="free", ge=0)
     """Seconds for which a training run waits for a server that went away; then it saves and stops
     with exit status 4, and the same command goes on with `trainer.resume_mode=auto`."""

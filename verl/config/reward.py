@@ -4,32 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from verl.config.option import option
+
 
 @dataclass
 class JudgeConfig:
     """The language model that `llm_judge` asks, behind an OpenAI-compatible endpoint."""
 
-    url: str | None = None
+    url: str | None = option(None, resume="free")
     """Base address, for example http://127.0.0.1:8001/v1; /chat/completions is added."""
-    model: str | None = None
+    model: str | None = option(None, resume="logged")
     """Name of the model there."""
-    api_key_env: str | None = None
+    api_key_env: str | None = option(None, resume="free")
     """Environment variable that holds the key, if the endpoint wants one."""
-    verdict: str = "yes_no"
+    verdict: str = option("yes_no", resume="logged", choices=("yes_no", "score"))
     """What the judge must reply: yes_no, or score (a number from 0 to 1)."""
-    prompt: str | None = None
+    prompt: str | None = option(None, resume="logged")
     """Your own wording, with {question}, {accepted} and {answer}, which are put in as JSON."""
-    timeout: float = 60.0
+    timeout: float = option(60.0, resume="logged", gt=0)
     """Seconds that one request may wait to connect, and for each part of its answer."""
-    max_retries: int = 3
+    max_retries: int = option(3, resume="logged", ge=0)
     """Further tries, with growing pauses, after a failure or a reply that is no verdict."""
-    max_concurrency: int = 32
+    max_concurrency: int = option(32, resume="logged", ge=1)
     """Requests at a time."""
-    max_tokens: int = 16
+    max_tokens: int = option(16, resume="logged", ge=1)
     """Tokens of a reply; a model that thinks before it replies needs hundreds."""
-    max_answer_chars: int = 500
+    max_answer_chars: int = option(500, resume="logged", ge=1)
     """The answer is shown to the judge up to here."""
-    cache_path: str | None = "${trainer.default_local_dir}/judge.sqlite"
+    cache_path: str | None = option("${trainer.default_local_dir}/judge.sqlite", resume="free")
     """Where verdicts are kept; runs may share a file. null keeps none."""
 
 
@@ -37,11 +39,11 @@ class JudgeConfig:
 class PlateauConfig:
     """The end of a stage by a metric that stopped rising."""
 
-    metric: str = "critic/score/mean"
+    metric: str = option("critic/score/mean", resume="experiment")
     """A metric of the step, or of validation (val/em) where that is due; higher is better."""
-    patience: int = 10
+    patience: int = option(10, resume="experiment", ge=1)
     """Values of the metric without a new best one after which the stage is over."""
-    min_delta: float = 0.0
+    min_delta: float = option(0.0, resume="experiment", ge=0)
     """How much higher than the best a value must be to be a new one."""
 
 
@@ -49,13 +51,13 @@ class PlateauConfig:
 class StageConfig:
     """One stage of a reward that changes during the run."""
 
-    name: str = "em"
+    name: str = option("em", resume="experiment")
     """The reward, as in `reward_model.name`."""
-    weights: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = option(factory=dict, resume="experiment")
     """A weighted sum in place of `name`, as in `reward_model.weights`."""
-    until_step: int | None = None
+    until_step: int | None = option(None, resume="experiment", ge=1)
     """The last step of the stage."""
-    plateau: PlateauConfig | None = None
+    plateau: PlateauConfig | None = option(None, resume="experiment")
     """Ends the stage earlier, or at all."""
 
 
@@ -63,27 +65,27 @@ class StageConfig:
 class RewardConfig:
     """The rule that scores a trajectory."""
 
-    name: str = "em"
+    name: str = option("em", resume="experiment")
     """A row of `search_r1.rewards.REWARDS`, or your own `path/to/file.py:function`."""
-    weights: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = option(factory=dict, resume="experiment")
     """Weights of several rewards by name (`{em: 1.0, f1: 0.5}`), in place of `name`."""
-    stages: list[StageConfig] = field(default_factory=list)
+    stages: list[StageConfig] = option(factory=list, resume="experiment")
     """Rewards one after another (`[{name: r1_searcher_stage_1, until_step: 100}, {name:
     r1_searcher_stage_2}]`), in place of `name`; each but the last needs an end."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
-    format_score: float = 0.0
+    format_score: float = option(0.0, resume="logged")
     """em: score of a wrong but well-formed answer."""
-    structure_format_score: float = 0.0
+    structure_format_score: float = option(0.0, resume="logged")
     """em_format: score of a valid dialogue structure."""
-    final_format_score: float = 0.0
+    final_format_score: float = option(0.0, resume="logged")
     """em_format: score of a present answer in an invalid structure."""
-    retrieval_score: float = 0.0
+    retrieval_score: float = option(0.0, resume="logged")
     """em_format: extra score when a retrieved document holds the answer."""
-    correct_answer: float = 1.0
+    correct_answer: float = option(1.0, resume="logged")
     """em_cost: score of a correct answer."""
-    search_penalty: float = 0.0
+    search_penalty: float = option(0.0, resume="logged")
     """em_cost: what each search costs."""
-    invalid_format: float = 0.0
+    invalid_format: float = option(0.0, resume="logged")
     """em_cost: what each turn without an action costs."""
-    penalise_correct_only: bool = False
+    penalise_correct_only: bool = option(False, resume="logged")
     """em_cost: take costs off correct answers alone."""

@@ -9,6 +9,7 @@ from verl.config.algorithm import AlgorithmConfig
 from verl.config.compat import CompatConfig
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
+from verl.config.option import option
 from verl.config.policy import ActorRolloutRefConfig, ValSamplingConfig
 from verl.config.retriever import RetrieverConfig
 from verl.config.reward import RewardConfig
@@ -32,11 +33,11 @@ class Config:
     agent: AgentConfig = field(default_factory=AgentConfig)
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     compat: CompatConfig = field(default_factory=CompatConfig)
-    max_turns: int = 2
+    max_turns: int = option(2, resume="experiment", ge=0)
     """Turns of a trajectory that may call tools (search); a last turn without follows."""
-    do_search: bool = True
+    do_search: bool = option(True, resume="experiment")
     """False runs without tools, and so without a retriever: a search is then an invalid action."""
-    template: str = "search_r1"
+    template: str = option("search_r1", resume="experiment")
     """Prompt and observation wording, a row of `search_r1.agent.tags.TEMPLATES`, or `tools`, whose
     words are the descriptions of the tools."""
 

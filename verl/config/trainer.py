@@ -6,88 +6,97 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.config.guard import GuardConfig
+from verl.config.option import option
 
 
 @dataclass
 class TrainerConfig:
     """The run: where, how long, how often."""
 
-    project_name: str = "Search-R1"
+    project_name: str = option("Search-R1", resume="free")
     """What trackers file the run under."""
-    experiment_name: str = "default"
+    experiment_name: str = option("default", resume="free")
     """The run's name in trackers and folders."""
-    logger: Any = field(default_factory=lambda: ["console", "jsonl"])
+    logger: Any = option(
+        factory=lambda: ["console", "jsonl"],
+        resume="free",
+        choices="verl.monitor.tracking:BACKENDS",
+    )
     """Any of console, jsonl, wandb, tensorboard; a name or a list."""
-    default_local_dir: str = "runs/${trainer.project_name}/${trainer.experiment_name}"
+    default_local_dir: str = option(
+        "runs/${trainer.project_name}/${trainer.experiment_name}", resume="free"
+    )
     """Where checkpoints, metrics and the resolved config go."""
-    rollout_data_dir: str | None = None
+    rollout_data_dir: str | None = option(None, resume="free")
     """Folder for every scored training trajectory, a jsonl file a step, as
     `verl.sft.rejection_sampling` reads them; null keeps none."""
-    default_hdfs_dir: str | None = None
+    default_hdfs_dir: str | None = option(None, resume="free")
     """No effect any more: copy `default_local_dir` instead."""
-    device: str = "auto"
+    device: str = option("auto", resume="free", choices=("auto", "cuda", "cpu"))
     """auto (cuda where there is one), cuda, cpu."""
-    compute_dtype: str = "auto"
+    compute_dtype: str = option(
+        "auto", resume="logged", choices=("auto", "bfloat16", "float16", "float32")
+    )
     """Forward and backward: auto (bfloat16 where the device has units for it, else float16 on GPUs
     and float32 on CPU), bfloat16, float16 (with a scaled loss), float32. Master weights are float32
     always."""
-    n_gpus_per_node: int = 8
+    n_gpus_per_node: int = option(8, resume="free", ge=1)
     """Training ranks per node (on CPU: processes)."""
-    nnodes: int = 1
+    nnodes: int = option(1, resume="free", ge=1)
     """Nodes of the Ray cluster that hold ranks."""
-    node_timeout: float = 600.0
+    node_timeout: float = option(600.0, resume="free", ge=0)
     """Seconds that a run waits for its nodes, at the start and after one was lost."""
-    total_epochs: int = 15
+    total_epochs: int = option(15, resume="free", ge=1)
     """Passes over the training rows, if `total_training_steps` is null."""
-    total_training_steps: int | None = None
+    total_training_steps: int | None = option(None, resume="free", ge=1)
     """Updates of the run."""
-    critic_warmup: int = 0
+    critic_warmup: int = option(0, resume="logged", ge=0)
     """Steps in which only the critic learns."""
-    save_freq: int = -1
+    save_freq: int = option(-1, resume="free", ge=-1)
     """Steps between checkpoints; -1 saves at the end only, 0 never. A run that is interrupted saves
     in any case (docs/checkpoints.md)."""
-    save_minutes: float | None = None
+    save_minutes: float | None = option(None, resume="free", gt=0)
     """Minutes after which the next finished step is saved besides; null looks at steps only."""
-    async_save: bool = True
+    async_save: bool = option(True, resume="free")
     """Train on while a checkpoint is written, from a copy of each rank's shards in host memory;
     where the host has no room for that, and with false, training waits."""
-    keep_last: int | None = None
+    keep_last: int | None = option(None, resume="free", ge=1)
     """Checkpoints to keep, newest first; null keeps all. Older ones that the guard needs, or that
     `keep_best` names, stay."""
-    keep_best: int = 1
+    keep_best: int = option(1, resume="free", ge=0)
     """Checkpoints to keep besides, of the highest `best_metric` among those validated."""
-    best_metric: str = "val/score"
+    best_metric: str = option("val/score", resume="free")
     """Validation metric, the higher the better."""
-    time_limit: float | None = None
+    time_limit: float | None = option(None, resume="free", gt=0)
     """Minutes that this process may take; a run saves and stops when another step might not fit.
     null asks SLURM_JOB_END_TIME, where Slurm sets it."""
-    test_freq: int = -1
+    test_freq: int = option(-1, resume="free", ge=-1)
     """Steps between validations; -1 validates at start and end only, 0 never after start."""
-    val_before_train: bool = True
+    val_before_train: bool = option(True, resume="free")
     """Validate before the first step."""
-    val_only: bool = False
+    val_only: bool = option(False, resume="free")
     """Validate, then stop."""
-    resume_mode: str = "disable"
+    resume_mode: str = option("disable", resume="free")
     """disable, auto (latest complete checkpoint, if any), or the path of one."""
-    resume_anyway: list[str] = field(default_factory=list)
+    resume_anyway: list[str] = option(factory=list, resume="free")
     """What may differ from the checkpoint that is resumed from: data, corpus, algorithm … as the
     refusal names it."""
-    seed: int = 0
+    seed: int = option(0, resume="experiment")
     """Seed of data order, sampling and initialisation of the value head."""
-    max_restarts: int = 3
+    max_restarts: int = option(3, resume="free", ge=0)
     """How often a run may lose a process and go on by itself: a rollout replica, which is started
     again alone, or a training rank, with which everything starts again from the last checkpoint
     (docs/failures.md). Both count; 0 ends the run at the first."""
-    hang_timeout: float | None = 600.0
+    hang_timeout: float | None = option(600.0, resume="free", gt=0)
     """Seconds without a sign of life after which a rollout replica counts as dead; null for
     none."""
-    deterministic: bool = False
+    deterministic: bool = option(False, resume="logged")
     """The same seed on the same machine gives the same metrics, bit for bit on CPU: each engine
     decodes one dialogue at a time, which is slow (docs/determinism.md); to compare runs by."""
-    memory_preflight: str = "refuse"
+    memory_preflight: str = option("refuse", resume="free", choices=("refuse", "warn", "off"))
     """What an estimate that this machine has not the memory for leads to: refuse, warn, off."""
-    memory_watch_seconds: float = 5.0
+    memory_watch_seconds: float = option(5.0, resume="free", ge=0)
     """Seconds between two looks at the host's memory during a run; 0 never looks."""
-    memory_low: float = 0.1
+    memory_low: float = option(0.1, resume="free", ge=0, le=1)
     """Free share of the host's memory below which a line says what uses it; Ray kills at 0.05."""
     guard: GuardConfig = field(default_factory=GuardConfig)

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 
 from verl import checkpoint
-from verl.checkpoint.resume import (
-    EXPERIMENT,
-    FIXED,
-    FREE,
-    TOLD,
-    check_resume,
-    flat,
-    identity,
-)
+from verl.checkpoint.resume import check_resume, flat, identity
 from verl.config import Config
 from verl.config.known import known_options
 from verl.errors import ConfigError
@@ -160,10 +152,35 @@ def test_a_new_run_is_compared_with_nothing(config: Config) -> None:
     assert differences(config) == ""
 
 
-def test_every_named_option_exists() -> None:
-    """A renamed option cannot leave the lists silently."""
-    known = known_options()
-    sections = {key.rpartition(".")[0] for key in known} | {key.split(".")[0] for key in known}
-    for name in (*FIXED, *EXPERIMENT, *FREE, *TOLD):
-        assert name in known or any(s == name or s.startswith(f"{name}.") for s in sections), name
-    assert set(flat(dataclasses.asdict(Config()))) >= set(FIXED)
+@pytest.mark.parametrize("key", known_options())
+def test_every_option_is_compared_as_its_field_says(
+    config: Config, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The four kinds: refused for good, refused until accepted, logged, or neither."""
+    kind, option = known_options()[key].limits.resume, known_options()[key]
+    present = identity(config, SERVED)
+    *sections, name = key.split(".")
+    section = present["config"]
+    for part in sections:
+        section = section[part]
+    section[name] = "gae" if key == "algorithm.adv_estimator" else f"not {option.default}"
+    try:
+        check_resume(config, present)
+        refusal = ""
+    except ConfigError as error:
+        refusal = str(error)
+    assert (f"- {key}: got" in refusal) == (kind in ("fixed", "experiment"))
+    assert (f"resuming with another {key}: got" in caplog.text) == (kind == "logged")
+    if kind == "experiment" and key != "algorithm.adv_estimator":
+        config.trainer.resume_anyway = [key]
+        check_resume(config, present)
+
+
+def test_what_only_the_machine_decides_is_free() -> None:
+    """Nobody is refused for other devices; the sections of a machine stay so as options come."""
+    kinds = {key: option.limits.resume for key, option in known_options().items()}
+    assert set(flat(dataclasses.asdict(Config()))) == set(kinds)
+    devices = ("actor_rollout_ref.actor.fsdp_config", "critic.model.fsdp_config", "trainer.guard")
+    assert {kind for key, kind in kinds.items() if key.startswith(devices)} == {"free"}
+    assert kinds["data.train_batch_size"] == "fixed"
+    assert kinds["trainer.seed"] == kinds["max_turns"] == "experiment"

@@ -1,12 +1,19 @@
 """The options of verl/config/: every name of the original parses, with and without a plus."""
 
+import typing
 from pathlib import Path
 
 import pytest
 
-from verl.config import cli, overrides
-from verl.config.known import known_options, page
+from verl.config import Config, RewardConfig, cli, known, overrides
+from verl.config.known import known_options, page, settings
+from verl.config.option import Limits, Resume
+from verl.config.reward import PlateauConfig, StageConfig
 from verl.errors import ConfigError
+from verl.rollout.vllm_engine import VLLM_LORA_RANKS
+from verl.training.devices import DTYPES
+
+STAGE = StageConfig(plateau=PlateauConfig())
 
 REQUIRED = (
     "data.train_files=a.parquet",
@@ -119,8 +126,35 @@ def test_defaults_of_the_dataclasses_pass_their_own_check() -> None:
 
 
 def test_every_option_says_what_it_is() -> None:
-    """Options have a sentence in the source, so that --help explains them."""
-    assert [option.key for option in known_options().values() if not option.doc] == []
+    """Each field has a sentence, which --help shows, and a resume class; its own default fits."""
+    for key, section, field, value in settings(Config(reward_model=RewardConfig(stages=[STAGE]))):
+        assert known._meaning(type(section), field.name), key
+        limits = field.metadata["limits"]
+        assert limits.resume in typing.get_args(Resume), key
+        assert value is None or limits.allows(value), key
+
+
+def test_bounds_are_kept_whatever_they_are() -> None:
+    """A value at each bound passes, one beyond it is refused with the bounds in words."""
+    for limits, inside, outside, words in (
+        (Limits("free", ge=1), (1, 2), (0, float("nan")), "1 or more"),
+        (Limits("free", gt=0, le=1), (0.1, 1), (0, 1.1), "more than 0, at most 1"),
+        (Limits("free", ge=0, le=1), (0, 1), (-0.1, 1.1), "from 0 to 1"),
+        (Limits("free", choices=("a", "b")), ("a", ["a", "b"]), ("c", ["a", "c"]), "one of a, b"),
+        (Limits("free", choices=("a",), or_file=True), ("x.py:F",), ("x.py",), "one of a, or FI"),
+        (Limits("free", choices="verl.core_algos.kl:KL_KINDS"), ("kl",), ("lk",), "one of kl, "),
+    ):
+        assert [limits.allows(value) for value in inside] == [True] * len(inside)
+        assert [limits.allows(value) for value in outside] == [False] * len(outside)
+        assert limits.expected().startswith(words)
+
+
+def test_words_of_the_configuration_are_those_of_the_packages() -> None:
+    """Formats and adapter ranks are written here again, so that no option imports torch or vLLM."""
+    options = known_options()
+    for key in ("trainer.compute_dtype", "actor_rollout_ref.rollout.dtype"):
+        assert options[key].limits.words == ("auto", *DTYPES)
+    assert options["actor_rollout_ref.model.lora_rank"].limits.le == VLLM_LORA_RANKS[-1]
 
 
 def test_the_page_of_options_keeps_up_with_the_code() -> None:

@@ -16,9 +16,12 @@ REQUIRED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.p
         ("trainer.guard.patience=0", "trainer.guard.patience: got 0, expected 1 or more"),
         ("trainer.guard.baseline_steps=0", "trainer.guard.baseline_steps"),
         ("trainer.guard.drift_trajectories=-1", "trainer.guard.drift_trajectories: got -1"),
-        ("trainer.guard.rollback_lr_factor=0", "above 0, at most 1"),
+        ("trainer.guard.rollback_lr_factor=0", "more than 0, at most 1"),
         ("trainer.guard.drift_crash=-1", "trainer.guard.drift_crash: got -1.0"),
-        ("trainer.guard.entropy_share=-0.1", "trainer.guard.entropy_share=null"),
+        (
+            "trainer.guard.entropy_share=-0.1",
+            "0 or more, or null; fix: trainer.guard.entropy_share=0.1",
+        ),
     ],
 )
 def test_a_guard_that_cannot_work_is_refused(options: str, message: str) -> None:

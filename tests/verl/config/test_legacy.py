@@ -8,7 +8,7 @@ import pytest
 
 from tests.verl.config.test_cli import compose
 from verl.config import overrides
-from verl.config.known import known_options, known_sections
+from verl.config.known import known_options, known_sections, typed
 from verl.config.legacy import ALIASES, LEGACY, find, tables
 from verl.errors import ConfigError
 
@@ -18,9 +18,9 @@ ASKING = ("8", "0.5", "false", "true", "x")
 
 def values(name: str, *, silent: bool) -> list[str]:
     """Arguments for an option that ask for nothing (`silent`), or for something."""
-    quiet = [f'"{v}"' if isinstance(v, str) else overrides._example(v) for v in LEGACY[name].silent]
-    typed = quiet if silent else list(ASKING)
-    arguments = [f"{name}={value}" for value in typed]
+    quiet = [f'"{v}"' if isinstance(v, str) else typed(v) for v in LEGACY[name].silent]
+    chosen = quiet if silent else list(ASKING)
+    arguments = [f"{name}={value}" for value in chosen]
     parsed = [(one, overrides.parse(one).value()) for one in arguments]
     return [one for one, value in parsed if (value in LEGACY[name].silent) is silent]
 

@@ -54,7 +54,7 @@ def test_stages_arrive_typed() -> None:
         ((*JUDGE, "reward_model.judge.url=localhost"), "http address"),
         ((*JUDGE, "reward_model.judge.verdict=maybe"), "one of yes_no, score"),
         ((*JUDGE, "reward_model.judge.prompt='is {answer} right?'"), r"no \{question\}, \{acc"),
-        ((*JUDGE, "reward_model.judge.timeout=0"), "more than 0 seconds"),
+        ((*JUDGE, "reward_model.judge.timeout=0"), "expected more than 0"),
         ((*JUDGE, "reward_model.judge.max_retries=-1"), "0 or more"),
         ((*JUDGE, "reward_model.judge.max_concurrency=0"), "1 or more"),
     ],
@@ -67,7 +67,7 @@ def test_what_cannot_work_is_refused(arguments: tuple[str, ...], expected: str) 
 
 
 def test_a_complete_judge_passes() -> None:
-    """Its cache lies beside the run; without llm_judge nothing is asked of the section."""
+    """Its cache lies beside the run; without llm_judge nobody must be there to ask."""
     judge = compose(*JUDGE, "trainer.default_local_dir=x").reward_model.judge
     assert judge.cache_path == "x/judge.sqlite"
-    compose("reward_model.judge.verdict=maybe")
+    compose("reward_model.judge.verdict=score")

@@ -11,9 +11,9 @@ REQUIRED = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.p
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("trainer.save_minutes=0", "trainer.save_minutes: got 0.0, expected more than 0 minutes"),
+        ("trainer.save_minutes=0", "trainer.save_minutes: got 0.0, expected more than 0, or null"),
         ("trainer.time_limit=-5", "trainer.time_limit: got -5.0"),
-        ("trainer.keep_last=0", "1 checkpoint or more; fix: trainer.keep_last=1"),
+        ("trainer.keep_last=0", "1 or more, or null; fix: trainer.keep_last=null, the default"),
         ("trainer.keep_best=-1", "trainer.keep_best: got -1"),
         ("trainer.best_metric=score", "a metric of validation"),
     ],

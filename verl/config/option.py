@@ -1,0 +1,85 @@
+"""How an option is declared: its default, its bounds, and what may become of it on resume.
+
+    lr: float = option(1e-6, resume="logged", ge=0)
+    \"\"\"Peak learning rate.\"\"\"
+
+The string below the field is its meaning: `--help` and docs/options.md are made of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Resume = Literal["fixed", "experiment", "logged", "free"]
+"""What another value than the checkpoint's leads to when a run is resumed:
+
+- fixed: refused, for the saved weights, optimizer state or data position cannot be used otherwise;
+- experiment: refused, unless `trainer.resume_anyway` names it: it is what is learned from what;
+- logged: taken, with a line in the log;
+- free: taken; it says where and how fast to compute, or is compared by content instead.
+"""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a value may be, and its resume class; null is always allowed where the type has it."""
+
+    resume: Resume
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    choices: tuple[str, ...] | str = ()
+    """Words, or the place of a registry whose keys they are, `module:NAME`, which is imported
+    when a value is checked: the registries of algorithms import torch."""
+    or_file: bool = False
+    """The option takes `path/to/file.py:Name` as well as a word."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words that may be given; none where any may."""
+        if isinstance(self.choices, tuple):
+            return self.choices
+        module, _, name = self.choices.partition(":")
+        return tuple(getattr(importlib.import_module(module), name))
+
+    def expected(self) -> str:
+        """The bounds in words; empty without any."""
+        if self.choices:
+            return f"one of {', '.join(self.words)}{', or FILE.py:NAME' if self.or_file else ''}"
+        if self.ge is not None and self.le is not None:
+            return f"from {self.ge} to {self.le}"
+        least = f"more than {self.gt}" if self.gt is not None else ""
+        least = f"{self.ge} or more" if self.ge is not None else least
+        most = f"at most {self.le}" if self.le is not None else ""
+        return ", ".join(filter(None, (least, most)))
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value that is not null is within the bounds; a list is, if all of it is."""
+        if isinstance(value, list):
+            return all(self.allows(one) for one in value)
+        if self.choices:
+            is_file = self.or_file and ".py:" in value
+            return is_file or value in self.words
+        return (
+            (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+        )
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    resume: Resume,
+    factory: Callable[[], Any] | None = None,
+    **limits: Any,
+) -> Any:
+    """A field of a configuration's dataclass; `limits` are those of `Limits`."""
+    metadata = {"limits": Limits(resume, **limits)}
+    if factory is not None:
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)

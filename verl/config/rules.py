@@ -1,0 +1,186 @@
+"""Rules between options: one row each, of what is wrong, the option, got, expected, fix.
+
+What concerns one option alone stands in its field. An option that another one leaves without effect
+is refused too, so that no run is taken for what it is not. Names of rewards are known to
+`search_r1.rewards` alone, which refuses unknown ones before the run starts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from verl.config import Config
+from verl.config.retriever import EMPTY
+from verl.config.reward import RewardConfig, StageConfig
+from verl.core_algos.advantages import ADVANTAGES
+from verl.errors import explain
+
+Row = tuple[object, str, object, str, str]
+"""Whether it is a problem; subject, got, expected, fix."""
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+HTTP = ("http://", "https://")
+READERS = {
+    "format_score": "em",
+    "structure_format_score": "em_format",
+    "final_format_score": "em_format",
+    "retrieval_score": "em_format",
+    "correct_answer": "em_cost",
+    "search_penalty": "em_cost",
+    "invalid_format": "em_cost",
+    "penalise_correct_only": "em_cost",
+}
+"""The reward that reads each partial score."""
+PLACEHOLDERS = ("{question}", "{accepted}", "{answer}")
+
+
+def problems(config: Config) -> Iterator[str]:
+    """All that cannot work together, a sentence each."""
+    sections = (_run, _algorithm, _losses, _shaping, _retriever, _rewards, _stages, _judge)
+    rows = itertools.chain.from_iterable(section(config) for section in sections)
+    for is_wrong, subject, got, expected, fix in rows:
+        if is_wrong:
+            yield explain(subject, got, expected, fix)
+
+
+# Each row is one thing to read: the formatter would give every string a line of its own.
+# fmt: off
+def _run(config: Config) -> Iterator[Row]:
+    """Budgets hold a dialogue; ranks, engines and the guard have what they need."""
+    data, trainer, rollout = config.data, config.trainer, config.actor_rollout_ref.rollout
+    longest, ranks, per_node = data.max_prompt_length, config.num_ranks, trainer.n_gpus_per_node
+    start, seen = data.max_start_length, data.max_obs_length
+    batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    size = rollout.tensor_model_parallel_size
+    yield (start > longest, "data.max_start_length",
+           f"{start}, more than data.max_prompt_length={longest}", "a prompt that fits the context",
+           "raise data.max_prompt_length or lower data.max_start_length")
+    yield (config.do_search and config.max_turns and seen >= longest, "data.max_obs_length",
+           f"{seen}, not less than max_prompt_length={longest}",
+           "room for the prompt beside one observation",
+           "raise data.max_prompt_length or lower data.max_obs_length")
+    yield (batch < ranks and not trainer.val_only, f"{ACTOR}.ppo_mini_batch_size", batch,
+           f"one trajectory or more for each of {ranks} ranks",
+           f"{ACTOR}.ppo_mini_batch_size={ranks}, or fewer trainer.n_gpus_per_node")
+    yield (per_node % size, f"{ROLLOUT}.tensor_model_parallel_size", size,
+           f"a divisor of trainer.n_gpus_per_node={per_node}",
+           f"{ROLLOUT}.tensor_model_parallel_size=1")
+    yield (rollout.temperature == 0 and not trainer.val_only, f"{ROLLOUT}.temperature", 0,
+           "more than 0: training needs samples that differ",
+           f"{ROLLOUT}.temperature=1.0 (validation has its own: rollout.val_kwargs.temperature)")
+    yield (not trainer.best_metric.startswith("val/"), "trainer.best_metric", trainer.best_metric,
+           "a metric of validation, val/…", "trainer.best_metric=val/score")
+    goes_back = trainer.guard.enable and trainer.guard.action == "rollback"
+    yield (goes_back and trainer.save_freq < 1, "trainer.save_freq", trainer.save_freq,
+           "1 or more: a rollback needs checkpoints to go back to",
+           "trainer.save_freq=10, or trainer.guard.action=stop")
+
+
+def _algorithm(config: Config) -> Iterator[Row]:
+    """What an estimator compares, whether there is a critic, and KL in the reward."""
+    name, n_agent = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n_agent
+    estimator, warmup = ADVANTAGES[name], config.trainer.critic_warmup
+    key, alone = f"{ROLLOUT}.n_agent", n_agent == 1 and not config.trainer.val_only
+    yield (alone and estimator.needs_groups, key, n_agent,
+           f"2 or more: {name} compares the samples of a prompt, one alone has advantage 0",
+           f"{key}=5")
+    yield (config.algorithm.filter_groups.enable and n_agent == 1, key, n_agent,
+           "2 or more: algorithm.filter_groups compares the samples of a prompt", f"{key}=5")
+    yield (not estimator.needs_critic and warmup, "trainer.critic_warmup", warmup,
+           f"0: {name} has no critic that could warm up", "trainer.critic_warmup=0")
+    key = "algorithm.kl_ctrl"
+    yield (config.algorithm.kl_ctrl.type == "adaptive" and not config.kl_in_reward, f"{key}.type",
+           "adaptive", "fixed: it acts on KL in the reward, of which there is none",
+           f"{ACTOR}.use_kl_loss=false and {key}.kl_coef above 0, or {key}.type=fixed")
+    compat = config.compat
+    yield (compat.whiten_over_all_tokens and not compat.gae_over_all_tokens,
+           "compat.whiten_over_all_tokens", True,
+           "false, for GAE gives observation tokens no advantage to whiten",
+           "set compat.gae_over_all_tokens=true beside it")
+
+
+def _losses(config: Config) -> Iterator[Row]:
+    """Terms of the policy loss that have something to act on."""
+    actor = config.actor_rollout_ref.actor
+    yield (actor.llds_coef > 0 and config.updates_per_step == 1, f"{ACTOR}.llds_coef",
+           actor.llds_coef,
+           "0, or several updates a step: with one, no likelihood has fallen since sampling",
+           "a smaller ppo_mini_batch_size beside it")
+    yield (actor.rollout_mask_threshold is not None and actor.rollout_is == "none",
+           f"{ACTOR}.rollout_mask_threshold", actor.rollout_mask_threshold,
+           "null: with rollout_is=none there is no ratio to bound",
+           f"{ACTOR}.rollout_is=token (or sequence) beside it")
+
+
+def _shaping(config: Config) -> Iterator[Row]:
+    """The overlong penalty rises within what the policy may sample."""
+    shaping, key = config.algorithm.overlong_buffer, "algorithm.overlong_buffer"
+    longest, most = config.overlong_max_length, config.max_policy_tokens
+    yield (shaping.length is not None and shaping.length > longest, f"{key}.length", shaping.length,
+           f"at most overlong_buffer.max_length={longest}", f"{key}.length=null")
+    yield (shaping.enable and longest - config.overlong_length >= most, f"{key}.max_length",
+           shaping.max_length,
+           f"a penalty that begins below {most}, all tokens that the budgets let the policy sample",
+           f"{key}.max_length=null")
+
+
+def _retriever(config: Config) -> Iterator[Row]:
+    """Where to search."""
+    url = config.retriever.url
+    is_address = url == EMPTY or all(one.strip().startswith(HTTP) for one in url.split(","))
+    yield (config.do_search and not is_address, "retriever.url", repr(url),
+           "http addresses of /retrieve with commas between them, or empty",
+           "retriever.url=http://127.0.0.1:8000/retrieve")
+
+
+def names_in_use(rewards: RewardConfig) -> set[str]:
+    """Every reward that a run may score with."""
+    sections: Sequence[RewardConfig | StageConfig] = rewards.stages or [rewards]
+    return {name for section in sections for name in (section.weights or [section.name])}
+
+
+def _rewards(config: Config) -> Iterator[Row]:
+    """Partial scores belong to a reward of the run."""
+    usual, rewards = RewardConfig(), config.reward_model
+    for name, reader in READERS.items():
+        key, got, default = f"reward_model.{name}", getattr(rewards, name), getattr(usual, name)
+        yield (got != default and reader not in names_in_use(rewards), key, got,
+               f"{default}: it is a score of {reader}, which is not used here",
+               f"reward_model.name={reader}, or leave {key} out")
+
+
+def _stages(config: Config) -> Iterator[Row]:
+    """Each stage but the last has an end, and they follow each other."""
+    key, stages = "reward_model.stages", config.reward_model.stages
+    test_freq = config.trainer.test_freq
+    yield (stages and config.reward_model.weights, key, "stages beside reward_model.weights",
+           "stages or weights; a stage may have weights of its own", "leave one of them out")
+    for number, stage in enumerate(stages, 1):
+        where, is_last = f"stage {number} of {key}", number == len(stages)
+        has_end = stage.until_step or stage.plateau
+        yield (not is_last and not has_end, where, "no end",
+               "until_step or plateau: another stage follows", "until_step: 100")
+        yield (is_last and has_end, where, "an end", "none: no stage follows",
+               "leave until_step and plateau out")
+        metric = stage.plateau.metric if stage.plateau else ""
+        yield (metric.startswith("val/") and test_freq < 1, f"{where}, plateau.metric",
+               f"{metric} with trainer.test_freq={test_freq}", "a metric that is taken",
+               "trainer.test_freq=10")
+    ends = [stage.until_step for stage in stages if stage.until_step is not None]
+    yield (any(later <= earlier for earlier, later in itertools.pairwise(ends)), key,
+           f"until_step {ends}", "numbers above 0 that rise", "put them in order")
+
+
+def _judge(config: Config) -> Iterator[Row]:
+    """A judge that can be asked, where a reward of the run is one."""
+    judge, key = config.reward_model.judge, "reward_model.judge"
+    if "llm_judge" not in names_in_use(config.reward_model):
+        return
+    yield (not (judge.url or "").startswith(HTTP), f"{key}.url", judge.url,
+           "the http address of an OpenAI-compatible endpoint, for llm_judge",
+           f"{key}.url=http://127.0.0.1:8001/v1")
+    yield (not judge.model, f"{key}.model", judge.model, "the name of a model there",
+           f"{key}.model=NAME")
+    lacking = [p for p in PLACEHOLDERS if judge.prompt is not None and p not in judge.prompt]
+    yield (lacking, f"{key}.prompt", f"no {', '.join(lacking)}",
+           f"a text with {', '.join(PLACEHOLDERS)}", "add them, or leave it null")
