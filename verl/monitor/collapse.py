@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -28,9 +28,6 @@ ENTROPY = "actor/entropy"
 GRAD_NORM = "actor/grad_norm"
 SKIPPED = "actor/skipped_updates"
 
-PATIENCE = {"drift_crash": 1, "shift_bound": 2}
-"""Rules about the updates themselves need less patience than those about what is sampled later."""
-
 
 class Health(StrEnum):
     """What a step looks like."""
@@ -44,7 +41,7 @@ class Health(StrEnum):
 class Kind(StrEnum):
     """How a rule's limit bounds its metric."""
 
-    FLOOR = "at least the limit"
+    DROP = "at least minus the limit"
     CEILING = "at most the limit"
     RISE = "at most the baseline plus the limit"
     GROWTH = "at most the limit times the baseline"
@@ -59,53 +56,56 @@ class Rule:
     """The option of `trainer.guard` that sets the limit."""
     metric: str
     kind: Kind
-    limit: float
-    patience: int
-    """Steps in a row beyond the bound that make a collapse."""
+    patience: int | None = None
+    """Steps in a row beyond the bound that make a collapse; None is the option's."""
+    limit: float = 0.0
 
     @property
     def is_lower(self) -> bool:
         """The bound is the least allowed, rather than the most."""
-        return self.kind in (Kind.FLOOR, Kind.SHARE)
+        return self.kind in (Kind.DROP, Kind.SHARE)
 
     def bound(self, baseline: float | None) -> float | None:
         """The most or least allowed; None while a relative rule has nothing to compare with."""
-        if self.kind in (Kind.FLOOR, Kind.CEILING):
-            return self.limit
+        if self.kind in (Kind.DROP, Kind.CEILING):
+            return -self.limit if self.is_lower else self.limit
         if baseline is None or (baseline == 0.0 and self.kind is Kind.GROWTH):
-            return None  # nothing to compare with: any gradient is beyond a multiple of none
+            return None  # any gradient is beyond a multiple of none
         return baseline + self.limit if self.kind is Kind.RISE else baseline * self.limit
 
     def is_broken(self, value: float, bound: float | None) -> bool:
         """Whether `value` is beyond the bound; what is not finite always is."""
-        if not math.isfinite(value):
-            return True
-        if bound is None:
-            return False
+        if not math.isfinite(value) or bound is None:
+            return not math.isfinite(value)
         return value < bound if self.is_lower else value > bound
 
 
+# Rules about the updates themselves need less patience than those about what is sampled later.
+RULES = (
+    Rule("drift_drop", DRIFT, Kind.DROP),
+    Rule("drift_crash", DRIFT, Kind.DROP, patience=1),
+    Rule("shift_bound", SHIFT, Kind.CEILING, patience=2),
+    Rule("malformed_rise", MALFORMED, Kind.RISE),
+    Rule("no_answer_rise", NO_ANSWER, Kind.RISE),
+    Rule("length_clip_rise", LENGTH_CLIP, Kind.RISE),
+    Rule("search_share", SEARCH, Kind.SHARE),
+    Rule("entropy_share", ENTROPY, Kind.SHARE),
+    Rule("entropy_rise", ENTROPY, Kind.RISE),
+    Rule("grad_norm_growth", GRAD_NORM, Kind.GROWTH),
+    Rule("skipped_updates", SKIPPED, Kind.CEILING),
+)
+
+
 def rules(config: GuardConfig) -> list[Rule]:
-    """The rules of a run: the rows whose limit is not null."""
-    drop = None if config.drift_drop is None else -config.drift_drop
-    crash = None if config.drift_crash is None else -config.drift_crash
-    table: list[tuple[str, str, Kind, float | None]] = [
-        ("drift_drop", DRIFT, Kind.FLOOR, drop),
-        ("drift_crash", DRIFT, Kind.FLOOR, crash),
-        ("shift_bound", SHIFT, Kind.CEILING, config.shift_bound),
-        ("malformed_rise", MALFORMED, Kind.RISE, config.malformed_rise),
-        ("no_answer_rise", NO_ANSWER, Kind.RISE, config.no_answer_rise),
-        ("length_clip_rise", LENGTH_CLIP, Kind.RISE, config.length_clip_rise),
-        ("search_share", SEARCH, Kind.SHARE, config.search_share),
-        ("entropy_share", ENTROPY, Kind.SHARE, config.entropy_share),
-        ("entropy_rise", ENTROPY, Kind.RISE, config.entropy_rise),
-        ("grad_norm_growth", GRAD_NORM, Kind.GROWTH, config.grad_norm_growth),
-        ("skipped_updates", SKIPPED, Kind.CEILING, config.skipped_updates),
-    ]
+    """The rules of a run: those whose limit is not null."""
     return [
-        Rule(name, metric, kind, limit, min(PATIENCE.get(name, config.patience), config.patience))
-        for name, metric, kind, limit in table
-        if limit is not None
+        replace(
+            rule,
+            limit=getattr(config, rule.name),
+            patience=min(rule.patience or config.patience, config.patience),
+        )
+        for rule in RULES
+        if getattr(config, rule.name) is not None
     ]
 
 
@@ -157,7 +157,7 @@ class CollapseGuard:
                 self.broken.pop(rule.name, None)
                 continue
             count = self.broken[rule.name] = self.broken.get(rule.name, 0) + 1
-            is_collapsed |= count >= rule.patience
+            is_collapsed |= count >= (rule.patience or 1)
             reasons.append(_reason(rule, value, baseline, count))
         if reasons:
             return Verdict(Health.COLLAPSED if is_collapsed else Health.WARNING, tuple(reasons))

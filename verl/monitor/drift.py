@@ -26,31 +26,21 @@ def correct_sequences(scores: Tensor, limit: int) -> list[int]:
     return [found[i * len(found) // limit] for i in range(limit)]
 
 
-def probe(batch: TokenBatch, limit: int) -> TokenBatch:
+def correct_trajectories(batch: TokenBatch, limit: int) -> TokenBatch:
     """The correct trajectories to look at again, with the columns that a forward needs only."""
     chosen = batch.select(correct_sequences(batch.rows["scores"], limit))
     names = ("input_ids", "policy_mask", "rollout_log_probs")
     return TokenBatch(chosen.offsets, {name: chosen.tokens[name] for name in names})
 
 
-def mean_drift(sampled: TokenBatch, log_probs: Tensor) -> float:
-    """Mean over policy tokens of log π_after − log π_engine at sampling, in nats.
+def drift_and_shift(sampled: TokenBatch, log_probs: Tensor) -> tuple[float, float]:
+    """How far the policy tokens' log-probs moved since the engine sampled them, in nats.
 
-    `log_probs` (num_tokens,) are those of the policy after the updates.
+    `log_probs` (num_tokens,) are those of the policy after the updates. The drift is the mean of
+    log π_after − log π_engine; the shift is KL(π_engine ‖ π_after) by k3, not negative: where some
+    tokens gain what others lose, the drift is near 0 and the shift is not.
     """
-    return float(_moved(sampled, log_probs).mean())
-
-
-def policy_shift(sampled: TokenBatch, log_probs: Tensor) -> float:
-    """KL(π_engine at sampling ‖ π_after) by k3, a mean over policy tokens in nats, not negative.
-
-    Where some tokens gain what others lose, the drift is near 0 and this is not.
-    """
-    moved = _moved(sampled, log_probs)
-    return float(kl_penalty(-moved, torch.zeros_like(moved), "k3").mean())
-
-
-def _moved(sampled: TokenBatch, log_probs: Tensor) -> Tensor:
-    """log π_after − log π_engine at sampling, (num_policy_tokens,)."""
     mask = sampled.tokens["policy_mask"]
-    return (log_probs - sampled.tokens["rollout_log_probs"])[mask].double()
+    moved = (log_probs - sampled.tokens["rollout_log_probs"])[mask].double()
+    shift = kl_penalty(-moved, torch.zeros_like(moved), "k3")
+    return float(moved.mean()), float(shift.mean())

@@ -1,4 +1,4 @@
-"""The host's memory during a run: a thread looks at it, and speaks before Ray or the kernel kills.
+"""The host's memory during a run: a thread reads it, and warns before Ray or the kernel kills.
 
 Ray ends a process of its choice when a node's memory is used up to RAY_memory_usage_threshold; the
 kernel does so at the limit. Neither says what had used it: the line from here does.
@@ -12,19 +12,25 @@ import os
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import psutil
 
 from verl.config import Config
 from verl.errors import RankLost, ReplicaLost
 from verl.machine import GB, SHARED_MEMORY, HostMemory, amount
-from verl.monitor.processes import Usage, usages
 from verl.single_controller.actors import Place
+from verl.single_controller.reaper import MARK, PART
 
 logger = logging.getLogger(__name__)
 
 RAY_THRESHOLD = "RAY_memory_usage_threshold"
 RAY_DEFAULT = 0.95
+RETRIEVER = "retrieval_server"
+MIN_BYTES = 50_000_000
+"""Smaller processes are added up."""
 AHEAD = 0.03
 """Share of the memory by which the line comes before Ray's threshold, at the least."""
 AGAIN = 0.5
@@ -61,8 +67,8 @@ class HostWatch:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="host-memory", daemon=True)
         self._worst: HostMemory | None = None
-        self._told_free = float("inf")
-        self._told_at = float("-inf")
+        self._warned_free = float("inf")
+        self._warned_at = float("-inf")
 
     def start(self) -> None:
         """Begin to look, unless `seconds` is 0."""
@@ -85,9 +91,9 @@ class HostWatch:
         if self._worst is None or memory.free < self._worst.free:
             self._worst = memory
         if memory.free >= self.low * memory.total:
-            self._told_free = float("inf")
-        elif memory.free < AGAIN * self._told_free:
-            self._told_free, self._told_at = memory.free, time.monotonic()
+            self._warned_free = float("inf")
+        elif memory.free < AGAIN * self._warned_free:
+            self._warned_free, self._warned_at = memory.free, time.monotonic()
             self.report = describe(memory, usages(self.names))
             logger.warning("%s", self.report)
         return memory
@@ -95,7 +101,7 @@ class HostWatch:
     @property
     def recent_report(self) -> str | None:
         """The last report, if it is not long ago."""
-        return self.report if time.monotonic() - self._told_at < RECENT_S else None
+        return self.report if time.monotonic() - self._warned_at < RECENT_S else None
 
     def metrics(self) -> dict[str, float]:
         """The worst since the last call, `perf/host_memory_*`."""
@@ -152,3 +158,61 @@ def watching(config: Config) -> Iterator[HostWatch]:
         raise type(error)(f"{error}; {watch.recent_report}") from error
     finally:
         watch.stop()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """A process, or several of a kind, and their memory."""
+
+    name: str
+    bytes: int
+    is_ours: bool = True
+    """Part of the run; else another program of this machine."""
+
+
+def usages(names: Mapping[int, str] | None = None) -> list[Usage]:
+    """The run's processes, and the larger ones of others, by falling size; small ones are one.
+
+    `names` says which process (by id) is which rank. Memory is what a process alone holds: pages
+    of files and of /dev/shm, which many map, are not in it.
+    """
+    mark, sums = os.environ.get(MARK), Counter[tuple[str, bool]]()
+    family = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    for process in psutil.process_iter():
+        try:
+            memory = process.memory_info()
+            own = memory.rss - memory.shared
+            if own <= 0:
+                continue
+            marks = _marks(process)
+            is_ours = process.pid in family or (mark is not None and marks.get(MARK) == mark)
+            name = (names or {}).get(process.pid) or _name(process, marks.get(PART), is_ours)
+        except (psutil.Error, OSError):
+            continue  # gone by now
+        small = "other processes" if is_ours else "other programs"
+        sums[name if own >= MIN_BYTES else small, is_ours] += own
+    return [Usage(name, size, is_ours) for (name, is_ours), size in sums.most_common()]
+
+
+def _marks(process: psutil.Process) -> Mapping[str, str]:
+    """A process's environment; nothing of another user's."""
+    try:
+        return dict(process.environ())
+    except psutil.AccessDenied:
+        return {}
+
+
+def _name(process: psutil.Process, part: str | None, is_ours: bool) -> str:
+    """What a process is to a reader."""
+    if process.pid == os.getpid():
+        return "driver"
+    title = " ".join(process.cmdline())
+    if RETRIEVER in title:
+        return "retriever"
+    if not is_ours:
+        return str(process.name())
+    if part is not None:
+        return part.rpartition("/")[2] + (" (engine core)" if "EngineCore" in title else "")
+    if "EngineCore" in title:
+        return "engine core"
+    return "rank or replica" if title.startswith("ray::") else f"Ray ({process.name()})"

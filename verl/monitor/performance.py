@@ -6,15 +6,16 @@ seconds are those that a user waits.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from verl.config import Config, CriticModelConfig, ModelConfig
+from verl.machine import GB
 from verl.model_shape import read_shape
 from verl.monitor.flops import ModelFlops
-from verl.trainer.metrics import Metrics, Timings
 from verl.training.devices import PeakMemory
 from verl.training.models import LOGITS_PER_CHUNK
 from verl.types import TokenBatch
@@ -23,30 +24,48 @@ PHASES_OF_RANKS = (
     "old_log_prob", "values", "update_critic", "update_actor", "guard", "update_weights",
 )  # fmt: skip
 """The phases of a step after which the ranks say how much memory they took."""
-GB = 1e9
+Metrics = dict[str, float]
 
 
-class RankTimings(Timings):
-    """Timings that also know the ranks' peak memory in each phase that is theirs."""
+class Timings:
+    """Wall seconds of the named phases of one step, and the ranks' peak memory in those of theirs.
 
-    def __init__(self, take_peak: Callable[[], PeakMemory | None]) -> None:
+    A phase entered twice adds up. `PHASE/PART` is a part of a phase, whose seconds are in the
+    phase's already.
+    """
+
+    def __init__(self, take_peak: Callable[[], PeakMemory | None] = lambda: None) -> None:
         """`take_peak` gives the peak since its last call, None where devices have no memory."""
-        super().__init__()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.peaks: dict[str, PeakMemory] = {}
+        self._start = time.perf_counter()
         self._take_peak = take_peak
         self._take_peak()  # what came before this step
-        self.peaks: dict[str, PeakMemory] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the body under `name`; a phase of the ranks ends with a call to them."""
-        with super().phase(name):
+        start = time.perf_counter()
+        try:
             yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
         if name in PHASES_OF_RANKS and (peak := self._take_peak()) is not None:
             self.peaks[name] = peak
 
+    @property
+    def step(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._start
+
+    @property
+    def of_phases(self) -> float:
+        """Seconds of all phases together."""
+        return sum(s for name, s in self.seconds.items() if "/" not in name)
+
     def metrics(self) -> Metrics:
-        """Seconds, and `perf/device_memory_gb/PHASE/...` where devices have memory."""
-        found = super().metrics()
+        """`timing_s/NAME`, and `perf/device_memory_gb/PHASE/...` where devices have memory."""
+        found = {f"timing_s/{n}": s for n, s in {**self.seconds, "step": self.step}.items()}
         for name, peak in self.peaks.items():
             found[f"perf/device_memory_gb/{name}/allocated"] = peak.allocated / GB
             found[f"perf/device_memory_gb/{name}/reserved"] = peak.reserved / GB

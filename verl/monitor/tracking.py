@@ -6,15 +6,14 @@ Knows nothing of what the metrics mean, except which few the console shows.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, Protocol, Self
+from types import MappingProxyType
+from typing import Any, Self
 
 from verl.config import Config
 from verl.errors import ConfigError, explain
@@ -26,39 +25,31 @@ KEY_METRICS = ("val/em", "em", "reward", "score", "loss", "kl", "entropy", "grad
 """The console shows metrics whose name, or its last part, is here; all, where none is."""
 
 
-class Tracker(Protocol):
+class Tracker:
     """One place where metrics go."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record one step."""
-        ...
+        raise NotImplementedError
 
     def rewind(self, step: int | None) -> None:
         """Forget the steps after `step`, which come again; None forgets all of this tracker's own.
 
-        What can no longer be changed is left as it is.
+        What can no longer be changed is left as it is: lines on a console, what wandb received.
         """
-        ...
 
     def close(self) -> None:
         """Flush and let go."""
-        ...
 
 
-class ConsoleTracker:
+class ConsoleTracker(Tracker):
     """One compact line a step through logging."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         logger.info("step %d  %s", step, compact(metrics))
 
-    def rewind(self, step: int | None) -> None:
-        """What was shown was shown."""
 
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """`metrics.jsonl`: one flushed line a step, each step once; a resumed run appends."""
 
     def __init__(self, directory: Path) -> None:
@@ -72,16 +63,16 @@ class JsonlTracker:
         self._file.close()
         old = self._path.read_bytes()
         if step is None:
-            kept, forgotten = [old[: self._start]], [old[self._start :]]
+            kept, forgotten = old[: self._start], old[self._start :]
         else:
             lines = old.splitlines(keepends=True)
-            kept = [line for line in lines if not _is_after(line, step)]
-            forgotten = [line for line in lines if _is_after(line, step)]
-        if any(forgotten):
+            kept = b"".join(line for line in lines if not _is_after(line, step))
+            forgotten = b"".join(line for line in lines if _is_after(line, step))
+        if forgotten:
             with self._path.with_name("metrics.superseded.jsonl").open("ab") as file:
-                file.writelines(forgotten)
+                file.write(forgotten)
             part = self._path.with_suffix(".tmp")
-            part.write_bytes(b"".join(kept))
+            part.write_bytes(kept)
             os.replace(part, self._path)
         self._file = self._path.open("a", encoding="utf-8")
 
@@ -94,19 +85,20 @@ class JsonlTracker:
         self._file.close()
 
 
-class TensorboardTracker:
+class TensorboardTracker(Tracker):
     """Event files in `directory/tensorboard`."""
 
     def __init__(self, directory: Path) -> None:
         load("tensorboard", "tensorboard")
-        module = load("torch.utils.tensorboard", "tensorboard")
-        self._open = functools.partial(module.SummaryWriter, str(directory / "tensorboard"))
-        self._writer = self._open()
+        self._module = load("torch.utils.tensorboard", "tensorboard")
+        self._folder = str(directory / "tensorboard")
+        self._writer = self._module.SummaryWriter(self._folder)
 
     def rewind(self, step: int | None) -> None:
         """TensorBoard passes over the steps that come again."""
         self._writer.close()
-        self._writer = self._open(purge_step=0 if step is None else step + 1)
+        purged = 0 if step is None else step + 1
+        self._writer = self._module.SummaryWriter(self._folder, purge_step=purged)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -117,7 +109,7 @@ class TensorboardTracker:
         self._writer.close()
 
 
-class MemoryTracker:
+class MemoryTracker(Tracker):
     """Keeps (step, metrics) in a list, for tests and notebooks."""
 
     def __init__(self) -> None:
@@ -129,13 +121,10 @@ class MemoryTracker:
     def rewind(self, step: int | None) -> None:
         self.records = [record for record in self.records if step is not None and record[0] <= step]
 
-    def close(self) -> None:
-        """The records stay."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What backends are told of a run."""
+    """What backends are given of a run."""
 
     project: str
     experiment: str
@@ -147,16 +136,13 @@ class Run:
     """It goes on with what an earlier start of it left in `directory`."""
 
 
-def _wandb(run: Run) -> Tracker:
-    where = run.project, run.experiment, run.directory
-    return WandbTracker(*where, run.config, run.is_resumed)
-
-
-_BUILDERS: Mapping[str, Callable[[Run], Tracker]] = MappingProxyType(
+_BUILDERS: Mapping[str, Callable[[Run], Any]] = MappingProxyType(
     {
         "console": lambda run: ConsoleTracker(),
         "jsonl": lambda run: JsonlTracker(run.directory),
-        "wandb": _wandb,
+        "wandb": lambda run: WandbTracker(
+            run.project, run.experiment, run.directory, run.config, run.is_resumed
+        ),
         "tensorboard": lambda run: TensorboardTracker(run.directory),
     }
 )
@@ -186,9 +172,7 @@ class Tracking:
                 expected = f"one of {', '.join(BACKENDS)}"
                 raise ConfigError(explain("trainer.logger", name, expected, "trainer.logger=jsonl"))
         run = Run(project, experiment, Path(directory), config, is_resumed)
-        self._trackers = [
-            _BUILDERS[item](run) if isinstance(item, str) else item for item in chosen
-        ]
+        self._trackers = [_BUILDERS[x](run) if isinstance(x, str) else x for x in chosen]
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
@@ -225,12 +209,7 @@ class Tracking:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -249,9 +228,7 @@ def backend_names(logger_option: str | Sequence[str]) -> list[str]:
 
 def compact(metrics: Mapping[str, float]) -> str:
     """The key metrics on one line, four significant digits each."""
-    shown = {k: v for k, v in metrics.items() if k in KEY_METRICS or _last(k) in KEY_METRICS}
+    shown = {
+        k: v for k, v in metrics.items() if k.rpartition("/")[2] in KEY_METRICS or k in KEY_METRICS
+    }
     return "  ".join(f"{name} {value:.4g}" for name, value in (shown or metrics).items())
-
-
-def _last(name: str) -> str:
-    return name.rsplit("/", 1)[-1]

@@ -41,7 +41,7 @@ class WandbTracker:
         self, project: str, experiment: str, directory: Path, config: Any, is_resumed: bool = False
     ) -> None:
         """Begin a run below `directory`, or with `is_resumed` go on with the one that is there."""
-        wandb = load("wandb", "wandb")
+        wandb, mode = load("wandb", "wandb"), os.environ.get("WANDB_MODE")
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = Path(os.environ.get("WANDB_DIR") or directory).absolute()
         self._directory.mkdir(parents=True, exist_ok=True)  # wandb leaves for /tmp where it lacks
@@ -54,26 +54,21 @@ class WandbTracker:
             "id": self.run_id,
             "settings": wandb.Settings(init_timeout=INIT_S, finish_timeout=FINISH_S),
         }
-        obstacle = None if os.environ.get("WANDB_MODE") else why_offline(wandb)
-        self._run = self._begin(wandb, options, obstacle)
-        self.is_offline = bool(self._run.settings.mode == "offline")
-
-    def _begin(self, wandb: ModuleType, options: dict[str, Any], obstacle: str | None) -> Any:
-        """The run, online unless there is an obstacle to that."""
+        obstacle = None if mode else why_offline(wandb)
         if obstacle is None:
             try:
-                resume = None if os.environ.get("WANDB_MODE") == "offline" else "allow"
-                return wandb.init(**options, resume=resume)
+                resume = None if mode == "offline" else "allow"
+                self._run = wandb.init(**options, resume=resume)
             except wandb.errors.Error as error:
-                if os.environ.get("WANDB_MODE"):
+                if mode:
                     raise
                 obstacle = str(error).splitlines()[0]
-        logger.warning(
-            "wandb: %s; metrics go to %s, to be uploaded later (WANDB_MODE=online insists)",
-            obstacle,
-            self._directory / "wandb",
-        )
-        return wandb.init(**options, mode="offline")
+        if obstacle is not None:
+            logger.warning("wandb: %s; metrics go to %s, to be uploaded later "
+                           "(WANDB_MODE=online insists)",
+                           obstacle, self._directory / "wandb")  # fmt: skip
+            self._run = wandb.init(**options, mode="offline")
+        self.is_offline = bool(self._run.settings.mode == "offline")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record one step."""

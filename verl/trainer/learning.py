@@ -9,7 +9,7 @@ import numpy as np
 from verl.config import Config
 from verl.core_algos.advantages import ADVANTAGES, AdvantageEstimator
 from verl.monitor.collapse import DRIFT, SHIFT
-from verl.monitor.drift import mean_drift, policy_shift, probe
+from verl.monitor.drift import correct_trajectories, drift_and_shift
 from verl.monitor.performance import WorkCounter
 from verl.trainer.experience import mini_batches, with_gradient
 from verl.trainer.groups import TrainerRanks
@@ -88,8 +88,9 @@ class Learner:
     def drift(self, batch: TokenBatch) -> Metrics:
         """What the updates did to the log-probs of some correct trajectories, for the guard."""
         guard = self.config.trainer.guard
-        again = probe(batch, guard.drift_trajectories if guard.enable else 0)
+        again = correct_trajectories(batch, guard.drift_trajectories if guard.enable else 0)
         if not len(again):
             return {}
         after = self.ranks.log_probs(again)
-        return {DRIFT: mean_drift(again, after), SHIFT: policy_shift(again, after)}
+        drift, shift = drift_and_shift(again, after)
+        return {DRIFT: drift, SHIFT: shift}

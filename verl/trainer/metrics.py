@@ -2,52 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from verl.monitor.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, SEARCH
+from verl.monitor.performance import Metrics as Metrics
+from verl.monitor.performance import Timings as Timings
 from verl.rewards.interface import Reward
 from verl.types import Origin, Status, TokenBatch, Trajectory
-
-Metrics = dict[str, float]
-
-
-class Timings:
-    """Wall seconds of the named phases of one step; a phase entered twice adds up.
-
-    `PHASE/PART` is a part of a phase, whose seconds are in the phase's already.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._start = time.perf_counter()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the body under `name`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - start
-
-    @property
-    def step(self) -> float:
-        """Seconds since the step began."""
-        return time.perf_counter() - self._start
-
-    @property
-    def of_phases(self) -> float:
-        """Seconds of all phases together."""
-        return sum(s for name, s in self.seconds.items() if "/" not in name)
-
-    def metrics(self) -> Metrics:
-        """`timing_s/NAME` of each phase, and of the whole step."""
-        return {f"timing_s/{name}": s for name, s in {**self.seconds, "step": self.step}.items()}
 
 
 def spread(name: str, values: Sequence[float]) -> Metrics:

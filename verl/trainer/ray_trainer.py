@@ -29,7 +29,7 @@ from verl.data import PromptSampler
 from verl.errors import CollapseError, Interrupted, RankLost, ReplicaLost, ToolOutage
 from verl.monitor.collapse import Verdict
 from verl.monitor.guard import Watch
-from verl.monitor.performance import RankTimings, speed_metrics
+from verl.monitor.performance import Timings, speed_metrics
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import RewardFn, RewardManager, adapted
 from verl.rollout.retry import RetryingRollout
@@ -170,7 +170,7 @@ class RayPPOTrainer:
 
     def train_step(self) -> Metrics:
         """One step: sample, score, judge, learn, hand over the weights."""
-        timings = RankTimings(self.ranks.take_peak_memory)
+        timings = Timings(self.ranks.take_peak_memory)
         with self.stopper.interruptible():
             samples, metrics = self.collector.collect(self.step, timings)
         batch = assemble(samples, self.config)
@@ -192,7 +192,7 @@ class RayPPOTrainer:
         timings.seconds |= {f"update_weights/{part}": s for part, s in parts.items()}
         return {**metrics, **self.performance(batch, timings), **self.faults()}
 
-    def performance(self, batch: TokenBatch, timings: RankTimings) -> Metrics:
+    def performance(self, batch: TokenBatch, timings: Timings) -> Metrics:
         """How fast the step was, and what it took of the devices."""
         num_ranks, work = self.config.num_ranks, self.learner.work.take()
         return {

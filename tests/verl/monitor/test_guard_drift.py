@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl.monitor.drift import correct_sequences, mean_drift, policy_shift, probe
+from verl.monitor.drift import correct_sequences, correct_trajectories, drift_and_shift
 from verl.types import Origin, Prompt, Segment, TokenBatch, Trajectory
 
 
@@ -43,26 +43,30 @@ def test_correct_is_half_the_best_score_and_positive(
 
 def test_drift_is_the_mean_over_policy_tokens_alone() -> None:
     """Prompt and observation tokens, whatever their log-probs, are not in it."""
-    again = probe(batch([1.0, 0.0, 1.0]), 16)
+    again = correct_trajectories(batch([1.0, 0.0, 1.0]), 16)
     assert len(again) == 2
     after = torch.tensor([9.0, 9.0, -1.5, 9.0, 9.0, -4.0] * 2)
-    assert mean_drift(again, after) == pytest.approx((-0.5 - 2.0) / 2)
+    assert drift_and_shift(again, after)[0] == pytest.approx((-0.5 - 2.0) / 2)
 
 
 def test_the_shift_sees_what_cancels_in_the_drift() -> None:
     """Tokens that gain and lose alike leave the drift at 0; the shift is e^m − 1 − m of each."""
-    again = probe(batch([1.0]), 16)
+    again = correct_trajectories(batch([1.0]), 16)
     moves = [0.4, -0.4]
     mask, before = again.tokens["policy_mask"], again.tokens["rollout_log_probs"]
     after = torch.full_like(before, 9.0)
     after[mask] = before[mask] + torch.tensor(moves)
-    assert mean_drift(again, after) == pytest.approx(0.0, abs=1e-6)
+    assert drift_and_shift(again, after)[0] == pytest.approx(0.0, abs=1e-6)
     expected = sum(math.exp(m) - 1 - m for m in moves) / 2
-    assert policy_shift(again, after) == pytest.approx(expected, rel=1e-5)
+    assert drift_and_shift(again, after)[1] == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_second_look_needs_no_column_of_the_loss() -> None:
     """Only ids, origin and the engine's log-probs travel, so the mask of the loss has no effect."""
     full = batch([1.0])
     full.tokens["loss_mask"] = torch.zeros(full.num_tokens, dtype=torch.bool)
-    assert probe(full, 16).tokens.keys() == {"input_ids", "policy_mask", "rollout_log_probs"}
+    assert correct_trajectories(full, 16).tokens.keys() == {
+        "input_ids",
+        "policy_mask",
+        "rollout_log_probs",
+    }

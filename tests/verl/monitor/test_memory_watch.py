@@ -17,8 +17,14 @@ from verl.config import Config
 from verl.errors import DataError, RankLost
 from verl.machine import HostMemory, control_groups
 from verl.monitor import memory_watch as module
-from verl.monitor.memory_watch import HostWatch, describe, rank_names, watching
-from verl.monitor.processes import Usage, usages
+from verl.monitor.memory_watch import (
+    HostWatch,
+    Usage,
+    describe,
+    rank_names,
+    usages,
+    watching,
+)
 from verl.single_controller.actors import Place
 from verl.single_controller.reaper import MARK, PART
 
@@ -55,7 +61,7 @@ def test_a_warning_is_not_repeated_until_it_is_worse(caplog: pytest.LogCaptureFi
     assert told == [0, 1, 1, 1, 2, 2, 3]
 
 
-def test_it_speaks_before_ray_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_warns_before_ray_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever threshold Ray was given, the line comes earlier."""
     monkeypatch.setenv("RAY_memory_usage_threshold", "0.8")
     assert HostWatch(low=0.1).low == pytest.approx(0.23)

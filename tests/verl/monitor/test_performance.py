@@ -12,7 +12,7 @@ from example.tiny import tiny_llama
 from tests.verl.trainer.recording import RecordingRanks
 from tests.verl.training.ranks import VOCAB
 from verl.config import Config
-from verl.monitor.performance import RankTimings, Work, speed_metrics
+from verl.monitor.performance import Timings, Work, speed_metrics
 from verl.trainer.learning import Learner
 from verl.training.devices import PeakMemory
 from verl.types import TokenBatch
@@ -135,7 +135,7 @@ def peaks(*gigabytes: float) -> Iterator[PeakMemory]:
 def test_each_phase_of_the_ranks_has_its_own_peak() -> None:
     """What came before the step is in none, nor is a phase in the next; the engines' have none."""
     readings = peaks(99, 3, 7, 88, 5)
-    timings = RankTimings(lambda: next(readings))
+    timings = Timings(lambda: next(readings))
     for name in ("gen", "old_log_prob", "adv", "update_actor", "guard", "update_weights"):
         with timings.phase(name):
             pass
@@ -151,7 +151,7 @@ def test_each_phase_of_the_ranks_has_its_own_peak() -> None:
 
 def test_ranks_on_cpu_have_no_device_memory() -> None:
     """No keys rather than zeros."""
-    timings = RankTimings(lambda: None)
+    timings = Timings(lambda: None)
     with timings.phase("update_actor"):
         pass
     assert set(timings.metrics()) == {"timing_s/update_actor", "timing_s/step"}
