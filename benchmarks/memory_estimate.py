@@ -24,7 +24,7 @@ from verl.config import Config
 from verl.core_algos.losses import loss_weights
 from verl.model_shape import ModelShape
 from verl.preflight.memory.estimate import Estimate, Setting, estimate
-from verl.preflight.memory.needs import CPU, Need, Phase
+from verl.preflight.memory.needs import CPU_HEAP, Need, Phase
 from verl.preflight.memory.offload import settled
 from verl.training.worker import TrainerWorker
 from verl.types import TokenBatch
@@ -159,7 +159,7 @@ def _held(found: Estimate) -> int:
 def _added(found: Estimate, phase: Phase) -> int:
     """What a phase needs of a rank beyond what it holds always, were nothing kept by malloc."""
     needs = [need for need in found.needs if phase in need.phases and len(need.phases) < 6]
-    return int(sum(need.bytes for need in needs) / CPU.heap)
+    return int(sum(need.bytes for need in needs) / CPU_HEAP)
 
 
 def main() -> None:

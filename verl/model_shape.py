@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from verl.config import ALL_LINEAR
 from verl.training.models import blocks
@@ -50,12 +50,13 @@ class ModelShape:
     def of(cls, config: PretrainedConfig) -> ModelShape:
         """The shape of the model that transformers builds of `config`."""
         with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(config)
-        parts = [[m for m in b.named_modules() if isinstance(m[1], nn.Linear)]
-                 for b in blocks(lm, lm)]  # fmt: skip
-        inside = {id(p): p.numel() for block in blocks(lm, lm) for p in block.parameters()}
+            lm: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        found = blocks(lm, lm)
+        parts = [[(name.rpartition(".")[2], m) for name, m in block.named_modules()
+                  if isinstance(m, nn.Linear)] for block in found]  # fmt: skip
+        inside = {id(p): p.numel() for block in found for p in block.parameters()}
         embedding, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
-        outside = [p for p in lm.parameters() if id(p) not in inside]
+        outside = [p for p in lm.parameters() if id(p) not in inside and p is not head]
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(
@@ -66,15 +67,12 @@ class ModelShape:
             query_size=heads * head_dim,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=head_dim,
-            linears=tuple(
-                Linear(name.rpartition(".")[2], linear.in_features, linear.out_features)
-                for part in parts for name, linear in part
-            ),
+            linears=tuple(Linear(n, m.in_features, m.out_features) for p in parts for n, m in p),
             block_tensors=tuple(inside.values()),
-            root_tensors=tuple(p.numel() for p in outside if p is embedding or p is not head),
+            root_tensors=tuple(p.numel() for p in (*outside, *[head] * (head is embedding))),
             head_tensors=() if head is embedding else (head.numel(),),
             last_products=sum(part[-1][1].weight.numel() for part in parts),
-        )  # fmt: skip
+        )
 
     @property
     def kv_size(self) -> int:
@@ -118,7 +116,6 @@ class ModelShape:
 def read_shape(path: str) -> ModelShape | None:
     """The model in a folder or the hub's cache; None where it is no causal language model there."""
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        return ModelShape.of(config)
+        return ModelShape.of(AutoConfig.from_pretrained(path, local_files_only=True))
     except (OSError, ValueError):
         return None

@@ -15,7 +15,7 @@ from verl.config import Config
 from verl.model_shape import ModelShape, read_shape
 from verl.monitor.flops import ModelFlops
 from verl.preflight.memory.estimate import Setting, rank_needs
-from verl.preflight.memory.needs import GPU, Memory, Phase
+from verl.preflight.memory.needs import CONTEXT, Memory, Phase
 from verl.training.node_folder import new_path
 from verl.types import TokenBatch
 
@@ -48,7 +48,7 @@ def measure(report: Report, shape: str, offload: bool, length: int = LENGTH) -> 
     expected = estimates(config, facts)
     if report.on_card:
         torch.cuda.empty_cache()
-        free, needed = torch.cuda.mem_get_info()[0], max(expected.values()) + GPU.context
+        free, needed = torch.cuda.mem_get_info()[0], max(expected.values()) + CONTEXT
         if needed > free:
             report.record(name, f"skipped: {needed / GIB:.0f} GiB needed, {free / GIB:.0f} free")
             return

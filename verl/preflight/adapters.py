@@ -12,12 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from verl import checkpoint
 from verl.config import AdapterConfig, Config
 from verl.core_algos.advantages import ADVANTAGES
-from verl.errors import ConfigError, SearchR1Error
+from verl.errors import ConfigError, UserError
 from verl.training.adapters import Adapter, check_same
 from verl.training.lora import peft_config
 
 
-def adapter_problems(config: Config) -> Iterator[SearchR1Error]:
+def adapter_problems(config: Config) -> Iterator[UserError]:
     """Layers that a model does not have, and a checkpoint of other adapters or another base.
 
     A model that is a name of the hub is looked at by the ranks only.

@@ -84,22 +84,18 @@ def _model(key: str, path: str) -> Iterator[UserError]:
     folder = Path(path).expanduser()
     if folder.is_dir():
         names = [file.name for file in folder.iterdir()]
-        weights = [name for name in names if name.endswith(WEIGHT_SUFFIXES)]
         lacking = [] if "config.json" in names else ["config.json"]
-        lacking += [] if weights else ["*.safetensors"]
-        if lacking:
-            got, fix = f"{path} without {' and '.join(lacking)}", "download the whole model"
-            yield ModelError(explain(key, got, "a Hugging Face model folder", fix))
-        return
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) or path.startswith("."):
-        expected, fix = "a model folder or a hub name", "correct the path, or download the model"
-        yield ModelError(explain(key, f"{path} (no such folder)", expected, fix))
-        return
-    problem = _hub_problem(path)
-    if problem:
+        lacking += [] if any(n.endswith(WEIGHT_SUFFIXES) for n in names) else ["*.safetensors"]
+        problem = f" without {' and '.join(lacking)}" if lacking else ""
+        expected, fix = "a Hugging Face model folder", "download the whole model"
+    elif re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not path.startswith("."):
+        problem, expected = _hub_problem(path), "a model folder or a hub name that can be loaded"
         fix = f"correct it, or on a machine with network: hf download {path}"
-        expected = "a model folder or a hub name that can be loaded"
-        yield ModelError(explain(key, f"{path} ({problem})", expected, fix))
+    else:
+        problem, expected = " (no such folder)", "a model folder or a hub name"
+        fix = "correct the path, or download the model"
+    if problem:
+        yield ModelError(explain(key, path + problem, expected, fix))
 
 
 def _hub_problem(name: str) -> str:
@@ -107,11 +103,11 @@ def _hub_problem(name: str) -> str:
     try:
         cached = try_to_load_from_cache(name, "config.json")
     except HFValidationError as error:
-        return f"no such folder, and no hub name: {_first_line(error)}"
+        return f" (no such folder, and no hub name: {_first_line(error)})"
     if isinstance(cached, str):
         return ""
     if constants.HF_HUB_OFFLINE:
-        return "no such folder, not in the hub's cache, and HF_HUB_OFFLINE is set"
+        return " (no such folder, not in the hub's cache, and HF_HUB_OFFLINE is set)"
     token = get_token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
@@ -119,8 +115,9 @@ def _hub_problem(name: str) -> str:
         url = f"{constants.ENDPOINT}/api/models/{name}"
         answer = httpx.get(url, headers=headers, timeout=PROBE_SECONDS, follow_redirects=True)
     except httpx.HTTPError as error:
-        return f"no such folder, and the hub does not answer: {_first_line(error)}"
-    return "" if answer.is_success else f"no such folder, and the hub says {answer.status_code}"
+        return f" (no such folder, and the hub does not answer: {_first_line(error)})"
+    says = f" (no such folder, and the hub says {answer.status_code})"
+    return "" if answer.is_success else says
 
 
 def _questions(config: Config) -> Iterator[UserError]:
@@ -146,7 +143,7 @@ def _questions(config: Config) -> Iterator[UserError]:
 def _devices(config: Config) -> Iterator[UserError]:
     """Enough devices here; on a running cluster (RAY_ADDRESS) Ray's placement tells."""
     trainer = config.trainer
-    key, wanted = "trainer.n_gpus_per_node", trainer.n_gpus_per_node
+    key, num_ranks = "trainer.n_gpus_per_node", trainer.n_gpus_per_node
     if os.environ.get("RAY_ADDRESS"):
         return
     num_gpus = torch.cuda.device_count()
@@ -155,13 +152,15 @@ def _devices(config: Config) -> Iterator[UserError]:
         got = f"{trainer.nnodes} without RAY_ADDRESS"
         yield ResourceError(explain("trainer.nnodes", got, "1 node, or a cluster", fix))
     if trainer.device == "cuda" or (trainer.device == "auto" and num_gpus):
-        if num_gpus < wanted:
+        if num_gpus < num_ranks:
             fix = f"set {key}={num_gpus}" if num_gpus else "set trainer.device=cpu, or add a GPU"
-            yield ResourceError(explain(key, f"{wanted} with {num_gpus} GPUs here", "as many", fix))
+            yield ResourceError(
+                explain(key, f"{num_ranks} with {num_gpus} GPUs here", "as many", fix)
+            )
         return
     num_cores = os.cpu_count() or 1
-    if wanted > max(2, num_cores):
-        got = f"{wanted} ranks with no GPU and {num_cores} cores"
+    if num_ranks > max(2, num_cores):
+        got = f"{num_ranks} ranks with no GPU and {num_cores} cores"
         expected = "a GPU each, or on CPU at most one rank per core"
         yield ResourceError(explain(key, got, expected, f"set {key}=1"))
 

@@ -16,14 +16,13 @@ from operator import attrgetter
 import torch
 
 from verl.config import Config
-from verl.errors import ResourceError, SearchR1Error
+from verl.errors import ResourceError, UserError
 from verl.machine import LARGER_SHARED, Machine, amount
 from verl.model_shape import read_shape
 from verl.preflight.memory.estimate import (
     CLOSE,
     REFUSED,
     Estimate,
-    Limit,
     Setting,
     Shortage,
     estimate,
@@ -35,16 +34,21 @@ from verl.training.devices import device_type, dtype_name, resolve_dtype
 
 logger = logging.getLogger(__name__)
 
-ENGINE_HINT = ("a smaller actor_rollout_ref.rollout.gpu_memory_utilization, a larger "
-               "rollout.tensor_model_parallel_size")  # fmt: skip
-CACHE_HINT = "a larger gpu_memory_utilization or tensor_model_parallel_size"
-WORK_HINT = ("a smaller ppo_max_token_len_per_gpu (actor, critic), "
+LESS_WORK = ("a smaller ppo_max_token_len_per_gpu (actor, critic), "
              "model.enable_gradient_checkpointing=true")  # fmt: skip
-HELD_HINT = ("fsdp_config.param_offload and optimizer_offload=true (actor, ref, critic), "
+LESS_HELD = ("fsdp_config.param_offload and optimizer_offload=true (actor, ref, critic), "
              "model.lora_rank=32, more trainer.n_gpus_per_node or nnodes")  # fmt: skip
-HOST_HINT = "fsdp_config.param_offload and optimizer_offload=false, model.lora_rank=32, more nodes"
-CPU_HINT = ("actor_rollout_ref.rollout.cpu_kv_cache_gib=1, trainer.n_gpus_per_node=1, "
-            f"model.lora_rank=32, {WORK_HINT}")  # fmt: skip
+HINTS = {
+    "cache": "a larger rollout.gpu_memory_utilization or tensor_model_parallel_size",
+    "awake": "a smaller rollout.gpu_memory_utilization, a larger "
+             f"rollout.tensor_model_parallel_size, {LESS_HELD}",
+    "asleep": f"{LESS_WORK}, {LESS_HELD}",
+    "shared": LARGER_SHARED,
+    "host": "fsdp_config.param_offload and optimizer_offload=false, model.lora_rank=32, more nodes",
+    "cpu": "actor_rollout_ref.rollout.cpu_kv_cache_gib=1, trainer.n_gpus_per_node=1, "
+           f"model.lora_rank=32, {LESS_WORK}",
+}  # fmt: skip
+"""Options that lower what is too much."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ def settle_offload(config: Config, outlook: Outlook | None) -> Config:
     return chosen
 
 
-def memory_problems(config: Config, outlook: Outlook | None) -> Iterator[SearchR1Error]:
+def memory_problems(config: Config, outlook: Outlook | None) -> Iterator[UserError]:
     """ResourceError where the run cannot fit; the estimate, and what is close, are logged."""
     if outlook is None:
         return
@@ -115,14 +119,14 @@ def memory_problems(config: Config, outlook: Outlook | None) -> Iterator[SearchR
         logger.warning("%s", verdict("close", config, machine, found, CLOSE))
 
 
-def verdict(word: str, config: Config, machine: Machine, found: Estimate, limit: Limit) -> str:
+def verdict(word: str, config: Config, machine: Machine, found: Estimate, limit: float) -> str:
     """What is short by `limit`, and the options that need less."""
     lines = "\n".join(
         f"  {shortage_line(short, found)}; to need less: {hint(short, found)}"
         for short in found.shortages(config, machine, limit)
     )
     return (
-        f"memory: this machine is {word} (refused above {REFUSED.share:.0%} of what is free; "
+        f"memory: this machine is {word} (refused above {REFUSED:.0%} of what is free; "
         f"trainer.memory_preflight=warn starts it):\n{lines}"
     )
 
@@ -141,13 +145,12 @@ def shortage_line(short: Shortage, found: Estimate) -> str:
 def hint(short: Shortage, found: Estimate) -> str:
     """Options that lower what is too much there in that phase."""
     if short.memory is Memory.SHARED:
-        return LARGER_SHARED
+        return HINTS["shared"]
     if short.memory is Memory.HOST:
-        return CPU_HINT if found.engine is None else HOST_HINT
-    if short.what not in AWAKE:
-        is_work = short.what == found.peak(short.memory).value
-        return f"{WORK_HINT}, {HELD_HINT}" if is_work else CACHE_HINT
-    return f"{ENGINE_HINT}, {HELD_HINT}"
+        return HINTS["cpu" if found.engine is None else "host"]
+    if short.what != found.peak(short.memory):
+        return HINTS["cache"]
+    return HINTS["awake" if short.what in AWAKE else "asleep"]
 
 
 def table(found: Estimate, machine: Machine) -> str:

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from verl.config import Config
 from verl.model_shape import ModelShape
-from verl.preflight.memory.needs import ASLEEP, AWAKE, FLOAT, GPU, Memory, Need, pinned
+from verl.preflight.memory.needs import (
+    ASLEEP,
+    AWAKE,
+    ENGINE_ASLEEP,
+    ENGINE_OTHER,
+    FLOAT,
+    Memory,
+    Need,
+    pinned,
+)
 from verl.rollout.vllm_engine import VLLM_LORA_RANKS, batched_tokens
 from verl.training.devices import engine_takes_adapter
 
@@ -63,7 +72,7 @@ def engine_memory(config: Config, shape: ModelShape, item: int, device_bytes: in
     return EngineMemory(
         share=int(rollout.gpu_memory_utilization * device_bytes),
         weights=weights,
-        working=_working(shape, item, seqs, batched_tokens(seqs), size) + GPU.engine_other,
+        working=_working(shape, item, seqs, batched_tokens(seqs), size) + ENGINE_OTHER,
         per_token=kv_bytes(shape, item, size),
     )
 
@@ -75,7 +84,7 @@ def gpu_engine_needs(config: Config, shape: ModelShape, item: int, share: int) -
     next request. Below an adapter they wait on the host in pinned memory (level 1).
     """
     yield Need(Memory.DEVICE, "engine, awake", share, AWAKE)
-    yield Need(Memory.DEVICE, "engine, asleep", GPU.engine_asleep, ASLEEP)
+    yield Need(Memory.DEVICE, "engine, asleep", ENGINE_ASLEEP, ASLEEP)
     if engine_takes_adapter(config):
         size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
         waiting = config.trainer.n_gpus_per_node * pinned(shape.tensors(), item, size)

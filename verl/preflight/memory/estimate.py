@@ -14,7 +14,18 @@ from verl.preflight.memory.engines import (
     engine_memory,
     gpu_engine_needs,
 )
-from verl.preflight.memory.needs import ALWAYS, CPU, FLOAT, GPU, LOADED, Memory, Need, Phase
+from verl.preflight.memory.needs import (
+    ALWAYS,
+    CONTEXT,
+    CPU,
+    CPU_HEAP,
+    FLOAT,
+    GPU,
+    LOADED,
+    Memory,
+    Need,
+    Phase,
+)
 from verl.preflight.memory.ranks import activation_needs, gathered_needs, held_models, shard_needs
 from verl.training.devices import DTYPES, engine_takes_adapter
 from verl.training.weights import SHARD_BYTES
@@ -49,19 +60,10 @@ class Shortage:
     free: int
 
 
-@dataclass(frozen=True)
-class Limit:
-    """How much of what is free an estimate may be."""
-
-    share: float
-    with_guesses: bool
-    """Whether the constants for processes count."""
-
-
-REFUSED = Limit(1.15, with_guesses=False)
-"""What is above it is refused: no estimate is that wrong."""
-CLOSE = Limit(0.9, with_guesses=True)
-"""What is above it is warned of."""
+REFUSED = 1.15
+"""Share of what is free above which a need is refused: no estimate is that wrong."""
+CLOSE = 0.9
+"""Share above which it is warned of; here the constants for processes, which are guesses, count."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,12 @@ class Estimate:
         """Bytes held there at the peak."""
         return self.total(memory, self.peak(memory), with_guesses)
 
-    def shortages(self, config: Config, machine: Machine, limit: Limit) -> list[Shortage]:
-        """What of the machine is less than this needs, by `limit`."""
+    def shortages(self, config: Config, machine: Machine, limit: float) -> list[Shortage]:
+        """What of the machine is too small: needs are above the share `limit` of what is free."""
         short = [
             Shortage(memory, self.peak(memory).value, self.most(memory), free)
             for memory, free in free_memory(machine).items()
-            if self.most(memory, limit.with_guesses) > limit.share * free
+            if self.most(memory, with_guesses=limit < 1) > limit * free
         ]
         engine, longest = self.engine, config.data.max_model_len
         if engine is not None and engine.cached_tokens < longest:
@@ -119,17 +121,14 @@ def estimate(config: Config, setting: Setting) -> Estimate:
     """Everything that a run of `config` holds, one device and one node of each kind."""
     policy, dtype = setting.policy, config.actor_rollout_ref.rollout.dtype
     item = DTYPES[setting.compute_dtype if dtype == "auto" else dtype].itemsize
-    needs = [
-        *node_needs(config, policy, item, setting.on_gpu),
-        *rank_needs(config, setting),
-    ]
+    needs = [*node_needs(config, policy, item, setting.on_gpu), *rank_needs(config, setting)]
     if not setting.on_gpu:
         needs += cpu_engine_needs(config, policy, item)
         local = config.trainer.n_gpus_per_node
         return Estimate(tuple(_on_host(need, local) for need in needs), None)
     engine = engine_memory(config, policy, item, setting.device_bytes)
     needs += gpu_engine_needs(config, policy, item, engine.share)
-    needs.append(Need(Memory.DEVICE, "rank's context", GPU.context))
+    needs.append(Need(Memory.DEVICE, "rank's context", CONTEXT))
     return Estimate(tuple(needs), engine)
 
 
@@ -178,5 +177,5 @@ def _on_host(need: Need, local: int) -> Need:
     """On CPU a rank's device is the host, which all ranks of the node share."""
     if need.memory is not Memory.DEVICE:
         return need
-    factor = 1.0 if need.phases == ALWAYS else CPU.heap
+    factor = 1.0 if need.phases == ALWAYS else CPU_HEAP
     return replace(need, memory=Memory.HOST, bytes=int(factor * local * need.bytes))

@@ -63,28 +63,25 @@ class Need:
 class Constants:
     """Bytes of what no trial and no count of parameters reaches."""
 
-    context: int
-    """Of a device, by a training rank: CUDA context, cuBLAS workspace, communication buffers."""
-    engine_asleep: int
-    """Of a device, by a sleeping engine: its context and captured graphs stay."""
-    engine_other: int
-    """Of a device, by an engine awake, beside weights, activations and KV cache."""
     rank: int
     """Of the host, by a training rank before it loads anything: Python, torch, transformers."""
     engine: int
     """Of the host, by an engine's processes before they load anything."""
     driver: int
     """Of the host, by the driver and Ray's own processes."""
-    heap: float = 1.0
-    """What tensors that come and go take, relative to their size: memory that malloc keeps in
-    pieces (`cpu_env` in verl.trainer.groups has it keep what was touched)."""
 
 
-CPU = Constants(0, 0, 0, rank=600 * MIB, engine=1500 * MIB, driver=1500 * MIB, heap=1.6)
-GPU = Constants(
-    context=GIB, engine_asleep=2 * GIB, engine_other=2 * GIB,
-    rank=2 * GIB, engine=4 * GIB, driver=2 * GIB,
-)  # fmt: skip
+CPU = Constants(600 * MIB, 1500 * MIB, 1500 * MIB)
+GPU = Constants(2 * GIB, 4 * GIB, 2 * GIB)
+CPU_HEAP = 1.6
+"""What tensors that come and go take, relative to their size: memory that malloc keeps in pieces
+(`cpu_env` in verl.trainer.groups has it keep what was touched)."""
+CONTEXT = GIB
+"""Of a device, by a training rank: CUDA context, cuBLAS workspace, communication buffers."""
+ENGINE_ASLEEP = 2 * GIB
+"""Of a device, by a sleeping engine: its context and captured graphs stay."""
+ENGINE_OTHER = 2 * GIB
+"""Of a device, by an engine awake, beside weights, activations and KV cache."""
 
 
 def pinned(numels: Sequence[int], item: int, shards: int = 1) -> int:

@@ -63,11 +63,10 @@ def settled(config: Config, chosen: Mapping[str, Any] | None = None) -> Config:
     A critic that shares the policy's base goes where that goes.
     """
     result = changed(config, chosen or {})
-    rest = {}
     for key in undecided(result):
         twin = key.replace(CRITIC, ACTOR) if config.shares_base else key
-        rest[key] = bool(attrgetter(twin)(result))
-    return changed(result, rest)
+        result = changed(result, {key: bool(attrgetter(twin)(result))})
+    return result
 
 
 def everything(config: Config) -> Config:
@@ -85,6 +84,6 @@ def choose(config: Config, setting: Setting, machine: Machine) -> Config:
     ways = [settled(config, dict(zip(keys, way, strict=True))) for way in values]
     needs = [(way, estimate(way, setting)) for way in ways]
     held = [(way, found) for way, found in needs if found.most(Memory.HOST) <= free[Memory.HOST]]
-    limit = CLOSE.share * free[Memory.DEVICE]
+    limit = CLOSE * free[Memory.DEVICE]
     fitting = (way for way, found in held if found.most(Memory.DEVICE) <= limit)
     return next(fitting, held[-1][0] if held else ways[0])

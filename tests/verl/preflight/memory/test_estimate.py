@@ -12,7 +12,7 @@ from tests.verl.preflight.memory.shapes import shape_of
 from verl.config import Config
 from verl.preflight.memory.engines import SAMPLING_COPIES, kv_bytes
 from verl.preflight.memory.estimate import Estimate, Setting, estimate
-from verl.preflight.memory.needs import CPU, Memory, Phase, pinned
+from verl.preflight.memory.needs import CPU_HEAP, Memory, Phase, pinned
 from verl.preflight.memory.offload import changed
 
 GIB = 1 << 30
@@ -155,7 +155,7 @@ def test_on_cpu_everything_is_the_hosts() -> None:
     assert held(found, "actor: weights", Memory.HOST) == 2 * 4 * (parameters // 2)
     assert held(found, "engines: KV cache", Memory.HOST) == 3 * GIB
     gradients = held(found, "actor: gradients", Memory.HOST)
-    assert gradients == int(CPU.heap * 2 * 4 * (parameters // 2))
+    assert gradients == int(CPU_HEAP * 2 * 4 * (parameters // 2))
 
 
 def test_only_a_base_below_an_adapter_waits_on_the_host() -> None:
