@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from transformers import AutoTokenizer
 
+from search_r1.agent.python import PythonTool
 from search_r1.agent.search import SearchTool, build_search
-from search_r1.agent.tags import TEMPLATES
+from search_r1.agent.tags import NAMES, PLAIN, TEMPLATES
 from search_r1.search.client import Retrieval
 from verl import plugins
+from verl.agent import native, wording
 from verl.agent.dialogue import DialogueAgent, Limits, Tokenizer, refuse_closed_think
 from verl.agent.environment import Environment
-from verl.agent.interface import Agent, Tool
+from verl.agent.interface import Agent, DialogueFormat, Tool
+from verl.agent.native import ChatTokenizer, NativeFormat
 from verl.agent.tags import TagFormat, plain_format
 from verl.config import Config
-from verl.errors import ConfigError, explain
+from verl.errors import ConfigError, DataError, explain
+from verl.types import Prompt
 
-TOOLS: Mapping[str, Callable[[Config], Tool]] = {"search": build_search}
+TOOLS: Mapping[str, Callable[[Config], Tool]] = {"search": build_search, "python": PythonTool}
 """The tools that `agent.tools` may name; each row builds one from the options of a run."""
-
-PLAIN = "tools"
-"""The template whose words are made of the tools' descriptions."""
 
 
 def build_agent(config: Config) -> Agent:
@@ -39,7 +40,9 @@ def build_dialogue(config: Config) -> DialogueAgent:
         no_think_rl=config.algorithm.no_think_rl,
     )
     tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
-    return DialogueAgent(limits, build_format(config), build_environment(config), tokenizer)
+    environment = build_environment(config)
+    format = build_format(config, environment, tokenizer)
+    return DialogueAgent(limits, format, environment, tokenizer)
 
 
 AGENTS: Mapping[str, Callable[[Config], Agent]] = {"dialogue": build_dialogue}
@@ -52,18 +55,62 @@ def build_environment(config: Config) -> Environment:
     return Environment(tuple(tools), enabled=config.do_search)
 
 
-def build_format(config: Config) -> TagFormat:
+def build_format(
+    config: Config, environment: Environment, tokenizer: ChatTokenizer
+) -> DialogueFormat:
     """The run's template for its tools.
 
     Raises ConfigError for one that is not there, or cannot work.
     """
-    if config.template not in (*TEMPLATES, PLAIN):
-        expected = f"one of {', '.join((*TEMPLATES, PLAIN))}"
-        raise ConfigError(explain("template", config.template, expected, "name one"))
-    tools = build_environment(config).tools
-    found = plain_format(tools) if config.template == PLAIN else TEMPLATES[config.template]
+    is_native = config.template == native.NAME
+    found = NativeFormat(tokenizer, environment.tools) if is_native else words_of(config)
     refuse_closed_think(found, config.algorithm.no_think_rl)
+    return found
+
+
+def words_of(config: Config) -> TagFormat:
+    """The words and tags of the run's template, without a tokenizer: what rewards read."""
+    if config.template == native.NAME:
+        return native.WORDING
+    tools = build_environment(config).tools
+    found = plain_format(tools) if config.template == PLAIN else named_format(config.template)
     return found.with_tools(tool.name for tool in tools)
+
+
+def named_format(template: str) -> TagFormat:
+    """A built-in format, or that of a YAML file. Raises ConfigError."""
+    if wording.is_file(template):
+        return wording.read_format(template)
+    if template not in TEMPLATES:
+        expected = f"one of {', '.join(NAMES)}, or a .yaml file"
+        raise ConfigError(explain("template", template, expected, "name one"))
+    return TEMPLATES[template]
+
+
+def check_prompts(format: DialogueFormat, prompts: Iterable[Prompt]) -> None:
+    """Refuse prompts that tell the policy of other tags than the format's.
+
+    A prompt that names no tags of calls at all is left alone. Raises DataError.
+    """
+    own = [tag.opening for tag in format.tags.calls] if not format.schemas else []
+    others = {
+        tag.opening: template.name
+        for template in TEMPLATES.values()
+        for tag in template.tags.calls
+        if tag.opening not in own
+    }
+    for prompt in prompts:
+        if any(opening in prompt.text for opening in own):
+            continue
+        for opening, name in others.items():
+            if opening in prompt.text:
+                got = f"a prompt that tells of {opening}"
+                expected = f"the words of template {format.name!r}"
+                fix = (
+                    f"set template={name}, or build the data with --template_type {format.name} "
+                    "(docs/data.md)"
+                )
+                raise DataError(explain(prompt.uid, got, expected, fix))
 
 
 def search_agent(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from search_r1.agent import grammar
+from verl.agent import native
 from verl.agent.tags import TagFormat
 
 SEARCH_R1 = TagFormat(
@@ -58,3 +59,8 @@ R1_SEARCHER = TagFormat(
 TEMPLATES: dict[str, TagFormat] = {
     template.name: template for template in (SEARCH_R1, SHORT, R1_SEARCHER)
 }
+
+PLAIN = "tools"
+"""The template whose words are made of the tools' descriptions."""
+NAMES = (*TEMPLATES, PLAIN, native.NAME)
+"""Every built-in template."""

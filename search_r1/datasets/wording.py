@@ -11,7 +11,9 @@ from enum import StrEnum
 
 from search_r1.agent.tags import SEARCH_R1, TEMPLATES
 from search_r1.search.schema import Document
+from verl.agent import native
 from verl.agent.tags import TagFormat
+from verl.agent.wording import is_file, read_format
 from verl.errors import ConfigError, explain
 
 Writer = Callable[[str, Sequence[Document]], str]
@@ -46,11 +48,13 @@ class Style(StrEnum):
 
 def template_types(style: Style) -> list[str]:
     """The names that `--template_type` may have."""
-    return [BASE, *TEMPLATES] if style is Style.SEARCH else [BASE]
+    return [BASE, *TEMPLATES, native.NAME] if style is Style.SEARCH else [BASE]
 
 
 def writer(style: Style, template_type: str = BASE) -> Writer:
     """The wording of a style. Raises ConfigError for a name that it does not have."""
+    if style is Style.SEARCH and is_file(template_type):
+        return _search_prompt(read_format(template_type))
     if template_type not in template_types(style):
         expected = f"one of {', '.join(template_types(style))}"
         fix = "leave it out for the paper's, or correct it"
@@ -59,8 +63,8 @@ def writer(style: Style, template_type: str = BASE) -> Writer:
         return lambda question, _: direct_prompt(question)
     if style is Style.RAG:
         return lambda question, found: rag_prompt(question, SEARCH_R1.observation(found))
-    template = SEARCH_R1 if template_type == BASE else TEMPLATES[template_type]
-    return _search_prompt(template)
+    known = {BASE: SEARCH_R1, native.NAME: native.WORDING, **TEMPLATES}
+    return _search_prompt(known[template_type])
 
 
 def _search_prompt(template: TagFormat) -> Writer:

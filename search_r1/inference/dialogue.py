@@ -199,7 +199,7 @@ class Asker:
     def render(self, messages: str | Sequence[Message], uid: str = "question") -> Prompt:
         """Messages as token ids. Raises DataError when they are too long."""
         text = messages if isinstance(messages, str) else tuple(messages)
-        prompt = render(Row(uid, 0, text, "asked", ()), self.tokenizer)
+        prompt = render(Row(uid, 0, text, "asked", ()), self.tokenizer, self.agent.format.schemas)
         if len(prompt.ids) > self.max_start_length:
             got = f"{len(prompt.ids)} tokens"
             fix = f"shorten it, or start with --max-start-length {len(prompt.ids)}"

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-from search_r1.agent.tags import TEMPLATES
+from search_r1.agent.tags import NAMES
+from verl.agent.wording import TEMPLATE_FILE
 from verl.config import Config
 from verl.errors import ConfigError, explain
 
@@ -36,8 +37,9 @@ class AgentOptions:
         Config().retriever.url, "search server(s), with commas between them, or: empty"
     )
     topk: int | None = option(None, "documents a search; default: the model's own", int)
-    template: str | None = option(None, "wording; default: the model's own",
-                                  choices=tuple(TEMPLATES))  # fmt: skip
+    template: str | None = option(
+        None, f"wording: {', '.join(NAMES)}, or a .yaml file; default: the model's own"
+    )
     max_turns: int | None = option(None, "searches a dialogue; default: the model's own", int)
     temperature: float = option(0.0, "0 is greedy", float)
     top_p: float = option(1.0, "nucleus bound", float)
@@ -106,7 +108,8 @@ def run_config(options: AgentOptions, model: str) -> Config:
     """
     config, own = Config(), _own_settings(model)
     config.actor_rollout_ref.model.path = model
-    config.template = _first(options.template, own.get("template"), config.template)
+    config.template = _first(options.template, _own_template(model, own), config.template)
+    config.agent.tools = list(own.get("tools", config.agent.tools))
     config.max_turns = _first(options.max_turns, own.get("max_turns"), config.max_turns)
     config.retriever.topk = _first(options.topk, own.get("topk"), config.retriever.topk)
     config.retriever.url = options.retriever_url
@@ -126,6 +129,12 @@ def _own_settings(model: str) -> dict[str, Any]:
     """What `search_r1.json` of a model's folder says; nothing where there is none."""
     file = Path(model) / SETTINGS_FILE
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def _own_template(model: str, own: Mapping[str, Any]) -> str | None:
+    """What the model's folder says of its wording, which may be a file in there."""
+    template = own.get("template")
+    return str(Path(model) / TEMPLATE_FILE) if template == TEMPLATE_FILE else template
 
 
 def _first(*values: Any) -> Any:

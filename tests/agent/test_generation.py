@@ -4,19 +4,29 @@ import asyncio
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from search_r1.agent.generation import build_agent, search_agent
+from search_r1.agent.generation import (
+    build_agent,
+    build_environment,
+    build_format,
+    check_prompts,
+    search_agent,
+    words_of,
+)
 from search_r1.agent.tags import TEMPLATES
 from search_r1.search.client import EmptyRetrieval, InMemoryRetrieval, Retrieval
 from search_r1.search.errors import RetrieverUnavailable
 from search_r1.search.schema import Document
 from tests.fakes import EOS, PAD, ByteTokenizer, ScriptedEngine, ids_of, texts
+from tests.verl.agent.chat_templates import ChatTokenizer
 from verl.agent.dialogue import Limits, derived_seed
 from verl.agent.tags import TagFormat
-from verl.errors import ConfigError
+from verl.config import Config
+from verl.errors import ConfigError, DataError
 from verl.types import Origin, Prompt, Sampling, Status, TokenBatch, Trajectory, start_trajectory
 
 TOKENIZER = ByteTokenizer()
@@ -289,3 +299,50 @@ def test_a_dialogue_in_r1_searchers_tags() -> None:
     ]
     with pytest.raises(ConfigError, match="acts while it thinks"):
         play(script, template=template, no_think_rl=True)
+
+
+PROMPTS = {
+    "search_r1": "Ask with <search> query </search>. Question: who?",
+    "r1_searcher": "Ask as <|begin_of_query|> q <|end_of_query|>. Question: who?",
+    "none": "Documents: … Question: who?",
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "told", "other"),
+    [
+        ("search_r1", "r1_searcher", "r1_searcher"),
+        ("short", "r1_searcher", "r1_searcher"),
+        ("r1_searcher", "search_r1", "search_r1"),
+        ("native", "search_r1", "search_r1"),
+        ("search_r1", "search_r1", None),
+        ("r1_searcher", "none", None),
+        ("native", "none", None),
+    ],
+)
+def test_prompts_that_name_other_tags_are_refused(
+    template: str, told: str, other: str | None
+) -> None:
+    """A policy that is told of tags which nobody reads would never be understood."""
+    config = Config(template=template)
+    format = build_format(config, build_environment(config), ChatTokenizer())
+    prompts = [Prompt("f.parquet#7", (1,), "nq", ("x",), text=PROMPTS[told])]
+    if other is None:
+        return check_prompts(format, prompts)
+    with pytest.raises(DataError, match=f"f.parquet#7: got .* fix: set template={other}"):
+        check_prompts(format, prompts)
+
+
+def test_a_template_from_a_file_is_the_runs(tmp_path: Path) -> None:
+    """`template=path.yaml` words dialogues and gives rewards their tags; its tools have tags."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        'instruction: "{question}"\ninvalid_action: "no"\ntags: {answer: ["[a]", "[/a]"]}\n'
+    )
+    config = Config(template=str(path))
+    config.agent.tools = ["search", "python"]
+    format = build_format(config, build_environment(config), ChatTokenizer())
+    assert format.stop == ("</search>", "</python>", "[/a]")
+    assert words_of(config).tags == format.tags
+    with pytest.raises(ConfigError, match=r"or a \.yaml file"):
+        words_of(Config(template="mine"))

@@ -59,7 +59,10 @@ class DialogueAgent:
         """Refuse settings under which no dialogue could go well."""
         refuse_closed_think(self.format, self.limits.no_think_rl)
         turn = Turn(tuple(ToolCall(tool.name, "") for tool in self.environment.tools[:1]))
-        for name, found in (("empty observation", [()]), ("invalid-action feedback", None)):
+        for name, found in (
+            ("empty observation", [() for _ in turn.calls]),
+            ("invalid-action feedback", None),
+        ):
             needed = len(self._encode(self._response(turn, found)))
             if needed > self.limits.max_obs_length:
                 raise ConfigError(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from verl.agent.grammar import Grammar
 from verl.errors import ToolError
 from verl.types import Completion, Engine, Sampling, Trajectory
 
@@ -62,6 +63,8 @@ class Turn:
     answer: str | None = None
     is_malformed: bool = False
     """The turn breaks the format, whether or not it asks for something."""
+    is_open: bool = False
+    """It ran out of tokens, so that its mark of an end is missing."""
 
 
 def text_arguments(**descriptions: str) -> dict[str, Any]:
@@ -170,6 +173,16 @@ class DialogueFormat(Protocol):
     @property
     def acts_in_think(self) -> bool:
         """Calls are part of the thinking, so that a closed one would leave no room for them."""
+        ...
+
+    @property
+    def tags(self) -> Grammar:
+        """What rewards read a dialogue's text by."""
+        ...
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """The tools that the chat template tells of in every prompt; empty where words do."""
         ...
 
     def user_prompt(self, question: str) -> str:

@@ -41,6 +41,8 @@ class TagFormat:
     """An item with a title; ranks count from 1."""
     untitled_item: str = "{text}\n"
     """An item without one."""
+    separator: str = ""
+    """What stands between items."""
     around: str = "\n\n{information}\n\n"
     """What stands around the information, its tags included."""
 
@@ -58,6 +60,11 @@ class TagFormat:
     def acts_in_think(self) -> bool:
         """Calls are part of the thinking."""
         return self.tags.acts_in_think
+
+    @property
+    def schemas(self) -> tuple[()]:
+        """None: the instruction names the tags."""
+        return ()
 
     def with_tools(self, names: Iterable[str]) -> TagFormat:
         """The format for a dialogue with these tools."""
@@ -87,9 +94,14 @@ class TagFormat:
 
         `reserved` are further strings to break: the special tokens of the policy's tokenizer.
         """
+        inside = self.tags.information.wrap(self.words(passages, reserved))
+        return self.around.replace("{information}", inside)
+
+    def words(self, passages: Sequence[Passage], reserved: Iterable[str] = ()) -> str:
+        """The passages alone, harmless whatever they contain."""
         reserved = tuple(reserved)
         texts = (self._item(rank, one, reserved) for rank, one in enumerate(passages, start=1))
-        return self.around.replace("{information}", self.tags.information.wrap("".join(texts)))
+        return self.separator.join(texts)
 
     def _item(self, rank: int, passage: Passage, reserved: Sequence[str]) -> str:
         text = neutralize(passage.text, self.tags, reserved).strip()

@@ -6,7 +6,7 @@ Files and their format are read in `verl.data.rows`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, overload
 
 import numpy as np
@@ -18,6 +18,9 @@ from verl.types import Prompt
 
 logger = logging.getLogger(__name__)
 
+Schema = Mapping[str, Any]
+"""One tool as chat templates want it: OpenAI's form of a function."""
+
 
 class Tokenizer(Protocol):
     """What rendering needs of a Hugging Face tokenizer."""
@@ -27,7 +30,9 @@ class Tokenizer(Protocol):
 
     def apply_chat_template(
         self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool
-    ) -> Any: ...
+    ) -> Any:
+        """`tools=…` is given, too, where a dialogue has native tool calls."""
+        ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
@@ -40,8 +45,8 @@ def choose(rows: Sequence[Row], num_rows: int | None, seed: int) -> list[Row]:
     return [rows[i] for i in sorted(chosen.tolist())]
 
 
-def render(row: Row, tokenizer: Tokenizer) -> Prompt:
-    """The row as token ids to generate from.
+def render(row: Row, tokenizer: Tokenizer, tools: Sequence[Schema] = ()) -> Prompt:
+    """The row as token ids to generate from; `tools` are what the chat template tells of.
 
     Messages go through the tokenizer's chat template, with the header of the assistant's turn;
     a tokenizer without template gets their contents joined by newlines, and a plain string is
@@ -52,7 +57,10 @@ def render(row: Row, tokenizer: Tokenizer) -> Prompt:
         text = row.prompt
     elif templated:
         messages = [dict(message) for message in row.prompt]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        told: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **told
+        )
     else:
         text = "\n".join(message["content"] for message in row.prompt)
     ids = tokenizer.encode(text, add_special_tokens=not templated)
@@ -76,6 +84,7 @@ class PromptDataset(Sequence[Prompt]):
         seed: int = 0,
         prompt_key: str = "prompt",
         filter_overlong: bool = True,
+        tools: Sequence[Schema] = (),
     ) -> PromptDataset:
         """Read, choose, render, and leave out (or refuse) prompts over `max_start_length` tokens.
 
@@ -83,7 +92,7 @@ class PromptDataset(Sequence[Prompt]):
         and when none is left.
         """
         rows = choose(load_rows(files, prompt_key), num_rows, seed)
-        prompts = [render(row, tokenizer) for row in rows]
+        prompts = [render(row, tokenizer, tools) for row in rows]
         kept = [prompt for prompt in prompts if len(prompt.ids) <= max_start_length]
         if len(kept) < len(prompts):
             _report_overlong(prompts, max_start_length, filter_overlong and bool(kept))
@@ -103,7 +112,11 @@ class PromptDataset(Sequence[Prompt]):
 
 
 def load_prompts(
-    config: Config, files: str | Sequence[str], num_rows: int | None, tokenizer: Tokenizer
+    config: Config,
+    files: str | Sequence[str],
+    num_rows: int | None,
+    tokenizer: Tokenizer,
+    tools: Sequence[Schema] = (),
 ) -> PromptDataset:
     """The training or validation prompts of a run, as its `data` options say."""
     data = config.data
@@ -115,6 +128,7 @@ def load_prompts(
         seed=config.trainer.seed,
         prompt_key=data.prompt_key,
         filter_overlong=data.filter_overlong_prompts,
+        tools=tools,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from tqdm import tqdm
 
 from verl import checkpoint
 from verl.agent.environment import Environment
+from verl.agent.wording import TEMPLATE_FILE, is_file
 from verl.checkpoint import RunState
 from verl.checkpoint.saver import LOST_RANK_S, SavePlan, Saver
 from verl.checkpoint.state import read_driver_random
@@ -342,8 +344,13 @@ class RayPPOTrainer:
         if self.config.actor_rollout_ref.model.has_adapter:
             self.ranks.save_adapter(self.directory / "adapter")
         copy_tokenizer(self.config.actor_rollout_ref.model.path, folder)
+        template = self.config.template
+        if is_file(template):
+            shutil.copyfile(template, folder / TEMPLATE_FILE)
+            template = TEMPLATE_FILE
         dialogue = {
-            "template": self.config.template,
+            "template": template,
+            "tools": list(self.config.agent.tools),
             "max_turns": self.config.max_turns,
             **self.environment.settings(),
         }

@@ -7,6 +7,7 @@ which imports this module, and torch, Ray and transformers with it, once the opt
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,12 @@ from typing import Any
 import ray
 from transformers import AutoTokenizer
 
-from search_r1.agent.generation import build_agent, build_environment
+from search_r1.agent.generation import (
+    build_agent,
+    build_environment,
+    build_format,
+    check_prompts,
+)
 from search_r1.scoring import build_reward_manager
 from verl.checkpoint import exclusive
 from verl.checkpoint.resume import check_resume, identity
@@ -74,8 +80,14 @@ def prepare(config: Config) -> Prepared:
     cli.write_resolved(config, config.trainer.default_local_dir)
     tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
     data = config.data
-    train_prompts = load_prompts(config, data.train_files, data.train_data_num, tokenizer)
-    val_prompts = load_prompts(config, data.val_files, data.val_data_num, tokenizer)
+    format = build_format(config, environment, tokenizer)
+    train_prompts, val_prompts = (
+        load_prompts(config, files, num_rows, tokenizer, format.schemas)
+        for files, num_rows in (
+            (data.train_files, data.train_data_num), (data.val_files, data.val_data_num)
+        )
+    )  # fmt: skip
+    check_prompts(format, itertools.chain(train_prompts, val_prompts))
     total_steps = count_steps(config, len(train_prompts))
     if config.trainer.rollout_data_dir is not None:
         open_folder(config.trainer.rollout_data_dir, tokenizer)

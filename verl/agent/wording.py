@@ -1,0 +1,108 @@
+"""A tag dialogue's wording from a YAML file, so that any published checkpoint's can be brought.
+
+    name: mine                       # default: the file's name
+    instruction: "Answer. Question: {question}"
+    invalid_action: "\\nTry again.\\n"
+    tags:                            # opening and closing of each part; the defaults are these
+      think: ["<think>", "</think>"]
+      information: ["<information>", "</information>"]
+      answer: ["<answer>", "</answer>"]
+      tools: {search: ["<search>", "</search>"]}
+      acts_in_think: false
+    item: 'Doc {rank}(Title: "{title}") {text}\\n'
+    untitled_item: "{text}\\n"
+    separator: ""                    # between items
+    around: "\\n\\n{information}\\n\\n"
+
+Every text is taken byte for byte, spaces and newlines included: quote it in YAML.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl.agent.grammar import Grammar, Tag
+from verl.agent.tags import TagFormat
+from verl.errors import ConfigError, explain
+
+SUFFIXES = (".yaml", ".yml")
+TEMPLATE_FILE = "template.yaml"
+"""Beside an exported model: the file that its run's `template` named."""
+REQUIRED = ("instruction", "invalid_action")
+
+
+def is_file(template: str) -> bool:
+    """Whether an option's value names a file rather than a built-in format."""
+    return template.endswith(SUFFIXES)
+
+
+def read_format(path: str | Path) -> TagFormat:
+    """The format that a file describes. Raises ConfigError that names the key at fault."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        got = " ".join(str(error).split())
+        raise ConfigError(explain(f"template={path}", got, "a YAML file", "correct it")) from error
+    where = f"template={path}"
+    known = {f.name for f in fields(TagFormat)}
+    values = dict(_keys(where, content, known, REQUIRED))
+    tags = _grammar(f"{where}, tags", values.pop("tags", {}))
+    for key, value in values.items():
+        if not isinstance(value, str):
+            raise _wrong(f"{where}, {key}", value, "a text", "quote it")
+    for key, needed in (("instruction", "{question}"), ("around", "{information}")):
+        if key in values and needed not in values[key]:
+            raise _wrong(f"{where}, {key}", repr(values[key]), f"a text with {needed}", "add it")
+    return TagFormat(**{"name": Path(path).stem, **values, "tags": tags})
+
+
+def _grammar(where: str, content: Any) -> Grammar:
+    """The tags, each a pair of texts."""
+    values = dict(_keys(where, content, {f.name for f in fields(Grammar)}))
+    tools = _keys(f"{where}, tools", values.pop("tools", {}), None)
+    acts_in_think = values.pop("acts_in_think", False)
+    if not isinstance(acts_in_think, bool):
+        raise _wrong(f"{where}, acts_in_think", acts_in_think, "true or false", "write one")
+    return Grammar(
+        tools=tuple((name, _tag(f"{where}, tools, {name}", pair)) for name, pair in tools.items()),
+        acts_in_think=acts_in_think,
+        **{name: _tag(f"{where}, {name}", pair) for name, pair in values.items()},
+    )
+
+
+def _tag(where: str, pair: Any) -> Tag:
+    if (
+        not isinstance(pair, list)
+        or len(pair) != 2
+        or not all(isinstance(text, str) and text for text in pair)
+    ):
+        raise _wrong(where, pair, "two texts, opening and closing", 'as in ["<a>", "</a>"]')
+    return Tag(*pair)
+
+
+def _keys(
+    where: str, content: Any, known: Collection[str] | None, required: Collection[str] = ()
+) -> Mapping[str, Any]:
+    """The mapping that `content` is; keys outside of `known` and missing ones are told."""
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise _wrong(where, content, "keys with values", "see verl/agent/wording.py")
+    for key in content:
+        if known is not None and key not in known:
+            near = difflib.get_close_matches(key, known, 1) or sorted(known)
+            raise _wrong(where, key, "a known key", f"did you mean {near[0]}?")
+    for key in required:
+        if key not in content:
+            raise _wrong(where, f"no {key}", f"a text under {key}", "add it")
+    return content
+
+
+def _wrong(where: str, got: Any, expected: str, fix: str) -> ConfigError:
+    return ConfigError(
+        explain(where, repr(got) if not isinstance(got, str) else got, expected, fix)
+    )
