@@ -95,7 +95,7 @@ def check_prompts(format: DialogueFormat, prompts: Iterable[Prompt]) -> None:
     own = [tag.opening for tag in format.tags.calls] if not format.schemas else []
     others = {
         tag.opening: template.name
-        for template in TEMPLATES.values()
+        for template in reversed(TEMPLATES.values())  # of two with the same tags, the first
         for tag in template.tags.calls
         if tag.opening not in own
     }
