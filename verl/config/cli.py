@@ -1,8 +1,9 @@
 """The command line of a training run: presets and `key=value` overrides become one `Config`.
 
-Hydra composes `verl.config.Config` with a preset of `verl/config/presets/` and the overrides; it
-makes no output folder and stays in the current one. `--cfg job` and `--help` print and exit.
-Rules between options are in `verl.config.checks`.
+Hydra composes `verl.config.Config` with a preset of `verl/config/presets/`, of groups of presets
+(`+hardware=8x80`) and the overrides. `hydra.compose` and not `hydra.main`, which ends a user's
+mistake with its own text and status 1, makes a folder `outputs/` and replaces the logging. The
+options `--cfg job`, `--config-name`, `--config-dir` and `--multirun` are as Hydra has them.
 """
 
 from __future__ import annotations
@@ -14,39 +15,70 @@ from pathlib import Path
 from typing import cast
 
 from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
+from hydra import initialize
 from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import Config, overrides
-from verl.config.known import known_options
+from verl.config.checks import check
+from verl.config.known import known_options, typed
+from verl.config.presets_source import PRESETS, PresetPath, PresetSource
 from verl.errors import ConfigError, explain
 
-PRESETS = Path(__file__).parent / "presets"
 DEFAULT_PRESET = "ppo_trainer"
-USAGE = "python3 -m verl.trainer.main_ppo [--config-name PRESET] [--cfg job] [key=value ...]"
+USAGE = """python3 -m verl.trainer.main_ppo [--config-name PRESET] [--cfg job] [--multirun]
+       [+hardware=MACHINE] [key=value ...]"""
 
 
 def compose(argv: Sequence[str]) -> Config:
-    """The checked configuration of a command line, without the program's name.
+    """The checked configuration of a command line, the first of a sweep; see `compose_runs`."""
+    return compose_runs(argv)[0]
+
+
+def compose_runs(argv: Sequence[str]) -> list[Config]:
+    """The checked configurations of a command line, without the program's name; more with -m.
 
     `--cfg job` prints the resolved YAML and exits with status 0, as `--help` does, whether or not
     the configuration is complete. Raises ConfigError.
     """
     args = _parser().parse_intermixed_args(list(argv))
-    config = _compose(args.config_name, args.config_dir, overrides.normalise(args.overrides))
+    groups = {path.name for folder in (PRESETS, args.config_dir) for path in _folders(folder)}
+    found = []
+    runs = overrides.runs(args.overrides) if args.multirun else [(args.overrides, "")]
+    for arguments, label in runs:
+        chosen = overrides.normalise(arguments, groups)
+        config = _compose(args.config_name, args.config_dir, chosen)
+        if label:
+            _set_apart(config, label)
+        found.append(config)
     if args.cfg:
-        sys.stdout.write(_to_yaml(config))
+        sys.stdout.write("---\n".join(map(_to_yaml, found)))
         raise SystemExit(0)
+    return [_checked(config) for config in found]
+
+
+def _checked(config: DictConfig) -> Config:
     _refuse_missing(config)
     overrides.warn_no_effect(config)
-    typed = cast(Config, OmegaConf.to_object(config))
-    from verl.config.checks import check  # noqa: PLC0415 - the registries it reads import torch
+    run = cast(Config, OmegaConf.to_object(config))
+    check(run)
+    return run
 
-    check(typed)
-    return typed
+
+def _set_apart(config: DictConfig, label: str) -> None:
+    """Name a run of a sweep, and give it folders of its own, by the options that it differs in."""
+    trainer = config.trainer
+    for key in ("default_local_dir", "rollout_data_dir"):
+        if trainer[key] is not None:
+            trainer[key] = f"{trainer[key]}/{label}"
+    trainer.experiment_name = f"{trainer.experiment_name}-{label}"
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*") if path.is_dir()]
 
 
 def write_resolved(config: Config, directory: str | Path) -> Path:
@@ -78,14 +110,19 @@ def _parser() -> argparse.ArgumentParser:
         help=f"preset to start from: {', '.join(_preset_names(PRESETS))}",
     )
     parser.add_argument("--config-dir", "-cd", default=PRESETS, type=Path, help="folder of presets")
+    parser.add_argument(
+        "--multirun",
+        "-m",
+        action="store_true",
+        help="a run of each of several values (trainer.seed=0,1,2), one after another",
+    )
     return parser
 
 
 def _options_help() -> str:
     """Every option with its default and its sentence, two lines each."""
     lines = [
-        f"  {option.key}={'null' if option.default is None else option.default}\n"
-        f"      ({option.type_name}) {option.doc}"
+        f"  {option.key}={typed(option.default)}\n      ({option.type_name}) {option.doc}"
         for option in known_options().values()
     ]
     return "options:\n" + "\n".join(lines).replace("%", "%%")
@@ -103,12 +140,14 @@ def _compose(preset: str, folder: Path, arguments: Sequence[str]) -> DictConfig:
         fix = "choose one of them, or name another folder with --config-dir"
         raise ConfigError(explain("--config-name", preset, f"a preset of {folder} ({known})", fix))
     ConfigStore.instance().store(name="config_schema", node=Config)
-    search_path = f"hydra.searchpath=[file://{PRESETS}]"
+    Plugins.instance().register(PresetSource)
+    Plugins.instance().register(PresetPath)
+    PresetPath.user_folder = folder
     try:
-        with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
-            return hydra_compose(name, overrides=[search_path, *arguments])
+        with initialize(config_path=None, version_base="1.3"):
+            return hydra_compose(name, overrides=list(arguments))
     except (HydraException, OmegaConfBaseException) as error:
-        cause = " ".join(str(error).splitlines()[:2])
+        cause = " ".join(str(error).partition("Config search path")[0].split())
         fix = f"correct {folder / name}.yaml or the options given"
         raise ConfigError(explain(f"preset {name}", cause, "options of verl/config/", fix)) from (
             error

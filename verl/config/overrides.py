@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -29,66 +30,93 @@ logger = logging.getLogger(__name__)
 _warned: set[str] = set()
 
 
-def normalise(arguments: Sequence[str]) -> list[str]:
+def normalise(arguments: Sequence[str], groups: Collection[str] = ()) -> list[str]:
     """Arguments as Hydra shall see them: known keys, no plus signs, checked types.
 
-    Order is kept, so the last of several values for one key wins. Raises ConfigError.
+    What chooses from one of the `groups` of presets (`+hardware=8x80`) is left to Hydra. Order is
+    kept, so the last of several values for one key wins. Raises ConfigError.
     """
     parsed = [parse(argument) for argument in arguments]
-    return [text for override in parsed for text in _normalise_one(override)]
+    return [text for override in parsed for text in _normalise_one(override, groups)]
 
 
-def parse(argument: str) -> Override:
+def runs(arguments: Sequence[str]) -> Iterator[tuple[list[str], str]]:
+    """The arguments of each run of a sweep (`trainer.seed=0,1,2`), and what it differs in."""
+    swept = [parse(argument, may_sweep=True) for argument in arguments]
+    choices: list[list[tuple[str, bool]]] = []
+    for override in swept:
+        key, is_sweep = override.get_key_element(), override.is_sweep_override()
+        values = (
+            [f"{key}={value}" for value in override.sweep_string_iterator()] if is_sweep else []
+        )
+        choices.append([(text, is_sweep) for text in values or [str(override.input_line)]])
+    for chosen in itertools.product(*choices):
+        label = ",".join(text.lstrip("+") for text, is_sweep in chosen if is_sweep)
+        yield [text for text, _ in chosen], label.replace("/", "_")
+
+
+def parse(argument: str, may_sweep: bool = False) -> Override:
     """One `key=value` by Hydra's grammar; what is none, or would start a sweep, is refused."""
     if "=" not in argument or argument.startswith("~"):
         raise ConfigError(
             explain("argument", repr(argument), "key=value", "see --help for the keys")
         )
+    key, value = argument.split("=", 1)
     try:
         override = _parser().parse_override(argument)
     except HydraException as error:
-        key, value = argument.split("=", 1)
         fix = f"quote it for the parser as well: '{key}=\"…\"'"
         raise ConfigError(
             explain(key, repr(value), "a value of Hydra's override grammar", fix)
         ) from error
-    if override.is_sweep_override():
-        key, value = argument.split("=", 1)
-        raise ConfigError(explain(key, value, "one value", f"a list is {key}=[{value}]"))
+    if override.is_sweep_override() and not may_sweep:
+        fix = f"a list is {key}=[{value}]; --multirun makes a run of each"
+        raise ConfigError(explain(key, value, "one value", fix))
     return override
 
 
-def _normalise_one(override: Override) -> list[str]:
-    """The argument under its name here, or nothing where it is no option here."""
-    given = override.key_or_group
-    value = override.value()
+def translate(given: str, value: Any) -> dict[str, Any]:
+    """The options here that a name and its value stand for; none where they have no effect.
+
+    Raises ConfigError for what is no option, and for what is refused.
+    """
     key = name_here(given)
     legacy = find(key)
     if legacy is not None and key not in known_options():
         _warn(given, value, legacy)
-        return []
+        return {}
     if given == "actor_rollout_ref.rollout.n" and value == 1:
-        return []  # the original multiplies n by n_agent, so 1 changes nothing
+        return {}  # the original multiplies n by n_agent, so 1 changes nothing
     if given == "compat" and not isinstance(value, dict):
         return _compat(value)
     if key not in known_options() and key not in known_sections():
         raise unknown_key(given)
-    check_type(key, value)
-    if isinstance(value, dict) and key in known_options():
-        return [f"++{key}.{name}={item}" for name, item in value.items()]  # Hydra's way to add
-    text = str(override.input_line).split("=", 1)[1]
-    return [f"{key}={text}"]
+    return {key: value}
 
 
-def _compat(name: Any) -> list[str]:
+def _normalise_one(override: Override, groups: Collection[str]) -> Iterator[str]:
+    """The argument under its name here, or nothing where it is no option here."""
+    text = str(override.input_line)
+    if override.key_or_group in groups:
+        yield text
+        return
+    given = override.value()
+    for key, value in translate(override.key_or_group, given).items():
+        check_type(key, value)
+        if isinstance(value, dict) and key in known_options():
+            yield from (f"++{key}.{name}={item}" for name, item in value.items())  # Hydra's way
+        else:  # as it was typed: quotes and interpolations are Hydra's
+            yield f"{key}={text.split('=', 1)[1] if value is given else typed(value)}"
+
+
+def _compat(name: Any) -> dict[str, Any]:
     """The switches that `compat=NAME` stands for; one given after it wins."""
     if name not in COMPAT_PRESETS:
         known = f"one of {', '.join(COMPAT_PRESETS)}"
         fix = "compat=search_r1, or one switch, such as compat.sampled_validation=true"
         raise ConfigError(explain("compat", repr(name), known, fix))
     switches = [key for key in known_options() if key.startswith("compat.")]
-    chosen = {f"compat.{switch}" for switch in COMPAT_PRESETS[name]}
-    return [f"{key}={'true' if key in chosen else 'false'}" for key in switches]
+    return {key: key.removeprefix("compat.") in COMPAT_PRESETS[name] for key in switches}
 
 
 def unknown_key(key: str) -> ConfigError:

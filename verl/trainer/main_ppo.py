@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from verl.config import cli
-from verl.errors import UserError
+from verl.errors import Interrupted, UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,14 +20,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        config = cli.compose(sys.argv[1:] if argv is None else argv)
-        from verl.trainer.run import run  # noqa: PLC0415 - torch, Ray, transformers: seconds
-
-        run(config)
+        configs = cli.compose_runs(sys.argv[1:] if argv is None else argv)
     except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
-    return 0
+        return _answer(error)
+    from verl.trainer.run import run  # noqa: PLC0415 - torch, Ray, transformers: seconds
+
+    status = 0
+    for config in configs:  # several with --multirun: one that fails does not stop the next
+        try:
+            run(config)
+        except UserError as error:
+            status = status or _answer(error)
+            if isinstance(error, Interrupted):
+                break
+    return status
+
+
+def _answer(error: UserError) -> int:
+    sys.stderr.write(f"{error}\n")
+    return error.exit_code
 
 
 if __name__ == "__main__":

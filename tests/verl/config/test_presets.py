@@ -1,0 +1,162 @@
+"""Presets: veRL's names in a user's YAML, groups for machines, and sweeps."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.test_train_scripts import config_of
+from tests.verl.config.test_cli import REQUIRED
+from verl.config import cli, overrides
+from verl.config.presets_source import PRESETS
+from verl.errors import ConfigError, Interrupted, ModelError
+from verl.trainer import main_ppo, run
+
+VERL = """
+data:
+  tokenizer: null
+  train_files: t.parquet
+  val_files: v.parquet
+  shuffle: false
+  truncation: error
+actor_rollout_ref:
+  hybrid_engine: True
+  model: {path: m, external_lib: null, override_config: {}}
+  actor:
+    strategy: fsdp
+    use_dynamic_bsz: true
+    ppo_mini_batch_size: 64
+    fsdp_config: {wrap_policy: {min_num_params: 0}, param_offload: true, fsdp_size: -1}
+    optim: {warmup_steps_ratio: 0.1}
+  rollout: {n: 5, top_k: -1, multi_turn: {enable: false}}
+reward_model: {enable: false, weights: {em: 1.0, f1: 0.5}}
+ray_init: {num_cpus: null}
+compat: search_r1
+"""
+
+
+def preset(folder: Path, text: str, *arguments: str) -> list[str]:
+    """The command line that starts from a preset of this text."""
+    (folder / "mine.yaml").write_text(text)
+    return ["--config-dir", str(folder), "--config-name", "mine", *arguments]
+
+
+def test_a_preset_in_the_words_of_verl_composes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names become ours, what asks for nothing is quiet, what lost its effect says so once."""
+    monkeypatch.setattr(overrides, "_warned", set())
+    config = cli.compose(preset(tmp_path, VERL))
+    policy = config.actor_rollout_ref
+    assert not config.data.shuffle_train_dataloader
+    assert policy.rollout.n_agent == 5
+    assert policy.actor.optim.lr_warmup_steps_ratio == 0.1
+    assert policy.actor.fsdp_config.param_offload is True
+    assert config.reward_model.weights == {"em": 1.0, "f1": 0.5}
+    assert config.compat.sampled_validation
+    assert [text.split("=")[0] for text in caplog.messages] == [
+        "actor_rollout_ref.actor.use_dynamic_bsz"
+    ]
+
+
+def test_what_came_last_wins_under_either_name(tmp_path: Path) -> None:
+    """A preset's alias beats the preset that it builds on, an argument beats both."""
+    text = "defaults: [grpo_trainer, _self_]\nactor_rollout_ref: {rollout: {n: 8}}\n"
+    line = preset(tmp_path, text, *REQUIRED)
+    assert cli.compose(line).actor_rollout_ref.rollout.n_agent == 8
+    argument = "actor_rollout_ref.rollout.n_agent=2"
+    assert cli.compose([*line, argument]).actor_rollout_ref.rollout.n_agent == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_turnss: 9", "unknown option: got max_turnss.*did you mean max_turns"),
+        ("actor_rollout_ref: {rollout: {top_k: 20}}", "top_k: got 20, expected -1 or 0.*top_p"),
+        ("max_turns: many", "max_turns"),
+    ],
+)
+def test_a_wrong_key_of_a_preset_is_answered_as_an_argument_is(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    """With the nearest name, or with what to give instead."""
+    with pytest.raises(ConfigError, match=message):
+        cli.compose(preset(tmp_path, text, *REQUIRED))
+
+
+MACHINES = sorted(path.stem for path in (PRESETS / "hardware").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_machine_has_one_meaning(name: str, algorithm: str, tmp_path: Path) -> None:
+    """`+hardware=X` sets what `PRESET=X` of the recipes does, and the group composes with both."""
+    line = ["--config-name", f"{algorithm}_trainer", *REQUIRED[:2], f"+hardware={name}"]
+    group = cli.compose(line)
+    recipe = config_of(f"train_{algorithm}.sh", tmp_path, PRESET=name)
+    compared = [group.trainer.n_gpus_per_node, group.actor_rollout_ref.model]
+    compared += [group.actor_rollout_ref.actor.ppo_max_token_len_per_gpu]
+    compared += [group.actor_rollout_ref.actor.optim.lr]
+    compared += [group.actor_rollout_ref.rollout.gpu_memory_utilization]
+    theirs = [recipe.trainer.n_gpus_per_node, recipe.actor_rollout_ref.model]
+    theirs += [recipe.actor_rollout_ref.actor.ppo_max_token_len_per_gpu]
+    theirs += [recipe.actor_rollout_ref.actor.optim.lr]
+    theirs += [recipe.actor_rollout_ref.rollout.gpu_memory_utilization]
+    if algorithm == "ppo":
+        for config, found in ((group, compared), (recipe, theirs)):
+            critic = config.critic
+            adapter = (critic.model.lora_rank, critic.model.lora_alpha)
+            found += [config.critic_path, critic.ppo_max_token_len_per_gpu, critic.optim.lr]
+            found += [adapter if critic.model.has_adapter else 0]
+    assert compared == theirs
+    changed = cli.compose([*line, "actor_rollout_ref.rollout.gpu_memory_utilization=0.3"])
+    assert changed.actor_rollout_ref.rollout.gpu_memory_utilization == 0.3
+
+
+def test_every_machine_of_the_recipes_is_a_group() -> None:
+    """None is known to one of the two only."""
+    scripts = PRESETS.parents[2] / "scripts" / "presets"
+    assert sorted(path.stem for path in scripts.glob("*.sh")) == MACHINES
+    with pytest.raises(ConfigError, match="1x80"):
+        cli.compose([*REQUIRED, "+hardware=9x80"])
+
+
+def test_a_sweep_is_a_run_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every combination once, each with a name and a folder of its own, of which none is shared."""
+    line = [*REQUIRED, "-m", "trainer.seed=0,1", "+max_turns=range(1,4)", "trainer.nnodes=1"]
+    runs = cli.compose_runs(line)
+    assert [(one.trainer.seed, one.max_turns) for one in runs] == [
+        (seed, turns) for seed in (0, 1) for turns in (1, 2, 3)
+    ]
+    folders = [one.trainer.default_local_dir for one in runs]
+    assert folders[1] == "runs/Search-R1/default/trainer.seed=0,max_turns=2"
+    assert len({*folders}) == len({one.trainer.experiment_name for one in runs}) == 6
+    assert runs[1].reward_model.judge.cache_path == f"{folders[1]}/judge.sqlite"
+    with pytest.raises(SystemExit):
+        cli.compose([*line, "--cfg", "job"])
+    printed = list(yaml.safe_load_all(capsys.readouterr().out))
+    assert [one["trainer"]["default_local_dir"] for one in printed] == folders
+
+
+def test_values_with_commas_need_the_word_for_a_sweep() -> None:
+    """Nobody starts nine runs by a typing mistake; one bad value of many stops all at once."""
+    with pytest.raises(ConfigError, match=r"--multirun makes a run of each"):
+        cli.compose_runs([*REQUIRED, "trainer.seed=0,1"])
+    with pytest.raises(ConfigError, match="max_turns: got -1"):
+        cli.compose_runs([*REQUIRED, "-m", "max_turns=1,-1"])
+
+
+def test_a_sweep_goes_on_after_a_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its status is the first failure's; being asked to stop ends all."""
+    seeds: list[int] = []
+
+    def train(config: object) -> None:
+        seeds.append(config.trainer.seed)  # type: ignore[attr-defined]
+        if seeds[-1] == 0:
+            raise ModelError("no weights")
+        if seeds[-1] == 2:
+            raise Interrupted("asked to stop")
+
+    monkeypatch.setattr(run, "run", train)
+    assert main_ppo.main([*REQUIRED, "-m", "trainer.seed=0,1,2,3"]) == 2
+    assert seeds == [0, 1, 2]
