@@ -1,4 +1,4 @@
-"""The sizes of a model's tensors, read off the model built without storage: any architecture."""
+"""The sizes of a model's tensors, read off the model built without storage: any dense decoder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from verl.config import ALL_LINEAR
 from verl.training.models import blocks
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Entries of a config.json, one of which a mixture of experts has."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,14 @@ class ModelShape:
 
 
 def read_shape(path: str) -> ModelShape | None:
-    """The model in a folder or the hub's cache; None where it is no causal language model there."""
+    """The model in a folder or the hub's cache; None where there is no dense decoder.
+
+    Of a mixture of experts nothing is said: a token meets some of its weights only.
+    """
     try:
-        return ModelShape.of(AutoConfig.from_pretrained(path, local_files_only=True))
-    except (OSError, ValueError):
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        if any(getattr(config, name, None) for name in EXPERTS):
+            return None
+        return ModelShape.of(config)
+    except (OSError, ValueError, AttributeError):  # the last, where parts have other names
         return None

@@ -13,6 +13,7 @@ from transformers import (
     MistralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
 )
 
@@ -72,10 +73,14 @@ def test_any_architecture_is_counted() -> None:
 
 
 def test_what_is_no_model_has_no_shape(tmp_path: Path) -> None:
-    """A folder without config.json, and a config of nothing that transformers knows."""
+    """A folder without config.json, a config of nothing that is known, a mixture of experts."""
     assert read_shape(str(tmp_path)) is None
     (tmp_path / "config.json").write_text("{}")
     assert read_shape(str(tmp_path)) is None
+    Qwen2MoeConfig(**SMALL, num_experts=4).save_pretrained(tmp_path)
+    assert read_shape(str(tmp_path)) is None
+    Qwen2Config(**SMALL).save_pretrained(tmp_path)
+    assert read_shape(str(tmp_path)) == ModelShape.of(Qwen2Config(**SMALL))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])

@@ -66,13 +66,20 @@ def look(config: Config) -> Outlook | None:
     policy = read_shape(config.actor_rollout_ref.model.path)
     critic = read_shape(config.critic_path)
     if policy is None or critic is None:
-        logger.info("memory: not estimated: the model is neither a folder here nor in the cache")
+        logger.info("memory: not estimated: it is for dense models in a folder or the hub's cache")
         return None
     on_gpu = device_type(config.trainer.device) == "cuda"
     machine = Machine.now(with_devices=on_gpu)
     dtype = resolve_dtype(config.trainer.compute_dtype, torch.device("cuda" if on_gpu else "cpu"))
     total = min((memory.total for memory in machine.devices), default=0)
-    return Outlook(Setting(policy, critic, on_gpu, total, dtype_name(dtype)), machine)
+    setting = Setting(policy, critic, on_gpu, total, dtype_name(dtype))
+    try:
+        estimate(settled(config), setting)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        # Model code that asks tensors for their values cannot be tried on tensors without any.
+        logger.info("memory: not estimated: the model cannot be tried on fake tensors (%s)", error)
+        return None
+    return Outlook(setting, machine)
 
 
 def settle_offload(config: Config, outlook: Outlook | None) -> Config:

@@ -1,4 +1,4 @@
-"""What one packed forward, or forward and backward, holds besides weights and their gradients.
+"""What one packed forward, or forward and backward, holds apart from weights and their gradients.
 
 Measured, not computed: torch's MemTracker follows the model that the ranks run, on fake tensors
 (shapes without numbers) and at two depths; each further block adds as much as the second did.

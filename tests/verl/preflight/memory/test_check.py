@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tests.verl.preflight.memory.shapes import shape_of
 from tests.verl.preflight.memory.test_presets import machine
@@ -13,11 +14,11 @@ from tests.verl.preflight.memory.test_shortages import run
 from tests.verl.training.ranks import save_tiny, tiny_config
 from verl.config import Config
 from verl.config.checks import check
-from verl.errors import ConfigError, ResourceError, SearchR1Error
+from verl.errors import ConfigError, ResourceError, UserError
 from verl.machine import HostMemory, Machine
 from verl.preflight.memory import check as memory
 from verl.preflight.memory.check import Outlook, look, settle_offload
-from verl.preflight.memory.estimate import Setting
+from verl.preflight.memory.estimate import Estimate, Setting
 from verl.preflight.memory.offload import KEYS, choose, everything, settled, undecided
 
 GIB = 1 << 30
@@ -35,7 +36,7 @@ def config(tmp_path: Path) -> Config:
     return tiny_config(save_tiny(tmp_path / "model"))
 
 
-def memory_problems(config: Config) -> list[SearchR1Error]:
+def memory_problems(config: Config) -> list[UserError]:
     """What the preflight finds in this machine's memory."""
     return list(memory.memory_problems(config, look(config)))
 
@@ -123,6 +124,21 @@ def test_an_unknown_model_is_not_judged(
     with caplog.at_level(logging.INFO):
         assert memory_problems(config) == []
     assert "not estimated" in caplog.text
+
+
+def test_a_model_that_reads_its_values_is_not_judged(
+    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fake tensors have none; the run is not stopped for it, and its offload is decided."""
+
+    def reads(*_: object) -> Estimate:
+        raise DataDependentOutputException("aten._local_scalar_dense")
+
+    monkeypatch.setattr(memory, "estimate", reads)
+    with caplog.at_level(logging.INFO):
+        assert memory_problems(config) == []
+    assert "cannot be tried on fake tensors" in caplog.text
+    assert undecided(settle_offload(config, None)) == []
 
 
 def test_words_and_shares_are_checked(config: Config) -> None:
