@@ -9,12 +9,11 @@ docstring and is listed in `verl/config/legacy.py`, and a run that sets it is wa
 from verl.config.agent import AgentConfig
 from verl.config.algorithm import (
     AlgorithmConfig,
+    CompatConfig,
     FilterGroupsConfig,
     KlControlConfig,
     OverlongBufferConfig,
 )
-from verl.config.compat import CompatConfig
-from verl.config.critic import CriticConfig, CriticModelConfig
 from verl.config.data import DataConfig
 from verl.config.guard import GuardConfig
 from verl.config.lora import ALL_LINEAR, AdapterConfig
@@ -22,6 +21,8 @@ from verl.config.optim import FsdpConfig, OptimConfig
 from verl.config.policy import (
     ActorConfig,
     ActorRolloutRefConfig,
+    CriticConfig,
+    CriticModelConfig,
     ModelConfig,
     RefConfig,
     RolloutConfig,
@@ -33,28 +34,9 @@ from verl.config.run import Config
 from verl.config.trainer import TrainerConfig
 
 __all__ = [
-    "ALL_LINEAR",
-    "ActorConfig",
-    "ActorRolloutRefConfig",
-    "AdapterConfig",
-    "AgentConfig",
-    "AlgorithmConfig",
-    "CompatConfig",
-    "Config",
-    "CriticConfig",
-    "CriticModelConfig",
-    "DataConfig",
-    "FilterGroupsConfig",
-    "FsdpConfig",
-    "GuardConfig",
-    "KlControlConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "OverlongBufferConfig",
-    "RefConfig",
-    "RetrieverConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "TrainerConfig",
-    "ValSamplingConfig",
-]
+    "ALL_LINEAR", "ActorConfig", "ActorRolloutRefConfig", "AdapterConfig", "AgentConfig",
+    "AlgorithmConfig", "CompatConfig", "Config", "CriticConfig", "CriticModelConfig", "DataConfig",
+    "FilterGroupsConfig", "FsdpConfig", "GuardConfig", "KlControlConfig", "ModelConfig",
+    "OptimConfig", "OverlongBufferConfig", "RefConfig", "RetrieverConfig", "RewardConfig",
+    "RolloutConfig", "TrainerConfig", "ValSamplingConfig",
+]  # fmt: skip

@@ -1,8 +1,10 @@
-"""From scores to advantages."""
+"""From scores to advantages, and where the original does that otherwise."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 
 from verl.config.option import option
 
@@ -71,3 +73,24 @@ class AlgorithmConfig:
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     no_think_rl: bool = option(False, resume="logged")
     """Train without a thinking part: `<think>` is closed at once in the prompt."""
+
+
+@dataclass
+class CompatConfig:
+    """Behaviour of the original that was changed here; all false leaves this project's own.
+
+    `compat=search_r1` switches all on, for comparison (docs/algorithms.md); a switch after it wins.
+    """
+
+    gae_over_all_tokens: bool = option(False, resume="experiment")
+    """GAE steps over observation tokens too, and the critic is trained on them."""
+    whiten_over_all_tokens: bool = option(False, resume="experiment")
+    """Mean and variance of GAE's advantages are over observation tokens too."""
+    sampled_validation: bool = option(False, resume="experiment")
+    """Validation samples as training does (rollout.temperature, rollout.top_p)."""
+
+
+COMPAT_PRESETS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {"none": frozenset(), "search_r1": frozenset(field.name for field in fields(CompatConfig))}
+)
+"""What `compat=NAME` switches on; it switches the others off."""

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import Config
-from verl.config.compat import COMPAT_PRESETS
+from verl.config.algorithm import COMPAT_PRESETS
 from verl.config.known import known_options, known_sections, typed
 from verl.config.legacy import ALIASES, LEGACY, Legacy, find, name_here
 from verl.errors import ConfigError, explain

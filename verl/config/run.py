@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from verl.config.agent import AgentConfig
-from verl.config.algorithm import AlgorithmConfig
-from verl.config.compat import CompatConfig
-from verl.config.critic import CriticConfig
+from verl.config.algorithm import AlgorithmConfig, CompatConfig
 from verl.config.data import DataConfig
 from verl.config.option import option
-from verl.config.policy import ActorRolloutRefConfig, ValSamplingConfig
+from verl.config.policy import ActorRolloutRefConfig, CriticConfig, ValSamplingConfig
 from verl.config.retriever import RetrieverConfig
 from verl.config.reward import RewardConfig
 from verl.config.trainer import TrainerConfig

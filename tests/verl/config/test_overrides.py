@@ -6,7 +6,7 @@ import pytest
 
 from tests.verl.config.test_cli import compose
 from verl.config import CompatConfig
-from verl.config.compat import COMPAT_PRESETS
+from verl.config.algorithm import COMPAT_PRESETS
 from verl.errors import ConfigError
 
 ALL = [field.name for field in dataclasses.fields(CompatConfig)]
