@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from search_r1.search.backends.dense import locate_index, vectors_file
 from search_r1.search.backends.flat_file import is_flat, read_shape
 from search_r1.search.backends.registry import BACKENDS
 from search_r1.search.backends.settings import RetrieverConfig
-from search_r1.search.backends.vector_index import locate_index, vectors_file
 from search_r1.search.errors import SetupError
 from search_r1.search.memory import QUERY_BLOCK, Host, bytes_of_matrix, bytes_of_model
 

@@ -12,19 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from search_r1.search.backends.base import Retriever
-from search_r1.search.backends.dense import DenseRetriever
-from search_r1.search.backends.locations import open_corpus
+from search_r1.search.backends.dense import open_dense
 from search_r1.search.backends.settings import FaissConfig, RetrieverConfig
-from search_r1.search.backends.vector_index import (
-    check_manifest,
-    check_shape,
-    index_digest,
-    locate_index,
-    read_ahead,
-    vectors_file,
-)
-from search_r1.search.encoder import open_encoder
-from search_r1.search.encoders.interface import Vectors
+from search_r1.search.corpus import Corpus
+from search_r1.search.encoders.interface import Encoder, Vectors
 from search_r1.search.errors import SetupError
 
 logger = logging.getLogger(__name__)
@@ -59,7 +50,7 @@ class FaissIndex:
         }
         self._is_exact = isinstance(index, faiss.IndexFlat) and not config.faiss_gpu
         faiss.cvar.distance_compute_blas_threshold = BLAS_QUERIES
-        self._index = _to_gpus(index) if config.faiss_gpu else index
+        self._index, self._on_gpus = index, config.faiss_gpu
 
     @classmethod
     def open(cls, path: Path, config: FaissConfig) -> "FaissIndex":
@@ -81,8 +72,13 @@ class FaissIndex:
             )
         return cls(index, config)
 
+    def load(self, corpus: Corpus, encoder: Encoder) -> None:
+        """Move it to the GPUs where the settings say so; raises SetupError without any."""
+        if self._on_gpus:
+            self._index = _to_gpus(self._index)
+
     def info(self) -> dict[str, Any]:
-        """Engine, kind, dim, metric, and how far a search goes."""
+        """Backend, kind, dim, metric, and how far a search goes."""
         return self._facts
 
     def search(self, queries: Vectors, k: int) -> tuple[list[list[float]], list[list[int]]]:
@@ -175,17 +171,5 @@ def _to_gpus(index: Any) -> Any:
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
-    """The FAISS index and the encoder that the settings name.
-
-    The index is our folder, or a bare FAISS file such as the published `e5_Flat.index`. Raises
-    IndexMismatch if it is not of this corpus and encoder.
-    """
-    corpus = open_corpus(config)
-    path = locate_index(config)
-    file = vectors_file(path)
-    read_ahead(file)
-    encoder = open_encoder(config.encoder)
-    check_manifest(path, corpus, encoder)
-    index = FaissIndex.open(file, config.faiss)
-    check_shape(path, index.num_rows, index.dim, corpus, encoder)
-    return DenseRetriever(config.retriever_name, index, index_digest(file), corpus, encoder)
+    """The FAISS index and the encoder that the settings name."""
+    return open_dense(config, lambda file: FaissIndex.open(file, config.faiss))

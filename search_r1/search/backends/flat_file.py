@@ -22,17 +22,17 @@ KINDS = {b"IxFI": 0, b"IxF2": 1, b"IxFl": None}
 """Flat indexes and the metric each implies."""
 METRICS = {0: "inner_product", 1: "l2"}
 OTHER_KINDS = {
+    b"IxPT": "vectors behind a transform (PCA, OPQ)",
+    b"IxP": "product quantisation (PQ)",
+    b"IxS": "scalar quantisation (SQ)",
+    b"IxM": "an index with ids of its own (IDMap)",
     b"IH": "an HNSW graph",
     b"Iw": "an inverted file (IVF)",
     b"Iv": "an inverted file (IVF)",
-    b"IxP": "product quantisation (PQ)",
-    b"IxPT": "vectors behind a transform (PCA, OPQ)",
-    b"IxS": "scalar quantisation (SQ)",
-    b"IxM": "an index with ids of its own (IDMap)",
     b"IN": "an NSG graph",
     b"IB": "a binary index",
 }
-"""What FAISS writes by the first letters of the kind; the longest match counts."""
+"""What FAISS writes by the first letters of the kind; the first match counts."""
 
 
 @dataclass(frozen=True)
@@ -79,25 +79,27 @@ def read_shape(path: Path) -> tuple[int, int, str]:
         raise SetupError(f"index {path} does not exist; expected a FAISS index: set --index_path")
     with path.open("rb") as file:
         start = file.read(HEADER.size)
-    kind = start[:4]
+    kind, size, expected = start[:4], path.stat().st_size, HEADER.size
     if kind not in KINDS:
         raise SetupError(_other_kind(path, kind))
-    if len(start) < HEADER.size:
-        raise SetupError(_cut_off(path, len(start), HEADER.size))
-    _, dim, num_rows, _, _, _, metric, count = HEADER.unpack(start)
-    if metric not in METRICS or KINDS[kind] not in (None, metric):
-        raise SetupError(
-            f"{path} is a Flat index of FAISS metric {metric}; expected inner product (0) or "
-            "L2 (1): build it again with index_builder, or search it with --dense_engine faiss"
-        )
-    if dim < 1 or num_rows < 0 or count != dim * num_rows:
-        raise SetupError(
-            f"{path} says {num_rows} rows of {dim} values, but {count} values; expected a file "
-            "that faiss.write_index wrote: build or download it again"
-        )
-    expected, size = HEADER.size + 4 * count, path.stat().st_size
+    if len(start) == HEADER.size:
+        _, dim, num_rows, _, _, _, metric, count = HEADER.unpack(start)
+        if metric not in METRICS or KINDS[kind] not in (None, metric):
+            raise SetupError(
+                f"{path} is a Flat index of FAISS metric {metric}; expected inner product (0) or "
+                "L2 (1): build it again with index_builder, or search it with --dense_engine faiss"
+            )
+        if dim < 1 or num_rows < 0 or count != dim * num_rows:
+            raise SetupError(
+                f"{path} says {num_rows} rows of {dim} values, but {count} values; expected a file "
+                "that faiss.write_index wrote: build or download it again"
+            )
+        expected += 4 * count
     if size != expected:
-        raise SetupError(_cut_off(path, size, expected))
+        raise SetupError(
+            f"{path} has {size} bytes, but its header promises {expected}; expected a complete "
+            "index: download it again, or join all of its parts in order"
+        )
     return num_rows, dim, METRICS[metric]
 
 
@@ -108,21 +110,14 @@ def is_flat(path: Path) -> bool:
 
 
 def _other_kind(path: Path, kind: bytes) -> str:
-    matches = [prefix for prefix in OTHER_KINDS if kind.startswith(prefix)]
-    if not matches:
+    name = next((text for prefix, text in OTHER_KINDS.items() if kind.startswith(prefix)), None)
+    if name is None:
         return (
             f"{path} begins with {kind!r}, which no FAISS index does; expected a Flat index "
             "(IxFI, IxF2): give the right --index_path, or download the file again"
         )
     return (
-        f"{path} is a FAISS index of kind {kind.decode(errors='replace')!r}, "
-        f"{OTHER_KINDS[max(matches, key=len)]}; the torch engine expects a Flat index "
-        "(IxFI, IxF2): use --dense_engine faiss, or build one with --faiss_type Flat"
-    )
-
-
-def _cut_off(path: Path, size: int, expected: int) -> str:
-    return (
-        f"{path} has {size} bytes, but its header promises {expected}; expected a complete "
-        "index: download it again, or join all of its parts in order"
+        f"{path} is a FAISS index of kind {kind.decode(errors='replace')!r}, {name}; the torch "
+        "backend expects a Flat index (IxFI, IxF2): use --dense_engine faiss, or build one with "
+        "--faiss_type Flat"
     )

@@ -100,10 +100,11 @@ class Matrix:
 
         found = self._threads.map(best, self.shards) if self._threads else map(best, self.shards)
         candidates = reduce(lambda a, b: merge(a, b, num_candidates), found)[1]
-        read = self._file_rows if rescore else self._stored_rows
+        read = self.file_rows if rescore else self._stored_rows
         return rank(queries, candidates, k, read, self._flat.metric)
 
-    def _file_rows(self, rows: Tensor) -> Tensor:
+    def file_rows(self, rows: Tensor) -> Tensor:
+        """float32 rows (n, dim) of the file, by their numbers (n,)."""
         return torch.from_numpy(self._flat.rows(rows.numpy()))
 
     def _stored_rows(self, rows: Tensor) -> Tensor:

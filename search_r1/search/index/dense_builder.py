@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from search_r1.search.backends.dense import VECTORS_NAME, probe
 from search_r1.search.backends.settings import EncoderConfig
-from search_r1.search.backends.vector_index import VECTORS_NAME, probe
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import check_pooling, open_encoder
 from search_r1.search.encoders.interface import Encoder
@@ -134,7 +134,6 @@ def _embed(
     dim, dtype = manifest.dim, manifest.dtype
     file = EmbeddingFile.create(job.folder, len(corpus), dim, dtype, config.shard_rows)
     done = file.num_done
-    file.close()
     row_bytes = dim * np.dtype(dtype).itemsize
     _check_disk(config, job.folder, manifest, (len(corpus) - done) * row_bytes)
     if done == 0:

@@ -4,7 +4,6 @@ Rows are written in shards. A shard's byte in `done.bin` is set only after its r
 disk, and different processes write different bytes, so several can fill one file.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from search_r1.search.errors import SetupError
-from search_r1.search.index.build_folder import write_whole
+from search_r1.search.index.build_folder import sync, write_whole
 
 Matrix = npt.NDArray[Any]
 """(num_documents, dim), float32 or float16."""
@@ -28,13 +27,9 @@ class EmbeddingFile:
 
     def __init__(self, folder: Path, shard_rows: int) -> None:
         """Open what `create` made in `folder`."""
-        self.path = folder / FILE_NAME
-        self._shard_rows = shard_rows
-        mapped: np.memmap[Any, Any] = np.load(self.path, mmap_mode="r", allow_pickle=False)
-        self.matrix: Matrix = mapped
-        self._start = mapped.offset
-        self._data = os.open(self.path, os.O_WRONLY)
-        self._done = os.open(folder / DONE_NAME, os.O_RDWR)
+        self._folder, self._shard_rows = folder, shard_rows
+        self.matrix: np.memmap[Any, Any] = np.load(folder / FILE_NAME, mmap_mode="r+")
+        self._done = np.memmap(folder / DONE_NAME, np.bool_, "r+")
 
     @classmethod
     def create(
@@ -42,21 +37,16 @@ class EmbeddingFile:
     ) -> "EmbeddingFile":
         """The file in `folder`, made (sparse) if it is not there yet."""
         if not ((folder / DONE_NAME).exists() and (folder / FILE_NAME).exists()):
-            matrix = np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
+            np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
                 folder / FILE_NAME, mode="w+", dtype=np.dtype(dtype), shape=(count, dim)
-            )
-            matrix.flush()
+            ).flush()
             write_whole(folder / DONE_NAME, bytes(-(-count // shard_rows)))
         return cls(folder, shard_rows)
 
-    def close(self) -> None:
-        """Close the file; `matrix` stays readable."""
-        os.close(self._data)
-        os.close(self._done)
-
     def missing(self) -> list[int]:
         """Shards that are not done, in order."""
-        return [shard for shard, done in enumerate(self._marks()) if not done]
+        shards: list[int] = np.flatnonzero(~self._done).tolist()
+        return shards
 
     def rows(self, shard: int) -> range:
         """The rows of a shard."""
@@ -66,21 +56,17 @@ class EmbeddingFile:
     @property
     def num_done(self) -> int:
         """Rows that are on the disk, by all processes."""
-        return sum(len(self.rows(shard)) for shard, done in enumerate(self._marks()) if done)
+        return sum(len(self.rows(int(shard))) for shard in np.flatnonzero(self._done))
 
     def write(self, shard: int, vectors: Matrix) -> None:
         """Put a shard's vectors (rows, dim) on the disk, then mark it done."""
         rows = self.rows(shard)
         expected = (len(rows), self.matrix.shape[1])
         assert vectors.shape == expected, f"got {vectors.shape}, expected {expected}"
-        values = np.ascontiguousarray(vectors, dtype=self.matrix.dtype)
-        _write_all(self._data, values, self._start + rows.start * values.strides[0])
-        os.fsync(self._data)
-        os.pwrite(self._done, b"\x01", shard)
-        os.fsync(self._done)
-
-    def _marks(self) -> bytes:
-        return os.pread(self._done, os.fstat(self._done).st_size, 0)
+        self.matrix[rows.start : rows.stop] = vectors
+        sync(self._folder / FILE_NAME)
+        self._done[shard] = True
+        sync(self._folder / DONE_NAME)
 
 
 def open_embeddings(path: Path, count: int, dim: int) -> Matrix:
@@ -118,10 +104,3 @@ def _map(path: Path, count: int, dim: int) -> Matrix:
     if rest or bytes_per_value not in (2, 4):
         raise ValueError(f"{path.stat().st_size} bytes are not {count} x {dim} values")
     return np.memmap(path, np.dtype(f"f{bytes_per_value}"), mode="r", shape=(count, dim))
-
-
-def _write_all(handle: int, values: Matrix, offset: int) -> None:
-    data = memoryview(values.data).cast("B")
-    while data:
-        written = os.pwrite(handle, data, offset)
-        data, offset = data[written:], offset + written

@@ -34,14 +34,11 @@ class EncodeJob:
 def encode(job: EncodeJob, corpus: Corpus, encoder: Encoder, devices: tuple[str, ...]) -> None:
     """Encode every shard that is missing; `encoder` serves a single device."""
     file = EmbeddingFile(job.folder, job.shard_rows)
-    try:
-        with progress("encode", "documents", len(corpus), file.num_done) as report:
-            if len(devices) < 2:
-                _encode_shards(file, file.missing(), corpus, encoder, report)
-            else:
-                _encode_on(job, file, devices, report)
-    finally:
-        file.close()
+    with progress("encode", "documents", len(corpus), file.num_done) as report:
+        if len(devices) < 2:
+            _encode_shards(file, file.missing(), corpus, encoder, report)
+        else:
+            _encode_on(job, file, devices, report)
 
 
 def visible_devices() -> tuple[str, ...]:

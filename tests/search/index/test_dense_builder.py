@@ -41,7 +41,7 @@ def test_an_error_of_a_process_is_told(tmp_path: Path) -> None:
     """A malformed row that only a worker reads ends the build with its name."""
     path = write_rows(tmp_path / "c.jsonl", 30)
     path.write_text(path.read_text() + '{"id": "30"}\n')
-    EmbeddingFile.create(tmp_path, 31, 64, "float32", 4).close()
+    EmbeddingFile.create(tmp_path, 31, 64, "float32", 4)
     job = EncodeJob(tmp_path, str(path), EncoderConfig("hash"), None, 4)
     with pytest.raises(CorpusError, match="row 31"):
         encode(job, Corpus.open(path), HashEncoder(), ("cpu", "cpu"))
@@ -66,7 +66,6 @@ def test_done_shards_are_not_encoded_again(tmp_path: Path) -> None:
     encode(job, Corpus.open(path), encoder, ("cpu",))
     assert encoder.passages == 6
     np.testing.assert_array_equal(file.matrix, wanted)
-    file.close()
 
 
 def test_the_manifest_tells_what_decides_the_index(tmp_path: Path) -> None:

@@ -23,8 +23,6 @@ def test_shards_in_any_order_make_the_matrix(tmp_path: Path, dtype: str) -> None
     second.write(1, wanted[second.rows(1)])
     np.testing.assert_array_equal(np.load(tmp_path / "embeddings.npy"), wanted)
     np.testing.assert_array_equal(first.matrix, wanted)
-    first.close()
-    second.close()
 
 
 def test_rows_reach_the_disk_before_their_mark(
@@ -40,7 +38,6 @@ def test_rows_reach_the_disk_before_their_mark(
     with pytest.raises(OSError, match="disk"):
         file.write(0, np.ones((4, 2), dtype=np.float32))
     assert file.missing() == [0]
-    file.close()
 
 
 def test_existing_embeddings_may_be_bare_values(tmp_path: Path) -> None:

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.search.backends.settings import RetrieverConfig
-from search_r1.search.backends.vector_index import (
+from search_r1.search.backends.dense import (
     index_digest,
     locate_index,
     read_ahead,
     vectors_file,
 )
+from search_r1.search.backends.settings import RetrieverConfig
 from search_r1.search.errors import SetupError
 
 
@@ -53,7 +53,7 @@ def test_reading_ahead_reads_all_and_fails_quietly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The thread comes to an end for a file of several blocks, and for one that is not there."""
-    monkeypatch.setattr("search_r1.search.backends.vector_index.READ_BYTES", 1000)
+    monkeypatch.setattr("search_r1.search.backends.dense.READ_BYTES", 1000)
     file = tmp_path / "vectors.faiss"
     file.write_bytes(b"x" * 2500)
     with caplog.at_level("INFO"):
