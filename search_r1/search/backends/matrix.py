@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from search_r1.search.backends.flat_file import FlatFile, Vectors
-from search_r1.search.backends.shard import DTYPES, Shard, open_shard
+from search_r1.search.backends.shard import DTYPES, Shard
 from search_r1.search.backends.top_k import Best, by_score_then_row, merge
 from search_r1.search.errors import SetupError
 from search_r1.search.memory import QUERY_BLOCK
@@ -49,30 +49,32 @@ class Matrix:
         self._layout = layout
         devices = layout.devices[: flat.num_rows]
         bounds = [i * flat.num_rows // len(devices) for i in range(len(devices) + 1)]
-        self.shards = [
-            open_shard(device, start, end - start, flat, layout.dtype)
-            for device, start, end in zip(devices, bounds, bounds[1:], strict=False)
-        ]
+        self.shards = []
+        for device, start, end in zip(devices, bounds, bounds[1:], strict=False):
+            try:
+                self.shards.append(Shard(device, start, end - start, flat, layout.dtype))
+            except (RuntimeError, AssertionError) as error:  # torch's: no CUDA, or no memory
+                raise SetupError(
+                    f"--matrix_devices {device} cannot hold {end - start} rows of {layout.dtype} "
+                    f"({error}); expected a device of this machine with room for its shard: cpu, "
+                    "cuda:0 ..."
+                ) from error
         self._threads = ThreadPoolExecutor(len(devices)) if len(devices) > 1 else None
 
     def load(self, watch: Callable[[int, Tensor], None] | None = None) -> None:
         """Read the file by tiles; `watch` sees each first row and float32 tile on its device."""
         for shard in self.shards:
-            start = 0
-            last = shard.first_row + len(shard)
-            for rows in self._flat.tiles(self._layout.tile_rows, shard.first_row, last):
+            row, last = shard.first_row, shard.first_row + len(shard)
+            for rows in self._flat.tiles(self._layout.tile_rows, row, last):
                 tile = torch.from_numpy(rows).to(shard.device)
-                shard.fill(start, tile)
-                if self._layout.dtype == "float16" and not shard.is_finite(
-                    start, start + len(rows)
-                ):
+                if not shard.fill(row - shard.first_row, tile):
                     raise SetupError(
-                        f"{self._flat.path} has values beyond float16 (65504) in rows "
-                        f"{shard.first_row + start} and on; use --matrix_dtype bfloat16"
+                        f"{self._flat.path} has values beyond float16 (65504) in rows {row} and "
+                        "on; use --matrix_dtype bfloat16"
                     )
                 if watch is not None:
-                    watch(shard.first_row + start, tile)
-                start += len(rows)
+                    watch(row, tile)
+                row += len(rows)
 
     def search(self, queries: Vectors, k: int) -> tuple[list[list[float]], list[list[int]]]:
         """Scores and rows of the k best per query, best first, ties by row.
@@ -80,14 +82,12 @@ class Matrix:
         A score is the inner product, or the negative squared distance of an L2 index.
         """
         k = min(k, self._flat.num_rows)
-        scores: list[list[float]] = []
-        rows: list[list[int]] = []
-        for start in range(0, len(queries), QUERY_BLOCK):
-            block = torch.from_numpy(np.ascontiguousarray(queries[start : start + QUERY_BLOCK]))
-            best = self._search_block(block, k)
-            scores += best[0].tolist()
-            rows += best[1].tolist()
-        return scores, rows
+        blocks = torch.from_numpy(np.ascontiguousarray(queries)).split(QUERY_BLOCK)
+        best = [self._search_block(block, k) for block in blocks if len(block)]
+        return (
+            [row for scores, _ in best for row in scores.tolist()],
+            [row for _, rows in best for row in rows.tolist()],
+        )
 
     @torch.inference_mode()
     def _search_block(self, queries: Tensor, k: int) -> Best:

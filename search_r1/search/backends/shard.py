@@ -7,7 +7,6 @@ from torch import Tensor
 
 from search_r1.search.backends.flat_file import FlatFile
 from search_r1.search.backends.top_k import Best, best_columns, merge
-from search_r1.search.errors import SetupError
 
 DTYPES = {
     "float32": torch.float32,
@@ -18,6 +17,9 @@ DTYPES = {
 CPU_TILE_ROWS = 8192
 """Most rows that a CPU scores at a time: their scores stay in its cache."""
 
+Product = Callable[[int, int], Tensor]
+"""Inner products of the queries with the rows [start, end): (num_queries, n) float32."""
+
 
 class Shard:
     """Consecutive rows on one device."""
@@ -26,28 +28,23 @@ class Shard:
         """Room for the rows; `fill` brings them."""
         self.device = torch.device(device)
         self.first_row = first_row
-        self._is_l2 = flat.metric == "l2"
         self._values = torch.empty((num_rows, flat.dim), dtype=DTYPES[dtype], device=self.device)
-        has_scales = dtype == "int8"
-        self._scales = torch.empty(num_rows, device=self.device) if has_scales else None
-        self._norms = torch.empty(num_rows, device=self.device) if self._is_l2 else None
+        self._scales = torch.empty(num_rows, device=self.device) if dtype == "int8" else None
+        self._norms = torch.empty(num_rows, device=self.device) if flat.metric == "l2" else None
         self._tile: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def fill(self, start: int, tile: Tensor) -> None:
-        """Store float32 rows (n, dim), which begin at `start` of this shard."""
-        end = start + len(tile)
+    def fill(self, start: int, tile: Tensor) -> bool:
+        """Store float32 rows (n, dim) from `start` of this shard on; whether none overflowed."""
+        rows = slice(start, start + len(tile))
         if self._scales is not None:
-            tile, self._scales[start:end] = quantize(tile)
-        self._values[start:end] = tile
+            tile, self._scales[rows] = quantize(tile)
+        self._values[rows] = tile
         if self._norms is not None:
-            self._norms[start:end] = self._rows(slice(start, end)).square().sum(dim=1)
-
-    def is_finite(self, start: int, end: int) -> bool:
-        """Whether no stored value overflowed."""
-        return bool(self._values[start:end].isfinite().all())
+            self._norms[rows] = self._widened(rows).square().sum(dim=1)
+        return self._values.dtype != torch.float16 or bool(self._values[rows].isfinite().all())
 
     def best(self, queries: Tensor, k: int, tile_rows: int) -> Best:
         """The k best candidates of (num_queries, dim) float32 queries; rows of the whole matrix."""
@@ -65,58 +62,53 @@ class Shard:
         assert best is not None, "a shard has at least one row"
         return best[0].cpu(), best[1].cpu()
 
-    def _product(self, queries: Tensor) -> Callable[[int, int], Tensor]:
-        """Inner products of the queries with the rows [start, end), (num_queries, n) float32."""
-        on_cpu = self.device.type == "cpu"
-        if self._scales is not None:
-            return self._int8_on_cpu(queries) if on_cpu else self._int8_on_gpu(queries)
-        if self._values.dtype == torch.float32:
-            return lambda start, end: (self._values[start:end] @ queries.T).T
-        if on_cpu:
-            return lambda start, end: queries @ self._widen(start, end).T
-        half = queries.to(self._values.dtype)
-        return lambda start, end: torch.mm(half, self._values[start:end].T, out_dtype=torch.float32)
+    def rows(self, rows: Tensor) -> Tensor:
+        """Stored rows (n, dim) float32 on the host, by their numbers in the whole matrix."""
+        return self._widened((rows - self.first_row).to(self.device)).cpu()
 
-    def _int8_on_cpu(self, queries: Tensor) -> Callable[[int, int], Tensor]:
-        """Integer products, several times as fast as float32; the queries are int8 as well."""
-        scales = self._scales
-        assert scales is not None
-        codes, query_scales = quantize(queries)
-
-        def product(start: int, end: int) -> Tensor:
-            sums = torch._int_mm(codes, self._values[start:end].T)
-            return sums.float().mul_(scales[start:end]).mul_(query_scales[:, None])
-
-        return product
-
-    def _int8_on_gpu(self, queries: Tensor) -> Callable[[int, int], Tensor]:
-        """Products in float16, which holds every int8 exactly, summed in float32."""
-        scales = self._scales
-        assert scales is not None
-        largest = queries.abs().amax(dim=1, keepdim=True).clamp(min=1e-30)
-        half = (queries / largest).half()
-
-        def product(start: int, end: int) -> Tensor:
-            tile = self._values[start:end].half()
-            sums = torch.mm(half, tile.T, out_dtype=torch.float32)
-            return sums.mul_(scales[start:end]).mul_(largest)
-
-        return product
-
-    def _widen(self, start: int, end: int) -> Tensor:
-        """The rows in float32, in one buffer: fresh memory for each tile would cost more."""
-        if self._tile is None or len(self._tile) < end - start:
-            self._tile = torch.empty((end - start, self._values.shape[1]))
-        return self._tile[: end - start].copy_(self._values[start:end])
-
-    def _rows(self, rows: slice | Tensor) -> Tensor:
+    def _widened(self, rows: slice | Tensor) -> Tensor:
         """Stored rows as float32."""
         values = self._values[rows].float()
         return values if self._scales is None else values * self._scales[rows][:, None]
 
-    def rows(self, rows: Tensor) -> Tensor:
-        """Stored rows (n, dim) float32 on the host, by their numbers in the whole matrix."""
-        return self._rows((rows - self.first_row).to(self.device)).cpu()
+    def _product(self, queries: Tensor) -> Product:
+        values, on_cpu = self._values, self.device.type == "cpu"
+        if self._scales is not None:
+            return self._int8(queries, self._scales)
+        if values.dtype == torch.float32:
+            return lambda start, end: (values[start:end] @ queries.T).T
+        if on_cpu:
+            return lambda start, end: queries @ self._buffered(start, end).T
+        half = queries.to(values.dtype)
+        return lambda start, end: torch.mm(half, values[start:end].T, out_dtype=torch.float32)
+
+    def _int8(self, queries: Tensor, scales: Tensor) -> Product:
+        """On a CPU products of integers, several times as fast as float32, also of the queries.
+
+        On a GPU products in float16, which holds every int8 exactly, summed in float32.
+        """
+        if self.device.type == "cpu":
+            codes, query_scales = quantize(queries)
+
+            def product(start: int, end: int) -> Tensor:
+                sums = torch._int_mm(codes, self._values[start:end].T)
+                return sums.float().mul_(scales[start:end]).mul_(query_scales[:, None])
+
+            return product
+        largest = queries.abs().amax(dim=1, keepdim=True).clamp(min=1e-30)
+        half = (queries / largest).half()
+
+        def on_gpu(start: int, end: int) -> Tensor:
+            sums = torch.mm(half, self._values[start:end].half().T, out_dtype=torch.float32)
+            return sums.mul_(scales[start:end]).mul_(largest)
+
+        return on_gpu
+
+    def _buffered(self, start: int, end: int) -> Tensor:
+        """The rows in float32, in one buffer: fresh memory for each tile would cost more."""
+        if self._tile is None or len(self._tile) < end - start:
+            self._tile = torch.empty((end - start, self._values.shape[1]))
+        return self._tile[: end - start].copy_(self._values[start:end])
 
 
 def _improve(best: Best | None, scores: Tensor, first_row: int, k: int) -> Best:
@@ -135,17 +127,6 @@ def _improve(best: Best | None, scores: Tensor, first_row: int, k: int) -> Best:
     values, columns = best_columns(scores[hot], k)
     merged = merge((best[0][hot], best[1][hot]), (values, columns + first_row), k)
     return best[0].index_copy(0, hot, merged[0]), best[1].index_copy(0, hot, merged[1])
-
-
-def open_shard(device: str, first_row: int, num_rows: int, flat: FlatFile, dtype: str) -> Shard:
-    """A shard with room for its rows; raises SetupError for a device that cannot hold it."""
-    try:
-        return Shard(device, first_row, num_rows, flat, dtype)
-    except (RuntimeError, AssertionError) as error:  # torch's own, for no CUDA and for no memory
-        raise SetupError(
-            f"--matrix_devices {device} cannot hold {num_rows} rows of {dtype} ({error}); expected "
-            "a device of this machine with room for its shard: cpu, cuda:0 ..."
-        ) from error
 
 
 def quantize(vectors: Tensor) -> tuple[Tensor, Tensor]:
