@@ -1,22 +1,24 @@
 """Fills an `EmbeddingFile` with an encoder: in this process, or in one process for each device."""
 
-import logging
 import multiprocessing
 import os
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from search_r1.search.backends.settings import EncoderConfig
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import open_encoder
 from search_r1.search.encoders.interface import Encoder
-from search_r1.search.errors import SearchError, SetupError
+from search_r1.search.errors import SetupError
 from search_r1.search.index.embeddings import EmbeddingFile
 from search_r1.search.index.progress import Report, progress
 
-logger = logging.getLogger(__name__)
-
 SECONDS_BETWEEN_LOOKS = 0.5
+_stop: Event
+"""Of the process pool that this process belongs to."""
 
 
 @dataclass(frozen=True)
@@ -66,65 +68,42 @@ def _encode_on(
     job: EncodeJob, file: EmbeddingFile, devices: tuple[str, ...], report: Report
 ) -> None:
     """One process per device; the first that fails ends the others, whose shards are kept."""
-    spawn = multiprocessing.get_context("spawn")
-    errors: multiprocessing.SimpleQueue[SearchError] = spawn.SimpleQueue()
-    missing = file.missing()
-    processes = [
-        spawn.Process(
-            target=_work, args=(job, device, missing[i :: len(devices)], errors), daemon=True
-        )
-        for i, device in enumerate(devices)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        while any(process.is_alive() for process in processes):
-            next(p for p in processes if p.is_alive()).join(SECONDS_BETWEEN_LOOKS)
-            report(file.num_done)
-            if any(process.exitcode for process in processes):
-                break
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join()
-    _raise_first(devices, [process.exitcode for process in processes], errors)
-
-
-def _raise_first(
-    devices: tuple[str, ...],
-    statuses: list[int | None],
-    errors: "multiprocessing.SimpleQueue[SearchError]",
-) -> None:
-    if not errors.empty():
-        raise errors.get()
-    for device, status in zip(devices, statuses, strict=True):
-        if status:
+    spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    stop, missing = spawn.Event(), file.missing()
+    with ProcessPoolExecutor(len(devices), spawn, _share, (stop,)) as pool:
+        parts = enumerate(devices)
+        left = {pool.submit(_work, job, name, missing[i :: len(devices)]) for i, name in parts}
+        try:
+            while left:
+                done, left = wait(left, SECONDS_BETWEEN_LOOKS, FIRST_EXCEPTION)
+                report(file.num_done)
+                for part in done:
+                    part.result()
+        except BrokenProcessPool as error:
             raise SetupError(
-                f"the encoder process on {device} ended with status {status}; expected 0: see "
-                "its error above (-9 is often a lack of memory: a smaller --batch_size), then "
-                "run the same command, which goes on where this one stopped"
-            )
+                "an encoder process ended before its work; expected none to: see its error above "
+                "(a kill is often a lack of memory: a smaller --batch_size), then run the same "
+                "command, which goes on where this one stopped"
+            ) from error
+        finally:
+            stop.set()
 
 
-def _work(
-    job: EncodeJob,
-    device: str,
-    shards: list[int],
-    errors: "multiprocessing.SimpleQueue[SearchError]",
-) -> None:
-    """The life of one process; it ends when its parent has gone."""
+def _share(stop: Event) -> None:
+    """Keep the event that ends this process's work where `_work` finds it."""
+    global _stop  # an event reaches a process only while it starts
+    _stop = stop
+
+
+def _work(job: EncodeJob, device: str, shards: list[int]) -> None:
+    """The part of one process; it ends early when another part failed or its parent has gone."""
     parent = os.getppid()
     file = EmbeddingFile(job.folder, job.shard_rows)
-
-    def stop_if_orphaned(done: int) -> None:
+    corpus = Corpus.open(job.corpus_path)
+    encoder = open_encoder(replace(job.encoder, encoder_device=device), job.max_length)
+    for shard in shards:
         if os.getppid() != parent:
-            raise SystemExit(1)
-
-    try:
-        corpus = Corpus.open(job.corpus_path)
-        config = replace(job.encoder, encoder_device=device)
-        encoder = open_encoder(config, job.max_length)
-        _encode_shards(file, shards, corpus, encoder, stop_if_orphaned)
-    except SearchError as error:
-        errors.put(error)
-        raise SystemExit(1) from error
+            os._exit(1)  # the pool would wait for further work for ever
+        if _stop.is_set():
+            return
+        _encode_shards(file, [shard], corpus, encoder, lambda done: None)

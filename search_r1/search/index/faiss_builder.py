@@ -41,7 +41,7 @@ def check_factory(factory: str, dim: int, count: int) -> None:
         raise SetupError(
             f"--faiss_type {factory} needs {least} documents to train its "
             f"{num_centroids(factory)} centroids, but the corpus has {count}; expected a factory "
-            f"for a smaller corpus: --faiss_type {fitting(factory, count)}"
+            f"for a smaller corpus: Flat, SQ8, or at most {count // MIN_POINTS} lists in IVF"
         )
 
 
@@ -50,18 +50,6 @@ def num_centroids(factory: str) -> int:
     lists = [int(n) for n in re.findall(r"IVF(\d+)", factory)]
     bits = [int(n or 8) for n in re.findall(r"(?<!O)PQ\d+(?:x(\d+))?", factory)]
     return max(lists + [2**n for n in bits], default=0)
-
-
-def fitting(factory: str, count: int) -> str:
-    """A factory of the same kind that `count` documents can train."""
-    rotated = re.sub(r"^OPQ[^,]*,", "", factory)
-    coarse, comma, fine = rotated.rpartition(",")
-    lists = 1 << (count // MIN_POINTS).bit_length() - 1 if count >= MIN_POINTS else 0
-    if not comma or lists < 2:
-        return "SQ8" if "PQ" in factory else "Flat"
-    has_small_codes = num_centroids(fine) * MIN_POINTS > count
-    wanted = int(next(iter(re.findall(r"IVF(\d+)", coarse)), lists))
-    return f"IVF{min(lists, wanted)},{'SQ8' if has_small_codes else fine}"
 
 
 def bytes_per_vector(factory: str, dim: int) -> int:

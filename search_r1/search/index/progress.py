@@ -27,44 +27,29 @@ def progress(what: str, unit: str, total: int, done: int = 0) -> Iterator[Report
 
             yield report
     else:
-        yield LogLines(what, unit, total, done)
+        yield log_lines(what, unit, total, done)
 
 
-class LogLines:
-    """Reports with rate and remaining time, at most one line in `interval` seconds."""
+def log_lines(
+    what: str, unit: str, total: int, before: int, clock: Callable[[], float] = time.monotonic
+) -> Report:
+    """Logs a line in SECONDS_BETWEEN_LINES, and one when all is done.
 
-    def __init__(
-        self,
-        what: str,
-        unit: str,
-        total: int,
-        done: int,
-        interval: float = SECONDS_BETWEEN_LINES,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`done` of `total` were there before the clock (s) was started."""
-        self._what, self._unit, self._total, self._before = what, unit, total, done
-        self._interval, self._clock = interval, clock
-        self._start = self._last = clock()
+    `before` of `total` were there when the clock (s) was started: they say nothing of the rate.
+    """
+    start = last = clock()
 
-    def __call__(self, done: int) -> None:
-        """Say so if a line is due, or if all is done."""
-        now = self._clock()
-        if now - self._last < self._interval and done < self._total:
+    def report(done: int) -> None:
+        nonlocal last
+        now = clock()
+        if now - last < SECONDS_BETWEEN_LINES and done < total:
             return
-        self._last = now
-        logger.info("%s", self.line(done, now - self._start))
+        last = now
+        rate = (done - before) / (now - start) if now > start else 0.0
+        left = f", {tqdm.format_interval((total - done) / rate)} left" if rate > 0 else ""
+        share = 100 * done / total if total else 100.0
+        logger.info(
+            "%s: %d of %d %s (%.1f %%), %.1f a second%s", what, done, total, unit, share, rate, left
+        )
 
-    def line(self, done: int, seconds: float) -> str:
-        """What a line says when `done` are there after `seconds` of this run."""
-        rate = (done - self._before) / seconds if seconds > 0 else 0.0
-        left = f", {duration((self._total - done) / rate)} left" if rate > 0 else ""
-        share = 100 * done / self._total if self._total else 100.0
-        counts = f"{done} of {self._total} {self._unit} ({share:.1f} %)"
-        return f"{self._what}: {counts}, {rate:.1f} a second{left}"
-
-
-def duration(seconds: float) -> str:
-    """`1:02:03` for 3,723 seconds."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+    return report

@@ -117,7 +117,7 @@ def test_embeddings_of_another_corpus_are_refused(tmp_path: Path) -> None:
     ("options", "problem"),
     [
         ({"faiss_type": "Nonsense"}, "cannot be made"),
-        ({"faiss_type": "IVF64,Flat"}, "--faiss_type Flat"),
+        ({"faiss_type": "IVF64,Flat"}, "for a smaller corpus: Flat, SQ8"),
         ({"embedding_dtype": "int8"}, "float32 or float16"),
     ],
 )
