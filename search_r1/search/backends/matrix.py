@@ -82,11 +82,12 @@ class Matrix:
         A score is the inner product, or the negative squared distance of an L2 index.
         """
         k = min(k, self._flat.num_rows)
-        blocks = torch.from_numpy(np.ascontiguousarray(queries)).split(QUERY_BLOCK)
-        best = [self._search_block(block, k) for block in blocks if len(block)]
+        rows = torch.from_numpy(np.ascontiguousarray(queries))
+        starts = range(0, len(rows), QUERY_BLOCK)
+        best = [self._search_block(rows[i : i + QUERY_BLOCK], k) for i in starts]
         return (
-            [row for scores, _ in best for row in scores.tolist()],
-            [row for _, rows in best for row in rows.tolist()],
+            [of_query for scores, _ in best for of_query in scores.tolist()],
+            [of_query for _, found in best for of_query in found.tolist()],
         )
 
     @torch.inference_mode()
