@@ -8,8 +8,8 @@ from search_r1.search.backends.base import fingerprint
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import SearchError
 
-SERVICE = {"retriever", "num_documents", "default_topk", "fingerprint", "limits", "corpus",
-           "encoder"}  # fmt: skip
+SERVICE = {"retriever", "num_documents", "default_topk", "fingerprint", "limits", "memory",
+           "corpus", "encoder"}  # fmt: skip
 """Of `/info`, what is not the engine with its index."""
 
 

@@ -12,7 +12,7 @@ from search_r1.search.errors import SetupError
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 """Bytes of a value by dtype."""
 QUERY_BLOCK = 256
-"""Queries whose scores of a tile the torch engine holds at once."""
+"""Queries whose scores of a tile the torch backend holds at once."""
 CGROUPS = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -1,1 +1,1 @@
-"""Search engines behind one protocol; `registry` builds the one that the settings name."""
+"""Retriever backends behind one protocol; `registry` builds the one that the settings name."""

@@ -1,4 +1,4 @@
-"""The seam of every search engine: queries in, ranked hits out; and what identifies an engine."""
+"""The protocol of every retriever backend: queries in, ranked hits out, and its identity."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from search_r1.search.schema import Hit
 
 
 class Retriever(Protocol):
-    """A search engine; the server calls it from at most `num_threads` threads at once."""
+    """A retriever backend; the server calls it from at most `num_threads` threads at once."""
 
     name: str
     num_threads: int
@@ -27,12 +27,12 @@ class Retriever(Protocol):
     def info(self) -> dict[str, Any]:
         """JSON-ready facts for `/info`: everything that decides an answer, and nothing else.
 
-        Two engines with equal facts give equal answers, so times and paths do not belong here.
+        Two backends with equal facts give equal answers, so times and paths do not belong here.
         """
         ...
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
-    """64-bit BLAKE2b hash (hex) of an engine's `info()`: the key of caches and of records."""
+    """64-bit BLAKE2b hash (hex) of a backend's `info()`: the key of caches and of records."""
     text = json.dumps(facts, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""The engine that answers from a record: no corpus, no index, the same answers bit for bit.
+"""The backend that answers from a record: no corpus, no index, the same answers bit for bit.
 
 A query is served at the `k` it was recorded with, or, when only larger ones were recorded, from the
 smallest of them: its first `k` hits. A larger `k` than any recorded is not recorded at all.
@@ -71,7 +71,7 @@ class ReplayRetriever:
             known = f"only with k = {max(recorded)}" if recorded else "not at all"
             raise QueryNotRecorded(
                 f"query {query[:200]!r} with k = {k} is recorded {known} in {self._path}; record "
-                "it with this topk first, or serve the engine itself"
+                "it with this topk first, or serve the backend itself"
             )
         line = self._read_line(recorded[min(large_enough)])
         return to_record(json.loads(line))
@@ -86,7 +86,7 @@ class ReplayRetriever:
         return line
 
     def info(self) -> dict[str, Any]:
-        """The recorded engine and a hash of the recorded answers."""
+        """The recorded backend and a hash of the recorded answers."""
         count = sum(len(recorded) for recorded in self._offsets.values())
         answers = {"count": count, "digest": self._digest}
         return {"engine": self.name, "recorded": self._recorded, "answers": answers}

@@ -1,4 +1,4 @@
-"""Orders what any engine finds by a cross-encoder, which reads query and document together.
+"""Orders what any backend finds by a cross-encoder, which reads query and document together.
 
 Pairs of all queries of a call are scored in the same batches, but each query is paired with its
 own documents only. `PairScorer` is the seam; the model behind it is in `encoders.cross_encoder`.
@@ -32,10 +32,10 @@ class PairScorer(Protocol):
 
 
 class RerankingRetriever:
-    """The documents of another engine in the order of a scorer, whose scores they carry."""
+    """The documents of another backend in the order of a scorer, whose scores they carry."""
 
     def __init__(self, retriever: Retriever, scorer: PairScorer, retrieval_topk: int) -> None:
-        """`retrieval_topk`: documents asked of the engine, or more where a request wants more."""
+        """`retrieval_topk`: documents asked of the backend, or more where a request wants more."""
         self.name = retriever.name
         self.num_threads = retriever.num_threads
         self._retriever = retriever
@@ -49,7 +49,7 @@ class RerankingRetriever:
         return self._retriever.num_documents
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """The `k` hits with the highest scores per query, ties in the order of the engine."""
+        """The `k` hits with the highest scores per query, ties in the order of the backend."""
         found = self._retriever.search(queries, max(self._retrieval_topk, k))
         with stage("rerank"):
             pairs = [
@@ -61,7 +61,7 @@ class RerankingRetriever:
             return [_best([Hit(hit.document, next(scores)) for hit in hits], k) for hits in found]
 
     def info(self) -> dict[str, Any]:
-        """The engine's facts, and the reranker's."""
+        """The backend's facts, and the reranker's."""
         rerank = {"retrieval_topk": self._retrieval_topk, **self._scorer.info()}
         return {**self._retriever.info(), "rerank": rerank}
 

@@ -1,4 +1,4 @@
-"""What decides a server's engine: every option of every engine, as data and as flags.
+"""What decides a server's backend: every option of every backend, as data and as flags.
 
 This module loads nothing heavy, so that `--help` and BM25 need neither torch nor FAISS.
 """
@@ -11,7 +11,7 @@ from search_r1.options import Bounds
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """The encoder of dense engines."""
+    """The encoder of dense backends."""
 
     retriever_model: str | None = None
     """encoder: a folder, a hub name, or `hash` (no model, for trials)"""
@@ -50,26 +50,26 @@ class FaissConfig:
 
 @dataclass(frozen=True)
 class TorchConfig:
-    """The exact torch engine, which reads a FAISS Flat index without FAISS."""
+    """The exact torch backend, which reads a FAISS Flat index without FAISS."""
 
     dense_engine: str = "faiss"
     """faiss, or torch for exact search of a Flat index"""
     matrix_dtype: str = "float32"
-    """torch engine: float32, float16, bfloat16 or int8"""
+    """torch backend: float32, float16, bfloat16 or int8"""
     matrix_devices: tuple[str, ...] = ()
-    """torch engine: devices that share the matrix; default: all GPUs, else cpu"""
+    """torch backend: devices that share the matrix; default: all GPUs, else cpu"""
     tile_rows: Annotated[int, Bounds(1)] = 65536
-    """torch engine: rows scored at a time"""
+    """torch backend: rows scored at a time"""
     rescore: Annotated[int, Bounds(0)] = 0
-    """torch engine: candidates per query scored again in float32 (0: none)"""
+    """torch backend: candidates per query scored again in float32 (0: none)"""
 
 
 @dataclass(frozen=True)
 class RerankConfig:
-    """A cross-encoder over any engine."""
+    """A cross-encoder over any backend."""
 
     reranker_model: str | None = None
-    """cross-encoder that orders what the engine finds"""
+    """cross-encoder that orders what the backend finds"""
     retrieval_topk: Annotated[int, Bounds(1)] = 10
     """documents given to the reranker"""
     reranker_batch_size: Annotated[int, Bounds(1)] = 32
@@ -106,7 +106,7 @@ class OnlineConfig:
 
 @dataclass(frozen=True)
 class DiagnosticConfig:
-    """The engines that an agent is judged against."""
+    """The backends that an agent is judged against."""
 
     oracle_path: str | None = None
     """oracle: jsonl rows of a question and its supporting passages"""
@@ -120,10 +120,10 @@ class DiagnosticConfig:
 
 @dataclass(frozen=True)
 class RetrieverConfig:
-    """What is searched and by which engine."""
+    """What is searched and by which backend."""
 
     retriever_name: str = "bm25"
-    """an engine's name, or any name of a dense index such as e5 with --retriever_model"""
+    """a backend's name, or any name of a dense index such as e5 with --retriever_model"""
     corpus_path: str | None = None
     """jsonl with id and contents"""
     index_path: str | None = None

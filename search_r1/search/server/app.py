@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from search_r1.search.backends.base import Retriever, fingerprint
 from search_r1.search.errors import Overloaded, SearchError, SetupError
+from search_r1.search.memory import resident
 from search_r1.search.recording import Recorder
 from search_r1.search.schema import Health, to_json
 from search_r1.search.server.access import Guard
@@ -78,7 +79,7 @@ class Service:
         await reply(send, status, body, headers)
 
     def info(self) -> dict[str, Any]:
-        """What is served and what is allowed."""
+        """What is served, what is allowed, and the bytes of memory that it takes."""
         limits = asdict(self.config)
         return {
             "retriever": self.retriever.name,
@@ -86,6 +87,7 @@ class Service:
             "default_topk": self.config.topk,
             "fingerprint": self._fingerprint,
             "limits": {name: limits[name] for name in LIMITS},
+            "memory": resident(),
             **self.retriever.info(),
         }
 

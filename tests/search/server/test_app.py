@@ -258,6 +258,7 @@ def test_info_and_metrics() -> None:
             assert info["engine"] == info["retriever"] == "watched"
             assert info["default_topk"] == 2
             assert info["limits"]["max_queries"] == 3
+            assert info["memory"]["own"] > 1 << 20 and info["memory"]["mapped"] > 0
             await ask(http, "a")
             text = (await http.get("/metrics")).text
             assert 'retriever_stage_seconds_count{stage="queue"} 1.0' in text
