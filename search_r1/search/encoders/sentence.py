@@ -196,16 +196,14 @@ class SentenceEncoder:
         options: dict[str, Any] = {"trust_remote_code": self._options["trust_remote_code"]}
         kind = (AutoConfig.from_pretrained(path, **options).architectures or [""])[0]
         ends_pooled = pooling == "pooler" or kind in DPR
-        transformer: Any = Transformer(
+        kind_of_transformer = PassageDpr if kind == "DPRContextEncoder" else Transformer
+        transformer: Any = kind_of_transformer(
             path,
             model_kwargs={"dtype": self._dtype, **options},
             config_kwargs=dict(options),
             processor_kwargs=dict(options),
             **(POOLER if ends_pooled else {}),
         )
-        if kind == "DPRContextEncoder":
-            # AutoModel takes every dpr checkpoint for an encoder of questions
-            transformer.model = DPRContextEncoder.from_pretrained(path, dtype=self._dtype)
         parts = [transformer]
         if not ends_pooled:
             parts.append(Pooling(transformer.get_embedding_dimension(), pooling))
@@ -215,6 +213,13 @@ class SentenceEncoder:
         """One model of these modules, in float32 from the transformer's output on."""
         parts = [transformer, Widen(), *others]
         return SentenceTransformer(modules=parts, device=self._device).eval()
+
+
+class PassageDpr(Transformer):  # type: ignore[misc]
+    """The encoder of passages of dpr: AutoModel takes every dpr model for the one of questions."""
+
+    def _load_model(self, path: str, *_: Any, **options: Any) -> Any:
+        return DPRContextEncoder.from_pretrained(path, **options)
 
 
 class Widen(torch.nn.Module):
