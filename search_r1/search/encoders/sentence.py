@@ -58,7 +58,10 @@ class SentenceEncoder:
         self.query_prefix, self.passage_prefix = family.query_prefix, family.passage_prefix
         self._dtype = torch_dtype("encoder_dtype", self.dtype)
         self._device = pick_device("encoder_device", config.encoder_device)
-        self._options = {"trust_remote_code": config.trust_remote_code, "subfolder": ""}
+        self._options: dict[str, Any] = {
+            "trust_remote_code": config.trust_remote_code,
+            "subfolder": "",
+        }
         wanted = config.pooling_method
         if wanted is not None and wanted not in POOLINGS:
             raise SetupError(f"--pooling_method {wanted}; expected {', '.join(POOLINGS)}")
@@ -215,11 +218,11 @@ class SentenceEncoder:
         return SentenceTransformer(modules=parts, device=self._device).eval()
 
 
-class PassageDpr(Transformer):  # type: ignore[misc]
+class PassageDpr(Transformer):
     """The encoder of passages of dpr: AutoModel takes every dpr model for the one of questions."""
 
-    def _load_model(self, path: str, *_: Any, **options: Any) -> Any:
-        return DPRContextEncoder.from_pretrained(path, **options)
+    def _load_model(self, model_name_or_path: str, *args: Any, **model_kwargs: Any) -> Any:
+        return DPRContextEncoder.from_pretrained(model_name_or_path, **model_kwargs)
 
 
 class Widen(torch.nn.Module):
