@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kills.compare import differences, is_computed, read_rows, same_weights
+from tests.proofs.kills.compare import differences, is_computed, read_rows, same_weights
 from tests.test_end_to_end import start_world, train
 
 pytestmark = pytest.mark.vllm_cpu

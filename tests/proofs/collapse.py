@@ -1,4 +1,4 @@
-"""Make a run collapse, and see when the guard says so: `python -m benchmarks.collapse --out DIR`.
+"""Make a run collapse, and see when the guard says so: `python -m tests.proofs.collapse --out DIR`.
 
 A policy is trained by GRPO twice, with a good learning rate and with a multiple of it, and
 validated after every step. The guard only warns, so that the table also shows what it would have
@@ -8,7 +8,7 @@ while every validation so far is above three quarters of the best. A third run, 
 
 The policy is the tiny one of `benchmarks.algorithms`, or another (`--base`, `--lr`, options):
 
-    python -m benchmarks.collapse --out runs/collapse --base runs/demo/warm_start --lr 2e-5 \\
+    python -m tests.proofs.collapse --out runs/collapse --base runs/demo/warm_start --lr 2e-5 \\
         data.max_start_length=160 data.max_prompt_length=384 trainer.compute_dtype=auto
 """
 

@@ -8,8 +8,8 @@ import time
 import psutil
 import pytest
 
-from benchmarks.kills.processes import Family, held, shared_memory
-from benchmarks.kills.schedule import Victim
+from tests.proofs.kills.processes import Family, held, shared_memory
+from tests.proofs.kills.schedule import Victim
 from verl.machine import SHARED_MEMORY
 
 PARENT = """

@@ -1,6 +1,6 @@
 """LoRA against full training: parameters, bytes and time of one rank's PPO step, by measurement.
 
-`python -m benchmarks.lora` builds a random model of SmolLM2-135M's shape and runs the same updates
+`python -m tests.proofs.lora` builds a model of SmolLM2-135M's shape and runs the same updates
 of policy and critic, with KL to the reference, in a fresh process for each way of training. No
 engine runs beside them. Times are processor seconds, which other work disturbs less than a clock's.
 """

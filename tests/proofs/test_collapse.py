@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.collapse import Course
+from tests.proofs.collapse import Course
 
 
 def course(ems: list[float], health: list[float]) -> Course:

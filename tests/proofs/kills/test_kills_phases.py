@@ -1,6 +1,6 @@
 """The phase of a run."""
 
-from benchmarks.kills.phases import phase_of
+from tests.proofs.kills.phases import phase_of
 
 ROW = {"step": 1.0, "timing_s/gen": 2.0, "timing_s/update_actor": 1.0, "timing_s/step": 3.0}
 

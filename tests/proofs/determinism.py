@@ -1,4 +1,4 @@
-"""`python -m benchmarks.determinism`: does a greedy dialogue depend on who is decoded beside it?
+"""`python -m tests.proofs.determinism`: does a greedy dialogue depend on who is decoded beside it?
 
 The example's held-out questions are answered by the tiny policy (or `--model`) with vLLM and a
 BM25 server, in requests of several sizes, twice each, and once as `trainer.deterministic=true` has
@@ -33,7 +33,7 @@ from verl.rollout import RolloutReplica
 from verl.trainer.validation import VALIDATION_STREAM, trajectory_seed
 from verl.types import Sampling, Trajectory, start_trajectory
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "example" / "data"
 CORPUS = ROOT / "example" / "corpus.jsonl"
 BASE = ROOT / "runs" / "benchmarks" / "tiny_policy"

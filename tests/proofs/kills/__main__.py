@@ -1,4 +1,4 @@
-"""`python -m benchmarks.kills --kills 20 --seed 0 --out DIR`: the proof that nothing is lost.
+"""`python -m tests.proofs.kills --kills 20 --seed 0 --out DIR`: the proof that nothing is lost.
 
 One run is left alone; the same run is then killed with SIGKILL again and again, and begun again by
 the same command wherever it does not mend itself. At the end the metrics of every step must be
@@ -22,11 +22,11 @@ import psutil
 from rich.console import Console
 
 from benchmarks.algorithms.runner import BASE, prepare, retriever
-from benchmarks.kills.compare import Difference, differences, same_weights
-from benchmarks.kills.phases import phase_of
-from benchmarks.kills.processes import held, shared_memory
-from benchmarks.kills.schedule import Kill, Moment, Victim, plan
-from benchmarks.kills.training import Training, command
+from tests.proofs.kills.compare import Difference, differences, same_weights
+from tests.proofs.kills.phases import phase_of
+from tests.proofs.kills.processes import held, shared_memory
+from tests.proofs.kills.schedule import Kill, Moment, Victim, plan
+from tests.proofs.kills.training import Training, command
 from verl.machine import SHARED_MEMORY
 
 POLL_S = 0.02

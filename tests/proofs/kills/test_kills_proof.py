@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kills import __main__ as kills
-from benchmarks.kills.training import Training
+from tests.proofs.kills import __main__ as kills
+from tests.proofs.kills.training import Training
 
 FAKE = Path(__file__).with_name("fake_run.py")
 SAVING_FIRST, DRIVER_FIRST = 6, 2

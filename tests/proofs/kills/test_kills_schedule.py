@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from benchmarks.kills.schedule import Moment, Victim, plan
+from tests.proofs.kills.schedule import Moment, Victim, plan
 
 
 def test_every_kind_of_victim_has_its_turn() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.kills.compare import Difference, differences, read_rows, same_weights
+from tests.proofs.kills.compare import Difference, differences, read_rows, same_weights
 
 
 def test_a_metric_that_moved_in_its_last_bit_is_found() -> None:

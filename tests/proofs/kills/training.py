@@ -16,9 +16,9 @@ import psutil
 
 from benchmarks.algorithms.runner import DATA, ROOT
 from benchmarks.algorithms.variants import COMMON
-from benchmarks.kills.compare import read_rows
-from benchmarks.kills.processes import Family
-from benchmarks.kills.schedule import Victim
+from tests.proofs.kills.compare import read_rows
+from tests.proofs.kills.processes import Family
+from tests.proofs.kills.schedule import Victim
 
 RESUMED = re.compile(r"resumed from (\S+)")
 COMPLETE = "COMPLETE"

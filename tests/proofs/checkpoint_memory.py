@@ -1,6 +1,6 @@
 """Memory that saving takes: each rank's peak resident set while a checkpoint is written.
 
-`python -m benchmarks.checkpoint_memory` shards random models over 1, 2 and 4 real processes (gloo,
+`python -m tests.proofs.checkpoint_memory` shards models over 1, 2 and 4 real processes (gloo,
 CPU), weights and AdamW moments in float32, and saves them in place, in the background (from a copy)
 and, to compare with, as earlier systems do: gathered on the first rank. The kernel's own high-water
 mark is read, after it was reset and freed memory was given back, so no short peak is missed. Every

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.kills.schedule import Victim
+from tests.proofs.kills.schedule import Victim
 from verl.machine import SHARED_MEMORY
 
 POLL_S = 0.2
