@@ -2,10 +2,12 @@
 
 With scales s and matrices A, B: s1 B1 A1 + s2 B2 A2 = [s1 B1 | s2 B2] [A1 over A2], so the ranks
 add up and nothing is lost; the scales go into B, and the new adapter's own is 1.
+`python -m example.smollm2.adapters --out OUT --base BASE` writes those of a run, in bfloat16.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,7 +81,7 @@ def write(
     whole = adapter.scaled()
     size = sum(t.numel() for t in whole.tensors.values()) * dtype.itemsize
     if size > LIMIT_BYTES:
-        fix = "lower sft_rank or rl_rank in example/smollm2/settings.py"
+        fix = "lower sft_rank or rl_rank in example/smollm2/run.sh"
         raise ModelError(explain("adapter", f"{size} bytes", f"at most {LIMIT_BYTES}", fix))
     config = config_of({
         "lora_rank": whole.rank,
@@ -90,3 +92,22 @@ def write(
     tensors = {name.removeprefix(PREFIX): t for name, t in sorted(whole.tensors.items())}
     Adapter(config, tensors).write(out, dtype)
     (out / SETTINGS_FILE).write_text(json.dumps(dict(dialogue)) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Both adapters of a run over its first base.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--base", required=True, help="as the adapters shall name it")
+    parser.add_argument("--template", required=True)
+    parser.add_argument("--max-turns", type=int, required=True)
+    parser.add_argument("--topk", type=int, required=True)
+    given = parser.parse_args()
+    dialogue = {name: vars(given)[name] for name in ("template", "max_turns", "topk")}
+    first, second = (Factors.read(given.out / name / "adapter") for name in ("sft", "rl"))
+    for name, adapter in {"sft": first, "rl": combine(first, second)}.items():
+        write(adapter, given.out / "adapters" / name, given.base, dialogue, torch.bfloat16)
+
+
+if __name__ == "__main__":
+    main()

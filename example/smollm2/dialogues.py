@@ -1,5 +1,8 @@
 """Cold start: search dialogues out of training questions whose passages hold the answer.
 
+`python -m example.smollm2.dialogues --data OUT/data --model BASE --url URL` reads train.parquet and
+writes dialogues.jsonl, answerable.parquet (the rows that have one) and counts in dialogues.json.
+
 By rule, without a model: the query is the question or its key words; where that does not bring the
 answer, a second query is built from the title of a passage that the first one brought. Observations
 are what the retriever returned, cut as the agent cuts them. Questions without a hit are left out.
@@ -7,18 +10,33 @@ are what the retriever returned, cut as the agent cuts them. Questions without a
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 import random
 import re
+import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from transformers import AutoTokenizer
 
 from example.smollm2.evidence import Evidence, find_evidence, key_words
+from search_r1.agent.generation import search_agent
+from search_r1.agent.tags import TEMPLATES
 from search_r1.inference.questions import question_of
+from search_r1.search.client import RetrievalClient
 from search_r1.search.schema import Document
-from verl.agent.dialogue import DialogueAgent
+from verl.agent.dialogue import DialogueAgent, Limits
 from verl.agent.interface import ToolCall
-from verl.data.rows import Row
+from verl.data.rows import Row, load_rows
+from verl.errors import explain
+from verl.sft.demonstrations import load_demonstrations
 
 KEY_WORDS_SHARE = 0.3
 """Of first queries that are the question's key words; the others are the question itself."""
@@ -148,3 +166,63 @@ def supported(question: str, search: Search, row: Row) -> Evidence | None:
 def is_plain(text: str) -> bool:
     """Whether a policy may write it: no tags, no line breaks."""
     return not re.search(r"[<>\n|]", text)
+
+
+def report(num_rows: int, made: Sequence[Dialogue], file: Path, tokenizer: Any) -> dict[str, Any]:
+    """How many questions had a dialogue, and how long these are in tokens."""
+    trajectories = load_demonstrations(str(file), tokenizer, 1 << 30)
+    return {
+        "questions": num_rows,
+        "dialogues": len(made),
+        "by_set": dict(sorted(Counter(d.row.data_source for d in made).items())),
+        "by_searches": dict(sorted(Counter(len(d.searches) for d in made).items())),
+        "tokens": _spread([trajectory.num_tokens for trajectory in trajectories]),
+        "policy_tokens": _spread([trajectory.num_policy_tokens for trajectory in trajectories]),
+    }
+
+
+def _spread(values: Sequence[int]) -> dict[str, float]:
+    names = {"median": 50, "p90": 90, "max": 100}
+    spread = {name: float(np.percentile(values, at)) for name, at in names.items()}
+    return {"mean": round(float(np.mean(values)), 1), **spread}
+
+
+async def _ask(given: argparse.Namespace, tokenizer: Any, rows: Sequence[Row]) -> list[Dialogue]:
+    """The dialogues, by an agent with the budgets of training."""
+    limits = Limits(max_turns=given.max_turns, max_obs_length=given.max_obs_length)
+    async with RetrievalClient(given.url, given.topk) as retrieval:
+        agent = search_agent(retrieval, tokenizer, limits, TEMPLATES[given.template])
+        return await make_dialogues(rows, agent, given.seed)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--data", type=Path, required=True)
+    add("--model", required=True, help="whose tokenizer counts")
+    add("--url", required=True, help="of the retriever")
+    add("--template", required=True)
+    for name in ("--max-turns", "--topk", "--max-obs-length", "--seed"):
+        add(name, type=int, required=True)
+    given = parser.parse_args()
+    rows = load_rows(str(given.data / "train.parquet"))
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    made = asyncio.run(_ask(given, tokenizer, rows))
+    if not made:
+        fix = "give questions whose answers the corpus holds"
+        sys.stderr.write(explain("dialogues", "none", "a question with a hit", fix) + "\n")
+        return 2
+    file = given.data / "dialogues.jsonl"
+    lines = (json.dumps(one.record(), ensure_ascii=False) + "\n" for one in made)
+    file.write_text("".join(lines), encoding="utf-8")
+    frame = pd.read_parquet(given.data / "train.parquet").iloc[[one.row.number for one in made]]
+    frame.to_parquet(given.data / "answerable.parquet", index=False)
+    found = json.dumps(report(len(rows), made, file, tokenizer), indent=1) + "\n"
+    (given.data / "dialogues.json").write_text(found)
+    sys.stdout.write(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

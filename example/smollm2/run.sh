@@ -4,19 +4,218 @@
 #   python scripts/data_process/small_hotpotqa.py      # builds the default DATA_DIR
 #   bash example/smollm2/run.sh                        # BUDGET=short, on a GPU where there is one
 #   BUDGET=full DATA_DIR=/data/qa bash example/smollm2/run.sh
-#   bash example/smollm2/run.sh --stage evaluate       # further options of python -m example.smollm2
+#   bash example/smollm2/run.sh --stage evaluate       # only these stages, of those below
+#   bash example/smollm2/run.sh --set rl_steps=40 rl_lr=5e-5
 #
 # Variables: BUDGET (short, full), DEVICE (auto, cpu, cuda), DATA_DIR, OUT, SEED, PYTHON.
 # The same command goes on where an earlier one stopped; finished stages are skipped.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-
 if [[ -z ${PYTHON:-} ]]; then
   PYTHON=python3
   [[ -x $root/.venv/bin/python ]] && PYTHON=$root/.venv/bin/python
 fi
+export PYTHON
 
-exec "$PYTHON" -m example.smollm2 --budget "${BUDGET:-short}" --device "${DEVICE:-auto}" \
-  --data-dir "${DATA_DIR:-$root/data/small_hotpotqa}" --out "${OUT:-$root/runs/smollm2}" \
-  --seed "${SEED:-0}" "$@"
+die() { echo "$1" >&2; exit 2; }
+
+: "${BUDGET:=short}" "${DEVICE:=auto}" "${SEED:=0}"
+if [[ $DEVICE == auto ]]; then
+  DEVICE=cpu
+  if nvidia-smi -L &>/dev/null; then DEVICE=cuda; fi
+fi
+
+# Every setting. Lengths are in tokens; a batch is of dialogues, rl_prompts x rl_group of them.
+# topk: passages a search; max_turns: searches a dialogue; max_response_length: what a turn may
+# sample; max_obs_length: two or three passages of Wikipedia; sft_rank + rl_rank: 11.0 MB shipped;
+# rl_reward: a row of docs/rewards.md; eval_rows: null for all 757.
+declare -A s=(
+  [template]=short [topk]=3 [max_turns]=2 [max_start_length]=192 [max_response_length]=112
+  [max_obs_length]=448 [sft_steps]=150 [sft_batch_size]=16 [sft_lr]=5e-4 [sft_rank]=12
+  [rl_steps]=150 [rl_prompts]=8 [rl_group]=8 [rl_lr]=1e-4 [rl_rank]=6 [rl_reward]=f1
+  [rl_save_freq]=10 [rl_val_rows]=100 [eval_rows]=null [micro_batch_tokens]=2048
+  [model]=models/SmolLM2-135M-Instruct
+)
+change() {
+  local pair
+  for pair; do
+    [[ $pair == *=* && -n ${s[${pair%%=*}]+known} ]] \
+      || die "--set: got $pair, expected KEY=VALUE of ${!s[*]}; fix: see $0"
+    s[${pair%%=*}]=${pair#*=}
+  done
+}
+case $BUDGET-$DEVICE in
+  short-cpu) change sft_steps=48 sft_batch_size=8 rl_steps=12 rl_prompts=6 rl_group=6 \
+    rl_save_freq=6 rl_val_rows=40 eval_rows=100 ;;
+  full-cpu) change sft_steps=180 rl_steps=120 rl_save_freq=20 ;;
+  short-cuda) change sft_steps=180 rl_steps=40 rl_prompts=16 rl_save_freq=20 eval_rows=300 \
+    micro_batch_tokens=16384 ;;
+  full-cuda) change sft_steps=270 rl_steps=300 rl_prompts=32 rl_save_freq=50 rl_val_rows=300 \
+    micro_batch_tokens=16384 ;;
+  *) die "got BUDGET=$BUDGET DEVICE=$DEVICE, expected short or full, cpu or cuda" ;;
+esac
+
+stages=()
+data_dir=${DATA_DIR:-$root/data/small_hotpotqa} out=${OUT:-$root/runs/smollm2}
+while (($#)); do
+  case $1 in
+    --stage) shift; while (($#)) && [[ $1 != --* ]]; do stages+=("$1"); shift; done ;;
+    --set) shift; while (($#)) && [[ $1 != --* ]]; do change "$1"; shift; done ;;
+    *) die "got $1, expected --stage NAME... or --set KEY=VALUE..." ;;
+  esac
+done
+known=(data dialogues sft rl adapters evaluate ship)
+for name in "${stages[@]}"; do
+  [[ " ${known[*]} " == *" $name "* ]] || die "--stage: got $name, expected one of ${known[*]}"
+done
+((${#stages[@]})) || stages=("${known[@]:0:6}") # ship changes the repository: only when named
+
+# What has decided something that is there stays as it was: sft_ and so on, once their folder is.
+for name in corpus train dev; do
+  [[ -f $data_dir/$name.jsonl || -d $out/data ]] || die "data folder $data_dir: no $name.jsonl; \
+fix: python scripts/data_process/small_hotpotqa.py, or name the folder that has it: DATA_DIR=..."
+done
+mkdir -p "$out/done" "$out/logs"
+data_dir=$(cd "$data_dir" && pwd) out=$(cd "$out" && pwd)
+s+=([budget]=$BUDGET [device]=$DEVICE [seed]=$SEED [data_dir]=$data_dir)
+for key in "${!s[@]}"; do echo "$key=${s[$key]}"; done | sort >"$out/settings.new"
+if [[ -f $out/settings ]]; then
+  changed=$(comm -23 "$out/settings.new" "$out/settings")
+  for pair in $changed; do
+    folder=$out/$(case $pair in sft_*) echo sft ;; rl_*) echo rl ;; eval_*) echo evaluation ;; esac)
+    [[ ! -d $folder ]] || die "$out: got $pair, expected \
+$(grep "^${pair%%=*}=" "$out/settings"), as it began; fix: the same settings, or another OUT"
+  done
+fi
+mv "$out/settings.new" "$out/settings"
+
+cd "$root"
+base=${s[model]} dev=$out/data/dev.parquet
+turn=$((s[max_response_length] + s[max_obs_length]))
+max_prompt=$((s[max_start_length] + s[max_turns] * turn))
+talk=(--template "${s[template]}" --max-turns "${s[max_turns]}" --topk "${s[topk]}")
+servers=()
+trap '((${#servers[@]} == 0)) || kill "${servers[@]}" 2>/dev/null || true' EXIT
+
+# serve KIND: a server over the corpus; sets `url`.
+serve() {
+  local file=$out/logs/$1.port
+  rm -f "$file"
+  RETRIEVER_NAME=$1 CORPUS_PATH=$out/data/corpus.jsonl TOPK=${s[topk]} PORT=0 \
+    INDEX_PATH=$([[ $1 != bm25 ]] || echo "$out/index") \
+    bash retrieval_launch.sh --port_file "$file" >"$out/logs/$1.log" 2>&1 &
+  servers+=($!)
+  until [[ -s $file ]]; do
+    kill -0 "${servers[-1]}" 2>/dev/null || die "the retriever ended: see $out/logs/$1.log"
+    sleep 0.5
+  done
+  url=http://127.0.0.1:$(<"$file")/retrieve
+}
+
+stage_data() {
+  "$PYTHON" scripts/data_process/own_questions.py "$data_dir/train.jsonl" "$data_dir/dev.jsonl" \
+    --local_dir "$out/data" --template_type "${s[template]}"
+  cp "$data_dir/corpus.jsonl" "$out/data/corpus.jsonl"
+  "$PYTHON" -m search_r1.search.index_builder --retrieval_method bm25 \
+    --corpus_path "$out/data/corpus.jsonl" --save_dir "$out/index"
+  [[ -f $base/config.json ]] || "$PYTHON" -m example.model --out "$base"
+}
+
+stage_dialogues() {
+  serve bm25
+  "$PYTHON" -m example.smollm2.dialogues --data "$out/data" --model "$base" --url "$url" \
+    --seed "$SEED" --max-obs-length "${s[max_obs_length]}" "${talk[@]}"
+}
+
+stage_sft() {
+  "$PYTHON" -m verl.sft.trainer model_path="$base" train_file="$out/data/dialogues.jsonl" \
+    output_dir="$out/sft" steps="${s[sft_steps]}" batch_size="${s[sft_batch_size]}" \
+    lr="${s[sft_lr]}" schedule=cosine max_length=$((max_prompt + s[max_response_length])) \
+    max_tokens_per_micro_batch="${s[micro_batch_tokens]}" lora_rank="${s[sft_rank]}" \
+    lora_alpha=$((2 * s[sft_rank])) device="$DEVICE" seed="$SEED" save_dtype=float32
+}
+
+# A second adapter over the merged first. Where the collapse guard ends the run (status 3), the last
+# checkpoint that it trusts is taken.
+stage_rl() {
+  local batch=$((s[rl_prompts] * s[rl_group])) status=0 healthy
+  serve bm25
+  BASE_MODEL=$out/sft RETRIEVER_URL=$url N_GPUS=1 TRAIN_FILES=$out/data/answerable.parquet \
+    VAL_FILES=$dev VAL_DATA_NUM=${s[rl_val_rows]} TRAIN_BATCH_SIZE=${s[rl_prompts]} \
+    MAX_START_LENGTH=${s[max_start_length]} MAX_PROMPT_LENGTH=$max_prompt \
+    MAX_RESPONSE_LENGTH=${s[max_response_length]} MAX_OBS_LENGTH=${s[max_obs_length]} \
+    MAX_TURNS=${s[max_turns]} TOPK=${s[topk]} LORA_RANK=${s[rl_rank]} \
+    LORA_ALPHA=$((2 * s[rl_rank])) GRADIENT_CHECKPOINTING=false ACTOR_LR=${s[rl_lr]} \
+    ACTOR_WARMUP=0.05 MINI_BATCH_SIZE=$batch MICRO_BATCH_SIZE=null USE_KL_LOSS=false \
+    MAX_TOKENS_PER_GPU=${s[micro_batch_tokens]} N_AGENT=${s[rl_group]} OUTPUT_DIR=$out/rl \
+    EXPERIMENT_NAME=smollm2 LOGGER=[console,jsonl] TOTAL_STEPS=${s[rl_steps]} \
+    SAVE_FREQ=${s[rl_save_freq]} TEST_FREQ=${s[rl_save_freq]} \
+    bash train_grpo.sh template="${s[template]}" reward_model.name="${s[rl_reward]}" \
+    algorithm.kl_ctrl.kl_coef=0 trainer.device="$DEVICE" trainer.resume_mode=auto \
+    trainer.guard.action=rollback actor_rollout_ref.rollout.max_num_seqs=$((batch > 64 ? batch : 64)) \
+    || status=$?
+  ((status != 0)) || return 0
+  ((status == 3)) || exit "$status"
+  healthy=$(printf '%s\n' "$out"/rl/global_step_*/HEALTHY | sort -V | tail -n 1)
+  [[ -f $healthy ]] || die "GRPO: got a collapse at once, expected a healthy checkpoint; fix: lower rl_lr"
+  echo "GRPO collapsed: the recipe goes on with ${healthy%/*}"
+  "$PYTHON" -m verl.checkpoint export "${healthy%/*}" --out "$out/rl/adapter" --adapter
+}
+
+stage_adapters() { "$PYTHON" -m example.smollm2.adapters --out "$out" --base "$base" "${talk[@]}"; }
+
+# evaluate NAME URL METHOD [ADAPTER]: the base never learned the tags, so its replies are read.
+evaluate() {
+  local start=${s[max_start_length]} response=${s[max_response_length]} more=(--untagged read)
+  if [[ $3 != agent ]]; then start=$max_prompt response=256; fi # documents are in RAG's prompt
+  [[ -z ${4:-} ]] || more=(--untagged wrong --adapter "$out/adapters/$4")
+  [[ ${s[eval_rows]} == null ]] || more+=(--num-rows "${s[eval_rows]}")
+  "$PYTHON" -m search_r1.evaluate run --model "$base" --data "$dev" --out "$out/evaluation/$1" \
+    --method "$3" --retriever-url "$2" "${talk[@]}" --max-start-length "$start" \
+    --max-prompt-length "$max_prompt" --max-response-length "$response" \
+    --max-obs-length "${s[max_obs_length]}" --seed "$SEED" --device "$DEVICE" \
+    --concurrency "$([[ $DEVICE == cpu ]] && echo 64 || echo 256)" "${more[@]}"
+}
+
+stage_evaluate() {
+  local bm25 random name pair folders=() table=$out/table.md
+  serve bm25; bm25=$url
+  serve random; random=$url
+  evaluate before "$bm25" agent
+  evaluate sft "$bm25" agent sft
+  evaluate rl "$bm25" agent rl
+  evaluate rl-empty empty agent rl
+  evaluate rl-random "$random" agent rl
+  evaluate direct "$bm25" direct
+  evaluate rag "$bm25" rag
+  for name in before sft rl rl-empty rl-random direct rag; do folders+=("$out/evaluation/$name"); done
+  echo "# SmolLM2-135M-Instruct, budget $BUDGET, $DEVICE, seed $SEED" >"$table"
+  for name in em f1 answer_in_documents searches; do
+    printf '\n## %s\n\n' "$name"
+    "$PYTHON" -m search_r1.evaluate table "${folders[@]}" --measure "$name"
+  done >>"$table"
+  for pair in before:sft sft:rl before:rl rag:rl; do
+    for name in em f1; do
+      printf '\n## %s against %s: %s\n\n' "${pair#*:}" "${pair%:*}" "$name"
+      "$PYTHON" -m search_r1.evaluate compare "$out/evaluation/${pair#*:}" \
+        "$out/evaluation/${pair%:*}" --measure "$name"
+    done
+  done >>"$table"
+  echo "the figures are in $table"
+}
+
+stage_ship() { "$PYTHON" -m example.smollm2.ship --out "$out"; }
+
+for name in "${stages[@]}"; do
+  if [[ -f $out/done/$name ]]; then
+    echo "$name: finished before, skipped"
+    continue
+  fi
+  began=$SECONDS
+  "stage_$name"
+  ((${#servers[@]} == 0)) || kill "${servers[@]}" 2>/dev/null || true
+  servers=()
+  echo "$(((SECONDS - began) / 60)) minutes" >"$out/done/$name"
+  echo "$name: done in $(<"$out/done/$name")"
+done

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from example.model import write_policy
-from example.smollm2.settings import MODEL_FOLDER
 from search_r1.inference.adapter import base_of
 from search_r1.inference.opening import DEMO
 from verl.errors import ModelError, explain
@@ -18,6 +17,8 @@ from verl.errors import ModelError, explain
 logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
+MODEL_FOLDER = Path("models") / "SmolLM2-135M-Instruct"
+"""Below the repository; also what a shipped adapter names as its base."""
 SHIPPED = ROOT / "example" / "smollm2" / "adapter"
 """The adapter, with what made it in `made.json`."""
 

@@ -1,242 +1,206 @@
-"""The recipe's stages, settings and commands; one slow test plays it whole with a tiny model."""
+"""The recipe's stages and settings with programs that only note what they are told.
+
+One slow test plays it whole with a tiny model.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import json
+import os
 import re
-from collections.abc import Sequence
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from example.smollm2 import __main__ as command
-from example.smollm2 import evaluation, training
 from example.smollm2.adapters import LIMIT_BYTES
-from example.smollm2.evaluation import PLANS, Plan
-from example.smollm2.recipe import ROOT, Recipe, Stage, play
-from example.smollm2.settings import BUDGETS, Settings, estimate, settings_of
+from example.smollm2.ship import ship
 from example.tiny import tiny_model
 from search_r1.evaluation.cli import parser as evaluation_parser
 from search_r1.evaluation.options import EvaluationOptions
 from tests.example.smollm2_world import UNANSWERABLE, write_data
 from verl.config import cli
-from verl.errors import ConfigError, DataError
 from verl.sft import trainer as sft
 
-
-def recipe_of(folder: Path, **others: object) -> Recipe:
-    data = write_data(folder / "source")
-    settings = settings_of("short", "cpu", data_dir=data, out=folder / "out", **others)
-    return Recipe(settings, Console(file=io.StringIO()))
-
-
-class Stages:
-    """Stages that note that they ran; the one named `broken` fails once."""
-
-    def __init__(self, broken: str = "") -> None:
-        self.ran: list[str] = []
-        self.broken = broken
-
-    def run(self, recipe: Recipe, names: Sequence[str] = ("a", "b", "c")) -> list[str]:
-        self.ran = []
-        play(recipe, {name: self.stage(name) for name in "abc"}, names)
-        return self.ran
-
-    def stage(self, name: str) -> Stage:
-        def note(recipe: Recipe) -> None:
-            self.ran.append(name)
-            if name == self.broken:
-                self.broken = ""
-                raise DataError("broken")
-
-        return note
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = ("data", "dialogues", "sft", "rl", "adapters", "evaluate")
+PYTHON = """#!/bin/bash
+[[ $1 != -c ]] || exit 0
+printf '%s\\n' "$*" >>"$CALLS"
+if [[ $* == *retrieval_server* ]]; then
+  while (($#)); do [[ $1 != --port_file ]] || echo 9 >"$2"; shift; done
+  exec sleep 60
+fi
+if [[ $* == *own_questions.py* ]]; then mkdir -p "$OUT/data"; fi
+if [[ -n ${COLLAPSES:-} && $* == *main_ppo* ]]; then exit 3; fi
+if [[ $* == "${BROKEN:-none}"* ]]; then exit 1; fi
+"""
+Calls = list[list[str]]
 
 
-def test_finished_stages_are_skipped(tmp_path: Path) -> None:
+class Recipe:
+    """run.sh over a small data folder, with a python that notes its arguments."""
+
+    def __init__(self, folder: Path) -> None:
+        self.out = folder / "out"
+        self.calls = folder / "calls"
+        self.python = folder / "python"
+        self.python.write_text(PYTHON)
+        self.python.chmod(0o755)
+        self.data = write_data(folder / "source")
+
+    def run(self, *words: str, status: int = 0, **variables: str) -> tuple[Calls, str]:
+        """What it called, and said."""
+        self.calls.write_text("")
+        given = {"PATH": os.environ["PATH"], "PYTHON": str(self.python), "OUT": str(self.out),
+                 "DEVICE": "cpu", "DATA_DIR": str(self.data), "CALLS": str(self.calls)}  # fmt: skip
+        command = ["bash", str(ROOT / "example" / "smollm2" / "run.sh"), *words]
+        done = subprocess.run(command, env={**given, **variables}, capture_output=True, text=True,
+                              timeout=60, check=False)  # fmt: skip
+        assert done.returncode == status, done.stdout + done.stderr
+        calls = [line.split(" ") for line in self.calls.read_text().splitlines()]
+        return calls, done.stdout + done.stderr
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return Recipe(tmp_path)
+
+
+def told(calls: Calls, module: str) -> list[list[str]]:
+    """The options of each call of a module."""
+    return [call[2:] for call in calls if call[1] == module]
+
+
+def test_finished_stages_are_skipped(recipe: Recipe) -> None:
     """A stage that was named alone is not repeated; a second run of all does nothing."""
-    recipe, stages = recipe_of(tmp_path), Stages()
-    assert stages.run(recipe, ["b"]) == ["b"]
-    assert stages.run(recipe) == ["a", "c"]
-    assert stages.run(recipe) == []
+    calls, _ = recipe.run("--stage", "sft")
+    assert [call[1] for call in calls] == ["verl.sft.trainer"]
+    calls, said = recipe.run()
+    assert not told(calls, "verl.sft.trainer") and "sft: finished before" in said
+    assert recipe.run()[0] == []
+    assert sorted(path.name for path in (recipe.out / "done").iterdir()) == sorted(STAGES)
 
 
-def test_a_failed_stage_runs_again_and_those_before_do_not(tmp_path: Path) -> None:
+def test_a_failed_stage_runs_again_and_those_before_do_not(recipe: Recipe) -> None:
     """The run goes on with the stage that failed."""
-    recipe, stages = recipe_of(tmp_path), Stages(broken="b")
-    with pytest.raises(DataError):
-        stages.run(recipe)
-    assert stages.ran == ["a", "b"]
-    assert stages.run(recipe) == ["b", "c"]
+    recipe.run(BROKEN="-m verl.sft.trainer", status=1)
+    calls, _ = recipe.run()
+    assert calls[0][1] == "verl.sft.trainer"
 
 
-def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
-    """The setting and both values are named, and no stage runs."""
-    stages = Stages()
-    stages.run(recipe_of(tmp_path), ["a"])
-    with pytest.raises(ConfigError, match=r"seed=3.*seed=0, as it began"):
-        stages.run(recipe_of(tmp_path, seed=3))
-    assert stages.ran == []
-
-
-def test_settings_of_stages_to_come_may_change(tmp_path: Path) -> None:
-    """GRPO's settings are free until it has left something, and are then what it began with."""
-    stages = Stages()
-    stages.run(recipe_of(tmp_path), ["a"])
-    recipe = recipe_of(tmp_path, rl_steps=3)
-    assert stages.run(recipe, ["b"]) == ["b"]
+def test_settings_of_stages_to_come_may_change_and_others_not(recipe: Recipe) -> None:
+    """GRPO's settings are free until it has left something; the seed never is."""
+    recipe.run("--stage", "data")
+    calls, _ = recipe.run("--stage", "rl", "--set", "rl_steps=3")
+    assert "trainer.total_training_steps=3" in told(calls, "verl.trainer.main_ppo")[0]
     (recipe.out / "rl").mkdir()
-    assert stages.run(recipe, ["c"]) == ["c"]
-    with pytest.raises(ConfigError, match=r"rl_steps=4.*rl_steps=3, as it began"):
-        stages.run(recipe_of(tmp_path, rl_steps=4))
+    _, said = recipe.run("--set", "rl_steps=4", status=2)
+    assert "got rl_steps=4, expected rl_steps=3, as it began" in said
 
 
-def test_a_folder_that_moved_is_gone_on_with(tmp_path: Path) -> None:
-    """Where the run lies is none of its settings."""
-    recipe, stages = recipe_of(tmp_path), Stages()
-    stages.run(recipe)
-    recipe.out.rename(tmp_path / "moved")
-    settings = dataclasses.replace(recipe.settings, out=tmp_path / "moved")
-    assert stages.run(Recipe(settings, recipe.console)) == []
-
-
-def test_missing_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """The file that is missing and the way to name the folder are told."""
-    recipe = recipe_of(tmp_path)
-    (recipe.settings.data_dir / "dev.jsonl").unlink()
-    with pytest.raises(DataError, match=r"dev\.jsonl.*small_hotpotqa\.py.*DATA_DIR"):
-        Stages().run(recipe)
+def test_mistakes_are_told_before_anything_runs(recipe: Recipe) -> None:
+    """An unknown setting, stage or budget, and data that is not there."""
+    for words, expected in (
+        (("--set", "sft_rate=1"), "got sft_rate=1"),
+        (("--stage", "sftt"), "got sftt"),
+        (("--sed", "1"), "got --sed"),
+    ):
+        calls, said = recipe.run(*words, status=2)
+        assert expected in said and calls == []
+    assert "BUDGET=long" in recipe.run(BUDGET="long", status=2)[1]
+    (recipe.data / "dev.jsonl").unlink()
+    assert "no dev.jsonl; fix: python scripts/data_process" in recipe.run(status=2)[1]
     assert not recipe.out.exists()
 
 
-def test_the_short_budget_fits_an_hour_of_two_cores() -> None:
-    """At the speeds that are assumed, all stages take at most 45 minutes; every stage counts."""
-    expected = dict(estimate(settings_of("short", "cpu")))
-    assert sum(expected.values()) <= 45
-    assert list(expected) == command.UNASKED
-    longer = dict(estimate(settings_of("short", "cpu", rl_steps=24)))
-    assert longer["rl"] > 1.7 * expected["rl"]
+@pytest.mark.parametrize("budget", ["short", "full"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_option_is_one_that_the_programs_know(
+    budget: str, device: str, recipe: Recipe
+) -> None:
+    """Cold start, GRPO and all evaluations accept what they are told, under each budget."""
+    calls, _ = recipe.run(BUDGET=budget, DEVICE=device)
+    cold = sft.parse(told(calls, "verl.sft.trainer")[0])
+    config = cli.compose(told(calls, "verl.trainer.main_ppo")[0])
+    assert config.actor_rollout_ref.rollout.n_agent == 8 - 2 * (
+        (budget, device) == ("short", "cpu")
+    )
+    assert config.data.max_prompt_length == 192 + 2 * (112 + 448)
+    assert cold.max_length == config.data.max_prompt_length + config.data.max_response_length
+    assert (config.trainer.guard.action, config.trainer.device) == ("rollback", device)
+    found = {}
+    for words in told(calls, "search_r1.evaluate"):
+        given = vars(evaluation_parser().parse_args(words))
+        if given["command"] == "run":
+            options = {k: v for k, v in given.items() if k not in ("command", "act")}
+            found[Path(given["out"]).name] = EvaluationOptions.given(options)
+    assert list(found) == ["before", "sft", "rl", "rl-empty", "rl-random", "direct", "rag"]
+    methods = [options.method for options in found.values()]
+    assert methods == ["agent"] * 5 + ["direct", "rag"]
 
 
-def test_the_page_tells_the_estimates() -> None:
-    """README.md's row of minutes is what the program prints."""
-    page = (ROOT / "example" / "smollm2" / "README.md").read_text(encoding="utf-8")
-    row = next(line for line in page.splitlines() if line.startswith("| estimate"))
-    totals = [sum(minutes for _, minutes in estimate(settings_of(*key))) for key in BUDGETS]
-    assert [int(n) for n in re.findall(r"\d+", row)] == [round(total) for total in totals]
-
-
-def test_the_shipped_adapter_fits_its_limit() -> None:
+def test_the_shipped_adapter_fits_its_limit(recipe: Recipe) -> None:
     """Both ranks together, in bfloat16, over SmolLM2-135M's layers, by counting."""
     hidden, inner, key_value = 576, 1536, 192
     square, narrow, wide = 2 * hidden, hidden + key_value, hidden + inner
     numbers = 30 * (2 * square + 2 * narrow + 3 * wide)
-    for budget, device in BUDGETS:
-        settings = settings_of(budget, device)
-        assert 2 * numbers * (settings.sft_rank + settings.rl_rank) < LIMIT_BYTES - 200_000
+    recipe.run("--stage", "data")
+    settings = dict(line.split("=") for line in (recipe.out / "settings").read_text().split())
+    ranks = int(settings["sft_rank"]) + int(settings["rl_rank"])
+    assert 2 * numbers * ranks < LIMIT_BYTES - 200_000
 
 
-@pytest.mark.parametrize("budget", list(BUDGETS))
-def test_every_option_is_one_that_the_programs_know(
-    budget: tuple[str, str], tmp_path: Path
-) -> None:
-    """Cold start, GRPO and all evaluations accept what they are told, under each budget."""
-    recipe = Recipe(settings_of(*budget, out=tmp_path))
-    assert sft.parse(training.sft_options(recipe)).lora_rank == recipe.settings.sft_rank
-    base = [f"actor_rollout_ref.model.path={recipe.out}", "algorithm.adv_estimator=grpo",
-            "trainer.n_gpus_per_node=1"]  # fmt: skip
-    config = cli.compose([*base, *training.rl_options(recipe)])
-    assert config.data.max_prompt_length == recipe.settings.max_prompt_length
-    assert config.trainer.guard.action == "rollback"
-    for plan in PLANS:
-        given = vars(
-            evaluation_parser().parse_args(["run", *evaluation.options(recipe, plan, "x")])
-        )
-        options = {k: v for k, v in given.items() if k not in ("command", "act")}
-        assert EvaluationOptions.given(options).method == plan.method
-
-
-def test_evaluations_differ_only_in_what_they_compare(tmp_path: Path) -> None:
-    """The controls have the trained agent's very options but for folder and retriever."""
-    recipe = Recipe(settings_of("short", "cpu", out=tmp_path))
-    trained = evaluation.options(recipe, Plan("rl", "rl"), "A")
-    control = evaluation.options(recipe, Plan("rl-empty", "rl", "empty"), "empty")
-    changed = [(a, b) for a, b in zip(trained, control, strict=True) if a != b]
-    assert changed == [(f"{tmp_path}/evaluation/rl", f"{tmp_path}/evaluation/rl-empty"),
-                       ("A", "empty")]  # fmt: skip
-
-
-def test_the_shipped_command_makes_the_same_run(tmp_path: Path) -> None:
-    """What was set beyond the budget is in it, and reading it gives the same settings."""
-    recipe = Recipe(settings_from("--seed", "2", "--out", str(tmp_path), "--set",
-                                  "eval_rows=null", "rl_lr=5e-5"))  # fmt: skip
-    words = list(evaluation.command(recipe))
-    assert words[:3] == ["BUDGET=short", "DEVICE=cpu", "SEED=2"]
-    assert words[5:] == ["--set", "rl_lr=5e-05", "eval_rows=null"]
-    assert settings_from("--seed", "2", "--out", str(tmp_path), *words[5:]) == recipe.settings
-
-
-def settings_from(*words: str) -> Settings:
-    return command.read_settings(command.parser().parse_args(["--device", "cpu", *words]))
-
-
-def test_any_setting_can_be_changed() -> None:
-    """`--set` wins over the budget; options of their own keep working."""
-    found = settings_from("--seed", "3", "--set", "sft_lr=1e-4", "eval_rows=7")
-    assert (found.seed, found.sft_lr, found.eval_rows) == (3, 1e-4, 7)
-    assert settings_from("--budget", "full").eval_rows is None
-
-
-def test_an_unknown_setting_is_refused() -> None:
-    """The wrong key is named."""
-    with pytest.raises(ConfigError, match="sft_rate"):
-        settings_from("--set", "sft_rate=1")
-
-
-def test_a_collapse_goes_on_from_the_newest_healthy_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_collapse_goes_on_from_the_newest_healthy_checkpoint(recipe: Recipe) -> None:
     """Steps are compared as numbers, and one without the guard's mark is not taken."""
-    recipe = recipe_of(tmp_path)
+    recipe.run("--stage", "data")
     for step, is_healthy in ((9, True), (10, True), (20, False)):
         folder = recipe.out / "rl" / f"global_step_{step}"
         folder.mkdir(parents=True)
         if is_healthy:
             (folder / "HEALTHY").touch()
-    asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(Recipe, "python", lambda _, *words: asked.append(words))
-    training.export_healthy(recipe)
-    assert Path(asked[0][3]).name == "global_step_10"
-    assert asked[0][-1] == "--adapter"
+    calls, _ = recipe.run("--stage", "rl", COLLAPSES="1")
+    (words,) = told(calls, "verl.checkpoint")
+    assert Path(words[1]).name == "global_step_10" and words[-1] == "--adapter"
+
+
+def test_the_better_adapter_is_shipped_with_its_command(tmp_path: Path) -> None:
+    """By EM, then F1; `made.json` has the command that makes the run again."""
+    for name, (em, f1) in {"sft": (0.1, 0.3), "rl": (0.1, 0.4)}.items():
+        figures = {"all rows": {"em": {"value": em}, "f1": {"value": f1}}}
+        (tmp_path / "evaluation" / name).mkdir(parents=True)
+        (tmp_path / "evaluation" / name / "metrics.json").write_text(
+            json.dumps({"estimates": figures})
+        )
+        (tmp_path / "adapters" / name).mkdir(parents=True)
+    (tmp_path / "settings").write_text("budget=short\ndevice=cpu\nmodel=/x\nrl_lr=5e-5\nseed=2\n")
+    assert ship(tmp_path, tmp_path / "shipped") == "rl"
+    made = json.loads((tmp_path / "shipped" / "made.json").read_text())
+    command = "BUDGET=short DEVICE=cpu SEED=2 bash example/smollm2/run.sh --set rl_lr=5e-5"
+    assert made["command"] == command
 
 
 @pytest.mark.slow
 @pytest.mark.vllm_cpu
 @pytest.mark.timeout(1500)
-def test_the_whole_recipe_with_a_tiny_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From questions to a table and a shipped adapter; the same command then skips every stage."""
+def test_the_whole_recipe_with_a_tiny_model(tmp_path: Path) -> None:
+    """From questions to a table; the same command then skips every stage."""
     tiny_model(tmp_path / "model")
-    monkeypatch.setattr(evaluation, "SHIPPED", tmp_path / "shipped")
+    recipe = Recipe(tmp_path)
     words = [
-        "--device", "cpu", "--data-dir", str(write_data(tmp_path / "source")),
-        "--out", str(tmp_path / "out"), "--stage", *command.STAGES, "--set",
-        f"model={tmp_path / 'model'}", "sft_steps=2", "sft_batch_size=2", "rl_steps=1",
+        "--set", f"model={tmp_path / 'model'}", "sft_steps=2", "sft_batch_size=2", "rl_steps=1",
         "rl_prompts=2", "rl_group=2", "rl_save_freq=1", "rl_val_rows=2", "eval_rows=2",
         "max_response_length=16",
     ]  # fmt: skip
-    assert command.main(words) == 0
-    out = tmp_path / "out"
-    found = json.loads((out / "data" / "dialogues.json").read_text())
+    variables = {"PYTHON": sys.executable, "OUT": str(recipe.out), "DEVICE": "cpu",
+                 "DATA_DIR": str(recipe.data)}  # fmt: skip
+    command = ["bash", str(ROOT / "example" / "smollm2" / "run.sh"), *words]
+    subprocess.run(command, env={**os.environ, **variables}, check=True)
+    found = json.loads((recipe.out / "data" / "dialogues.json").read_text())
     assert found["dialogues"] == found["questions"] - len(UNANSWERABLE)
-    table = (out / "table.md").read_text()
-    assert all(re.search(rf"\b{plan.name}\b", table) for plan in PLANS)
-    made = json.loads((tmp_path / "shipped" / "made.json").read_text())
-    assert made["stage"] in ("sft", "rl") and "run.sh" in made["command"]
-    assert (tmp_path / "shipped" / "adapter_model.safetensors").is_file()
-    before = {file: file.stat().st_mtime_ns for file in out.rglob("*.json*")}
-    assert command.main(words) == 0
-    assert before == {file: file.stat().st_mtime_ns for file in out.rglob("*.json*")}
+    table = (recipe.out / "table.md").read_text()
+    assert all(re.search(rf"\b{name}\b", table) for name in ("before", "sft", "rl", "rag"))
+    again = subprocess.run(command, env={**os.environ, **variables}, check=True,
+                           capture_output=True, text=True)  # fmt: skip
+    assert again.stdout.count("finished before, skipped") == 6

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from example.smollm2 import shipped
-from example.smollm2.settings import MODEL_FOLDER
+from example.smollm2.shipped import MODEL_FOLDER
 from verl.errors import ModelError
 
 
