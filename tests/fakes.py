@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from verl.rollout.interface import RolloutEngine
 from verl.types import Completion, Sampling, Segment, Trajectory
 
 EOS = 256
@@ -48,7 +49,7 @@ class Request:
 
 
 @dataclass
-class ScriptedEngine:
+class ScriptedEngine(RolloutEngine):
     """Answers request after request with the script's texts, cut at the first stop string.
 
     An entry may be ids instead of text, which are then given as they are. Requests are recorded.
@@ -58,6 +59,11 @@ class ScriptedEngine:
     weight_version: int = 0
     requests: list[Request] = field(default_factory=list)
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
+
+    takes_weights = True
+
+    async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
+        self.weight_version = version
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         entry = self.script[len(self.requests)]

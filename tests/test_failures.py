@@ -28,7 +28,8 @@ from example.tiny import tiny_model
 from tests.test_end_to_end import start_world
 from verl.config import Config
 from verl.errors import RankLost, ReplicaLost
-from verl.rollout import RolloutReplica
+from verl.rollout.interface import EngineDied, RolloutEngine
+from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import RayWorkerGroup
 from verl.single_controller.placement import create_rollout_group, create_trainer_group, reserve
@@ -36,7 +37,7 @@ from verl.single_controller.reaper import MARK, PART, OrphanReaper, marked
 from verl.single_controller.restarts import Restarts
 from verl.trainer.groups import cpu_env
 from verl.training.node_folder import NodeFolder, on_node
-from verl.types import Engine, Origin, Prompt, Sampling, Segment, Trajectory, start_trajectory
+from verl.types import Origin, Prompt, Sampling, Segment, Trajectory, start_trajectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm_cpu]
 
@@ -119,7 +120,7 @@ class GatedAgent:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    async def run(self, start: Trajectory, engine: Engine, sampling: Sampling) -> Trajectory:
+    async def run(self, start: Trajectory, engine: RolloutEngine, sampling: Sampling) -> Trajectory:
         for turn in range(2):
             seeded = Sampling(8, sampling.temperature, seed=(start.seed or 0) + turn)
             completion = await engine.generate(start.ids, seeded)
@@ -180,7 +181,8 @@ class Handed:
         self.model = model
         self._folder: NodeFolder | None = None
 
-    def hand_over_weights(self, directory: Path, dtype: str) -> float:
+    def share_policy(self, directory: Path, dtype: str, is_adapter: bool) -> float:
+        assert not is_adapter
         here = on_node(directory, ray.get_runtime_context().get_node_id())
         if self._folder is None:
             self._folder = NodeFolder(here)
@@ -191,9 +193,6 @@ class Handed:
     def close(self) -> None:
         assert self._folder is not None
         self._folder.close()
-
-    def hand_over_adapter(self, directory: Path) -> float:
-        raise AssertionError("no adapter here")
 
 
 def tiny_config(model: Path) -> Config:
@@ -215,12 +214,12 @@ def rollout(cluster: OrphanReaper, tmp_path_factory: pytest.TempPathFactory) -> 
     start, present = tiny_model(folder / "a", seed=0), tiny_model(folder / "b", seed=1)
     env = cpu_env() | {MARK: cluster.mark, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     ranks = create_trainer_group(reserve(1, 1, use_gpu=False), 1, use_gpu=False, env=env)
-    group = create_rollout_group(ranks.places(), 2, 0, env)
+    group = create_rollout_group(ranks.places(), 2, 0, env, (EngineDied,))
     group.places()
     arguments = [(tiny_config(start), lambda _: GatedAgent(folder), i) for i in range(2)]
     group.gather(group.start_build(RolloutReplica, arguments))
-    group.call("start")
-    replicas = RolloutReplicas(group, RolloutReplica, arguments, Restarts(99), hang_timeout=30.0)
+    group.call("engine.start")
+    replicas = RolloutReplicas(group, arguments, Restarts(99), hang_timeout=30.0)
     weights = Handed(present)
     replicas.update_weights(weights)
     yield Rollout(replicas, folder, weights)
@@ -235,17 +234,15 @@ def ids(trajectories: Sequence[Trajectory]) -> list[list[int]]:
 
 @pytest.mark.parametrize("victim", ["actor", "engine core"])
 def test_a_replica_killed_in_mid_generation_changes_nothing(rollout: Rollout, victim: str) -> None:
-    """The same ids, from the present weights; the other replica is left alone."""
+    """All engines start again: the same ids, from the present weights."""
     undisturbed = rollout.generate()
-    before, other = rollout.replicas.restarts.of_replicas, rollout.actor(1)
-    core = rollout.engine_core(0)
+    before, core = rollout.replicas.restarts.of_replicas, rollout.engine_core(0)
     process = rollout.actor(0) if victim == "actor" else core
     disturbed = rollout.disturbed(process.kill)
     assert ids(disturbed) == ids(undisturbed)
     assert all(t.num_policy_tokens for t in undisturbed)
     assert {t.stats["version"] for t in disturbed} == {rollout.replicas.version}
     assert rollout.replicas.restarts.of_replicas == before + 1
-    assert rollout.actor(1) == other
     assert not is_alive(core)
 
 

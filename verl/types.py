@@ -2,8 +2,7 @@
 
 Nothing here is padded. A trajectory is a list of segments, each of one origin; a batch is flat
 token tensors with sequence offsets. Masks are data that come from the origin, never derived from
-token ids. The `Engine` protocol is the seam between rollout and agents. This module knows nothing
-of tools, Ray or configuration files.
+token ids. This module knows nothing of engines, tools, Ray or configuration files.
 """
 
 from __future__ import annotations
@@ -12,11 +11,14 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Metrics = dict[str, float]
+"""Numbers of one step, by the name they are logged under."""
 
 
 class Origin(IntEnum):
@@ -61,14 +63,6 @@ class Completion:
     finish_reason: str
     """`stop` (a stop string or end of sequence) or `length`."""
     weight_version: int = 0
-
-
-class Engine(Protocol):
-    """Anything that continues token ids: a vLLM replica, a remote endpoint, a scripted fake."""
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Continue `prompt_ids`; the stop string that ended the text is part of ids and text."""
-        ...
 
 
 @dataclass(frozen=True)

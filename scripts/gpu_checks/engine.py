@@ -14,7 +14,7 @@ from scripts.gpu_checks.report import Report
 from scripts.gpu_checks.trainer import joined
 from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
-from verl.rollout.vllm_engine import EngineConfig, VllmEngine
+from verl.rollout.vllm_engine import VllmEngine
 from verl.training.worker import TrainerWorker
 from verl.types import (
     Origin,
@@ -94,15 +94,17 @@ def options(model: str, device: str, dtype: str, is_eager: bool, lora_rank: int 
     )  # fmt: skip
 
 
-def start_engine(config: Config) -> VllmEngine:
+async def start_engine(config: Config) -> VllmEngine:
     """An engine as a replica starts it; in Ray's actors vLLM spawns its core too."""
     os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
-    return VllmEngine(EngineConfig.from_config(config))
+    engine = VllmEngine.from_config(config, 0)
+    await engine.start()
+    return engine
 
 
 async def play(report: Report, config: Config, folders: Sequence[str]) -> Played:
     """Everything that is asked of the engine; it is gone afterwards."""
-    engine, played = start_engine(config), Played()
+    engine, played = await start_engine(config), Played()
     try:
         await judge_seeds(report, engine)
         played.dialogues["started"] = await generate(engine, range(NUM_PROMPTS))
@@ -189,7 +191,7 @@ def adapter(report: Report) -> None:
     with joined(config) as worker:
         for seed in range(3):
             worker.update_actor(random_batch([64] * 8, seed=seed))
-        worker.save_adapter(report.folder / "adapter")
+        worker.save_policy(report.folder / "adapter", is_adapter=True)
         base, adapted = asyncio.run(play_adapter(config, report.folder / "adapter"))
         tolerance = TOLERANCES[dtype]
         report.expect("adapted_log_probs_mean", gap(worker, adapted)[0], below=tolerance)
@@ -201,7 +203,7 @@ async def play_adapter(config: Config, folder: Path) -> tuple[list[Trajectory], 
     engine = start_engine(config)
     try:
         base = await generate(engine, range(NUM_PROMPTS))
-        await engine.update_adapter(str(folder), 1)
+        await engine.update_weights(str(folder), 1, is_adapter=True)
         return base, await generate(engine, range(NUM_PROMPTS))
     finally:
         await engine.shutdown()

@@ -20,7 +20,8 @@ from verl.agent.interface import Observation, ToolCall
 from verl.data import Tokenizer, render
 from verl.data.rows import Row
 from verl.errors import DataError, ToolError, explain
-from verl.types import Engine, Origin, Sampling, Status, Trajectory, start_trajectory
+from verl.rollout.interface import RolloutEngine
+from verl.types import Origin, Sampling, Status, Trajectory, start_trajectory
 
 _SCORES = build_reward("f1")
 """Gives EM, F1 and cover-EM as components."""
@@ -90,7 +91,7 @@ class Player:
     untagged: str = WRONG
     """What is made of a reply without an answer in tags."""
 
-    async def play(self, task: Task, engine: Engine) -> Sample:
+    async def play(self, task: Task, engine: RolloutEngine) -> Sample:
         """One finished and scored dialogue; a failed search makes a failed one."""
         recorder = Recorder(task.row.ground_truth)
         environment = replace(self.agent.environment, heard=recorder.heard)

@@ -31,7 +31,8 @@ from verl.agent.dialogue import DialogueAgent
 from verl.config import Config
 from verl.data import choose, load_rows
 from verl.errors import SearchR1Error, ToolError
-from verl.types import Engine, Sampling
+from verl.rollout.interface import RolloutEngine
+from verl.types import Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ async def _evaluate(options: EvaluationOptions, config: Config) -> None:
         if not missing:
             return
         try:
-            async with running_engine(options, config, agent) as engine:
+            async with running_engine(config) as engine:
                 await play_all(missing, player, engine, store, options.num_at_once)
         finally:
             await agent.environment.aclose()
@@ -83,7 +84,7 @@ def build_player(options: EvaluationOptions, agent: DialogueAgent, method: Metho
 
 
 async def play_all(
-    tasks: Sequence[Task], player: Player, engine: Engine, store: Store, concurrency: int
+    tasks: Sequence[Task], player: Player, engine: RolloutEngine, store: Store, concurrency: int
 ) -> None:
     """Play every task, `concurrency` at once, and store each as it ends.
 

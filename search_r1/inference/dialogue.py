@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from search_r1.search.schema import Document
 from verl.agent.dialogue import DialogueAgent
@@ -12,27 +12,8 @@ from verl.agent.interface import Observation, ToolCall, Turn
 from verl.data import Tokenizer, render
 from verl.data.rows import Message, Row
 from verl.errors import DataError, explain
-from verl.types import (
-    Completion,
-    Engine,
-    Origin,
-    Prompt,
-    Sampling,
-    Status,
-    Trajectory,
-    start_trajectory,
-)
-
-
-@runtime_checkable
-class StreamingEngine(Protocol):
-    """An engine whose text can be heard while it is sampled; others are heard turn by turn."""
-
-    async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Callable[[str], None]
-    ) -> Completion:
-        """As `Engine.generate`."""
-        ...
+from verl.rollout.interface import RolloutEngine
+from verl.types import Completion, Origin, Prompt, Sampling, Status, Trajectory, start_trajectory
 
 
 @dataclass(frozen=True)
@@ -131,10 +112,10 @@ def search_json(search: Search) -> dict[str, Any]:
 
 
 @dataclass
-class _Heard:
+class _Heard(RolloutEngine):
     """Stands before one dialogue's engine, hears its tools, and lets `hearer` hear both."""
 
-    engine: Engine
+    engine: RolloutEngine
     hearer: Hearer
     correction: str
     max_tokens: int | None
@@ -150,18 +131,11 @@ class _Heard:
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, self.max_tokens))
         if self._is_corrected:
             self.hearer.corrected(self.correction)
-        completion = await self._turn(prompt_ids, sampling)
+        completion = await self.engine.stream(prompt_ids, sampling, self.hearer.said)
         self.hearer.turned()
         if self.max_tokens is not None:
             self.max_tokens -= len(completion.ids)
         self._is_corrected = True
-        return completion
-
-    async def _turn(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        if isinstance(self.engine, StreamingEngine):
-            return await self.engine.stream(prompt_ids, sampling, self.hearer.said)
-        completion = await self.engine.generate(prompt_ids, sampling)
-        self.hearer.said(completion.text)
         return completion
 
     def answered(self, call: ToolCall, observation: Observation) -> None:
@@ -178,7 +152,7 @@ class Asker:
     """An agent with its running engine: what answers questions."""
 
     agent: DialogueAgent
-    engine: Engine
+    engine: RolloutEngine
     tokenizer: Tokenizer
     sampling: Sampling
     """Temperature and nucleus of every dialogue, unless it brings its own."""

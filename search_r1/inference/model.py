@@ -27,11 +27,8 @@ from verl.agent.dialogue import DialogueAgent
 from verl.checkpoint import STEP_NAME, export, is_complete, step_of
 from verl.config import Config
 from verl.errors import ModelError, explain
-from verl.rollout import RolloutReplica
-from verl.rollout.remote_engine import RemoteEngine
-from verl.rollout.transformers_engine import TransformersEngine
+from verl.rollout.interface import RolloutEngine, build_engine
 from verl.training.devices import device_type, dtype_name, resolve_dtype
-from verl.types import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -126,24 +123,11 @@ def computed_dtype(options: AgentOptions) -> str:
 
 
 @contextlib.asynccontextmanager
-async def running_engine(
-    options: AgentOptions, config: Config, agent: DialogueAgent
-) -> AsyncIterator[Engine]:
-    """The engine that the options ask for, ended with the context.
-
-    vLLM runs as in training: a `RolloutReplica`, here without Ray.
-    """
-    folder = config.actor_rollout_ref.model.path
-    if options.endpoint:
-        served = options.served_model or options.model
-        yield RemoteEngine(options.endpoint, served, agent.tokenizer)
-    elif options.engine == "transformers":
-        device = device_type(options.device)
-        yield TransformersEngine.from_folder(folder, device, computed_dtype(options))
-    else:
-        replica = RolloutReplica(config, lambda _: agent, replica=0)
-        await replica.start()
-        try:
-            yield replica.engine
-        finally:
-            await replica.shutdown()
+async def running_engine(config: Config) -> AsyncIterator[RolloutEngine]:
+    """The engine of a training run with these options, ended with the context."""
+    engine = build_engine(config)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.shutdown()

@@ -77,7 +77,7 @@ async def opened(options: AgentOptions) -> AsyncIterator[Asker]:
         tokenizer: Any = agent.tokenizer
         sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
         try:
-            async with running_engine(options, config, agent) as engine:
+            async with running_engine(config) as engine:
                 yield Asker(agent, engine, tokenizer, sampling, options.seed,
                             options.max_start_length, options.num_at_once)  # fmt: skip
         finally:

@@ -16,7 +16,8 @@ from search_r1.search.client import Document
 from search_r1.search.errors import RetrieverUnavailable
 from tests.evaluation.worlds import Reader, finder, player, row, tasks
 from verl.errors import ConfigError, RetrieverError
-from verl.types import Completion, Engine, Sampling
+from verl.rollout.interface import RolloutEngine
+from verl.types import Completion, Sampling
 
 ROWS = [row(i, "nq" if i % 2 else "hotpotqa") for i in range(20)]
 WHAT = {"data": {"num_rows": 20}, "decoding": {"n": 2}}
@@ -34,7 +35,7 @@ class Mortal(Reader):
         return await super().generate(prompt_ids, sampling)
 
 
-def evaluate(folder: Path, engine: Engine, concurrency: int = 4) -> int:
+def evaluate(folder: Path, engine: RolloutEngine, concurrency: int = 4) -> int:
     """Play what is missing of two samples a row; returns how many dialogues that were."""
     with Store(folder, WHAT) as store:
         missing = [task for task in tasks(ROWS, 2) if task.key not in store.finished]

@@ -11,7 +11,8 @@ from search_r1.search.retrieval import InMemoryRetrieval, Retrieval
 from search_r1.search.schema import Document
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from verl.agent.dialogue import Limits
-from verl.types import Completion, Engine, Sampling
+from verl.rollout.interface import RolloutEngine
+from verl.types import Completion, Sampling
 
 SHORT = TEMPLATES["short"]
 OSLO = Document.from_title("12", "Oslo", "Oslo is the capital of Norway.")
@@ -57,7 +58,11 @@ class SpellingEngine(ScriptedEngine):
 
 
 def asker(
-    engine: Engine, retrieval: Retrieval | None = None, *, max_turns: int = 3, limit: int = 2000
+    engine: RolloutEngine,
+    retrieval: Retrieval | None = None,
+    *,
+    max_turns: int = 3,
+    limit: int = 2000,
 ) -> Asker:
     """An asker in the short wording."""
     limits = Limits(max_turns=max_turns, max_obs_length=2000)

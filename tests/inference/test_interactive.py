@@ -11,12 +11,15 @@ from search_r1.inference.interactive import Conversation, talk
 from search_r1.inference.terminal import Terminal
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from tests.inference.scripted import SHORT, asker
-from verl.types import Completion, Engine, Sampling
+from verl.rollout.interface import RolloutEngine
+from verl.types import Completion, Sampling
 
 ANSWERS = tuple(f"<answer> {word} </answer>" for word in ("one", "two", "three"))
 
 
-def converse(engine: Engine, words: Iterable[str | type[BaseException]], limit: int = 2000) -> str:
+def converse(
+    engine: RolloutEngine, words: Iterable[str | type[BaseException]], limit: int = 2000
+) -> str:
     """What the terminal shows for these lines of input."""
     lines, shown = iter(words), io.StringIO()
 

@@ -180,7 +180,7 @@ class Trial:
         self.outcome.metrics = {name: float(value) for name, value in found.items()}
         if self.case.shape == "tiny":
             with tempfile.TemporaryDirectory() as folder:
-                self.phase("save_weights", lambda: worker.save_weights(folder, self.case.dtype))
+                self.phase("save_weights", lambda: worker.save_policy(folder, self.case.dtype))
         self.outcome.held = self.ledger.live
         worker.shutdown()
 

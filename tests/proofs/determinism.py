@@ -29,7 +29,7 @@ from search_r1.scoring import build_reward_manager
 from search_r1.search.local_server import LocalServer
 from verl.config import Config, cli
 from verl.data import load_prompts
-from verl.rollout import RolloutReplica
+from verl.rollout.replica import RolloutReplica
 from verl.trainer.validation import VALIDATION_STREAM, trajectory_seed
 from verl.types import Sampling, Trajectory, start_trajectory
 
@@ -89,14 +89,14 @@ async def _games(
     times: int,
 ) -> list[list[Game]]:
     replica = RolloutReplica(config, build_agent, 0)
-    await replica.start()
+    await replica.engine.start()
     await replica.rollout(starts[:2], sampling)  # whatever is made at the first request
     try:
         return [
             [await _game(replica, starts, sampling, size) for _ in range(times)] for size in sizes
         ]
     finally:
-        await replica.shutdown()
+        await replica.engine.shutdown()
 
 
 async def _game(

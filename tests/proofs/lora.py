@@ -8,6 +8,7 @@ engine runs beside them. Times are processor seconds, which other work disturbs 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import resource
@@ -105,7 +106,7 @@ def measure(model: str, ranks: tuple[int, int], steps: int, batch: TokenBatch, o
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save = seconds(lambda: worker.save_checkpoint(folder / "checkpoint"))
-        sync = worker.save_adapter if ranks[0] else worker.save_weights
+        sync = functools.partial(worker.save_policy, is_adapter=bool(ranks[0]))
         hand_over = seconds(lambda: sync(folder / "update"))
         figures: Figures = {
             "trained parameters, million": sum(x.numel() for x in learned) / 1e6,

@@ -16,7 +16,8 @@ from typing import Protocol
 from verl.agent.environment import Environment
 from verl.agent.interface import DialogueFormat, Item, Observation, ToolCall, Turn
 from verl.errors import ConfigError, ToolError, explain
-from verl.types import Completion, Engine, Origin, Sampling, Segment, Status, Trajectory
+from verl.rollout.interface import RolloutEngine
+from verl.types import Completion, Origin, Sampling, Segment, Status, Trajectory
 
 Found = Sequence[Sequence[Item]]
 
@@ -74,7 +75,7 @@ class DialogueAgent:
                     )
                 )
 
-    async def run(self, start: Trajectory, engine: Engine, sampling: Sampling) -> Trajectory:
+    async def run(self, start: Trajectory, engine: RolloutEngine, sampling: Sampling) -> Trajectory:
         """Play one dialogue to its end; see `verl.agent.interface.Agent`."""
         trajectory = replace(start, segments=list(start.segments), stats={})
         trajectory.faults = dict.fromkeys(self.environment.faults, 0)
@@ -90,7 +91,11 @@ class DialogueAgent:
         return trajectory
 
     async def _play(
-        self, trajectory: Trajectory, engine: Engine, sampling: Sampling, counts: Counter[str]
+        self,
+        trajectory: Trajectory,
+        engine: RolloutEngine,
+        sampling: Sampling,
+        counts: Counter[str],
     ) -> Status:
         """Take turns until one of them ends the dialogue."""
         for number in range(self.limits.max_turns + 1):

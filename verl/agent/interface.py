@@ -12,13 +12,14 @@ from typing import Any, Protocol
 
 from verl.agent.grammar import Grammar
 from verl.errors import ToolError
-from verl.types import Completion, Engine, Sampling, Trajectory
+from verl.rollout.interface import RolloutEngine
+from verl.types import Completion, Sampling, Trajectory
 
 
 class Agent(Protocol):
     """A policy-environment loop; one call makes one trajectory."""
 
-    async def run(self, start: Trajectory, engine: Engine, sampling: Sampling) -> Trajectory:
+    async def run(self, start: Trajectory, engine: RolloutEngine, sampling: Sampling) -> Trajectory:
         """Continue `start` (which holds the prompt segment only) until it ends.
 
         `sampling.stop` and `sampling.max_tokens` are the agent's to set; temperature and top_p

@@ -8,6 +8,8 @@ from typing import Any
 from verl.config.option import option
 
 ALL_LINEAR = "all-linear"
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM can reserve room for; an adapter takes the next larger."""
 
 
 @dataclass

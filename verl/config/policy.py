@@ -92,10 +92,15 @@ class ValSamplingConfig:
 
 @dataclass
 class RolloutConfig:
-    """Generation by vLLM."""
+    """Generation of trajectories."""
 
-    name: str = option("vllm", resume="logged", choices=("vllm",))
-    """The engine; vllm is the only one."""
+    name: str = option("vllm", resume="logged")
+    """The engine: vllm, transformers (small models, one request at a time), remote (a server that
+    takes no new weights: not for training), or path/file.py:Name (docs/rollout_engines.md)."""
+    url: str | None = option(None, resume="free")
+    """Address of the OpenAI-compatible server of name=remote."""
+    served_model: str | None = option(None, resume="free")
+    """The model's name there; null for the model's path."""
     n_agent: int = option(1, resume="experiment", ge=1)
     """Trajectories sampled per prompt (the group size of GRPO)."""
     temperature: float = option(1.0, resume="logged", ge=0)

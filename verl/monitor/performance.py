@@ -18,13 +18,12 @@ from verl.model_shape import read_shape
 from verl.monitor.flops import ModelFlops
 from verl.training.devices import PeakMemory
 from verl.training.models import LOGITS_PER_CHUNK
-from verl.types import TokenBatch
+from verl.types import Metrics, TokenBatch
 
 PHASES_OF_RANKS = (
     "old_log_prob", "values", "update_critic", "update_actor", "guard", "update_weights",
 )  # fmt: skip
 """The phases of a step after which the ranks say how much memory they took."""
-Metrics = dict[str, float]
 
 
 class Timings:

@@ -35,6 +35,7 @@ from verl.errors import (
 from verl.monitor.tracking import backend_names
 from verl.preflight.adapters import adapter_problems
 from verl.preflight.memory.check import look, memory_problems, settle_offload
+from verl.rollout.interface import engine_problems
 from verl.training.loading import WEIGHT_SUFFIXES, weight_bytes
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,9 @@ def preflight(config: Config, environment: Environment) -> Config:
 
     Raises PreflightError with every problem found.
     """
+    problems: list[UserError] = list(engine_problems(config))
+    if problems:  # what memory is needed depends on the engine
+        raise PreflightError(problems)
     outlook = look(config)
     config = settle_offload(config, outlook)
     checks = (

@@ -1,5 +1,1 @@
-"""Rollout: the replica that Ray hosts, and the engines that continue token ids."""
-
-from verl.rollout.replica import RolloutReplica
-
-__all__ = ["RolloutReplica"]
+"""Rollout: engines that continue token ids, and the replicas that Ray hosts them in."""

@@ -1,7 +1,7 @@
 """An engine behind an OpenAI-compatible `/v1/completions` that takes token ids as prompt.
 
-For inference only. vLLM's server returns the sampled ids; of a server that does not, the text is
-encoded again, which may give other ids than were sampled.
+It cannot be given new weights, so it is for inference only. vLLM's server returns the sampled ids;
+of a server that does not, the text is encoded again, which may give other ids than were sampled.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import httpx
+from transformers import AutoTokenizer
 
+from verl.config import Config
 from verl.errors import ConfigError, explain
+from verl.rollout.interface import RolloutEngine
 from verl.types import Completion, Sampling
 
 logger = logging.getLogger(__name__)
@@ -28,8 +31,8 @@ class Encoder(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
 
-class RemoteEngine:
-    """An `Engine` over HTTP."""
+class RemoteEngine(RolloutEngine):
+    """A server of its own, which somebody else starts and ends."""
 
     def __init__(
         self,
@@ -46,6 +49,17 @@ class RemoteEngine:
         key = os.environ.get(api_key_env)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._transport = transport
+
+    @classmethod
+    def from_config(cls, config: Config, replica: int) -> Self:
+        """The server at `rollout.url`, the same for every replica. Raises ConfigError."""
+        section = config.actor_rollout_ref
+        if section.rollout.url is None:
+            key = "actor_rollout_ref.rollout.url"
+            raise ConfigError(explain(key, "null", "a server's address", f"{key}=http://host:8000"))
+        served = section.rollout.served_model or section.model.path
+        tokenizer = AutoTokenizer.from_pretrained(section.model.path)
+        return cls(section.rollout.url, served, tokenizer)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Continue `prompt_ids`.

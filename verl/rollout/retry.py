@@ -17,8 +17,7 @@ from typing import Protocol
 from verl.agent.environment import Environment
 from verl.agent.interface import Tool
 from verl.errors import ToolOutage
-from verl.trainer.metrics import Metrics
-from verl.types import Sampling, Status, Trajectory
+from verl.types import Metrics, Sampling, Status, Trajectory
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """A small engine over transformers for one dialogue at a time: starts at once, streams tokens.
 
 It keeps the key-value cache of the last context, so that the next turn only reads what is new.
-For training and evaluation use the vLLM engine.
+Training works with it, one trajectory after another; for more than a tiny model use vLLM.
 """
 
 from __future__ import annotations
@@ -9,46 +9,88 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from verl.config import Config
 from verl.errors import ModelError, explain
+from verl.rollout.interface import Listener, RolloutEngine
+from verl.training.devices import device_type, rollout_dtype
 from verl.types import Completion, Sampling
 
-Listener = Callable[[str], None]
-"""Hears new text of a completion."""
 REPLACEMENT = "\ufffd"
 """What decoding shows for the first bytes of an unfinished character."""
 
 
-@dataclass
-class TransformersEngine:
-    """An `Engine` over one transformers model; requests wait for each other."""
+class TransformersEngine(RolloutEngine):
+    """One transformers model; requests wait for each other."""
 
-    model: Any
-    tokenizer: Any
-    _cache: DynamicCache = field(default_factory=DynamicCache, init=False)
-    _cached_ids: list[int] = field(default_factory=list, init=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    takes_weights = True
+
+    def __init__(self, path: str, device: str, dtype: str, seed: int | None = None) -> None:
+        """`path`: folder or hub name; `dtype`: bfloat16, float16 or float32.
+
+        `seed` is of requests that bring none, once for all of them.
+        """
+        self.path, self.device, self.dtype = path, device, getattr(torch, dtype)
+        self.weight_version = 0
+        self.model: Any = None
+        self.tokenizer: Any = None
+        self._own = torch.Generator()
+        self._own.seed() if seed is None else self._own.manual_seed(seed)
+        self._lock = threading.Lock()
+        self._forget()
 
     @classmethod
-    def from_folder(cls, model: str, device: str, dtype: str) -> TransformersEngine:
+    def from_config(cls, config: Config, replica: int) -> Self:
+        """The engine of a training run; replicas differ in their seed."""
+        section, trainer = config.actor_rollout_ref, config.trainer
+        device = device_type(trainer.device)
+        return cls(section.model.path, device, rollout_dtype(config), trainer.seed + replica)
+
+    async def start(self) -> None:
         """Load model and tokenizer; raises ModelError when they are not there."""
         try:
-            weights: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
-            tokenizer = AutoTokenizer.from_pretrained(model)
+            self.tokenizer = AutoTokenizer.from_pretrained(self.path)
+            self.model = self._load(self.path)
         except (OSError, ValueError) as error:
-            is_folder = Path(model).is_dir()
+            is_folder = Path(self.path).is_dir()
             got = f"a folder transformers cannot load ({error})" if is_folder else "nothing there"
-            raise ModelError(
-                explain(f"model {model}", got, "a Hugging Face model", "make demo, or --model PATH")
-            ) from error
-        return cls(weights.eval().to(device), tokenizer)
+            expected, fix = "a Hugging Face model", "make demo, or --model PATH"
+            raise ModelError(explain(f"model {self.path}", got, expected, fix)) from error
+
+    def _load(self, path: str) -> Any:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype)
+        return model.eval().to(self.device)
+
+    def _forget(self) -> None:
+        """Drop the cache of keys and values: another dialogue begins, or other weights."""
+        self._cache, self._cached_ids = DynamicCache(), list[int]()
+
+    async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
+        """Load the folder's model in place of the one before, which is freed first."""
+        assert not is_adapter, "this engine says that it takes no adapter"
+        with self._lock:
+            self.model = None
+            self._forget()
+            self.model = await asyncio.to_thread(self._load, folder)
+            self.weight_version = version
+
+    async def sleep(self) -> None:
+        """Free the device: the next weights come as a whole model."""
+        if self.device != "cpu":
+            self.model = None
+            self._forget()
+            torch.cuda.empty_cache()
+
+    async def shutdown(self) -> None:
+        """Free the model."""
+        self.model = None
+        self._forget()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Continue `prompt_ids` in a thread, so that the event loop stays free."""
@@ -101,15 +143,13 @@ class TransformersEngine:
                     break
                 if len(ids) == sampling.max_tokens or is_over():
                     break
-            return Completion(tuple(ids), tuple(log_probs), text, reason)
+            return Completion(tuple(ids), tuple(log_probs), text, reason, self.weight_version)
 
     def _samples(self, prompt_ids: list[int], sampling: Sampling) -> Iterator[tuple[int, float]]:
         """Sampled ids with their log-probs, without end."""
-        generator = torch.Generator()
-        if sampling.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(sampling.seed)
+        generator = self._own
+        if sampling.seed is not None:
+            generator = torch.Generator().manual_seed(sampling.seed)
         context = list(prompt_ids)
         while True:
             log_probs = processed_log_probs(self._logits(context), sampling)
@@ -125,7 +165,8 @@ class TransformersEngine:
         """(vocab_size,) float32 logits after `context`; only what the cache lacks is computed."""
         known = len(self._cached_ids)
         if known >= len(context) or context[:known] != self._cached_ids:
-            known, self._cache = 0, DynamicCache()  # another dialogue, or the same one again
+            self._forget()  # another dialogue, or the same one again
+            known = 0
         new = torch.tensor([context[known:]], device=self.model.device)
         answer = self.model(new, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         self._cached_ids = context.copy()

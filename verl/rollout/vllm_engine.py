@@ -1,4 +1,4 @@
-"""vLLM's asynchronous engine behind the `Engine` protocol: its settings, requests and weights.
+"""vLLM's asynchronous engine as a `RolloutEngine`: its settings, requests and weights.
 
 vLLM is imported when an engine is built, so that everything else works without it.
 """
@@ -10,16 +10,18 @@ import gc
 import itertools
 import multiprocessing
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
 from verl.config import Config
+from verl.config.lora import VLLM_LORA_RANKS
 from verl.errors import ModelError, explain
 from verl.packages import vllm_device
-from verl.training.devices import device_type, dtype_name, engine_takes_adapter, resolve_dtype
+from verl.rollout.interface import EngineDied, Listener, RolloutEngine, engine_takes_adapter
+from verl.training.devices import device_type, rollout_dtype
 from verl.types import Completion, Sampling
 
 CPU_ENV = {
@@ -38,15 +40,9 @@ QUIET_ENV = {
 }
 MIN_BATCHED_TOKENS = 8192
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
-VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM can reserve room for; an adapter takes the next larger."""
 WORKER_EXTENSION = "verl.rollout.weight_loading.WeightLoading"
 SHUTDOWN_TIMEOUT = 30.0
 Answer = TypeVar("Answer")
-
-
-class EngineDied(Exception):
-    """vLLM's engine core, a process of its own, is gone; nothing more will come of this engine."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +84,11 @@ class EngineConfig:
         rollout = section.rollout
         device = device_type(config.trainer.device)
         is_eager = device == "cpu" if rollout.enforce_eager is None else rollout.enforce_eager
-        wanted = config.trainer.compute_dtype if rollout.dtype == "auto" else rollout.dtype
         return cls(
             model=section.model.path,
             max_model_len=config.data.max_model_len,
             device=device,
-            dtype=dtype_name(resolve_dtype(wanted, torch.device(device))),
+            dtype=rollout_dtype(config),
             max_num_seqs=config.max_num_seqs(device == "cuda"),
             seed=config.trainer.seed + replica,
             enforce_eager=is_eager,
@@ -179,25 +174,36 @@ def has_batch_invariant_kernels(device: str) -> bool:
     return torch.cuda.get_device_capability() >= (8, 0)
 
 
-class VllmEngine:
-    """An `Engine` over one vLLM `AsyncLLM`; belongs to the event loop that builds it."""
+class VllmEngine(RolloutEngine):
+    """One vLLM `AsyncLLM`."""
+
+    takes_weights = True
+    takes_adapters = True
 
     def __init__(self, config: EngineConfig) -> None:
-        """Start vLLM's engine core in a process of its own and load the weights.
-
-        Raises ModelError when vLLM is missing, is the build for another device (it would take 92 %
-        of card 0 for a run on the CPU), or cannot find the model.
-        """
-        installed = vllm_device()
-        if installed and installed != config.device:
-            expected, got = f"its {config.device} build", f"vLLM's {installed} build"
-            fix = f"set device to {installed}, or install the other: docs/installation.md"
-            raise ModelError(explain("rollout engine", got, expected, fix))
         self.config = config
         self.weight_version = 0
         self._numbers = itertools.count()
         self._adapter: Any = None
         self._has_weights = True
+        self._llm: Any = None
+
+    @classmethod
+    def from_config(cls, config: Config, replica: int) -> Self:
+        """The engine of a training run; replicas differ in their seed."""
+        return cls(EngineConfig.from_config(config, replica))
+
+    async def start(self) -> None:
+        """Start vLLM's engine core in a process of its own and load the weights.
+
+        Raises ModelError when vLLM is missing, is the build for another device (it would take 92 %
+        of card 0 for a run on the CPU), or cannot find the model.
+        """
+        config, installed = self.config, vllm_device()
+        if installed and installed != config.device:
+            expected, got = f"its {config.device} build", f"vLLM's {installed} build"
+            fix = f"set device to {installed}, or install the other: docs/installation.md"
+            raise ModelError(explain("rollout engine", got, expected, fix))
         for name, value in config.environment().items():
             os.environ.setdefault(name, value)
         try:
@@ -224,14 +230,14 @@ class VllmEngine:
         return await self._follow(prompt_ids, parameters, lambda text: None)
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Callable[[str], None]
+        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Listener
     ) -> Completion:
         """As `generate`; `listener` hears new text as it is sampled."""
         parameters = self._parameters(sampling, self._kinds.CUMULATIVE)
         return await self._follow(prompt_ids, parameters, listener)
 
     async def _follow(
-        self, prompt_ids: Sequence[int], parameters: Any, listener: Callable[[str], None]
+        self, prompt_ids: Sequence[int], parameters: Any, listener: Listener
     ) -> Completion:
         """One request from its start to its last output; vLLM drops it if this is cancelled."""
         assert self._has_weights, "weights were dropped in sleep and have not come again"
@@ -279,7 +285,8 @@ class VllmEngine:
 
     async def probe(self) -> None:
         """Return when the engine core answers, between two of its steps, or raise EngineDied."""
-        await self._answer(self._llm.collective_rpc("answer"))
+        if self._llm is not None:
+            await self._answer(self._llm.collective_rpc("answer"))
 
     def _parameters(self, sampling: Sampling, output_kind: Any) -> Any:
         """vLLM's form of `sampling`, with the log-prob of each sampled token."""
@@ -295,24 +302,23 @@ class VllmEngine:
             output_kind=output_kind,
         )
 
-    async def update_weights(self, weights_dir: str, version: int) -> None:
-        """Load the safetensors of a folder in place and forget what the old weights cached."""
-        loading = self._llm.collective_rpc("load_weights_in_place", args=(weights_dir,))
-        await self._answer(loading)
-        await self._answer(self._llm.reset_prefix_cache())
-        self.weight_version, self._has_weights = version, True
-
-    async def update_adapter(self, adapter_dir: str, version: int) -> None:
-        """Generate with the adapter of peft's folder from now on; the one before is dropped.
-
-        vLLM knows adapters by number and never reads one again, so each version has a new one.
-        """
-        if self._adapter is not None:
-            await self._answer(self._llm.remove_lora(self._adapter.lora_int_id))
-        self._adapter = self._lora_request(f"version-{version}", version, adapter_dir)
-        await self._answer(self._llm.add_lora(self._adapter))
+    async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
+        """Load the safetensors of a folder in place, or take the adapter there."""
+        if is_adapter:
+            await self._replace_adapter(folder, version)
+        else:
+            loading = self._llm.collective_rpc("load_weights_in_place", args=(folder,))
+            await self._answer(loading)
+            self._has_weights = True
         await self._answer(self._llm.reset_prefix_cache())
         self.weight_version = version
+
+    async def _replace_adapter(self, folder: str, version: int) -> None:
+        """vLLM knows adapters by number and never reads one again: each version has a new one."""
+        if self._adapter is not None:
+            await self._answer(self._llm.remove_lora(self._adapter.lora_int_id))
+        self._adapter = self._lora_request(f"version-{version}", version, folder)
+        await self._answer(self._llm.add_lora(self._adapter))
 
     async def sleep(self) -> None:
         """Give the GPU's memory back; caches are dropped, and weights as `sleep_level` says."""
@@ -327,10 +333,12 @@ class VllmEngine:
 
     async def shutdown(self) -> None:
         """End the engine core's process, by force after a while, and wait until it is gone."""
+        if self._llm is None:
+            return
         self._stop_watching()
         self._llm.shutdown()
         await asyncio.sleep(0)  # lets vLLM's output task see that it is cancelled
-        del self._llm
+        self._llm = None
         gc.collect()  # else vLLM's finaliser complains at the interpreter's exit
         for process in self._processes:
             process.join(SHUTDOWN_TIMEOUT)
@@ -339,7 +347,7 @@ class VllmEngine:
                 process.join()
 
 
-async def _last(outputs: AsyncIterator[Any], listener: Callable[[str], None]) -> Any:
+async def _last(outputs: AsyncIterator[Any], listener: Listener) -> Any:
     """The last of a request's outputs; `listener` hears the text that each one adds."""
     output: Any = None
     num_told = 0

@@ -7,6 +7,7 @@ it hosts, so that a group can learn its addresses and devices before any heavy w
 from __future__ import annotations
 
 import inspect
+import operator
 import os
 import socket
 import time
@@ -18,7 +19,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from verl.errors import SearchR1Error
+from verl.errors import UserError
 from verl.single_controller.deaths import DEATHS, broke_collective, cause_of
 from verl.single_controller.reaper import PART, OrphanReaper, sweep
 
@@ -26,6 +27,8 @@ GRACE_S = 10.0
 """How long an error waits for the news that it came of another actor's death."""
 NODE_GRACE_S = 60.0
 """The same where a rank could not reach another: Ray needs as long to give up a node."""
+POLL_S = 5.0
+"""Between two looks at actors that are busy."""
 LAST_CALL_S = 30.0
 """How long actors may take to end in good order before they are killed."""
 
@@ -73,8 +76,8 @@ class ActorHost:
         self.hosted = factory(*args)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method, plain or async, of the hosted object."""
-        result = getattr(self.hosted, method)(*args)
+        """Call a method, plain or async, of the hosted object; `part.method` of a part of it."""
+        result = operator.attrgetter(method)(self.hosted)(*args)
         return await result if inspect.isawaitable(result) else result
 
 
@@ -88,12 +91,17 @@ class RayWorkerGroup:
         self,
         options: Sequence[Any],
         name: str,
-        lost: type[SearchR1Error],
+        lost: type[UserError],
         placement: PlacementGroup | None = None,
+        deaths: tuple[type[Exception], ...] = (),
     ) -> None:
-        """`name` is what users call one of the actors, `lost` the error when one is gone."""
+        """`name` is what users call one of the actors, `lost` the error when one is gone.
+
+        `deaths` are errors of what the actors host that mean that it is gone, though they live.
+        """
         self.name = name
         self._lost_error = lost
+        self._deaths = (*DEATHS, *deaths)
         self._options = list(options)
         self.hosts = [option.remote() for option in self._options]
         self._placement = placement
@@ -130,25 +138,28 @@ class RayWorkerGroup:
         assert len(shards) == len(self), f"{len(shards)} shards for {len(self)} actors"
         return self.gather([self.submit(i, method, s, *args) for i, s in enumerate(shards)])
 
-    def gather(self, calls: Sequence[Any]) -> list[Any]:
+    def gather(self, calls: Sequence[Any], check: Callable[[], None] = lambda: None) -> list[Any]:
         """The answers to `calls`, one call per actor, in their order.
 
         Returns as soon as one fails, for the others may wait for it for ever. Raises the group's
-        error when an actor is gone; else what the hosted object raised.
+        error when an actor is gone; else what the hosted object raised. `check` is called every few
+        seconds of waiting, and may raise too.
         """
         answers: dict[Any, Any] = {}
         waiting = list(calls)
         while waiting:
-            done, waiting = ray.wait(waiting, num_returns=1)
-            try:
-                answers[done[0]] = ray.get(done[0])
-            except RayError as error:
-                self._raise(error, calls, list(calls).index(done[0]))
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=POLL_S)
+            for call in done:
+                try:
+                    answers[call] = ray.get(call)
+                except RayError as error:
+                    self._raise(error, calls, list(calls).index(call))
+            check()
         return [answers[call] for call in calls]
 
     def _raise(self, error: RayError, calls: Sequence[Any], index: int) -> NoReturn:
         """What an error of actor `index` comes of: the death of an actor, or the error itself."""
-        if isinstance(error, DEATHS):
+        if isinstance(error, self._deaths):
             raise self.lost(index, cause_of(error)) from error
         is_broken = broke_collective(error)
         dead = self._find_dead(calls, NODE_GRACE_S if is_broken else GRACE_S)
@@ -174,7 +185,7 @@ class RayWorkerGroup:
                     continue  # it lives, and failed
         return None
 
-    def lost(self, index: int, cause: str) -> SearchR1Error:
+    def lost(self, index: int, cause: str) -> UserError:
         """The error that says which actor is gone, where it was, and why."""
         return self._lost_error(f"{self.describe(index)} is lost: {cause}")
 
@@ -185,22 +196,17 @@ class RayWorkerGroup:
         place = self._places[index]
         return f"{self.name} {index} on node {place.host} (process {place.pid})"
 
-    def replace(self, index: int) -> None:
-        """Put an empty actor in the place of one, of which nothing is left then.
+    def restart(self) -> None:
+        """Put an empty actor in the place of each, of which nothing is left then.
 
         Raises the group's error when there is no such place any more.
         """
-        ray.kill(self.hosts[index])
-        self.hosts[index] = host = self._options[index].remote()
-        try:
-            ray.get(host.clear.remote())
-            self.places()[index] = ray.get(host.place.remote())
-        except DEATHS as error:
-            raise self.lost(index, cause_of(error)) from error
-
-    def start_one(self, index: int, factory: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Build the hosted object of one actor."""
-        ray.get(self.hosts[index].build.remote(factory, *args))
+        for host in self.hosts:
+            ray.kill(host)
+        self.hosts = [option.remote() for option in self._options]
+        self.gather([host.clear.remote() for host in self.hosts])
+        self._places = []
+        self.places()
 
     def last_call(self, method: str) -> None:
         """Ask every actor to end in good order; those that cannot are left to `shutdown`."""

@@ -104,10 +104,15 @@ def first_of_nodes(places: Sequence[Place]) -> list[int]:
 
 
 def create_rollout_group(
-    places: Sequence[Place], num_replicas: int, gpus_per_replica: int, env: Mapping[str, str]
+    places: Sequence[Place],
+    num_replicas: int,
+    gpus_per_replica: int,
+    env: Mapping[str, str],
+    deaths: tuple[type[Exception], ...] = (),
 ) -> RayWorkerGroup:
     """One actor per engine, beside the training ranks whose GPUs it shares.
 
+    `deaths`: see RayWorkerGroup.
     Replica i shares the GPUs of the ranks `i * gpus_per_replica ...`; without GPUs
     (`gpus_per_replica` 0) replicas go round the ranks' nodes.
     """
@@ -129,7 +134,7 @@ def create_rollout_group(
                 scheduling_strategy=node,
             )
         )
-    return RayWorkerGroup(options, "rollout replica", ReplicaLost)
+    return RayWorkerGroup(options, "rollout replica", ReplicaLost, deaths=deaths)
 
 
 def part_of(env: Mapping[str, str], replica: int) -> str:

@@ -1,12 +1,12 @@
-"""How often a run may lose a process and go on: one count, over replicas and whole restarts."""
+"""How often a run may lose a process and go on: one count, over engines and whole restarts."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
 
-from verl.errors import SearchR1Error
-from verl.trainer.metrics import Metrics
+from verl.errors import UserError
+from verl.types import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -19,22 +19,17 @@ class Restarts:
     of_replicas: int = 0
     of_run: int = 0
 
-    @property
-    def spent(self) -> int:
-        """Restarts of both kinds."""
-        return self.of_replicas + self.of_run
-
-    def spend_on_replica(self, error: SearchR1Error) -> None:
-        """Count the restart of a replica; raises the error where no more are allowed."""
+    def spend_on_replicas(self, error: UserError) -> None:
+        """Count a restart of the engines; raises the error where no more are allowed."""
         self._refuse_more(error)
         self.of_replicas += 1
-        logger.warning("%s; it is started again (%s)", error, str(self))
+        self._warn(error, "all engines start again and repeat what they were asked")
 
-    def spend_on_run(self, error: SearchR1Error, goes_on_from: str) -> None:
-        """Count a restart of everything; raises the error where no more are allowed."""
+    def spend_on_run(self, error: UserError, start: str) -> None:
+        """Count a restart of everything from `start`; raises the error as above."""
         self._refuse_more(error)
         self.of_run += 1
-        logger.warning("%s; the run starts again from %s (%s)", error, goes_on_from, str(self))
+        self._warn(error, f"the run starts again from {start}")
 
     def metrics(self) -> Metrics:
         """The counts so far."""
@@ -43,12 +38,15 @@ class Restarts:
             "fault/run_restarts": float(self.of_run),
         }
 
-    def _refuse_more(self, error: SearchR1Error) -> None:
-        if self.spent >= self.allowed:
+    def _refuse_more(self, error: UserError) -> None:
+        spent = self.of_replicas + self.of_run
+        if spent >= self.allowed:
             raise type(error)(
-                f"{error}; the run ends, after {self.spent} of trainer.max_restarts={self.allowed} "
+                f"{error}; the run ends, after {spent} of trainer.max_restarts={self.allowed} "
                 "restarts: find out why, then go on with trainer.resume_mode=auto"
             ) from error
 
-    def __str__(self) -> str:
-        return f"restart {self.spent} of trainer.max_restarts={self.allowed}"
+    def _warn(self, error: UserError, what_follows: str) -> None:
+        spent = self.of_replicas + self.of_run
+        count = f"restart {spent} of trainer.max_restarts={self.allowed}"
+        logger.warning("%s; %s (%s)", error, what_follows, count)

@@ -27,7 +27,8 @@ from verl.config import Config
 from verl.errors import ConfigError, PreflightError, ResourceError, UserError, explain
 from verl.machine import LARGER_SHARED, SHARED_MEMORY
 from verl.preflight import checks as preflight
-from verl.training.devices import device_type, engine_takes_adapter
+from verl.rollout.interface import engine_takes_adapter
+from verl.training.devices import device_type
 from verl.training.loading import weight_bytes
 
 SHARED_SECONDS = 20.0

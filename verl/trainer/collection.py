@@ -11,10 +11,10 @@ from verl.config import Config
 from verl.data import PromptSampler
 from verl.rewards.interface import Reward, RewardManager
 from verl.rollout.retry import RetryingRollout, drop_failed
-from verl.trainer.metrics import Metrics, Timings, reward_metrics, rollout_metrics
+from verl.trainer.metrics import Timings, reward_metrics, rollout_metrics
 from verl.trainer.rollout_data import write_step
 from verl.trainer.validation import trajectory_seed
-from verl.types import Prompt, Sampling, Status, Trajectory, start_trajectory
+from verl.types import Metrics, Prompt, Sampling, Status, Trajectory, start_trajectory
 
 logger = logging.getLogger(__name__)
 

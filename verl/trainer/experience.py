@@ -13,8 +13,7 @@ from verl.core_algos.kl import KLController, apply_kl_in_reward, mean_sequence_k
 from verl.core_algos.losses import loss_weights
 from verl.core_algos.shaping import clip_advantages, overlong_penalty
 from verl.trainer.collection import Samples
-from verl.trainer.metrics import Metrics
-from verl.types import TokenBatch
+from verl.types import Metrics, TokenBatch
 
 
 def assemble(samples: Samples, config: Config) -> TokenBatch:

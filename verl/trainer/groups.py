@@ -17,7 +17,8 @@ from verl.agent.interface import Agent
 from verl.config import Config
 from verl.errors import SaveError
 from verl.monitor.flops import peak_flops
-from verl.rollout import RolloutReplica
+from verl.rollout.interface import EngineDied, engine_takes_adapter
+from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import RayWorkerGroup
 from verl.single_controller.dispatch import join_tokens, split_by_tokens
@@ -31,12 +32,11 @@ from verl.single_controller.placement import (
 from verl.single_controller.reaper import MARK, OrphanReaper
 from verl.single_controller.restarts import Restarts
 from verl.trainer.cluster import JOB_CONFIG, anchored, check_nodes, uses_gpus
-from verl.trainer.metrics import Metrics
-from verl.training.devices import DETERMINISTIC_ENV, PeakMemory, engine_takes_adapter
+from verl.training.devices import DETERMINISTIC_ENV, PeakMemory
 from verl.training.network import forwarded
 from verl.training.node_folder import on_node
 from verl.training.worker import TrainerWorker
-from verl.types import TokenBatch
+from verl.types import Metrics, TokenBatch
 
 __all__ = ["RolloutReplicas", "TrainerRanks", "build_groups"]
 
@@ -73,27 +73,19 @@ class TrainerRanks:
         split = split_by_tokens(mini_batch, len(self.group))
         return dict(self.group.scatter("update_critic", split.shards)[0])
 
-    def save_weights(self, directory: Path, dtype: str) -> None:
-        """Write the policy as a Hugging Face folder."""
-        self.group.call("save_weights", str(directory.absolute()), dtype)
+    def save_policy(
+        self, directory: Path, dtype: str = "bfloat16", is_adapter: bool = False
+    ) -> None:
+        """Write the policy once, as a Hugging Face folder, or its adapter as peft's folder."""
+        self.group.call("save_policy", str(directory.absolute()), dtype, is_adapter)
 
-    def save_adapter(self, directory: Path) -> None:
-        """Write the policy's adapter as peft's folder."""
-        self.group.call("save_adapter", str(directory.absolute()))
-
-    def hand_over_weights(self, directory: Path, dtype: str) -> float:
-        """Write the policy on each node, for its engines: see `node_folder.on_node`.
+    def share_policy(self, directory: Path, dtype: str, is_adapter: bool) -> float:
+        """Write the policy, or its adapter, on each node for its engines (`node_folder.on_node`).
 
         Returns the seconds of writing files, of the node that took longest.
         """
-        return max(self.group.scatter("hand_over_weights", self._on_nodes(directory), dtype))
-
-    def hand_over_adapter(self, directory: Path) -> float:
-        """Write the policy's adapter, as `hand_over_weights` does the policy."""
-        return max(self.group.scatter("hand_over_adapter", self._on_nodes(directory)))
-
-    def _on_nodes(self, directory: Path) -> list[str]:
-        return [str(on_node(directory, place.node_id)) for place in self.group.places()]
+        folders = [str(on_node(directory, place.node_id)) for place in self.group.places()]
+        return max(self.group.scatter("share_policy", folders, dtype, is_adapter))
 
     def save_checkpoint(self, directory: Path) -> None:
         """Every rank writes its shards below `directory`. Raises SaveError."""
@@ -127,9 +119,9 @@ class TrainerRanks:
         """Actor and critic learn at `scale` times their configured rates from now on."""
         self.group.call("scale_lr", scale)
 
-    def make_room(self) -> None:
-        """Give back the devices' memory that holds nothing."""
-        self.group.call("make_room")
+    def empty_cache(self) -> None:
+        """Give back the devices' memory that torch keeps for reuse."""
+        self.group.call("empty_cache")
 
     def take_peak_memory(self) -> PeakMemory | None:
         """The most that any rank held of its device since the last call; None on CPU."""
@@ -179,7 +171,7 @@ def build_groups(
     rollout = config.actor_rollout_ref.rollout
     per_replica = rollout.tensor_model_parallel_size if use_gpu else 0
     num_replicas = config.num_engines(use_gpu)
-    replicas = create_rollout_group(places, num_replicas, per_replica, env)
+    replicas = create_rollout_group(places, num_replicas, per_replica, env, (EngineDied,))
     replicas.places()
     arguments = [(config, agent_factory, replica) for replica in range(num_replicas)]
     replicas_built = replicas.start_build(RolloutReplica, arguments)
@@ -196,12 +188,11 @@ def build_groups(
     trainer_ranks = TrainerRanks(ranks)
     return trainer_ranks, RolloutReplicas(
         replicas,
-        RolloutReplica,
         arguments,
         restarts,
         takes_adapter=engine_takes_adapter(config),
         hang_timeout=trainer.hang_timeout,
-        make_room=trainer_ranks.make_room,
+        empty_cache=trainer_ranks.empty_cache,
     )
 
 
@@ -216,9 +207,9 @@ def guard_nodes(ranks: RayWorkerGroup, mark: str) -> None:
 def start_engines(replicas: RayWorkerGroup, built: Sequence[object], then_sleep: bool) -> None:
     """Load the engines; on shared GPUs they then give the memory to the ranks."""
     replicas.gather(built)
-    replicas.call("start")
+    replicas.call("engine.start")
     if then_sleep:
-        replicas.call("sleep")
+        replicas.call("engine.sleep")
 
 
 def gpu_threads(

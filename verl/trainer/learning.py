@@ -13,8 +13,8 @@ from verl.monitor.drift import correct_trajectories, drift_and_shift
 from verl.monitor.performance import WorkCounter
 from verl.trainer.experience import mini_batches, with_gradient
 from verl.trainer.groups import TrainerRanks
-from verl.trainer.metrics import Metrics, mean_by_key
-from verl.types import TokenBatch
+from verl.trainer.metrics import mean_by_key
+from verl.types import Metrics, TokenBatch
 
 
 @dataclass

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from verl.monitor.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, SEARCH
-from verl.monitor.performance import Metrics as Metrics
 from verl.monitor.performance import Timings as Timings
 from verl.rewards.interface import Reward
-from verl.types import Origin, Status, TokenBatch, Trajectory
+from verl.types import Metrics, Origin, Status, TokenBatch, Trajectory
 
 
 def spread(name: str, values: Sequence[float]) -> Metrics:

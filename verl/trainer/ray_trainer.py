@@ -39,11 +39,11 @@ from verl.trainer.collection import RolloutCollector
 from verl.trainer.experience import add_advantages, assemble
 from verl.trainer.groups import RolloutReplicas, TrainerRanks
 from verl.trainer.learning import Learner
-from verl.trainer.metrics import Metrics, advantage_metrics, throughput_metrics
+from verl.trainer.metrics import advantage_metrics, throughput_metrics
 from verl.trainer.stopping import Stopper, end_of_time
 from verl.trainer.validation import validate
 from verl.training.weights import copy_tokenizer
-from verl.types import Prompt, TokenBatch
+from verl.types import Metrics, Prompt, TokenBatch
 
 logger = logging.getLogger(__name__)
 
@@ -340,9 +340,9 @@ class RayPPOTrainer:
     def export(self) -> None:
         """Write the trained policy as Hugging Face folders: `model/`, its adapter as `adapter/`."""
         folder = self.directory / "model"
-        self.ranks.save_weights(folder, self.replicas.dtype)
+        self.ranks.save_policy(folder, self.replicas.dtype)
         if self.config.actor_rollout_ref.model.has_adapter:
-            self.ranks.save_adapter(self.directory / "adapter")
+            self.ranks.save_policy(self.directory / "adapter", is_adapter=True)
         copy_tokenizer(self.config.actor_rollout_ref.model.path, folder)
         template = self.config.template
         if is_file(template):

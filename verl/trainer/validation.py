@@ -12,8 +12,8 @@ from tqdm import tqdm
 from verl.config import Config
 from verl.rewards.interface import Reward, RewardManager
 from verl.rollout.retry import Generator, RetryingRollout, drop_failed
-from verl.trainer.metrics import Metrics, validation_metrics
-from verl.types import Prompt, Sampling, Trajectory, start_trajectory
+from verl.trainer.metrics import validation_metrics
+from verl.types import Metrics, Prompt, Sampling, Trajectory, start_trajectory
 
 VALIDATION_STREAM = 1 << 31
 """Keeps the seeds of validation apart from those of any training step."""

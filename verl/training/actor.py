@@ -22,12 +22,11 @@ from verl.core_algos.policy_losses import (
 )
 from verl.training.fsdp import FsdpModel, reduce_max, reduce_sum
 from verl.training.models import PackedInputs
-from verl.types import TokenBatch
+from verl.types import Metrics, TokenBatch
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_TOKEN_BUDGET = 16384
-Metrics = dict[str, float]
 
 
 def loss_mask(batch: TokenBatch) -> Tensor:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from verl.config import CriticConfig
 from verl.core_algos.losses import value_loss, weighted_sum
-from verl.training.actor import Columns, Metrics, TokenBudgets, loss_mask
+from verl.training.actor import Columns, TokenBudgets, loss_mask
 from verl.training.fsdp import FsdpModel, reduce_sum
 from verl.training.models import PackedInputs
-from verl.types import TokenBatch
+from verl.types import Metrics, TokenBatch
 
 logger = logging.getLogger(__name__)
 

@@ -31,15 +31,6 @@ def device_type(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def engine_takes_adapter(config: Config) -> bool:
-    """Whether the engine computes with the policy's adapter; else it gets their sum."""
-    section = config.actor_rollout_ref
-    merges = section.rollout.merge_adapter
-    if merges is None:
-        merges = device_type(config.trainer.device) == "cpu"
-    return section.model.has_adapter and not merges
-
-
 def resolve_device(name: str) -> torch.device:
     """This process's device of the named type."""
     found = device_type(name)
@@ -66,6 +57,14 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"got dtype {name!r}; expected auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def rollout_dtype(config: Config) -> str:
+    """The format that engines compute in, and that weights are handed over in."""
+    wanted = config.actor_rollout_ref.rollout.dtype
+    wanted = config.trainer.compute_dtype if wanted == "auto" else wanted
+    device = torch.device(device_type(config.trainer.device))
+    return dtype_name(resolve_dtype(wanted, device))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

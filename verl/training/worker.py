@@ -24,7 +24,7 @@ from verl import checkpoint
 from verl.config import AdapterConfig, Config, CriticModelConfig, FsdpConfig, ModelConfig
 from verl.core_algos.advantages import ADVANTAGES
 from verl.machine import HostMemory
-from verl.training.actor import DEFAULT_TOKEN_BUDGET, Actor, Metrics, TokenBudgets
+from verl.training.actor import DEFAULT_TOKEN_BUDGET, Actor, TokenBudgets
 from verl.training.critic import Critic
 from verl.training.devices import (
     PeakMemory,
@@ -43,7 +43,7 @@ from verl.training.models import LogProbModel, ValueModel, blocks
 from verl.training.network import interface_variables, join_process_group
 from verl.training.node_folder import NodeFolder
 from verl.training.weights import write_weights
-from verl.types import TokenBatch
+from verl.types import Metrics, TokenBatch
 
 
 def actor_budgets(config: Config) -> TokenBudgets:
@@ -236,56 +236,44 @@ class TrainerWorker:
         assert self.critic is not None, "no critic here: the advantage estimator needs none"
         return self.critic.update(batch)
 
-    def save_weights(self, directory: str | Path, dtype: str = "bfloat16") -> None:
-        """Write the policy as a Hugging Face folder, once; an adapter is merged into the weights.
+    def save_policy(
+        self, directory: str | Path, dtype: str = "bfloat16", is_adapter: bool = False
+    ) -> None:
+        """Write the policy as a Hugging Face folder, once, with its adapter merged into it.
 
-        `directory` is on a file system that the first rank sees.
+        With `is_adapter`, write the adapter alone as peft's folder. `directory` is on a file system
+        that the first rank sees.
         """
-        self._write_weights(Path(directory), dtype, is_writer=self.rank == 0)
+        self._write_policy(Path(directory), dtype, is_adapter, is_writer=self.rank == 0)
 
-    def save_adapter(self, directory: str | Path) -> None:
-        """Write the policy's adapter as peft's folder, once."""
-        self._write_adapter(Path(directory), is_writer=self.rank == 0)
-
-    def hand_over_weights(self, directory: str | Path, dtype: str) -> float:
-        """As `save_weights`, but into a folder of each node's memory that goes with its rank.
+    def share_policy(self, directory: str | Path, dtype: str, is_adapter: bool) -> float:
+        """As `save_policy`, but into a folder of each node's memory that goes with its rank.
 
         Returns the seconds in which this rank wrote files.
         """
-        self._open(Path(directory))
-        return self._write_weights(Path(directory), dtype, is_writer=self.is_first_of_node)
+        is_writer = self.rank % self.config.trainer.n_gpus_per_node == 0
+        if is_writer and self._folder is None:
+            self._folder = NodeFolder(Path(directory))
+        return self._write_policy(Path(directory), dtype, is_adapter, is_writer)
 
-    def hand_over_adapter(self, directory: str | Path) -> float:
-        """As `save_adapter`, and otherwise as `hand_over_weights`."""
-        self._open(Path(directory))
-        return self._write_adapter(Path(directory), is_writer=self.is_first_of_node)
-
-    @property
-    def is_first_of_node(self) -> bool:
-        """Whether this rank writes for its node."""
-        return self.rank % self.config.trainer.n_gpus_per_node == 0
-
-    def _open(self, directory: Path) -> None:
-        if self.is_first_of_node and self._folder is None:
-            self._folder = NodeFolder(directory)
-
-    def _write_weights(self, directory: Path, dtype: str, is_writer: bool) -> float:
+    def _write_policy(
+        self, directory: Path, dtype: str, is_adapter: bool, is_writer: bool
+    ) -> float:
         """Every rank gives its shards; writers write them. Returns the seconds of the writing."""
-        named, seconds = policy_weights(self.actor.engine), 0.0
-        if is_writer:
-            seconds = write_weights(directory, named, self.model_config, dtype)
+        seconds = 0.0
+        if is_adapter:
+            adapter = policy_adapter(self.actor.engine)
+            if is_writer:
+                start = time.perf_counter()
+                adapter.write(directory)
+                seconds = time.perf_counter() - start
         else:
-            for _ in named:
-                pass
-        dist.barrier()
-        return seconds
-
-    def _write_adapter(self, directory: Path, is_writer: bool) -> float:
-        adapter, seconds = policy_adapter(self.actor.engine), 0.0
-        if is_writer:
-            start = time.perf_counter()
-            adapter.write(directory)
-            seconds = time.perf_counter() - start
+            named = policy_weights(self.actor.engine)
+            if is_writer:
+                seconds = write_weights(directory, named, self.model_config, dtype)
+            else:
+                for _ in named:  # each tensor is gathered by all ranks together
+                    pass
         dist.barrier()
         return seconds
 
@@ -323,8 +311,8 @@ class TrainerWorker:
         for engine in self.engines.values():
             engine.scale_lr(scale)
 
-    def make_room(self) -> None:
-        """Give back the memory of the device that torch keeps though nothing is in it."""
+    def empty_cache(self) -> None:
+        """Give back the memory of the device that torch keeps for reuse."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

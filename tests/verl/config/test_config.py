@@ -7,10 +7,10 @@ import pytest
 
 from verl.config import Config, RewardConfig, cli, known, overrides
 from verl.config.known import known_options, page, settings
+from verl.config.lora import VLLM_LORA_RANKS
 from verl.config.option import Limits, Resume
 from verl.config.reward import PlateauConfig, StageConfig
 from verl.errors import ConfigError
-from verl.rollout.vllm_engine import VLLM_LORA_RANKS
 from verl.training.devices import DTYPES
 
 STAGE = StageConfig(plateau=PlateauConfig())

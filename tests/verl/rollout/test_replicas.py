@@ -23,25 +23,25 @@ class SlowEngines(RolloutReplicas):
     """Engines that need a while for what they are asked."""
 
     def _ask(self, method: str, arguments: Sequence[Sequence[Any]] | None = None) -> list[Any]:
-        if method == "take":
+        if method == "engine.update_weights":
             time.sleep(0.03)
         return ["float32"]
+
+    def _present(self) -> list[tuple[str, int, bool]]:
+        return []
 
 
 class SlowRanks:
     """Ranks that say how much of their while they wrote."""
 
-    def hand_over_weights(self, directory: Path, dtype: str) -> float:
+    def share_policy(self, directory: Path, dtype: str, is_adapter: bool) -> float:
         time.sleep(0.02)
         return 0.005
-
-    def hand_over_adapter(self, directory: Path) -> float:
-        return self.hand_over_weights(directory, "float32")
 
 
 def test_the_parts_of_a_hand_over_add_up_to_it() -> None:
     """Ranks gather and write, then engines load; nothing is counted twice."""
-    engines = SlowEngines([], None, [], Restarts(0))  # type: ignore[arg-type]
+    engines = SlowEngines([], [], Restarts(0))  # type: ignore[arg-type]
     for engines.takes_adapter in (False, True):
         start = time.perf_counter()
         parts = engines.update_weights(SlowRanks())
@@ -57,11 +57,11 @@ class OneReplica(RolloutReplicas):
 
     def __init__(self, log: list[str]) -> None:
         self.log, self.fake = log, RecordingReplicas(log)
-        super().__init__(["replica 0"], object, [()], Restarts(0),
-                         make_room=lambda: log.append("make_room"))  # fmt: skip
+        super().__init__(["replica 0"], [()], Restarts(0),
+                         empty_cache=lambda: log.append("empty_cache"))  # fmt: skip
 
-    def _present(self, index: int) -> tuple[str, int, bool]:
-        return "here", self.version, False
+    def _present(self) -> list[tuple[str, int, bool]]:
+        return [("here", self.version, False)]
 
     def _ask(self, method: str, arguments: Sequence[Sequence[Any]] | None = None) -> list[Any]:
         if method == "dtype":
@@ -75,12 +75,12 @@ class OneReplica(RolloutReplicas):
 class HandingRanks(RecordingRanks):
     """Ranks that note the hand-over."""
 
-    def hand_over_weights(self, directory: Path, dtype: str) -> float:
-        self.log.append("hand_over")
+    def share_policy(self, directory: Path, dtype: str, is_adapter: bool) -> float:
+        self.log.append("share_policy")
         return 0.0
 
 
-def test_ranks_make_room_once_a_step_before_the_engines_wake(tmp_path: Path) -> None:
+def test_ranks_empty_their_cache_once_a_step_before_the_engines_wake(tmp_path: Path) -> None:
     """After the last update and before the engines take their share; not after every pass."""
     config, log = Config(), []
     config.trainer.default_local_dir = str(tmp_path)
@@ -97,7 +97,7 @@ def test_ranks_make_room_once_a_step_before_the_engines_wake(tmp_path: Path) -> 
         FixedKLController(0.0), Tracking("p", "e", [], str(tmp_path)), total_steps=2,
     )  # fmt: skip
     trainer.fit()
-    update = ["make_room", "wake_up", "hand_over", "take"]
-    look_back = ["generate", "sleep", "log_probs", "ref_log_probs"]
+    update = ["empty_cache", "engine.wake_up", "share_policy", "engine.update_weights"]
+    look_back = ["generate", "engine.sleep", "log_probs", "ref_log_probs"]
     step = [*look_back, "update_actor", "update_actor", *update]
     assert log == [*update, *step, *step]

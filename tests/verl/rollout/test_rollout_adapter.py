@@ -18,7 +18,7 @@ from search_r1.agent.generation import search_agent
 from search_r1.search.client import EmptyRetrieval
 from verl.agent.interface import Agent
 from verl.config import Config
-from verl.rollout import RolloutReplica
+from verl.rollout.replica import RolloutReplica
 from verl.training.adapters import Adapter
 from verl.types import Completion, Sampling
 
@@ -68,9 +68,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
     loop = asyncio.new_event_loop()
     replica = RolloutReplica(config, build, replica=0)
-    loop.run_until_complete(replica.start())
+    loop.run_until_complete(replica.engine.start())
     yield Running(loop, replica, tokenizer)
-    loop.run_until_complete(replica.shutdown())
+    loop.run_until_complete(replica.engine.shutdown())
     loop.close()
 
 
@@ -115,7 +115,7 @@ def test_line_14_each_adapter_is_used_with_no_old_cache(running: Running, tmp_pa
     targets = (["q_proj", "down_proj"], ["k_proj", "gate_proj", "up_proj"], ["o_proj", "v_proj"])
     for version, names in enumerate(targets, start=1):
         model = random_adapter(version, names)
-        update = running.replica.update_adapter(write(model, tmp_path), version)
+        update = running.replica.engine.update_weights(write(model, tmp_path), version, True)
         running.loop.run_until_complete(update)
         for prompt, got in zip(prompts, running.generate(prompts), strict=True):
             assert got.weight_version == version

@@ -33,6 +33,13 @@ def model() -> LlamaForCausalLM:
     return tiny_llama(258, eos_token_id=EOS)
 
 
+def of(model: LlamaForCausalLM) -> TransformersEngine:
+    """A started engine of this model."""
+    engine = TransformersEngine("", "cpu", "float32")
+    engine.model, engine.tokenizer = model, Latin()
+    return engine
+
+
 def generate(engine: TransformersEngine, ids: list[int], sampling: Sampling) -> Completion:
     """One completion."""
     return asyncio.run(engine.generate(ids, sampling))
@@ -40,7 +47,7 @@ def generate(engine: TransformersEngine, ids: list[int], sampling: Sampling) -> 
 
 def test_log_probs_are_those_of_a_forward_without_cache(model: LlamaForCausalLM) -> None:
     """Over two turns that share the cache, and one that does not begin like them."""
-    engine = TransformersEngine(model, Latin())
+    engine = of(model)
     first = generate(engine, PROMPT, Sampling(6, seed=1))
     second_prompt = [*PROMPT, *first.ids, *b" and then?"]
     for prompt in (second_prompt, list(b"Another"), PROMPT):
@@ -54,7 +61,7 @@ def test_log_probs_are_those_of_a_forward_without_cache(model: LlamaForCausalLM)
 
 def test_greedy_takes_the_likeliest_and_seeds_repeat(model: LlamaForCausalLM) -> None:
     """Temperature 0 ignores the seed; a seed repeats itself and differs from others."""
-    engine = TransformersEngine(model, Latin())
+    engine = of(model)
     greedy = {generate(engine, PROMPT, Sampling(6, temperature=0, seed=n)).ids for n in range(3)}
     assert len(greedy) == 1
     sampled = [generate(engine, PROMPT, Sampling(8, seed=n)).ids for n in (1, 2, 1)]
@@ -64,7 +71,7 @@ def test_greedy_takes_the_likeliest_and_seeds_repeat(model: LlamaForCausalLM) ->
 def test_it_streams_all_text_and_stops_at_the_first_tag(model: LlamaForCausalLM) -> None:
     """What is heard is the completion's text, which ends with the stop string."""
     heard: list[str] = []
-    engine = TransformersEngine(model, Latin())
+    engine = of(model)
     free = asyncio.run(engine.stream(PROMPT, Sampling(20, seed=3), heard.append))
     assert "".join(heard) == free.text
     assert free.finish_reason == "length"
@@ -78,7 +85,7 @@ def test_it_streams_all_text_and_stops_at_the_first_tag(model: LlamaForCausalLM)
 def test_a_cancelled_request_stops_sampling_and_hears_no_more(model: LlamaForCausalLM) -> None:
     """The thread ends long before the limit, and the next request is as if it came first."""
     heard: list[str] = []
-    engine = TransformersEngine(model, Latin())
+    engine = of(model)
     endless = Sampling(1_000_000, seed=3)
 
     async def play() -> Completion:
@@ -98,20 +105,20 @@ def test_a_cancelled_request_stops_sampling_and_hears_no_more(model: LlamaForCau
         assert len(heard) == count
         return completion
 
-    expected = generate(TransformersEngine(model, Latin()), PROMPT, Sampling(6, seed=1))
+    expected = generate(of(model), PROMPT, Sampling(6, seed=1))
     assert asyncio.run(play()) == expected
     assert not any(t.name.startswith("asyncio_") for t in threading.enumerate())
 
 
 def test_requests_at_once_do_not_share_a_cache(model: LlamaForCausalLM) -> None:
     """Two dialogues at the same time get what each gets alone."""
-    engine = TransformersEngine(model, Latin())
+    engine = of(model)
     prompts, sampling = (PROMPT, list(b"Another")), Sampling(8, seed=1)
 
     async def both() -> list[Completion]:
         return await asyncio.gather(*(engine.generate(p, sampling) for p in prompts))
 
-    alone = [generate(TransformersEngine(model, Latin()), p, sampling).ids for p in prompts]
+    alone = [generate(of(model), p, sampling).ids for p in prompts]
     assert [completion.ids for completion in asyncio.run(both())] == alone
 
 
@@ -121,7 +128,7 @@ def test_a_sampled_end_of_sequence_is_kept() -> None:
     with torch.no_grad():
         hidden = model.model(torch.tensor([PROMPT])).last_hidden_state[0, -1]
         model.lm_head.weight[EOS] = hidden
-    got = generate(TransformersEngine(model, Latin()), PROMPT, Sampling(5, temperature=0))
+    got = generate(of(model), PROMPT, Sampling(5, temperature=0))
     assert (got.ids, got.finish_reason, got.text) == ((EOS,), "stop", "<eos>")
 
 
@@ -143,4 +150,4 @@ def test_the_earliest_stop_string_cuts() -> None:
 def test_a_missing_model_is_named() -> None:
     """With what to do about it."""
     with pytest.raises(ModelError, match="no/such/folder"):
-        TransformersEngine.from_folder("no/such/folder", "cpu", "float32")
+        asyncio.run(TransformersEngine("no/such/folder", "cpu", "float32").start())

@@ -1,5 +1,6 @@
 """What an engine is told; nothing here starts one."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -40,7 +41,7 @@ def test_the_other_devices_build_of_vllm_is_refused() -> None:
     """A CPU run with vLLM's GPU build would fill card 0; the reverse fails without a reason."""
     other = {"cpu": "cuda", "cuda": "cpu"}[vllm_device()]
     with pytest.raises(ModelError, match=r"got vLLM's .* build, expected its"):
-        VllmEngine(EngineConfig("policy", max_model_len=8, device=other))
+        asyncio.run(VllmEngine(EngineConfig("policy", max_model_len=8, device=other)).start())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from search_r1.agent.generation import search_agent
 from search_r1.search.client import RetrievalClient
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from verl.rollout import retry as outages
-from verl.types import Engine, Sampling, Trajectory
+from verl.rollout.interface import RolloutEngine
+from verl.types import Sampling, Trajectory
 
 
 class InProcess:
@@ -25,7 +26,7 @@ class InProcess:
 
     def sleep(self) -> None: ...
 
-    def policy(self, start: Trajectory) -> Engine:
+    def policy(self, start: Trajectory) -> RolloutEngine:
         """What speaks in that dialogue."""
         return policy_of(start)
 

@@ -101,7 +101,7 @@ class RecordingRanks:
     def scale_lr(self, scale: float) -> None:
         self.log.append(f"scale_lr {scale:g}")
 
-    def save_weights(self, directory: Path, dtype: str) -> None:
+    def save_policy(self, directory: Path, dtype: str = "", is_adapter: bool = False) -> None:
         directory.mkdir(parents=True, exist_ok=True)
 
 

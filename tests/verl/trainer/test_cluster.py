@@ -11,6 +11,7 @@ import pytest
 
 from verl.config import Config, cli
 from verl.errors import ConfigError
+from verl.rollout.interface import engine_takes_adapter
 from verl.trainer import cluster
 from verl.trainer.cluster import (
     anchored,
@@ -22,7 +23,6 @@ from verl.trainer.cluster import (
     shared_memory_problems,
     unseen,
 )
-from verl.training.devices import engine_takes_adapter
 
 REQUIRED = ["data.train_files=t.parquet", "data.val_files=v.parquet"]
 

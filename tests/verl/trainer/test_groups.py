@@ -62,5 +62,4 @@ def test_the_ranks_know_what_their_card_can_do(card: tuple[str, str], peak: floa
 def test_the_weights_are_written_when_the_slowest_node_is_done(tmp_path: Path) -> None:
     """Ranks that write nothing say 0."""
     ranks = TrainerRanks(Answers([1.5, 0.0, 2.5, 0.0]))
-    assert ranks.hand_over_weights(tmp_path, "bfloat16") == 2.5
-    assert ranks.hand_over_adapter(tmp_path) == 2.5
+    assert ranks.share_policy(tmp_path, "bfloat16", is_adapter=False) == 2.5

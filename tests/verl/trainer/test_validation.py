@@ -11,8 +11,8 @@ from verl.config import Config
 from verl.errors import ToolOutage
 from verl.rewards.interface import EachAlone, Reward
 from verl.rollout.retry import RetryingRollout
-from verl.trainer.metrics import Metrics
 from verl.trainer.validation import sample, validate
+from verl.types import Metrics
 
 
 def requested(config: Config) -> set[tuple[float, float]]:

@@ -47,8 +47,8 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
     answers["values"] = worker.values(first)
     answers["ref_log_probs"] = worker.ref_log_probs(first)
     answers["log_probs"] = worker.log_probs(first)
-    worker.save_weights(Path(out) / "merged", "float32")
-    worker.save_adapter(Path(out) / "adapter")
+    worker.save_policy(Path(out) / "merged", "float32")
+    worker.save_policy(Path(out) / "adapter", is_adapter=True)
     # The driver makes the folder and names it when all ranks are done.
     worker.save_checkpoint(Path(out) / "global_step_3.tmp")
     answers["next"] = next_metrics(worker, rank, size)

@@ -42,7 +42,7 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
         answers["metrics"].append(worker.update_actor(shard_of(rank, size, lengths, seed)))
         answers["metrics"].append(worker.update_critic(shard_of(rank, size, lengths, seed)))
     answers["values"] = worker.values(first)
-    worker.save_weights(Path(out) / "weights", "float32")
+    worker.save_policy(Path(out) / "weights", "float32")
     # The driver makes the folder and names it when all ranks are done.
     answers["problems"] = worker.save_checkpoint(Path(out) / "global_step_3.tmp")
     answers["drawn"] = draw()
@@ -97,7 +97,7 @@ def resume(rank: int, size: int, port: int, model: str, out: str) -> dict[str, A
     assert found is not None
     worker.load_checkpoint(found)
     drawn = draw()
-    worker.save_weights(Path(out) / f"resumed_{size}", "float32")
+    worker.save_policy(Path(out) / f"resumed_{size}", "float32")
     answers = {"next": next_metrics(worker, rank, size), "drawn": drawn}
     worker.shutdown()
     return answers

@@ -266,14 +266,14 @@ def test_line_17_a_gradient_that_is_not_finite_is_skipped(bad: float) -> None:
 
 
 def test_a_step_keeps_the_memory_that_the_next_one_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device memory is given back in `make_room` alone: to take it again costs time."""
+    """Device memory is given back in `empty_cache` alone: to take it again costs time."""
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
     engine = make_actor().engine
     engine.device = torch.device("cuda")
     engine.step()
     assert not calls
-    TrainerWorker.make_room(engine)  # type: ignore[arg-type]
+    TrainerWorker.empty_cache(engine)  # type: ignore[arg-type]
     assert calls == ["empty_cache"]
 
 

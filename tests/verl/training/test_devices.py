@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from verl.config import Config
+from verl.rollout.interface import engine_takes_adapter
 from verl.training.devices import (
     PeakMemory,
-    engine_takes_adapter,
     make_deterministic,
     resolve_dtype,
     take_peak_memory,

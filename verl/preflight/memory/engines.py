@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl.config import Config
+from verl.config.lora import VLLM_LORA_RANKS
 from verl.model_shape import ModelShape
 from verl.preflight.memory.needs import (
     ASLEEP,
@@ -17,8 +18,8 @@ from verl.preflight.memory.needs import (
     Need,
     pinned,
 )
-from verl.rollout.vllm_engine import VLLM_LORA_RANKS, batched_tokens
-from verl.training.devices import engine_takes_adapter
+from verl.rollout.interface import engine_takes_adapter
+from verl.rollout.vllm_engine import batched_tokens
 
 SAMPLING_COPIES = 3
 """Float32 copies of the logits of all decoded sequences: logits, their log-softmax, sorting."""

@@ -27,7 +27,8 @@ from verl.preflight.memory.needs import (
     Phase,
 )
 from verl.preflight.memory.ranks import activation_needs, gathered_needs, held_models, shard_needs
-from verl.training.devices import DTYPES, engine_takes_adapter
+from verl.rollout.interface import engine_takes_adapter
+from verl.training.devices import DTYPES
 from verl.training.weights import SHARD_BYTES
 
 BATCH_BYTES = 160

@@ -1,0 +1,54 @@
+"""Engines that tests share, since starting one takes seconds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.verl.rollout.engines import Running, save_model, tiny_config
+from verl.rollout import vllm_engine
+from verl.rollout.interface import build_engine
+
+
+def children() -> set[int]:
+    """Processes below this one, the resource tracker's apart."""
+    found = psutil.Process().children(recursive=True)
+    return {p.pid for p in found if "resource_tracker" not in " ".join(p.cmdline())}
+
+
+def started(name: str, folder: Path) -> Iterator[Running]:
+    """The engine `name` with a model in `folder`, until the tests are over."""
+    tokenizer = save_model(folder, seed=0)
+    loop = asyncio.new_event_loop()
+    engine = build_engine(tiny_config(folder, name))
+    loop.run_until_complete(engine.start())
+    yield Running(loop, engine, tokenizer, folder)
+    loop.run_until_complete(engine.shutdown())
+    loop.close()
+
+
+@pytest.fixture(scope="session")
+def session_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One vLLM engine; `test_vllm_death.py`, the last file that uses it, kills it."""
+    before = children()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_engine, "WORKER_EXTENSION", "tests.verl.rollout.forgetting.Forgetting")
+        yield from started("vllm", tmp_path_factory.mktemp("vllm"))
+    assert children() <= before, "the engine left processes behind"
+
+
+@pytest.fixture(scope="session")
+def session_transformers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One engine of transformers."""
+    yield from started("transformers", tmp_path_factory.mktemp("transformers"))
+
+
+@pytest.fixture
+def vllm(session_vllm: Running) -> Running:
+    """The shared engine with the weights of its start."""
+    session_vllm.reset()
+    return session_vllm

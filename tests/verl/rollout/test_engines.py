@@ -1,0 +1,188 @@
+"""What every rollout engine owes to the trainer, asked of each that can be trained with."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.verl.rollout.engines import (
+    Running,
+    exact_log_probs,
+    model_in,
+    save_model,
+    tiny_config,
+)
+from verl.config import Config
+from verl.errors import ConfigError
+from verl.rollout.interface import (
+    build_engine,
+    engine_class,
+    engine_problems,
+    engine_takes_adapter,
+)
+from verl.types import Completion, Sampling
+
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(params=[pytest.param("vllm", marks=pytest.mark.vllm_cpu), "transformers"])
+def running(request: pytest.FixtureRequest) -> Running:
+    """Each engine with the weights of its start."""
+    found: Running = request.getfixturevalue(f"session_{request.param}")
+    found.reset()
+    return found
+
+
+def test_log_probs_are_those_of_the_weights_it_was_given(running: Running, tmp_path: Path) -> None:
+    """Before and after an update, for a prompt that is cached; completions name their version."""
+    prompt = running.tokenizer.encode("The capital of France is " * 20)
+    for version in (0, 3, 4):
+        folder = running.folder
+        if version:
+            folder = tmp_path / str(version)
+            save_model(folder, seed=version)
+            running.update(folder, version)
+        got = running.generate(prompt, seed=version, temperature=0.7)
+        assert got.weight_version == version
+        assert len(got.ids) == len(got.log_probs) > 0
+        if version == 0:
+            got = running.generate(prompt, seed=version)  # at temperature 1
+        else:
+            got = running.generate(prompt, seed=version, temperature=1.0)
+        expected = exact_log_probs(model_in(folder), [*prompt, *got.ids], len(prompt))
+        assert got.log_probs == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_seeds_repeat_and_greedy_ignores_them(running: Running) -> None:
+    """A seed gives the same ids again, another seed others; temperature 0 takes the likeliest."""
+    prompt = running.tokenizer.encode("Who was it?")
+    one, other, again = (running.generate(prompt, seed=seed).ids for seed in (1, 2, 1))
+    assert one == again != other
+    greedy = {running.generate(prompt, seed=seed, temperature=0.0).ids for seed in (1, 2)}
+    assert len(greedy) == 1
+
+
+def test_the_stop_string_is_kept_and_ends_the_text(running: Running) -> None:
+    """Its token is the last of the ids, with a log-prob."""
+    prompt = running.tokenizer.encode("Tell me")
+    free = running.generate(prompt, seed=4, max_tokens=12)
+    assert (free.finish_reason, len(free.ids)) == ("length", 12)
+    tag = free.text[len(free.text) // 2 :][:4]
+    stopped = running.generate(prompt, seed=4, max_tokens=12, stop=(tag, "never"))
+    assert stopped.finish_reason == "stop" and stopped.text.count(tag) == 1
+    assert stopped.ids == free.ids[: len(stopped.ids)]
+    assert len(stopped.ids) == len(stopped.log_probs)
+
+
+def test_what_is_streamed_is_the_completion(running: Running) -> None:
+    """The parts that are heard make its text, which is that of `generate`."""
+    prompt, sampling, heard = running.tokenizer.encode("Tell me"), Sampling(8, seed=6), []
+    stream = running.engine.stream(prompt, sampling, heard.append)
+    streamed = running.loop.run_until_complete(stream)
+    assert "".join(heard) == streamed.text
+    assert streamed.ids == running.generate(prompt, seed=6).ids
+
+
+def test_requests_at_once_get_what_each_gets_alone(running: Running) -> None:
+    """No request sees another's context."""
+    prompts = [running.tokenizer.encode(text) for text in ("Who?", "Where is it?", "Why so?")]
+
+    async def together() -> list[Completion]:
+        requests = [Sampling(8, seed=n) for n in range(len(prompts))]
+        return await asyncio.gather(*map(running.engine.generate, prompts, requests))
+
+    alone = [running.generate(prompt, seed=n).ids for n, prompt in enumerate(prompts)]
+    assert [c.ids for c in running.loop.run_until_complete(together())] == alone
+
+
+def test_it_wakes_from_sleep_with_the_weights_that_come_next(running: Running) -> None:
+    """The trainer's order of calls; a living engine answers a probe at any time."""
+    prompt = running.tokenizer.encode("Tell me")
+    before = running.generate(prompt, seed=6)
+    for call in (running.engine.sleep(), running.engine.wake_up(), running.engine.probe()):
+        running.loop.run_until_complete(call)
+    running.reset()
+    assert running.generate(prompt, seed=6).ids == before.ids
+
+
+def test_an_engine_that_never_started_can_be_probed_and_shut_down(tmp_path: Path) -> None:
+    """So that whatever ends a run need not know how far it came."""
+    for name in ("vllm", "transformers"):
+        engine = build_engine(tiny_config(tmp_path, name))
+        asyncio.run(engine.probe())
+        asyncio.run(engine.shutdown())
+
+
+OWN = """
+from verl.rollout.interface import RolloutEngine
+from verl.types import Completion
+
+
+class Parrot(RolloutEngine):
+    takes_weights = True
+
+    def __init__(self, config, replica):
+        self.replica, self.version = replica, 0
+
+    async def generate(self, prompt_ids, sampling):
+        return Completion(tuple(prompt_ids), (0.0,) * len(prompt_ids), "said", "stop", self.version)
+
+    async def update_weights(self, folder, version, is_adapter=False):
+        self.version = version
+
+
+class Fixed(Parrot):
+    takes_weights = False
+"""
+
+
+def test_an_engine_of_ones_own_is_one_file(tmp_path: Path) -> None:
+    """`generate` and, to be trained with, `update_weights`; all else has a default."""
+    (tmp_path / "own.py").write_text(OWN)
+    config = tiny_config(tmp_path, f"{tmp_path}/own.py:Parrot")
+    config.actor_rollout_ref.model.lora_rank = 8
+    assert list(engine_problems(config)) == [] and not engine_takes_adapter(config)
+    engine, heard = build_engine(config, replica=3), []
+
+    async def use() -> Completion:
+        for call in (engine.start(), engine.wake_up(), engine.update_weights("f", 7)):
+            await call
+        completion = await engine.stream([1, 2], Sampling(8), heard.append)
+        for call in (engine.probe(), engine.sleep(), engine.shutdown()):
+            await call
+        return completion
+
+    assert asyncio.run(use()) == Completion((1, 2), (0.0, 0.0), "said", "stop", 7)
+    assert heard == ["said"] and engine.replica == 3
+
+
+def refusals(config: Config) -> list[str]:
+    return [str(problem) for problem in engine_problems(config)]
+
+
+def test_an_engine_that_takes_no_weights_is_refused_for_training(tmp_path: Path) -> None:
+    """Before any work, with what it is good for; and so is a name that means nothing."""
+    (tmp_path / "own.py").write_text(OWN)
+    for name in ("remote", f"{tmp_path}/own.py:Fixed"):
+        (problem,) = refusals(tiny_config(tmp_path, name))
+        assert "takes new weights" in problem and "--endpoint" in problem
+    (problem,) = refusals(tiny_config(tmp_path, "vlm"))
+    assert "got vlm" in problem and "rollout.name=vllm" in problem
+    with pytest.raises(ConfigError, match=r"rollout\.url"):
+        build_engine(tiny_config(tmp_path, "remote"))
+
+
+def test_an_adapter_alone_is_refused_where_the_engine_takes_whole_weights(tmp_path: Path) -> None:
+    """Left to us it is merged; asked for it is an error. vLLM takes it."""
+    config = tiny_config(tmp_path, "transformers")
+    config.actor_rollout_ref.model.lora_rank = 8
+    config.trainer.device = "cuda"
+    assert refusals(config) == [] and not engine_takes_adapter(config)
+    config.actor_rollout_ref.rollout.merge_adapter = False
+    (problem,) = refusals(config)
+    assert "merge_adapter" in problem
+    config.actor_rollout_ref.rollout.name = "vllm"
+    assert refusals(config) == [] and engine_takes_adapter(config)
+    assert engine_class("vllm").takes_adapters

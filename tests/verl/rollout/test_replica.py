@@ -1,0 +1,214 @@
+"""The vLLM replica, for real: log-probs, seeds, stops, weight updates, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from example.tiny import tiny_llama
+from search_r1.agent.generation import search_agent
+from search_r1.search.client import EmptyRetrieval
+from tests.verl.rollout.conftest import children
+from tests.verl.rollout.engines import MAX_PROMPT, Running, exact_log_probs, model_in, tiny_config
+from verl.agent.dialogue import DialogueAgent, Limits
+from verl.agent.interface import Agent
+from verl.config import Config
+from verl.rollout.interface import RolloutEngine
+from verl.rollout.replica import RolloutReplica
+from verl.types import Completion, Prompt, Sampling, Trajectory, start_trajectory
+
+pytestmark = pytest.mark.vllm_cpu
+
+TOLERANCE = 1e-3
+
+
+@dataclass
+class RecordingAgent:
+    """The search agent, keeping every request its engine gets."""
+
+    agent: DialogueAgent
+    requests: list[tuple[tuple[int, ...], Sampling]] = field(default_factory=list)
+
+    async def run(self, start: Trajectory, engine: RolloutEngine, sampling: Sampling) -> Trajectory:
+        return await self.agent.run(start, _Recorder(engine, self.requests), sampling)
+
+
+@dataclass
+class _Recorder:
+    engine: RolloutEngine
+    requests: list[tuple[tuple[int, ...], Sampling]]
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        self.requests.append((tuple(prompt_ids), sampling))
+        return await self.engine.generate(prompt_ids, sampling)
+
+
+@dataclass
+class Replica:
+    """The session's engine in a replica with a recording agent."""
+
+    running: Running
+    replica: RolloutReplica
+    agent: RecordingAgent
+
+    def rollout(self, starts: list[Trajectory], temperature: float = 1.0) -> list[Trajectory]:
+        sampling = Sampling(max_tokens=8, temperature=temperature)
+        return self.running.loop.run_until_complete(self.replica.rollout(starts, sampling))
+
+    def prompt(self, text: str) -> Prompt:
+        return Prompt("test#0", tuple(self.running.tokenizer.encode(text)), "test", ("x",))
+
+
+@pytest.fixture
+def replica(vllm: Running) -> Replica:
+    """A replica of two-turn dialogues."""
+    limits = Limits(max_turns=2, max_response_length=16, max_prompt_length=MAX_PROMPT)
+    agent = RecordingAgent(search_agent(EmptyRetrieval(), vllm.tokenizer, limits))
+
+    def build(config: Config) -> Agent:
+        return agent
+
+    made = RolloutReplica(tiny_config(vllm.folder), build, replica=0)
+    made.engine = vllm.engine
+    return Replica(vllm, made, agent)
+
+
+def assert_log_probs_match(model: LlamaForCausalLM, prompt: Sequence[int], got: Completion) -> None:
+    """The engine's log-probs are those of `model`."""
+    expected = exact_log_probs(model, [*prompt, *got.ids], len(prompt))
+    assert got.log_probs == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_line_01_trained_log_probs_match_over_a_whole_trajectory(replica: Replica) -> None:
+    """Over turns and feedback, every policy token's log-prob is that of the joined sequence."""
+    model = model_in(replica.running.folder)
+    (done,) = replica.rollout([start_trajectory(replica.prompt("Who?"), seed=5)])
+    position = 0
+    for segment in done.segments:
+        end = position + len(segment.ids)
+        if segment.log_probs:
+            expected = exact_log_probs(model, done.ids[:end], position)
+            assert segment.log_probs == pytest.approx(expected, abs=TOLERANCE)
+        position = end
+    assert done.stats["turns"] == 3
+    assert done.prompt == replica.prompt("Who?")
+
+
+def test_line_12_seeds_differ_in_a_group_and_reproduce_it(replica: Replica) -> None:
+    """Samples of one prompt are distinct, and the same seeds give the same samples."""
+    starts = [start_trajectory(replica.prompt("Who?"), "1/0", n, seed=n) for n in range(6)]
+    first, second = replica.rollout(starts), replica.rollout(starts)
+    assert len({tuple(t.ids) for t in first}) == len(starts)
+    assert [t.ids for t in first] == [t.ids for t in second]
+    assert [t.sample for t in first] == list(range(6))
+
+
+def test_line_13_greedy_is_greedy_on_every_turn(replica: Replica) -> None:
+    """Temperature 0 reaches each request, and the tokens are the most likely ones."""
+    replica.agent.requests.clear()
+    (done,) = replica.rollout([start_trajectory(replica.prompt("Why?"), seed=3)], temperature=0.0)
+    assert [sampling.temperature for _, sampling in replica.agent.requests] == [0.0] * 3
+    model = model_in(replica.running.folder)
+    first = done.segments[1].ids
+    with torch.no_grad():
+        rows = model(torch.tensor([[*done.prompt.ids, *first]])).logits[0]
+    assert list(first) == rows[len(done.prompt.ids) - 1 : -1].argmax(-1).tolist()
+
+
+def test_line_05_each_request_is_a_prefix_of_the_trajectory(replica: Replica) -> None:
+    """The engine is given exactly the context that is trained on."""
+    replica.agent.requests.clear()
+    (done,) = replica.rollout([start_trajectory(replica.prompt("When?"), seed=1)])
+    for ids, _ in replica.agent.requests:
+        assert tuple(done.ids[: len(ids)]) == ids
+
+
+def test_line_02_generation_stops_at_the_stop_string_and_keeps_its_token(vllm: Running) -> None:
+    """A stop string that ends inside a token keeps that token whole, and nothing after it."""
+    prompt = vllm.tokenizer.encode("Tell me")
+    free = vllm.generate(prompt, seed=4, max_tokens=12)
+    words = [vllm.tokenizer.decode([i]) for i in free.ids]
+    turn = next(n for n, word in enumerate(words) if n > 1 and len(word.strip()) > 2)
+    tag = words[turn][:-1]  # ends before the token does
+    stopped = vllm.generate(prompt, seed=4, max_tokens=12, stop=(tag,))
+    assert stopped.finish_reason == "stop"
+    assert stopped.ids == free.ids[: len(stopped.ids)]
+    assert len(stopped.ids) == len(stopped.log_probs) <= turn + 1
+    assert stopped.text.endswith(tag)
+
+
+def test_line_02_a_sampled_end_of_sequence_is_kept(vllm: Running, tmp_path: Path) -> None:
+    """The end-of-sequence token is among the ids, with its log-prob, and in the text."""
+    eos = vllm.tokenizer.eos_token_id
+    model = model_in(vllm.folder)
+    prompt = vllm.tokenizer.encode("The end")
+    with torch.no_grad():
+        hidden = model.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+        model.lm_head.weight[eos] = hidden * (30 / hidden.norm())
+    update(vllm, model, tmp_path, version=1)
+    got = vllm.generate(prompt, temperature=0.0)
+    assert got.ids == (eos,)
+    assert got.finish_reason == "stop"
+    assert got.text == vllm.tokenizer.eos_token
+    assert len(got.log_probs) == 1
+
+
+def update(vllm: Running, model: LlamaForCausalLM, folder: Path, version: int) -> None:
+    """Bring `model` into the engine as the trainer does it."""
+    model.save_pretrained(folder)
+    vllm.update(folder, version)
+
+
+def test_line_14_updated_weights_are_used_with_no_old_cache(vllm: Running, tmp_path: Path) -> None:
+    """After an update the same prompt has the new model's log-probs, and the new version."""
+    prompt = vllm.tokenizer.encode("The same long prompt again and again. " * 40)
+    assert len(prompt) > 256  # several cache blocks
+    for version in (7, 8):
+        model = tiny_llama(eos_token_id=vllm.tokenizer.eos_token_id, seed=version)
+        update(vllm, model, tmp_path / str(version), version)
+        got = vllm.generate(prompt, seed=1)
+        assert got.weight_version == version
+        assert_log_probs_match(model, prompt, got)
+
+
+def test_weights_that_sleep_dropped_come_whole_with_the_next_folder(
+    vllm: Running, tmp_path: Path
+) -> None:
+    """Sleep of level 2 keeps buffers alone: a folder of weights must bring all the rest."""
+    forgetting = vllm.engine._llm.collective_rpc("forget_weights")
+    (forgotten,) = vllm.loop.run_until_complete(forgetting)
+    assert forgotten > 10
+    model = tiny_llama(eos_token_id=vllm.tokenizer.eos_token_id, seed=9)
+    update(vllm, model, tmp_path, version=9)
+    prompt = vllm.tokenizer.encode("The capital of France is")
+    assert_log_probs_match(model, prompt, vllm.generate(prompt, seed=2))
+
+
+def test_long_seeded_prompts_at_once_are_never_prefilled_in_chunks(vllm: Running) -> None:
+    """More prompt tokens than one step holds still work with seeds on CPU."""
+    length = MAX_PROMPT
+    prompts = [[(7 * n + i) % 40000 + 100 for i in range(length)] for n in range(40)]
+    assert length * len(prompts) > 2 * 8192
+
+    async def together() -> list[Completion]:
+        requests = [Sampling(max_tokens=2, seed=n) for n in range(len(prompts))]
+        engine = vllm.engine
+        return await asyncio.gather(*map(engine.generate, prompts, requests))
+
+    answers = vllm.loop.run_until_complete(together())
+    assert all(len(answer.ids) >= 1 for answer in answers)
+    assert all(math.isfinite(p) for answer in answers for p in answer.log_probs)
+
+
+def test_the_engine_process_is_one_and_quiet(vllm: Running) -> None:
+    """The engine core runs in a single process of its own."""
+    assert len(children()) >= 1
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"
