@@ -87,11 +87,11 @@ def test_restarts_are_used_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 def test_replicas_and_runs_share_one_count() -> None:
     """A run that loses replica after replica cannot go on for ever by restarting in between."""
     restarts = Restarts(3)
-    restarts.spend_on_replica(ReplicaLost("replica 0"))
+    restarts.spend_on_replicas(ReplicaLost("replica 0"))
     restarts.spend_on_run(RankLost("rank 0"), "the beginning")
-    restarts.spend_on_replica(ReplicaLost("replica 0"))
+    restarts.spend_on_replicas(ReplicaLost("replica 0"))
     with pytest.raises(ReplicaLost):
-        restarts.spend_on_replica(ReplicaLost("replica 0"))
+        restarts.spend_on_replicas(ReplicaLost("replica 0"))
     assert restarts.metrics() == {"fault/replica_restarts": 2.0, "fault/run_restarts": 1.0}
 
 
