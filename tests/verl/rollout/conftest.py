@@ -33,7 +33,7 @@ def started(name: str, folder: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def session_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One vLLM engine; `test_vllm_death.py`, the last file that uses it, kills it."""
+    """One vLLM engine; the tests of `test_vllm_death.py`, which come last, kill it."""
     before = children()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_engine, "WORKER_EXTENSION", "tests.verl.rollout.forgetting.Forgetting")
@@ -52,3 +52,8 @@ def vllm(session_vllm: Running) -> Running:
     """The shared engine with the weights of its start."""
     session_vllm.reset()
     return session_vllm
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests that kill the session's engine come last, in whatever order they were named."""
+    items.sort(key=lambda item: "test_vllm_death" in item.nodeid)
