@@ -169,7 +169,7 @@ def test_an_engine_that_takes_no_weights_is_refused_for_training(tmp_path: Path)
         (problem,) = refusals(tiny_config(tmp_path, name))
         assert "takes new weights" in problem and "--endpoint" in problem
     (problem,) = refusals(tiny_config(tmp_path, "vlm"))
-    assert "got vlm" in problem and "rollout.name=vllm" in problem
+    assert "got 'vlm'" in problem and "did you mean 'vllm'?" in problem
     with pytest.raises(ConfigError, match=r"rollout\.url"):
         build_engine(tiny_config(tmp_path, "remote"))
 
