@@ -107,7 +107,7 @@ def _write_own(
     directory: Path, engines: Mapping[str, FsdpModel], model_config: PretrainedConfig
 ) -> str:
     """Write the small files of this rank; what went wrong, or an empty text."""
-    schedules = {name: engine.scheduler.state_dict() for name, engine in engines.items()}
+    schedules = {name: {"last_epoch": engine.num_done} for name, engine in engines.items()}
     scales = {name: e.loss_scale.state_dict() for name, e in engines.items() if e.loss_scale}
     own = _rank_file(directory, dist.get_rank())
     try:
@@ -136,7 +136,7 @@ def load_shards(directory: Path, engines: Mapping[str, FsdpModel]) -> None:
     own = _rank_file(directory, dist.get_rank())
     state = torch.load(own if own.exists() else _rank_file(directory, 0), weights_only=False)
     for name, engine in engines.items():
-        engine.take_up_schedule(state["schedules"][name]["last_epoch"])
+        engine.num_done = state["schedules"][name]["last_epoch"]
         scale = state.get("loss_scales", {}).get(name)  # older checkpoints, and other formats
         if engine.loss_scale is not None and scale is not None:
             engine.loss_scale.load_state_dict(scale)

@@ -1,13 +1,12 @@
-"""The FSDP2 engine: a sharded model, its optimizer and schedule, and packed micro-batches.
+"""A model over all ranks by FSDP2, its optimizer and schedule, and packed micro-batches.
 
 What is trained, its gradients and optimizer state are float32; forward and backward compute in the
-compute dtype, in float16 with a scaled loss. Several engines may share a module, each with its own
-view of it. What the model answers and what is learned from it is the business of actor and critic.
+compute dtype, in float16 with a scaled loss. Several `FsdpModel`s may share a module, each with its
+own view of it. What the model answers and what is learned from it is left to actor and critic.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from verl.config import OptimConfig
 from verl.training.loading import fill_shards, take_values
@@ -78,7 +76,7 @@ class StepResult:
 
 
 class ModelView(Protocol):
-    """One of several uses of a module, for engines that share it."""
+    """One of several uses of a module, for models that share it."""
 
     def use(self) -> None:
         """Make the module answer for this use."""
@@ -103,11 +101,14 @@ class FsdpModel:
     float32_modules: Sequence[nn.Module] = ()
     """Parts that compute in float32 whatever the compute dtype."""
     view: ModelView | None = None
-    """What of the module is this engine's; None for all of it."""
+    """What of the module is used here; None for all of it."""
     twin: InitVar[FsdpModel | None] = None
-    """An engine of the same weights, whose shards are copied; None to take the module's own."""
+    """A model of the same weights, whose shards are copied; None to take the module's own."""
     optimizer: torch.optim.Optimizer | None = field(init=False, default=None)
-    scheduler: LambdaLR | None = field(init=False, default=None)
+    num_done: int = field(init=False, default=0)
+    """Updates so far, the skipped ones too: where the schedule is."""
+    lr_scale: float = field(init=False, default=1.0)
+    """What the configured learning rate is multiplied by, from the next update on."""
     loss_scale: LossScale | None = field(init=False, default=None)
     """Of a model that is trained in float16."""
 
@@ -121,17 +122,17 @@ class FsdpModel:
             self._build_optimizer(self.options.optim)
 
     def sharing(self, view: ModelView, options: FsdpOptions) -> FsdpModel:
-        """Another engine over the same weights; its learned parameters must be others."""
+        """Another use of the same weights; its learned parameters must be others."""
         return FsdpModel(self.module, self.blocks, self.device, options, view=view)
 
     def forward(self, *arguments: Any) -> Any:
-        """What the module answers, in this engine's view of it."""
+        """What the module answers, in this view of it."""
         if self.view is not None:
             self.view.use()
         return self.module(*arguments)
 
     def learned(self) -> dict[str, nn.Parameter]:
-        """The parameters that this engine trains and saves, by name."""
+        """The parameters that are trained and saved here, by name."""
         learns = self.view.learns if self.view is not None else lambda _: True
         return {name: p for name, p in self.module.named_parameters() if learns(name)}
 
@@ -163,19 +164,14 @@ class FsdpModel:
             weight_decay=optim.weight_decay, fused=True,
         )  # fmt: skip
         # Made now rather than at the first step, so that a checkpoint always has a place for it.
+        # torch's get_optimizer_state_dict would make it by a step without gradients, which counts
+        # as one: the bias correction of the first real step would be that of a second.
         for parameter in parameters:
             self.optimizer.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-        factor = functools.partial(
-            lr_factor,
-            num_warmup=math.ceil(optim.lr_warmup_steps_ratio * self.options.num_updates),
-            num_updates=self.options.num_updates,
-            schedule=self.options.schedule,
-        )
-        self.scheduler = LambdaLR(self.optimizer, factor)
         if self.options.compute_dtype is torch.float16:
             self.loss_scale = LossScale()
         self._move_optimizer(torch.device("cpu"))
@@ -212,23 +208,22 @@ class FsdpModel:
         `is_finite` must be the same on all ranks. The schedule moves on in any case. A gradient of
         float16 that is not finite halves the loss's scale; a loss that is not says nothing of it.
         """
-        assert self.optimizer is not None and self.scheduler is not None, "the model is frozen"
+        assert self.optimizer is not None, "the model is frozen"
         self.reshard()
         scale = self._take_scale_out()
         norm = nn.utils.clip_grad_norm_(list(self.learned().values()), self.options.grad_clip)
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         is_skipped = not (is_finite and math.isfinite(norm))
-        lr = self.scheduler.get_last_lr()[0]
+        lr = self.lr
         if not is_skipped:
             self._move_optimizer(self.device)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
             self.optimizer.step()
             if self.options.optimizer_offload:
                 self._move_optimizer(torch.device("cpu"))
-        else:
-            # Keeps the scheduler's order of calls; the optimizer itself is not touched.
-            self.optimizer._opt_called = True
         self.optimizer.zero_grad(set_to_none=True)
-        self.scheduler.step()
+        self.num_done += 1
         return StepResult(norm, lr, is_skipped, scale, self._overflowed(is_finite, is_skipped))
 
     def _take_scale_out(self) -> float | None:
@@ -248,22 +243,14 @@ class FsdpModel:
         self.loss_scale.observe(not is_skipped)
         return is_skipped and can_shrink
 
-    def take_up_schedule(self, num_done: int) -> None:
-        """Go on as after `num_done` updates, at the rates of this run's own options."""
-        assert self.optimizer is not None and self.scheduler is not None, "the model is frozen"
-        schedule = self.scheduler
-        schedule.last_epoch, schedule._step_count = num_done, num_done + 1
-        pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-        schedule._last_lr = [rate * factor(num_done) for rate, factor in pairs]
-        for group, lr in zip(self.optimizer.param_groups, schedule._last_lr, strict=True):
-            group["lr"] = lr
-
-    def scale_lr(self, scale: float) -> None:
-        """Learn at `scale` times the configured rate from the next update on."""
-        assert self.options.optim is not None and self.scheduler is not None, "the model is frozen"
-        rate = self.options.optim.lr * scale
-        self.scheduler.base_lrs = [rate for _ in self.scheduler.base_lrs]
-        self.take_up_schedule(self.scheduler.last_epoch)
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        optim, total = self.options.optim, self.options.num_updates
+        assert optim is not None, "the model is frozen"
+        num_warmup = math.ceil(optim.lr_warmup_steps_ratio * total)
+        share = lr_factor(self.num_done, num_warmup, total, self.options.schedule)
+        return optim.lr * self.lr_scale * share
 
     def _move_optimizer(self, device: torch.device) -> None:
         if not self.options.optimizer_offload or self.options.param_offload:
@@ -297,7 +284,7 @@ class FsdpModel:
                 yield name.removeprefix(prefix), self._whole(parameter)
 
     def full_learned(self) -> dict[str, Tensor]:
-        """Name and whole tensor of each parameter that this engine trains, on every rank."""
+        """Name and whole tensor of each parameter that is trained here, on every rank."""
         self.reshard()
         return {name: self._whole(parameter) for name, parameter in self.learned().items()}
 

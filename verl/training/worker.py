@@ -309,7 +309,7 @@ class TrainerWorker:
     def scale_lr(self, scale: float) -> None:
         """Learn at `scale` times the configured rates from the next update on."""
         for engine in self.engines.values():
-            engine.scale_lr(scale)
+            engine.lr_scale = scale
 
     def empty_cache(self) -> None:
         """Give back the memory of the device that torch keeps for reuse."""

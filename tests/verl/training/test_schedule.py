@@ -32,16 +32,16 @@ def test_a_scaled_rate_goes_on_with_the_schedule() -> None:
     """A third of the rate in the middle of the warm-up is a third of it ever after."""
     built = engine(lr=0.8)
     assert [step(built).lr for _ in range(2)] == pytest.approx([0.2, 0.4])
-    built.scale_lr(0.25)
+    built.lr_scale = 0.25
     assert [step(built).lr for _ in range(3)] == pytest.approx([0.15, 0.2, 0.2])
-    built.scale_lr(1.0)
+    built.lr_scale = 1.0
     assert step(built).lr == pytest.approx(0.8)
 
 
 def test_the_scaled_rate_is_what_the_optimizer_uses() -> None:
     """Adam's first step is its rate long, whatever the gradient."""
     built = engine(lr=0.8)
-    built.scale_lr(0.25)
+    built.lr_scale = 0.25
     before = weight(built)
     step(built)
     assert before - weight(built) == pytest.approx(0.05, rel=1e-4)
@@ -50,7 +50,7 @@ def test_the_scaled_rate_is_what_the_optimizer_uses() -> None:
 def test_a_schedule_is_taken_up_at_the_rates_of_this_run() -> None:
     """A run resumed with a lower rate learns with it, where the schedule had been."""
     built = engine(lr=0.1)
-    built.take_up_schedule(3)
+    built.num_done = 3
     assert [step(built).lr for _ in range(2)] == pytest.approx([0.1, 0.1])
-    built.take_up_schedule(1)
+    built.num_done = 1
     assert step(built).lr == pytest.approx(0.05)
