@@ -93,6 +93,7 @@ def anchored(config: Config, use_gpu: bool) -> Config:
     critic_model = critic.model
     if critic_model.path is not None:
         critic_model = replace(critic_model, path=_absolute(critic_model.path))
+    rollout = replace(section.rollout, name=plugins.absolute(section.rollout.name))
     agent = replace(
         config.agent,
         name=plugins.absolute(config.agent.name),
@@ -101,7 +102,7 @@ def anchored(config: Config, use_gpu: bool) -> Config:
     return replace(
         config,
         agent=agent,
-        actor_rollout_ref=replace(section, model=policy_model),
+        actor_rollout_ref=replace(section, model=policy_model, rollout=rollout),
         critic=replace(critic, model=critic_model),
         trainer=replace(config.trainer, device="cuda" if use_gpu else "cpu"),
     )
@@ -114,13 +115,11 @@ def _absolute(path: str) -> str:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What one node says of itself."""
+    """What was found on one node."""
 
     problems: tuple[UserError, ...]
     packages: Mapping[str, str]
     """Versions by name; a package that is missing is not here."""
-    sees_run: bool
-    """The driver's file is there, in the run's folder."""
 
 
 def check_nodes(config: Config, tools: EnvironmentFactory, nodes: Mapping[str, str]) -> None:
@@ -140,7 +139,7 @@ def check_nodes(config: Config, tools: EnvironmentFactory, nodes: Mapping[str, s
         problems = [
             type(problem)(f"node {address}: {problem}")
             for address, report in reports.items()
-            for problem in (*report.problems, *(unseen(probe, address) if report.sees_run else ()))
+            for problem in report.problems
         ]
     problems += package_problems({address: r.packages for address, r in reports.items()})
     if problems:
@@ -153,7 +152,7 @@ def _report(
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = inspect_node.options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
     try:
-        return ray.get(task.remote(config, tools, address, probe))  # type: ignore[no-any-return]
+        return ray.get(task.remote(config, tools, probe))  # type: ignore[no-any-return]
     except RayError as error:
         cause = str(error).strip().splitlines()[-1]
         fix = f"use one environment on all nodes, and the project at {ROOT} or installed in it"
@@ -163,26 +162,19 @@ def _report(
 
 
 @ray.remote
-def inspect_node(
-    config: Config, tools: EnvironmentFactory, address: str, probe: Path
-) -> NodeReport:
+def inspect_node(config: Config, tools: EnvironmentFactory, probe: Path) -> NodeReport:
     """Models, tools, memory and files as this node sees them."""
     problems = [
         *preflight.model_problems(config),
         *tools(config).preflight(preflight.PROBE_SECONDS),
         *shared_memory_problems(config),
-        *file_problems(config, probe, address),
+        *file_problems(config, probe),
     ]
-    found = {d: importlib.metadata.version(d) for d in PACKAGES if _is_installed(d)}
-    return NodeReport(tuple(problems), found, probe.exists())
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        importlib.metadata.distribution(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    found = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return NodeReport(tuple(problems), found)
 
 
 @contextlib.contextmanager
@@ -198,8 +190,8 @@ def probe_file(folder: Path) -> Iterator[Path]:
             path.unlink(missing_ok=True)
 
 
-def file_problems(config: Config, probe: Path, address: str) -> list[UserError]:
-    """The run's folder, as this node sees it, must hold the driver's probe and take an answer."""
+def file_problems(config: Config, probe: Path) -> list[UserError]:
+    """The run's folder, as this node sees it, must hold the driver's probe and take a file."""
     key = "trainer.default_local_dir"
     expected = "one folder that every node sees, for each rank writes its part of a checkpoint"
     fix = f"set {key} to a folder of a shared file system"
@@ -208,7 +200,7 @@ def file_problems(config: Config, probe: Path, address: str) -> list[UserError]:
         got = f"{probe.parent}, which is another folder there or none"
         return [ResourceError(explain(key, got, expected, fix))]
     try:
-        _answer(probe, address).write_text("seen")
+        probe.with_name(f"{probe.name}-{uuid.uuid4().hex}").touch()
     except OSError as error:
         problems.append(ResourceError(explain(key, f"{probe.parent} ({error})", expected, fix)))
     resumed = Path(config.trainer.resume_mode)
@@ -216,20 +208,6 @@ def file_problems(config: Config, probe: Path, address: str) -> list[UserError]:
         got, expected = f"{resumed} (no such folder)", "a checkpoint that every node sees"
         problems.append(ResourceError(explain("trainer.resume_mode", got, expected, fix)))
     return problems
-
-
-def unseen(probe: Path, address: str) -> list[UserError]:
-    """The other direction: what the node wrote must arrive at the driver."""
-    answer = _answer(probe, address)
-    if appears(answer):
-        return []
-    got, expected = f"{probe.parent}, where its file does not arrive", "one folder for all nodes"
-    fix = "set it to a folder of a shared file system"
-    return [ResourceError(explain("trainer.default_local_dir", got, expected, fix))]
-
-
-def _answer(probe: Path, address: str) -> Path:
-    return probe.with_name(f"{probe.name}-{address.replace(':', '_')}")
 
 
 def appears(path: Path, seconds: float | None = None) -> bool:

@@ -31,7 +31,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     found = SimpleNamespace(model=model, root=root)
     for size, name in ((1, "one"), (2, "two")):
         out = root / name
-        answers = run_ranks(size, rank_bodies.train, out / "answers", model, str(out))
+        answers = run_ranks(size, rank_bodies.train, model, str(out))
         publish(out)
         setattr(found, name, answers)
     return found
@@ -70,7 +70,7 @@ def test_line_21_a_resumed_run_goes_on_as_if_never_stopped(
 ) -> None:
     """The next update's metrics are the uninterrupted run's, also with another number of ranks."""
     root = runs.root / saved
-    resumed = run_ranks(1, rank_bodies.resume, root / "again", runs.model, str(root))
+    resumed = run_ranks(1, rank_bodies.resume, runs.model, str(root))
     assert resumed[0]["drawn"] == getattr(runs, saved)[0]["drawn"]
     exact = saved == "one"
     for found, expected in zip(resumed[0]["next"], getattr(runs, saved)[0]["next"], strict=True):

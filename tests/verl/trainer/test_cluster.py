@@ -21,7 +21,6 @@ from verl.trainer.cluster import (
     probe_file,
     refuse_job_folder,
     shared_memory_problems,
-    unseen,
 )
 
 REQUIRED = ["data.train_files=t.parquet", "data.val_files=v.parquet"]
@@ -51,10 +50,9 @@ def test_a_driver_without_gpus_hands_over_what_its_engines_take() -> None:
 
 
 def test_one_folder_for_all_is_no_problem(tmp_path: Path) -> None:
-    """What the driver writes is seen, what the node answers comes back, and nothing is left."""
+    """What the driver writes is seen, a file can be written beside it, and nothing is left."""
     with probe_file(tmp_path / "run") as probe:
-        assert file_problems(config_with(), probe, "10.0.0.2") == []
-        assert unseen(probe, "10.0.0.2") == []
+        assert file_problems(config_with(), probe) == []
     assert list((tmp_path / "run").iterdir()) == []
 
 
@@ -66,10 +64,8 @@ def test_a_folder_that_is_another_one_there_is_told(
     with probe_file(tmp_path / "run") as probe:
         elsewhere = tmp_path / "elsewhere" / probe.name
         elsewhere.parent.mkdir()
-        [problem] = file_problems(config_with(), elsewhere, "10.0.0.2")
+        [problem] = file_problems(config_with(), elsewhere)
         assert f"{elsewhere.parent}, which is another folder there or none" in str(problem)
-        [problem] = unseen(probe, "10.0.0.2")
-        assert "where its file does not arrive" in str(problem)
 
 
 def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
@@ -87,11 +83,11 @@ def test_a_checkpoint_to_resume_from_is_looked_for_on_each_node(tmp_path: Path) 
     step = tmp_path / "global_step_3"
     with probe_file(tmp_path / "run") as probe:
         config = config_with(f"trainer.resume_mode={step}")
-        [problem] = file_problems(config, probe, "10.0.0.2")
+        [problem] = file_problems(config, probe)
         assert "trainer.resume_mode" in str(problem)
         assert str(step) in str(problem)
         step.mkdir()
-        assert file_problems(config, probe, "10.0.0.2") == []
+        assert file_problems(config, probe) == []
 
 
 def test_other_versions_on_a_node_are_told() -> None:

@@ -51,7 +51,7 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
         worker.start_checkpoint(Path(out) / "in_background")
         answers["next"] = next_metrics(worker, rank, size)
     answers["problems"] += asyncio.run(worker.finish_checkpoint())
-    blocked = Path(out) / "answers" / "0.pt" / "checkpoint"  # below a file
+    blocked = Path(out) / "file" / "checkpoint"  # below a file
     blocked.parent.touch()
     answers["refused"] = [worker.save_checkpoint(blocked)]
     worker.start_checkpoint(blocked)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import pickle
 import socket
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from example.tiny import tiny_llama
@@ -18,6 +20,7 @@ from verl.preflight.memory.offload import settled
 from verl.types import TokenBatch
 
 VOCAB = 97
+MAX_RANKS = 2
 
 
 def free_port() -> int:
@@ -77,24 +80,29 @@ def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:
     )
 
 
-def run_ranks(num_ranks: int, body: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
+_world: list[ProcessPoolExecutor] = []
+"""The session's processes of ranks: importing torch and our code takes each of them seconds."""
+
+
+def run_ranks(num_ranks: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Run `body(rank, num_ranks, port, *arguments)` in a process per rank; returns their answers.
 
-    `body` must be importable by name from a module.
+    `body` must be importable by name from a module, and leave its process group in the end. Ranks
+    wait for each other, so that each has a process of its own.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    if not _world:
+        spawn = multiprocessing.get_context("spawn")
+        _world.append(ProcessPoolExecutor(MAX_RANKS, spawn, torch.set_num_threads, (1,)))
     port = free_port()
-    mp.spawn(_run, args=(body, num_ranks, port, str(folder), arguments), nprocs=num_ranks)
-    return [torch.load(folder / f"{r}.pt", weights_only=False) for r in range(num_ranks)]
+    given = ((rank, num_ranks, port, *arguments) for rank in range(num_ranks))
+    calls = [_world[0].submit(_pickled, body, *each) for each in given]
+    done, waiting = wait(calls, timeout=300, return_when=FIRST_EXCEPTION)
+    if waiting or any(call.exception() for call in done):
+        for process in list(_world.pop()._processes.values()):
+            process.kill()  # the others wait for the rank that failed
+    return [pickle.loads(call.result()) for call in calls if call not in waiting]
 
 
-def _run(
-    rank: int,
-    body: Callable[..., Any],
-    num_ranks: int,
-    port: int,
-    folder: str,
-    arguments: tuple[Any, ...],
-) -> None:
-    torch.set_num_threads(1)
-    torch.save(body(rank, num_ranks, port, *arguments), Path(folder) / f"{rank}.pt")
+def _pickled(body: Callable[..., Any], *arguments: Any) -> bytes:
+    """What `body` returns, by value: torch would send tensors as files that go with the process."""
+    return pickle.dumps(body(*arguments))

@@ -129,7 +129,7 @@ def loaded(
             others = [half for r, half in enumerate(tensor.chunk(2)) if r != rank]
             others[0].fill_(torch.nan)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    answers = run_ranks(2, loading_bodies.load, at / "answers", mapped | unmapped, str(at))
+    answers = run_ranks(2, loading_bodies.load, mapped | unmapped, str(at))
     return Loaded(answers, sum(p.numel() for p in model.parameters()))
 
 

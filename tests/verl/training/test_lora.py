@@ -40,7 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     found = SimpleNamespace(model=save_tiny(root / "model"), root=root)
     for name, size in RANKS.items():
         out = root / name
-        answers = run_ranks(size, lora_bodies.train, out / "answers", found.model, str(out))
+        answers = run_ranks(size, lora_bodies.train, found.model, str(out))
         (out / "global_step_3.tmp" / checkpoint.MARKER).touch()
         os.replace(out / "global_step_3.tmp", out / "global_step_3")
         setattr(found, name, answers)
@@ -196,7 +196,7 @@ def test_a_checkpoint_holds_what_was_trained_only(runs: SimpleNamespace) -> None
 def test_a_resumed_run_goes_on_as_if_never_stopped(runs: SimpleNamespace) -> None:
     """From other random adapters, with another number of ranks, the next update is the same."""
     root, before = runs.root / "two", runs.two[0]
-    resumed = run_ranks(1, lora_bodies.resume, root / "again", runs.model, str(root))[0]
+    resumed = run_ranks(1, lora_bodies.resume, runs.model, str(root))[0]
     assert all(torch.equal(x, before["stages"][-1][key]) for key, x in resumed["stages"][0].items())
     for found, expected in zip(resumed["next"], before["next"], strict=True):
         keys = [k for k in found if not k.endswith("num_micro_batches")]
