@@ -17,7 +17,7 @@ from verl.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What one model needs for sequences of `lengths` tokens, and a head for `num_wanted` of them.
+    """What one model needs for sequences of `lengths` tokens, and a head for `num_targets` of them.
 
     A sliding window is not known here: sequences are taken to be no longer than it.
     """
@@ -34,40 +34,40 @@ class ModelFlops:
         """Scores and sums of values: 4 · heads · head_dim · n² / 2 for each layer and sequence."""
         return 2 * self.shape.layers * self.shape.query_size * sum(n * n for n in lengths)
 
-    def _head(self, num_wanted: int) -> int:
+    def _head(self, num_targets: int) -> int:
         outputs = 1 if self.is_critic else self.shape.vocab
-        return 2 * outputs * self.shape.hidden * num_wanted
+        return 2 * outputs * self.shape.hidden * num_targets
 
-    def forward(self, lengths: Sequence[int], num_wanted: int) -> int:
+    def forward(self, lengths: Sequence[int], num_targets: int) -> int:
         """2 for each token and weight of a matrix, and attention."""
         weights = self.shape.linear_weights + self.adapter
-        return 2 * weights * sum(lengths) + self._attention(lengths) + self._head(num_wanted)
+        return 2 * weights * sum(lengths) + self._attention(lengths) + self._head(num_targets)
 
-    def backward(self, lengths: Sequence[int], num_wanted: int) -> int:
+    def backward(self, lengths: Sequence[int], num_targets: int) -> int:
         """Twice the forward: the gradient of each product's input, and that of its weight.
 
         A frozen weight has no gradient of its own, so it costs 2 for each token instead of 4. Below
         an adapter the first block's inputs need none either; that is counted all the same.
         """
-        both = 2 * self.forward(lengths, num_wanted)
+        both = 2 * self.forward(lengths, num_targets)
         if not self.adapter:
             return both
-        head = 0 if self.is_critic else self._head(num_wanted)
+        head = 0 if self.is_critic else self._head(num_targets)
         return both - 2 * self.shape.linear_weights * sum(lengths) - head
 
-    def update(self, lengths: Sequence[int], num_wanted: int) -> int:
+    def update(self, lengths: Sequence[int], num_targets: int) -> int:
         """Forward and backward: the model FLOPs of PaLM, in which nothing is computed again."""
-        return self.forward(lengths, num_wanted) + self.backward(lengths, num_wanted)
+        return self.forward(lengths, num_targets) + self.backward(lengths, num_targets)
 
-    def recomputed(self, lengths: Sequence[int], num_wanted: int = 0) -> int:
-        """What an update does a second time: blocks with checkpointing, and `num_wanted` logits.
+    def recomputed(self, lengths: Sequence[int], num_targets: int = 0) -> int:
+        """What an update does a second time: blocks with checkpointing, and `num_targets` logits.
 
         torch stops before a block's last product, whose result backward does not need (but where
         an adapter follows it).
         """
         if not self.has_checkpointing:
-            return self._head(num_wanted)
-        again = self.forward(lengths, num_wanted)
+            return self._head(num_targets)
+        again = self.forward(lengths, num_targets)
         last = 0 if self.adapter else self.shape.last_products
         return again - 2 * last * sum(lengths)
 

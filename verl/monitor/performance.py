@@ -102,10 +102,10 @@ class WorkCounter:
     def learns(self, phase: str, model: ModelFlops | None, mini_batch: TokenBatch) -> None:
         """Forward and backward of `model` over the mini-batch."""
         if model is not None:
-            lengths, num_wanted = sizes(model, mini_batch)
-            in_chunks = not model.is_critic and num_wanted * model.shape.vocab > LOGITS_PER_CHUNK
-            again = model.recomputed(lengths, num_wanted if in_chunks else 0)
-            self._done[phase] += Work(model.update(lengths, num_wanted), again)
+            lengths, num_targets = sizes(model, mini_batch)
+            in_chunks = not model.is_critic and num_targets * model.shape.vocab > LOGITS_PER_CHUNK
+            again = model.recomputed(lengths, num_targets if in_chunks else 0)
+            self._done[phase] += Work(model.update(lengths, num_targets), again)
 
     def take(self) -> dict[str, Work]:
         """What was done since the last call, by phase."""

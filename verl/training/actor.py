@@ -61,7 +61,7 @@ class Actor:
             inputs = PackedInputs.of(micro, loss_mask(micro), self.engine.device)
             found, _ = self.engine.forward(inputs, self.temperature)
             if indices:
-                result[batch.positions(indices)[inputs.wanted.cpu()]] = found.cpu()
+                result[batch.positions(indices)[inputs.target_positions.cpu()]] = found.cpu()
         self.engine.reshard()
         return result
 
@@ -162,15 +162,18 @@ _LOSSES = {"loss", "pg_loss", "kl_loss", "llds_loss"}
 
 @dataclass(frozen=True)
 class Columns:
-    """Token columns of a micro-batch at the tokens of a forward, (num_wanted,) on its device."""
+    """Token columns of a micro-batch at the tokens of a forward, (num_targets,) on its device."""
 
     micro: TokenBatch
     inputs: PackedInputs
 
     def __getitem__(self, name: str) -> Tensor:
-        if not len(self.inputs.wanted):
-            return torch.zeros(0, device=self.inputs.wanted.device)
-        return self.micro.tokens[name].to(self.inputs.wanted.device)[self.inputs.wanted]
+        return self._at_targets(self.micro.tokens[name])
+
+    def _at_targets(self, column: Tensor) -> Tensor:
+        """The values of a column (num_tokens,) at the targets."""
+        positions = self.inputs.target_positions
+        return column.to(positions.device)[positions]
 
     def __contains__(self, name: str) -> bool:
         return name in self.micro.tokens
@@ -181,13 +184,12 @@ class Columns:
     @property
     def sequence_ids(self) -> Tensor:
         """Which sequence of the micro-batch each token belongs to."""
-        ids = sequence_ids(self.micro.offsets).to(self.inputs.wanted.device)
-        return ids[self.inputs.wanted] if len(ids) else ids
+        return self._at_targets(sequence_ids(self.micro.offsets))
 
     @property
     def turns(self) -> Tensor:
         """Which run of neighbouring tokens each belongs to: an observation parts two turns."""
-        breaks = self.inputs.wanted.diff(prepend=self.inputs.wanted[:1]) > 1
+        breaks = self.inputs.target_positions.diff(prepend=self.inputs.target_positions[:1]) > 1
         return breaks.long().cumsum(0)
 
     def rollout_log_probs(self, old_log_probs: Tensor) -> Tensor:

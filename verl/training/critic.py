@@ -44,7 +44,7 @@ class Critic:
             inputs = PackedInputs.of(micro, loss_mask(micro), self.engine.device)
             found = self.engine.forward(inputs)
             if indices:
-                result[batch.positions(indices)[inputs.wanted.cpu()]] = found.cpu()
+                result[batch.positions(indices)[inputs.target_positions.cpu()]] = found.cpu()
         self.engine.reshard()
         return result
 

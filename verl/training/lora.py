@@ -113,7 +113,7 @@ class AdaptedModel(LogProbModel):
         self.role = role
 
     def forward(self, inputs: PackedInputs, *arguments: Any) -> Any:
-        """Values, (num_wanted,) float32, for the critic; else as LogProbModel."""
+        """Values, (num_targets,) float32, for the critic; else as LogProbModel."""
         if self.role is Role.CRITIC:
             return values(self.lm.get_decoder(), self.value_head, inputs)
         return super().forward(inputs, *arguments)

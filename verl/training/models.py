@@ -32,8 +32,8 @@ class PackedInputs:
     input_ids: Tensor
     """(1, num_tokens)."""
     bounds: SequenceBounds
-    wanted: Tensor
-    """(num_wanted,) flat positions of the tokens asked for; never a sequence's first."""
+    target_positions: Tensor
+    """(num_targets,) flat positions of the tokens asked for; never a sequence's first."""
 
     @classmethod
     def of(cls, batch: TokenBatch, mask: Tensor, device: torch.device) -> PackedInputs:
@@ -48,15 +48,15 @@ class PackedInputs:
             nothing = torch.zeros(0, dtype=torch.int64, device=device)
             return cls(dummy, SequenceBounds.of([2], device), nothing)
         bounds = SequenceBounds.of(lengths, device)
-        wanted = mask.bool().clone()
-        wanted[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = False
+        targets = mask.bool().clone()
+        targets[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = False
         ids = batch.tokens["input_ids"].to(device)
-        return cls(ids[None], bounds, wanted.nonzero()[:, 0].to(device))
+        return cls(ids[None], bounds, targets.nonzero()[:, 0].to(device))
 
     @property
     def targets(self) -> Tensor:
-        """(num_wanted,) ids of the tokens asked for."""
-        return self.input_ids[0, self.wanted]
+        """(num_targets,) ids of the tokens asked for."""
+        return self.input_ids[0, self.target_positions]
 
 
 @contextlib.contextmanager
@@ -98,18 +98,18 @@ def load_causal_lm(
 
 
 def states(trunk: nn.Module, inputs: PackedInputs) -> Tensor:
-    """The trunk's state from which each wanted token is predicted, (num_wanted, hidden)."""
+    """The trunk's state from which each target token is predicted, (num_targets, hidden)."""
     hidden = trunk(
         input_ids=inputs.input_ids,
         position_ids=inputs.bounds.position_ids,
         use_cache=False,
         bounds=inputs.bounds,
     ).last_hidden_state
-    return hidden[0, inputs.wanted - 1]
+    return hidden[0, inputs.target_positions - 1]
 
 
 class LogProbModel(nn.Module):
-    """A policy: log-prob and entropy of wanted tokens."""
+    """A policy: log-prob and entropy of target tokens."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class LogProbModel(nn.Module):
     def forward(
         self, inputs: PackedInputs, temperature: float, learn_entropy: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies in nats at `temperature`, (num_wanted,) float32 each.
+        """Log-probs and entropies in nats at `temperature`, (num_targets,) float32 each.
 
         Logits exist for a chunk of tokens at a time, forward and backward: several chunks are
         computed again in backward, a single one is kept. Entropies carry a gradient only if
@@ -149,7 +149,7 @@ class LogProbModel(nn.Module):
 
 
 class ValueModel(nn.Module):
-    """A critic: the value of the state before each wanted token."""
+    """A critic: the value of the state before each target token."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class ValueModel(nn.Module):
         self.value_head = build_value_head(lm)
 
     def forward(self, inputs: PackedInputs) -> Tensor:
-        """Values, (num_wanted,) float32; 0 before the first update."""
+        """Values, (num_targets,) float32; 0 before the first update."""
         return values(self.trunk, self.value_head, inputs)
 
 
@@ -169,7 +169,7 @@ def build_value_head(lm: PreTrainedModel) -> nn.Linear:
 
 
 def values(trunk: nn.Module, value_head: nn.Module, inputs: PackedInputs) -> Tensor:
-    """The value of the state before each wanted token, (num_wanted,) float32."""
+    """The value of the state before each target token, (num_targets,) float32."""
     return value_head(states(trunk, inputs)).float().sum(-1)
 
 

@@ -71,18 +71,18 @@ def attention(counter: FlopCounterMode) -> int:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_policy_costs_what_torch_counts(name: str) -> None:
-    """Forward and backward, to the last operation, with logits for the wanted tokens alone."""
+    """Forward and backward, to the last operation, with logits for the target token alone."""
     lm, shape = build(CONFIGS[name])
-    flops, wanted = ModelFlops(shape), len(inputs().wanted)
+    flops, wanted = ModelFlops(shape), len(inputs().target_positions)
     assert 0 < wanted < sum(LENGTHS) - len(LENGTHS)
     expected = flops.forward(LENGTHS, wanted), flops.backward(LENGTHS, wanted)
     assert counted(LogProbModel(lm), 1.0) == expected
 
 
 def test_a_critic_has_a_value_for_a_head() -> None:
-    """The trunk, and one output for each wanted token."""
+    """The trunk, and one output for each target token."""
     lm, shape = build(CONFIGS["qwen2, tied"])
-    flops, wanted = ModelFlops(shape, is_critic=True), len(inputs().wanted)
+    flops, wanted = ModelFlops(shape, is_critic=True), len(inputs().target_positions)
     expected = flops.forward(LENGTHS, wanted), flops.backward(LENGTHS, wanted)
     assert counted(ValueModel(lm)) == expected
 
@@ -92,16 +92,16 @@ def test_what_checkpointing_computes_again_is_counted_apart(name: str) -> None:
     """The model's FLOPs stay what they are; backward is longer by `recomputed`."""
     lm, shape = build(CONFIGS[name])
     lm.gradient_checkpointing_enable({"use_reentrant": False})
-    flops, wanted = ModelFlops(shape, has_checkpointing=True), len(inputs().wanted)
+    flops, wanted = ModelFlops(shape, has_checkpointing=True), len(inputs().target_positions)
     backward = flops.backward(LENGTHS, wanted) + flops.recomputed(LENGTHS)
     assert counted(LogProbModel(lm), 1.0) == (flops.forward(LENGTHS, wanted), backward)
 
 
 def test_logits_that_come_in_chunks_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their tokens are `recomputed`'s `num_wanted`."""
+    """Their tokens are `recomputed`'s `num_targets`."""
     monkeypatch.setattr("verl.training.models.LOGITS_PER_CHUNK", 8 * VOCAB)
     lm, shape = build(CONFIGS["qwen2, tied"])
-    flops, wanted = ModelFlops(shape), len(inputs().wanted)
+    flops, wanted = ModelFlops(shape), len(inputs().target_positions)
     backward = flops.backward(LENGTHS, wanted) + flops.recomputed(LENGTHS, wanted)
     assert counted(LogProbModel(lm), 1.0) == (flops.forward(LENGTHS, wanted), backward)
 
@@ -114,7 +114,7 @@ def test_below_an_adapter_frozen_weights_cost_half_the_backward(role: Role) -> N
     module.use(role)
     flops, wanted = (
         ModelFlops(shape, role is Role.CRITIC, shape.adapter(RANK)),
-        len(inputs().wanted),
+        len(inputs().target_positions),
     )
     forward, backward = counted(module, *([1.0] if role is Role.ACTOR else []))
     to_qkv = shape.hidden * (shape.query_size + 2 * shape.kv_size) + 3 * shape.hidden * RANK
