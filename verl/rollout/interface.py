@@ -5,12 +5,14 @@ derived from `RolloutEngine`. Only `generate` must be written; the rest has defa
 that needs no start, holds no device memory and keeps its weights.
 """
 
+# ruff: noqa: B027 - an engine that has nothing to do in a call leaves it as it is here
+
 from __future__ import annotations
 
 import importlib
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from verl import plugins
 from verl.config import Config
@@ -26,7 +28,7 @@ class EngineDied(Exception):
     """The engine behind this object is gone; every further call raises this too."""
 
 
-class RolloutEngine(Protocol):
+class RolloutEngine(ABC):
     """One engine; it belongs to the event loop that starts it, and serves any number of requests.
 
     The trainer's order of calls is `start`, then again and again `wake_up`, `update_weights`, any

@@ -85,7 +85,8 @@ class TrainerRanks:
         Returns the seconds of writing files, of the node that took longest.
         """
         folders = [str(on_node(directory, place.node_id)) for place in self.group.places()]
-        return max(self.group.scatter("share_policy", folders, dtype, is_adapter))
+        seconds: list[float] = self.group.scatter("share_policy", folders, dtype, is_adapter)
+        return max(seconds)
 
     def save_checkpoint(self, directory: Path) -> None:
         """Every rank writes its shards below `directory`. Raises SaveError."""

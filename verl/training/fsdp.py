@@ -211,8 +211,8 @@ class FsdpModel:
         assert self.optimizer is not None, "the model is frozen"
         self.reshard()
         scale = self._take_scale_out()
-        norm = nn.utils.clip_grad_norm_(list(self.learned().values()), self.options.grad_clip)
-        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        total = nn.utils.clip_grad_norm_(list(self.learned().values()), self.options.grad_clip)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         is_skipped = not (is_finite and math.isfinite(norm))
         lr = self.lr
         if not is_skipped:
