@@ -10,7 +10,7 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import Container, DictConfig, OmegaConf
 
 from verl.config.known import known_options
 from verl.config.legacy import name_here
@@ -20,7 +20,7 @@ PRESETS = Path(__file__).parent / "presets"
 OF_HYDRA = ("defaults", "hydra")
 
 
-class PresetSource(FileConfigSource):  # type: ignore[misc]
+class PresetSource(FileConfigSource):
     """Folders of YAML files under `preset://`, a scheme beside Hydra's own `file://`.
 
     Names must be translated file by file: once files are merged, nobody can tell which of two
@@ -41,7 +41,7 @@ class PresetSource(FileConfigSource):  # type: ignore[misc]
         return result
 
 
-class PresetPath(SearchPathPlugin):  # type: ignore[misc]
+class PresetPath(SearchPathPlugin):
     """Where Hydra looks for presets: the user's folder, then ours.
 
     `hydra.searchpath` would be too late: Hydra reads the first preset before it.
@@ -55,7 +55,7 @@ class PresetPath(SearchPathPlugin):  # type: ignore[misc]
             search_path.append("presets", f"{PresetSource.scheme()}://{folder.resolve()}")
 
 
-def _translated(preset: DictConfig, is_whole: bool) -> DictConfig:
+def _translated(preset: Container, is_whole: bool) -> DictConfig:
     """The preset under the names here; a whole one without `defaults` starts from ours."""
     plain: Any = OmegaConf.to_container(preset, resolve=False)
     kept = {name: plain.pop(name) for name in OF_HYDRA if name in plain}
