@@ -14,7 +14,7 @@ from search_r1.search.backends.registry import build_retriever
 from search_r1.search.backends.settings import EncoderConfig, RetrieverConfig, TorchConfig
 from search_r1.search.corpus import Corpus
 from search_r1.search.memory import ITEM_BYTES, bytes_of_matrix
-from search_r1.search.stages import collect
+from search_r1.search.timing import collect
 
 ROWS, DIM = 21_015_324, 768
 GPUS_GB = (24, 80, 141)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from search_r1.agent_server.errors import ApiError, answer_errors
 from search_r1.agent_server.requests import ChatRequest, Order, understand
 from search_r1.agent_server.streaming import Listener, events, outcome, unless_left
 from search_r1.agent_server.thoughts import Thoughts, reasoning
+from search_r1.bearer import has_token
 from search_r1.inference.dialogue import SILENCE, Asker, Hearer, Reply
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
@@ -52,8 +52,7 @@ class Service:
 
     async def admit(self, request: Request) -> None:
         """Raise ApiError for a request without the token."""
-        given = request.headers.get("authorization", "").encode("latin-1")  # as it was sent
-        if self.token and not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+        if self.token and not has_token(request.headers.get("authorization", ""), self.token):
             raise ApiError(401, "a wrong API key, or none: send the server's", "invalid_api_key")
 
     def dialogue(self, order: Order, hearer: Hearer) -> asyncio.Task[Reply]:

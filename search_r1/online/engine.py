@@ -17,7 +17,7 @@ from search_r1.search.backends.settings import OnlineConfig, RetrieverConfig
 from search_r1.search.errors import SetupError
 from search_r1.search.extras import install_command
 from search_r1.search.schema import Document, Hit
-from search_r1.search.stages import stage
+from search_r1.search.timing import stage
 
 if TYPE_CHECKING:
     from search_r1.online.pages import PageReader

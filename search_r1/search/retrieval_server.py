@@ -22,7 +22,7 @@ from search_r1.search.preflight import check
 from search_r1.search.recording import Recorder
 from search_r1.search.server.app import create_app
 from search_r1.search.server.config import TOKEN_VARIABLE, ServiceConfig
-from search_r1.search.server.drills import Drill, DrillConfig
+from search_r1.search.server.faults import FaultConfig, FaultInjector
 from search_r1.search.server.running import bind, serve, warn_if_open
 
 __all__ = ["bind", "create_app", "main", "serve"]
@@ -44,14 +44,14 @@ class ServerOptions:
     """file that receives the port once requests are accepted"""
     service: ServiceConfig = field(default_factory=ServiceConfig)
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
-    drill: DrillConfig = field(default_factory=DrillConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)
 
 
 def _run(options: ServerOptions) -> bool:
     """Serve until stopped; whether no search was left running."""
-    service, drill = options.service, options.drill
+    service, faults = options.service, options.faults
     service.check()
-    drill.check()
+    faults.check()
     token = _token()
     with bind(options.host, options.port) as bound:
         warn_if_open(bound, token)
@@ -61,9 +61,9 @@ def _run(options: ServerOptions) -> bool:
         logger.info("%s: %d documents", retriever.name, retriever.num_documents)
         recorder = None if service.record is None else Recorder(service.record, retriever.info())
         app = create_app(retriever, service, token=token, recorder=recorder)
-        if drill.is_on:
-            logger.warning("DRILL: requests fail on purpose: %s", drill)
-            app.add_middleware(Drill, config=drill)
+        if faults.is_on:
+            logger.warning("TEST FAULTS: requests fail on purpose: %s", faults)
+            app.add_middleware(FaultInjector, config=faults)
         return serve(app, bound, options.port_file)
 
 

@@ -20,7 +20,7 @@ from search_r1.search.backends.base import fingerprint
 from search_r1.search.backends.registry import build_retriever
 from search_r1.search.backends.settings import OnlineConfig, RetrieverConfig
 from search_r1.search.errors import SetupError, UpstreamRefused, UpstreamUnavailable
-from search_r1.search.stages import collect
+from search_r1.search.timing import collect
 
 Results = list[tuple[str, str, str]]
 Open = Callable[..., OnlineRetriever]

@@ -15,7 +15,7 @@ from search_r1.online.engine import OnlineRetriever, open_online
 from search_r1.online.fetch import Page, PageError
 from search_r1.online.pages import cut, decode, extract, visit
 from search_r1.search.backends.settings import OnlineConfig
-from search_r1.search.stages import collect
+from search_r1.search.timing import collect
 
 SENTENCES = [
     f"The river Danube passes its place number {i} on the long way to the sea, says the book."

@@ -14,7 +14,7 @@ from search_r1.search.errors import Overloaded, QueryNotRecorded
 from search_r1.search.schema import Document, Hit
 from search_r1.search.server.app import create_app
 from search_r1.search.server.config import ServiceConfig
-from search_r1.search.stages import stage
+from search_r1.search.timing import stage
 
 pytestmark = pytest.mark.browser
 

@@ -18,7 +18,7 @@ from search_r1.search.errors import IndexMismatch
 from search_r1.search.index_builder import BuildConfig, build_index, index_folder
 from search_r1.search.manifest import Manifest
 from search_r1.search.schema import Hit
-from search_r1.search.stages import stage
+from search_r1.search.timing import stage
 from search_r1.search.words import tokenize
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from search_r1.search.encoders.interface import Encoder, Vectors
 from search_r1.search.errors import IndexMismatch, SetupError
 from search_r1.search.manifest import PROBE_TEXT, Manifest
 from search_r1.search.schema import Hit
-from search_r1.search.stages import stage
+from search_r1.search.timing import stage
 
 logger = logging.getLogger(__name__)
 

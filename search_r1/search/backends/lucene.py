@@ -23,7 +23,7 @@ from search_r1.search.backends.settings import RetrieverConfig
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import IndexMismatch, SetupError
 from search_r1.search.schema import Document, Hit, well_formed
-from search_r1.search.stages import stage
+from search_r1.search.timing import stage
 
 logger = logging.getLogger(__name__)
 

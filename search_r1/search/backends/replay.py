@@ -17,7 +17,7 @@ from search_r1.search.backends.settings import RetrieverConfig
 from search_r1.search.errors import QueryNotRecorded, SetupError
 from search_r1.search.recording import Record, read_facts, read_rows, to_record
 from search_r1.search.schema import Hit
-from search_r1.search.stages import stage
+from search_r1.search.timing import stage
 
 
 class ReplayRetriever:

@@ -13,7 +13,7 @@ from search_r1.search.backends.settings import RerankConfig
 from search_r1.search.errors import SetupError
 from search_r1.search.extras import install_command
 from search_r1.search.schema import Hit
-from search_r1.search.stages import stage
+from search_r1.search.timing import stage
 
 Pair = tuple[str, str]
 """A query and the contents of a document."""

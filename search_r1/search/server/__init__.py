@@ -1,1 +1,1 @@
-"""The HTTP service over any engine: merging, caching, admission, statuses, metrics."""
+"""The HTTP server over any backend: batches, caches, limits, errors, metrics, the page."""

@@ -59,9 +59,9 @@ class Metrics:
         """One request more with this status."""
         self._requests.labels(str(status)).inc()
 
-    def count_queries(self, hits: int, joined: int, misses: int, repeated: int) -> None:
+    def count_queries(self, hits: int, joined: int, misses: int) -> None:
         """The queries of a request; those repeated within it count as joined."""
-        for how, count in (("hit", hits), ("joined", joined + repeated), ("miss", misses)):
+        for how, count in (("hit", hits), ("joined", joined), ("miss", misses)):
             if count:
                 self._queries.labels(how).inc(count)
 

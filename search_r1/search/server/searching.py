@@ -11,7 +11,7 @@ from search_r1.search.backends.base import Retriever, fingerprint
 from search_r1.search.errors import SearchError
 from search_r1.search.recording import Record, Recorder
 from search_r1.search.schema import Document, Hit
-from search_r1.search.stages import Seconds, collect, stage
+from search_r1.search.timing import Seconds, collect, stage
 from search_r1.storage import FileStore, Key
 
 logger = logging.getLogger(__name__)

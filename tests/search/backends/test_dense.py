@@ -14,7 +14,7 @@ from search_r1.search.backends.settings import EncoderConfig, FaissConfig, Retri
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import HashEncoder
 from search_r1.search.errors import IndexMismatch, SetupError
-from search_r1.search.stages import collect
+from search_r1.search.timing import collect
 
 DIM = 32
 

@@ -19,7 +19,7 @@ from search_r1.search.backends.registry import build_retriever
 from search_r1.search.backends.settings import RetrieverConfig
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import IndexMismatch, SetupError
-from search_r1.search.stages import collect
+from search_r1.search.timing import collect
 
 pytestmark = pytest.mark.lucene
 

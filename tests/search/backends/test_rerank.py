@@ -20,7 +20,7 @@ from search_r1.search.backends.rerank import RerankingRetriever, rerank
 from search_r1.search.backends.settings import RerankConfig
 from search_r1.search.errors import SetupError
 from search_r1.search.schema import Document, Hit
-from search_r1.search.stages import collect
+from search_r1.search.timing import collect
 
 WORDS = "capital of france the danube river two cities is lies on city in passage about identical"
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS.split()]

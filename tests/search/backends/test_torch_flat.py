@@ -18,7 +18,7 @@ from search_r1.search.backends.torch_flat import load_and_compare
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import HashEncoder
 from search_r1.search.errors import IndexMismatch, SetupError
-from search_r1.search.stages import collect
+from search_r1.search.timing import collect
 from tests.search.backends.flat_indexes import brute_force, random_rows, write
 
 

@@ -161,7 +161,13 @@ def test_a_closed_connection_gives_its_query_up() -> None:
             async def send(message: Any) -> None:
                 sent.append(message)
 
-            scope = {"type": "http", "method": "POST", "path": "/retrieve", "headers": []}
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": "/retrieve",
+                "headers": [],
+                "query_string": b"",
+            }
             await app(scope, receive, send)
             engine.gate.set()
             await first

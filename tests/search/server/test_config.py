@@ -11,7 +11,7 @@ import pytest
 from search_r1.search.retrieval_server import main
 from search_r1.search.server.app import create_app
 from search_r1.search.server.config import ServiceConfig
-from search_r1.search.server.statuses import STATUSES
+from search_r1.search.server.http_errors import STATUSES
 from tests.search.server.engines import Watched
 
 MANUAL = (Path(__file__).parents[3] / "docs" / "retriever.md").read_text()

@@ -8,7 +8,7 @@ import torch
 
 from search_r1.agent.search import build_search
 from search_r1.search.retrieval_server import create_app
-from search_r1.search.server.drills import Drill, DrillConfig
+from search_r1.search.server.faults import FaultConfig, FaultInjector
 from tests.apps import running
 from tests.search.server.engines import Watched
 from tests.verl.trainer.playing import InProcess
@@ -164,9 +164,11 @@ def test_a_retriever_that_is_back_for_nothing_is_not_waited_for_without_end() ->
         rollout.generate(starts(), SAMPLING)
 
 
-def play(drill: DrillConfig, timeout: float) -> tuple[list[Trajectory], InProcess, RetryingRollout]:
-    """Sixty dialogues with a server that is spoilt as `drill` says; `timeout` as of the client."""
-    with running(Drill(create_app(Watched()), drill)) as url:
+def play(
+    faults: FaultConfig, timeout: float
+) -> tuple[list[Trajectory], InProcess, RetryingRollout]:
+    """Sixty dialogues with a server that is spoilt as `faults` says; `timeout` as of the client."""
+    with running(FaultInjector(create_app(Watched()), faults)) as url:
         replicas = InProcess(url, timeout)
         config = Config()
         config.retriever.url, config.retriever.topk = url, 1
@@ -177,8 +179,8 @@ def play(drill: DrillConfig, timeout: float) -> tuple[list[Trajectory], InProces
 
 def test_line_19_errors_and_hangs_leave_no_trace_in_what_is_trained_on() -> None:
     """With 20 % errors and 5 % hangs of a real server, ids and masks are those without any."""
-    undisturbed, _, calm = play(DrillConfig(), 60.0)
-    disturbed, replicas, rollout = play(DrillConfig(0.2, 0.05, 0), 1.0)
+    undisturbed, _, calm = play(FaultConfig(), 60.0)
+    disturbed, replicas, rollout = play(FaultConfig(0.2, 0.05, 0), 1.0)
     assert [t.status for t in disturbed] == [Status.ANSWERED] * 60
     expected, got = (TokenBatch.from_trajectories(ts) for ts in (undisturbed, disturbed))
     for name in ("input_ids", "policy_mask", "response_mask", "rollout_log_probs"):

@@ -1,4 +1,4 @@
-"""Where the time of a search goes: engines name their stages, the server collects the seconds.
+"""Times of the stages of a search: engines name the stages, the server collects the seconds.
 
 Outside `collect` a stage costs next to nothing, so engines need not know who is asking.
 """

@@ -1,7 +1,7 @@
-"""Errors and hangs on purpose, to try out a client or a run: for tests and drills only.
+"""Test faults: requests that fail or hang on purpose, to try out a client or a run.
 
-A request for a search fails by a lot that depends on the seed and on how many came before it. What
-is answered at all is answered as ever; `/health` and the other routes are left alone.
+Whether a search fails is drawn from the seed, request by request. The other routes, `/health`
+included, always answer.
 """
 
 import logging
@@ -10,12 +10,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated
 
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from search_r1.options import Bounds
 from search_r1.search.errors import SetupError
-from search_r1.search.server.replies import reply
-from search_r1.search.server.statuses import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +29,13 @@ LOG_EVERY = 100
 
 
 @dataclass(frozen=True)
-class DrillConfig:
-    """Drills (never in production): requests that fail on purpose."""
+class FaultConfig:
+    """Test faults (never in production): requests that fail on purpose."""
 
     inject_failures: Annotated[float, Bounds(0)] = 0.0
-    """share of requests to fail, for drills"""
+    """share of requests to fail, for tests"""
     inject_hangs: Annotated[float, Bounds(0)] = 0.0
-    """share of requests never to answer, for drills"""
+    """share of requests never to answer, for tests"""
     inject_seed: int = 0
     """which requests those are"""
 
@@ -54,10 +53,10 @@ class DrillConfig:
             )
 
 
-class Drill:
+class FaultInjector:
     """Spoils some requests to `/retrieve` before they reach `app`."""
 
-    def __init__(self, app: ASGIApp, config: DrillConfig) -> None:
+    def __init__(self, app: ASGIApp, config: FaultConfig) -> None:
         """The n-th request has the same fate in every run of the same settings."""
         self._app = app
         self._config = config
@@ -73,13 +72,14 @@ class Drill:
         elif fate == HANG:
             while (await receive())["type"] != "http.disconnect":
                 pass
-        elif fate == GARBLED:
-            await reply(send, 200, b"<html>spoilt on purpose (--inject_failures)</html>", {})
         elif fate == TORN:
             await send_half(send)
+        elif fate == GARBLED:
+            garbled = Response("<html>spoilt on purpose (--inject_failures)</html>")
+            await garbled(scope, receive, send)
         else:
-            failure = Failure(int(fate), "failed on purpose (--inject_failures)")
-            await reply(send, failure.status, failure.body, failure.headers)
+            problem = {"detail": "failed on purpose (--inject_failures)"}
+            await JSONResponse(problem, int(fate))(scope, receive, send)
 
     def _draw(self) -> str:
         """The next request's fate."""
@@ -92,7 +92,7 @@ class Drill:
             fate = HANG
         self.fates[fate] += 1
         if self.fates.total() % LOG_EVERY == 0:
-            logger.warning("drill: of %d requests %s", self.fates.total(), dict(self.fates))
+            logger.warning("test faults: of %d requests %s", self.fates.total(), dict(self.fates))
         return fate
 
 

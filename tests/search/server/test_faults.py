@@ -9,16 +9,19 @@ import pytest
 from search_r1.search.errors import SetupError
 from search_r1.search.local_server import LocalServer
 from search_r1.search.retrieval_server import create_app
-from search_r1.search.server.drills import ANSWER, FAILURES, HANG, Drill, DrillConfig
+from search_r1.search.server.faults import ANSWER, FAILURES, HANG, FaultConfig, FaultInjector
 from tests.apps import running
 from tests.search.server.engines import Watched
 
 BODY = {"queries": ["q"], "topk": 1, "return_scores": True}
 
 
-def fates(drill: DrillConfig, count: int, timeout: float = 60.0) -> list[str]:
+def fates(faults: FaultConfig, count: int, timeout: float = 60.0) -> list[str]:
     """What becomes of so many requests, one after the other, as a client sees it."""
-    with running(Drill(create_app(Watched()), drill)) as url, httpx.Client(trust_env=False) as http:
+    with (
+        running(FaultInjector(create_app(Watched()), faults)) as url,
+        httpx.Client(trust_env=False) as http,
+    ):
         return [fate(http, url, timeout) for _ in range(count)]
 
 
@@ -36,9 +39,9 @@ def fate(http: httpx.Client, url: str, timeout: float = 60.0) -> str:
 
 def test_the_same_seed_spoils_the_same_requests() -> None:
     """Every way to fail occurs, about as often as asked for; another seed spoils others."""
-    found = fates(DrillConfig(0.4, 0.0, 0), 80)
-    assert found == fates(DrillConfig(0.4, 0.0, 0), 80)
-    assert found != fates(DrillConfig(0.4, 0.0, 1), 80)
+    found = fates(FaultConfig(0.4, 0.0, 0), 80)
+    assert found == fates(FaultConfig(0.4, 0.0, 0), 80)
+    assert found != fates(FaultConfig(0.4, 0.0, 1), 80)
     counts = Counter(found)
     assert set(counts) == {ANSWER, *FAILURES}
     assert 0.3 < 1 - counts[ANSWER] / 80 < 0.5
@@ -46,12 +49,12 @@ def test_the_same_seed_spoils_the_same_requests() -> None:
 
 def test_a_hanging_request_is_never_answered() -> None:
     """And is over when its client gives up, so that the server can be stopped."""
-    assert fates(DrillConfig(0.0, 1.0), 2, timeout=0.2) == [HANG, HANG]
+    assert fates(FaultConfig(0.0, 1.0), 2, timeout=0.2) == [HANG, HANG]
 
 
 def test_only_searches_fail() -> None:
     """Whoever asks for the server's health or facts learns the truth."""
-    with running(Drill(create_app(Watched()), DrillConfig(1.0))) as url:
+    with running(FaultInjector(create_app(Watched()), FaultConfig(1.0))) as url:
         for route in ("health", "info"):
             assert httpx.get(f"{url}/{route}", trust_env=False).is_success
 
@@ -59,10 +62,10 @@ def test_only_searches_fail() -> None:
 def test_shares_above_one_are_refused() -> None:
     """What cannot be is said at the start."""
     with pytest.raises(SetupError, match="at most 1"):
-        DrillConfig(0.7, 0.4).check()
+        FaultConfig(0.7, 0.4).check()
 
 
-def test_the_command_line_runs_a_drill_and_says_so(tmp_path: Path) -> None:
+def test_the_command_line_runs_test_faults_and_says_so(tmp_path: Path) -> None:
     """The flags reach the server, whose log warns that it fails on purpose."""
     log = tmp_path / "log"
     args = ["--retriever_name", "empty", "--inject_failures", "1", "--inject_seed", "7"]
