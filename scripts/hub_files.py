@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 
+from search_r1.retrying import retry_after
 from search_r1.search.index.progress import Report, progress
-from search_r1.search.transport import retry_after
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Patience:
         is_final = answer and answer.status_code not in BUSY and not answer.is_server_error
         if is_final or failures >= self.tries:
             return False
-        asked = min(retry_after(answer), self.longest_asked) if answer else 0.0
+        asked = min(retry_after(answer.headers), self.longest_asked) if answer else 0.0
         pause = max(asked, min(2.0 ** (failures - 1), self.longest_pause))
         logger.warning("%s; try %d of %d in %.0f s", _told(error), failures + 1, self.tries, pause)
         self.sleep(pause)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import httpx
-
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
 from search_r1.search.servers import read_urls
@@ -48,7 +46,7 @@ async def facts_of(config: Config) -> Facts:
 def _addresses(urls: str) -> tuple[str, ...]:
     try:
         return read_urls(urls)
-    except (ValueError, httpx.InvalidURL) as error:
+    except ValueError as error:
         fix = "--retriever-url http://HOST:PORT, or --retriever-url empty"
         raise ConfigError(explain("--retriever-url", urls, str(error), fix)) from error
 

@@ -6,6 +6,7 @@ them is noted in `tally`.
 """
 
 import asyncio
+import json
 import logging
 import math
 import os
@@ -16,15 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-import httpx
+import aiohttp
 from pydantic import SecretStr
 
+from search_r1.retrying import Pauses
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable, SearchError
 from search_r1.search.retrieval import EmptyRetrieval, InMemoryRetrieval, Retrieval
 from search_r1.search.schema import Document, from_wire, well_formed
 from search_r1.search.servers import Servers, read_urls
 from search_r1.search.tally import note
-from search_r1.search.transport import NUM_RETRIES, Patience, Transport, excerpt
+from search_r1.search.transport import Answer, Patience, Transport
 
 __all__ = ["Document", "EmptyRetrieval", "InMemoryRetrieval", "Retrieval", "RetrievalClient"]
 
@@ -48,13 +50,20 @@ Waiters = list[asyncio.Future[_Found]]
 class _LoopState:
     """What belongs to one event loop: its connections and the searches not yet sent."""
 
-    http: httpx.AsyncClient
+    http: aiohttp.ClientSession
     waiting: dict[str, Waiters] = field(default_factory=dict)
     """Who waits for each query."""
     deadline: float = math.inf
     """When the first of them must have its answer."""
     timer: asyncio.TimerHandle | None = None
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __del__(self) -> None:
+        """Close without a word: aiohttp logs two errors for what nobody closed."""
+        connector = self.http.connector
+        if connector is not None:
+            self.http.detach()
+            next(connector.close().__await__(), None)
 
 
 class RetrievalClient:
@@ -93,9 +102,8 @@ class RetrievalClient:
         if deadline is not None and not deadline > 0:
             raise ValueError(f"deadline {deadline}; expected more than 0 seconds, or None")
         self._urls = read_urls(url)
-        self._patience = Patience(
-            timeout, max_retries, backoff, max_backoff, max_retry_after, log_level
-        )
+        pauses = Pauses(backoff, max_backoff, max_retry_after)
+        self._patience = Patience(timeout, max_retries, pauses, log_level)
         self._topk = topk
         self._deadline = math.inf if deadline is None else deadline
         self._max_batch = max_batch
@@ -169,7 +177,7 @@ class RetrievalClient:
             return
         self._send(state)
         await asyncio.gather(*state.tasks)
-        await state.http.aclose()
+        await state.http.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -191,7 +199,7 @@ class RetrievalClient:
             headers = {}
             if self._token is not None:
                 headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
-            self._states[loop] = _LoopState(httpx.AsyncClient(headers=headers, trust_env=False))
+            self._states[loop] = _LoopState(aiohttp.ClientSession(headers=headers))
         return self._states[loop]
 
     def _send(self, state: _LoopState) -> None:
@@ -209,7 +217,7 @@ class RetrievalClient:
             task.add_done_callback(state.tasks.discard)
 
     async def _serve(
-        self, http: httpx.AsyncClient, waiting: Mapping[str, Waiters], deadline: float
+        self, http: aiohttp.ClientSession, waiting: Mapping[str, Waiters], deadline: float
     ) -> None:
         """Give every waiter its documents or the error; a refused batch is asked one by one.
 
@@ -236,13 +244,12 @@ class RetrievalClient:
                     future.cancel()
 
     async def _retrieve(
-        self, http: httpx.AsyncClient, queries: list[str], deadline: float
+        self, http: aiohttp.ClientSession, queries: list[str], deadline: float
     ) -> list[_Found]:
         """One request; scores are asked for because the original server fails without them."""
         body = {"queries": queries, "topk": self._topk, "return_scores": True}
         answer = await self._transport.exchange(http, "POST", "/retrieve", body, deadline=deadline)
-        num_retries = answer.extensions[NUM_RETRIES]
-        return [_Found(found, num_retries) for found in _documents(answer, len(queries))]
+        return [_Found(found, answer.num_retries) for found in _documents(answer, len(queries))]
 
 
 def _token(text: str | None) -> SecretStr | None:
@@ -264,7 +271,7 @@ def _fail(waiting: Mapping[str, Waiters], error: SearchError) -> None:
                 future.set_exception(error)
 
 
-def _documents(answer: httpx.Response, num_queries: int) -> list[list[Document]]:
+def _documents(answer: Answer, num_queries: int) -> list[list[Document]]:
     """The documents of an answer; raises RetrieverRefused if it is outside the contract."""
     parsed = _json(answer)
     try:
@@ -275,7 +282,7 @@ def _documents(answer: httpx.Response, num_queries: int) -> list[list[Document]]
         raise _outside_contract(answer, repr(error)) from error
     if len(found) != num_queries:
         raise _outside_contract(answer, f"{len(found)} results for {num_queries} queries")
-    if re.search(rb"\\u[dD]", answer.content):  # half of a surrogate pair can be written in JSON
+    if re.search(rb"\\u[dD]", answer.body):  # half of a surrogate pair can be written in JSON
         return [[_well_formed(document) for document in documents] for documents in found]
     return found
 
@@ -285,15 +292,15 @@ def _well_formed(document: Document) -> Document:
     return Document(*(well_formed(getattr(document, f.name)) for f in fields(Document)))
 
 
-def _json(answer: httpx.Response) -> Any:
+def _json(answer: Answer) -> Any:
     try:
-        return answer.json()
+        return json.loads(answer.body)
     except (ValueError, RecursionError) as error:
         raise _outside_contract(answer, str(error)) from error
 
 
-def _outside_contract(answer: httpx.Response, reason: str) -> RetrieverRefused:
-    got = repr(excerpt(answer, 200))
+def _outside_contract(answer: Answer, reason: str) -> RetrieverRefused:
+    got = repr(answer.excerpt(200))
     return RetrieverRefused(
         f"{answer.url} answered outside the wire contract ({reason}): got {got}; expected "
         '{"result": [[{"document": {"id", "contents", ...}, "score"}]]}: is the url a retrieval '

@@ -11,8 +11,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import httpx
+from urllib.parse import urlsplit
 
 REST_S = 5.0
 """Rest after a first failure; it doubles with each further one."""
@@ -82,7 +81,7 @@ class Servers:
 def read_urls(url: str | Sequence[str]) -> tuple[str, ...]:
     """Base addresses from one url, several with commas between them, or a sequence of urls.
 
-    Raises ValueError for one that is not http, and httpx.InvalidURL, which says what is wrong.
+    Raises ValueError for one that is not http, or has a port that is no number.
     """
     given = url.split(",") if isinstance(url, str) else list(url)
     if not given:
@@ -94,7 +93,8 @@ EXAMPLE = "http://127.0.0.1:8000"
 
 
 def _base(url: str) -> str:
-    if not url.startswith(("http://", "https://")) or not httpx.URL(url).host:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
         raise ValueError(
             f"retriever url {url!r}; expected http:// or https:// and a host, for example {EXAMPLE}"
             f" (several: {EXAMPLE},http://10.0.0.6:8000)"
@@ -108,7 +108,7 @@ def preferred(urls: Sequence[str]) -> list[str]:
         return list(urls)
     order = list(urls)
     random.Random(f"{socket.gethostname()}/{os.getpid()}").shuffle(order)
-    return sorted(order, key=lambda url: not is_here(httpx.URL(url).host))
+    return sorted(order, key=lambda url: not is_here(urlsplit(url).hostname or ""))
 
 
 def is_here(host: str) -> bool:

@@ -6,18 +6,16 @@ Which server is asked is decided in `servers`, what is asked and how answers are
 import asyncio
 import logging
 import math
-import random
-import re
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any
 
-import httpx
+import aiohttp
+import orjson
 
+from search_r1.retrying import Pauses, Transient, retry_after
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
 from search_r1.search.servers import Server, Servers
 
@@ -27,21 +25,16 @@ DEADLINE_FIELD = "deadline_s"
 """Optional field of a request: seconds for which this attempt waits for the answer."""
 OUTAGE_S = 30.0
 """After an exchange that no server answered, for so long every other one tries just once."""
-NUM_RETRIES = "num_retries"
-"""The entry of an answer's `extensions` that says how many attempts failed before it."""
-
-_random = random.SystemRandom()  # seeding `random`, as training does, must not align the pauses
+JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long and how often a server is asked; times in seconds."""
+    """How long and how often a server is asked; `timeout` of an attempt in seconds."""
 
     timeout: float = 60.0
     max_retries: int = 5
-    backoff: float = 0.25
-    max_backoff: float = 8.0
-    max_retry_after: float = 30.0
+    pauses: Pauses = field(default_factory=Pauses)
     log_level: int = logging.WARNING
     """Of the line about each attempt that failed."""
 
@@ -52,19 +45,36 @@ class Patience:
         if self.max_retries < 0:
             raise ValueError(f"max_retries {self.max_retries}; expected 0 or more")
 
-    def pause(self, num_pauses: int, retry_after: float) -> float:
-        """Exponential, bounded, with jitter; never shorter than what the server asked for."""
-        longest = min(self.max_backoff, self.backoff * 2.0 ** min(num_pauses, 60))
-        asked = min(self.max_retry_after, retry_after)
-        return max(longest * _random.uniform(0.5, 1.0), asked * _random.uniform(1.0, 1.1))
 
+@dataclass
+class Answer:
+    """What a server answered, and how many attempts failed before."""
 
-class AttemptFailed(Exception):
-    """One attempt failed in a way that another may not; `retry_after` s were asked for."""
+    url: str
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+    num_retries: int = 0
 
-    def __init__(self, reason: str, retry_after: float = 0.0) -> None:
-        super().__init__(reason)
-        self.retry_after = retry_after
+    def excerpt(self, length: int) -> str:
+        """The beginning of the body as text, whatever charset it claims to have."""
+        return self.body[:length].decode("utf-8", "replace")
+
+    def check(self) -> None:
+        """Raise Transient where another attempt may help, RetrieverRefused where none will."""
+        if 200 <= self.status < 300:
+            return
+        if self.status == 429 or 500 <= self.status < 600:
+            reason = f"answers {self.status}: {self.excerpt(200)}"
+            raise Transient(reason, retry_after(self.headers))
+        hint = ""
+        if self.status == 401:
+            hint = "; set the environment variable RETRIEVER_TOKEN to the server's token"
+        raise RetrieverRefused(
+            f"retriever {self.url} refused with {self.status}, expected 200: "
+            f"{self.excerpt(500)}{hint}",
+            self.status,
+        )
 
 
 @dataclass
@@ -74,7 +84,7 @@ class Failures:
     reasons: dict[str, str] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
 
-    def add(self, url: str, error: AttemptFailed) -> None:
+    def add(self, url: str, error: Transient) -> None:
         """`url`'s last reason and one more attempt."""
         self.reasons[url] = str(error)
         self.counts[url] += 1
@@ -82,8 +92,9 @@ class Failures:
     def error(self, cause: str) -> RetrieverUnavailable:
         """Every url that was tried with its last reason, and the fix."""
         tried = "; ".join(
-            f"retriever {url} {reason}" + (f" (and {count - 1} times before)" if count > 1 else "")
-            for (url, reason), count in zip(self.reasons.items(), self.counts.values(), strict=True)
+            f"retriever {url} {reason}"
+            + (f" (and {self.counts[url] - 1} times before)" if self.counts[url] > 1 else "")
+            for url, reason in self.reasons.items()
         )
         return RetrieverUnavailable(
             f"{tried or 'no retriever was asked'}; gave up after {self.counts.total()} attempts"
@@ -106,14 +117,14 @@ class Transport:
 
     async def exchange(
         self,
-        http: httpx.AsyncClient,
+        http: aiohttp.ClientSession,
         method: str,
         path: str,
         body: Mapping[str, Any] | None = None,
         *,
         max_retries: int | None = None,
         deadline: float = math.inf,
-    ) -> httpx.Response:
+    ) -> Answer:
         """The first good answer before `deadline`, a time of `time.monotonic`.
 
         While a server is in service there is no pause before it is asked. Raises
@@ -129,9 +140,7 @@ class Transport:
             server = self.servers.choose()
             try:
                 answer = await self._attempt(http, server, method, path, body, limit)
-                answer.extensions[NUM_RETRIES] = attempt
-                return answer
-            except AttemptFailed as error:
+            except Transient as error:
                 failures.add(server.url, error)
                 logger.log(patience.log_level, "retriever %s %s; attempt %d of %d", server.url,
                            error, attempt + 1, retries + 1)  # fmt: skip
@@ -141,11 +150,14 @@ class Transport:
                 if attempt + 1 >= len(self.servers) and time.monotonic() < self._outage_until:
                     raise failures.error(", as others did shortly before") from error
                 if not self.servers.has_ready():
-                    pause = patience.pause(num_pauses, error.retry_after)
+                    pause = patience.pauses.after(num_pauses, error.retry_after)
                     num_pauses += 1
                     if time.monotonic() + pause >= deadline:
                         break
                     await asyncio.sleep(pause)
+            else:
+                answer.num_retries = attempt
+                return answer
         self._give_up(begun)
         raise failures.error(", since the deadline is over before the next could be answered")
 
@@ -164,72 +176,48 @@ class Transport:
 
     async def _attempt(
         self,
-        http: httpx.AsyncClient,
+        http: aiohttp.ClientSession,
         server: Server,
         method: str,
         path: str,
         body: Mapping[str, Any] | None,
         limit: float,
-    ) -> httpx.Response:
-        """One exchange within `limit` s; raises AttemptFailed or RetrieverRefused."""
+    ) -> Answer:
+        """One exchange within `limit` s; raises Transient or RetrieverRefused."""
         started = time.monotonic()
         if body is not None and server.takes_deadline:
             body = {**body, DEADLINE_FIELD: round(limit, 3)}
         try:
-            async with asyncio.timeout(limit):
-                answer = await http.request(method, server.url + path, json=body, timeout=limit)
-            _check(answer)
-        except (httpx.RequestError, TimeoutError) as error:
-            self.servers.failed(server, started, 0.0)
-            reason = f"does not answer ({type(error).__name__}: {error})"
-            raise AttemptFailed(reason.replace(": )", ")")) from error
-        except AttemptFailed as error:
+            answer = await _send(http, method, server.url + path, body, limit)
+            answer.check()
+        except Transient as error:
             self.servers.failed(server, started, error.retry_after)
             raise
         except RetrieverRefused as error:
             self._answered(server)
             if server.takes_deadline and body is not None and DEADLINE_FIELD in str(error):
                 server.takes_deadline = False
-                raise AttemptFailed(f"does not know the field {DEADLINE_FIELD}") from error
+                raise Transient(f"does not know the field {DEADLINE_FIELD}") from error
             raise
         self._answered(server)
         return answer
 
 
-def _check(answer: httpx.Response) -> None:
-    """Raises AttemptFailed where another attempt may help, RetrieverRefused where none will."""
-    status = answer.status_code
-    if status == httpx.codes.TOO_MANY_REQUESTS or answer.is_server_error:
-        raise AttemptFailed(f"answers {status}: {excerpt(answer, 200)}", retry_after(answer))
-    if answer.is_success:
-        return
-    hint = ""
-    if status == httpx.codes.UNAUTHORIZED:
-        hint = "; set the environment variable RETRIEVER_TOKEN to the server's token"
-    raise RetrieverRefused(
-        f"retriever {answer.url} refused with {status}, expected 200: {excerpt(answer, 500)}{hint}",
-        status,
-    )
-
-
-def excerpt(answer: httpx.Response, length: int) -> str:
-    """The beginning of the body as text, whatever charset it claims to have."""
-    return answer.content[:length].decode("utf-8", "replace")
-
-
-def retry_after(answer: httpx.Response) -> float:
-    """Seconds of the header `Retry-After`, a number or an HTTP date; 0 where there is none."""
-    text = answer.headers.get("Retry-After", "").strip()
-    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text):
-        return float(text)
-    until, now = _date(text), _date(answer.headers.get("Date", "")) or datetime.now(UTC)
-    return 0.0 if until is None else max(0.0, (until - now).total_seconds())
-
-
-def _date(text: str) -> datetime | None:
-    """An HTTP date; None for anything else."""
+async def _send(
+    http: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    body: Mapping[str, Any] | None,
+    limit: float,
+) -> Answer:
+    """The whole answer within `limit` s, of whatever status; raises Transient without one."""
+    data = None if body is None else orjson.dumps(body)
+    timeout = aiohttp.ClientTimeout(total=limit)
     try:
-        date = parsedate_to_datetime(text)
-    except (ValueError, TypeError, IndexError, OverflowError):
-        return None
-    return date if date.tzinfo else date.replace(tzinfo=UTC)
+        async with http.request(
+            method, url, data=data, headers=JSON, timeout=timeout, allow_redirects=False
+        ) as answer:
+            return Answer(url, answer.status, await answer.read(), answer.headers)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        reason = f"does not answer ({type(error).__name__}: {error})"
+        raise Transient(reason.replace(": )", ")")) from error

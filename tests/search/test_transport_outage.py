@@ -3,11 +3,14 @@
 import asyncio
 import logging
 from collections import Counter
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
 
-import httpx
 import pytest
 
+from search_r1.retrying import Pauses
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import RetrieverUnavailable
 from search_r1.search.probe import SearchProbe
@@ -21,26 +24,30 @@ NUM_RETRIES = 2
 
 
 class Scripted:
-    """A server whose answers depend on the path, behind a transport of the client library."""
+    """A server whose answers depend on the path, in the place of the client library."""
 
     def __init__(self, num_retries: int = NUM_RETRIES) -> None:
         self.num_asked: Counter[str] = Counter()
         self.is_away = False
-        patience = Patience(max_retries=num_retries, backoff=0.02, max_backoff=0.02)
+        patience = Patience(max_retries=num_retries, pauses=Pauses(0.02, 0.02))
         self.transport = Transport(Servers([URL]), patience)
-        self.http = httpx.AsyncClient(transport=httpx.MockTransport(self.answer))
 
-    async def answer(self, request: httpx.Request) -> httpx.Response:
-        self.num_asked[request.url.path] += 1
-        if self.is_away or request.url.path == "/bad":
-            return httpx.Response(500)
-        return httpx.Response(200, json={})
+    @asynccontextmanager
+    async def request(self, method: str, url: str, **_: Any) -> AsyncIterator[Any]:
+        path = url.removeprefix(URL)
+        self.num_asked[path] += 1
+
+        async def read() -> bytes:
+            return b"{}"
+
+        status = 500 if self.is_away or path == "/bad" else 200
+        yield SimpleNamespace(status=status, headers={}, read=read)
 
     async def ask(self, path: str, **options: Any) -> int:
         """How many attempts an exchange makes, answered or not."""
         before = self.num_asked[path]
         try:
-            await self.transport.exchange(self.http, "GET", path, **options)
+            await self.transport.exchange(cast(Any, self), "GET", path, **options)
         except RetrieverUnavailable as error:
             assert error.num_retries == self.num_asked[path] - before - 1
         return self.num_asked[path] - before

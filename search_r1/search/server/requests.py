@@ -5,7 +5,7 @@ import json
 from typing import Annotated, Any
 
 from fastapi import HTTPException
-from pydantic import BeforeValidator, Field, ValidationError, create_model
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
@@ -20,16 +20,19 @@ READ_ON = 4
 
 def limited(config: ServiceConfig) -> type[RetrieveRequest]:
     """The wire contract's request with the limits of this server."""
-    query = Annotated[str, BeforeValidator(_mend), Field(max_length=config.max_query_chars)]
     fields = RetrieveRequest.model_fields
-    queries = Field(max_length=config.max_queries, description=fields["queries"].description)
-    topk = Annotated[int, Field(ge=1, le=config.max_topk)]
-    return create_model(
-        "RetrieveRequest",
-        __base__=RetrieveRequest,
-        queries=(Annotated[list[query], queries], ...),  # type: ignore[valid-type]
-        topk=(Annotated[topk | None, Field(description=fields["topk"].description)], None),
-    )
+
+    class Limited(RetrieveRequest):
+        model_config = ConfigDict(title="RetrieveRequest")
+
+        queries: list[
+            Annotated[str, BeforeValidator(_mend), Field(max_length=config.max_query_chars)]
+        ] = Field(max_length=config.max_queries, description=fields["queries"].description)
+        topk: Annotated[int, Field(ge=1, le=config.max_topk)] | None = Field(
+            default=None, description=fields["topk"].description
+        )
+
+    return Limited
 
 
 async def read_body(receive: Receive, config: ServiceConfig) -> bytes:
