@@ -220,7 +220,7 @@ def test_two_nodes_compute_what_one_does(
     finish(start_run(first, world, tmp_path, "trainer.total_training_steps=3"), first)
     assert_same(metrics(tmp_path), undisturbed)
     for machine in machines:
-        wait_until(machine, "! ls -a /dev/shm | grep -q search-r1-weights", "free memory")
+        wait_until(machine, "! ls -a /dev/shm | grep -q verl-weights", "free memory")
 
 
 def disturb_after_step_one(first: Machine, world: Path, out: Path) -> subprocess.Popen[bytes]:

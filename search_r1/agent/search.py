@@ -12,7 +12,7 @@ from search_r1.search.probe import SearchProbe, retriever_problem
 from search_r1.search.tally import RETRIED, counting
 from verl.agent.interface import Item, Observation, Tool, text_arguments
 from verl.config import Config
-from verl.config.retriever import EMPTY, RetrieverConfig
+from verl.config.server import EMPTY, ServerConfig
 from verl.errors import ToolError, explain
 
 FAILED = "searches_failed"
@@ -33,10 +33,10 @@ class SearchTool(Tool):
     max_outage_option = "retriever.max_outage"
     fix = FIX
 
-    def __init__(self, retrieval: Retrieval, options: RetrieverConfig | None = None) -> None:
+    def __init__(self, retrieval: Retrieval, options: ServerConfig | None = None) -> None:
         """`retrieval` finds the documents; `options` say where it is, for probes and messages."""
         self.retrieval = retrieval
-        self.options = options or RetrieverConfig(url=EMPTY)
+        self.options = options or ServerConfig(url=EMPTY)
         self.max_outage = self.options.max_outage
 
     @property

@@ -89,7 +89,7 @@ class Tool:
     parameters: Mapping[str, Any]
     """JSON schema of the arguments of `call`; `text_arguments` writes that of texts."""
     counted_as: str = ""
-    """The plural in metrics, `env/searches` and `env/valid_searches`; default: `NAME_calls`."""
+    """The plural in metrics, `env/PLURAL` and `env/valid_PLURAL`; default: `NAME_calls`."""
     faults: tuple[str, ...] = ()
     """Names of what infrastructure may do to its calls, summed to the metrics `fault/NAME`."""
     max_outage: float = 1800.0

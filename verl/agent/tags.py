@@ -140,9 +140,9 @@ def read_turn(text: str, tags: Grammar) -> Turn:
     """The first closed call or answer of one turn's policy text; malformed where there is none.
 
     A call with nothing in it is none; an empty answer is an answer (and never a correct one).
-    *Example*: `"<think> a </think> <search> b </search>"` calls the tool `search` with `"b"`.
+    *Example*: `"<think> a </think> <clock> b </clock>"` calls the tool `clock` with `"b"`.
     """
-    found = action_pattern(tags).search(text)
+    found = next(action_pattern(tags).finditer(text), None)
     if found is None:
         return Turn(is_malformed=True)
     if found["answer"] is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl.checkpoint.exporting import export
-from verl.errors import SearchR1Error
+from verl.errors import UserError
 from verl.training.devices import DTYPES
 
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         out = export(options.step_dir, options.out, options.base, options.dtype, options.adapter)
         print(out)  # noqa: T201
-    except SearchR1Error as error:
+    except UserError as error:
         parser.exit(2, f"{error}\n")
 
 

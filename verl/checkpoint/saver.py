@@ -20,7 +20,7 @@ from verl.checkpoint import RunState
 from verl.checkpoint.folders import Part, abandon
 from verl.checkpoint.state import write_driver_random
 from verl.config import TrainerConfig
-from verl.errors import SaveError, SearchR1Error
+from verl.errors import SaveError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ class Saver:
         """Let the background write end while the run ends for another reason, which counts more."""
         try:
             self.settle(is_final=True, patience_s=patience_s)
-        except SearchR1Error as error:
+        except UserError as error:
             logger.error("%s", error)
 
 

@@ -2,7 +2,7 @@
 
 Hydra composes these (see `verl/config/cli.py`), `check` refuses settings that cannot work
 before anything starts. Nothing here starts work, and nobody mutates a config after start. Option
-names are those of the original Search-R1 scripts; an option that lost its effect says so in its
+names are those of the original scripts; an option that lost its effect says so in its
 docstring and is listed in `verl/config/legacy.py`, and a run that sets it is warned.
 """
 
@@ -28,15 +28,34 @@ from verl.config.policy import (
     RolloutConfig,
     ValSamplingConfig,
 )
-from verl.config.retriever import RetrieverConfig
 from verl.config.reward import RewardConfig
 from verl.config.run import Config
+from verl.config.server import ServerConfig
 from verl.config.trainer import TrainerConfig
 
 __all__ = [
-    "ALL_LINEAR", "ActorConfig", "ActorRolloutRefConfig", "AdapterConfig", "AgentConfig",
-    "AlgorithmConfig", "CompatConfig", "Config", "CriticConfig", "CriticModelConfig", "DataConfig",
-    "FilterGroupsConfig", "FsdpConfig", "GuardConfig", "KlControlConfig", "ModelConfig",
-    "OptimConfig", "OverlongBufferConfig", "RefConfig", "RetrieverConfig", "RewardConfig",
-    "RolloutConfig", "TrainerConfig", "ValSamplingConfig",
+    "ALL_LINEAR",
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AdapterConfig",
+    "AgentConfig",
+    "AlgorithmConfig",
+    "CompatConfig",
+    "Config",
+    "CriticConfig",
+    "CriticModelConfig",
+    "DataConfig",
+    "FilterGroupsConfig",
+    "FsdpConfig",
+    "GuardConfig",
+    "KlControlConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "OverlongBufferConfig",
+    "RefConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "ServerConfig",
+    "TrainerConfig",
+    "ValSamplingConfig",
 ]  # fmt: skip

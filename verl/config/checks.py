@@ -1,6 +1,6 @@
 """The check of a configuration before any work: each option by its limits, then the rules between.
 
-What needs the machine (files, devices, the retriever) is in `verl.preflight.checks`.
+What needs the machine (files, devices, tools) is in `verl.preflight.checks`.
 """
 
 from __future__ import annotations

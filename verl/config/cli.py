@@ -97,7 +97,7 @@ def _to_yaml(config: DictConfig) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         usage=USAGE,
-        description="Train a search agent. Options are key=value; a later one wins.",
+        description="Train an agent. Options are key=value; a later one wins.",
         epilog=_options_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -36,7 +36,7 @@ class GuardConfig:
     length_clip_rise: float | None = option(0.3, resume="free", ge=0)
     """Rise over the baseline of the share of turns that data.max_response_length cut off."""
     search_share: float | None = option(0.1, resume="free", ge=0)
-    """Least share of the baseline that the share of searching trajectories may shrink to."""
+    """Least share of the baseline that the share of trajectories with tool calls may shrink to."""
     entropy_share: float | None = option(0.1, resume="free", ge=0)
     """Least share of the baseline that the policy's entropy may shrink to."""
     entropy_rise: float | None = option(1.0, resume="free", ge=0)

@@ -1,4 +1,4 @@
-"""Names that the scripts and YAML files of Search-R1 and veRL use, and what each becomes here.
+"""Names that the scripts and YAML files of the original and veRL use, and what each becomes here.
 
 An option means the same under another name (`ALIASES`), has no effect any more and says so once, or
 is refused with what to give instead, where leaving it out would train something else than was asked

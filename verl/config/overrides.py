@@ -1,6 +1,6 @@
 """`key=value` arguments before Hydra sees them: plus signs, old names, unknown keys, types.
 
-The names of the original Search-R1 scripts all mean here what they meant there. Those that are
+The names of the original scripts all mean here what they meant there. Those that are
 spelled differently here, or have no effect any more, are in `verl.config.legacy`.
 """
 

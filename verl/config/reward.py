@@ -66,7 +66,7 @@ class RewardConfig:
     """The rule that scores a trajectory."""
 
     name: str = option("em", resume="experiment")
-    """A row of `search_r1.rewards.REWARDS`, or your own `path/to/file.py:function`."""
+    """A reward of docs/rewards.md, or your own `path/to/file.py:function`."""
     weights: dict[str, float] = option(factory=dict, resume="experiment")
     """Weights of several rewards by name (`{em: 1.0, f1: 0.5}`), in place of `name`."""
     stages: list[StageConfig] = option(factory=list, resume="experiment")
@@ -80,11 +80,11 @@ class RewardConfig:
     final_format_score: float = option(0.0, resume="logged")
     """em_format: score of a present answer in an invalid structure."""
     retrieval_score: float = option(0.0, resume="logged")
-    """em_format: extra score when a retrieved document holds the answer."""
+    """em_format: extra score when a document that was found holds the answer."""
     correct_answer: float = option(1.0, resume="logged")
     """em_cost: score of a correct answer."""
     search_penalty: float = option(0.0, resume="logged")
-    """em_cost: what each search costs."""
+    """em_cost: what each query costs."""
     invalid_format: float = option(0.0, resume="logged")
     """em_cost: what each turn without an action costs."""
     penalise_correct_only: bool = option(False, resume="logged")

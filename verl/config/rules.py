@@ -2,7 +2,7 @@
 
 What concerns one option alone stands in its field. An option that another one leaves without effect
 is refused too, so that no run is taken for what it is not. Names of rewards are known to
-`search_r1.rewards` alone, which refuses unknown ones before the run starts.
+their own package alone, which refuses unknown ones before the run starts.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from verl.config import Config
-from verl.config.retriever import EMPTY
 from verl.config.reward import RewardConfig, StageConfig
+from verl.config.server import EMPTY, ServerConfig
 from verl.core_algos.advantages import ADVANTAGES
 from verl.errors import explain
 
@@ -36,7 +36,7 @@ PLACEHOLDERS = ("{question}", "{accepted}", "{answer}")
 
 def problems(config: Config) -> Iterator[str]:
     """All that cannot work together, a sentence each."""
-    sections = (_run, _algorithm, _losses, _shaping, _retriever, _rewards, _stages, _judge)
+    sections = (_run, _algorithm, _losses, _shaping, _server, _rewards, _stages, _judge)
     rows = itertools.chain.from_iterable(section(config) for section in sections)
     for is_wrong, subject, got, expected, fix in rows:
         if is_wrong:
@@ -124,13 +124,12 @@ def _shaping(config: Config) -> Iterator[Row]:
            f"{key}.max_length=null")
 
 
-def _retriever(config: Config) -> Iterator[Row]:
-    """Where to search."""
-    url = config.retriever.url
+def _server(config: Config) -> Iterator[Row]:
+    """Where documents come from."""
+    url, key = config.retriever.url, "retriever.url"
     is_address = url == EMPTY or all(one.strip().startswith(HTTP) for one in url.split(","))
-    yield (config.do_search and not is_address, "retriever.url", repr(url),
-           "http addresses of /retrieve with commas between them, or empty",
-           "retriever.url=http://127.0.0.1:8000/retrieve")
+    yield (config.do_search and not is_address, key, repr(url),
+           "http addresses with commas between them, or empty", f"{key}={ServerConfig().url}")
 
 
 def names_in_use(rewards: RewardConfig) -> set[str]:

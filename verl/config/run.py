@@ -9,8 +9,8 @@ from verl.config.algorithm import AlgorithmConfig, CompatConfig
 from verl.config.data import DataConfig
 from verl.config.option import option
 from verl.config.policy import ActorRolloutRefConfig, CriticConfig, ValSamplingConfig
-from verl.config.retriever import RetrieverConfig
 from verl.config.reward import RewardConfig
+from verl.config.server import ServerConfig
 from verl.config.trainer import TrainerConfig
 
 MOST_SEQS_ON_GPU, MOST_SEQS_ON_CPU = 512, 256
@@ -29,14 +29,14 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     reward_model: RewardConfig = field(default_factory=RewardConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
-    retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
+    retriever: ServerConfig = field(default_factory=ServerConfig)
     compat: CompatConfig = field(default_factory=CompatConfig)
     max_turns: int = option(2, resume="experiment", ge=0)
-    """Turns of a trajectory that may call tools (search); a last turn without follows."""
+    """Turns of a trajectory that may call tools; a last turn without follows."""
     do_search: bool = option(True, resume="experiment")
-    """False runs without tools, and so without a retriever: a search is then an invalid action."""
+    """False runs without tools and their servers: a call is then an invalid action."""
     template: str = option("search_r1", resume="experiment")
-    """Prompt and observation wording, a row of `search_r1.agent.tags.TEMPLATES`, or `tools`, whose
+    """Prompt and observation wording: a template of docs/tools.md, or `tools`, whose
     words are the descriptions of the tools."""
 
     @property

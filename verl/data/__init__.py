@@ -1,6 +1,6 @@
 """From question files to batches of prompts: rendering, sampling, and `python -m verl.data`.
 
-Rows and their format are read in `verl.data.rows`. No search and no Ray here.
+Rows and their format are read in `verl.data.rows`. No tools and no Ray here.
 """
 
 from verl.data.prompts import PromptDataset, Tokenizer, choose, load_prompts, render

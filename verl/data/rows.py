@@ -1,4 +1,4 @@
-"""Question files become rows: parquet and jsonl in the Search-R1 format, checked one by one.
+"""Question files become rows: parquet and jsonl in the format of the original, checked one by one.
 
 A row has `data_source`, `prompt` (chat messages or a plain string), `reward_model.ground_truth`
 (the accepted answers, or `{"target": …}`), and optionally `ability` and `extra_info`. Rows are
@@ -125,7 +125,7 @@ def _prompt(prompt: Any) -> str | tuple[Message, ...]:
 def _targets(reward_model: Any) -> tuple[str, ...]:
     """The accepted answers, or () where there is none in the expected form.
 
-    veRL's own data builders write `ground_truth` as plain text, Search-R1's as `{"target": …}`.
+    veRL's own data builders write `ground_truth` as plain text, the original's as `{"target": …}`.
     """
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     target = truth.get("target") if isinstance(truth, dict) else truth

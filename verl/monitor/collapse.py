@@ -1,6 +1,6 @@
 """The collapse guard: reads a step's metrics and says whether the policy is still healthy.
 
-A run of search RL seldom ends in an error. The policy forgets its tags, stops searching, never
+A run with tools seldom ends in an error. The policy forgets its tags, calls no tool, never
 answers or repeats itself, and the score follows some steps later. Each row of `rules` bounds one
 metric, absolutely or relative to a baseline: its median over the latest healthy steps. One step
 beyond a bound is a warning, `patience` of them in a row are a collapse. No I/O here: what follows
@@ -21,7 +21,8 @@ from verl.config import GuardConfig
 DRIFT = "guard/log_prob_drift"
 SHIFT = "guard/policy_shift"
 MALFORMED = "guard/malformed_rate"
-SEARCH = "guard/search_rate"
+TOOL_USE = "guard/search_rate"
+"""Share of trajectories with a tool call; the name is from when there was one tool."""
 NO_ANSWER = "guard/no_answer_rate"
 LENGTH_CLIP = "guard/length_clip_rate"
 ENTROPY = "actor/entropy"
@@ -88,7 +89,7 @@ RULES = (
     Rule("malformed_rise", MALFORMED, Kind.RISE),
     Rule("no_answer_rise", NO_ANSWER, Kind.RISE),
     Rule("length_clip_rise", LENGTH_CLIP, Kind.RISE),
-    Rule("search_share", SEARCH, Kind.SHARE),
+    Rule("search_share", TOOL_USE, Kind.SHARE),
     Rule("entropy_share", ENTROPY, Kind.SHARE),
     Rule("entropy_rise", ENTROPY, Kind.RISE),
     Rule("grad_norm_growth", GRAD_NORM, Kind.GROWTH),

@@ -1,4 +1,4 @@
-"""Rewards one after another: R1-Searcher's two stages, and any schedule of that kind.
+"""Rewards one after another: two stages, and any schedule of that kind.
 
 A stage ends after a step, or when a metric has stopped rising; the last one has no end. Which
 stage it is, and what it has seen, is saved with the checkpoint.

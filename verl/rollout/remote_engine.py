@@ -123,7 +123,7 @@ class RemoteEngine(RolloutEngine):
 def missing_stop(text: str, stop: Sequence[str]) -> str:
     """The closing tag of `stop` that a server left off: that of the last tag still open.
 
-    *Example*: `"<search> Oslo"` misses `"</search>"`; a text with its closing tag misses none.
+    *Example*: `"<answer> Oslo"` misses `"</answer>"`; a text with its closing tag misses none.
     """
     if any(text.rstrip().endswith(tag) for tag in stop):
         return ""

@@ -31,6 +31,6 @@ class RolloutReplica:
         return rollout_dtype(self.config)
 
     async def rollout(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
-        """Finish `starts`, all at once, in their order; a failed search is not an exception."""
+        """Finish `starts`, all at once, in their order; a failed tool is not an exception."""
         runs = (self.agent.run(start, self.engine, sampling) for start in starts)
         return list(await asyncio.gather(*runs))

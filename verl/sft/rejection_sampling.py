@@ -18,7 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from verl.errors import DataError, SearchR1Error, explain
+from verl.errors import DataError, UserError, explain
+from verl.trainer.metrics import num_calls
 from verl.trainer.rollout_data import TOKENIZER, read_header, read_rows, write_lines
 from verl.types import Status
 
@@ -33,7 +34,7 @@ class Candidate:
     step: int
     num_tokens: int
     num_policy_tokens: int
-    num_searches: float
+    num_calls: float
     segments: Sequence[Mapping[str, Any]]
 
     @property
@@ -44,7 +45,7 @@ class Candidate:
 PREFERENCES: Mapping[str, Callable[[Candidate], tuple[float, ...]]] = MappingProxyType(
     {
         "short": lambda c: (c.num_policy_tokens,),
-        "few_searches": lambda c: (c.num_searches, c.num_policy_tokens),
+        "few_searches": lambda c: (c.num_calls, c.num_policy_tokens),
         "random": lambda c: (),
     }
 )
@@ -65,7 +66,7 @@ class Criteria:
     max_tokens: int | None = None
     """Longest trajectory, prompt and observations included."""
     prefer: str = "short"
-    """Which of a question's come first: short, few_searches, random."""
+    """Which of a question's come first: short, few of tool calls, random."""
     seed: int = 0
     """Of random."""
 
@@ -133,7 +134,7 @@ def _candidate(where: str, row: Any, measure: str) -> tuple[Candidate, str]:
             step=int(row["step"]),
             num_tokens=sum(length for _, length in lengths),
             num_policy_tokens=sum(length for origin, length in lengths if origin == "policy"),
-            num_searches=float(row["stats"].get("valid_searches", 0.0)),
+            num_calls=num_calls(row["stats"]),
             segments=row["segments"],
         )
         return candidate, str(row["status"])
@@ -194,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command-line entry; prints the report as JSON and returns the exit code."""
     try:
         report = run(parse(arguments))
-    except SearchR1Error as error:
+    except UserError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     sys.stdout.write(json.dumps(vars(report)) + "\n")

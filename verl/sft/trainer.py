@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 
 from verl.config import AdapterConfig, OptimConfig
 from verl.core_algos.losses import loss_weights, weighted_sum
-from verl.errors import ConfigError, SearchR1Error, explain
+from verl.errors import ConfigError, UserError, explain
 from verl.sft.demonstrations import load_demonstrations
 from verl.single_controller.dispatch import split_by_tokens
 from verl.training.actor import Columns
@@ -247,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO)
     try:
         train(parse(sys.argv[1:] if arguments is None else arguments))
-    except SearchR1Error as error:
+    except UserError as error:
         sys.exit(f"{error}")
 
 

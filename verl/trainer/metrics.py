@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from verl.monitor.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, SEARCH
+from verl.monitor.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
 from verl.monitor.performance import Timings as Timings
 from verl.rewards.interface import Reward
 from verl.types import Metrics, Origin, Status, TokenBatch, Trajectory
@@ -59,13 +59,18 @@ def conduct_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     if not alive:
         return {}
     found = {NO_ANSWER: float(np.mean([t.status is not Status.ANSWERED for t in alive]))}
-    if all("valid_searches" in t.stats for t in alive):
-        found[SEARCH] = float(np.mean([t.stats["valid_searches"] > 0 for t in alive]))
+    if all("valid_actions" in t.stats for t in alive):
+        found[TOOL_USE] = float(np.mean([num_calls(t.stats) > 0 for t in alive]))
     turns = sum(t.stats.get("turns", 0.0) for t in alive)
     for metric, count in ((MALFORMED, "malformed_turns"), (LENGTH_CLIP, "truncated_turns")):
         if turns and all(count in t.stats for t in alive):
             found[metric] = sum(t.stats[count] for t in alive) / turns
     return found
+
+
+def num_calls(stats: Mapping[str, float]) -> float:
+    """Turns that called tools: the valid actions besides the answer."""
+    return stats["valid_actions"] - stats["answered"]
 
 
 def reward_metrics(rewards: Sequence[Reward]) -> Metrics:
@@ -96,7 +101,7 @@ def throughput_metrics(batch: TokenBatch, timings: Timings, num_ranks: int) -> M
 
 
 def validation_metrics(trajectories: Sequence[Trajectory], rewards: Sequence[Reward]) -> Metrics:
-    """Mean score, its components and valid searches, over all rows and per data source.
+    """Mean score, its components and the agent's counts, over all rows and per data source.
 
     `val/score` is the reward's own score; `val/em` and others come from its components.
     """

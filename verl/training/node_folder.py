@@ -16,7 +16,7 @@ from pathlib import Path
 
 from verl.machine import SHARED_MEMORY
 
-PREFIX = "search-r1-weights-"
+PREFIX = "verl-weights-"
 UNFINISHED_S = 60.0
 """Making and locking a folder takes far less."""
 NODE_DIGITS = 12

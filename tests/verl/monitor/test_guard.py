@@ -15,16 +15,16 @@ from verl.monitor.collapse import (
     LENGTH_CLIP,
     MALFORMED,
     NO_ANSWER,
-    SEARCH,
     SHIFT,
     SKIPPED,
+    TOOL_USE,
     CollapseGuard,
     Health,
     rules,
 )
 
 USUAL = {
-    DRIFT: 0.01, SHIFT: 0.001, MALFORMED: 0.05, NO_ANSWER: 0.05, LENGTH_CLIP: 0.02, SEARCH: 0.9,
+    DRIFT: 0.01, SHIFT: 0.001, MALFORMED: 0.05, NO_ANSWER: 0.05, LENGTH_CLIP: 0.02, TOOL_USE: 0.9,
     ENTROPY: 0.3, GRAD_NORM: 0.5, SKIPPED: 0.0,
 }  # fmt: skip
 BREAKS = [
@@ -32,7 +32,7 @@ BREAKS = [
     ("malformed_rise", MALFORMED, 0.36, 0.34),
     ("no_answer_rise", NO_ANSWER, 0.36, 0.34),
     ("length_clip_rise", LENGTH_CLIP, 0.33, 0.31),
-    ("search_share", SEARCH, 0.08, 0.10),
+    ("search_share", TOOL_USE, 0.08, 0.10),
     ("entropy_share", ENTROPY, 0.02, 0.04),
     ("entropy_rise", ENTROPY, 1.31, 1.29),
     ("grad_norm_growth", GRAD_NORM, 5.1, 4.9),
@@ -98,7 +98,7 @@ def test_a_noisy_healthy_run_is_never_called_collapsed(seed: int) -> None:
             MALFORMED: share(0.15, 72),
             NO_ANSWER: share(0.1, 36),
             LENGTH_CLIP: share(0.05, 72),
-            SEARCH: share(0.3 + 0.6 * t / 200, 36),
+            TOOL_USE: share(0.3 + 0.6 * t / 200, 36),
             ENTROPY: 0.3 * 10 ** (-t / 200) * rng.uniform(0.7, 1.4),
             GRAD_NORM: 16.0 if t == 100 else rng.uniform(0.15, 0.8),
             SKIPPED: 0.0,
@@ -179,7 +179,7 @@ def test_null_turns_a_rule_off() -> None:
 
 def test_a_resumed_guard_says_what_an_unbroken_one_does() -> None:
     """Baselines and counts go through JSON, as in a checkpoint."""
-    series = [USUAL] * 3 + [{**USUAL, SEARCH: 0.0}] * 2
+    series = [USUAL] * 3 + [{**USUAL, TOOL_USE: 0.0}] * 2
     unbroken, resumed = CollapseGuard(GuardConfig()), CollapseGuard(GuardConfig())
     watch(unbroken, series)
     resumed.load_state_dict(json.loads(json.dumps(unbroken.state_dict())))

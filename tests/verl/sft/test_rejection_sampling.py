@@ -10,6 +10,7 @@ import torch
 
 from tests.fakes import EOS, ByteTokenizer
 from tests.verl.trainer.recording import RecordingReplicas, prompts, score_by_sample
+from verl.agent.environment import Environment
 from verl.config import Config
 from verl.data import PromptSampler
 from verl.errors import ConfigError, DataError
@@ -56,7 +57,7 @@ def trajectory(uid: str, *segments: Segment, searches: int = 0, **fields: Any) -
     done = dataclasses.replace(
         started, segments=[*started.segments, *segments], status=Status.ANSWERED, **fields
     )
-    done.stats["valid_searches"] = searches
+    done.stats |= {"valid_actions": searches + 1.0, "answered": 1.0}
     return done
 
 
@@ -163,7 +164,7 @@ def test_the_collector_keeps_what_it_scored(tmp_path: Path) -> None:
     open_folder(tmp_path, TOKENIZER)
     replicas = RecordingReplicas([])
     replicas.fail = lambda start: start.sample == 0
-    rollout = RetryingRollout(replicas, config.retriever)
+    rollout = RetryingRollout(replicas, Environment())
     collector = RolloutCollector(
         config, rollout, prompts(8), PromptSampler(8, 4), EachAlone(score_by_sample)
     )

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from verl.monitor.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, SEARCH
+from verl.monitor.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
 from verl.trainer.metrics import (
     Timings,
     conduct_metrics,
@@ -18,20 +18,24 @@ PROMPT = Prompt("q", (1,), "nq", ("a",))
 
 
 def played(status: Status, *counts: float) -> Trajectory:
-    """A trajectory whose agent reports `counts`: turns, valid searches, malformed, truncated."""
-    names = ("turns", "valid_searches", "malformed_turns", "truncated_turns")
-    return Trajectory(PROMPT, [], status, dict(zip(names, counts, strict=False)))
+    """A trajectory whose agent reports `counts`: turns, calls, malformed, truncated turns."""
+    names = ("turns", "valid_actions", "malformed_turns", "truncated_turns")
+    stats = dict(zip(names, counts, strict=False))
+    if "valid_actions" in stats:
+        stats["answered"] = float(status is Status.ANSWERED)
+        stats["valid_actions"] += stats["answered"]
+    return Trajectory(PROMPT, [], status, stats)
 
 
 def test_conduct_is_counted_over_turns_and_trajectories() -> None:
-    """Tags and length by turn; searches and answers by trajectory; failed ones do not count."""
+    """Tags and length by turn; calls and answers by trajectory; failed ones do not count."""
     found = [
         played(Status.ANSWERED, 3, 2, 0, 0),
         played(Status.OUT_OF_TURNS, 4, 0, 3, 2),
         played(Status.OUT_OF_BUDGET, 1, 1, 1, 0),
         played(Status.FAILED, 9, 9, 9, 9),
     ]
-    expected = {NO_ANSWER: 2 / 3, SEARCH: 2 / 3, MALFORMED: 4 / 8, LENGTH_CLIP: 2 / 8}
+    expected = {NO_ANSWER: 2 / 3, TOOL_USE: 2 / 3, MALFORMED: 4 / 8, LENGTH_CLIP: 2 / 8}
     assert conduct_metrics(found) == expected
     assert rollout_metrics(found).items() >= expected.items()
 

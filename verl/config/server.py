@@ -1,4 +1,4 @@
-"""The search server that the agent asks."""
+"""The server that the built-in tool asks for documents."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ EMPTY = "empty"
 
 
 @dataclass
-class RetrieverConfig:
-    """The search server that the agent asks."""
+class ServerConfig:
+    """The server that the built-in tool asks for documents."""
 
     url: str = option("http://127.0.0.1:8000/retrieve", resume="free")
-    """Address of `/retrieve`, or several with commas between them that stand in for each other;
+    """Its address, or several with commas between them that stand in for each other;
     `empty` for no documents at all (a control)."""
     topk: int = option(3, resume="experiment", ge=1)
     """Documents per query."""
@@ -24,7 +24,7 @@ class RetrieverConfig:
     max_retries: int = option(8, resume="free", ge=0)
     """Further tries after a failed request, at another address or with growing pauses."""
     deadline: float | None = option(None, resume="free", gt=0)
-    """Seconds one search may take with all its tries; null: as long as they last."""
+    """Seconds one query may take with all its tries; null: as long as they last."""
     max_outage: float = option(1800.0, resume="free", ge=0)
     """Seconds for which a training run waits for a server that went away; then it saves and stops
     with exit status 4, and the same command goes on with `trainer.resume_mode=auto`."""

@@ -1,0 +1,173 @@
+"""The seam of tools: a calculator in one file, played with and trained with as it is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from example.tiny import tiny_model
+from example.tools.calculator import Calculator
+from search_r1.agent.generation import build_dialogue, build_environment
+from search_r1.scoring import build_reward_manager
+from tests.fakes import cut_at_stop, texts
+from tests.verl.training.ranks import free_port
+from verl.agent.dialogue import DialogueAgent
+from verl.config import Config, cli
+from verl.core_algos.kl import FixedKLController
+from verl.monitor.tracking import MemoryTracker, Tracking
+from verl.preflight.memory.offload import settled
+from verl.trainer.groups import TrainerRanks
+from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.training.worker import TrainerWorker
+from verl.types import Completion, Origin, Prompt, Sampling, TokenBatch, Trajectory
+
+FILE = Path(__file__).resolve().parents[2] / "example" / "tools" / "calculator.py"
+CALLS = ["<calculator> 6 * 7 </calculator>", "<answer> 42 </answer>"]
+GUESS = ["<answer> 41 </answer>"]
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("(2 + 3) * 4", "20"), ("1 / 3", "0.3333333333"), ("-7 // 2", "-4"),
+        ("1 / 0", "Error: division by zero"), ("2 +", "Error: invalid syntax"),
+        ("__import__('os')", "Error: got \"__import__('os')\", expected numbers and + - * / // %"),
+        ("9 ** 9 ** 9", "Error: got '9 ** 9 ** 9', expected numbers and + - * / // %"),
+        ("1+" * 150 + "1", "Error: over 200 characters"),
+    ],
+)  # fmt: skip
+def test_arithmetic_and_nothing_else(expression: str, expected: str) -> None:
+    """A mistake is an observation; names, calls and powers are not computed."""
+    [item] = asyncio.run(Calculator().call(expression)).items
+    assert item.text.partition(" (<unknown>")[0] == expected
+
+
+class Local:
+    """The actors of a group, here one rank in this process."""
+
+    def __init__(self, worker: TrainerWorker) -> None:
+        self.worker = worker
+
+    def __len__(self) -> int:
+        return 1
+
+    def scatter(self, method: str, shards: Sequence[Any], *more: Any) -> list[Any]:
+        return [getattr(self.worker, method)(shard, *more) for shard in shards]
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return [getattr(self.worker, method)(*arguments)]
+
+
+class Scripted:
+    """A policy that calls the calculator in its even samples and guesses in the others."""
+
+    def __init__(self, agent: DialogueAgent, sample: int) -> None:
+        self.tokenizer: Any = agent.tokenizer
+        self.turns = iter(GUESS if sample % 2 else CALLS)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        text, reason = cut_at_stop(next(self.turns), sampling.stop)
+        ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        return Completion(ids, (-1.0,) * len(ids), text, reason)
+
+
+class Replicas:
+    """Plays with the run's own agent."""
+
+    dtype = "float32"
+
+    def __init__(self, agent: DialogueAgent) -> None:
+        self.agent = agent
+        self.finished: list[Trajectory] = []
+
+    def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
+        async def play() -> list[Trajectory]:
+            runs = (self.agent.run(s, Scripted(self.agent, s.sample), sampling) for s in starts)
+            return list(await asyncio.gather(*runs))
+
+        self.finished = asyncio.run(play())
+        return self.finished
+
+    def update_weights(self, ranks: object) -> dict[str, float]:
+        return {}
+
+    def sleep(self) -> None: ...
+
+    def wake_up(self) -> None: ...
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """A run with that tool, as a user starts it."""
+    return settled(cli.compose([
+        f"agent.tools=['{FILE}:Calculator']", "template=tools",
+        "data.train_files=none.parquet", "data.val_files=none.parquet",
+        "data.train_batch_size=2", "actor_rollout_ref.rollout.n_agent=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.actor.optim.lr=1e-3",
+        "algorithm.adv_estimator=grpo", "algorithm.kl_ctrl.kl_coef=0", "trainer.save_freq=0",
+        "trainer.test_freq=0", "trainer.guard.drift_trajectories=0", "trainer.device=cpu",
+        "trainer.compute_dtype=float32", "trainer.n_gpus_per_node=1",
+        f"actor_rollout_ref.model.path={tiny_model(tmp_path / 'start')}",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]))  # fmt: skip
+
+
+@pytest.fixture
+def ranks(config: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerRanks]:
+    """One real training rank in this process."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), total_steps=3)
+    yield TrainerRanks(Local(worker))  # type: ignore[arg-type]
+    dist.destroy_process_group()
+
+
+def test_a_policy_learns_to_call_a_tool_of_one_file(config: Config, ranks: TrainerRanks) -> None:
+    """Three steps of GRPO make calls likelier; what the tool answered is seen, not learned."""
+    agent = build_dialogue(config)
+    replicas, tracker = Replicas(agent), MemoryTracker()
+    ids = tuple(agent.tokenizer.encode("What is 6 * 7? ", add_special_tokens=False))
+    prompts = [Prompt(f"sums#{i}", ids, "sums", ("42",)) for i in range(2)]
+    trainer = RayPPOTrainer(
+        config=config, ranks=ranks, replicas=replicas,  # type: ignore[arg-type]
+        train_prompts=prompts, val_prompts=prompts, reward_fn=build_reward_manager(config),
+        kl_controller=FixedKLController(0.0), total_steps=3,
+        tracking=Tracking("p", "e", [tracker], config.trainer.default_local_dir),
+        environment=build_environment(config),
+    )  # fmt: skip
+    trainer.fit()
+    calls = [t for t in replicas.finished if t.sample % 2 == 0]
+    assert texts(calls[0], Origin.OBSERVATION) == ["\n\n<information>42\n</information>\n\n"]
+    batch = TokenBatch.from_trajectories(calls[:1])
+    seen = agent.tokenizer.encode(
+        "\n\n<information>42\n</information>\n\n", add_special_tokens=False
+    )
+    is_observed = batch.tokens["response_mask"] & ~batch.tokens["policy_mask"]
+    assert batch.tokens["input_ids"][is_observed].tolist() == seen
+    steps = [row for step, row in tracker.records if step > 0]
+    assert len(steps) == 3
+    for row in steps:
+        assert (row["env/calculator_calls"], row["env/valid_calculator_calls"]) == (0.5, 0.5)
+        assert row["critic/score/mean"] == 0.5 and "env/searches" not in row
+    trained = Path(config.trainer.default_local_dir) / "model"
+    before = likelihood(config.actor_rollout_ref.model.path, batch)
+    assert likelihood(str(trained), batch) > before + 0.1
+    settings = json.loads((trained / "search_r1.json").read_text())
+    assert settings == {"template": "tools", "max_turns": 2, "tools": [f"{FILE}:Calculator"]}
+
+
+def likelihood(model: str, batch: TokenBatch) -> float:
+    """Mean log-prob of the policy's tokens in a batch of one sequence."""
+    ids, mask = batch.tokens["input_ids"], batch.tokens["policy_mask"]
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(ids[None]).logits
+    log_probs = logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    return float(log_probs[mask[1:]].mean())
