@@ -1,117 +1,36 @@
-"""The retriever as a tool of the Model Context Protocol: `python -m search_r1.mcp_server`.
+"""The retriever as a tool of the Model Context Protocol.
 
 The tool `search` asks a `/retrieve` server, over standard input and output or streamable HTTP.
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Literal
 
-import httpx
-from mcp.server import MCPServer
-from mcp.server.mcpserver.exceptions import ToolError
-from pydantic import BaseModel, Field
-
-from search_r1.search.client import RetrievalClient
-from search_r1.search.errors import SearchError
-from verl import __version__
-
-DEFAULT_URL = "http://127.0.0.1:8000"
-MAX_TOPK = 100
-MAX_RETRIES = 2
-"""Further attempts of a search: somebody is waiting."""
+from search_r1.options import run
 
 
-class Found(BaseModel):
-    """A document of the corpus."""
+@dataclass(frozen=True, kw_only=True)
+class McpOptions:
+    """Where the tool searches, and how it is served."""
 
-    id: str
-    title: str
-    text: str
-
-
-class Results(BaseModel):
-    """What a search found, best first."""
-
-    documents: list[Found]
-
-
-class Searcher:
-    """Clients of one retriever, one for each number of documents."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._clients: dict[int, RetrievalClient] = {}
-        self._client(1)  # a url that is none is refused at once
-
-    async def search(self, query: str, topk: int) -> Results:
-        """Raises ToolError, whose message the caller's model reads."""
-        if not query.strip():
-            raise ToolError("an empty query; expected words to search for")
-        try:
-            documents = await self._client(topk).search(query)
-        except SearchError as error:
-            raise ToolError(f"the search failed: {error}") from error
-        return Results(documents=[Found(id=d.id, title=d.title, text=d.text) for d in documents])
-
-    def _client(self, topk: int) -> RetrievalClient:
-        if topk not in self._clients:
-            self._clients[topk] = RetrievalClient(self._url, topk, max_retries=MAX_RETRIES)
-        return self._clients[topk]
-
-
-def build_server(url: str) -> MCPServer:
-    """The server of one retriever; raises ValueError for a url that is none."""
-    searcher = Searcher(url)
-    server = MCPServer(
-        "search-r1",
-        version=__version__,
-        instructions="Searches a corpus of passages; each has an id, a title and a text.",
-        log_level="WARNING",
-    )
-
-    @server.tool(title="Search the corpus")
-    async def search(
-        query: Annotated[str, Field(description="What to look for, in words.")],
-        topk: Annotated[
-            int, Field(ge=1, le=MAX_TOPK, description="How many documents to return.")
-        ] = 3,
-    ) -> Results:
-        """Find the passages that fit a query best."""
-        return await searcher.search(query, topk)
-
-    return server
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    whole = argparse.ArgumentParser(prog="python -m search_r1.mcp_server", description=__doc__)
-    whole.add_argument("--retriever-url", default=DEFAULT_URL,
-                       help="search server(s), with commas between them")  # fmt: skip
-    whole.add_argument("--transport", choices=("stdio", "streamable-http"), default="stdio")
-    whole.add_argument("--host", default="127.0.0.1", help="for streamable-http")
-    whole.add_argument("--port", type=int, default=8002, help="for streamable-http")
-    return whole
+    retriever_url: str = "http://127.0.0.1:8000"
+    """search server(s), with commas between them"""
+    transport: Literal["stdio", "streamable-http"] = "stdio"
+    """how clients speak to it"""
+    host: str = "127.0.0.1"
+    """for streamable-http"""
+    port: int = 8002
+    """for streamable-http"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
-    given = parser().parse_args(argv)
-    logging.basicConfig(level=logging.WARNING)  # to standard error: the protocol has the output
-    try:
-        server = build_server(given.retriever_url)
-    except (ValueError, httpx.InvalidURL) as error:
-        sys.stderr.write(f"--retriever-url {given.retriever_url}: {error}\n")
-        return 2
-    if given.transport == "stdio":
-        server.run("stdio")
-    else:
-        server.run("streamable-http", host=given.host, port=given.port)
-    return 0
+    return run("search_r1.mcp_tool:start", McpOptions, argv, prog="search-r1 mcp",
+               description=__doc__, errors=())  # fmt: skip
 
 
 if __name__ == "__main__":

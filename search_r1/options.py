@@ -117,8 +117,28 @@ def _bounds(hint: Any) -> Iterator[Bounds]:
             yield from _bounds(part)
 
 
-def call(work: str, options: object) -> int:
-    """The exit status of the function `module:name`, whose module is imported only now."""
-    module, _, name = work.partition(":")
-    result: int = getattr(importlib.import_module(module), name)(options)
-    return result
+def run(
+    work: str,
+    options: Any,
+    argv: Sequence[str] | None,
+    *,
+    prog: str,
+    description: str | None,
+    errors: tuple[type[Exception], ...],
+) -> int:
+    """The exit status of a command line whose work is the function `module:name`.
+
+    Its module is imported after the options were read: those of a dataclass, or of one among
+    several that are subcommands (a union). `errors` are mistakes of the user, told in
+    one message.
+    """
+    try:
+        given = parse(options, argv, prog=prog, description=description)
+        module, _, name = work.partition(":")
+        return int(getattr(importlib.import_module(module), name)(given))
+    except errors as error:
+        sys.stderr.write(f"{error}\n")
+        return getattr(error, "exit_code", 2)
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped\n")
+        return 130

@@ -1,8 +1,42 @@
-"""The agent behind `/v1/chat/completions`: `python -m search_r1.serve`; see docs/asking.md."""
+"""The search agent behind an OpenAI-compatible server, `/v1/chat/completions`; docs/asking.md."""
+
+from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
 
-from search_r1.agent_server.running import main
+from search_r1.inference.options import AskingOptions
+from search_r1.options import Bounds, run
+from search_r1.search.errors import SearchError
+from verl.errors import SearchR1Error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions(AskingOptions):
+    """An agent behind a port."""
+
+    engine: Literal["vllm", "transformers"] = "vllm"
+    """what generates"""
+    concurrency: Annotated[int, Bounds(1)] = 256
+    """dialogues at once"""
+    name: str = "search-r1"
+    """what clients call the model"""
+    host: str = "127.0.0.1"
+    """address to listen on"""
+    port: int = 8001
+    """port to listen on; 0 for any free one"""
+    port_file: Path | None = None
+    """write the port here once it is served"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command-line entry; returns the exit code."""
+    return run("search_r1.agent_server.running:start", ServingOptions, argv, prog="search-r1 serve",
+               description=__doc__, errors=(SearchR1Error, SearchError))  # fmt: skip
+
 
 if __name__ == "__main__":
     sys.exit(main())

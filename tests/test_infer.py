@@ -8,16 +8,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 import infer
-from example.smollm2.shipped import with_model
 from example.tiny import tiny_model
 from search_r1.agent.tags import TEMPLATES
+from search_r1.infer import QUESTION
+from search_r1.inference import opening
 
 INVALID = TEMPLATES["short"].invalid_action
 DOCUMENT = {"id": "1", "title": "Oslo", "text": "A city.", "contents": '"Oslo"\nA city.'}
@@ -140,7 +140,7 @@ def test_no_model_is_one_message_and_code_2(
 ) -> None:
     """Neither demo nor shipped adapter, nor a given folder, nor an adapter's is there."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(infer, "with_model", partial(with_model, shipped=tmp_path / "none"))
+    monkeypatch.setattr(opening, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     for arguments, said in (
         ([], "make demo"),
@@ -155,7 +155,6 @@ def test_no_model_is_one_message_and_code_2(
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["Who?", "--interactive"],
         ["Who?", "--file", "q.txt"],
         ["--interactive", "--json"],
@@ -163,10 +162,22 @@ def test_no_model_is_one_message_and_code_2(
         ["Who?", "--json", "--show-documents"],
     ],
 )
-def test_what_makes_no_sense_together_is_refused(arguments: list[str]) -> None:
+def test_what_makes_no_sense_together_is_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """By the command line, before anything is loaded."""
-    with pytest.raises(SystemExit, match="2"):
-        infer.main(arguments)
+    assert infer.main(arguments) == 2
+    assert "fix:" in capsys.readouterr().err
+
+
+def test_without_a_question_the_default_one_is_asked(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the original's bare `python infer.py` does; it is shown, and stands in the JSON."""
+    assert infer.main(words) == 0
+    assert QUESTION in capsys.readouterr().out
+    assert infer.main(["--json", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["question"] == QUESTION
 
 
 def test_a_conversation_outlives_ctrl_c(model: str) -> None:

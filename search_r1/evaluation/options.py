@@ -1,61 +1,133 @@
-"""What one evaluation is asked to do beside its agent: every option in one place."""
+"""Options of `search-r1 evaluate`: one dataclass for each of its commands."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
 
-from search_r1.evaluation.methods import METHODS
-from search_r1.evaluation.untagged import READ, WRONG
-from search_r1.inference.options import AgentOptions, Check, option
+import tyro
+
+from search_r1.evaluation.measures import MEASURES
+from search_r1.inference.options import AgentOptions
+from search_r1.options import Bounds
 from verl.config import Config
+from verl.errors import ConfigError, explain
+
+WRONG: Literal["wrong"] = "wrong"
+READ: Literal["read"] = "read"
+"""What is made of a reply without an answer in tags."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Resampling:
+    """The bootstrap over questions."""
+
+    num_resamples: Annotated[int, Bounds(100)] = 2000
+    """resamples of the bootstrap"""
+    seed: int = 0
+    """seed of the bootstrap"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationOptions(AgentOptions):
-    """One evaluation; lengths are in tokens."""
+    """Run and score every row (`run` may be left out); lengths are in tokens."""
 
-    data: tuple[str, ...] = option((), "parquet or jsonl files of questions", nargs="+")
-    out: str = option("", "folder of this evaluation; an interrupted one is gone on with")
-    method: str = option("agent", "agent searches; direct, cot and rag are baselines",
-                         choices=tuple(METHODS))  # fmt: skip
-    untagged: str = option(WRONG, "a reply without <answer> is wrong, or read as it stands",
-                           choices=(WRONG, READ))  # fmt: skip
-    num_rows: int | None = option(None, "only so many rows, chosen by --seed; default: all", int)
-    n: int = option(1, "samples a question", int)
-    pass_k: tuple[int, ...] = option((), "report pass@k for these k, at most n", int, nargs="+")
-    seed: int = option(0, "of sampling, of --num-rows and of the bootstrap", int)
-    judge_url: str | None = option(
-        None, "OpenAI-compatible server that judges answers besides, as http://HOST:PORT/v1"
-    )
-    judge_model: str | None = option(None, "the judge's name there")
-    judge_api_key_env: str | None = option(None, "environment variable that holds its key")
-    judge_verdict: str = option("yes_no", "what it replies", choices=("yes_no", "score"))
-    prompt_key: str = option(Config().data.prompt_key, "column that holds the prompt")
-    num_resamples: int = option(2000, "of the bootstrap", int)
+    data: tuple[str, ...] = ()
+    """parquet or jsonl files of questions"""
+    out: str = ""
+    """folder of this evaluation; an interrupted one is gone on with"""
+    method: Literal["agent", "direct", "cot", "rag"] = "agent"
+    """agent searches; direct, cot and rag are baselines"""
+    untagged: Literal["wrong", "read"] = WRONG
+    """a reply without <answer> is wrong, or read as it stands"""
+    num_rows: Annotated[int, Bounds(1)] | None = None
+    """only so many rows, chosen by --seed; default: all"""
+    n: Annotated[int, Bounds(1)] = 1
+    """samples a question"""
+    pass_k: tuple[Annotated[int, Bounds(1)], ...] = ()
+    """report pass@k for these k, at most n"""
+    seed: int = 0
+    """of sampling, of --num-rows and of the bootstrap"""
+    judge_url: str | None = None
+    """OpenAI-compatible server that judges answers also, as http://HOST:PORT/v1"""
+    judge_model: str | None = None
+    """the judge's name there"""
+    judge_api_key_env: str | None = None
+    """environment variable that holds its key"""
+    judge_verdict: Literal["yes_no", "score"] = "yes_no"
+    """what it replies"""
+    prompt_key: str = Config().data.prompt_key
+    """column that holds the prompt"""
+    num_resamples: Annotated[int, Bounds(100)] = 2000
+    """resamples of the bootstrap"""
 
-    @property
-    def searches(self) -> bool:
-        """A retriever is asked at all."""
-        return METHODS[self.method].needs_documents
-
-    def checks(self) -> Iterator[Check]:
+    def conflicts(self) -> Iterator[str]:
         """Those of the agent, and what concerns samples, files and judges."""
-        yield from super().checks()
-        yield from (
-            ("data", "nothing", bool(self.data), "a file", "name files of questions"),
-            ("out", self.out, bool(self.out), "a folder",
-             "say where the evaluation is to be written"),
-            ("n", self.n, self.n >= 1, "1 or more", "--n 1"),
-            ("n", f"{self.n} with temperature 0", self.n == 1 or self.temperature > 0,
-             "samples that differ", "--temperature 1.0, or --n 1"),
-            ("pass_k", self.pass_k, all(1 <= k <= self.n for k in self.pass_k), f"1 to n={self.n}",
-             f"--n {max(self.pass_k, default=1)}"),
-            ("num_rows", self.num_rows, self.num_rows is None or self.num_rows >= 1, "1 or more",
-             "leave it out for all rows"),
-            ("judge_model", self.judge_model,
-             (self.judge_model is None) == (self.judge_url is None),
-             "url and model, or neither", "give both --judge-url and --judge-model"),
-            ("num_resamples", self.num_resamples, self.num_resamples >= 100, "100 or more",
-             "--num-resamples 2000"),
-        )  # fmt: skip
+        yield from super().conflicts()
+        fixes = {"model": "name a folder, hub name or checkpoint", "data": "name question files",
+                 "out": "say where the evaluation is to be written"}  # fmt: skip
+        for name, fix in fixes.items():
+            if not getattr(self, name):
+                yield explain(f"--{name}", "nothing", f"a value for --{name}", fix)
+        if self.n > 1 and self.temperature == 0:
+            got, fix = f"{self.n} with temperature 0", "--temperature 1.0, or --n 1"
+            yield explain("--n", got, "samples that differ", fix)
+        if max(self.pass_k, default=0) > self.n:
+            yield explain("--pass-k", self.pass_k, f"1 to n={self.n}", f"--n {max(self.pass_k)}")
+        if (self.judge_model is None) != (self.judge_url is None):
+            fix = "give both --judge-url and --judge-model"
+            yield explain("--judge-model", self.judge_model, "url and model, or neither", fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(Resampling):
+    """Sum up a finished evaluation again."""
+
+    folder: tyro.conf.Positional[Path]
+    """the --out of an evaluation"""
+    pass_k: tuple[Annotated[int, Bounds(1)], ...] = ()
+    """report pass@k for these k"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeveralOptions(Resampling):
+    """Evaluations side by side."""
+
+    measure: str = "em"
+    """what is compared: a name in metrics.json"""
+    mixed: bool = False
+    """allow different data or corpora side by side"""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for an unknown measure."""
+        names = [measure.name for measure in MEASURES]
+        if self.measure not in names:
+            expected = f"one of {', '.join(names)}"
+            raise ConfigError(explain("--measure", self.measure, expected, "correct it"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(SeveralOptions):
+    """Test two evaluations, paired by question."""
+
+    first: tyro.conf.Positional[Path]
+    """the --out of an evaluation"""
+    second: tyro.conf.Positional[Path]
+    """that of another one"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions(SeveralOptions):
+    """One table of several evaluations."""
+
+    folders: tyro.conf.Positional[tuple[Path, ...]]
+    """the --out of each evaluation"""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for an unknown measure, or without folders."""
+        super().__post_init__()
+        if not self.folders:
+            fix = "give the --out of each evaluation"
+            raise ConfigError(explain("table", "no folders", "one or more", fix))

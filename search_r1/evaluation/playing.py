@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from search_r1.evaluation.judging import Judge
 from search_r1.evaluation.methods import Method, put
+from search_r1.evaluation.options import READ, WRONG
 from search_r1.evaluation.samples import Sample, Search
-from search_r1.evaluation.untagged import READ, WRONG, read_answer
+from search_r1.evaluation.untagged import read_answer
 from search_r1.inference.dialogue import query_of
 from search_r1.rewards import RewardInput, build_reward
 from search_r1.rewards.normalize import normalize_answer

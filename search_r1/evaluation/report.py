@@ -10,10 +10,10 @@ from typing import Any
 
 from search_r1.evaluation.intervals import NUM_RESAMPLES
 from search_r1.evaluation.measures import titles
+from search_r1.evaluation.options import READ
 from search_r1.evaluation.samples import FAILED
 from search_r1.evaluation.store import METRICS, REPORT, Manifest, read_evaluation
 from search_r1.evaluation.summary import Estimate, Summary, summarize
-from search_r1.evaluation.untagged import READ
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from search_r1.inference.model import (
     model_folder,
     running_engine,
 )
-from search_r1.inference.options import run_config
 from search_r1.inference.retriever import NO_RETRIEVER, facts_of
+from search_r1.inference.settings import run_config
 from verl.agent.dialogue import DialogueAgent
 from verl.config import Config
 from verl.data import choose, load_rows

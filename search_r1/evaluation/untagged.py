@@ -6,9 +6,6 @@ import re
 
 from search_r1.agent.grammar import Grammar, tag_pattern
 
-WRONG, READ = "wrong", "read"
-"""What is made of such a reply."""
-
 _CONTROL = re.compile(r"<\|[^|<>]*\|>")
 """What ends a message, and the like."""
 _LEAD = re.compile(r".*\banswer\b[^.\n]*?(?:\bis\b|:)\s*:?\s*(?=\S)", re.IGNORECASE | re.DOTALL)

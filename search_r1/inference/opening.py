@@ -3,50 +3,58 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+import importlib
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from search_r1.inference.adapter import base_of
 from search_r1.inference.dialogue import Asker
 from search_r1.inference.model import (
+    Options,
     at_last_step,
     computed_dtype,
     load_agent,
     model_folder,
     running_engine,
 )
-from search_r1.inference.options import AgentOptions, option, run_config
+from search_r1.inference.options import AgentOptions
 from search_r1.inference.retriever import facts_of
+from search_r1.inference.settings import run_config
 from verl.config import Config
 from verl.errors import ModelError, explain
 from verl.types import Sampling
 
+ROOT = Path(__file__).resolve().parents[2]
+"""The checkout, or the folder of an installed copy."""
 DEMO = Path("runs/demo/model")
 """What `make demo` leaves."""
 MAX_RETRIES = 2
 """Further attempts of a search: somebody is waiting."""
 
 
-@dataclass(frozen=True)
-class AskingOptions(AgentOptions):
-    """An agent for people's questions."""
+def with_default_model(options: Options) -> Options:
+    """The options with a model where they name none.
 
-    model: str = option(
-        "",
-        "model folder, hub name, checkpoint global_step_N, or a run's folder for its last one; "
-        "default: the adapter's base, or the demo's model",
-    )
-    engine: str = option("transformers", "what generates", choices=("vllm", "transformers"))
-    concurrency: int = option(32, "dialogues played at once", int)
+    In a checkout that is the demo's model or the adapter that ships; elsewhere an adapter's base.
+    Raises ModelError when none is known.
+    """
+    shipped = _checkout()
+    if shipped is not None:
+        chosen = shipped.with_model({"model": options.model, "adapter": options.adapter})
+        options = replace(options, **chosen)
+    return options if options.model else replace(options, model=default_model(options.adapter))
 
-    @classmethod
-    def given(cls, values: Mapping[str, Any]) -> Self:
-        """As `AgentOptions.given`; raises ModelError where no model is named and none is there."""
-        if values.get("model"):
-            return super().given(values)
-        return super().given({**values, "model": default_model(values.get("adapter"))})
+
+def _checkout() -> Any:
+    """The module of what ships with a checkout of this project; None in an installed copy."""
+    if not (ROOT / "example" / "smollm2" / "shipped.py").is_file():
+        return None
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    return importlib.import_module("example.smollm2.shipped")
 
 
 def default_model(adapter: str | None) -> str:
@@ -58,8 +66,8 @@ def default_model(adapter: str | None) -> str:
             raise ModelError(explain(f"--adapter {adapter}", "no base in it", "its base", fix))
         return base
     if not DEMO.is_dir():
-        fix = "run make demo, or give --model a Hugging Face folder or name"
-        raise ModelError(explain(f"model {DEMO}", "no such folder", "the demo's checkpoint", fix))
+        fix = "give --model a Hugging Face folder or name (in a checkout make demo trains one)"
+        raise ModelError(explain(f"model {DEMO}", "no such folder", "a model", fix))
     return str(DEMO)
 
 
@@ -70,7 +78,7 @@ async def opened(options: AgentOptions) -> AsyncIterator[Asker]:
     Raises SearchR1Error for what the user can mend.
     """
     await facts_of(_retriever(Config(), options))
-    options = at_last_step(options)
+    options = at_last_step(with_default_model(options))
     with _folder(options) as folder:
         config = _retriever(run_config(options, str(folder)), options)
         agent = load_agent(config)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from example.tiny import tiny_model
-from search_r1.evaluation.cli import main, parser
+from search_r1.evaluate import main
 from search_r1.evaluation.options import EvaluationOptions
-from search_r1.inference.options import run_config
+from search_r1.inference.settings import run_config
 
 ROW = (
     '{"data_source": "nq", "prompt": "Question: who?", '
@@ -71,7 +71,7 @@ def test_what_must_be_given_is_asked_for(missing: str, capsys: pytest.CaptureFix
     """Without a model, data or a folder there is no evaluation."""
     words = {"model": "m", "data": "d", "out": "o"}
     given = [w for k, v in words.items() if k != missing for w in (f"--{k}", v)]
-    assert main(given or ["run"]) == 2
+    assert main(given) == 2
     assert f"--{missing}: got" in capsys.readouterr().err
 
 
@@ -95,15 +95,6 @@ def test_the_originals_run_is_evaluated(model: str, data: str, tmp_path: Path) -
     assert main(words) == 0
     name = json.loads((out / "manifest.json").read_text())["model"]["name"]
     assert name == str(run / "actor" / "global_step_150")
-
-
-def test_defaults_live_in_the_options_alone() -> None:
-    """The parser gives what was said, nothing else."""
-    given = vars(parser().parse_args(["run", "--model", "m", "--pass-k", "1", "2"]))
-    assert {k: v for k, v in given.items() if k not in ("command", "act")} == {
-        "model": "m",
-        "pass_k": [1, 2],
-    }
 
 
 def test_a_model_brings_its_own_dialogue(model: str) -> None:

@@ -17,8 +17,8 @@ import pytest
 from example.smollm2.adapters import LIMIT_BYTES
 from example.smollm2.ship import ship
 from example.tiny import tiny_model
-from search_r1.evaluation.cli import parser as evaluation_parser
 from search_r1.evaluation.options import EvaluationOptions
+from search_r1.options import parse
 from tests.example.smollm2_world import UNANSWERABLE, write_data
 from verl.config import cli
 from verl.sft import trainer as sft
@@ -132,10 +132,9 @@ def test_every_option_is_one_that_the_programs_know(
     assert (config.trainer.guard.action, config.trainer.device) == ("rollback", device)
     found = {}
     for words in told(calls, "search_r1.evaluate"):
-        given = vars(evaluation_parser().parse_args(words))
-        if given["command"] == "run":
-            options = {k: v for k, v in given.items() if k not in ("command", "act")}
-            found[Path(given["out"]).name] = EvaluationOptions.given(options)
+        if words[0] == "run":
+            given = parse(EvaluationOptions, words[1:], prog="evaluate", description=None)
+            found[Path(given.out).name] = given
     assert list(found) == ["before", "sft", "rl", "rl-empty", "rl-random", "direct", "rag"]
     methods = [options.method for options in found.values()]
     assert methods == ["agent"] * 5 + ["direct", "rag"]

@@ -6,14 +6,17 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 import infer
 from example.tiny import tiny_model
-from search_r1 import mcp_server
+from search_r1 import mcp_server, serve
 from search_r1.agent_server import app, errors, requests, running
+from search_r1.infer import InferOptions
+from search_r1.options import parse
 from search_r1.search.local_server import LocalServer
 from tests.agent_server.services import serving
 from tests.fakes import ScriptedEngine
@@ -29,8 +32,8 @@ def blocks(language: str) -> list[str]:
 COMMANDS = [
     shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()
 ]
-PARSERS = {"infer.py": infer.parser, "search_r1.serve": running.parser,
-           "search_r1.mcp_server": mcp_server.parser}  # fmt: skip
+OPTIONS = {"infer.py": InferOptions, "search_r1.serve": serve.ServingOptions,
+           "search_r1.mcp_server": mcp_server.McpOptions}  # fmt: skip
 ASKED = [words[2:] for words in COMMANDS if words[1] == "infer.py"]
 
 
@@ -53,11 +56,8 @@ def test_every_command_is_understood(capsys: pytest.CaptureFixture[str]) -> None
             assert (Path(infer.__file__).parent / name).is_file()
             continue
         options = words[3:] if words[1] == "-m" else words[2:]
-        if options == ["--help"]:
-            with pytest.raises(SystemExit, match="0"):
-                PARSERS[name]().parse_args(options)
-        else:
-            PARSERS[name]().parse_args(options)
+        with pytest.raises(SystemExit, match="0") if "--help" in options else nullcontext():
+            parse(OPTIONS[name], options, prog=name, description=None)
     capsys.readouterr()
 
 
@@ -95,16 +95,16 @@ def test_the_configuration_starts_the_tool_server() -> None:
     (text,) = blocks("json")
     server = json.loads(text)["mcpServers"]["search-r1"]
     assert server["args"][:2] == ["-m", "search_r1.mcp_server"]
-    mcp_server.parser().parse_args(server["args"][2:])
+    parse(mcp_server.McpOptions, server["args"][2:], prog="mcp", description=None)
 
 
 def test_names_and_defaults_of_the_page_are_those_of_the_code() -> None:
     """Ports, the token's variable, refused fields, codes."""
-    options = running.ServingOptions(model="m")
+    options = serve.ServingOptions()
     assert f"--port {options.port}" in PAGE and f"127.0.0.1:{options.port}/v1" in PAGE
     assert f'model="{options.name}"' in PAGE
     assert f"`{running.TOKEN_VARIABLE}`" in PAGE
-    assert f"--port {mcp_server.parser().get_default('port')}" in PAGE
+    assert f"--port {mcp_server.McpOptions().port}" in PAGE
     refused = re.search(r"cannot be honoured\n\s+\((.*?) …\)", PAGE)
     assert refused is not None
     assert set(re.findall(r"`(\w+)`", refused[1])) <= set(requests.UNSUPPORTED)

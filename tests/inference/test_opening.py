@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from example.tiny import tiny_model
 from search_r1.inference.dialogue import Reply
 from search_r1.inference.model import model_folder
-from search_r1.inference.opening import AskingOptions, opened
+from search_r1.inference.opening import opened, with_default_model
+from search_r1.inference.options import AskingOptions
 from verl.errors import ModelError, RetrieverError, SearchR1Error
 
 PROMPT = torch.tensor([[1, 50, 60, 70]])
@@ -58,11 +59,9 @@ def test_an_adapter_adds_its_product_to_each_weight(base: Path, adapter: Path) -
 
 def test_an_adapter_names_its_base_and_its_wording(base: Path, adapter: Path) -> None:
     """No --model is needed, and the adapter's search_r1.json holds."""
-    options = AskingOptions.given(
-        {"adapter": str(adapter), "retriever_url": "empty", "device": "cpu",
-         "dtype": "float32", "max_response_length": 3}
-    )  # fmt: skip
-    assert options.model == str(base)
+    options = AskingOptions(adapter=str(adapter), retriever_url="empty", device="cpu",
+                            dtype="float32", max_response_length=3)  # fmt: skip
+    assert with_default_model(options).model == str(base)
 
     async def ask() -> Reply:
         async with opened(options) as asker:
@@ -100,7 +99,7 @@ def test_a_retriever_that_is_away_is_told_before_a_model_is_loaded() -> None:
 
 @pytest.mark.parametrize(
     "wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"topk": 0}, {"max_turns": -1},
-              {"concurrency": 0}, {"model": ""}]
+              {"concurrency": 0}, {"template": "none"}]
 )  # fmt: skip
 def test_options_that_cannot_be_meant_are_refused(wrong: dict[str, object]) -> None:
     """With the option's name on the command line."""

@@ -1,0 +1,50 @@
+"""`search-r1 COMMAND …`: every command line of the project, each imported when it is called."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "train": ("verl.trainer.main_ppo", "train a policy with PPO or GRPO; takes Hydra overrides"),
+    "serve-retriever": ("search_r1.search.retrieval_server", "serve a corpus to the agents"),
+    "index": ("search_r1.search.index_builder", "build a BM25 or dense index of a corpus"),
+    "sft": ("verl.sft.trainer", "supervised training on dialogues; takes Hydra overrides"),
+    "evaluate": ("search_r1.evaluate", "score a model or a baseline, and compare evaluations"),
+    "infer": ("search_r1.infer", "ask one question, a conversation, or a file of questions"),
+    "serve": ("search_r1.serve", "serve the agent to OpenAI clients"),
+    "mcp": ("search_r1.mcp_server", "serve the retriever as a tool of the Model Context Protocol"),
+    "checkpoint": ("verl.checkpoint.__main__", "export a checkpoint as a Hugging Face folder"),
+    "doctor": ("verl.doctor", "say what this machine has and what it lacks"),
+}
+"""Name -> the module with its `main(argv)`, and what it does."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Hand the arguments to the command that they name; returns its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(usage())
+        return 0 if words else 2
+    name, *others = words
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        fix = f"search-r1 {near[0]}" if near else "search-r1 --help lists them"
+        sys.stderr.write(f"search-r1: got {name}, expected a command; fix: {fix}\n")
+        return 2
+    # Commands without a status of their own end with 0, or raise SystemExit.
+    return importlib.import_module(COMMANDS[name][0]).main(others) or 0
+
+
+def usage() -> str:
+    """Every command with what it does."""
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name:{width}}  {about}" for name, (_, about) in COMMANDS.items()]
+    lines = ["usage: search-r1 COMMAND ...", "", *rows, "", "search-r1 COMMAND --help says more"]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

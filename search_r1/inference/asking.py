@@ -1,0 +1,67 @@
+"""What `search-r1 infer` does: one question, a conversation, or a file of questions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from transformers.utils import logging as transformers_logging
+
+from search_r1.infer import QUESTION, InferOptions
+from search_r1.inference.batch import answer_all, read_questions
+from search_r1.inference.dialogue import SILENCE, Hearer, Reply
+from search_r1.inference.interactive import converse
+from search_r1.inference.opening import opened
+from search_r1.inference.options import AskingOptions
+from search_r1.inference.terminal import Terminal
+from verl.errors import RetrieverError
+from verl.types import Status
+
+
+def answer(options: InferOptions) -> int:
+    """Do what the command line asks for; returns the exit code."""
+    logging.basicConfig(level=logging.WARNING)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    terminal = Terminal(Console(highlight=False), options.show_documents)
+    if options.file is not None:
+        return asyncio.run(ask_file(options, str(options.file), options.out))
+    if options.interactive:
+        converse(options, terminal)
+        return 0
+    question = QUESTION if options.question is None else options.question
+    if options.question is None and not options.json:
+        terminal.note(f"question: {question}")
+    reply = asyncio.run(ask(options, question, SILENCE if options.json else terminal))
+    if options.json:
+        sys.stdout.write(json.dumps(reply.to_json(), ensure_ascii=False) + "\n")
+    else:
+        terminal.conclude(reply)
+    return 0
+
+
+async def ask(options: AskingOptions, question: str, hearer: Hearer) -> Reply:
+    """Run one dialogue. Raises RetrieverError when a search fails."""
+    async with opened(options) as asker:
+        reply = await asker.ask(question, asker.prompt(question), hearer)
+    if reply.status is Status.FAILED:
+        raise RetrieverError(reply.error)
+    return reply
+
+
+async def ask_file(options: AskingOptions, file: str, out: Path | None) -> int:
+    """Answer every question of a file; returns the exit code, 2 when one failed."""
+    questions = read_questions(file)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    async with opened(options) as asker:
+        target = sys.stdout if out is None else out.open("w", encoding="utf-8")
+        with contextlib.nullcontext(target) if out is None else target:
+            num_failed = await answer_all(questions, asker, target)
+    if num_failed:
+        sys.stderr.write(f"{num_failed} of {len(questions)} dialogues failed: see their «error»\n")
+    return 2 if num_failed else 0

@@ -1,0 +1,97 @@
+"""The tool `search` of the Model Context Protocol, which asks a `/retrieve` server."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated
+
+import httpx
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from pydantic import BaseModel, Field
+
+from search_r1.mcp_server import McpOptions
+from search_r1.search.client import RetrievalClient
+from search_r1.search.errors import SearchError
+from verl import __version__
+
+MAX_TOPK = 100
+MAX_RETRIES = 2
+"""Further attempts of a search: somebody is waiting."""
+
+
+class Found(BaseModel):
+    """A document of the corpus."""
+
+    id: str
+    title: str
+    text: str
+
+
+class Results(BaseModel):
+    """What a search found, best first."""
+
+    documents: list[Found]
+
+
+class Searcher:
+    """Clients of one retriever, one for each number of documents."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._clients: dict[int, RetrievalClient] = {}
+        self._client(1)  # a url that is none is refused at once
+
+    async def search(self, query: str, topk: int) -> Results:
+        """Raises ToolError, whose message the caller's model reads."""
+        if not query.strip():
+            raise ToolError("an empty query; expected words to search for")
+        try:
+            documents = await self._client(topk).search(query)
+        except SearchError as error:
+            raise ToolError(f"the search failed: {error}") from error
+        return Results(documents=[Found(id=d.id, title=d.title, text=d.text) for d in documents])
+
+    def _client(self, topk: int) -> RetrievalClient:
+        if topk not in self._clients:
+            self._clients[topk] = RetrievalClient(self._url, topk, max_retries=MAX_RETRIES)
+        return self._clients[topk]
+
+
+def build_server(url: str) -> MCPServer:
+    """The server of one retriever; raises ValueError for a url that is none."""
+    searcher = Searcher(url)
+    server = MCPServer(
+        "search-r1",
+        version=__version__,
+        instructions="Searches a corpus of passages; each has an id, a title and a text.",
+        log_level="WARNING",
+    )
+
+    @server.tool(title="Search the corpus")
+    async def search(
+        query: Annotated[str, Field(description="What to look for, in words.")],
+        topk: Annotated[
+            int, Field(ge=1, le=MAX_TOPK, description="How many documents to return.")
+        ] = 3,
+    ) -> Results:
+        """Find the passages that fit a query best."""
+        return await searcher.search(query, topk)
+
+    return server
+
+
+def start(options: McpOptions) -> int:
+    """Serve until the client leaves or the process is ended; returns the exit code."""
+    logging.basicConfig(level=logging.WARNING)  # to standard error: the protocol has the output
+    try:
+        server = build_server(options.retriever_url)
+    except (ValueError, httpx.InvalidURL) as error:
+        sys.stderr.write(f"--retriever-url {options.retriever_url}: {error}\n")
+        return 2
+    if options.transport == "stdio":
+        server.run("stdio")
+    else:
+        server.run("streamable-http", host=options.host, port=options.port)
+    return 0

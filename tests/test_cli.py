@@ -1,0 +1,98 @@
+"""The command `search-r1`: quick, and the same code as the old entry points."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from search_r1 import cli
+
+ROOT = Path(cli.__file__).parents[1]
+HEAVY = ("torch", "transformers", "ray", "vllm", "datasets", "pandas")
+QUICK = """
+import sys, time
+from search_r1.cli import main
+try:
+    status = main(sys.argv[1:])
+except SystemExit as ended:
+    status = ended.code
+assert status in (0, 2), status
+heavy = [name for name in %r if name in sys.modules]
+assert not heavy, heavy
+assert time.process_time() < 2.0, time.process_time()
+sys.exit(status)
+"""
+"""A command in a process of its own, which imports nothing heavy; measured at 0.4 s of CPU."""
+TYPO = ["--no-such-flag", "1"]
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-c", QUICK % (HEAVY,), *words]
+    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", ["serve-retriever", "index", "evaluate", "infer", "serve", "mcp"])
+def test_help_and_mistakes_are_answered_at_once(name: str) -> None:
+    """Nothing heavy is imported before the options are known to be good."""
+    helped, mistaken = run(name, "--help"), run(name, *TYPO)
+    assert helped.returncode == 0 and "--help" in helped.stdout, helped.stderr
+    assert mistaken.returncode == 2 and "no-such-flag" in mistaken.stderr, mistaken.stderr
+
+
+def test_the_command_lists_its_commands() -> None:
+    """With a line for each; a mistyped one is answered with the nearest."""
+    helped, mistaken = run("--help"), run("evalute")
+    assert helped.returncode == 0
+    assert all(f"\n  {name} " in helped.stdout for name in cli.COMMANDS)
+    assert mistaken.returncode == 2 and "fix: search-r1 evaluate" in mistaken.stderr
+
+
+def test_hydra_commands_get_their_arguments_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`train` and `sft` read overrides themselves."""
+    import verl.sft.trainer  # noqa: PLC0415 - heavy
+    import verl.trainer.main_ppo  # noqa: PLC0415
+
+    got: list[object] = []
+    for module in (verl.sft.trainer, verl.trainer.main_ppo):
+        monkeypatch.setattr(module, "main", lambda words: got.append(words) or 7)
+    assert cli.main(["train", "--cfg", "job", "data.train_files=a b"]) == 7
+    assert cli.main(["sft", "+x.y=1"]) == 7
+    assert got == [["--cfg", "job", "data.train_files=a b"], ["+x.y=1"]]
+
+
+def test_every_command_is_there() -> None:
+    """Its module has a `main`."""
+    for module, _ in cli.COMMANDS.values():
+        file = ROOT / f"{module.replace('.', '/')}.py"
+        assert "\ndef main(" in file.read_text(encoding="utf-8"), module
+
+
+def test_a_wheel_answers_outside_the_checkout(tmp_path: Path) -> None:
+    """It holds no top-level `example`, and `infer` says what to give where no model ships."""
+    command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation",
+               "--quiet", "--wheel-dir", str(tmp_path)]  # fmt: skip
+    source = tmp_path / "source"
+    for name in ("pyproject.toml", "README.md", "LICENSE", "verl", "search_r1", "example"):
+        target = source / name
+        target.parent.mkdir(exist_ok=True)
+        target.symlink_to(ROOT / name)
+    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    tops = {path.name for path in (tmp_path / "site").iterdir() if "dist-info" not in path.name}
+    assert tops == {"verl", "search_r1"}
+    (entry,) = (tmp_path / "site").glob("*.dist-info/entry_points.txt")
+    assert "search-r1 = search_r1.cli:main" in entry.read_text()
+    for words, status, said in (
+        (["infer", "--help"], 0, "--retriever-url"),
+        (["infer", "Who?", "--retriever-url", "empty"], 2, "give --model"),
+    ):
+        program = [sys.executable, "-m", "search_r1.cli", *words]
+        found = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False,
+                               env={"PYTHONPATH": str(tmp_path / "site")})  # fmt: skip
+        assert found.returncode == status and said in found.stdout + found.stderr, found.stderr
