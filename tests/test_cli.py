@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from search_r1 import cli
+from search_r1.datasets.command import RECIPES
 
 ROOT = Path(cli.__file__).parents[1]
 HEAVY = ("torch", "transformers", "ray", "vllm", "datasets", "pandas")
@@ -35,12 +36,24 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("name", ["serve-retriever", "index", "evaluate", "infer", "serve", "mcp"])
+@pytest.mark.parametrize(
+    "name", ["serve-retriever", "download", "index", "evaluate", "infer", "serve", "mcp"]
+)
 def test_help_and_mistakes_are_answered_at_once(name: str) -> None:
     """Nothing heavy is imported before the options are known to be good."""
     helped, mistaken = run(name, "--help"), run(name, *TYPO)
     assert helped.returncode == 0 and "--help" in helped.stdout, helped.stderr
     assert mistaken.returncode == 2 and "no-such-flag" in mistaken.stderr, mistaken.stderr
+
+
+def test_every_recipe_of_data_is_answered_at_once() -> None:
+    """Likewise; the list of recipes names each."""
+    listed = run("data", "--help")
+    assert listed.returncode == 0 and all(name in listed.stdout for name in RECIPES)
+    for name in ("nq_rag", "own_questions", "own_corpus"):
+        assert run("data", name, "--help").returncode == 0
+    assert run("data", "nq", *TYPO).returncode == 2
+    assert "--topk: got 0" in run("data", "nq_rag", "--topk", "0").stderr
 
 
 def test_the_command_lists_its_commands() -> None:

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 from example.tiny import tiny_model
-from scripts.download import ITEMS
 from search_r1.datasets.catalogue import HUB
+from search_r1.datasets.download import ITEMS
 from tests.datasets.collection import records
 from tests.hub import serving_hub
 from tests.search.encoders.conftest import SIZES, save_model

@@ -1,4 +1,4 @@
-"""Natural Questions answered from memory: train.parquet and test.parquet."""
+"""Natural Questions without searching: `search-r1 data nq` (docs/data.md)."""
 
 import sys
 from pathlib import Path
@@ -6,15 +6,9 @@ from pathlib import Path
 if not __package__:  # started as a file: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from search_r1.datasets.command import Script
-from search_r1.datasets.wording import Style
+from search_r1.datasets.command import build
 
-SCRIPT = Script(
-    name="nq",
-    about="Build Natural Questions without searching: the direct baseline.",
-    local_dir="data/nq",
-    style=Style.DIRECT,
-)
+NAME = "nq"
 
 if __name__ == "__main__":
-    sys.exit(SCRIPT.run())
+    sys.exit(build(NAME))

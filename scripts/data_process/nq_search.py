@@ -1,4 +1,4 @@
-"""Natural Questions with prompts that search: train.parquet and test.parquet."""
+"""Natural Questions with prompts that search: `search-r1 data nq_search` (docs/data.md)."""
 
 import sys
 from pathlib import Path
@@ -6,13 +6,9 @@ from pathlib import Path
 if not __package__:  # started as a file: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from search_r1.datasets.command import Script
+from search_r1.datasets.command import build
 
-SCRIPT = Script(
-    name="nq_search",
-    about="Build Natural Questions for an agent that searches.",
-    local_dir="data/nq_search",
-)
+NAME = "nq_search"
 
 if __name__ == "__main__":
-    sys.exit(SCRIPT.run())
+    sys.exit(build(NAME))

@@ -1,4 +1,4 @@
-"""Training questions of several sets in one train.parquet."""
+"""Training questions of several sets: `search-r1 data qa_search_train_merge` (docs/data.md)."""
 
 import sys
 from pathlib import Path
@@ -6,15 +6,9 @@ from pathlib import Path
 if not __package__:  # started as a file: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from search_r1.datasets.command import Script
+from search_r1.datasets.command import build
 
-SCRIPT = Script(
-    name="qa_search_train_merge",
-    about="Merge the training questions of several sets for an agent that searches.",
-    local_dir="data/nq_search",
-    roles=("train",),
-    has_sources=True,
-)
+NAME = "qa_search_train_merge"
 
 if __name__ == "__main__":
-    sys.exit(SCRIPT.run())
+    sys.exit(build(NAME))

@@ -29,7 +29,7 @@ class AgentOptions:
     topk: Annotated[int, Bounds(1)] | None = None
     """documents a search; default: the model's own"""
     template: str | None = None
-    """wording: a name that `template` of training takes, or a .yaml file; default: the model's own"""
+    """wording: a name, or a .yaml file, as of `template`; default: the model's own"""
     max_turns: Annotated[int, Bounds(0)] | None = None
     """searches a dialogue; default: the model's own"""
     temperature: Annotated[float, Bounds(0)] = 0.0

@@ -1,6 +1,5 @@
 """The builders behind the original's script names: arguments, rows, merges, and refusals."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,9 @@ import pyarrow.parquet
 import pytest
 
 from search_r1.agent.tags import TEMPLATES
-from search_r1.datasets.command import Script
+from search_r1.datasets.command import RECIPES
+from search_r1.datasets.command import build as build_named
+from search_r1.options import parse
 from tests.datasets.collection import SPLITS, records, write_collection, write_jsonl
 from verl.data.rows import load_rows
 from verl.data.validation import validate
@@ -32,17 +33,10 @@ ORIGINAL: dict[str, dict[str, Any]] = {
 ALL = ",".join(SPLITS)
 
 
-def script(name: str) -> Script:
-    """The command line of `scripts/data_process/<name>.py`."""
-    found = importlib.import_module(f"scripts.data_process.{name}").SCRIPT
-    assert isinstance(found, Script)
-    return found
-
-
 def build(name: str, source: Path, out: Path, *more: str) -> int:
     """Run a script on a local collection."""
     paths = ["--local_dataset_path", str(source), "--local_dir", str(out)]
-    return script(name).run([*paths, *more])
+    return build_named(name, [*paths, *more])
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -60,7 +54,7 @@ def collection(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ORIGINAL)
 def test_original_arguments_and_defaults(name: str) -> None:
     """Every script of the original is here and takes its arguments with its defaults."""
-    options = vars(script(name).parser().parse_args([]))
+    options = vars(parse(RECIPES[name][0], [], prog=name, description=None))
     given = {key: options[key] for key in ORIGINAL[name]}
     assert {k: str(v) if isinstance(v, Path) else v for k, v in given.items()} == ORIGINAL[name]
 

@@ -1,6 +1,5 @@
 """docs/data.md keeps up with the code: its table of sets and its commands."""
 
-import importlib
 import re
 import shlex
 from pathlib import Path
@@ -8,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from search_r1.datasets.catalogue import SETS
-from search_r1.datasets.command import Script
+from search_r1.datasets.command import RECIPES
+from search_r1.options import parse
 from tests.datasets.collection import SPLITS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
@@ -29,14 +29,12 @@ def test_table_of_sets() -> None:
 @pytest.mark.parametrize(("name", "arguments"), COMMANDS)
 def test_commands_are_understood(name: str, arguments: str) -> None:
     """Each documented command is one that its script takes."""
-    module = importlib.import_module(f"scripts.data_process.{name}")
-    script = getattr(module, "SCRIPT", None)
-    parser = script.parser() if isinstance(script, Script) else module.parser()
-    parser.parse_args(shlex.split(arguments.replace("\\\n", " ")))
+    words = shlex.split(arguments.replace("\\\n", " "))
+    parse(RECIPES[name][0], words, prog=name, description=None)
 
 
 def test_every_script_is_documented() -> None:
     """The page shows each script of the folder."""
     folder = Path(__file__).parents[2] / "scripts" / "data_process"
     scripts = {file.stem for file in folder.glob("*.py")} - {"__init__"}
-    assert {name for name, _ in COMMANDS} == scripts
+    assert {name for name, _ in COMMANDS} == scripts == set(RECIPES)

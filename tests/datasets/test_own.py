@@ -2,16 +2,19 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 import pytest
 
-from scripts.data_process.own_questions import main
+from search_r1.datasets.command import build
 from search_r1.datasets.own import divide
 from search_r1.datasets.question import Place, Question
 from verl.data.validation import validate
+
+main = partial(build, "own_questions")
 
 
 def read(file: Path) -> list[dict[str, Any]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from scripts.data_process.nq_rag import SCRIPT
 from search_r1.agent.tags import SEARCH_R1
+from search_r1.datasets.command import build as build_named
 from search_r1.datasets.wording import RAG
 from search_r1.search.client import RetrievalClient
 from search_r1.search.local_server import LocalServer
@@ -46,7 +46,9 @@ def server(source: Path) -> Iterator[LocalServer]:
 
 def build(source: Path, out: Path, *more: str) -> int:
     """Run the script on local questions."""
-    return SCRIPT.run(["--local_dataset_path", str(source), "--local_dir", str(out), *more])
+    return build_named(
+        "nq_rag", ["--local_dataset_path", str(source), "--local_dir", str(out), *more]
+    )
 
 
 def prompts(file: Path) -> list[str]:
@@ -123,7 +125,6 @@ def test_unusable_caches_are_refused(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--topk", "0"], "--topk: got 0"),
         (["--retriever_url", "localhost"], "--retriever_url: got"),
         (["--retriever_url", "http://127.0.0.1:9"], "start it (bash retrieval_launch.sh)"),
     ],

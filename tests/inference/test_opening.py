@@ -99,7 +99,7 @@ def test_a_retriever_that_is_away_is_told_before_a_model_is_loaded() -> None:
 
 @pytest.mark.parametrize(
     "wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"topk": 0}, {"max_turns": -1},
-              {"concurrency": 0}, {"template": "none"}]
+              {"concurrency": 0}]
 )  # fmt: skip
 def test_options_that_cannot_be_meant_are_refused(wrong: dict[str, object]) -> None:
     """With the option's name on the command line."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.data_process import own_corpus, own_questions
+from search_r1.datasets.command import build
 from search_r1.search import index_builder
 from search_r1.search.client import RetrievalClient
 from search_r1.search.local_server import LocalServer
@@ -50,8 +50,8 @@ def test_five_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
     share = ["--test_share", "0.25"]
     csv = str(tmp_path / "questions.csv")
-    assert own_questions.main([csv, "--local_dir", str(own), *share]) == 0
-    assert own_corpus.main([str(tmp_path / "texts"), "--out", str(corpus)]) == 0
+    assert build("own_questions", [csv, "--local_dir", str(own), *share]) == 0
+    assert build("own_corpus", [str(tmp_path / "texts"), "--out", str(corpus)]) == 0
     built = ["--retrieval_method", "bm25", "--corpus_path", str(corpus), "--save_dir", str(index)]
     index_builder.main(built)
     files = [str(own / "train.parquet"), str(own / "test.parquet")]
@@ -81,5 +81,5 @@ def test_unusable_folder_ends_with_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A folder without texts is one message, not a traceback."""
-    assert own_corpus.main([str(tmp_path), "--out", str(tmp_path / "c.jsonl")]) == 2
+    assert build("own_corpus", [str(tmp_path), "--out", str(tmp_path / "c.jsonl")]) == 2
     assert "has no .txt or .md file" in capsys.readouterr().err

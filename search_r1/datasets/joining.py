@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from scripts.hub_files import CHUNK_BYTES, DownloadError, HubFile
+from search_r1.datasets.hub import CHUNK_BYTES, DownloadError, HubFile
 
 
 class Joined:
