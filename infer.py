@@ -1,4 +1,4 @@
-"""`python infer.py "question"`: the command `search-r1 infer` from a checkout (docs/asking.md)."""
+"""`python infer.py "question"`: `search-r1 infer` from a checkout (docs/inference.md)."""
 
 import sys
 

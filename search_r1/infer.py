@@ -2,7 +2,7 @@
 
 The agent loop is that of training. The dialogue streams, documents are folded to their titles, and
 the answer comes last with its sources; `--json` prints one object for scripts instead. A mistake
-of the user ends in one message and exit code 2. See docs/asking.md.
+of the user ends in one message and exit code 2. See docs/inference.md.
 """
 
 from __future__ import annotations

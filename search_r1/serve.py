@@ -1,4 +1,4 @@
-"""The search agent behind an OpenAI-compatible server, `/v1/chat/completions`; docs/asking.md."""
+"""The agent behind an OpenAI-compatible server, `/v1/chat/completions`; docs/inference.md."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=Bench.rounds, help="runs of every server")
     add("--threads", type=int, default=os.cpu_count(), help="of every server")
     add("--profile", action="store_true", help="sample the BM25 server with py-spy, too")
-    add("--write-docs", action="store_true", help="only put the results into docs/benchmarks.md")
+    add("--write-docs", action="store_true", help="only write docs/evidence/retrieval.md")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Results on disk and on paper: a JSON line per part, Markdown tables, and docs/benchmarks.md."""
+"""Results on disk and on paper: JSON lines, Markdown tables, docs/evidence/retrieval.md."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import psutil
 
 from benchmarks.retrieval.figures import Figure, number
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "retrieval.md"
 DETAILS = (": stage ", ": processor time", ": batch", ": p50", "resident set")
 """Figures that a page can do without."""
 BEGIN = "<!-- results: begin (written by benchmarks.retrieval --write-docs) -->"

@@ -18,7 +18,7 @@ LARGE = 64 << 20
 """Bytes of a mapped file that count as an index or a corpus: smaller ones are libraries."""
 FIX = (
     "give sbatch more --mem, run the retriever in a job of its own (retriever.sbatch, "
-    "RETRIEVER_FILE), or take a smaller index (docs/engines.md)"
+    "RETRIEVER_FILE), or take a smaller index (docs/backends.md)"
 )
 
 

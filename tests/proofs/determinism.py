@@ -182,7 +182,7 @@ def print_products() -> None:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The rows as a table for docs/determinism.md."""
+    """The rows as a table for docs/evidence/determinism.md."""
     names = ("format", "dialogues at once", "changed", "changed when repeated",
              "log-probs differ by", "exact match", "seconds")  # fmt: skip
     lines = ["| " + " | ".join(names) + " |", "| --- " * len(names) + "|"]

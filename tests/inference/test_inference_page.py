@@ -1,4 +1,4 @@
-"""The commands of docs/asking.md do what it says."""
+"""The commands of docs/inference.md do what it says."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.agent_server.services import serving
 from tests.fakes import ScriptedEngine
 from tests.inference.scripted import TWO_SEARCHES, asker
 
-PAGE = (Path(infer.__file__).parent / "docs/asking.md").read_text(encoding="utf-8")
+PAGE = (Path(infer.__file__).parent / "docs/inference.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
