@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from search_r1.agent.python import PythonTool
 from search_r1.agent.search import SearchTool, build_search
 from search_r1.agent.tags import NAMES, PLAIN, TEMPLATES
+from search_r1.agent.visit import build_visit
 from search_r1.search.client import Retrieval
 from verl import plugins
 from verl.agent import native, wording
@@ -21,7 +22,11 @@ from verl.config import Config
 from verl.errors import ConfigError, DataError, explain
 from verl.types import Prompt
 
-TOOLS: Mapping[str, Callable[[Config], Tool]] = {"search": build_search, "python": PythonTool}
+TOOLS: Mapping[str, Callable[[Config], Tool]] = {
+    "search": build_search,
+    "visit": build_visit,
+    "python": PythonTool,
+}
 """The tools that `agent.tools` may name; each row builds one from the options of a run."""
 
 

@@ -51,7 +51,7 @@ class SearchTool(Tool):
                 documents = await self.retrieval.search(query)
             except SearchError as error:
                 raise ToolError(str(error), {**faults, FAILED: 1}) from error
-        items = tuple(Item(one.text, one.title, one) for one in documents)
+        items = tuple(Item(one.text, one.title, one.id, one) for one in documents)
         return Observation(items, dict(faults))
 
     def probe(self, seconds: float) -> str:

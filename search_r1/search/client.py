@@ -12,6 +12,7 @@ import math
 import os
 import re
 import time
+import urllib.parse
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -31,6 +32,7 @@ from search_r1.search.transport import Answer, Patience, Transport
 __all__ = ["Document", "EmptyRetrieval", "InMemoryRetrieval", "Retrieval", "RetrievalClient"]
 
 TOKEN_VARIABLE = "RETRIEVER_TOKEN"
+NOT_FOUND = 404
 WHOLE_REQUEST = frozenset({401, 403, 404, 405})
 """Refusals that no single query of a request can be the cause of."""
 
@@ -159,10 +161,24 @@ class RetrievalClient:
         """The first answer to `/info`, asked for as `health` is."""
         return await self._facts("/info")
 
-    async def _facts(self, path: str) -> dict[str, Any]:
-        """What a server says of itself, as a JSON object."""
+    async def document(self, id: str) -> Document | None:
+        """The document with this id; None where the server that answers has none.
+
+        Raises RetrieverUnavailable or RetrieverRefused.
+        """
+        path = f"/document?{urllib.parse.urlencode({'id': well_formed(id)})}"
+        try:
+            answer = await self._facts(path, is_patient=True)
+        except RetrieverRefused as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
+        return Document.from_mapping(answer["document"])
+
+    async def _facts(self, path: str, is_patient: bool = False) -> dict[str, Any]:
+        """The answer to a GET, a JSON object; impatiently, each server is asked once at most."""
         transport, deadline = self._transport, time.monotonic() + self._deadline
-        retries = len(transport.servers) - 1
+        retries = None if is_patient else len(transport.servers) - 1
         http = self._state().http
         answer = await transport.exchange(http, "GET", path, max_retries=retries, deadline=deadline)
         facts = _json(answer)

@@ -4,6 +4,7 @@ Row offsets and a content hash are computed in one pass, once, and kept beside t
 `<corpus>.offsets.npy`. Searching lives in `retrievers`, not here.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -85,6 +86,33 @@ class Corpus:
         starts, ends = self._offsets[places].tolist(), self._offsets[places + 1].tolist()
         return [self._read(*place) for place in zip(rows, starts, ends, strict=True)]
 
+    def find(self, id: str) -> Document | None:
+        """The document with this id, the first of several; None where there is none.
+
+        Where ids are row numbers, as in wiki-18, this reads one row. Else the first call reads the
+        whole corpus, for 16 bytes of memory a document.
+        """
+        if id.isascii() and id.isdigit() and len(id) < 19 and int(id) < len(self):
+            document = self[int(id)]
+            if document.id == id:
+                return document
+        hashes, rows = self._rows_by_id
+        first = int(np.searchsorted(hashes, _hash(id)))
+        for place in range(first, len(rows)):
+            if hashes[place] != _hash(id):
+                break
+            document = self[int(rows[place])]
+            if document.id == id:
+                return document
+        return None
+
+    @functools.cached_property
+    def _rows_by_id(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+        """Hashes of all ids in ascending order, and the row of each."""
+        hashes = np.fromiter((_hash(document.id) for document in self), np.uint64, len(self))
+        order = np.argsort(hashes, kind="stable")
+        return hashes[order], order
+
     def _read(self, row: int, start: int, end: int) -> Document:
         try:
             return _parse(self._data[start:end])
@@ -97,6 +125,11 @@ class Corpus:
 
     def __iter__(self) -> Iterator[Document]:
         return (self[row] for row in range(len(self)))
+
+
+def _hash(id: str) -> np.uint64:
+    digest = hashlib.blake2b(id.encode(), digest_size=8).digest()
+    return np.frombuffer(digest, np.uint64)[0]
 
 
 def _parse(line: bytes) -> Document:

@@ -17,6 +17,7 @@ from search_r1.options import parse
 from search_r1.search.backends.base import Retriever
 from search_r1.search.backends.registry import build_retriever
 from search_r1.search.backends.settings import RetrieverConfig
+from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SearchError, SetupError
 from search_r1.search.preflight import check
 from search_r1.search.recording import Recorder
@@ -60,7 +61,9 @@ def _run(options: ServerOptions) -> bool:
         _warm_up(retriever, service.topk)
         logger.info("%s: %d documents", retriever.name, retriever.num_documents)
         recorder = None if service.record is None else Recorder(service.record, retriever.info())
-        app = create_app(retriever, service, token=token, recorder=recorder)
+        corpus = options.retriever.corpus_path
+        find = Corpus.open(corpus).find if corpus and Path(corpus).is_file() else None
+        app = create_app(retriever, service, token=token, recorder=recorder, find=find)
         if faults.is_on:
             logger.warning("TEST FAULTS: requests fail on purpose: %s", faults)
             app.add_middleware(FaultInjector, config=faults)

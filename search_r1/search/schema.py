@@ -89,6 +89,12 @@ class RetrieveResponse(BaseModel):
     result: list[list[Hit | Document]]
 
 
+class DocumentResponse(BaseModel):
+    """The answer to `GET /document`."""
+
+    document: dict[str, str]
+
+
 class Health(BaseModel):
     """The answer of `GET /health`: given only when searches can be answered."""
 

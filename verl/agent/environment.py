@@ -12,6 +12,11 @@ from verl.agent.interface import Item, Observation, Tool, ToolCall
 from verl.config import Config
 from verl.errors import ToolError
 
+TYPES: dict[str, type | tuple[type, ...]] = {
+    "string": str, "integer": int, "number": (int, float), "boolean": bool,
+    "array": list, "object": dict,
+}  # fmt: skip
+"""Of JSON schema, as Python reads them."""
 Listener = Callable[[ToolCall, Observation], None]
 EnvironmentFactory = Callable[[Config], "Environment"]
 """Makes the tools of a run; processes elsewhere call it by name, each for itself."""
@@ -102,8 +107,8 @@ def unknown(call: ToolCall, tools: Sequence[Tool]) -> str:
 def read_arguments(tool: Tool, call: ToolCall) -> dict[str, Any] | str:
     """The arguments by name, or what is wrong with them.
 
-    Names are checked against the schema, types are for the tool to check; a text alone is read as
-    JSON where the schema wants no text.
+    Names and types are checked against the schema, ranges are for the tool to check; a text alone
+    is read as JSON where the schema wants no text.
     """
     properties = tool.parameters["properties"]
     if isinstance(call.arguments, str):
@@ -118,4 +123,8 @@ def read_arguments(tool: Tool, call: ToolCall) -> dict[str, Any] | str:
     others = [name for name in call.arguments if name not in properties]
     if missing or others:
         return f"{tool.name} takes {', '.join(properties)}: got {', '.join(call.arguments)}"
+    for name, value in call.arguments.items():
+        wanted = properties[name].get("type", "string")
+        if not isinstance(value, TYPES.get(wanted, object)):
+            return f"{name} of {tool.name}: got {value!r}, expected {wanted}"
     return dict(call.arguments)

@@ -34,6 +34,8 @@ class Item:
 
     text: str
     title: str | None = None
+    id: str | None = None
+    """By which the tool `visit`, or another, finds all of it."""
     source: object = None
     """What it was made of, for those who listen to a dialogue; the policy never sees it."""
 

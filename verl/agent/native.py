@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from verl.agent.grammar import Grammar, Tag, answer_pattern
 from verl.agent.interface import Item, Tool, ToolCall, Turn
-from verl.agent.tags import TagFormat
+from verl.agent.tags import ITEM_WITH_ID, TagFormat
 from verl.errors import ConfigError, explain
 from verl.types import Completion
 
@@ -42,7 +42,7 @@ INVALID = (
 )
 
 
-WORDING = TagFormat(NAME, INSTRUCTION, INVALID, GRAMMAR)
+WORDING = TagFormat(NAME, INSTRUCTION, INVALID, GRAMMAR, item=ITEM_WITH_ID)
 """The words that are ours; all others are the template's."""
 
 

@@ -26,6 +26,14 @@ class Passage(Protocol):
     @property
     def title(self) -> str | None: ...
 
+    @property
+    def id(self) -> str | None: ...
+
+
+ITEM_WITH_ID = 'Doc {rank}(Title: "{title}", id: {id}) {text}\n'
+VISIT = "visit"
+"""The tool that finds a document by its id, so that ids must be shown where it is there."""
+
 
 @dataclass(frozen=True)
 class TagFormat:
@@ -38,7 +46,7 @@ class TagFormat:
     """What the policy is told after a turn without an action."""
     tags: Grammar
     item: str = 'Doc {rank}(Title: "{title}") {text}\n'
-    """An item with a title; ranks count from 1."""
+    """An item with a title; ranks count from 1, and `{id}` is its id."""
     untitled_item: str = "{text}\n"
     """An item without one."""
     separator: str = ""
@@ -104,11 +112,12 @@ class TagFormat:
         return self.separator.join(texts)
 
     def _item(self, rank: int, passage: Passage, reserved: Sequence[str]) -> str:
-        text = neutralize(passage.text, self.tags, reserved).strip()
+        values = {"rank": str(rank), "text": neutralize(passage.text, self.tags, reserved).strip()}
         if passage.title is None:
-            return _fill(self.untitled_item, rank=str(rank), text=text)
-        title = neutralize(passage.title, self.tags, reserved)
-        return _fill(self.item, rank=str(rank), title=title, text=text)
+            return _fill(self.untitled_item, **values)
+        values["title"] = neutralize(passage.title, self.tags, reserved)
+        values["id"] = neutralize(passage.id or "", self.tags, reserved)
+        return _fill(self.item, **values)
 
 
 def plain_format(tools: Sequence[Tool]) -> TagFormat:
@@ -133,6 +142,7 @@ def plain_format(tools: Sequence[Tool]) -> TagFormat:
             "between <answer> and </answer>. I will try once more.\n\n"
         ),
         tags=tags,
+        item=ITEM_WITH_ID if any(tool.name == VISIT for tool in tools) else TagFormat.item,
     )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +17,13 @@ from search_r1.search.backends.base import Retriever, fingerprint
 from search_r1.search.errors import DeadlineExceeded, Overloaded, SearchError, SetupError
 from search_r1.search.memory import resident
 from search_r1.search.recording import Recorder
-from search_r1.search.schema import Health, RetrieveResponse, to_json
+from search_r1.search.schema import (
+    Document,
+    DocumentResponse,
+    Health,
+    RetrieveResponse,
+    to_json,
+)
 from search_r1.search.server.batching import Batcher, Claim
 from search_r1.search.server.config import ServiceConfig
 from search_r1.search.server.http_errors import (
@@ -24,6 +31,7 @@ from search_r1.search.server.http_errors import (
     Problem,
     as_response,
     http_error,
+    printable,
     without_token,
 )
 from search_r1.search.server.metrics import Metrics
@@ -182,10 +190,12 @@ def create_app(
     *,
     token: str | None = None,
     recorder: Recorder | None = None,
+    find: Callable[[str], Document | None] | None = None,
 ) -> FastAPI:
     """The application that serves `retriever`; its Service is at `app.state.service`.
 
-    `token`: wanted from every client; None: everyone may ask. Raises SetupError.
+    `token`: wanted from every client; None: everyone may ask. `find`: the document of an id, for
+    `GET /document`; None: this server knows none. Raises SetupError.
     """
     service = Service(retriever, config, recorder, token)
     guard = [Depends(service.check_token)]
@@ -204,6 +214,17 @@ def create_app(
         responses={code: {"model": Problem, "description": s} for code, s in STATUSES.items()},
         openapi_extra={"requestBody": _request_body(service)},
     )(service.retrieve)
+
+    missing: dict[int | str, Any] = {404: {"model": Problem}, **unauthorized}
+
+    @app.get("/document", responses=missing, dependencies=guard)
+    def document(id: str) -> DocumentResponse:
+        """One document by its id, as `/retrieve` gives it."""
+        found = None if find is None else find(id)
+        if found is None:
+            why = "has no corpus file" if find is None else f"has no document {id!r}"
+            raise HTTPException(404, printable(f"this server {why}"))
+        return DocumentResponse(document=asdict(found))
 
     @app.get("/metrics", response_class=Response, responses=unauthorized, dependencies=guard)
     async def metrics() -> Response:

@@ -166,3 +166,13 @@ def test_a_tokenizer_that_knows_no_tools_is_refused(template: str | None) -> Non
     assert (
         "capital" in NativeFormat(ChatTokenizer(QWEN), (Capital(),)).schemas[0]["function"]["name"]
     )
+
+
+@pytest.mark.parametrize("country", [3, None, ["Peru"]])
+def test_arguments_of_another_type_are_told_to_the_policy(country: object) -> None:
+    """A call with a number for a text never reaches the tool."""
+    asked = json.dumps({"name": "capital", "arguments": {"country": country}})
+    text = f"<tool_call>{asked}</tool_call>"
+    done, _ = play(ChatTokenizer(), (text, "stop"), ("<answer>x</answer>", "stop"))
+    assert done.stats["capital_calls"] == 0.0 and done.stats["malformed_turns"] == 1.0
+    assert "expected string" in done.segments[2].text

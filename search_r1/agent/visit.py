@@ -1,0 +1,123 @@
+"""The tool `visit`: a whole document by its id, or the page at an address.
+
+Documents come from the retrieval server that searches. Pages come through `search_r1.online`, whose
+policy keeps a policy away from addresses that are not public; that package is an extra.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from search_r1.search.client import RetrievalClient
+from search_r1.search.errors import SearchError
+from search_r1.search.extras import install_command
+from search_r1.search.schema import Document
+from search_r1.search.tally import RETRIED, counting
+from verl.agent.interface import Item, Observation, Tool, text_arguments
+from verl.config import Config
+from verl.config.server import EMPTY
+from verl.errors import ToolError
+
+FAILED = "visits_failed"
+"""Visits that the retrieval server did not answer, after all retries."""
+
+
+class Documents(Protocol):
+    """What finds documents by their ids."""
+
+    async def document(self, id: str) -> Document | None:
+        """The document, or None. Raises a SearchError."""
+        ...
+
+
+class Page(Protocol):
+    """What a page says."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def text(self) -> str: ...
+
+
+class VisitTool(Tool):
+    """Opens one document or page. What is not there is an observation that says so."""
+
+    name = "visit"
+    description = "Opens a whole document by its id, or the web page at an address (https://…)."
+    parameters = text_arguments(target="the id of a document, or an address")
+    counted_as = "visits"
+    faults = (RETRIED, FAILED)
+
+    def __init__(
+        self, documents: Documents | None, open_page: Callable[[str], Page] | None = None
+    ) -> None:
+        """`documents` None: there is no server; `open_page` blocks; None: the online package's."""
+        self.documents = documents
+        self._open_page = open_page or open_online
+
+    async def call(self, *, target: str) -> Observation:  # type: ignore[override]
+        """The document or page. Raises ToolError when the retrieval server does not answer."""
+        if target.startswith(("http://", "https://")):
+            return Observation((await self._page(target),))
+        return await self._document(target)
+
+    async def _page(self, url: str) -> Item:
+        try:
+            page = await asyncio.to_thread(self._open_page, url)
+        except PageUnavailable as error:
+            return Item(f"Error: {error}")
+        return Item(page.text, page.title, url)
+
+    async def _document(self, id: str) -> Observation:
+        if self.documents is None:
+            return Observation((Item("Error: there are no documents"),))
+        with counting() as faults:
+            try:
+                found = await self.documents.document(id)
+            except SearchError as error:
+                raise ToolError(str(error), {**faults, FAILED: 1}) from error
+        if found is None:
+            return Observation((Item(f"Error: no document has the id {id!r}"),), dict(faults))
+        return Observation((Item(found.text, found.title, found.id, found),), dict(faults))
+
+    async def aclose(self) -> None:
+        """Close the connections of this event loop."""
+        if isinstance(self.documents, RetrievalClient):
+            await self.documents.aclose()
+
+
+class PageUnavailable(Exception):
+    """A page that cannot be read; the message says why, for the policy."""
+
+
+def open_online(url: str) -> Page:
+    """The page at a public address. Raises PageUnavailable; blocks for up to 15 s."""
+    if importlib.util.find_spec("trafilatura") is None:
+        raise PageUnavailable(f"pages cannot be opened here: {install_command('online')}")
+    # An extra, and heavy: wanted by the visitors of pages only.
+    from search_r1.online.fetch import PageError  # noqa: PLC0415
+    from search_r1.online.pages import visit  # noqa: PLC0415
+
+    try:
+        return visit(url)
+    except PageError as error:
+        raise PageUnavailable(str(error)) from error
+
+
+def build_visit(config: Config) -> VisitTool:
+    """The tool of a run, beside the configured retriever, or without one for url `empty`."""
+    options: Any = config.retriever
+    if options.url == EMPTY:
+        return VisitTool(None)
+    return VisitTool(
+        RetrievalClient(
+            options.url,
+            timeout=options.timeout,
+            max_retries=options.max_retries,
+            deadline=options.deadline,
+        )
+    )

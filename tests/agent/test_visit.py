@@ -1,0 +1,99 @@
+"""The tool `visit`: documents by id from a real server, pages within the address policy."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from search_r1.agent.visit import VisitTool
+from search_r1.online.pages import Article
+from search_r1.search.client import RetrievalClient
+from search_r1.search.corpus import Corpus
+from search_r1.search.errors import RetrieverUnavailable
+from search_r1.search.schema import Document
+from search_r1.search.server.app import create_app
+from tests.apps import running
+from tests.search.server.engines import Watched
+from verl.agent.interface import Observation
+from verl.errors import ToolError
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    """Two documents, whose ids are no row numbers."""
+    path = tmp_path / "corpus.jsonl"
+    rows = [Document.from_title(id, id.title(), f"About {id}.") for id in ("a/b c", "é", "1")]
+    path.write_text(
+        "".join(f'{{"id": "{r.id}", "title": "{r.title}", "text": "{r.text}"}}\n' for r in rows)
+    )
+    return Corpus.open(path)
+
+
+def visited(tool: VisitTool, target: str) -> Observation:
+    async def main() -> Observation:
+        try:
+            return await tool.call(target=target)
+        finally:
+            await tool.aclose()
+
+    return asyncio.run(main())
+
+
+def test_a_document_comes_whole_by_its_id(corpus: Corpus) -> None:
+    """Ids of any characters are found over HTTP; one that is not there is said to the policy."""
+    with running(create_app(Watched(), find=corpus.find)) as url:
+        tool = VisitTool(RetrievalClient(url))
+        (item,) = visited(tool, "a/b c").items
+        assert (item.title, item.text, item.id) == ("A/B C", "About a/b c.", "a/b c")
+        assert visited(tool, "é").items[0].text == "About é."
+        assert visited(tool, "nothing").items[0].text == "Error: no document has the id 'nothing'"
+    with running(create_app(Watched())) as url:  # a server without a corpus, or an older one
+        tool = VisitTool(RetrievalClient(url))
+        assert visited(tool, "1").items[0].text.startswith("Error: no document")
+
+
+def test_a_server_that_is_away_fails_the_trajectory() -> None:
+    """What infrastructure broke is counted and sampled again, not told to the policy."""
+
+    class Away:
+        async def document(self, id: str) -> Document | None:
+            raise RetrieverUnavailable("away")
+
+    with pytest.raises(ToolError, match="away") as caught:
+        visited(VisitTool(Away()), "1")
+    assert caught.value.faults["visits_failed"] == 1
+
+
+def test_a_page_is_opened_by_its_address() -> None:
+    """An address goes to the pages, and never to the documents."""
+    tool = VisitTool(None, lambda url: Article("Lima", f"text of {url}"))
+    (item,) = visited(tool, "https://a.example/x").items
+    assert (item.title, item.text, item.id) == (
+        "Lima", "text of https://a.example/x", "https://a.example/x",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1/", "http://169.254.169.254/latest"])
+def test_addresses_that_are_not_public_are_refused(url: str) -> None:
+    """A policy cannot reach this machine, or a cloud's metadata."""
+    (item,) = visited(VisitTool(None), url).items
+    assert item.text.startswith("Error: ") and "public" in item.text
+
+
+def test_without_documents_the_policy_is_told() -> None:
+    """The control without a retriever has nothing to open."""
+    assert visited(VisitTool(None), "7").items[0].text == "Error: there are no documents"
+
+
+def test_rows_are_found_by_number_or_by_hash(corpus: Corpus, tmp_path: Path) -> None:
+    """An id that is a row number reads that row; one that only looks like one is looked up."""
+    first = corpus.find("1")
+    assert first is not None and first.title == "1"
+    assert corpus.find("0") is None
+    path = tmp_path / "numbered.jsonl"
+    path.write_text("".join(f'{{"id": "{n}", "contents": "t\\nx{n}"}}\n' for n in range(5)))
+    numbered = Corpus.open(path)
+    assert [numbered.find(str(n)) for n in range(5)] == list(numbered)
+    assert "_rows_by_id" not in vars(numbered)
