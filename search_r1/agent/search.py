@@ -12,7 +12,7 @@ from search_r1.search.probe import SearchProbe, retriever_problem
 from search_r1.search.tally import RETRIED, counting
 from verl.agent.interface import Item, Observation, Tool, text_arguments
 from verl.config import Config
-from verl.config.server import EMPTY, ServerConfig
+from verl.config.agent import EMPTY, ServerConfig
 from verl.errors import ToolError, explain
 
 FAILED = "searches_failed"

@@ -18,7 +18,7 @@ from search_r1.search.schema import Document
 from search_r1.search.tally import RETRIED, counting
 from verl.agent.interface import Item, Observation, Tool, text_arguments
 from verl.config import Config
-from verl.config.server import EMPTY
+from verl.config.agent import EMPTY
 from verl.errors import ToolError
 
 FAILED = "visits_failed"

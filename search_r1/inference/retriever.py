@@ -9,7 +9,7 @@ from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
 from search_r1.search.servers import read_urls
 from verl.config import Config
-from verl.config.server import EMPTY
+from verl.config.agent import EMPTY
 from verl.errors import ConfigError, ToolError, explain
 
 Facts = Mapping[str, Any]

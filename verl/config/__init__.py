@@ -6,7 +6,7 @@ names are those of the original scripts; an option that lost its effect says so 
 docstring and is listed in `verl/config/legacy.py`, and a run that sets it is warned.
 """
 
-from verl.config.agent import AgentConfig
+from verl.config.agent import AgentConfig, ServerConfig
 from verl.config.algorithm import (
     AlgorithmConfig,
     CompatConfig,
@@ -15,47 +15,28 @@ from verl.config.algorithm import (
     OverlongBufferConfig,
 )
 from verl.config.data import DataConfig
-from verl.config.guard import GuardConfig
-from verl.config.lora import ALL_LINEAR, AdapterConfig
-from verl.config.optim import FsdpConfig, OptimConfig
 from verl.config.policy import (
+    ALL_LINEAR,
     ActorConfig,
     ActorRolloutRefConfig,
+    AdapterConfig,
     CriticConfig,
     CriticModelConfig,
+    FsdpConfig,
     ModelConfig,
+    OptimConfig,
     RefConfig,
     RolloutConfig,
     ValSamplingConfig,
 )
 from verl.config.reward import RewardConfig
 from verl.config.run import Config
-from verl.config.server import ServerConfig
-from verl.config.trainer import TrainerConfig
+from verl.config.trainer import GuardConfig, TrainerConfig
 
 __all__ = [
-    "ALL_LINEAR",
-    "ActorConfig",
-    "ActorRolloutRefConfig",
-    "AdapterConfig",
-    "AgentConfig",
-    "AlgorithmConfig",
-    "CompatConfig",
-    "Config",
-    "CriticConfig",
-    "CriticModelConfig",
-    "DataConfig",
-    "FilterGroupsConfig",
-    "FsdpConfig",
-    "GuardConfig",
-    "KlControlConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "OverlongBufferConfig",
-    "RefConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "ServerConfig",
-    "TrainerConfig",
-    "ValSamplingConfig",
+    "ALL_LINEAR", "ActorConfig", "ActorRolloutRefConfig", "AdapterConfig", "AgentConfig",
+    "AlgorithmConfig", "CompatConfig", "Config", "CriticConfig", "CriticModelConfig", "DataConfig",
+    "FilterGroupsConfig", "FsdpConfig", "GuardConfig", "KlControlConfig", "ModelConfig",
+    "OptimConfig", "OverlongBufferConfig", "RefConfig", "RewardConfig", "RolloutConfig",
+    "ServerConfig", "TrainerConfig", "ValSamplingConfig",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """What the configuration's dataclasses say about themselves: names, types, defaults, meaning.
 
 Read from `verl.config` by reflection, so that an option is described in one place only. Nothing
-here parses a command line. `python -m verl.config.known` prints docs/options.md.
+here parses a command line; `scripts/option_pages.py` prints docs/options.md from it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-import sys
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -105,36 +104,3 @@ def _docs_of(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
             continue
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             yield statement.target.id, " ".join(str(after.value.value).split())
-
-
-PAGE_HEAD = """# Every option
-
-Printed by `python -m verl.config.known` from the dataclasses of `verl/config/`.
-[configuration.md](configuration.md) says how they are given, [checkpoints.md](checkpoints.md) what
-the last column is: what another value leads to when a run is resumed. `???` has no default.
-"""
-
-
-def page() -> str:
-    """All options as Markdown, a table a section."""
-    sections: dict[str, list[Option]] = {}
-    for option in known_options().values():
-        sections.setdefault(option.key.rpartition(".")[0], []).append(option)
-    parts = [PAGE_HEAD]
-    for section, options in sections.items():
-        parts.append(f"## {f'`{section}`' if section else 'The dialogue'}\n")
-        rows = ["| option | type | default | bounds | meaning | on resume |", "|---" * 6 + "|"]
-        rows += [_row(option) for option in options]
-        parts.append("\n".join(rows) + "\n")
-    return "\n".join(parts)
-
-
-def _row(option: Option) -> str:
-    name, default = f"`{option.key.rpartition('.')[2]}`", f"`{typed(option.default)}`"
-    bounds = "" if option.limits.choices else option.limits.expected()
-    cells = name, option.type_name, default, bounds, option.doc, option.limits.resume
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

@@ -3,12 +3,63 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
-from verl.config.lora import AdapterConfig
-from verl.config.optim import FsdpConfig, OptimConfig
 from verl.config.option import option
+
+ALL_LINEAR = "all-linear"
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM can reserve room for; an adapter takes the next larger."""
+
+
+@dataclass
+class AdapterConfig:
+    """A LoRA adapter: each chosen matrix W acts as W + lora_alpha / lora_rank · B A."""
+
+    lora_rank: int = option(0, resume="fixed", ge=0, le=512)
+    """Rank of A and B; 0 trains all weights and has no adapter."""
+    lora_alpha: float = option(16.0, resume="fixed", gt=0)
+    """Numerator of the adapter's scale; twice the rank is usual."""
+    target_modules: Any = option(ALL_LINEAR, resume="fixed")
+    """all-linear (every linear layer but the output head), or a list such as [q_proj,v_proj]."""
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter is trained, and the weights below it stay as they are."""
+        return self.lora_rank > 0
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its schedule (linear warm-up, then constant)."""
+
+    lr: float = option(1e-6, resume="logged", ge=0)
+    """Peak learning rate."""
+    lr_warmup_steps_ratio: float = option(0.0, resume="logged", ge=0, le=1)
+    """Share of all optimizer steps over which lr rises linearly from 0."""
+    weight_decay: float = option(0.01, resume="logged", ge=0)
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = option((0.9, 0.999), resume="experiment")
+    """AdamW's moment decays."""
+
+
+@dataclass
+class FsdpConfig:
+    """What leaves the device between uses; without effect on CPU.
+
+    What is null is chosen before the run starts: on, where the memory estimate says that the device
+    has not the room (`verl.preflight.memory.offload`), and where nothing can be estimated.
+    """
+
+    param_offload: bool | None = option(None, resume="free")
+    """Keep parameters, gradients and optimizer state on the host (FSDP2's CPU offload), which costs
+    seconds a step; null where the device has not the room for them."""
+    grad_offload: bool = option(False, resume="free")
+    """No effect any more: gradients go with `param_offload`."""
+    optimizer_offload: bool | None = option(None, resume="free")
+    """Move optimizer state to the host between updates; null where the device has not the room."""
 
 
 @dataclass

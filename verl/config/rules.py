@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from verl.config import Config
+from verl.config.agent import EMPTY, ServerConfig
 from verl.config.reward import RewardConfig, StageConfig
-from verl.config.server import EMPTY, ServerConfig
 from verl.core_algos.advantages import ADVANTAGES
 from verl.errors import explain
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl.config.agent import AgentConfig
+from verl.config.agent import AgentConfig, ServerConfig
 from verl.config.algorithm import AlgorithmConfig, CompatConfig
 from verl.config.data import DataConfig
 from verl.config.option import option
 from verl.config.policy import ActorRolloutRefConfig, CriticConfig, ValSamplingConfig
 from verl.config.reward import RewardConfig
-from verl.config.server import ServerConfig
 from verl.config.trainer import TrainerConfig
 
 MOST_SEQS_ON_GPU, MOST_SEQS_ON_CPU = 512, 256

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from verl.config import Config
-from verl.config.lora import VLLM_LORA_RANKS
+from verl.config.policy import VLLM_LORA_RANKS
 from verl.errors import ModelError, explain
 from verl.packages import vllm_device
 from verl.rollout.interface import EngineDied, Listener, RolloutEngine, engine_takes_adapter

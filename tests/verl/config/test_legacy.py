@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from scripts import option_pages
 from tests.verl.config.test_cli import compose
 from verl.config import overrides
 from verl.config.known import known_options, known_sections, typed
-from verl.config.legacy import ALIASES, LEGACY, find, tables
+from verl.config.legacy import ALIASES, LEGACY, find
 from verl.errors import ConfigError
 
 ASKING = ("8", "0.5", "false", "true", "x")
@@ -95,10 +96,10 @@ def test_what_stands_below_a_name_is_known_too(caplog: pytest.LogCaptureFixture)
 
 
 def test_the_page_has_the_tables() -> None:
-    """docs/configuration.md holds what the module prints."""
+    """docs/configuration.md holds what the script prints."""
     page = Path(__file__).parents[3] / "docs" / "configuration.md"
-    stale = "put there what python -m verl.config.legacy prints"
-    assert tables() in page.read_text(), stale
+    stale = "put there what python -m scripts.option_pages names prints"
+    assert option_pages.names() in page.read_text(), stale
 
 
 def test_values_that_ask_for_nothing_compose_together() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl.config import Config
-from verl.config.lora import VLLM_LORA_RANKS
+from verl.config.policy import VLLM_LORA_RANKS
 from verl.model_shape import ModelShape
 from verl.preflight.memory.needs import (
     ASLEEP,

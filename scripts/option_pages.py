@@ -1,0 +1,63 @@
+"""Print what the documentation says of the options, from the code that reads them.
+
+`python -m scripts.option_pages options` is docs/options.md, `… names` the tables of
+docs/configuration.md.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from verl.config.known import Option, known_options, typed
+from verl.config.legacy import ALIASES, ROWS
+
+OPTIONS_HEAD = """# Every option
+
+Printed by `python -m scripts.option_pages options` from the dataclasses of `verl/config/`.
+[configuration.md](configuration.md) says how they are given, [checkpoints.md](checkpoints.md) what
+the last column is: what another value leads to when a run is resumed. `???` has no default.
+"""
+
+
+def options() -> str:
+    """All options as Markdown, a table a section."""
+    sections: dict[str, list[Option]] = {}
+    for option in known_options().values():
+        sections.setdefault(option.key.rpartition(".")[0], []).append(option)
+    parts = [OPTIONS_HEAD]
+    for section, members in sections.items():
+        parts.append(f"## {f'`{section}`' if section else 'The dialogue'}\n")
+        rows = ["| option | type | default | bounds | meaning | on resume |", "|---" * 6 + "|"]
+        rows += [_row(option) for option in members]
+        parts.append("\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def _row(option: Option) -> str:
+    name, default = f"`{option.key.rpartition('.')[2]}`", f"`{typed(option.default)}`"
+    bounds = "" if option.limits.choices else option.limits.expected()
+    cells = name, option.type_name, default, bounds, option.doc, option.limits.resume
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def names() -> str:
+    """Names of Search-R1 and veRL, a table for each of the three things that may become of them."""
+    parts = ["| Given | Means |", "|---|---|"]
+    parts += [f"| `{given}` | `{ours}` |" for given, ours in ALIASES.items()]
+    for title, is_refused in (
+        ("These have no effect, and say so once where they ask for something:", False),
+        ("These are refused unless they ask for what is done anyway:", True),
+    ):
+        parts += ["", title, "", "| Option | Instead |", "|---|---|"]
+        for row in ROWS:
+            if row.is_refused is is_refused:
+                cell = ", ".join(f"`{name}`" for name in row.names.split())
+                parts.append(f"| {cell} | {row.advice} |")
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    pages = {"options": options, "names": names}
+    if len(sys.argv) != 2 or sys.argv[1] not in pages:
+        raise SystemExit(f"usage: python -m scripts.option_pages {'|'.join(pages)}")
+    sys.stdout.write(pages[sys.argv[1]]())
