@@ -2,8 +2,8 @@
 
 Hydra composes these (see `verl/config/cli.py`), `check` refuses settings that cannot work
 before anything starts. Nothing here starts work, and nobody mutates a config after start. Option
-names are those of the original scripts; an option that lost its effect says so in its
-docstring and is listed in `verl/config/legacy.py`, and a run that sets it is warned.
+names are those of the original scripts; those that have no effect any more are listed in
+`verl/config/legacy.yaml`, and a run that sets one is warned.
 """
 
 from verl.config.agent import AgentConfig, ServerConfig

@@ -62,7 +62,6 @@ def compose_runs(argv: Sequence[str]) -> list[Config]:
 
 def _checked(config: DictConfig) -> Config:
     _refuse_missing(config)
-    overrides.warn_no_effect(config)
     run = cast(Config, OmegaConf.to_object(config))
     check(run)
     return run

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.config import Config
 from verl.config.algorithm import COMPAT_PRESETS
 from verl.config.known import known_options, known_sections, typed
-from verl.config.legacy import ALIASES, LEGACY, Legacy, find, name_here
+from verl.config.legacy import ALIASES, Legacy, find, name_here
 from verl.errors import ConfigError, explain
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def translate(given: str, value: Any) -> dict[str, Any]:
     """
     key = name_here(given)
     legacy = find(key)
-    if legacy is not None and key not in known_options():
+    if legacy is not None:
         _warn(given, value, legacy)
         return {}
     if given == "actor_rollout_ref.rollout.n" and value == 1:
@@ -152,13 +152,6 @@ def _schema() -> DictConfig:
     """A config to try values on; its types matter, its values do not."""
     schema: DictConfig = OmegaConf.structured(Config)
     return schema
-
-
-def warn_no_effect(config: DictConfig) -> None:
-    """Warn once for each option whose value asks for something that no longer happens."""
-    for key, legacy in LEGACY.items():
-        if key in known_options():
-            _warn(key, OmegaConf.select(config, key), legacy)
 
 
 def _warn(key: str, value: Any, legacy: Legacy) -> None:

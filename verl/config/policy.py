@@ -56,8 +56,6 @@ class FsdpConfig:
     param_offload: bool | None = option(None, resume="free")
     """Keep parameters, gradients and optimizer state on the host (FSDP2's CPU offload), which costs
     seconds a step; null where the device has not the room for them."""
-    grad_offload: bool = option(False, resume="free")
-    """No effect any more: gradients go with `param_offload`."""
     optimizer_offload: bool | None = option(None, resume="free")
     """Move optimizer state to the host between updates; null where the device has not the room."""
 
@@ -70,8 +68,6 @@ class ModelConfig(AdapterConfig):
     """Folder (or hub name) of a Hugging Face causal language model."""
     enable_gradient_checkpointing: bool = option(True, resume="free")
     """Recompute block activations in backward: less memory, about a third more compute."""
-    use_remove_padding: bool = option(True, resume="free")
-    """No effect any more: batches are never padded."""
 
 
 @dataclass
@@ -176,8 +172,6 @@ class RolloutConfig:
     where vLLM computes an adapter more slowly than the model below it, and false on GPU."""
     enforce_eager: bool | None = option(None, resume="free")
     """Skip graph capture and compilation; null means true on CPU and false on GPU."""
-    log_prob_micro_batch_size: int | None = option(None, resume="free")
-    """No effect any more: log-prob passes use `log_prob_max_token_len_per_gpu`."""
     log_prob_max_token_len_per_gpu: int | None = option(None, resume="free", ge=1)
     """Token budget of a forward without gradient; null for twice the actor's."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
@@ -187,8 +181,6 @@ class RolloutConfig:
 class RefConfig:
     """The frozen reference policy."""
 
-    log_prob_micro_batch_size: int | None = option(None, resume="free")
-    """No effect any more: see rollout.log_prob_max_token_len_per_gpu."""
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
 
 
@@ -210,8 +202,6 @@ class CriticModelConfig(AdapterConfig):
     """Folder of the model whose trunk the critic starts from; null for the policy's."""
     enable_gradient_checkpointing: bool = option(True, resume="free")
     """As the policy's."""
-    use_remove_padding: bool = option(True, resume="free")
-    """No effect any more: batches are never padded."""
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
 
 

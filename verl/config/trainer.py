@@ -74,8 +74,6 @@ class TrainerConfig:
     rollout_data_dir: str | None = option(None, resume="free")
     """Folder for every scored training trajectory, a jsonl file a step, as
     `verl.sft.rejection_sampling` reads them; null keeps none."""
-    default_hdfs_dir: str | None = option(None, resume="free")
-    """No effect any more: copy `default_local_dir` instead."""
     device: str = option("auto", resume="free", choices=("auto", "cuda", "cpu"))
     """auto (cuda where there is one), cuda, cpu."""
     compute_dtype: str = option(
