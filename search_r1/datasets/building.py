@@ -18,7 +18,7 @@ import pyarrow.parquet
 from search_r1.datasets.question import Question, to_row
 from search_r1.datasets.wording import Writer
 from search_r1.search.schema import Document
-from verl.data.records import BadRow
+from verl.data.rows import BadRow
 from verl.errors import DataError, explain
 
 logger = logging.getLogger(__name__)

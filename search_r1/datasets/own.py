@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from search_r1.datasets.question import ANSWER_COLUMNS, Place, Question, read_question
-from verl.data.records import BadRow, Record, read_records
+from verl.data.rows import BadRow, Record, read_records
 from verl.errors import ConfigError, DataError, explain
 
 

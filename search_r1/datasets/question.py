@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.data.records import BadRow, short
+from verl.data.rows import BadRow, short
 
 ABILITY = "fact-reasoning"
 ANSWER_COLUMNS = ("golden_answers", "answers", "answer")

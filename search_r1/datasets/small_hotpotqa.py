@@ -18,7 +18,7 @@ from search_r1.datasets.catalogue import HUB
 from search_r1.datasets.hub import fetch, list_files
 from search_r1.datasets.options import HotpotOptions
 from search_r1.datasets.question import Place, read_question
-from verl.data.records import Record, read_records
+from verl.data.rows import Record, read_records
 from verl.errors import DataError, explain
 
 NAME = "hotpotqa"

@@ -15,7 +15,7 @@ import huggingface_hub.errors
 
 from search_r1.datasets.catalogue import HUB, QuestionSet
 from search_r1.datasets.question import ANSWER_COLUMNS, Place, Question, read_question
-from verl.data.records import BadRow, Record, read_records
+from verl.data.rows import BadRow, Record, read_records
 from verl.errors import DataError, explain
 
 logger = logging.getLogger(__name__)

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from verl import checkpoint
 from verl.config import OptimConfig
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.models import LogProbModel, blocks
+from verl.training.shards import ShardWriter, num_bytes, save_shards
 
 MIB = 1 << 20
 SIZES = {"small": (256, 8), "large": (512, 8)}
@@ -92,10 +92,10 @@ def save(engine: FsdpModel, way: str, folder: Path, lm_config: LlamaConfig) -> N
     if way == "gathered":
         gather(engine, folder)
     elif way == "in place":
-        problem = checkpoint.save_shards(folder, {"actor": engine}, lm_config)
+        problem = save_shards(folder, {"actor": engine}, lm_config)
         assert not problem, problem
     else:
-        writer = checkpoint.ShardWriter()
+        writer = ShardWriter()
         writer.start(folder, {"actor": engine}, lm_config)
         problem = writer.finish()
         assert not problem, problem
@@ -134,7 +134,7 @@ def run_rank(
         for way, number in save_all
     }
     count = sum(parameter.numel() for parameter in engine.module.parameters())
-    answers.put((checkpoint.num_bytes({"actor": engine}) / MIB, found, count))
+    answers.put((num_bytes({"actor": engine}) / MIB, found, count))
     dist.barrier()
     dist.destroy_process_group()
 

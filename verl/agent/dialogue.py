@@ -15,8 +15,8 @@ from typing import Protocol
 
 from verl.agent.environment import Environment
 from verl.agent.interface import DialogueFormat, Item, Observation, ToolCall, Turn
+from verl.engine import RolloutEngine
 from verl.errors import ConfigError, ToolError, explain
-from verl.rollout.interface import RolloutEngine
 from verl.types import Completion, Origin, Sampling, Segment, Status, Trajectory
 
 Found = Sequence[Sequence[Item]]

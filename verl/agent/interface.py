@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from verl.agent.grammar import Grammar
+from verl.engine import RolloutEngine
 from verl.errors import ToolError
-from verl.rollout.interface import RolloutEngine
 from verl.types import Completion, Sampling, Trajectory
 
 

@@ -7,82 +7,75 @@ A checkpoint is the folder `global_step_N`:
     adapters.json      with adapters only: their options, and the base that they need
     ranks/             schedule and random states of each rank, random states of the driver
     huggingface/       config and tokenizer of the policy
-    trainer_state.json what the driver wants back: step, data position, KL controller …
+    trainer_state.json the driver's state: step, data position, KL controller …
     COMPLETE           written last; a folder without it is not a checkpoint
-    HEALTHY            the collapse guard trusts it: whoever makes room keeps the newest of these
+    HEALTHY            the collapse guard trusts it; the newest of these is never deleted
 
 It is written as `global_step_N.<random>.tmp` and renamed, so that a run killed at any moment leaves
 whole checkpoints only. `python -m verl.checkpoint export STEP_DIR --out DIR` makes a Hugging Face
 folder without starting ranks; an adapter is merged into its base, or alone with `--adapter`.
-When a run saves, and what it keeps, is in `verl.checkpoint.saver`.
+`verl.checkpoint.saver` decides when a run saves and what it keeps; the ranks' shards are written by
+`verl.training.shards`.
 """
 
-from verl.checkpoint.exporting import export
+from verl.checkpoint.exporting import export as export
 from verl.checkpoint.folders import (
-    HEALTHY,
-    MARKER,
-    STEP_NAME,
-    all_complete,
-    begin,
-    clean,
-    exclusive,
-    is_complete,
-    latest,
-    mark_healthy,
-    publish,
-    remove,
-    resolve,
-    set_aside,
-    step_folder,
-    step_of,
-    writing,
+    HEALTHY as HEALTHY,
 )
-from verl.checkpoint.shards import (
-    ADAPTERS_FILE,
-    ShardWriter,
-    load_shards,
-    num_bytes,
-    read_adapters,
-    save_shards,
+from verl.checkpoint.folders import (
+    MARKER as MARKER,
+)
+from verl.checkpoint.folders import (
+    STEP_NAME as STEP_NAME,
+)
+from verl.checkpoint.folders import (
+    all_complete as all_complete,
+)
+from verl.checkpoint.folders import (
+    begin as begin,
+)
+from verl.checkpoint.folders import (
+    clean as clean,
+)
+from verl.checkpoint.folders import (
+    exclusive as exclusive,
+)
+from verl.checkpoint.folders import (
+    is_complete as is_complete,
+)
+from verl.checkpoint.folders import (
+    latest as latest,
+)
+from verl.checkpoint.folders import (
+    mark_healthy as mark_healthy,
+)
+from verl.checkpoint.folders import (
+    publish as publish,
+)
+from verl.checkpoint.folders import (
+    remove as remove,
+)
+from verl.checkpoint.folders import (
+    resolve as resolve,
+)
+from verl.checkpoint.folders import (
+    set_aside as set_aside,
+)
+from verl.checkpoint.folders import (
+    step_folder as step_folder,
+)
+from verl.checkpoint.folders import (
+    step_of as step_of,
+)
+from verl.checkpoint.folders import (
+    writing as writing,
 )
 from verl.checkpoint.state import (
-    RunState,
-    random_states,
-    read_state,
-    set_random_states,
-    write_state,
+    RunState as RunState,
 )
-from verl.training.adapters import check_same
-
-__all__ = [
-    "ADAPTERS_FILE",
-    "HEALTHY",
-    "MARKER",
-    "STEP_NAME",
-    "RunState",
-    "ShardWriter",
-    "all_complete",
-    "begin",
-    "check_same",
-    "clean",
-    "exclusive",
-    "export",
-    "is_complete",
-    "latest",
-    "load_shards",
-    "mark_healthy",
-    "num_bytes",
-    "publish",
-    "random_states",
-    "read_adapters",
-    "read_state",
-    "remove",
-    "resolve",
-    "save_shards",
-    "set_aside",
-    "set_random_states",
-    "step_folder",
-    "step_of",
-    "write_state",
-    "writing",
-]
+from verl.checkpoint.state import (
+    read_state as read_state,
+)
+from verl.checkpoint.state import (
+    write_state as write_state,
+)

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig
 
 from verl.checkpoint.folders import MARKER, is_complete
-from verl.checkpoint.shards import read_adapters
 from verl.errors import ConfigError, explain
 from verl.training.adapters import Adapter, check_base, config_of
 from verl.training.models import load_causal_lm
+from verl.training.shards import read_adapters
 from verl.training.weights import SHARD_BYTES, copy_tokenizer, write_weights
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
+
+from verl.training.shards import random_states, set_random_states
 
 STATE_FILE = "trainer_state.json"
 DRIVER_FILE = "ranks/driver.pt"
@@ -49,26 +49,6 @@ def write_state(step_dir: Path, state: Mapping[str, Any]) -> None:
 def read_state(step_dir: Path) -> dict[str, Any]:
     """The driver's own state."""
     return dict(json.loads((step_dir / STATE_FILE).read_text()))
-
-
-def random_states() -> dict[str, Any]:
-    """The states of all random generators of this process."""
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
-    }
-
-
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Bring back what `random_states` gave."""
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
 
 
 def write_driver_random(step_dir: Path) -> None:

@@ -6,8 +6,8 @@ Files and their format are read in `verl.data.rows`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, overload
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -46,7 +46,7 @@ def choose(rows: Sequence[Row], num_rows: int | None, seed: int) -> list[Row]:
 
 
 def render(row: Row, tokenizer: Tokenizer, tools: Sequence[Schema] = ()) -> Prompt:
-    """The row as token ids to generate from; `tools` are what the chat template tells of.
+    """The row as token ids to generate from; `tools` go to the chat template.
 
     Messages go through the tokenizer's chat template, with the header of the assistant's turn;
     a tokenizer without template gets their contents joined by newlines, and a plain string is
@@ -57,9 +57,9 @@ def render(row: Row, tokenizer: Tokenizer, tools: Sequence[Schema] = ()) -> Prom
         text = row.prompt
     elif templated:
         messages = [dict(message) for message in row.prompt]
-        told: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        with_tools: dict[str, Any] = {"tools": list(tools)} if tools else {}
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **told
+            messages, tokenize=False, add_generation_prompt=True, **with_tools
         )
     else:
         text = "\n".join(message["content"] for message in row.prompt)
@@ -67,11 +67,8 @@ def render(row: Row, tokenizer: Tokenizer, tools: Sequence[Schema] = ()) -> Prom
     return Prompt(row.uid, tuple(ids), row.data_source, row.ground_truth, row.extra_info, text)
 
 
-class PromptDataset(Sequence[Prompt]):
+class PromptDataset(list[Prompt]):
     """Prompts that fit the budget, in file order."""
-
-    def __init__(self, prompts: Iterable[Prompt]) -> None:
-        self._prompts = list(prompts)
 
     @classmethod
     def load(
@@ -97,18 +94,6 @@ class PromptDataset(Sequence[Prompt]):
         if len(kept) < len(prompts):
             _report_overlong(prompts, max_start_length, filter_overlong and bool(kept))
         return cls(kept)
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        return self._prompts[index]
 
 
 def load_prompts(

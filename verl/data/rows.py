@@ -1,20 +1,26 @@
-"""Question files become rows: parquet and jsonl in the format of the original, checked one by one.
+"""Question files become rows: parquet and jsonl in the Search-R1 format, checked one by one.
 
 A row has `data_source`, `prompt` (chat messages or a plain string), `reward_model.ground_truth`
 (the accepted answers, or `{"target": …}`), and optionally `ability` and `extra_info`. Rows are
-numbered from 0 within their file, and every complaint names file and row. Tokens are not known
-here.
+numbered from 0 within their file, and every error names file and row. `read_records` reads files
+of any rows; nothing here needs a tokenizer.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.data.records import BadRow, read_records, short
+import pyarrow
+import pyarrow.parquet
+
 from verl.errors import DataError, explain
+
+ROWS_AT_ONCE = 4096
+"""Parquet rows that are Python objects at one time."""
 
 Message = Mapping[str, str]
 
@@ -37,6 +43,29 @@ class Row:
         return f"{self.file}#{self.number}"
 
 
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be used, and why."""
+
+    file: str
+    number: int
+    """From 0 within the file; in jsonl the line, blank ones counted."""
+    problem: str
+    """For the user: file, row, what was got, what was expected, and the fix."""
+
+    @classmethod
+    def at(
+        cls, file: str, number: int, part: str, got: object, expected: str, fix: str = ""
+    ) -> BadRow:
+        """The error about one `part` of a row ("" for all of it)."""
+        where = f"{file}, row {number} (counted from 0){f', {part}' if part else ''}"
+        return cls(file, number, explain(where, got, expected, fix or "correct or drop the row"))
+
+
+Record = tuple[int, Any]
+"""A row's number, and its content or what is wrong with it (`BadRow`)."""
+
+
 def file_list(files: str | Sequence[str]) -> list[str]:
     """An option such as `data.train_files` as a list of paths."""
     return [files] if isinstance(files, str) else [str(file) for file in files]
@@ -57,29 +86,81 @@ def load_rows(files: str | Sequence[str], prompt_key: str = "prompt") -> list[Ro
 
 
 def scan_rows(files: str | Sequence[str], prompt_key: str = "prompt") -> Iterator[Row | BadRow]:
-    """Every row of the files in order, or what is wrong with it, so that all faults can be told.
+    """Every row of the files in order, or what is wrong with it, so that all errors can be listed.
 
     Raises DataError as `load_rows` does for a file that cannot be used at all.
     """
     paths = file_list(files)
     if not paths:
         raise DataError(explain("data files", "an empty list", "a file", "name a parquet file"))
-    names = _unique_names(paths)
-    for path in paths:
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise DataError(explain("data files", f"{twice} twice", "each file once", "drop one"))
+    names = [Path(path).name for path in paths]
+    for path, name in zip(paths, names, strict=True):
+        shown = name if names.count(name) == 1 else path
         for number, record in read_records(path, (prompt_key, "data_source", "reward_model")):
             if isinstance(record, BadRow):
                 yield record
             else:
-                yield _check_row(record, path, names[path], number, prompt_key)
+                yield _check_row(record, path, shown, number, prompt_key)
 
 
-def _unique_names(paths: Sequence[str]) -> dict[str, str]:
-    """A name for each path: the file's own, or the path where two files share that."""
-    if len(set(paths)) < len(paths):
-        twice = next(path for path in paths if list(paths).count(path) > 1)
-        raise DataError(explain("data files", f"{twice} twice", "each file once", "drop one"))
-    names = [Path(path).name for path in paths]
-    return {p: n if names.count(n) == 1 else p for p, n in zip(paths, names, strict=True)}
+def read_records(path: str, columns: Sequence[str] = ()) -> Iterator[Record]:
+    """Rows of a parquet or jsonl file, in order; a line that is no JSON comes as a `BadRow`.
+
+    Raises DataError for a file that is missing, unreadable, of another kind or empty, and for a
+    parquet file without one of `columns`.
+    """
+    suffix = Path(path).suffix
+    if suffix not in (".parquet", ".jsonl"):
+        fix = "convert it, or correct its name"
+        raise DataError(explain(path, suffix or "no suffix", ".parquet or .jsonl", fix))
+    if not Path(path).is_file():
+        fix = "correct the path, or get the file (docs/data.md; example/data has some)"
+        raise DataError(explain(path, "no such file", "a file of questions", fix))
+    empty = True
+    for record in _read_parquet(path, columns) if suffix == ".parquet" else _read_jsonl(path):
+        empty = False
+        yield record
+    if empty:
+        raise DataError(explain(path, "no rows", "at least one", "build the file again"))
+
+
+def short(value: object, limit: int = 80) -> str:
+    """A value for an error message."""
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _read_parquet(path: str, columns: Sequence[str]) -> Iterator[Record]:
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        fix = "download or build it again"
+        raise DataError(explain(path, str(error).split("\n")[0], "a parquet file", fix)) from error
+    for column in columns:
+        if column not in table.column_names:
+            got = f"columns {', '.join(table.column_names)}"
+            fix = "see docs/data.md for the row format (data.prompt_key renames prompt)"
+            raise DataError(explain(path, got, f"a column {column}", fix))
+    start = 0
+    for batch in table.to_batches(max_chunksize=ROWS_AT_ONCE):
+        yield from enumerate(batch.to_pylist(), start)
+        start += batch.num_rows
+
+
+def _read_jsonl(path: str) -> Iterator[Record]:
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines):
+            if not line.strip():
+                continue
+            try:
+                yield number, json.loads(line)
+            except ValueError as error:  # no JSON, or not UTF-8
+                fix = f"correct line {number + 1}"
+                bad = BadRow.at(path, number, "", str(error), "a JSON object in UTF-8", fix)
+                yield number, bad
 
 
 def _check_row(record: Any, path: str, name: str, number: int, prompt_key: str) -> Row | BadRow:

@@ -14,8 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from verl.data.prompts import Tokenizer, render
-from verl.data.records import BadRow
-from verl.data.rows import Row, scan_rows
+from verl.data.rows import BadRow, Row, scan_rows
 from verl.errors import DataError
 
 PERCENTILES = (50, 95, 99)

@@ -15,6 +15,7 @@ from verl.core_algos.advantages import ADVANTAGES
 from verl.errors import ConfigError, UserError
 from verl.training.adapters import Adapter, check_same
 from verl.training.lora import peft_config
+from verl.training.shards import read_adapters
 
 
 def adapter_problems(config: Config) -> Iterator[UserError]:
@@ -38,7 +39,7 @@ def adapter_problems(config: Config) -> Iterator[UserError]:
         folder = Path(config.trainer.default_local_dir)
         step_dir = checkpoint.resolve(config.trainer.resume_mode, folder)
         if step_dir is not None:
-            check_same(checkpoint.read_adapters(step_dir), records)
+            check_same(read_adapters(step_dir), records)
     except ConfigError as error:
         yield error
 

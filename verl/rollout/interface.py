@@ -1,91 +1,22 @@
-"""`RolloutEngine`: what continues token ids, takes new weights, and gives its memory back.
+"""Which `RolloutEngine` a run uses, and whether a run can be trained with it.
 
 `actor_rollout_ref.rollout.name` chooses one: a name of `ENGINES`, or `path/file.py:Name`, a class
-derived from `RolloutEngine`. Only `generate` must be written; the rest has defaults for an engine
-that needs no start, holds no device memory and keeps its weights.
+derived from `verl.engine.RolloutEngine`.
 """
-
-# ruff: noqa: B027 - an engine that has nothing to do in a call leaves it as it is here
 
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Iterator
+from typing import Any
 
 from verl import plugins
 from verl.config import Config
+from verl.engine import EngineDied as EngineDied
+from verl.engine import Listener as Listener
+from verl.engine import RolloutEngine as RolloutEngine
 from verl.errors import ConfigError, explain
 from verl.training.devices import device_type
-from verl.types import Completion, Sampling
-
-Listener = Callable[[str], None]
-"""Hears new text of a completion."""
-
-
-class EngineDied(Exception):
-    """The engine behind this object is gone; every further call raises this too."""
-
-
-class RolloutEngine(ABC):
-    """One engine; it belongs to the event loop that starts it, and serves any number of requests.
-
-    The trainer's order of calls is `start`, then again and again `wake_up`, `update_weights`, any
-    number of `generate` at once, `sleep`; `shutdown` at the end. `probe` may come at any time.
-    Any call may raise EngineDied.
-    """
-
-    takes_weights: ClassVar[bool] = False
-    """Whether `update_weights` works; without it the engine cannot be trained with."""
-    takes_adapters: ClassVar[bool] = False
-    """Whether `update_weights` also takes a LoRA adapter by itself; else it is merged before."""
-
-    @classmethod
-    def from_config(cls, config: Config, replica: int) -> Self:
-        """The engine of a run, not started; `replica` numbers it among the run's engines."""
-        return cls(config, replica)  # type: ignore[call-arg]  # the constructor a plug-in writes
-
-    async def start(self) -> None:
-        """Load the model. Raises ModelError."""
-
-    @abstractmethod
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Continue `prompt_ids`; the stop string that ended the text is part of ids and text.
-
-        `log_probs` are those of the distribution that was sampled from, after temperature and
-        top-p; NaN where the engine does not tell them.
-        """
-        ...
-
-    async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, listener: Listener
-    ) -> Completion:
-        """As `generate`; `listener` hears new text as it is sampled, here all of it at the end."""
-        completion = await self.generate(prompt_ids, sampling)
-        listener(completion.text)
-        return completion
-
-    async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
-        """Compute with the weights of a Hugging Face folder, and forget what the old ones cached.
-
-        With `is_adapter`, with the adapter of peft's folder over the weights of `start`, in place
-        of the adapter before. Completions carry `version` from now on; no request is running.
-        """
-        raise NotImplementedError(f"{type(self).__name__} takes no weights")
-
-    async def sleep(self) -> None:
-        """Give device memory to the trainer; weights may be dropped."""
-
-    async def wake_up(self) -> None:
-        """Take device memory back; `update_weights` follows if weights were dropped."""
-
-    async def probe(self) -> None:
-        """Return when the engine shows that it lives, or raise EngineDied."""
-
-    async def shutdown(self) -> None:
-        """End the engine with its processes; harmless if it never started or has ended."""
-
 
 ENGINES = {
     "vllm": "verl.rollout.vllm_engine:VllmEngine",
@@ -93,8 +24,6 @@ ENGINES = {
     "transformers": "verl.rollout.transformers_engine:TransformersEngine",
 }
 """Built-in engines; a module is imported when its engine is chosen."""
-
-
 NAME = "actor_rollout_ref.rollout.name"
 
 

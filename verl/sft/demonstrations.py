@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from verl.data import Tokenizer, render
 from verl.data.rows import Row
+from verl.data.trajectories import TOKENIZER, Vocabulary, fingerprint
 from verl.errors import DataError, explain
-from verl.trainer.rollout_data import TOKENIZER, Vocabulary, fingerprint
 from verl.types import Origin, Prompt, Segment, Trajectory
 
 ORIGINS = {"policy": Origin.POLICY, "observation": Origin.OBSERVATION}

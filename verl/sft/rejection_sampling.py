@@ -18,9 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from verl.data.trajectories import TOKENIZER, num_calls, read_header, read_rows, write_lines
 from verl.errors import DataError, UserError, explain
-from verl.trainer.metrics import num_calls
-from verl.trainer.rollout_data import TOKENIZER, read_header, read_rows, write_lines
 from verl.types import Status
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from verl.config import Config
 from verl.data import PromptSampler
+from verl.data.trajectories import write_step
 from verl.rewards.interface import Reward, RewardManager
 from verl.rollout.retry import RetryingRollout, drop_failed
 from verl.trainer.metrics import Timings, reward_metrics, rollout_metrics
-from verl.trainer.rollout_data import write_step
 from verl.trainer.validation import trajectory_seed
 from verl.types import Metrics, Prompt, Sampling, Status, Trajectory, start_trajectory
 

@@ -1,4 +1,4 @@
-"""What a step says of itself: numbers from trajectories, batches and clocks. No I/O here."""
+"""Metrics of one training step, computed from its trajectories, batch and clocks. No I/O here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from verl.data.trajectories import num_calls
 from verl.monitor.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
 from verl.monitor.performance import Timings as Timings
 from verl.rewards.interface import Reward
@@ -66,11 +67,6 @@ def conduct_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
         if turns and all(count in t.stats for t in alive):
             found[metric] = sum(t.stats[count] for t in alive) / turns
     return found
-
-
-def num_calls(stats: Mapping[str, float]) -> float:
-    """Turns that called tools: the valid actions besides the answer."""
-    return stats["valid_actions"] - stats["answered"]
 
 
 def reward_metrics(rewards: Sequence[Reward]) -> Metrics:

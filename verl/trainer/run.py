@@ -29,6 +29,7 @@ from verl.checkpoint.resume import check_resume, identity
 from verl.config import Config, cli
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
 from verl.data import load_prompts, num_batches
+from verl.data.trajectories import open_folder
 from verl.monitor.memory_watch import rank_names, watching
 from verl.monitor.tracking import Tracking
 from verl.preflight.checks import preflight
@@ -37,7 +38,6 @@ from verl.single_controller.restarts import Restarts
 from verl.trainer.cluster import start_ray
 from verl.trainer.groups import build_groups
 from verl.trainer.ray_trainer import RayPPOTrainer
-from verl.trainer.rollout_data import open_folder
 from verl.trainer.supervision import supervise
 from verl.types import Prompt
 

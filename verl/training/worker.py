@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from verl import checkpoint
 from verl.config import AdapterConfig, Config, CriticModelConfig, FsdpConfig, ModelConfig
 from verl.core_algos.advantages import ADVANTAGES
 from verl.machine import HostMemory
@@ -42,6 +41,7 @@ from verl.training.lora import Role, adapted_engine, policy_adapter, policy_weig
 from verl.training.models import LogProbModel, ValueModel, blocks
 from verl.training.network import interface_variables, join_process_group
 from verl.training.node_folder import NodeFolder
+from verl.training.shards import ShardWriter, load_shards, num_bytes, save_shards
 from verl.training.weights import write_weights
 from verl.types import Metrics, TokenBatch
 
@@ -114,7 +114,7 @@ class TrainerWorker:
         self.needs_critic = ADVANTAGES[config.algorithm.adv_estimator].needs_critic
         self.actor, self.reference = self._build_policy()
         self.critic = self._build_critic() if self.needs_critic else None
-        self._shard_writer = checkpoint.ShardWriter()
+        self._shard_writer = ShardWriter()
 
     def _join(self, address: str, port: int) -> None:
         if self.config.trainer.nnodes > 1:
@@ -288,7 +288,7 @@ class TrainerWorker:
 
         Returns what went wrong, or an empty text.
         """
-        return checkpoint.save_shards(Path(directory), self.engines, self.model_config)
+        return save_shards(Path(directory), self.engines, self.model_config)
 
     def start_checkpoint(self, directory: str | Path) -> None:
         """Copy this rank's shards, and write them below `directory` while training goes on."""
@@ -300,11 +300,11 @@ class TrainerWorker:
 
     def checkpoint_room(self) -> tuple[str, int, int]:
         """This host's name, the bytes of this rank's shards, and the host's free memory."""
-        return socket.gethostname(), checkpoint.num_bytes(self.engines), HostMemory.now().free
+        return socket.gethostname(), num_bytes(self.engines), HostMemory.now().free
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Take up the state saved in `directory`, by whatever number of ranks."""
-        checkpoint.load_shards(Path(directory), self.engines)
+        load_shards(Path(directory), self.engines)
 
     def scale_lr(self, scale: float) -> None:
         """Learn at `scale` times the configured rates from the next update on."""

@@ -22,6 +22,7 @@ from verl.preflight.memory.offload import undecided
 from verl.training.adapters import Adapter
 from verl.training.lora import peft_config
 from verl.training.models import load_causal_lm
+from verl.training.shards import ADAPTERS_FILE
 
 ROW = {
     "data_source": "nq",
@@ -188,7 +189,7 @@ def test_another_base_or_adapter_than_the_checkpoint_s_is_refused(
     lm = load_causal_lm(config.actor_rollout_ref.model.path)
     record = Adapter(peft_config(lm, config.actor_rollout_ref.model), {}).record()
     with checkpoint.writing(tmp_path / "runs" / "x", 1) as folder:
-        (folder / checkpoint.ADAPTERS_FILE).write_text(json.dumps({"actor": record}))
+        (folder / ADAPTERS_FILE).write_text(json.dumps({"actor": record}))
     preflight(config)
     for wrong in ([*sound, "actor_rollout_ref.model.lora_rank=8"], sound):
         assert "the checkpoint's" in problems(cli.compose(wrong))[0]

@@ -13,6 +13,7 @@ from tests.verl.trainer.recording import RecordingReplicas, prompts, score_by_sa
 from verl.agent.environment import Environment
 from verl.config import Config
 from verl.data import PromptSampler
+from verl.data.trajectories import fingerprint, open_folder, read_rows, write_step
 from verl.errors import ConfigError, DataError
 from verl.rewards.interface import EachAlone, Reward
 from verl.rollout.retry import RetryingRollout
@@ -21,7 +22,6 @@ from verl.sft.demonstrations import load_demonstrations
 from verl.sft.rejection_sampling import Criteria, choose
 from verl.trainer.collection import RolloutCollector
 from verl.trainer.metrics import Timings
-from verl.trainer.rollout_data import fingerprint, open_folder, read_rows, write_step
 from verl.types import Origin, Prompt, Segment, Status, TokenBatch, Trajectory, start_trajectory
 
 

@@ -24,9 +24,11 @@ from verl.config import ActorConfig, AdapterConfig, OptimConfig
 from verl.errors import ConfigError
 from verl.single_controller.dispatch import split_by_tokens
 from verl.training.actor import Actor, TokenBudgets
+from verl.training.adapters import check_same
 from verl.training.attention import PACKED
 from verl.training.fsdp import FsdpOptions
 from verl.training.lora import AdaptedModel, Role, adapted_engine, target_names
+from verl.training.shards import read_adapters
 
 LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 OPTIMIZER_STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -209,9 +211,9 @@ def test_another_base_is_refused(runs: SimpleNamespace, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trained on"):
         checkpoint.export(step, tmp_path / "out", base=other)
     assert not (tmp_path / "out").exists()
-    saved = checkpoint.read_adapters(step)
+    saved = read_adapters(step)
     with pytest.raises(ConfigError, match=r"lora_rank=0.*checkpoint's.*lora_rank=4"):
-        checkpoint.check_same({"actor": saved["actor"]}, {})
+        check_same({"actor": saved["actor"]}, {})
 
 
 @pytest.mark.usefixtures("single_rank")

@@ -8,13 +8,13 @@ from transformers import AutoConfig
 
 from example.tiny import tiny_llama
 from tests.verl.training.ranks import VOCAB, make_batch, save_tiny
-from verl import checkpoint
 from verl.config import ActorConfig, OptimConfig
 from verl.training.actor import Actor, TokenBudgets
 from verl.training.attention import PACKED
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.loss_scale import GROWTH_INTERVAL, LossScale
 from verl.training.models import LogProbModel, blocks
+from verl.training.shards import load_shards, save_shards
 
 pytestmark = pytest.mark.usefixtures("single_rank")
 LENGTHS = [12, 9, 17, 5]
@@ -114,11 +114,11 @@ def test_line_21_a_resumed_run_goes_on_with_its_scale(tmp_path: Path) -> None:
     one, other, batch = make_actor(torch.float16), make_actor(torch.float16), make_batch(LENGTHS)
     one.engine.loss_scale = LossScale(2.0**11, GROWTH_INTERVAL - 2)
     one.update(batch)
-    assert checkpoint.save_shards(tmp_path / "saved", {"actor": one.engine}, model_config) == ""
+    assert save_shards(tmp_path / "saved", {"actor": one.engine}, model_config) == ""
     expected = [one.update(batch) for _ in range(2)]
     assert [x["actor/loss_scale"] for x in expected] == [2.0**11, 2.0**12]
     for actor in (one, other):
-        checkpoint.load_shards(tmp_path / "saved", {"actor": actor.engine})
+        load_shards(tmp_path / "saved", {"actor": actor.engine})
         assert [actor.update(batch) for _ in range(2)] == expected
 
 
@@ -126,6 +126,6 @@ def test_a_checkpoint_of_another_format_is_resumed_with_a_new_scale(tmp_path: Pa
     """A run that goes on in float16 on other cards finds no scale there."""
     model_config = AutoConfig.from_pretrained(save_tiny(tmp_path / "model"))
     wide, half = make_actor(torch.bfloat16), make_actor(torch.float16)
-    assert checkpoint.save_shards(tmp_path / "saved", {"actor": wide.engine}, model_config) == ""
-    checkpoint.load_shards(tmp_path / "saved", {"actor": half.engine})
+    assert save_shards(tmp_path / "saved", {"actor": wide.engine}, model_config) == ""
+    load_shards(tmp_path / "saved", {"actor": half.engine})
     assert half.engine.loss_scale == LossScale()

@@ -1,7 +1,7 @@
 """Scored training trajectories on disk, exact to the token: one jsonl file a step.
 
-`run.json` beside them says which tokenizer the ids belong to. A step that is run again, after a
-resume, replaces its file. `verl.sft.rejection_sampling` reads them.
+`run.json` in the same folder says which tokenizer the ids belong to. A step that is run again,
+after a resume, replaces its file. `verl.sft.rejection_sampling` reads them.
 """
 
 from __future__ import annotations
@@ -80,6 +80,11 @@ def read_rows(directory: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 except json.JSONDecodeError as error:
                     fix = "delete the file"
                     raise DataError(explain(where, error, "a JSON object", fix)) from error
+
+
+def num_calls(stats: Mapping[str, float]) -> float:
+    """Turns that called tools: the valid actions other than the answer, as the agent counted."""
+    return stats.get("valid_actions", 0.0) - stats.get("answered", 0.0)
 
 
 def _row(step: int, trajectory: Trajectory, reward: Reward) -> dict[str, Any]:

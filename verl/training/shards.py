@@ -1,19 +1,21 @@
-"""The ranks' side: each writes and reads its own shards, nobody ever holds the whole model.
+"""The ranks' part of a checkpoint: each writes and reads its own shards, in distributed form.
 
-Written in place of the caller, or in the background from a copy of this rank's shards in host
-memory. A rank that cannot write still takes part to the end, so that no other waits for it.
+Either the caller waits for the write, or it runs in the background from a copy of this rank's
+shards in host memory. A rank that cannot write still takes part to the end, since the others wait
+for it in collectives.
 """
 
 from __future__ import annotations
 
 import json
-import logging
+import random
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,12 +24,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from verl.checkpoint.state import random_states, set_random_states
 from verl.training.adapters import check_same
 from verl.training.fsdp import FsdpModel
 from verl.training.weights import copy_tokenizer
-
-logger = logging.getLogger(__name__)
 
 ADAPTERS_FILE = "adapters.json"
 
@@ -168,3 +167,23 @@ def _tensors(engines: Mapping[str, FsdpModel]) -> dict[str, Tensor]:
         for name, engine in engines.items()
         for key, tensor in engine.tensors().items()
     }
+
+
+def random_states() -> dict[str, Any]:
+    """The states of all random generators of this process."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+    }
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Bring back what `random_states` gave."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
