@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from search_r1.cli import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     [
@@ -74,3 +76,9 @@ def test_modules_that_are_named_exist(name: str) -> None:
     """A dotted name begins with a module; what follows it is a class, a function or an option."""
     named = MODULE.findall((ROOT / name).read_text(encoding="utf-8"))
     assert [dotted for dotted in named if dotted not in FIELDS and not is_there(dotted)] == []
+
+
+def test_every_command_has_its_row() -> None:
+    """docs/commands.md lists the subcommands of `search-r1`, and no other."""
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE)) == set(COMMANDS)
