@@ -6,6 +6,7 @@ What needs the machine (files, devices, tools) is in `verl.preflight.checks`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from verl.config import Config
 from verl.config.known import settings, typed
@@ -17,24 +18,30 @@ def check(config: Config) -> None:
 
     Rules between options see values that are within their limits only.
     """
-    _refuse(_beyond_limits(config, registered=False))
+    refuse(beyond_limits(config))
     # What follows imports the registries of algorithms, and torch with them, which takes seconds.
-    _refuse(_beyond_limits(config, registered=True))
+    refuse(beyond_limits(config, registered=True))
     from verl.config.rules import problems  # noqa: PLC0415
 
-    _refuse(problems(config))
+    refuse(problems(config))
 
 
-def _refuse(problems: Iterator[str]) -> None:
+def refuse(problems: Iterator[str]) -> None:
+    """Raise ConfigError with all problems, if there are any."""
     if lines := list(problems):
         raise ConfigError("\n".join(lines))
 
 
-def _beyond_limits(config: Config, registered: bool) -> Iterator[str]:
-    """Values that their own option does not allow; `registered`: words that a registry holds."""
-    for key, _, field, value in settings(config):
+def beyond_limits(section: Any, registered: bool = False) -> Iterator[str]:
+    """Values of a dataclass that their own field does not allow; a field may be without limits.
+
+    With `registered`, only the words that a registry holds are looked at; without, all the rest.
+    """
+    for key, _, field, value in settings(section):
+        if value is None or "limits" not in field.metadata:
+            continue
         limits = field.metadata["limits"]
-        if value is None or isinstance(limits.choices, str) is not registered:
+        if isinstance(limits.choices, str) is not registered:
             continue
         if not limits.allows(value):
             usual = field.default_factory() if callable(field.default_factory) else field.default

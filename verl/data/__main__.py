@@ -23,38 +23,29 @@ BUDGETS = (256, 512, 1024, DataConfig.max_start_length, 4096)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    options = parser().parse_args(argv)
+    options = _parser().parse_args(argv)
     try:
         tokenizer = load_tokenizer(options.model) if options.model else None
     except ModelError as error:
         sys.stderr.write(f"validate: {error}\n")
         return 2
     report = validate(options.files, tokenizer, options.budgets, options.prompt_key)
-    if options.json:
-        sys.stdout.write(json.dumps(to_json(report), ensure_ascii=False, indent=2) + "\n")
-    else:
-        sys.stdout.write("\n".join(lines(report)) + "\n")
+    shown = json.dumps(to_json(report), ensure_ascii=False, indent=2) if options.json else None
+    sys.stdout.write((shown or "\n".join(lines(report))) + "\n")
     return 0 if report.is_sound else 1
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options."""
+def _parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m verl.data", description=__doc__)
     commands = result.add_subparsers(required=True, metavar="validate")
-    command = commands.add_parser("validate", help="check files and show what a run would read")
-    command.add_argument("files", nargs="+", metavar="FILE", help="parquet or jsonl")
-    command.add_argument("--model", help="folder or hub name of the tokenizer: lengths in tokens")
-    command.add_argument(
-        "--budgets",
-        type=_budgets,
-        default=BUDGETS,
-        metavar="N,N",
-        help=f"values of data.max_start_length to try (default {BUDGETS})",
-    )
-    command.add_argument(
-        "--prompt_key", default=DataConfig.prompt_key, help="column of the prompt (%(default)s)"
-    )
-    command.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    add = commands.add_parser("validate", help="check files, show what a run reads").add_argument
+    add("files", nargs="+", metavar="FILE", help="parquet or jsonl")
+    add("--model", help="folder or hub name of the tokenizer: lengths in tokens")
+    help = f"values of data.max_start_length to try (default {BUDGETS})"
+    add("--budgets", type=_budgets, default=BUDGETS, metavar="N,N", help=help)
+    help = "column of the prompt (%(default)s)"
+    add("--prompt_key", "--prompt-key", default=DataConfig.prompt_key, help=help)
+    add("--json", action="store_true", help="one JSON object instead of text")
     return result
 
 
@@ -75,7 +66,7 @@ def to_json(report: Report) -> dict[str, object]:
 
 
 def lines(report: Report) -> Iterator[str]:
-    """The report for people: every bad row has a line."""
+    """The report as text: every bad row has a line."""
     for file in report.files:
         yield from _file_lines(file)
     if report.repeated:
@@ -99,10 +90,8 @@ def _file_lines(file: FileReport) -> Iterator[str]:
 
 def _length_lines(lengths: Lengths) -> Iterator[str]:
     middle = ", ".join(f"{p} % at most {n}" for p, n in lengths.percentiles.items())
-    yield (
-        f"length in {lengths.unit}: {lengths.smallest} to {lengths.largest}, "
-        f"mean {lengths.mean:.1f}, {middle}"
-    )
+    spread = f"{lengths.smallest} to {lengths.largest}, mean {lengths.mean:.1f}, {middle}"
+    yield f"length in {lengths.unit}: {spread}"
     for budget, count in lengths.over.items():
         yield f"  data.max_start_length={budget} leaves out {count}"
     if not lengths.over:

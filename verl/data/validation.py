@@ -1,11 +1,10 @@
-"""What a run would say of question files, told all at once: bad rows, lengths, filtering, a prompt.
+"""A report about question files: bad rows, prompt lengths, what a budget leaves out, one prompt.
 
-Nothing here stops at the first fault; `verl.data.__main__` prints the report.
+An error in one row or file hides no other; `verl.data.__main__` prints the report.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ PERCENTILES = (50, 95, 99)
 
 
 class DecodingTokenizer(Tokenizer, Protocol):
-    """A tokenizer that can also show what it made."""
+    """A tokenizer that can also turn ids back into text."""
 
     def decode(self, token_ids: list[int]) -> str: ...
 
@@ -55,7 +54,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Repeated:
-    """One prompt that stands in several rows."""
+    """The rows that hold one and the same prompt."""
 
     uids: tuple[str, ...]
 
@@ -89,19 +88,26 @@ def validate(
     budgets: Sequence[int] = (),
     prompt_key: str = "prompt",
 ) -> Report:
-    """Read every row of every file; a file or row at fault hides no other.
+    """Read every row of every file, also after one that is bad.
 
     `budgets` are values of `data.max_start_length` (tokens) to count the filtered prompts for.
     """
-    reports, rows = [], []
-    for file in dict.fromkeys(files):
-        report, sound = _read_file(file, prompt_key)
-        reports.append(report)
-        rows += sound
+    found = [_read_file(file, prompt_key) for file in dict.fromkeys(files)]
+    reports, rows = tuple(report for report, _ in found), [row for _, own in found for row in own]
     if not rows:
-        return Report(tuple(reports), (), None)
-    lengths, sample = _measure(rows, tokenizer, budgets)
-    return Report(tuple(reports), _repeated(rows), lengths, rows[0].uid, sample)
+        return Report(reports, (), None)
+    texts = [_text(row) for row in rows]
+    uids: dict[str, list[str]] = defaultdict(list)
+    for row, text in zip(rows, texts, strict=True):
+        uids[text].append(row.uid)
+    repeated = tuple(Repeated(tuple(same)) for same in uids.values() if len(same) > 1)
+    if tokenizer is None:
+        lengths, sample = _lengths("characters", [len(text) for text in texts], ()), texts[0]
+    else:
+        prompts = [render(row, tokenizer).ids for row in rows]
+        lengths = _lengths("tokens", [len(ids) for ids in prompts], budgets)
+        sample = tokenizer.decode(list(prompts[0]))
+    return Report(reports, repeated, lengths, rows[0].uid, sample)
 
 
 def _read_file(file: str, prompt_key: str) -> tuple[FileReport, list[Row]]:
@@ -118,18 +124,6 @@ def _read_file(file: str, prompt_key: str) -> tuple[FileReport, list[Row]]:
     return FileReport(file, problem, len(found), sources, bad), sound
 
 
-def _measure(
-    rows: Sequence[Row], tokenizer: DecodingTokenizer | None, budgets: Sequence[int]
-) -> tuple[Lengths, str]:
-    """Lengths of all prompts, and the first one as text."""
-    if tokenizer is None:
-        texts = [_text(row) for row in rows]
-        return _lengths("characters", [len(text) for text in texts], ()), texts[0]
-    counts = [len(render(row, tokenizer).ids) for row in rows]
-    first = list(render(rows[0], tokenizer).ids)
-    return _lengths("tokens", counts, budgets), tokenizer.decode(first)
-
-
 def _lengths(unit: str, counts: Sequence[int], budgets: Sequence[int]) -> Lengths:
     values = np.asarray(counts)
     return Lengths(
@@ -142,17 +136,8 @@ def _lengths(unit: str, counts: Sequence[int], budgets: Sequence[int]) -> Length
     )
 
 
-def _repeated(rows: Sequence[Row]) -> tuple[Repeated, ...]:
-    """Prompts that stand in several rows, in one file or across files."""
-    places: dict[str, list[str]] = defaultdict(list)
-    for row in rows:
-        places[_text(row)].append(row.uid)
-    return tuple(Repeated(tuple(uids)) for uids in places.values() if len(uids) > 1)
-
-
 def _text(row: Row) -> str:
     """The prompt without tokens: its own text, or each message after its role."""
     if isinstance(row.prompt, str):
         return row.prompt
-    parts = ((f"[{message['role']}]", message["content"]) for message in row.prompt)
-    return "\n".join(itertools.chain.from_iterable(parts))
+    return "\n".join(f"[{message['role']}]\n{message['content']}" for message in row.prompt)

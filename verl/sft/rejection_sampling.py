@@ -1,23 +1,26 @@
-"""Demonstrations out of a run's own trajectories: `python -m verl.sft.rejection_sampling`.
+"""Demonstrations from a run's own trajectories: `python -m verl.sft.rejection_sampling`.
 
-Reads what `trainer.rollout_data_dir` kept, accepts the answered trajectories that scored well, and
-writes them for `verl.sft.trainer` with their exact ids, so that nothing is encoded anew and the
+Reads the trajectories in `trainer.rollout_data_dir`, accepts the answered ones that scored well,
+and writes them for `verl.sft.trainer` with their exact ids, so that nothing is encoded anew and the
 masks are those of the run.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
+import tyro
+
+from verl.config.checks import beyond_limits, refuse
+from verl.config.option import option
 from verl.data.trajectories import TOKENIZER, num_calls, read_header, read_rows, write_lines
 from verl.errors import DataError, UserError, explain
 from verl.types import Status
@@ -56,18 +59,28 @@ class Criteria:
     """Which trajectories become demonstrations."""
 
     min_score: float = 1.0
-    """The least value of `measure`."""
+    """The least value of the measure."""
     measure: str = "score"
-    """What is judged: the whole score, or one of its components (em), where a score is not only
-    for right answers."""
-    per_prompt: int = 1
-    """At most so many of one question, over all steps."""
-    max_tokens: int | None = None
+    """What is judged: score, or one of its components (em), where a score is not only for right
+    answers."""
+    per_prompt: int = option(1, resume="free", ge=1)
+    """How many trajectories of one question are kept at most, over all steps."""
+    max_tokens: int | None = option(None, resume="free", ge=1)
     """Longest trajectory, prompt and observations included."""
-    prefer: str = "short"
-    """Which of a question's come first: short, few of tool calls, random."""
+    prefer: Literal["short", "few_searches", "random"] = "short"
+    """Which of a question's trajectories come first; few_searches counts calls of any tool."""
     seed: int = 0
-    """Of random."""
+    """Seed of random, and of the order among equals."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Criteria):
+    """The command line."""
+
+    rollouts: str
+    """The run's trainer.rollout_data_dir."""
+    out: str
+    """Demonstrations to write, jsonl."""
 
 
 @dataclass
@@ -155,33 +168,10 @@ def _reason_against(candidate: Candidate, status: str, criteria: Criteria) -> st
     return ""
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m verl.sft.rejection_sampling",
-                                     description=(__doc__ or "").splitlines()[0])  # fmt: skip
-    default = Criteria()
-    parser.add_argument("--rollouts", required=True, help="the run's trainer.rollout_data_dir")
-    parser.add_argument("--out", required=True, help="demonstrations to write, jsonl")
-    parser.add_argument("--min-score", type=float, default=default.min_score)
-    parser.add_argument("--measure", default=default.measure, help="score, or a component: em")
-    parser.add_argument("--per-prompt", type=_at_least_one, default=default.per_prompt)
-    parser.add_argument("--max-tokens", type=_at_least_one, default=None)
-    parser.add_argument("--prefer", choices=list(PREFERENCES), default=default.prefer)
-    parser.add_argument("--seed", type=int, default=default.seed)
-    return parser.parse_args(arguments)
-
-
-def _at_least_one(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected 1 or more")
-    return int(text)
-
-
-def run(options: argparse.Namespace) -> Report:
+def run(options: Options) -> Report:
     """Choose and write. Raises DataError when there is nothing to read or to keep."""
-    criteria = Criteria(**{f.name: getattr(options, f.name) for f in fields(Criteria)})
     tokenizer = read_header(options.rollouts)
-    kept, report = choose(options.rollouts, criteria)
+    kept, report = choose(options.rollouts, options)
     if not kept:
         got = f"{report.read} trajectories, dropped {dict(report.dropped)}"
         fix = "lower --min-score, raise --max-tokens, or train longer"
@@ -192,8 +182,11 @@ def run(options: argparse.Namespace) -> Report:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command-line entry; prints the report as JSON and returns the exit code."""
+    prog, description = "python -m verl.sft.rejection_sampling", (__doc__ or "").splitlines()[0]
+    options = tyro.cli(Options, args=arguments, prog=prog, description=description)
     try:
-        report = run(parse(arguments))
+        refuse(beyond_limits(options))
+        report = run(options)
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -1,12 +1,13 @@
 """Supervised fine-tuning on demonstrations: `python -m verl.sft.trainer key=value …`.
 
-Uses the engine, masks and packing of the RL trainer: only what the policy is meant to write is
+Uses the FSDP model, masks and packing of the RL trainer: only what the policy is meant to write is
 learned. Runs in one process, or on several ranks under `torchrun`.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 import os
 import shutil
@@ -26,6 +27,8 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from verl.config import AdapterConfig, OptimConfig
+from verl.config.checks import beyond_limits, refuse
+from verl.config.option import option
 from verl.core_algos.losses import loss_weights, weighted_sum
 from verl.errors import ConfigError, UserError, explain
 from verl.sft.demonstrations import load_demonstrations
@@ -41,6 +44,8 @@ from verl.types import TokenBatch
 
 logger = logging.getLogger(__name__)
 
+bounded = functools.partial(option, resume="free")  # a supervised run is never resumed
+
 
 @dataclass
 class SftConfig(AdapterConfig):
@@ -53,13 +58,13 @@ class SftConfig(AdapterConfig):
     output_dir: str = MISSING
     """Hugging Face folder to write; appears whole or not at all. An adapter is merged into it, and
     lies below it, in `adapter/`."""
-    steps: int = 20
+    steps: int = bounded(20, ge=1)
     """Optimizer steps."""
-    batch_size: int = 8
+    batch_size: int = bounded(8, ge=1)
     """Demonstrations per step, over all ranks."""
     lr: float = 2e-4
     """Peak learning rate."""
-    schedule: str = "linear"
+    schedule: str = bounded("linear", choices=SCHEDULES)
     """After the warm-up: constant, or linear or cosine to 0."""
     warmup_steps: int = 3
     """Steps over which lr rises linearly."""
@@ -67,9 +72,9 @@ class SftConfig(AdapterConfig):
     """Decoupled weight decay."""
     grad_clip: float = 1.0
     """Gradient norm bound."""
-    max_length: int = 2048
+    max_length: int = bounded(2048, ge=1)
     """Tokens of a demonstration; longer ones are refused."""
-    max_tokens_per_micro_batch: int = 8192
+    max_tokens_per_micro_batch: int = bounded(8192, ge=1)
     """Token budget of one packed forward on one rank."""
     gradient_checkpointing: bool = False
     """Recompute block activations in backward."""
@@ -85,7 +90,7 @@ class SftConfig(AdapterConfig):
     compute_dtype: str = "auto"
     """Forward and backward: auto, bfloat16, float16, float32; weights are float32 while
     training."""
-    save_dtype: str = "bfloat16"
+    save_dtype: str = bounded("bfloat16", choices=tuple(DTYPES))
     """Weights as written: bfloat16, float16, float32."""
 
 
@@ -107,24 +112,8 @@ def parse(arguments: Sequence[str]) -> SftConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(explain("options", error, "key=value", "see SftConfig")) from error
     assert isinstance(config, SftConfig)
-    check(config)
+    refuse(beyond_limits(config))
     return config
-
-
-def check(config: SftConfig) -> None:
-    """Refuse what cannot work, before any work. Raises ConfigError."""
-    for name in ("steps", "batch_size", "max_length", "max_tokens_per_micro_batch"):
-        if getattr(config, name) < 1:
-            got = getattr(config, name)
-            raise ConfigError(explain(name, got, "1 or more", f"set {name}=1"))
-    for name, least in (("lora_rank", 0), ("lora_alpha", 1e-9)):
-        if getattr(config, name) < least:
-            got, expected = getattr(config, name), "0 or more" if least == 0 else "more than 0"
-            raise ConfigError(explain(name, got, expected, f"set {name}=16"))
-    for name, allowed in (("schedule", SCHEDULES), ("save_dtype", tuple(DTYPES))):
-        if getattr(config, name) not in allowed:
-            got = getattr(config, name)
-            raise ConfigError(explain(name, got, " or ".join(allowed), f"set {name}={allowed[0]}"))
 
 
 def join_ranks(config: SftConfig) -> torch.device:

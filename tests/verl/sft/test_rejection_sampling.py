@@ -222,4 +222,6 @@ def test_nothing_to_keep_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "step_00000002.jsonl").write_text('{"uid": "a"}\n')
     assert rejection_sampling.main(arguments) == 2
     assert "step_00000002.jsonl line 1: got KeyError" in capsys.readouterr().err
+    assert rejection_sampling.main([*arguments, "--per_prompt", "0"]) == 2
+    assert "per_prompt: got 0, expected 1 or more" in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()

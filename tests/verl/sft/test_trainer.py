@@ -225,7 +225,7 @@ def test_an_over_long_row_is_refused(model: str, demonstrations: str) -> None:
         ("steps=0", "1 or more"),
         ("steps=x", "steps"),
         ("schedule=no", "linear"),
-        ("lora_rank=-1", "0 or more"),
+        ("lora_rank=-1", "from 0 to 512"),
         ("lora_alpha=0", "more than 0"),
     ],
 )
