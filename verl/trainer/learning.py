@@ -1,20 +1,135 @@
-"""The part of a step that the training ranks do: look back at the batch, then learn from it."""
+"""The part of a step after sampling: the batch, log-probs and values, advantages, the updates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from verl.config import Config
-from verl.core_algos.advantages import ADVANTAGES, AdvantageEstimator
+from verl.core_algos.advantages import ADVANTAGES, AdvantageEstimator, AdvantageInputs
+from verl.core_algos.jagged import outcome_to_tokens, segment_sum
+from verl.core_algos.kl import KLController, apply_kl_in_reward, mean_sequence_kl
+from verl.core_algos.losses import loss_weights
+from verl.core_algos.shaping import clip_advantages, overlong_penalty
 from verl.monitor.collapse import DRIFT, SHIFT
 from verl.monitor.drift import correct_trajectories, drift_and_shift
 from verl.monitor.performance import WorkCounter
-from verl.trainer.experience import mini_batches, with_gradient
+from verl.trainer.collection import Samples
 from verl.trainer.groups import TrainerRanks
 from verl.trainer.metrics import mean_by_key
 from verl.types import Metrics, TokenBatch
+
+
+def assemble(samples: Samples, config: Config) -> TokenBatch:
+    """The jagged batch with scores; `loss_mask` says which tokens are learned from.
+
+    Where the critic learns from more tokens than the policy, `value_mask` says from which.
+    """
+    batch = TokenBatch.from_trajectories(samples.trajectories)
+    masking = config.actor_rollout_ref.actor.state_masking
+    batch.tokens["loss_mask"] = batch.tokens["policy_mask" if masking else "response_mask"]
+    needs_critic = ADVANTAGES[config.algorithm.adv_estimator].needs_critic
+    if needs_critic and config.compat.gae_over_all_tokens:
+        batch.tokens["value_mask"] = batch.tokens["response_mask"]
+    scores = [r.score for r in samples.rewards]
+    batch.rows["scores"] = torch.tensor(scores, dtype=torch.float32)
+    if samples.greedy_scores:
+        batch.rows["greedy_scores"] = torch.tensor(samples.greedy_scores, dtype=torch.float32)
+    return batch
+
+
+def add_advantages(batch: TokenBatch, config: Config, kl_controller: KLController) -> Metrics:
+    """From scores (shaped, and less KL in the reward) to columns `advantages` and `returns`."""
+    algorithm, mask = config.algorithm, batch.tokens["loss_mask"]
+    scores, metrics = shaped_scores(batch, config)
+    rewards = outcome_to_tokens(scores, mask, batch.offsets)
+    if config.kl_in_reward:
+        rewards, observed = less_kl(rewards, batch, algorithm.kl_penalty, kl_controller)
+        metrics |= observed
+    estimate = ADVANTAGES[algorithm.adv_estimator].compute(
+        AdvantageInputs(
+            token_rewards=rewards,
+            policy_mask=mask,
+            offsets=batch.offsets,
+            values=batch.tokens.get("values"),
+            group_ids=batch.columns["group"],
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+            greedy_scores=batch.rows.get("greedy_scores"),
+            gae_mask=batch.tokens.get("value_mask"),
+            whiten_mask=(
+                batch.tokens["response_mask"] if config.compat.whiten_over_all_tokens else None
+            ),
+        )
+    )
+    advantages, share = clip_advantages(estimate.advantages, mask, algorithm.adv_clip)
+    batch.tokens |= {"advantages": advantages, "returns": estimate.returns}
+    if algorithm.adv_clip is not None:
+        metrics["critic/advantages/clip_fraction"] = float(share)
+    return metrics
+
+
+def shaped_scores(batch: TokenBatch, config: Config) -> tuple[Tensor, Metrics]:
+    """Scores less the penalty on over-long trajectories, (num_seqs,), and what it took."""
+    shaping, scores = config.algorithm.overlong_buffer, batch.rows["scores"]
+    if not shaping.enable:
+        return scores, {}
+    lengths = segment_sum(batch.tokens["policy_mask"].long(), batch.offsets)
+    penalty = overlong_penalty(
+        lengths, config.overlong_max_length, config.overlong_length, shaping.penalty_factor
+    )
+    return scores - penalty, {
+        "reward/overlong_penalty": float(penalty.mean()),
+        "reward/overlong_share": float((penalty > 0).float().mean()),
+    }
+
+
+def less_kl(
+    rewards: Tensor, batch: TokenBatch, kind: str, controller: KLController
+) -> tuple[Tensor, Metrics]:
+    """Rewards (num_tokens,) less KL to the reference; the controller then follows that KL."""
+    mask = batch.tokens["loss_mask"]
+    pair = (batch.tokens["old_log_probs"], batch.tokens["ref_log_probs"])
+    kl = float(mean_sequence_kl(*pair, mask, batch.offsets, kind))
+    lowered = apply_kl_in_reward(rewards, *pair, mask, controller.value, kind)
+    metrics = {"critic/kl": kl, "critic/kl_coef": controller.value}
+    controller.update(kl, len(batch))
+    return lowered, metrics
+
+
+def mini_batches(
+    batch: TokenBatch, config: Config, size: int, epochs: int, step: int
+) -> list[TokenBatch]:
+    """Shuffled mini-batches of `size` sequences, in an order of seed and step alone.
+
+    Each has the weight of every token in its loss: `loss_weights` are the policy's;
+    `value_weights`, the critic's, exist where `value_mask` does.
+    """
+    order = np.random.default_rng((config.trainer.seed, step))
+    mode = config.actor_rollout_ref.actor.loss_agg_mode
+    chosen = []
+    for _ in range(epochs):
+        shuffled = order.permutation(len(batch)).tolist()
+        for start in range(0, len(shuffled), size):
+            mini = batch.select(shuffled[start : start + size])
+            for name in ("loss", "value"):
+                if f"{name}_mask" in mini.tokens:
+                    mini.tokens[f"{name}_weights"] = loss_weights(
+                        mini.tokens[f"{name}_mask"], mini.offsets, mode,
+                        float(config.max_policy_tokens),
+                    )  # fmt: skip
+            chosen.append(mini)
+    return chosen
+
+
+def with_gradient(mini_batch: TokenBatch) -> TokenBatch:
+    """The sequences that have a non-zero advantage; the token weights stay those of the whole."""
+    has_any = [bool(a.any()) for a in mini_batch.sequences("advantages")]
+    return mini_batch.select([i for i, has in enumerate(has_any) if has])
 
 
 @dataclass
@@ -31,14 +146,14 @@ class Learner:
 
     @property
     def advantage(self) -> AdvantageEstimator:
-        """The row of the estimator."""
+        """The row of the estimator in the registry."""
         return ADVANTAGES[self.config.algorithm.adv_estimator]
 
     def add_log_probs(self, batch: TokenBatch) -> None:
         """Old and reference log-probs, where an algorithm needs them.
 
-        With a single update per step the old policy is the updating one, and the pass is spared:
-        the ratio is exp(log_prob - log_prob.detach()).
+        With a single update per step the old policy is the updating one and needs no pass: the
+        ratio is exp(log_prob - log_prob.detach()).
         """
         if self.config.updates_per_step > 1 or self.config.kl_in_reward:
             batch.tokens["old_log_probs"] = self.ranks.log_probs(batch)
@@ -53,20 +168,13 @@ class Learner:
             batch.tokens["values"] = self.ranks.values(batch)
             self.work.looks("values", self.work.critic, batch)
 
-    def mini_batches(
-        self, batch: TokenBatch, step: int, size: int, epochs: int
-    ) -> list[TokenBatch]:
-        """The step's mini-batches, in an order that depends on seed and step alone."""
-        order = np.random.default_rng((self.config.trainer.seed, step))
-        return mini_batches(batch, self.config, size, epochs, order)
-
     def update_critic(self, batch: TokenBatch, step: int) -> Metrics:
         """The value function's epochs over the batch."""
         if not self.advantage.needs_critic:
             return {}
         critic = self.config.critic
         size = critic.ppo_mini_batch_size or self.config.actor_rollout_ref.actor.ppo_mini_batch_size
-        minis = self.mini_batches(batch, step, size, critic.ppo_epochs)
+        minis = mini_batches(batch, self.config, size, critic.ppo_epochs, step)
         for mini in minis:
             self.work.learns("update_critic", self.work.critic, mini)
         return mean_by_key([self.ranks.update_critic(mini) for mini in minis])
@@ -76,7 +184,8 @@ class Learner:
         if step <= self.config.trainer.critic_warmup and self.advantage.needs_critic:
             return {}
         actor = self.config.actor_rollout_ref.actor
-        minis = self.mini_batches(batch, step, actor.ppo_mini_batch_size, actor.ppo_epochs)
+        size, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
+        minis = mini_batches(batch, self.config, size, epochs, step)
         if not self.config.needs_every_trajectory:
             minis = [with_gradient(mini) for mini in minis]
         for mini in minis:

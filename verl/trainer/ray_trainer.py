@@ -36,9 +36,8 @@ from verl.monitor.tracking import Tracking
 from verl.rewards.interface import RewardFn, RewardManager, adapted
 from verl.rollout.retry import RetryingRollout
 from verl.trainer.collection import RolloutCollector
-from verl.trainer.experience import add_advantages, assemble
 from verl.trainer.groups import RolloutReplicas, TrainerRanks
-from verl.trainer.learning import Learner
+from verl.trainer.learning import Learner, add_advantages, assemble
 from verl.trainer.metrics import advantage_metrics, throughput_metrics
 from verl.trainer.stopping import Stopper, end_of_time
 from verl.trainer.validation import validate

@@ -10,7 +10,7 @@ from example.tiny import tiny_llama
 from tests.verl.training.operations import Seen
 from tests.verl.training.ranks import VOCAB, make_batch
 from verl.config import ActorConfig, Config, OptimConfig
-from verl.trainer.experience import with_gradient
+from verl.trainer.learning import with_gradient
 from verl.training.actor import Actor, TokenBudgets
 from verl.training.attention import PACKED
 from verl.training.fsdp import FsdpModel, FsdpOptions, lr_factor

@@ -16,7 +16,7 @@ from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.rewards.interface import Reward
 from verl.trainer.collection import Samples
-from verl.trainer.experience import add_advantages, assemble, mini_batches
+from verl.trainer.learning import add_advantages, assemble, mini_batches
 from verl.types import Origin, Prompt, Segment, TokenBatch, Trajectory
 
 PROMPT = Prompt("nq#0", (1, 2), "nq", ("gold",))
@@ -176,7 +176,7 @@ def test_policy_and_critic_have_weights_of_their_own() -> None:
     config = Config()
     config.compat.gae_over_all_tokens = True
     batch = prepared(config, samples_of(DIALOGUES, [1, 0, 0, 1]))
-    (mini,) = mini_batches(batch, config, 4, 1, np.random.default_rng(0))
+    (mini,) = mini_batches(batch, config, 4, 1, step=1)
     for weights, mask in (("loss_weights", "policy_mask"), ("value_weights", "response_mask")):
         assert torch.equal(mini.tokens[weights] > 0, mini.tokens[mask])
         assert float(mini.tokens[weights].sum()) == pytest.approx(1.0)
@@ -233,6 +233,6 @@ def test_the_norm_length_is_what_a_whole_trajectory_may_sample() -> None:
     config.actor_rollout_ref.actor.loss_agg_mode = "seq-mean-token-sum-norm"
     config.max_turns, config.data.max_response_length = 3, 25
     batch = prepared(config, samples_of(DIALOGUES, [1, 0, 0, 1]))
-    (mini,) = mini_batches(batch, config, 4, 1, np.random.default_rng(0))
+    (mini,) = mini_batches(batch, config, 4, 1, step=1)
     own = mini.tokens["loss_weights"][mini.tokens["policy_mask"]]
     assert own.tolist() == pytest.approx([1 / (4 * 100)] * len(own))
