@@ -1,20 +1,16 @@
-"""The collapse guard: reads a step's metrics and says whether the policy is still healthy.
+"""The rules of the collapse guard: which metric of a step is bounded, and by what.
 
 A run with tools seldom ends in an error. The policy forgets its tags, calls no tool, never
-answers or repeats itself, and the score follows some steps later. Each row of `rules` bounds one
+answers or repeats itself, and the score follows some steps later. Each row of `RULES` bounds one
 metric, absolutely or relative to a baseline: its median over the latest healthy steps. One step
-beyond a bound is a warning, `patience` of them in a row are a collapse. No I/O here: what follows
-from a verdict is the business of `verl.monitor.guard`.
+beyond a bound is a warning, `patience` of them in a row are a collapse (`verl.monitor.guard`).
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
 from verl.config import GuardConfig
 
@@ -28,15 +24,6 @@ LENGTH_CLIP = "guard/length_clip_rate"
 ENTROPY = "actor/entropy"
 GRAD_NORM = "actor/grad_norm"
 SKIPPED = "actor/skipped_updates"
-
-
-class Health(StrEnum):
-    """What a step looks like."""
-
-    HEALTHY = "healthy"
-    WARNING = "warning"
-    """Beyond a bound, not yet for as long as a collapse takes."""
-    COLLAPSED = "collapsed"
 
 
 class Kind(StrEnum):
@@ -80,6 +67,17 @@ class Rule:
             return not math.isfinite(value)
         return value < bound if self.is_lower else value > bound
 
+    def reason(self, value: float, baseline: float | None, count: int) -> str:
+        """`METRIC is VALUE, above BOUND (RULE, baseline …), step 1 of 3`."""
+        bound = self.bound(baseline)
+        side = "below" if self.is_lower else "above"
+        limit = "not finite" if bound is None or not math.isfinite(value) else f"{side} {bound:.3g}"
+        known = "" if baseline is None else f", baseline {baseline:.3g}"
+        return (
+            f"{self.metric} is {value:.3g}, {limit} (rule {self.name}{known}), "
+            f"step {count} of {self.patience}"
+        )
+
 
 # Rules about the updates themselves need less patience than those about what is sampled later.
 RULES = (
@@ -108,94 +106,3 @@ def rules(config: GuardConfig) -> list[Rule]:
         for rule in RULES
         if getattr(config, rule.name) is not None
     ]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the guard says of a step."""
-
-    health: Health = Health.HEALTHY
-    reasons: tuple[str, ...] = ()
-    """One for each broken rule: metric, value, bound, baseline, how often in a row."""
-
-    @property
-    def is_healthy(self) -> bool:
-        return self.health is Health.HEALTHY
-
-    @property
-    def is_collapsed(self) -> bool:
-        return self.health is Health.COLLAPSED
-
-    def __str__(self) -> str:
-        return "; ".join(self.reasons)
-
-
-@dataclass
-class CollapseGuard:
-    """Judges step after step; it keeps baselines and how often in a row each rule was broken."""
-
-    config: GuardConfig
-    history: dict[str, list[float]] = field(default_factory=dict)
-    """Each watched metric at the latest healthy steps, oldest first."""
-    broken: dict[str, int] = field(default_factory=dict)
-    """Steps in a row, by rule."""
-
-    def __post_init__(self) -> None:
-        self.rules = rules(self.config)
-
-    def observe(self, metrics: Mapping[str, float]) -> Verdict:
-        """The verdict on one step's metrics; steps come in order.
-
-        A metric that a step lacks (no correct trajectory, no update) is not judged, and the count
-        of its rules stays as it is.
-        """
-        reasons, is_collapsed = [], False
-        for rule in self.rules:
-            if (value := metrics.get(rule.metric)) is None:
-                continue
-            baseline = self.baseline(rule.metric)
-            if not rule.is_broken(value, rule.bound(baseline)):
-                self.broken.pop(rule.name, None)
-                continue
-            count = self.broken[rule.name] = self.broken.get(rule.name, 0) + 1
-            is_collapsed |= count >= (rule.patience or 1)
-            reasons.append(_reason(rule, value, baseline, count))
-        if reasons:
-            return Verdict(Health.COLLAPSED if is_collapsed else Health.WARNING, tuple(reasons))
-        self._remember(metrics)
-        return Verdict()
-
-    def baseline(self, metric: str) -> float | None:
-        """Median over the latest healthy steps; None before the first."""
-        values = self.history.get(metric)
-        return statistics.median(values) if values else None
-
-    def _remember(self, metrics: Mapping[str, float]) -> None:
-        for metric in {rule.metric for rule in self.rules} & metrics.keys():
-            values = [*self.history.get(metric, []), metrics[metric]]
-            self.history[metric] = values[-self.config.baseline_steps :]
-
-    def restart(self) -> None:
-        """Count anew from the same baselines, after a rollback."""
-        self.broken.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
-        return {"history": self.history, "broken": self.broken}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
-        self.history = {name: list(values) for name, values in state["history"].items()}
-        self.broken = dict(state["broken"])
-
-
-def _reason(rule: Rule, value: float, baseline: float | None, count: int) -> str:
-    """`METRIC is VALUE, above BOUND (RULE, baseline …), 1 of 3 steps`."""
-    bound = rule.bound(baseline)
-    side = "below" if rule.is_lower else "above"
-    limit = "not finite" if bound is None or not math.isfinite(value) else f"{side} {bound:.3g}"
-    known = "" if baseline is None else f", baseline {baseline:.3g}"
-    return (
-        f"{rule.metric} is {value:.3g}, {limit} (rule {rule.name}{known}), "
-        f"step {count} of {rule.patience}"
-    )

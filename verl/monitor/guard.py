@@ -8,6 +8,7 @@ run under `action=rollback` starts from, and what it goes on from, is trusted at
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,22 +17,43 @@ from typing import Any
 from verl import checkpoint
 from verl.config import GuardConfig
 from verl.errors import CollapseError
-from verl.monitor.collapse import CollapseGuard, Health, Verdict
+from verl.monitor.collapse import rules
 
 logger = logging.getLogger(__name__)
 
-LEVELS = {Health.HEALTHY: 0.0, Health.WARNING: 1.0, Health.COLLAPSED: 2.0}
-"""How the verdict is logged, as `guard/health`."""
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the guard says of a step: it is healthy where there are no reasons."""
+
+    reasons: tuple[str, ...] = ()
+    """One for each broken rule: metric, value, bound, baseline, how often in a row."""
+    is_collapsed: bool = False
+    """A rule was broken for as many steps as its patience; else a reason is a warning."""
+
+    @property
+    def health(self) -> str:
+        """In a word."""
+        if self.is_collapsed:
+            return "collapsed"
+        return "warning" if self.reasons else "healthy"
+
+    def __str__(self) -> str:
+        return "; ".join(self.reasons)
 
 
 @dataclass
-class Watch:
+class CollapseGuard:
     """Verdicts, trusted checkpoints and rollbacks of one run; `directory` holds its checkpoints."""
 
     config: GuardConfig
     directory: Path
     settle: Callable[[], None] = lambda: None
     """Waits for a checkpoint that is still being written."""
+    history: dict[str, list[float]] = field(default_factory=dict)
+    """Each watched metric at the latest healthy steps, oldest first."""
+    broken: dict[str, int] = field(default_factory=dict)
+    """How many steps in a row each rule was broken."""
     pending: list[int] = field(default_factory=list)
     """Steps of checkpoints that are not proven yet, in order."""
     healthy: int | None = None
@@ -39,22 +61,50 @@ class Watch:
     rollbacks: int = 0
 
     def __post_init__(self) -> None:
-        self.guard = CollapseGuard(self.config)
+        self.rules = rules(self.config)
 
     def judge(self, step: int, metrics: dict[str, float]) -> Verdict:
         """The verdict on a step, which is logged, added to `metrics`, and proves checkpoints."""
         if not self.config.enable:
             return Verdict()
-        verdict = self.guard.observe(metrics)
-        metrics["guard/health"] = LEVELS[verdict.health]
+        verdict = self.observe(metrics)
+        metrics["guard/health"] = float(bool(verdict.reasons) + verdict.is_collapsed)
         metrics["guard/rollbacks"] = float(self.rollbacks)
         for reason in verdict.reasons:
-            logger.warning("guard: step %d: %s: %s", step, verdict.health.value, reason)
-        if not verdict.is_healthy:
+            logger.warning("guard: step %d: %s: %s", step, verdict.health, reason)
+        if verdict.reasons:
             self.pending.clear()
         while self.pending and step - self.pending[0] >= self.config.patience:
             self.trust(self.pending[0])
         return verdict
+
+    def observe(self, metrics: Mapping[str, float]) -> Verdict:
+        """The verdict on one step's metrics; steps come in order.
+
+        A metric that a step lacks (no correct trajectory, no update) is not judged, and the count
+        of its rules stays as it is.
+        """
+        reasons, is_collapsed = [], False
+        for rule in self.rules:
+            if (value := metrics.get(rule.metric)) is None:
+                continue
+            baseline = self.baseline(rule.metric)
+            if not rule.is_broken(value, rule.bound(baseline)):
+                self.broken.pop(rule.name, None)
+                continue
+            count = self.broken[rule.name] = self.broken.get(rule.name, 0) + 1
+            is_collapsed |= count >= (rule.patience or 1)
+            reasons.append(rule.reason(value, baseline, count))
+        if not reasons:
+            for metric in {rule.metric for rule in self.rules} & metrics.keys():
+                values = [*self.history.get(metric, []), metrics[metric]]
+                self.history[metric] = values[-self.config.baseline_steps :]
+        return Verdict(tuple(reasons), is_collapsed)
+
+    def baseline(self, metric: str) -> float | None:
+        """Median over the latest healthy steps; None before the first."""
+        values = self.history.get(metric)
+        return statistics.median(values) if values else None
 
     def saved(self, step: int) -> None:
         """A checkpoint of `step` is being written; the next steps will prove it."""
@@ -102,7 +152,7 @@ class Watch:
             raise CollapseError(self._message(step, verdict))
         assert self.healthy is not None, "a run that may roll back has saved what it started from"
         self.rollbacks += 1
-        self.guard.restart()
+        self.broken.clear()  # the baselines stay
         self.pending.clear()
         folder = checkpoint.step_folder(self.directory, self.healthy)
         logger.warning("guard: step %d: back to %s, learning rates x %.3g (rollback %d of %d)",
@@ -128,7 +178,8 @@ class Watch:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON."""
         return {
-            **self.guard.state_dict(),
+            "history": self.history,
+            "broken": self.broken,
             "pending": self.pending,
             "healthy": self.healthy,
             "rollbacks": self.rollbacks,
@@ -136,7 +187,8 @@ class Watch:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave, as far as the checkpoints are still here."""
-        self.guard.load_state_dict(state)
+        self.history = {name: list(values) for name, values in state["history"].items()}
+        self.broken = dict(state["broken"])
         self.pending = [step for step in state["pending"] if self._exists(step)]
         self.healthy = state["healthy"] if self._exists(state["healthy"]) else None
         self.rollbacks = state["rollbacks"]

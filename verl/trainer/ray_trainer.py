@@ -29,8 +29,7 @@ from verl.config import Config
 from verl.core_algos.kl import KLController
 from verl.data import PromptSampler
 from verl.errors import CollapseError, Interrupted, RankLost, ReplicaLost, ToolOutage
-from verl.monitor.collapse import Verdict
-from verl.monitor.guard import Watch
+from verl.monitor.guard import CollapseGuard, Verdict
 from verl.monitor.performance import Timings, speed_metrics
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import RewardFn, RewardManager, adapted
@@ -88,7 +87,7 @@ class RayPPOTrainer:
         )  # fmt: skip
         self.save_plan = SavePlan(self.config.trainer, self.total_steps)
         self.stopper = Stopper(end_of_time(self.config.trainer.time_limit), self.saver.expected_s)
-        self.watch = Watch(self.config.trainer.guard, self.directory, self.saver.settle)
+        self.watch = CollapseGuard(self.config.trainer.guard, self.directory, self.saver.settle)
         self.learner = Learner(self.config, self.ranks)
         self.peak_flops = self.ranks.peak_flops()
         self.reward = adapted(self.reward_fn)
