@@ -78,11 +78,6 @@ class ModelShape:
         )
 
     @property
-    def kv_size(self) -> int:
-        """Values of all key heads of a token, and as many of all value heads."""
-        return self.kv_heads * self.head_dim
-
-    @property
     def linear_weights(self) -> int:
         """Values of the linear layers' matrices in all blocks, without biases."""
         return sum(linear.inputs * linear.outputs for linear in self.linears)

@@ -171,12 +171,12 @@ class Trial:
             worker = trainer_worker.TrainerWorker(config, 0, world, "127.0.0.1", 1, 100)
         self.see(worker.engines.values())
         batch = make_batch(self.case)
-        self.phase("log_probs", lambda: worker.log_probs(batch))
-        self.phase("ref_log_probs", lambda: worker.ref_log_probs(batch))
+        self.phase("log_probs", lambda: worker.actor.log_probs(batch))
+        self.phase("ref_log_probs", lambda: worker.reference.log_probs(batch))
         if worker.critic is not None:
-            self.phase("values", lambda: worker.values(batch))
-            self.phase("update_critic", lambda: worker.update_critic(batch))
-        found = self.phase("update_actor", lambda: worker.update_actor(batch))
+            self.phase("values", lambda: worker.critic.values(batch))
+            self.phase("update_critic", lambda: worker.critic.update(batch))
+        found = self.phase("update_actor", lambda: worker.actor.update(batch))
         self.outcome.metrics = {name: float(value) for name, value in found.items()}
         if self.case.shape == "tiny":
             with tempfile.TemporaryDirectory() as folder:

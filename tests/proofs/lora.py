@@ -97,8 +97,8 @@ def measure(model: str, ranks: tuple[int, int], steps: int, batch: TokenBatch, o
 
     def step() -> None:
         batch.tokens["ref_log_probs"] = worker.ref_log_probs(batch)
-        worker.update_critic(batch)
-        worker.update_actor(batch)
+        worker.critic.update(batch)
+        worker.actor.update(batch)
 
     step()
     times = [seconds(step) for _ in range(steps)]

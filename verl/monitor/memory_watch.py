@@ -22,30 +22,29 @@ from verl.config import Config
 from verl.errors import RankLost, ReplicaLost
 from verl.machine import GB, SHARED_MEMORY, HostMemory, amount
 from verl.single_controller.actors import Place
-from verl.single_controller.reaper import MARK, PART
+from verl.single_controller.reaper import MARK, PART, environment
 
 logger = logging.getLogger(__name__)
 
 RAY_THRESHOLD = "RAY_memory_usage_threshold"
 RAY_DEFAULT = 0.95
-RETRIEVER = "retrieval_server"
 MIN_BYTES = 50_000_000
 """Smaller processes are added up."""
+COMMAND_LENGTH = 60
+"""Characters of a command that name a process which is neither rank nor replica."""
 AHEAD = 0.03
 """Share of the memory by which the line comes before Ray's threshold, at the least."""
 AGAIN = 0.5
 """It comes again when what is free has fallen to this much of what it was then."""
 RECENT_S = 120.0
 """How old a report may be to explain the loss of a process."""
-ADVICE = (
-    ("rank", "fewer trainer.n_gpus_per_node, a smaller ppo_max_token_len_per_gpu, lora_rank=32, or "
-             "fsdp_config.*_offload=false"),
-    ("replica", "rollout.cpu_kv_cache_gib, or a larger rollout.tensor_model_parallel_size"),
-    ("engine core", "rollout.cpu_kv_cache_gib, or a larger rollout.tensor_model_parallel_size"),
-    ("retriever", "run the retriever on another machine"),
-    ("driver", "data.train_batch_size"),
-)  # fmt: skip
-"""What to lower, by the first word of the largest user's name."""
+ADVICE = {
+    "rank": "fewer trainer.n_gpus_per_node, a smaller ppo_max_token_len_per_gpu, lora_rank=32, or "
+            "fsdp_config.*_offload=false",
+    "replica": "rollout.cpu_kv_cache_gib, or a larger rollout.tensor_model_parallel_size",
+    "driver": "data.train_batch_size",
+}  # fmt: skip
+"""What to lower, by what the largest user's name begins with."""
 
 
 @dataclass
@@ -137,12 +136,11 @@ def _shared() -> int:
 
 
 def _advice(found: Sequence[Usage]) -> str:
-    """For the largest user that anything is known of."""
-    for usage in found:
-        for word, advice in ADVICE:
-            if usage.name.startswith(word):
-                return advice
-    return "end other programs"
+    """What to lower, by the largest user."""
+    for word, advice in ADVICE.items():
+        if found and found[0].name.startswith(word):
+            return advice
+    return "end other programs, or run them (a tool's server) on another machine"
 
 
 @contextlib.contextmanager
@@ -176,43 +174,26 @@ def usages(names: Mapping[int, str] | None = None) -> list[Usage]:
     `names` says which process (by id) is which rank. Memory is what a process alone holds: pages
     of files and of /dev/shm, which many map, are not in it.
     """
-    mark, sums = os.environ.get(MARK), Counter[tuple[str, bool]]()
+    mark, sums = f"{MARK}={os.environ.get(MARK)}".encode(), Counter[tuple[str, bool]]()
     family = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
     for process in psutil.process_iter():
         try:
             memory = process.memory_info()
-            own = memory.rss - memory.shared
-            if own <= 0:
-                continue
-            marks = _marks(process)
-            is_ours = process.pid in family or (mark is not None and marks.get(MARK) == mark)
-            name = (names or {}).get(process.pid) or _name(process, marks.get(PART), is_ours)
-        except (psutil.Error, OSError):
+            variables = environment(process)
+            name = (names or {}).get(process.pid) or _name(process, variables)
+        except psutil.Error:
             continue  # gone by now
+        is_ours = process.pid in family or mark in variables
+        own = memory.rss - memory.shared
         small = "other processes" if is_ours else "other programs"
-        sums[name if own >= MIN_BYTES else small, is_ours] += own
+        sums[name if own >= MIN_BYTES else small, is_ours] += max(own, 0)
     return [Usage(name, size, is_ours) for (name, is_ours), size in sums.most_common()]
 
 
-def _marks(process: psutil.Process) -> Mapping[str, str]:
-    """A process's environment; nothing of another user's."""
-    try:
-        return dict(process.environ())
-    except psutil.AccessDenied:
-        return {}
-
-
-def _name(process: psutil.Process, part: str | None, is_ours: bool) -> str:
-    """What a process is to a reader."""
+def _name(process: psutil.Process, variables: Sequence[bytes]) -> str:
+    """Which part of a run a process is, or how its command begins."""
     if process.pid == os.getpid():
         return "driver"
-    title = " ".join(process.cmdline())
-    if RETRIEVER in title:
-        return "retriever"
-    if not is_ours:
-        return str(process.name())
-    if part is not None:
-        return part.rpartition("/")[2] + (" (engine core)" if "EngineCore" in title else "")
-    if "EngineCore" in title:
-        return "engine core"
-    return "rank or replica" if title.startswith("ray::") else f"Ray ({process.name()})"
+    parts = [entry.decode() for entry in variables if entry.startswith(PART.encode())]
+    command = " ".join(process.cmdline())[:COMMAND_LENGTH] or str(process.name())
+    return parts[0].rpartition("/")[2] if parts else command

@@ -109,41 +109,12 @@ class TensorboardTracker(Tracker):
         self._writer.close()
 
 
-class MemoryTracker(Tracker):
-    """Keeps (step, metrics) in a list, for tests and notebooks."""
-
-    def __init__(self) -> None:
-        self.records: list[tuple[int, dict[str, float]]] = []
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self.records.append((step, dict(metrics)))
-
-    def rewind(self, step: int | None) -> None:
-        self.records = [record for record in self.records if step is not None and record[0] <= step]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What backends are given of a run."""
-
-    project: str
-    experiment: str
-    directory: Path
-    """Where what they write goes."""
-    config: Mapping[str, Any] | None = None
-    """The run's options as a plain dict."""
-    is_resumed: bool = False
-    """It goes on with what an earlier start of it left in `directory`."""
-
-
-_BUILDERS: Mapping[str, Callable[[Run], Any]] = MappingProxyType(
+_BUILDERS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        "console": lambda run: ConsoleTracker(),
-        "jsonl": lambda run: JsonlTracker(run.directory),
-        "wandb": lambda run: WandbTracker(
-            run.project, run.experiment, run.directory, run.config, run.is_resumed
-        ),
-        "tensorboard": lambda run: TensorboardTracker(run.directory),
+        "console": lambda *_: ConsoleTracker(),
+        "jsonl": lambda project, experiment, directory, *_: JsonlTracker(directory),
+        "wandb": WandbTracker,
+        "tensorboard": lambda project, experiment, directory, *_: TensorboardTracker(directory),
     }
 )
 BACKENDS = tuple(_BUILDERS)
@@ -161,18 +132,19 @@ class Tracking:
         config: Mapping[str, Any] | None = None,
         is_resumed: bool = False,
     ) -> None:
-        """Open backends by name (or take trackers as they are).
+        """Open backends by name (or take trackers as they are), which write below `directory`.
 
-        `config` is a plain dict of the run's options. Raises ConfigError for an unknown name
-        before any backend is opened.
+        `config` is a plain dict of the run's options; with `is_resumed` the run goes on with what
+        an earlier start of it left there. Raises ConfigError for an unknown name before any backend
+        is opened.
         """
         chosen = [backends] if isinstance(backends, str) else list(backends)
         for name in chosen:
             if isinstance(name, str) and name not in _BUILDERS:
                 expected = f"one of {', '.join(BACKENDS)}"
                 raise ConfigError(explain("trainer.logger", name, expected, "trainer.logger=jsonl"))
-        run = Run(project, experiment, Path(directory), config, is_resumed)
-        self._trackers = [_BUILDERS[x](run) if isinstance(x, str) else x for x in chosen]
+        run = project, experiment, Path(directory), config, is_resumed
+        self._trackers = [_BUILDERS[x](*run) if isinstance(x, str) else x for x in chosen]
 
     @classmethod
     def from_config(cls, config: Config) -> Self:

@@ -53,25 +53,25 @@ class TrainerRanks:
 
     def log_probs(self, batch: TokenBatch) -> Tensor:
         """The actor's log-probs, (num_tokens,), 0 outside the loss mask."""
-        return self._per_token("log_probs", batch)
+        return self._per_token("actor.log_probs", batch)
 
     def ref_log_probs(self, batch: TokenBatch) -> Tensor:
         """The reference's log-probs, (num_tokens,), 0 outside the loss mask."""
-        return self._per_token("ref_log_probs", batch)
+        return self._per_token("reference.log_probs", batch)
 
     def values(self, batch: TokenBatch) -> Tensor:
         """The critic's values, (num_tokens,), 0 outside the loss mask."""
-        return self._per_token("values", batch)
+        return self._per_token("critic.values", batch)
 
     def update_actor(self, mini_batch: TokenBatch) -> Metrics:
         """One optimizer step of the policy; metrics are global, the same on every rank."""
         split = split_by_tokens(mini_batch, len(self.group))
-        return dict(self.group.scatter("update_actor", split.shards)[0])
+        return dict(self.group.scatter("actor.update", split.shards)[0])
 
     def update_critic(self, mini_batch: TokenBatch) -> Metrics:
         """One optimizer step of the critic; metrics are global, the same on every rank."""
         split = split_by_tokens(mini_batch, len(self.group))
-        return dict(self.group.scatter("update_critic", split.shards)[0])
+        return dict(self.group.scatter("critic.update", split.shards)[0])
 
     def save_policy(
         self, directory: Path, dtype: str = "bfloat16", is_adapter: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -175,12 +174,6 @@ class Columns:
         positions = self.inputs.target_positions
         return column.to(positions.device)[positions]
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.micro.tokens
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.micro.tokens)
-
     @property
     def sequence_ids(self) -> Tensor:
         """Which sequence of the micro-batch each token belongs to."""
@@ -197,6 +190,6 @@ class Columns:
 
         Both are those of the weights that sampled, however many updates the step has made since.
         """
-        if "rollout_log_probs" not in self or "policy_mask" not in self:
+        if not {"rollout_log_probs", "policy_mask"} <= self.micro.tokens.keys():
             return old_log_probs
         return torch.where(self["policy_mask"].bool(), self["rollout_log_probs"], old_log_probs)

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from verl.config import AdapterConfig, Config, CriticModelConfig, FsdpConfig, ModelConfig
@@ -43,7 +42,6 @@ from verl.training.network import interface_variables, join_process_group
 from verl.training.node_folder import NodeFolder
 from verl.training.shards import ShardWriter, load_shards, num_bytes, save_shards
 from verl.training.weights import write_weights
-from verl.types import Metrics, TokenBatch
 
 
 def actor_budgets(config: Config) -> TokenBudgets:
@@ -212,29 +210,6 @@ class TrainerWorker:
         return FsdpModel(
             module, blocks(module, lm), self.device, options, float32_modules=[module.value_head]
         )
-
-    def log_probs(self, batch: TokenBatch) -> Tensor:
-        """The policy's log-probs, (num_tokens,), 0 outside the loss mask."""
-        return self.actor.log_probs(batch)
-
-    def ref_log_probs(self, batch: TokenBatch) -> Tensor:
-        """The reference's log-probs, (num_tokens,), 0 outside the loss mask."""
-        assert self.reference is not None, "no reference here: the config needs no KL"
-        return self.reference.log_probs(batch)
-
-    def values(self, batch: TokenBatch) -> Tensor:
-        """The critic's values, (num_tokens,), 0 outside the loss mask."""
-        assert self.critic is not None, "no critic here: the advantage estimator needs none"
-        return self.critic.values(batch)
-
-    def update_actor(self, batch: TokenBatch) -> Metrics:
-        """One optimizer step of the policy."""
-        return self.actor.update(batch)
-
-    def update_critic(self, batch: TokenBatch) -> Metrics:
-        """One optimizer step of the critic."""
-        assert self.critic is not None, "no critic here: the advantage estimator needs none"
-        return self.critic.update(batch)
 
     def save_policy(
         self, directory: str | Path, dtype: str = "bfloat16", is_adapter: bool = False

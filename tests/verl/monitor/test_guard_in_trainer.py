@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.memory_tracker import MemoryTracker
 from tests.verl.trainer.recording import (
     RecordingRanks,
     RecordingReplicas,
@@ -17,7 +18,7 @@ from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.errors import CollapseError
 from verl.monitor.collapse import DRIFT
-from verl.monitor.tracking import MemoryTracker, Tracking
+from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward, RewardFn
 from verl.trainer import main_ppo, run
 from verl.trainer.ray_trainer import RayPPOTrainer

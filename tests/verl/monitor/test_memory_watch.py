@@ -141,7 +141,7 @@ def test_ranks_of_other_nodes_are_not_looked_for_here() -> None:
 
 @pytest.mark.parametrize(
     ("name", "advice"),
-    [("rank 0", "lora_rank"), ("replica-0", "kv_cache"), ("retriever", "another")],
+    [("rank 0", "lora_rank"), ("replica-0", "kv_cache"), ("python server.py", "another machine")],
 )
 def test_advice_is_about_the_largest(name: str, advice: str) -> None:
     """What to lower depends on who holds most."""

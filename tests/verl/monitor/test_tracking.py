@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.memory_tracker import MemoryTracker
 from verl.errors import ConfigError
-from verl.monitor.tracking import MemoryTracker, Tracking, backend_names, compact
+from verl.monitor.tracking import Tracking, backend_names, compact
 from verl.monitor.wandb_tracker import ID_FILE
 
 

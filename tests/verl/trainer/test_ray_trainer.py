@@ -10,6 +10,7 @@ import torch
 
 from example.tiny import tiny_llama
 from search_r1.agent.search import build_search
+from tests.memory_tracker import MemoryTracker
 from tests.verl.trainer.documented import undocumented
 from tests.verl.trainer.recording import (
     RecordingRanks,
@@ -22,7 +23,7 @@ from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.errors import ToolError
 from verl.monitor.performance import PHASES_OF_RANKS
-from verl.monitor.tracking import MemoryTracker, Tracking
+from verl.monitor.tracking import Tracking
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.training.devices import PeakMemory
 

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+from tests.memory_tracker import MemoryTracker
 from tests.verl.trainer.recording import RecordingRanks, RecordingReplicas, prompts
 from verl.config import Config
 from verl.config.reward import PlateauConfig, StageConfig
 from verl.core_algos.kl import FixedKLController
-from verl.monitor.tracking import MemoryTracker, Tracking
+from verl.monitor.tracking import Tracking
 from verl.rewards.interface import EachAlone, Reward
 from verl.rewards.stages import Stage, StagedReward
 from verl.trainer.ray_trainer import RayPPOTrainer
