@@ -18,11 +18,12 @@ from example.tools.calculator import Calculator
 from search_r1.agent.generation import build_dialogue, build_environment
 from search_r1.scoring import build_reward_manager
 from tests.fakes import cut_at_stop, texts
+from tests.memory_tracker import MemoryTracker
 from tests.verl.training.ranks import free_port
 from verl.agent.dialogue import DialogueAgent
 from verl.config import Config, cli
 from verl.core_algos.kl import FixedKLController
-from verl.monitor.tracking import MemoryTracker, Tracking
+from verl.monitor.tracking import Tracking
 from verl.preflight.memory.offload import settled
 from verl.trainer.groups import TrainerRanks
 from verl.trainer.ray_trainer import RayPPOTrainer
