@@ -1,7 +1,7 @@
 """What vLLM's GPU wheel makes of an engine's options on a card that is pretended.
 
 A script for an environment of that wheel, with a stub of libcuda: `settings.py CASES`, where CASES
-is a JSON list of {card: {...}, engine: {...}}: a card's facts, and fields of `EngineConfig`. Prints
+is a JSON list of {card: {...}, engine: {...}}: a card's facts, and options by dotted name. Prints
 one JSON list: for each case what `VllmConfig` resolves to, or the error that it ends in.
 """
 
@@ -74,19 +74,17 @@ def pretend(card: dict[str, Any]) -> None:
 def resolve(case: dict[str, Any]) -> dict[str, Any]:
     """The settings that an engine of this case starts with."""
     pretend(case["card"])
-    from verl.rollout.vllm_engine import (  # noqa: PLC0415
-        EngineConfig,
-        has_batch_invariant_kernels,
-    )
+    from verl.config import Config  # noqa: PLC0415
+    from verl.preflight.memory.offload import changed  # noqa: PLC0415
+    from verl.rollout.vllm_engine import VllmSettings  # noqa: PLC0415
 
-    wanted = {"device": "cuda", "dtype": "bfloat16", "enforce_eager": False, **case["engine"]}
-    is_invariant = bool(wanted.get("deterministic")) and has_batch_invariant_kernels("cuda")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(QWEN_3B))
-        ours = EngineConfig(folder, 4596, batch_invariant=is_invariant, **wanted)
+        options = {"trainer.device": "cuda", "actor_rollout_ref.model.path": folder}
+        ours = VllmSettings(changed(Config(), options | case["engine"]))
         os.environ |= ours.environment()
-        found = read(ours.vllm_arguments(), wanted["dtype"])
-    return {"kernels": has_kernels(case["card"]), "batch_invariant": is_invariant, **found}
+        found = read(ours.arguments())
+    return {"kernels": has_kernels(case["card"]), "batch_invariant": ours.batch_invariant, **found}
 
 
 def has_kernels(card: dict[str, Any]) -> bool:
@@ -96,7 +94,7 @@ def has_kernels(card: dict[str, Any]) -> bool:
     return any(one[0] == major and one[1] <= minor for one in built)
 
 
-def read(arguments: dict[str, Any], dtype: str) -> dict[str, Any]:
+def read(arguments: dict[str, Any]) -> dict[str, Any]:
     """What vLLM resolves our arguments to, as JSON."""
     import vllm  # noqa: PLC0415
     from vllm.platforms import current_platform  # noqa: PLC0415
@@ -109,7 +107,7 @@ def read(arguments: dict[str, Any], dtype: str) -> dict[str, Any]:
     scheduler, compilation = found.scheduler_config, found.compilation_config
     heads = found.model_config.get_head_size()
     with vllm.config.set_current_vllm_config(found):
-        backend = get_attn_backend(heads, getattr(torch, dtype), "auto")
+        backend = get_attn_backend(heads, getattr(torch, arguments["dtype"]), "auto")
     return {
         "vllm": vllm.__version__,
         "dtype": str(found.model_config.dtype).removeprefix("torch."),

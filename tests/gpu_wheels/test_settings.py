@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu_wheels.wheels import CARDS, CASES, SEQS, VARIANTS, WHEELS, settings
+from tests.gpu_wheels.wheels import CARDS, CASES, ROLLOUT, SEQS, VARIANTS, WHEELS, settings
 
 pytestmark = pytest.mark.gpu_wheels
 RUNNING = [case for case in CASES if case[:2] != ("T4", "bfloat16")]
@@ -22,21 +22,21 @@ def test_settings_are_those_that_we_count_on(
     assert "error" not in found
     wanted: dict[str, Any] = VARIANTS[variant]
     is_new = CARDS[card]["capability"] >= [8, 0]
-    is_alone = "deterministic" in wanted and not is_new
-    size = wanted.get("tensor_parallel_size", 1)
+    is_alone = "trainer.deterministic" in wanted and not is_new
+    size = wanted.get(f"{ROLLOUT}.tensor_model_parallel_size", 1)
     expected = {
         "dtype": dtype,
         "max_num_batched_tokens": 8192,
         "max_num_seqs": 1 if is_alone else SEQS,
         "chunked_prefill": True,
         "sleep_mode": True,
-        "prefix_caching": "deterministic" not in wanted,
-        "batch_invariant": "deterministic" in wanted and is_new,
-        "custom_all_reduce": not ("deterministic" in wanted and is_new),
+        "prefix_caching": "trainer.deterministic" not in wanted,
+        "batch_invariant": "trainer.deterministic" in wanted and is_new,
+        "custom_all_reduce": not ("trainer.deterministic" in wanted and is_new),
         "tensor_parallel": size,
         "executor": "uni" if size == 1 else "mp",
         "cudagraph_mode": "FULL_AND_PIECEWISE",
-        "lora_rank": wanted.get("lora_rank", 0),
+        "lora_rank": wanted.get("actor_rollout_ref.model.lora_rank", 0),
         "attention": "FLASH_ATTN" if is_new and dtype != "float32" else "TRITON_ATTN",
     }
     assert {key: found[key] for key in expected} == expected

@@ -35,14 +35,17 @@ CARDS = {
 }
 OLD, NEW = ("T4", "V100"), ("RTX 4090", "A100", "H100", "H200")
 """Cards without and with bfloat16 (capability 8.0 and up)."""
+ROLLOUT = "actor_rollout_ref.rollout"
 SEQS = 320
 """Dialogues of one engine of the GRPO recipe on 8 GPUs."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "TP 2": {"tensor_parallel_size": 2},
-    "LoRA 64": {"lora_rank": 64},
-    "deterministic": {"deterministic": True, "tensor_parallel_size": 2},
-}
+    "TP 2": {f"{ROLLOUT}.tensor_model_parallel_size": 2},
+    "LoRA 64": {"actor_rollout_ref.model.lora_rank": 64},
+    "deterministic": {
+        "trainer.deterministic": True, f"{ROLLOUT}.tensor_model_parallel_size": 2,
+    },
+}  # fmt: skip
 Case = tuple[str, str, str]
 """Card, dtype, variant."""
 CASES: list[Case] = [
@@ -81,7 +84,14 @@ def run(wheel: str, script: str, argument: str) -> Any:
 def settings(wheel: str) -> dict[Case, dict[str, Any]]:
     """What each case resolves to."""
     asked = [
-        {"card": CARDS[card], "engine": {"max_num_seqs": SEQS, "dtype": dtype, **VARIANTS[variant]}}
+        {
+            "card": CARDS[card],
+            "engine": {
+                f"{ROLLOUT}.max_num_seqs": SEQS,
+                f"{ROLLOUT}.dtype": dtype,
+                **VARIANTS[variant],
+            },
+        }
         for card, dtype, variant in CASES
     ]
     return dict(zip(CASES, run(wheel, "settings.py", json.dumps(asked)), strict=True))

