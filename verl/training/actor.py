@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,44 @@ class TokenBudgets:
     inference: int = 2 * DEFAULT_TOKEN_BUDGET
 
 
+def at_targets(
+    engine: FsdpModel, batch: TokenBatch, budget: int, forward: Callable[[PackedInputs], Tensor]
+) -> Tensor:
+    """What `forward` answers for each token in the loss, (num_tokens,) float32; else 0."""
+    result = torch.zeros(batch.num_tokens)
+    for indices, micro in engine.micro_batches(batch, budget):
+        inputs = PackedInputs.of(micro, loss_mask(micro), engine.device)
+        found = forward(inputs)
+        if indices:
+            result[batch.positions(indices)[inputs.target_positions.cpu()]] = found.cpu()
+    engine.reshard()
+    return result
+
+
+def apply_update(
+    engine: FsdpModel, model: str, mini_batch: TokenBatch, num_micro_batches: int,
+    names: Sequence[str], sums: Tensor,
+) -> Metrics:  # fmt: skip
+    """One optimizer step with the gradient at hand; metrics are over all ranks.
+
+    `sums` of this rank, by `names`: losses are reported as they are, others as means over the
+    tokens that were seen, by their `weight`.
+    """
+    total = reduce_sum(sums, engine.device)
+    step = engine.step(is_finite=bool(total.isfinite().all()))
+    if step.is_faulty:
+        logger.warning("%s update skipped: gradient norm %s on groups %s", model, step.grad_norm,
+                       mini_batch.columns.get("group"))  # fmt: skip
+    seen = dict(zip(names, total.tolist(), strict=True))
+    weight = max(seen.pop("weight"), 1e-12)
+    means = {name: x if name.endswith("loss") else x / weight for name, x in seen.items()}
+    return {
+        **{f"{model}/{name}": x for name, x in means.items()},
+        **step.metrics(model),
+        f"{model}/num_micro_batches": float(num_micro_batches),
+    }
+
+
 @dataclass
 class Actor:
     """A policy in an engine; the reference is the same thing, frozen."""
@@ -55,14 +94,10 @@ class Actor:
     @torch.no_grad()
     def log_probs(self, batch: TokenBatch) -> Tensor:
         """Log-prob of each token in the loss given its prefix, (num_tokens,) float32; else 0."""
-        result = torch.zeros(batch.num_tokens)
-        for indices, micro in self.engine.micro_batches(batch, self.budgets.inference):
-            inputs = PackedInputs.of(micro, loss_mask(micro), self.engine.device)
-            found, _ = self.engine.forward(inputs, self.temperature)
-            if indices:
-                result[batch.positions(indices)[inputs.target_positions.cpu()]] = found.cpu()
-        self.engine.reshard()
-        return result
+        return at_targets(
+            self.engine, batch, self.budgets.inference,
+            lambda inputs: self.engine.forward(inputs, self.temperature)[0],
+        )  # fmt: skip
 
     def update(self, mini_batch: TokenBatch) -> Metrics:
         """One optimizer step on this rank's share of a mini-batch; metrics are over all ranks.
@@ -81,23 +116,10 @@ class Actor:
             self.engine.backward(loss)
             sums += observed
             peak = torch.maximum(peak, mismatch)
-        total = reduce_sum(sums, self.engine.device)
-        step = self.engine.step(is_finite=bool(total.isfinite().all()))
-        if step.is_faulty:
-            logger.warning("update skipped: gradient norm %s on groups %s", step.grad_norm,
-                           mini_batch.columns.get("group"))  # fmt: skip
-        seen = dict(zip(_SUMS, total.tolist(), strict=True))
-        weight = max(seen.pop("weight"), 1e-12)
-        metrics = {
-            f"actor/{name}": x if name in _LOSSES else x / weight for name, x in seen.items()
-        }
+        metrics = apply_update(self.engine, "actor", mini_batch, len(micros), _SUMS, sums)
         if "rollout_log_probs" in mini_batch.tokens:
             metrics["actor/rollout_mismatch_max"] = float(reduce_max(peak, self.engine.device))
-        return {
-            **metrics,
-            **step.metrics("actor"),
-            "actor/num_micro_batches": float(len(micros)),
-        }
+        return metrics
 
     def _loss(self, micro: TokenBatch, inputs: PackedInputs) -> tuple[Tensor, Tensor, Tensor]:
         """This micro-batch's share of the loss, of the metrics `_SUMS`, and the peak mismatch."""
@@ -154,9 +176,6 @@ _SUMS = (
     "ppo_kl", "clip_fraction", "dual_clip_fraction", "rollout_mismatch", "rollout_kl", "weight",
 )  # fmt: skip
 """Sums over tokens, weighted as the loss is."""
-
-_LOSSES = {"loss", "pg_loss", "kl_loss", "llds_loss"}
-"""Those that are reported as they are; the others as means over the tokens that were seen."""
 
 
 @dataclass(frozen=True)

@@ -107,23 +107,17 @@ class TrainerWorker:
             share_threads(min(world_size, config.trainer.n_gpus_per_node))
         if config.trainer.deterministic:
             make_deterministic()
-        self._join(master_addr, master_port)
-        self._seed(config.trainer.seed)
+        if config.trainer.nnodes > 1:
+            os.environ |= {**interface_variables(master_addr), **os.environ}  # a user's stay
+        os.environ |= {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port)}
+        join_process_group(self.device, rank, world_size)
+        random.seed(config.trainer.seed)
+        np.random.seed(config.trainer.seed)
+        torch.manual_seed(config.trainer.seed)
         self.needs_critic = ADVANTAGES[config.algorithm.adv_estimator].needs_critic
         self.actor, self.reference = self._build_policy()
         self.critic = self._build_critic() if self.needs_critic else None
         self._shard_writer = ShardWriter()
-
-    def _join(self, address: str, port: int) -> None:
-        if self.config.trainer.nnodes > 1:
-            os.environ |= {**interface_variables(address), **os.environ}  # what a user set stays
-        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        join_process_group(self.device, self.rank, self.world_size)
-
-    def _seed(self, seed: int) -> None:
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
 
     def _opened(
         self, model: ModelConfig | CriticModelConfig, path: str, needs_head: bool = True
@@ -154,7 +148,8 @@ class TrainerWorker:
 
     def _policy(self, engine: FsdpModel) -> Actor:
         section = self.config.actor_rollout_ref
-        return Actor(engine, section.actor, actor_budgets(self.config), self._temperature())
+        temperature = section.rollout.temperature or 1.0  # greedy rollouts are judged at 1
+        return Actor(engine, section.actor, actor_budgets(self.config), temperature)
 
     def _actor_engine(self, lm: PreTrainedModel) -> FsdpModel:
         section = self.config.actor_rollout_ref
@@ -179,10 +174,6 @@ class TrainerWorker:
             return share(actor, Role.REFERENCE, options)
         module = LogProbModel(twin)
         return FsdpModel(module, blocks(twin, twin), self.device, options, twin=actor)
-
-    def _temperature(self) -> float:
-        """The temperature of training rollouts; greedy ones are judged at 1."""
-        return self.config.actor_rollout_ref.rollout.temperature or 1.0
 
     def _build_critic(self) -> Critic:
         critic = self.config.critic
