@@ -13,7 +13,7 @@ from pathlib import Path
 
 import tyro
 
-from search_r1.inference.options import AskingOptions
+from search_r1.inference.options import InferenceOptions
 from search_r1.options import run
 from verl.errors import SearchR1Error, explain
 
@@ -21,7 +21,7 @@ QUESTION = "What is the capital of China?"
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferOptions(AskingOptions):
+class InferOptions(InferenceOptions):
     """What is asked, of which agent, and how the answer is shown."""
 
     question: tyro.conf.Positional[str | None] = None
@@ -54,5 +54,5 @@ class InferOptions(AskingOptions):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
-    return run("search_r1.inference.asking:answer", InferOptions, argv, prog="search-r1 infer",
+    return run("search_r1.inference.command:answer", InferOptions, argv, prog="search-r1 infer",
                description=__doc__, errors=(SearchR1Error,))  # fmt: skip

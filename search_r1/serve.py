@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from search_r1.inference.options import AskingOptions
+from search_r1.inference.options import InferenceOptions
 from search_r1.options import Bounds, run
 from search_r1.search.errors import SearchError
 from verl.errors import SearchR1Error
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingOptions(AskingOptions):
+class ServingOptions(InferenceOptions):
     """An agent behind a port."""
 
     engine: Literal["vllm", "transformers"] = "vllm"

@@ -17,7 +17,7 @@ from search_r1.agent_server.requests import ChatRequest, Order, understand
 from search_r1.agent_server.streaming import Listener, events, outcome, unless_left
 from search_r1.agent_server.thoughts import Thoughts, reasoning
 from search_r1.bearer import has_token
-from search_r1.inference.dialogue import SILENCE, Asker, Hearer, Reply
+from search_r1.inference.dialogue import SILENCE, AgentSession, DialogueListener, Reply
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
 from verl import __version__
@@ -30,7 +30,7 @@ CLIENT_CLOSED = 499
 class Service:
     """An agent under a name, and the token that it is asked for, if any."""
 
-    asker: Asker
+    session: AgentSession
     name: str
     token: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -55,13 +55,13 @@ class Service:
         if self.token and not has_token(request.headers.get("authorization", ""), self.token):
             raise ApiError(401, "a wrong API key, or none: send the server's", "invalid_api_key")
 
-    def dialogue(self, order: Order, hearer: Hearer) -> asyncio.Task[Reply]:
+    def dialogue(self, order: Order, listener: DialogueListener) -> asyncio.Task[Reply]:
         """The dialogue, started."""
         return asyncio.ensure_future(
-            self.asker.ask(
+            self.session.ask(
                 order.question,
                 order.prompt,
-                hearer,
+                listener,
                 sampling=order.sampling,
                 seed=order.seed,
                 max_tokens=order.max_tokens,
@@ -91,7 +91,7 @@ class Service:
 
     async def check_health(self) -> None:
         """Raise ApiError when no search could be answered."""
-        retrieval = retrieval_of(self.asker.agent.environment)
+        retrieval = retrieval_of(self.session.agent.environment)
         if not isinstance(retrieval, RetrievalClient):
             return
         try:
@@ -103,11 +103,11 @@ class Service:
 
     @property
     def _tags(self) -> Any:
-        return self.asker.agent.format.tags
+        return self.session.agent.format.tags
 
     @property
     def _special_tokens(self) -> list[str]:
-        return self.asker.agent.tokenizer.all_special_tokens
+        return self.session.agent.tokenizer.all_special_tokens
 
 
 def build_app(service: Service) -> FastAPI:
@@ -140,7 +140,7 @@ def _guarded(service: Service) -> APIRouter:
     @router.post("/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:
         service.require(body.model)
-        order, envelope = understand(body, service.asker), Envelope(service.name)
+        order, envelope = understand(body, service.session), Envelope(service.name)
         answer = service.stream if body.stream else service.whole
         return await unless_left(request, answer(order, envelope)) or Response(
             status_code=CLIENT_CLOSED

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from search_r1.agent_server.errors import ApiError
-from search_r1.inference.dialogue import Asker
+from search_r1.inference.dialogue import AgentSession
 from verl.errors import DataError
 from verl.types import Prompt, Sampling
 
@@ -81,7 +81,7 @@ class Order:
     includes_usage: bool
 
 
-def understand(body: ChatRequest, asker: Asker) -> Order:
+def understand(body: ChatRequest, session: AgentSession) -> Order:
     """What is to be done. Raises ApiError for what cannot be."""
     _refuse_unsupported(body)
     *before, last = body.messages
@@ -94,7 +94,7 @@ def understand(body: ChatRequest, asker: Asker) -> Order:
         raise ApiError(400, "the last message is empty, expected a question", None, "messages")
     earlier = tuple({"role": _role(m.role), "content": _text(m)} for m in before)
     try:
-        prompt = asker.prompt(question, earlier)
+        prompt = session.prompt(question, earlier)
     except DataError as error:
         raise ApiError(400, str(error), "context_length_exceeded", "messages") from error
     given = {"temperature": body.temperature, "top_p": body.top_p}
@@ -102,7 +102,7 @@ def understand(body: ChatRequest, asker: Asker) -> Order:
     return Order(
         question,
         prompt,
-        replace(asker.sampling, **chosen),
+        replace(session.sampling, **chosen),
         body.seed,
         body.max_completion_tokens or body.max_tokens,
         bool(body.stream_options and body.stream_options.include_usage),

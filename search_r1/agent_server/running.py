@@ -29,8 +29,8 @@ async def serve(options: ServingOptions, bound: socket.socket) -> None:
     token = os.environ.get(TOKEN_VARIABLE) or None
     host, port = bound.getsockname()[:2]
     warn_if_open(bound, token, TOKEN_VARIABLE)
-    async with opened(options) as asker:
-        app = build_app(Service(asker, options.name, token))
+    async with opened(options) as session:
+        app = build_app(Service(session, options.name, token))
         server = _server(app)
         # uvicorn raises the signal again once it is done, which would cut short the closing of
         # the engine.

@@ -13,7 +13,7 @@ from fastapi import Request
 from search_r1.agent_server.answers import Envelope, facts, finish_reason
 from search_r1.agent_server.errors import INTERNAL, ApiError
 from search_r1.agent_server.thoughts import Thoughts
-from search_r1.inference.dialogue import Hearer, Reply, Search, search_json
+from search_r1.inference.dialogue import DialogueListener, Reply, Search, search_json
 from verl.errors import SearchR1Error
 from verl.types import Status
 
@@ -24,7 +24,7 @@ Delta = Mapping[str, Any]
 DONE = "data: [DONE]\n\n"
 
 
-class Listener(Hearer):
+class Listener(DialogueListener):
     """Turns what is heard into deltas, for whoever iterates over them."""
 
     def __init__(self, thoughts: Thoughts) -> None:

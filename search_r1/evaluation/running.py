@@ -14,8 +14,8 @@ from search_r1.evaluation.judging import open_judge
 from search_r1.evaluation.manifest import build_manifest
 from search_r1.evaluation.methods import METHODS, Method
 from search_r1.evaluation.options import EvaluationOptions
-from search_r1.evaluation.playing import Player, Task, agent_of, check_rows
 from search_r1.evaluation.report import write_report
+from search_r1.evaluation.runner import Runner, Task, agent_of, check_rows
 from search_r1.evaluation.samples import FAILED, Sample
 from search_r1.evaluation.store import Store
 from search_r1.inference.model import (
@@ -59,8 +59,8 @@ async def _evaluate(options: EvaluationOptions, config: Config) -> None:
     rows = choose(load_rows(options.data, options.prompt_key), options.num_rows, options.seed)
     facts = await facts_of(config) if method.needs_documents else NO_RETRIEVER
     agent = agent_of(load_agent(config), method)
-    player = build_player(options, agent, method)
-    check_rows(rows, player, options.max_start_length)
+    runner = build_player(options, agent, method)
+    check_rows(rows, runner, options.max_start_length)
     manifest = build_manifest(options, config, facts, len(rows), computed_dtype(options))
     tasks = [Task(row, sample) for row in rows for sample in range(options.n)]
     with Store(Path(options.out), manifest) as store:
@@ -70,21 +70,21 @@ async def _evaluate(options: EvaluationOptions, config: Config) -> None:
             return
         try:
             async with running_engine(config) as engine:
-                await play_all(missing, player, engine, store, options.num_at_once)
+                await play_all(missing, runner, engine, store, options.num_at_once)
         finally:
             await agent.environment.aclose()
 
 
-def build_player(options: EvaluationOptions, agent: DialogueAgent, method: Method) -> Player:
+def build_player(options: EvaluationOptions, agent: DialogueAgent, method: Method) -> Runner:
     """What plays one question of this evaluation."""
     tokenizer: Any = agent.tokenizer
     sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
     judge, untagged = open_judge(options), options.untagged
-    return Player(agent, method, tokenizer, sampling, options.seed, judge, untagged)
+    return Runner(agent, method, tokenizer, sampling, options.seed, judge, untagged)
 
 
 async def play_all(
-    tasks: Sequence[Task], player: Player, engine: RolloutEngine, store: Store, concurrency: int
+    tasks: Sequence[Task], runner: Runner, engine: RolloutEngine, store: Store, concurrency: int
 ) -> None:
     """Play every task, `concurrency` at once, and store each as it ends.
 
@@ -96,7 +96,7 @@ async def play_all(
 
         async def work(waiting: Iterator[Task]) -> None:
             for task in waiting:
-                progress.add(await player.play(task, engine))
+                progress.add(await runner.play(task, engine))
 
         try:
             async with asyncio.TaskGroup() as group:

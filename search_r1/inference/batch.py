@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from search_r1.inference.dialogue import Asker
+from search_r1.inference.dialogue import AgentSession
 from search_r1.inference.questions import question_of
 from verl.data import load_rows
 from verl.data.rows import Message
@@ -20,7 +20,7 @@ from verl.types import Status
 
 
 @dataclass(frozen=True)
-class Asked:
+class BatchQuestion:
     """One question of a file."""
 
     uid: str
@@ -30,13 +30,13 @@ class Asked:
     """The prompt as it stands in a row; None for a question that is to be put in our wording."""
 
 
-def read_questions(file: str) -> list[Asked]:
+def read_questions(file: str) -> list[BatchQuestion]:
     """The questions of a text file, one a line, or of rows in parquet or jsonl.
 
     Raises DataError for a file that is missing, malformed or empty.
     """
     if Path(file).suffix in (".parquet", ".jsonl"):
-        return [Asked(row.uid, question_of(row), row.prompt) for row in load_rows(file)]
+        return [BatchQuestion(row.uid, question_of(row), row.prompt) for row in load_rows(file)]
     found = list(_lines(Path(file)))
     if not found:
         fix = "write one question a line, or give rows as .parquet or .jsonl"
@@ -44,7 +44,7 @@ def read_questions(file: str) -> list[Asked]:
     return found
 
 
-def _lines(file: Path) -> Iterator[Asked]:
+def _lines(file: Path) -> Iterator[BatchQuestion]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -52,21 +52,21 @@ def _lines(file: Path) -> Iterator[Asked]:
         raise DataError(explain(f"--file {file}", str(error), "questions", fix)) from error
     for number, line in enumerate(text.split("\n")):
         if line.strip():
-            yield Asked(f"{file.name}#{number}", line.strip())
+            yield BatchQuestion(f"{file.name}#{number}", line.strip())
 
 
-async def answer_all(questions: Sequence[Asked], asker: Asker, out: TextIO) -> int:
+async def answer_all(questions: Sequence[BatchQuestion], session: AgentSession, out: TextIO) -> int:
     """Write one JSON object a line, in order, each as soon as those before it are there.
 
     Returns how many dialogues failed; one that fails ends no other.
     """
-    places = asyncio.Semaphore(asker.num_at_once)
+    places = asyncio.Semaphore(session.num_at_once)
     num_failed = 0
     with tqdm(total=len(questions), desc="ask", unit="question") as bar:
 
-        async def play(asked: Asked) -> dict[str, Any]:
+        async def play(asked: BatchQuestion) -> dict[str, Any]:
             async with places:
-                line = await _answer(asked, asker)
+                line = await _answer(asked, session)
             bar.update()
             return line
 
@@ -80,15 +80,15 @@ async def answer_all(questions: Sequence[Asked], asker: Asker, out: TextIO) -> i
     return num_failed
 
 
-async def _answer(asked: Asked, asker: Asker) -> dict[str, Any]:
+async def _answer(asked: BatchQuestion, session: AgentSession) -> dict[str, Any]:
     """A reply as JSON, or what kept the question from being asked."""
     try:
         prompt = (
-            asker.prompt(asked.question)
+            session.prompt(asked.question)
             if asked.messages is None
-            else asker.render(asked.messages, asked.uid)
+            else session.render(asked.messages, asked.uid)
         )
-        reply = await asker.ask(asked.question, prompt)
+        reply = await session.ask(asked.question, prompt)
     except SearchR1Error as error:
         failed = {"status": Status.FAILED.value, "error": str(error), "answer": None}
         return {"uid": asked.uid, "question": asked.question, **failed}

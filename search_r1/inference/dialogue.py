@@ -33,7 +33,7 @@ class Source:
     """Which searches found it, counted from 1."""
 
 
-class Hearer:
+class DialogueListener:
     """Hears a dialogue as it happens; this one keeps silent."""
 
     def said(self, text: str) -> None:
@@ -49,7 +49,7 @@ class Hearer:
         """What the policy was told after a turn without an action."""
 
 
-SILENCE = Hearer()
+SILENCE = DialogueListener()
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,11 @@ def search_json(search: Search) -> dict[str, Any]:
 
 
 @dataclass
-class _Heard(RolloutEngine):
-    """Stands before one dialogue's engine, hears its tools, and lets `hearer` hear both."""
+class _ListeningEngine(RolloutEngine):
+    """Stands before one dialogue's engine, hears its tools, and lets `listener` hear both."""
 
     engine: RolloutEngine
-    hearer: Hearer
+    listener: DialogueListener
     correction: str
     max_tokens: int | None
     """What the policy may sample in all turns together."""
@@ -130,9 +130,9 @@ class _Heard(RolloutEngine):
                 return Completion((), (), "", "length")
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, self.max_tokens))
         if self._is_corrected:
-            self.hearer.corrected(self.correction)
-        completion = await self.engine.stream(prompt_ids, sampling, self.hearer.said)
-        self.hearer.turned()
+            self.listener.corrected(self.correction)
+        completion = await self.engine.stream(prompt_ids, sampling, self.listener.said)
+        self.listener.turned()
         if self.max_tokens is not None:
             self.max_tokens -= len(completion.ids)
         self._is_corrected = True
@@ -144,11 +144,11 @@ class _Heard(RolloutEngine):
         found = tuple(i.source for i in observation.items if isinstance(i.source, Document))
         if call.tool == "search":
             self.searches.append(Search(query_of(call), found))
-            self.hearer.searched(self.searches[-1])
+            self.listener.searched(self.searches[-1])
 
 
 @dataclass(frozen=True)
-class Asker:
+class AgentSession:
     """An agent with its running engine: what answers questions."""
 
     agent: DialogueAgent
@@ -184,7 +184,7 @@ class Asker:
         self,
         question: str,
         prompt: Prompt,
-        hearer: Hearer = SILENCE,
+        listener: DialogueListener = SILENCE,
         *,
         sampling: Sampling | None = None,
         seed: int | None = None,
@@ -196,7 +196,7 @@ class Asker:
         in the status failed. Raises SearchR1Error when the engine cannot answer.
         """
         correction = self.agent.format.respond(Turn(), None, ())
-        heard = _Heard(self.engine, hearer, correction, max_tokens)
+        heard = _ListeningEngine(self.engine, listener, correction, max_tokens)
         start = start_trajectory(prompt, seed=self.seed if seed is None else seed)
         environment = replace(self.agent.environment, heard=heard.answered)
         agent = replace(self.agent, environment=environment)

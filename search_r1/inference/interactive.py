@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from search_r1.inference.dialogue import Asker, Reply, past
+from search_r1.inference.dialogue import AgentSession, Reply, past
 from search_r1.inference.opening import opened
 from search_r1.inference.options import AgentOptions
 from search_r1.inference.terminal import Terminal
@@ -24,12 +24,12 @@ INPUT = "> "
 class Conversation:
     """What was asked and answered so far."""
 
-    asker: Asker
+    session: AgentSession
     _past: list[tuple[Message, Message]] = field(default_factory=list)
 
     async def ask(self, question: str, terminal: Terminal) -> Reply:
         """Play one turn, and remember it if it has an answer."""
-        reply = await self.asker.ask(question, self._prompt(question), terminal)
+        reply = await self.session.ask(question, self._prompt(question), terminal)
         if reply.answer is not None:
             self._past.append(past(question, reply.answer))
         return reply
@@ -42,7 +42,7 @@ class Conversation:
         """The question after as many earlier turns as fit; the oldest go first, for good."""
         while True:
             try:
-                return self.asker.prompt(question, [m for turn in self._past for m in turn])
+                return self.session.prompt(question, [m for turn in self._past for m in turn])
             except DataError:
                 if not self._past:
                     raise
@@ -54,9 +54,9 @@ def converse(options: AgentOptions, terminal: Terminal, read: Callable[[str], st
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
         with _unheard_interrupts():
-            asker = runner.run(stack.enter_async_context(opened(options)))
+            session = runner.run(stack.enter_async_context(opened(options)))
         try:
-            talk(Conversation(asker), runner, terminal, read)
+            talk(Conversation(session), runner, terminal, read)
         finally:
             runner.run(stack.aclose())
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from search_r1.inference.adapter import base_of
-from search_r1.inference.dialogue import Asker
+from search_r1.inference.dialogue import AgentSession
 from search_r1.inference.model import (
     Options,
     at_last_step,
@@ -72,7 +72,7 @@ def default_model(adapter: str | None) -> str:
 
 
 @contextlib.asynccontextmanager
-async def opened(options: AgentOptions) -> AsyncIterator[Asker]:
+async def opened(options: AgentOptions) -> AsyncIterator[AgentSession]:
     """The agent of these options, running; the retriever is reached before any model is loaded.
 
     Raises SearchR1Error for what the user can mend.
@@ -86,7 +86,7 @@ async def opened(options: AgentOptions) -> AsyncIterator[Asker]:
         sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
         try:
             async with running_engine(config) as engine:
-                yield Asker(agent, engine, tokenizer, sampling, options.seed,
+                yield AgentSession(agent, engine, tokenizer, sampling, options.seed,
                             options.max_start_length, options.num_at_once)  # fmt: skip
         finally:
             await agent.environment.aclose()

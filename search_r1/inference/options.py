@@ -82,7 +82,7 @@ class AgentOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskingOptions(AgentOptions):
+class InferenceOptions(AgentOptions):
     """An agent for people's questions; without a model or adapter the shipped one is taken."""
 
     engine: Literal["vllm", "transformers"] = "transformers"

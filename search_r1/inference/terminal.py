@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from search_r1.inference.dialogue import Hearer, Reply, Search
+from search_r1.inference.dialogue import DialogueListener, Reply, Search
 from search_r1.search.schema import Document
 from verl.types import Status
 
@@ -17,7 +17,7 @@ ASIDE = "dim"
 
 
 @dataclass
-class Terminal(Hearer):
+class Terminal(DialogueListener):
     """Shows one dialogue after the other."""
 
     console: Console

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 import uvicorn
 
 from search_r1.agent_server.app import Service, build_app
-from search_r1.inference.dialogue import Asker
+from search_r1.inference.dialogue import AgentSession
 from search_r1.search.server.running import bind
 
 MODEL = "search-r1"
 
 
 @contextlib.contextmanager
-def serving(asker: Asker, token: str | None = None) -> Iterator[str]:
-    """The base address of a service of `asker`, ended with the context."""
+def serving(session: AgentSession, token: str | None = None) -> Iterator[str]:
+    """The base address of a service of `session`, ended with the context."""
     config = uvicorn.Config(
-        build_app(Service(asker, MODEL, token)),
+        build_app(Service(session, MODEL, token)),
         lifespan="off",
         log_level="critical",
         timeout_graceful_shutdown=5,

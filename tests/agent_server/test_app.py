@@ -18,7 +18,7 @@ from search_r1.search.errors import RetrieverUnavailable
 from search_r1.search.schema import Document
 from tests.agent_server.services import MODEL, serving
 from tests.fakes import ByteTokenizer, ScriptedEngine
-from tests.inference.scripted import SHORT, TWO_SEARCHES, SpellingEngine, asker
+from tests.inference.scripted import SHORT, TWO_SEARCHES, SpellingEngine, session
 from verl.errors import ConfigError
 from verl.types import Completion, Sampling
 
@@ -48,7 +48,7 @@ def prompt_of(engine: ScriptedEngine) -> str:
 
 def test_an_answer_with_its_searches() -> None:
     """Content, reasoning, searches, counts and reason, each in its field."""
-    with serving(asker(ScriptedEngine(TWO_SEARCHES))) as url:
+    with serving(session(ScriptedEngine(TWO_SEARCHES))) as url:
         got = ask(url)
     (choice,) = got.choices
     assert (choice.message.content, choice.finish_reason) == ("Oslo", "stop")
@@ -66,7 +66,7 @@ def test_an_answer_with_its_searches() -> None:
 @pytest.mark.parametrize("kind", [ScriptedEngine, SpellingEngine])
 def test_a_stream_says_the_same_as_a_whole_answer(kind: type[ScriptedEngine]) -> None:
     """Reasoning letter by letter, each search when it is answered, the answer, and the end."""
-    with serving(asker(kind(TWO_SEARCHES * 2))) as url:
+    with serving(session(kind(TWO_SEARCHES * 2))) as url:
         whole = ask(url)
         chunks = list(ask(url, stream=True, stream_options={"include_usage": True}))
     assert len({chunk.id for chunk in chunks}) == 1
@@ -95,7 +95,7 @@ def test_earlier_messages_are_history() -> None:
         {"role": "assistant", "content": "Oslo"},
         {"role": "user", "content": parts},
     ]
-    with serving(asker(engine)) as url:
+    with serving(session(engine)) as url:
         assert ask(url, messages).choices[0].message.content == "Stockholm"
     worded = SHORT.user_prompt("And\nSweden?")
     assert prompt_of(engine) == f"Be brief.\n{QUESTION}\nOslo\n{worded}"
@@ -104,7 +104,7 @@ def test_earlier_messages_are_history() -> None:
 def test_decoding_is_the_clients_to_choose() -> None:
     """Temperature and nucleus, and a seed that decides every turn's."""
     engine = ScriptedEngine(TWO_SEARCHES * 3)
-    with serving(asker(engine)) as url:
+    with serving(session(engine)) as url:
         for seed in (1, 1, 2):
             ask(url, temperature=0.5, top_p=0.9, seed=seed)
     first = engine.requests[0].sampling
@@ -116,7 +116,7 @@ def test_decoding_is_the_clients_to_choose() -> None:
 def test_without_a_seed_the_engine_chooses() -> None:
     """So that asking again for a sampled answer may give another."""
     engine = ScriptedEngine(TWO_SEARCHES)
-    with serving(replace(asker(engine), seed=None)) as url:
+    with serving(replace(session(engine), seed=None)) as url:
         ask(url, temperature=1.0)
     assert {request.sampling.seed for request in engine.requests} == {None}
 
@@ -125,7 +125,7 @@ def test_without_a_seed_the_engine_chooses() -> None:
 def test_without_an_answer_the_reason_is_length(name: str) -> None:
     """When the client's tokens are spent; the content is empty then."""
     budget = len(TWO_SEARCHES[0])
-    with serving(asker(ScriptedEngine(TWO_SEARCHES))) as url:
+    with serving(session(ScriptedEngine(TWO_SEARCHES))) as url:
         got = ask(url, **{name: budget})
     (choice,) = got.choices
     assert (choice.message.content, choice.finish_reason) == ("", "length")
@@ -135,7 +135,7 @@ def test_without_an_answer_the_reason_is_length(name: str) -> None:
 
 def test_there_is_one_model() -> None:
     """It is listed and found; another is not."""
-    with serving(asker(ScriptedEngine([]))) as url:
+    with serving(session(ScriptedEngine([]))) as url:
         assert [model.id for model in client(url).models.list()] == [MODEL]
         assert client(url).models.retrieve(MODEL).owned_by == "search-r1"
         with pytest.raises(openai.NotFoundError, match="search-r1"):
@@ -172,7 +172,7 @@ def test_a_bad_request_is_told_what_is_wrong(
     """In OpenAI's form, before the engine is asked; the same for a stream."""
     engine = ScriptedEngine([])
     with (
-        serving(asker(engine)) as url,
+        serving(session(engine)) as url,
         pytest.raises(openai.BadRequestError) as caught,
     ):
         ask(url, **wrong, stream=stream)
@@ -183,7 +183,7 @@ def test_a_bad_request_is_told_what_is_wrong(
 
 def test_what_changes_nothing_may_be_sent() -> None:
     """Defaults that clients spell out, and fields for bookkeeping."""
-    with serving(asker(ScriptedEngine(TWO_SEARCHES))) as url:
+    with serving(session(ScriptedEngine(TWO_SEARCHES))) as url:
         got = ask(url, n=1, stop=None, presence_penalty=0, user="me", store=False,
                   response_format={"type": "text"})  # fmt: skip
     assert got.choices[0].message.content == "Oslo"
@@ -200,20 +200,20 @@ def test_a_retriever_that_is_away_is_503() -> None:
     """Whole; as a stream that has not begun; and as the last event of one that has."""
     silent = ("<search> a </search>",)
     with (
-        serving(asker(ScriptedEngine(silent), Away())) as url,
+        serving(session(ScriptedEngine(silent), Away())) as url,
         pytest.raises(openai.InternalServerError, match="nobody there") as caught,
     ):
         ask(url)
     assert (caught.value.status_code, caught.value.code) == (503, "retriever_unavailable")
     with (
-        serving(asker(ScriptedEngine(silent), Away())) as url,
+        serving(session(ScriptedEngine(silent), Away())) as url,
         pytest.raises(openai.InternalServerError) as caught,
     ):
         ask(url, stream=True)
     assert caught.value.status_code == 503
     heard = []
     with (
-        serving(asker(ScriptedEngine(TWO_SEARCHES), Away())) as url,
+        serving(session(ScriptedEngine(TWO_SEARCHES), Away())) as url,
         pytest.raises(openai.APIError, match="nobody there"),
     ):
         for chunk in ask(url, stream=True):
@@ -223,11 +223,11 @@ def test_a_retriever_that_is_away_is_503() -> None:
 
 def test_health_is_the_retrievers_too() -> None:
     """Without a search server no question can be answered."""
-    with serving(asker(ScriptedEngine([]))) as url:
+    with serving(session(ScriptedEngine([]))) as url:
         answer = httpx.get(f"{url}/health")
         assert (answer.status_code, answer.json()["status"]) == (200, "ok")
     away = RetrievalClient("http://127.0.0.1:9", 3, max_retries=0)
-    with serving(asker(ScriptedEngine([]), away)) as url:
+    with serving(session(ScriptedEngine([]), away)) as url:
         answer = httpx.get(f"{url}/health")
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "retriever_unavailable"
@@ -246,7 +246,7 @@ class Broken(ScriptedEngine):
 def test_an_engine_that_fails_is_told_apart_from_a_bug(stream: bool) -> None:
     """503 with its message; 500 without, since that is for the log."""
     engine = Broken([])
-    with serving(asker(engine)) as url:
+    with serving(session(engine)) as url:
         with pytest.raises(openai.InternalServerError, match="fix: start it") as caught:
             list(ask(url, stream=stream))
         assert (caught.value.status_code, caught.value.code) == (503, "engine_unavailable")
@@ -260,7 +260,7 @@ def test_an_engine_that_fails_is_told_apart_from_a_bug(stream: bool) -> None:
 @pytest.mark.parametrize("token", ["sesame", "sésame"])
 def test_a_token_is_wanted_where_there_is_one(token: str) -> None:
     """For everything but health; it is compared as it is sent, in UTF-8."""
-    with serving(asker(ScriptedEngine([])), token) as url:
+    with serving(session(ScriptedEngine([])), token) as url:
         for headers in ({}, {"Authorization": "Bearer none"}, {"Authorization": token.encode()}):
             answer = httpx.get(f"{url}/v1/models", headers=headers)
             assert answer.status_code == 401
@@ -276,7 +276,7 @@ def test_a_token_is_wanted_where_there_is_one(token: str) -> None:
 
 def test_an_unknown_path_is_an_error_in_the_same_form() -> None:
     """Other routes of OpenAI's are not there."""
-    with serving(asker(ScriptedEngine([]))) as url:
+    with serving(session(ScriptedEngine([]))) as url:
         with pytest.raises(openai.NotFoundError, match="/v1/embeddings"):
             client(url).embeddings.create(model=MODEL, input="a")
         answer = httpx.post(f"{url}/v1/chat/completions", content=b"{")
@@ -309,7 +309,7 @@ def test_a_client_that_leaves_ends_its_dialogue(stream: bool) -> None:
     """The engine hears of it, whether the answer was to come whole or in parts."""
     engine = Endless()
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Q?"}], "stream": stream}
-    with serving(asker(engine)) as url:
+    with serving(session(engine)) as url:
         with httpx.Client(timeout=60) as http:
             if stream:
                 with http.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
@@ -339,7 +339,7 @@ class Both(SpellingEngine):
 def test_dialogues_are_played_at_once() -> None:
     """One that is still heard keeps no other waiting, and goes on after it."""
     engine = Both(TWO_SEARCHES)
-    with serving(asker(engine)) as url:
+    with serving(session(engine)) as url:
         with ask(url, [{"role": "user", "content": "endless"}], stream=True) as stream:
             assert next(iter(stream)).choices[0].delta.role == "assistant"
             assert ask(url).choices[0].message.content == "Oslo"

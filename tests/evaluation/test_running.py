@@ -14,7 +14,7 @@ from search_r1.evaluation.running import MAX_FAILURES_IN_A_ROW, play_all
 from search_r1.evaluation.store import SAMPLES, Store, read_evaluation
 from search_r1.search.client import Document
 from search_r1.search.errors import RetrieverUnavailable
-from tests.evaluation.worlds import Reader, finder, player, row, tasks
+from tests.evaluation.worlds import Reader, finder, row, runner, tasks
 from verl.errors import ConfigError, RetrieverError
 from verl.rollout.interface import RolloutEngine
 from verl.types import Completion, Sampling
@@ -39,7 +39,7 @@ def evaluate(folder: Path, engine: RolloutEngine, concurrency: int = 4) -> int:
     """Play what is missing of two samples a row; returns how many dialogues that were."""
     with Store(folder, WHAT) as store:
         missing = [task for task in tasks(ROWS, 2) if task.key not in store.finished]
-        asyncio.run(play_all(missing, player(finder(ROWS)), engine, store, concurrency))
+        asyncio.run(play_all(missing, runner(finder(ROWS)), engine, store, concurrency))
     return len(missing)
 
 
@@ -84,7 +84,7 @@ class Away:
 def test_an_outage_stops_the_evaluation(tmp_path: Path) -> None:
     """Not every row is failed: it stops with the reason, and a restart plays all of them."""
     with Store(tmp_path, WHAT) as store, pytest.raises(RetrieverError, match="no server"):
-        asyncio.run(play_all(tasks(ROWS, 2), player(Away()), Reader(), store, 2))
+        asyncio.run(play_all(tasks(ROWS, 2), runner(Away()), Reader(), store, 2))
     assert MAX_FAILURES_IN_A_ROW <= len(store.finished) < 40
     assert evaluate(tmp_path, Reader()) == 40
 
@@ -100,4 +100,4 @@ class Refusing(Reader):
 def test_an_engine_that_refuses_is_one_message(tmp_path: Path) -> None:
     """The workers' common error, not a group of them."""
     with Store(tmp_path, WHAT) as store, pytest.raises(ConfigError, match="got 401"):
-        asyncio.run(play_all(tasks(ROWS), player(finder(ROWS)), Refusing(), store, 8))
+        asyncio.run(play_all(tasks(ROWS), runner(finder(ROWS)), Refusing(), store, 8))

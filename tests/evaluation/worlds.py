@@ -10,7 +10,7 @@ from typing import Any
 from search_r1.agent.generation import search_agent
 from search_r1.agent.tags import TEMPLATES
 from search_r1.evaluation.methods import METHODS
-from search_r1.evaluation.playing import Player, Task, agent_of
+from search_r1.evaluation.runner import Runner, Task, agent_of
 from search_r1.evaluation.samples import Sample, Search
 from search_r1.search.client import InMemoryRetrieval, Retrieval
 from search_r1.search.schema import Document
@@ -66,12 +66,12 @@ class Reader:
         return Completion(tuple(ids), (-0.5,) * len(ids), text, reason)
 
 
-def player(retrieval: Retrieval, method: str = "agent", **more: Any) -> Player:
+def runner(retrieval: Retrieval, method: str = "agent", **more: Any) -> Runner:
     """What plays one question with the byte tokenizer."""
     tokenizer = ByteTokenizer()
     agent = search_agent(retrieval, tokenizer, Limits(max_turns=1), TEMPLATE)
     agent = agent_of(agent, METHODS[method])
-    return Player(agent, METHODS[method], tokenizer, SAMPLING, **more)
+    return Runner(agent, METHODS[method], tokenizer, SAMPLING, **more)
 
 
 def finder(rows: Sequence[Row]) -> InMemoryRetrieval:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from search_r1.agent.generation import search_agent
 from search_r1.agent.tags import TEMPLATES
-from search_r1.inference.dialogue import Asker, Hearer, Search
+from search_r1.inference.dialogue import AgentSession, DialogueListener, Search
 from search_r1.search.retrieval import InMemoryRetrieval, Retrieval
 from search_r1.search.schema import Document
 from tests.fakes import ByteTokenizer, ScriptedEngine
@@ -26,7 +26,7 @@ TWO_SEARCHES = (
 )
 
 
-class Notes(Hearer):
+class Notes(DialogueListener):
     """Writes down what is heard."""
 
     def __init__(self) -> None:
@@ -57,14 +57,14 @@ class SpellingEngine(ScriptedEngine):
         return completion
 
 
-def asker(
+def session(
     engine: RolloutEngine,
     retrieval: Retrieval | None = None,
     *,
     max_turns: int = 3,
     limit: int = 2000,
-) -> Asker:
-    """An asker in the short wording."""
+) -> AgentSession:
+    """An session in the short wording."""
     limits = Limits(max_turns=max_turns, max_obs_length=2000)
     agent = search_agent(retrieval or InMemoryRetrieval(FOUND), ByteTokenizer(), limits, SHORT)
-    return Asker(agent, engine, ByteTokenizer(), Sampling(500, 0.0), 0, limit)
+    return AgentSession(agent, engine, ByteTokenizer(), Sampling(500, 0.0), 0, limit)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from search_r1.inference.batch import Asked, answer_all, read_questions
-from search_r1.inference.dialogue import Asker
+from search_r1.inference.batch import BatchQuestion, answer_all, read_questions
+from search_r1.inference.dialogue import AgentSession
 from tests.fakes import ByteTokenizer, ScriptedEngine
-from tests.inference.scripted import SHORT, asker
+from tests.inference.scripted import SHORT, session
 from verl.errors import DataError
 from verl.types import Completion, Sampling
 
@@ -34,7 +34,7 @@ class Slowest(ScriptedEngine):
         return await ScriptedEngine([f"<answer> {number} </answer>"]).generate(prompt_ids, sampling)
 
 
-def answers(questions: list[Asked], who: Asker) -> tuple[int, list[dict[str, Any]]]:
+def answers(questions: list[BatchQuestion], who: AgentSession) -> tuple[int, list[dict[str, Any]]]:
     out = io.StringIO()
     num_failed = asyncio.run(answer_all(questions, who, out))
     return num_failed, [json.loads(line) for line in out.getvalue().splitlines()]
@@ -44,8 +44,8 @@ def answers(questions: list[Asked], who: Asker) -> tuple[int, list[dict[str, Any
 def test_answers_come_in_the_order_of_questions(at_once: int) -> None:
     """Though later ones are done first, and no more are played at once than the engine takes."""
     engine = Slowest([])
-    questions = [Asked(f"q#{n}", f"What is thing {n}?") for n in range(6)]
-    num_failed, lines = answers(questions, replace(asker(engine), num_at_once=at_once))
+    questions = [BatchQuestion(f"q#{n}", f"What is thing {n}?") for n in range(6)]
+    num_failed, lines = answers(questions, replace(session(engine), num_at_once=at_once))
     assert num_failed == 0
     assert [(line["uid"], line["answer"]) for line in lines] == [
         (f"q#{n}", str(n)) for n in range(6)
@@ -55,8 +55,8 @@ def test_answers_come_in_the_order_of_questions(at_once: int) -> None:
 
 def test_a_question_that_cannot_be_asked_fails_alone() -> None:
     """Its line says why."""
-    questions = [Asked("q#0", "thing 0 " * 99), Asked("q#1", "thing 1?")]
-    num_failed, lines = answers(questions, asker(Slowest([]), limit=400))
+    questions = [BatchQuestion("q#0", "thing 0 " * 99), BatchQuestion("q#1", "thing 1?")]
+    num_failed, lines = answers(questions, session(Slowest([]), limit=400))
     assert num_failed == 1
     assert [line["status"] for line in lines] == ["failed", "answered"]
     assert "at most 400" in lines[0]["error"]
@@ -74,7 +74,7 @@ def test_rows_are_asked_as_they_stand(tmp_path: Path) -> None:
     questions = read_questions(str(file))
     assert [(q.uid, q.question) for q in questions] == [("rows.jsonl#0", "What is thing 4?")]
     engine = ScriptedEngine(["<answer> 4 </answer>"])
-    _, (line,) = answers(questions, asker(engine))
+    _, (line,) = answers(questions, session(engine))
     assert line["answer"] == "4"
     asked = ByteTokenizer().decode(engine.requests[0].prompt_ids)
     assert asked.count("What is thing 4?") == 1
@@ -85,8 +85,8 @@ def test_a_text_file_has_a_question_a_line(tmp_path: Path) -> None:
     file = tmp_path / "questions.txt"
     file.write_text("Who?\n\n  Where? \n")
     assert read_questions(str(file)) == [
-        Asked("questions.txt#0", "Who?"),
-        Asked("questions.txt#2", "Where?"),
+        BatchQuestion("questions.txt#0", "Who?"),
+        BatchQuestion("questions.txt#2", "Where?"),
     ]
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from search_r1.inference.dialogue import Asker, Reply, Source, past
+from search_r1.inference.dialogue import AgentSession, Reply, Source, past
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from tests.inference.scripted import (
     NORWAY,
@@ -13,13 +13,15 @@ from tests.inference.scripted import (
     TWO_SEARCHES,
     Notes,
     SpellingEngine,
-    asker,
+    session,
 )
 from verl.errors import DataError
 from verl.types import Origin, Status
 
 
-def play(who: Asker, question: str = "Capital of Norway?", **more: object) -> tuple[Reply, Notes]:
+def play(
+    who: AgentSession, question: str = "Capital of Norway?", **more: object
+) -> tuple[Reply, Notes]:
     notes = Notes()
     prompt = who.prompt(question)
     return asyncio.run(who.ask(question, prompt, notes, **more)), notes  # type: ignore[arg-type]
@@ -27,7 +29,7 @@ def play(who: Asker, question: str = "Capital of Norway?", **more: object) -> tu
 
 def test_a_reply_holds_answer_searches_and_sources() -> None:
     """A document that two searches found is one source with both."""
-    reply, _ = play(asker(ScriptedEngine(TWO_SEARCHES)))
+    reply, _ = play(session(ScriptedEngine(TWO_SEARCHES)))
     assert (reply.answer, reply.status) == ("Oslo", Status.ANSWERED)
     assert [search.query for search in reply.searches] == ["capital of Norway", "Oslo"]
     assert reply.sources == [Source(OSLO, (1, 2)), Source(NORWAY, (1,))]
@@ -40,7 +42,7 @@ def test_a_reply_holds_answer_searches_and_sources() -> None:
 def test_everything_is_heard_in_its_order() -> None:
     """Words as they come, the turn's end, the search or the correction, and on."""
     script = ("Hm.", *TWO_SEARCHES[1:])
-    reply, notes = play(asker(SpellingEngine(script)))
+    reply, notes = play(session(SpellingEngine(script)))
     said = "".join(text for kind, text in notes.heard if kind == "said")
     assert said == "".join(reply.turns) == "".join(script)
     rest = [entry for entry in notes.heard if entry[0] != "said"]
@@ -54,7 +56,7 @@ def test_everything_is_heard_in_its_order() -> None:
 
 def test_an_engine_that_does_not_stream_is_heard_turn_by_turn() -> None:
     """Each turn in one piece."""
-    _, notes = play(asker(ScriptedEngine(TWO_SEARCHES)))
+    _, notes = play(session(ScriptedEngine(TWO_SEARCHES)))
     assert [text for kind, text in notes.heard if kind == "said"] == list(TWO_SEARCHES)
 
 
@@ -62,7 +64,7 @@ def test_a_budget_bounds_all_turns_together() -> None:
     """The engine is never asked for more than is left, and not at all for nothing."""
     engine = ScriptedEngine(TWO_SEARCHES)
     budget = len(TWO_SEARCHES[0]) + 5
-    reply, _ = play(asker(engine), max_tokens=budget)
+    reply, _ = play(session(engine), max_tokens=budget)
     assert [request.sampling.max_tokens for request in engine.requests] == [budget, 5]
     assert (reply.trajectory.num_tokens_of(Origin.POLICY), reply.answer) == (budget, None)
     assert len(reply.turns) == 2
@@ -70,7 +72,7 @@ def test_a_budget_bounds_all_turns_together() -> None:
 
 def test_earlier_messages_stand_before_the_question() -> None:
     """A follow-up is worded like a first question; what was said stays as it was said."""
-    who = asker(ScriptedEngine(["<answer> x </answer>"]))
+    who = session(ScriptedEngine(["<answer> x </answer>"]))
     prompt = who.prompt("And Sweden?", past("Capital of Norway?", "Oslo"))
     assert prompt.text == f"Capital of Norway?\nOslo\n{SHORT.user_prompt('And Sweden?')}"
     assert list(prompt.ids[:-1]) == ByteTokenizer().encode(prompt.text)
@@ -79,4 +81,4 @@ def test_earlier_messages_stand_before_the_question() -> None:
 def test_a_prompt_that_is_too_long_is_refused() -> None:
     """With its length and what to do."""
     with pytest.raises(DataError, match=r"at most 100; fix: .*--max-start-length"):
-        asker(ScriptedEngine([]), limit=100).prompt("Why? " * 50)
+        session(ScriptedEngine([]), limit=100).prompt("Why? " * 50)

@@ -20,7 +20,7 @@ from search_r1.options import parse
 from search_r1.search.local_server import LocalServer
 from tests.agent_server.services import serving
 from tests.fakes import ScriptedEngine
-from tests.inference.scripted import TWO_SEARCHES, asker
+from tests.inference.scripted import TWO_SEARCHES, session
 
 PAGE = (Path(infer.__file__).parent / "docs/inference.md").read_text(encoding="utf-8")
 
@@ -82,7 +82,7 @@ def test_questions_are_asked(
 def test_the_python_example_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     """Against a scripted agent at the address of the page."""
     (code,) = blocks("python")
-    with serving(asker(ScriptedEngine(TWO_SEARCHES))) as url:
+    with serving(session(ScriptedEngine(TWO_SEARCHES))) as url:
         exec(code.replace("http://127.0.0.1:8001", url), {})
     assert capsys.readouterr().out.splitlines() == [
         "Oslo", "Where?", "", "Sure?", "", "So it is.",
@@ -109,6 +109,7 @@ def test_names_and_defaults_of_the_page_are_those_of_the_code() -> None:
     assert refused is not None
     assert set(re.findall(r"`(\w+)`", refused[1])) <= set(requests.UNSUPPORTED)
     assert errors.ApiError(503, "").body()["error"]["type"] == "server_error"
-    assert {r.path for r in app.build_app(app.Service(asker(ScriptedEngine([])), "m")).routes} >= {
+    served = app.build_app(app.Service(session(ScriptedEngine([])), "m"))
+    assert {route.path for route in served.routes} >= {
         "/v1/chat/completions", "/v1/models", "/health",
     }  # fmt: skip

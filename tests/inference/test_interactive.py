@@ -10,7 +10,7 @@ from rich.console import Console
 from search_r1.inference.interactive import Conversation, talk
 from search_r1.inference.terminal import Terminal
 from tests.fakes import ByteTokenizer, ScriptedEngine
-from tests.inference.scripted import SHORT, asker
+from tests.inference.scripted import SHORT, session
 from verl.rollout.interface import RolloutEngine
 from verl.types import Completion, Sampling
 
@@ -31,7 +31,7 @@ def converse(
 
     terminal = Terminal(Console(file=shown, width=200, highlight=False))
     with asyncio.Runner() as runner:
-        talk(Conversation(asker(engine, limit=limit)), runner, terminal, read)
+        talk(Conversation(session(engine, limit=limit)), runner, terminal, read)
     return shown.getvalue()
 
 

@@ -12,7 +12,7 @@ from example.tiny import tiny_model
 from search_r1.inference.dialogue import Reply
 from search_r1.inference.model import model_folder
 from search_r1.inference.opening import opened, with_default_model
-from search_r1.inference.options import AskingOptions
+from search_r1.inference.options import InferenceOptions
 from verl.errors import ModelError, RetrieverError, SearchR1Error
 
 PROMPT = torch.tensor([[1, 50, 60, 70]])
@@ -59,15 +59,15 @@ def test_an_adapter_adds_its_product_to_each_weight(base: Path, adapter: Path) -
 
 def test_an_adapter_names_its_base_and_its_wording(base: Path, adapter: Path) -> None:
     """No --model is needed, and the adapter's search_r1.json holds."""
-    options = AskingOptions(adapter=str(adapter), retriever_url="empty", device="cpu",
+    options = InferenceOptions(adapter=str(adapter), retriever_url="empty", device="cpu",
                             dtype="float32", max_response_length=3)  # fmt: skip
     assert with_default_model(options).model == str(base)
 
     async def ask() -> Reply:
-        async with opened(options) as asker:
-            assert asker.agent.format.name == "short"
-            assert asker.agent.limits.max_turns == 1
-            return await asker.ask("Who?", asker.prompt("Who?"))
+        async with opened(options) as session:
+            assert session.agent.format.name == "short"
+            assert session.agent.limits.max_turns == 1
+            return await session.ask("Who?", session.prompt("Who?"))
 
     assert asyncio.run(ask()).trajectory.stats["turns"] <= 2
 
@@ -87,7 +87,7 @@ def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path, b
 
 def test_a_retriever_that_is_away_is_told_before_a_model_is_loaded() -> None:
     """The model named here is not even there."""
-    options = AskingOptions(model="no/such", retriever_url="http://127.0.0.1:9")
+    options = InferenceOptions(model="no/such", retriever_url="http://127.0.0.1:9")
 
     async def ask() -> None:
         async with opened(options):
@@ -105,4 +105,4 @@ def test_options_that_cannot_be_meant_are_refused(wrong: dict[str, object]) -> N
     """With the option's name on the command line."""
     name = next(iter(wrong)).replace("_", "-")
     with pytest.raises(SearchR1Error, match=f"--{name}: got .*fix:"):
-        AskingOptions(**{"model": "m", **wrong})  # type: ignore[arg-type]
+        InferenceOptions(**{"model": "m", **wrong})  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from search_r1.search.errors import RetrieverUnavailable
 from search_r1.search.retrieval import Retrieval
 from search_r1.search.schema import Document
 from tests.fakes import ScriptedEngine
-from tests.inference.scripted import TWO_SEARCHES, asker
+from tests.inference.scripted import TWO_SEARCHES, session
 
 
 def shown(
@@ -19,7 +19,7 @@ def shown(
 ) -> str:
     out = io.StringIO()
     terminal = Terminal(Console(file=out, width=200, highlight=False), full)
-    who = asker(ScriptedEngine(script), retrieval, max_turns=2)
+    who = session(ScriptedEngine(script), retrieval, max_turns=2)
     terminal.conclude(asyncio.run(who.ask("Q?", who.prompt("Q?"), terminal)))
     return out.getvalue()
 

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from search_r1.evaluation.answers import read_answer
 from search_r1.evaluation.judging import Judge
 from search_r1.evaluation.methods import Method, put
 from search_r1.evaluation.options import READ, WRONG
 from search_r1.evaluation.samples import Sample, Search
-from search_r1.evaluation.untagged import read_answer
 from search_r1.inference.dialogue import query_of
 from search_r1.rewards import RewardInput, build_reward
 from search_r1.rewards.normalize import normalize_answer
@@ -80,7 +80,7 @@ def agent_of(agent: DialogueAgent, method: Method) -> DialogueAgent:
 
 
 @dataclass(frozen=True)
-class Player:
+class Runner:
     """Plays tasks by one method."""
 
     agent: DialogueAgent
@@ -162,14 +162,14 @@ class Player:
         )
 
 
-def check_rows(rows: Sequence[Row], player: Player, limit: int) -> None:
+def check_rows(rows: Sequence[Row], runner: Runner, limit: int) -> None:
     """Raise DataError, which counts them, when prompts are longer than `limit` tokens.
 
     Every row is scored, so none is left out. A baseline that reads first needs room for documents.
     """
-    method = player.method
-    room = player.agent.limits.max_obs_length if method.reads_first else 0
-    lengths = {row.uid: len(render(put(row, method), player.tokenizer).ids) for row in rows}
+    method = runner.method
+    room = runner.agent.limits.max_obs_length if method.reads_first else 0
+    lengths = {row.uid: len(render(put(row, method), runner.tokenizer).ids) for row in rows}
     overlong = [uid for uid, length in lengths.items() if length + room > limit]
     if overlong:
         longest = max(lengths.values()) + room

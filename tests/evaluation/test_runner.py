@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from search_r1.datasets.wording import Style, writer
-from search_r1.evaluation.playing import Task, check_rows, holds
+from search_r1.evaluation.runner import Task, check_rows, holds
 from search_r1.evaluation.samples import Sample
 from search_r1.rewards import RewardInput
 from search_r1.search.client import Document, EmptyRetrieval, Retrieval
 from search_r1.search.errors import RetrieverUnavailable
-from tests.evaluation.worlds import Reader, documents, finder, player, row
+from tests.evaluation.worlds import Reader, documents, finder, row, runner
 from tests.fakes import ByteTokenizer
 from verl.agent.dialogue import derived_seed
 from verl.errors import DataError
@@ -22,7 +22,7 @@ ROW = row(7)
 
 
 def play(retrieval: Retrieval, method: str = "agent", engine: Reader | None = None) -> Sample:
-    return asyncio.run(player(retrieval, method).play(Task(ROW, 0), engine or Reader()))
+    return asyncio.run(runner(retrieval, method).play(Task(ROW, 0), engine or Reader()))
 
 
 def test_the_agent_searches_reads_and_answers() -> None:
@@ -59,7 +59,7 @@ class Plain:
 def test_a_reply_without_tags_is_wrong_unless_it_is_to_be_read() -> None:
     """Read, it scores as the same words in tags do; the dialogue is kept as it was."""
     strict, lenient = (
-        asyncio.run(player(EmptyRetrieval(), "direct", **more).play(Task(ROW, 0), Plain()))
+        asyncio.run(runner(EmptyRetrieval(), "direct", **more).play(Task(ROW, 0), Plain()))
         for more in ({}, {"untagged": "read"})
     )
     assert (strict.answer, strict.em) == (None, 0.0)
@@ -69,7 +69,7 @@ def test_a_reply_without_tags_is_wrong_unless_it_is_to_be_read() -> None:
 
 def test_an_answer_in_tags_is_read_as_ever() -> None:
     """Where there are tags, nothing is made of the rest of the reply."""
-    reading = player(finder([ROW]), "rag", untagged="read")
+    reading = runner(finder([ROW]), "rag", untagged="read")
     read = asyncio.run(reading.play(Task(ROW, 0), Reader()))
     assert read == play(finder([ROW]), "rag") and read.answer == "gold 7"
 
@@ -139,7 +139,7 @@ def test_a_judge_scores_besides() -> None:
         seen.append(dialogue)
         return 0.5
 
-    one = replace(player(finder([ROW])), judge=judge)
+    one = replace(runner(finder([ROW])), judge=judge)
     found = asyncio.run(one.play(Task(ROW, 0), Reader()))
     assert (found.judge, found.em) == (0.5, 1.0)
     assert (seen[0].question, seen[0].answer) == ("What is thing 7?", "gold 7")
@@ -171,8 +171,8 @@ def test_seeds_do_not_depend_on_the_order_of_rows() -> None:
 def test_long_prompts_are_refused_not_left_out() -> None:
     """Every row is scored: too long ones are counted, rag's with room for documents."""
     rows = [row(1), row(2)]
-    check_rows(rows, player(EmptyRetrieval()), 200)
+    check_rows(rows, runner(EmptyRetrieval()), 200)
     with pytest.raises(DataError, match="2 of 2 prompts over 100 tokens"):
-        check_rows(rows, player(EmptyRetrieval()), 100)
+        check_rows(rows, runner(EmptyRetrieval()), 100)
     with pytest.raises(DataError, match="--max-start-length"):
-        check_rows(rows, player(EmptyRetrieval(), "rag"), 500)
+        check_rows(rows, runner(EmptyRetrieval(), "rag"), 500)

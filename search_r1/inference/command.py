@@ -14,10 +14,10 @@ from transformers.utils import logging as transformers_logging
 
 from search_r1.infer import QUESTION, InferOptions
 from search_r1.inference.batch import answer_all, read_questions
-from search_r1.inference.dialogue import SILENCE, Hearer, Reply
+from search_r1.inference.dialogue import SILENCE, DialogueListener, Reply
 from search_r1.inference.interactive import converse
 from search_r1.inference.opening import opened
-from search_r1.inference.options import AskingOptions
+from search_r1.inference.options import InferenceOptions
 from search_r1.inference.terminal import Terminal
 from verl.errors import RetrieverError
 from verl.types import Status
@@ -44,24 +44,24 @@ def answer(options: InferOptions) -> int:
     return 0
 
 
-async def ask(options: AskingOptions, question: str, hearer: Hearer) -> Reply:
+async def ask(options: InferenceOptions, question: str, listener: DialogueListener) -> Reply:
     """Run one dialogue. Raises RetrieverError when a search fails."""
-    async with opened(options) as asker:
-        reply = await asker.ask(question, asker.prompt(question), hearer)
+    async with opened(options) as session:
+        reply = await session.ask(question, session.prompt(question), listener)
     if reply.status is Status.FAILED:
         raise RetrieverError(reply.error)
     return reply
 
 
-async def ask_file(options: AskingOptions, file: str, out: Path | None) -> int:
+async def ask_file(options: InferenceOptions, file: str, out: Path | None) -> int:
     """Answer every question of a file; returns the exit code, 2 when one failed."""
     questions = read_questions(file)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-    async with opened(options) as asker:
+    async with opened(options) as session:
         target = sys.stdout if out is None else out.open("w", encoding="utf-8")
         with contextlib.nullcontext(target) if out is None else target:
-            num_failed = await answer_all(questions, asker, target)
+            num_failed = await answer_all(questions, session, target)
     if num_failed:
         sys.stderr.write(f"{num_failed} of {len(questions)} dialogues failed: see their «error»\n")
     return 2 if num_failed else 0
