@@ -14,9 +14,9 @@ import openai
 import pytest
 
 from example.tiny import tiny_model
-from search_r1.agent_server import running
+from search_r1 import serve
 
-ROOT = Path(running.__file__).parents[2]
+ROOT = Path(serve.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +71,10 @@ def test_mistakes_are_one_message_and_code_2(
     """A port that is taken, and a retriever that is away."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert running.main(["--model", model, "--port", port]) == 2
+        assert serve.main(["--model", model, "--port", port]) == 2
     assert "another --port" in capsys.readouterr().err
     words = ["--model", model, "--port", "0", "--retriever-url", "http://127.0.0.1:9"]
-    assert running.main(words) == 2
+    assert serve.main(words) == 2
     assert "bash retrieval_launch.sh" in capsys.readouterr().err
 
 
