@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.test_end_to_end import metrics, start_world, train
-from verl import checkpoint
+from verl.checkpoint.exporting import export
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm_cpu]
 
@@ -64,7 +64,7 @@ def test_the_end_of_a_run_is_merged_model_and_adapter(run: Run, tmp_path: Path) 
     """`model/` answers as `adapter/` over the base does, and as the last checkpoint's export."""
     dtype, ids = torch.float32, torch.arange(5, 90)[None]
     base = AutoModelForCausalLM.from_pretrained(run.world["model"], dtype=dtype)
-    exported = checkpoint.export(run.out / "global_step_2", tmp_path / "hf", dtype="float32")
+    exported = export(run.out / "global_step_2", tmp_path / "hf", dtype="float32")
     with torch.no_grad():
         plain = base(ids).logits.log_softmax(-1)
         answers = [

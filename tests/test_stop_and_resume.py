@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.test_end_to_end import ROOT, command_of, start_world
-from verl import checkpoint
+from verl.checkpoint import folders
 from verl.errors import Interrupted
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm_cpu]
@@ -61,7 +61,7 @@ def test_a_stopped_run_goes_on_as_if_never_stopped(
     status, text = end(run)
     assert status == Interrupted.exit_code, text[-3000:]
     assert "resume_mode=auto" in text
-    assert checkpoint.latest(tmp_path / "stopped") is not None
+    assert folders.latest(tmp_path / "stopped") is not None
     status, text = end(start(world, tmp_path / "stopped"))
     assert status == 0, text[-3000:]
     whole, both = rows(tmp_path / "whole"), rows(tmp_path / "stopped")

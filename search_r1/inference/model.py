@@ -24,7 +24,8 @@ from search_r1.agent.generation import build_dialogue
 from search_r1.inference.adapter import merge
 from search_r1.inference.options import AgentOptions
 from verl.agent.dialogue import DialogueAgent
-from verl.checkpoint import STEP_NAME, export, is_complete, step_of
+from verl.checkpoint.exporting import export
+from verl.checkpoint.folders import STEP_NAME, is_complete, step_of
 from verl.config import Config
 from verl.errors import ModelError, explain
 from verl.rollout.interface import RolloutEngine, build_engine

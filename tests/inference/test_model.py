@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from example.tiny import tiny_model
 from search_r1.inference.model import at_last_step, model_folder
 from search_r1.inference.options import AgentOptions
-from verl.checkpoint import MARKER
+from verl.checkpoint.folders import MARKER
 from verl.errors import ModelError
 
 

@@ -14,68 +14,7 @@ A checkpoint is the folder `global_step_N`:
 It is written as `global_step_N.<random>.tmp` and renamed, so that a run killed at any moment leaves
 whole checkpoints only. `python -m verl.checkpoint export STEP_DIR --out DIR` makes a Hugging Face
 folder without starting ranks; an adapter is merged into its base, or alone with `--adapter`.
-`verl.checkpoint.saver` decides when a run saves and what it keeps; the ranks' shards are written by
-`verl.training.shards`.
+`folders` names, publishes and removes these folders, `state` is the driver's part, `saver` decides
+when a run saves and what it keeps, `resume` whether it may go on. `verl.training.shards` writes
+the shards.
 """
-
-from verl.checkpoint.exporting import export as export
-from verl.checkpoint.folders import (
-    HEALTHY as HEALTHY,
-)
-from verl.checkpoint.folders import (
-    MARKER as MARKER,
-)
-from verl.checkpoint.folders import (
-    STEP_NAME as STEP_NAME,
-)
-from verl.checkpoint.folders import (
-    all_complete as all_complete,
-)
-from verl.checkpoint.folders import (
-    begin as begin,
-)
-from verl.checkpoint.folders import (
-    clean as clean,
-)
-from verl.checkpoint.folders import (
-    exclusive as exclusive,
-)
-from verl.checkpoint.folders import (
-    is_complete as is_complete,
-)
-from verl.checkpoint.folders import (
-    latest as latest,
-)
-from verl.checkpoint.folders import (
-    mark_healthy as mark_healthy,
-)
-from verl.checkpoint.folders import (
-    publish as publish,
-)
-from verl.checkpoint.folders import (
-    remove as remove,
-)
-from verl.checkpoint.folders import (
-    resolve as resolve,
-)
-from verl.checkpoint.folders import (
-    set_aside as set_aside,
-)
-from verl.checkpoint.folders import (
-    step_folder as step_folder,
-)
-from verl.checkpoint.folders import (
-    step_of as step_of,
-)
-from verl.checkpoint.folders import (
-    writing as writing,
-)
-from verl.checkpoint.state import (
-    RunState as RunState,
-)
-from verl.checkpoint.state import (
-    read_state as read_state,
-)
-from verl.checkpoint.state import (
-    write_state as write_state,
-)

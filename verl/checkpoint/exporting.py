@@ -1,4 +1,4 @@
-"""A checkpoint becomes a Hugging Face folder, without ranks and without devices."""
+"""Export of a checkpoint as a Hugging Face folder, without ranks and without devices."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoConfig
 
 from verl.checkpoint.folders import MARKER, is_complete
@@ -42,14 +43,14 @@ def export(
                     "give a complete checkpoint; an interrupted one cannot be used")
         )  # fmt: skip
     record = read_adapters(step_dir).get("actor")
-    if record is None and adapter_only:
+    if adapter_only and record is None:
         raise ConfigError(
             explain("--adapter", step_dir, "a checkpoint of a run with lora_rank above 0",
                     "leave --adapter out: all weights were trained")
         )  # fmt: skip
     part = out.with_name(out.name + ".tmp")
     shutil.rmtree(part, ignore_errors=True)
-    if adapter_only:
+    if adapter_only and record is not None:
         _read_adapter(step_dir, record, base).write(part)
     else:
         _write_model(step_dir, part, record, base, dtype)
@@ -83,7 +84,7 @@ def _read_adapter(step_dir: Path, record: Mapping[str, Any], base: str | None) -
 def _read_policy(shards: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and whole tensor of each of the policy's weights, a few GiB at a time."""
     prefix = "actor.model.lm."
-    metadata = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(shards).read_metadata().state_dict_metadata
     group: dict[str, Tensor] = {}
     for key, entry in metadata.items():
         if not key.startswith(prefix) or not isinstance(entry, TensorStorageMetadata):
@@ -97,6 +98,6 @@ def _read_policy(shards: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _fill(group: dict[str, Tensor], shards: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
     if group:
-        dcp.load(group, checkpoint_id=shards, no_dist=True)
+        load(group, checkpoint_id=shards, no_dist=True)
     for key, tensor in group.items():
         yield key.removeprefix(prefix), tensor

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: their names, their markers, and how they appear and go in one moment.
+"""Folders of checkpoints: names, markers, the driver's state, and how they appear and go at once.
 
 A folder under another name than `global_step_N`, or without `COMPLETE`, is never resumed from. What
 a killed run left half-written is removed at the next start. A run holds one lock on its folder, so
@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import logging
 import os
 import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from verl.errors import ConfigError, explain
 
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 MARKER = "COMPLETE"
 HEALTHY = "HEALTHY"
+STATE_FILE = "trainer_state.json"
 LOCK = ".lock"
 """The file that a run locks for as long as it lives."""
 STEP_NAME = re.compile(r"global_step_(\d+)")
@@ -55,6 +58,16 @@ def step_of(step_dir: Path) -> int:
     match = STEP_NAME.fullmatch(step_dir.name)
     assert match is not None, f"got {step_dir.name}, expected global_step_N"
     return int(match.group(1))
+
+
+def write_state(step_dir: Path, state: Mapping[str, Any]) -> None:
+    """Write the driver's own state, a JSON object."""
+    (step_dir / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n")
+
+
+def read_state(step_dir: Path) -> dict[str, Any]:
+    """The driver's own state."""
+    return dict(json.loads((step_dir / STATE_FILE).read_text()))
 
 
 def mark_healthy(step_dir: Path) -> None:
@@ -140,14 +153,14 @@ def begin(root: Path, step: int) -> Part:
 
 def publish(part: Part) -> Path:
     """Make a written folder the checkpoint of its step, in place of one that was there."""
-    _flush(part.folder)
+    _flush(*part.folder.rglob("*"))
     marker = part.folder / MARKER
     marker.write_text(f"{part.step}\n")
-    _flush_one(marker)
+    _flush(marker)
     final = step_folder(part.root, part.step)
     remove(final)
     os.replace(part.folder, final)
-    _flush_one(part.root)
+    _flush(part.root)
     return final
 
 
@@ -198,15 +211,11 @@ def set_aside(root: Path, after: int) -> list[Path]:
     return [place / step_dir.name for step_dir in later]
 
 
-def _flush(folder: Path) -> None:
-    """Bring all files of a folder to disk, as far as this machine holds them back."""
-    for path in folder.rglob("*"):
-        _flush_one(path)
-
-
-def _flush_one(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _flush(*paths: Path) -> None:
+    """Bring files and folders to disk, so that a machine that goes down has them."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verl import checkpoint
+from verl.checkpoint import folders
 from verl.config import Config
 from verl.config.known import known_options
 from verl.core_algos.advantages import ADVANTAGES
@@ -58,10 +58,10 @@ def check_resume(config: Config, present: Mapping[str, Any]) -> None:
     Raises ConfigError with every difference, and with what would accept it.
     """
     root = Path(config.trainer.default_local_dir)
-    step_dir = checkpoint.resolve(config.trainer.resume_mode, root)
+    step_dir = folders.resolve(config.trainer.resume_mode, root)
     if step_dir is None:
         return
-    saved = checkpoint.read_state(step_dir)
+    saved = folders.read_state(step_dir)
     if "config" not in saved:
         logger.warning("%s does not say with which options and data it was made", step_dir)
         return

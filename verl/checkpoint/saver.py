@@ -15,10 +15,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl import checkpoint
-from verl.checkpoint import RunState
+from verl.checkpoint import folders
 from verl.checkpoint.folders import Part, abandon
-from verl.checkpoint.state import write_driver_random
+from verl.checkpoint.state import RunState, write_driver_random
 from verl.config import TrainerConfig
 from verl.errors import SaveError, UserError
 
@@ -117,9 +116,9 @@ class Saver:
         self.settle()
         part: Part | None = None
         try:
-            part = checkpoint.begin(self.root, state.step)
+            part = folders.begin(self.root, state.step)
             written = {**asdict(state), **self.identity}
-            checkpoint.write_state(part.folder, written)
+            folders.write_state(part.folder, written)
             write_driver_random(part.folder)
             if self.config.async_save and not wait and self._can_copy():
                 self.ranks.start_checkpoint(part.folder)
@@ -149,7 +148,7 @@ class Saver:
     def resumed(self, folder: Path) -> None:
         """The run goes on from this checkpoint; one of its own need not be written again."""
         if folder.resolve().parent == self.root.resolve():
-            self.last_step = checkpoint.step_of(folder)
+            self.last_step = folders.step_of(folder)
 
     def poll(self) -> None:
         """Take note of a background write that has ended."""
@@ -177,13 +176,13 @@ class Saver:
         return self._publish(part)
 
     def _publish(self, part: Part) -> Path:
-        folder = checkpoint.publish(part)
+        folder = folders.publish(part)
         self.longest_s = max(self.longest_s, time.monotonic() - part.began)
         return folder
 
     def _written(self, folder: Path) -> None:
         self._num_failures = 0
-        self.last_step = checkpoint.step_of(folder)
+        self.last_step = folders.step_of(folder)
         logger.info("saved %s", folder)
         self.make_room()
 
@@ -193,7 +192,7 @@ class Saver:
             abandon(part)
         self.lost(step)
         self._num_failures += 1
-        last = checkpoint.latest(self.root)
+        last = folders.latest(self.root)
         text = (
             f"the checkpoint of step {step} could not be written ({error}); "
             f"{f'the last one is {last}' if last else 'there is none before it'}; see that "
@@ -207,13 +206,13 @@ class Saver:
         """Delete the checkpoints that nothing asks to keep; see `to_keep`."""
         if self.config.keep_last is None:
             return
-        there = checkpoint.all_complete(self.root)
+        there = folders.all_complete(self.root)
         kept = to_keep(there, self.config.keep_last, self.config.keep_best, self.protected())
         for step_dir in there:
             if step_dir not in kept:
                 logger.info("%s is no longer needed: removed", step_dir)
-                checkpoint.remove(step_dir)
-                self.lost(checkpoint.step_of(step_dir))
+                folders.remove(step_dir)
+                self.lost(folders.step_of(step_dir))
 
     def close(self, patience_s: float | None = None) -> None:
         """Let the background write end while the run ends for another reason, which counts more."""
@@ -228,13 +227,13 @@ def to_keep(
 ) -> set[Path]:
     """Of complete checkpoints, oldest first: the newest `keep_last` and in any case the newest one,
     the `keep_best` of the highest score, the newest healthy one, and the protected steps."""
-    scores = {path: checkpoint.read_state(path).get("score") for path in there}
+    scores = {path: folders.read_state(path).get("score") for path in there}
     judged = [path for path in there if scores[path] is not None]
-    best = sorted(judged, key=lambda path: (scores[path], checkpoint.step_of(path)))
-    healthy = [path for path in there if (path / checkpoint.HEALTHY).exists()]
+    best = sorted(judged, key=lambda path: (scores[path], folders.step_of(path)))
+    healthy = [path for path in there if (path / folders.HEALTHY).exists()]
     kept = {*there[-max(keep_last, 1) :], *healthy[-1:]}
     kept |= set(best[-keep_best:]) if keep_best else set()
-    return kept | {path for path in there if checkpoint.step_of(path) in protected}
+    return kept | {path for path in there if folders.step_of(path) in protected}
 
 
 def _in_background(work: Callable[[Part], Path], part: Part) -> Future[Path]:

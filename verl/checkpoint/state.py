@@ -1,9 +1,8 @@
-"""What the driver keeps of a run besides weights: where it stood between steps, random states."""
+"""The driver's part of a checkpoint: where the run stood between two steps, and random states."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 
 from verl.training.shards import random_states, set_random_states
 
-STATE_FILE = "trainer_state.json"
 DRIVER_FILE = "ranks/driver.pt"
 
 
@@ -39,16 +37,6 @@ class RunState:
         """From a checkpoint's state, which may hold more, and less if it is an old one."""
         names = {f.name for f in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in state.items() if name in names})
-
-
-def write_state(step_dir: Path, state: Mapping[str, Any]) -> None:
-    """Write the driver's own state, a JSON object."""
-    (step_dir / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n")
-
-
-def read_state(step_dir: Path) -> dict[str, Any]:
-    """The driver's own state."""
-    return dict(json.loads((step_dir / STATE_FILE).read_text()))
 
 
 def write_driver_random(step_dir: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl import checkpoint
+from verl.checkpoint import folders
 from verl.config import GuardConfig
 from verl.errors import CollapseError
 from verl.monitor.collapse import rules
@@ -116,7 +116,7 @@ class CollapseGuard:
         self.forget(step)
         if self._exists(step):
             self.healthy = step
-            checkpoint.mark_healthy(checkpoint.step_folder(self.directory, step))
+            folders.mark_healthy(folders.step_folder(self.directory, step))
 
     def forget(self, step: int) -> None:
         """The checkpoint of `step` is not there, or needs no proof any more."""
@@ -154,7 +154,7 @@ class CollapseGuard:
         self.rollbacks += 1
         self.broken.clear()  # the baselines stay
         self.pending.clear()
-        folder = checkpoint.step_folder(self.directory, self.healthy)
+        folder = folders.step_folder(self.directory, self.healthy)
         logger.warning("guard: step %d: back to %s, learning rates x %.3g (rollback %d of %d)",
                        step, folder, self.lr_scale, self.rollbacks,
                        self.config.max_rollbacks)  # fmt: skip
@@ -169,7 +169,7 @@ class CollapseGuard:
                 "no checkpoint is known to be healthy: start anew with a lower "
                 "actor_rollout_ref.actor.optim.lr, and trainer.save_freq to have checkpoints"
             )
-        folder = checkpoint.step_folder(self.directory, self.healthy)
+        folder = folders.step_folder(self.directory, self.healthy)
         return head + (
             f"the last healthy checkpoint is {folder}; go on from it with "
             f"trainer.resume_mode={folder} and a lower actor_rollout_ref.actor.optim.lr"
@@ -196,4 +196,4 @@ class CollapseGuard:
     def _exists(self, step: int | None) -> bool:
         if step is None:
             return False
-        return checkpoint.is_complete(checkpoint.step_folder(self.directory, step))
+        return folders.is_complete(folders.step_folder(self.directory, step))

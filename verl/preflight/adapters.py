@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl import checkpoint
+from verl.checkpoint import folders
 from verl.config import AdapterConfig, Config
 from verl.core_algos.advantages import ADVANTAGES
 from verl.errors import ConfigError, UserError
@@ -37,7 +37,7 @@ def adapter_problems(config: Config) -> Iterator[UserError]:
             if options.has_adapter:
                 records["actor" if options is policy else "critic"] = _record(key, options, path)
         folder = Path(config.trainer.default_local_dir)
-        step_dir = checkpoint.resolve(config.trainer.resume_mode, folder)
+        step_dir = folders.resolve(config.trainer.resume_mode, folder)
         if step_dir is not None:
             check_same(read_adapters(step_dir), records)
     except ConfigError as error:

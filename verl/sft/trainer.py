@@ -122,9 +122,8 @@ def join_ranks(config: SftConfig) -> torch.device:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ |= {name: str(value) for name, value in alone.items()}
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if torch.cuda.is_available() and config.device != "cpu":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = resolve_device(config.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import logging
 import os
 import shutil
 import socket
@@ -48,7 +49,7 @@ def start_ray(config: Config) -> None:
         return
     num_cpus = max(len(os.sched_getaffinity(0)), config.num_ranks)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init("local", include_dashboard=False, num_cpus=num_cpus, logging_level="warning")
+    ray.init("local", include_dashboard=False, num_cpus=num_cpus, logging_level=logging.WARNING)
 
 
 def join(address: str) -> None:
@@ -81,7 +82,7 @@ def refuse_job_folder(config: Config) -> None:
 def uses_gpus(config: Config) -> bool:
     """Whether ranks compute on GPUs; the driver of a cluster need not have any."""
     if config.trainer.device == "auto" and os.environ.get("RAY_ADDRESS"):
-        return bool(ray.cluster_resources().get("GPU"))
+        return bool(ray.cluster_resources().get("GPU"))  # type: ignore[no-untyped-call]
     return device_type(config.trainer.device) == "cuda"
 
 
@@ -152,7 +153,7 @@ def _report(
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = inspect_node.options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
     try:
-        return ray.get(task.remote(config, tools, probe))  # type: ignore[no-any-return]
+        return ray.get(task.remote(config, tools, probe))
     except RayError as error:
         cause = str(error).strip().splitlines()[-1]
         fix = f"use one environment on all nodes, and the project at {ROOT} or installed in it"

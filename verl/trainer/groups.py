@@ -224,7 +224,8 @@ def gpu_threads(
     own = environment.get("OMP_NUM_THREADS")
     if own and not (own == "1" and JOB_CONFIG in environment):
         return {"OMP_NUM_THREADS": own}
-    cores = min(node["Resources"]["CPU"] for node in ray.nodes() if node["NodeID"] in nodes)
+    alive = ray.nodes()  # type: ignore[no-untyped-call]
+    cores = min(node["Resources"]["CPU"] for node in alive if node["NodeID"] in nodes)
     return {"OMP_NUM_THREADS": str(max(1, int(cores) // per_node))}
 
 

@@ -19,12 +19,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from verl import checkpoint
 from verl.agent.environment import Environment
 from verl.agent.wording import TEMPLATE_FILE, is_file
-from verl.checkpoint import RunState
+from verl.checkpoint import folders
 from verl.checkpoint.saver import LOST_RANK_S, SavePlan, Saver
-from verl.checkpoint.state import read_driver_random
+from verl.checkpoint.state import RunState, read_driver_random
 from verl.config import Config
 from verl.core_algos.kl import KLController
 from verl.data import PromptSampler
@@ -291,15 +290,15 @@ class RayPPOTrainer:
 
     def how_to_go_on(self, reason: str) -> str:
         """The reason of an end, the last checkpoint, and what goes on from it."""
-        found = checkpoint.latest(self.directory)
+        found = folders.latest(self.directory)
         if found is None:
             return f"{reason}; there is no checkpoint: start again with the same command"
         return f"{reason}; saved {found}: go on with the same command and trainer.resume_mode=auto"
 
     def resume(self) -> None:
         """Go on from the checkpoint that `trainer.resume_mode` names, if any."""
-        checkpoint.clean(self.directory)
-        folder = checkpoint.resolve(self.config.trainer.resume_mode, self.directory)
+        folders.clean(self.directory)
+        folder = folders.resolve(self.config.trainer.resume_mode, self.directory)
         if folder is not None:
             state = self.load(folder)
             self.step, self.best = state.step, state.best
@@ -313,7 +312,7 @@ class RayPPOTrainer:
             logger.info("resumed from %s", folder)
         self.rewind(folder is not None)
         if not self.config.trainer.val_only:
-            for moved in checkpoint.set_aside(self.directory, after=self.step if folder else -1):
+            for moved in folders.set_aside(self.directory, after=self.step if folder else -1):
                 logger.warning("an earlier run's checkpoint is now %s", moved)
 
     def rewind(self, was_resumed: bool) -> None:
@@ -330,7 +329,7 @@ class RayPPOTrainer:
         """Take up what learns; returns the driver's state, which says where it was."""
         self.saver.settle()
         self.ranks.load_checkpoint(folder)
-        state = RunState.of(checkpoint.read_state(folder))
+        state = RunState.of(folders.read_state(folder))
         self.kl_controller.value = float(state.kl_coef)
         self.reward.load_state_dict(state.reward)
         return state

@@ -24,7 +24,7 @@ from search_r1.agent.generation import (
     check_prompts,
 )
 from search_r1.scoring import build_reward_manager
-from verl.checkpoint import exclusive
+from verl.checkpoint.folders import exclusive
 from verl.checkpoint.resume import check_resume, identity
 from verl.config import Config, cli
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController

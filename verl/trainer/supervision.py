@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from verl import checkpoint
+from verl.checkpoint import folders
 from verl.config import Config
 from verl.errors import RankLost, ReplicaLost
 from verl.single_controller.restarts import Restarts
@@ -39,14 +39,14 @@ def supervise(attempt: Attempt, config: Config, restarts: Restarts) -> None:
 
 def written(root: Path) -> Mapping[Path, int]:
     """The complete checkpoints below `root`, each with the time its marker was written, in ns."""
-    found = checkpoint.all_complete(root)
-    return {folder: (folder / checkpoint.MARKER).stat().st_mtime_ns for folder in found}
+    found = folders.all_complete(root)
+    return {folder: (folder / folders.MARKER).stat().st_mtime_ns for folder in found}
 
 
 def newest_since(before: Mapping[Path, int], root: Path) -> Path | None:
     """The checkpoint of the highest step that was written since `before` was taken."""
     found = [folder for folder, when in written(root).items() if before.get(folder) != when]
-    return max(found, key=checkpoint.step_of, default=None)
+    return max(found, key=folders.step_of, default=None)
 
 
 def resuming(config: Config, folder: Path) -> Config:

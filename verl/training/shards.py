@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
@@ -48,9 +49,11 @@ class ShardWriter:
             # Its own, since the ranks talk while training goes on; in host memory, so gloo.
             self._group = dist.new_group(backend="gloo")
         self._problem = _write_own(directory, engines, model_config)
-        self._shards = dcp.async_save(
+        shards = async_save(
             _tensors(engines), checkpoint_id=directory / "shards", process_group=self._group
         )
+        assert isinstance(shards, Future), "the answer without a stager of our own"
+        self._shards = shards
 
     @property
     def is_writing(self) -> bool:
@@ -77,7 +80,7 @@ def save_shards(
     """
     problem = _write_own(directory, engines, model_config)
     try:
-        dcp.save(_tensors(engines), checkpoint_id=directory / "shards")
+        save(_tensors(engines), checkpoint_id=directory / "shards")
     except (OSError, CheckpointException) as error:
         problem = problem or _reason(error)
     dist.barrier()
@@ -118,7 +121,7 @@ def _write_own(
             if records:
                 (directory / ADAPTERS_FILE).write_text(json.dumps(records, indent=1) + "\n")
             model_config.save_pretrained(directory / "huggingface")
-            copy_tokenizer(model_config.name_or_path, directory / "huggingface")
+            copy_tokenizer(str(model_config.name_or_path), directory / "huggingface")
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
         return _reason(error)
     return ""
@@ -131,7 +134,7 @@ def load_shards(directory: Path, engines: Mapping[str, FsdpModel]) -> None:
     the base below them, are not those of the checkpoint.
     """
     check_same(read_adapters(directory), _adapter_records(engines))
-    dcp.load(_tensors(engines), checkpoint_id=directory / "shards")
+    load(_tensors(engines), checkpoint_id=directory / "shards")
     own = _rank_file(directory, dist.get_rank())
     state = torch.load(own if own.exists() else _rank_file(directory, 0), weights_only=False)
     for name, engine in engines.items():

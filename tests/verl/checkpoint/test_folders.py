@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from verl import checkpoint
 from verl.checkpoint import folders
 from verl.errors import ConfigError
 
@@ -25,53 +24,53 @@ def run_and_die(work: Callable[[], object]) -> None:
 
 def save(root: Path, step: int) -> Path:
     """A checkpoint that holds its step."""
-    with checkpoint.writing(root, step) as folder:
-        checkpoint.write_state(folder, {"step": step})
-    return checkpoint.step_folder(root, step)
+    with folders.writing(root, step) as folder:
+        folders.write_state(folder, {"step": step})
+    return folders.step_folder(root, step)
 
 
 def test_only_whole_checkpoints_are_found(tmp_path: Path) -> None:
     """Folders without marker, or still under their temporary name, are never picked up."""
-    assert checkpoint.latest(tmp_path) is None
+    assert folders.latest(tmp_path) is None
     for step in (2, 10):
-        with checkpoint.writing(tmp_path, step) as folder:
-            checkpoint.write_state(folder, {"step": step})
+        with folders.writing(tmp_path, step) as folder:
+            folders.write_state(folder, {"step": step})
     (tmp_path / "global_step_11").mkdir()
     (tmp_path / "global_step_12.tmp").mkdir()
-    (tmp_path / "global_step_12.tmp" / checkpoint.MARKER).touch()
-    found = checkpoint.latest(tmp_path)
-    assert found is not None and checkpoint.read_state(found) == {"step": 10}
-    assert checkpoint.resolve("auto", tmp_path) == found
-    assert checkpoint.resolve("disable", tmp_path) is None
+    (tmp_path / "global_step_12.tmp" / folders.MARKER).touch()
+    found = folders.latest(tmp_path)
+    assert found is not None and folders.read_state(found) == {"step": 10}
+    assert folders.resolve("auto", tmp_path) == found
+    assert folders.resolve("disable", tmp_path) is None
     with pytest.raises(ConfigError, match="COMPLETE"):
-        checkpoint.resolve(str(tmp_path / "global_step_11"), tmp_path)
+        folders.resolve(str(tmp_path / "global_step_11"), tmp_path)
 
 
 def test_line_21_a_run_killed_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     """A process that dies in the middle of writing costs that checkpoint only."""
-    with checkpoint.writing(tmp_path, 1) as folder:
-        checkpoint.write_state(folder, {"step": 1})
+    with folders.writing(tmp_path, 1) as folder:
+        folders.write_state(folder, {"step": 1})
 
     def die_while_writing() -> None:
-        with checkpoint.writing(tmp_path, 2) as folder:
-            checkpoint.write_state(folder, {"step": 2})
+        with folders.writing(tmp_path, 2) as folder:
+            folders.write_state(folder, {"step": 2})
             os.kill(os.getpid(), signal.SIGKILL)
 
     run_and_die(die_while_writing)
-    found = checkpoint.latest(tmp_path)
-    assert found is not None and checkpoint.read_state(found) == {"step": 1}
-    with checkpoint.writing(tmp_path, 2) as folder:
+    found = folders.latest(tmp_path)
+    assert found is not None and folders.read_state(found) == {"step": 1}
+    with folders.writing(tmp_path, 2) as folder:
         assert list(folder.iterdir()) == []
 
 
 def test_the_rest_of_a_killed_run_is_removed_at_the_next_start(tmp_path: Path) -> None:
     """What a dead process left half-written goes; whole checkpoints and other folders stay."""
     save(tmp_path, 1)
-    run_and_die(lambda: (checkpoint.begin(tmp_path, 2), os.kill(os.getpid(), signal.SIGKILL)))
+    run_and_die(lambda: (folders.begin(tmp_path, 2), os.kill(os.getpid(), signal.SIGKILL)))
     (tmp_path / "global_step_7").mkdir()  # another framework's: no marker, but not ours to delete
     (tmp_path / "model.tmp").mkdir()
     assert len(list(tmp_path.glob("global_step_2.*.tmp"))) == 1
-    checkpoint.clean(tmp_path)
+    folders.clean(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "global_step_1", "global_step_7", "model.tmp",
     ]  # fmt: skip
@@ -82,21 +81,21 @@ def test_a_folder_belongs_to_one_living_run(tmp_path: Path) -> None:
     held = FORK.Event()
 
     def hold() -> None:
-        with checkpoint.exclusive(tmp_path):
+        with folders.exclusive(tmp_path):
             held.set()
             signal.pause()
 
     first = FORK.Process(target=hold)
     first.start()
     assert held.wait(60)
-    with pytest.raises(ConfigError, match="another run"), checkpoint.exclusive(tmp_path):
+    with pytest.raises(ConfigError, match="another run"), folders.exclusive(tmp_path):
         raise AssertionError("entered a folder that is held")
     first.kill()
     first.join(60)
     for _ in range(2):
-        with checkpoint.exclusive(tmp_path):
+        with folders.exclusive(tmp_path):
             save(tmp_path, 1)
-    assert checkpoint.latest(tmp_path) == checkpoint.step_folder(tmp_path, 1)
+    assert folders.latest(tmp_path) == folders.step_folder(tmp_path, 1)
 
 
 def test_no_moment_of_a_replacement_loses_both(
@@ -119,14 +118,14 @@ def test_no_moment_of_a_replacement_loses_both(
         save(root, 1)
         calls = 0
         monkeypatch.setattr(folders.os, "replace", dying)
-        part = checkpoint.begin(root, 1)
-        checkpoint.write_state(part.folder, {"step": 1, "again": True})
+        part = folders.begin(root, 1)
+        folders.write_state(part.folder, {"step": 1, "again": True})
         with pytest.raises(KeyboardInterrupt):
-            checkpoint.publish(part)
+            folders.publish(part)
         monkeypatch.setattr(folders.os, "replace", real)
-        checkpoint.clean(root)
-        found = checkpoint.latest(root)
-        assert found is not None and checkpoint.read_state(found)["again"]
+        folders.clean(root)
+        found = folders.latest(root)
+        assert found is not None and folders.read_state(found)["again"]
         assert len(list(root.iterdir())) == 1
 
 
@@ -134,7 +133,7 @@ def test_later_steps_of_an_earlier_run_are_set_aside(tmp_path: Path) -> None:
     """A run that starts at step 2 is never resumed from another run's step 5, which is kept."""
     for step in (1, 2, 5):
         save(tmp_path, step)
-    moved = checkpoint.set_aside(tmp_path, after=2)
-    assert [checkpoint.read_state(path) for path in moved] == [{"step": 5}]
-    assert checkpoint.latest(tmp_path) == checkpoint.step_folder(tmp_path, 2)
-    assert checkpoint.set_aside(tmp_path, after=2) == []
+    moved = folders.set_aside(tmp_path, after=2)
+    assert [folders.read_state(path) for path in moved] == [{"step": 5}]
+    assert folders.latest(tmp_path) == folders.step_folder(tmp_path, 2)
+    assert folders.set_aside(tmp_path, after=2) == []

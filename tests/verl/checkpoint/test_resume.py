@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from verl import checkpoint
+from verl.checkpoint import folders
 from verl.checkpoint.resume import check_resume, flat, identity
 from verl.config import Config
 from verl.config.known import known_options
@@ -30,8 +30,8 @@ def config(tmp_path: Path) -> Iterator[Config]:
     config.trainer.default_local_dir = str(tmp_path / "run")
     config.trainer.resume_mode = "auto"
     config.algorithm.adv_estimator = "grpo"
-    with checkpoint.writing(tmp_path / "run", 1) as folder:
-        checkpoint.write_state(folder, identity(config, SERVED))
+    with folders.writing(tmp_path / "run", 1) as folder:
+        folders.write_state(folder, identity(config, SERVED))
     yield config
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from verl import checkpoint
-from verl.checkpoint import RunState
+from verl.checkpoint import folders
 from verl.checkpoint.saver import SavePlan, Saver
+from verl.checkpoint.state import RunState
 from verl.config import TrainerConfig
 from verl.errors import SaveError
 
@@ -68,13 +68,13 @@ def names(root: Path) -> list[str]:
 def test_a_checkpoint_appears_when_all_have_written_it(saver: Saver, ranks: SlowRanks) -> None:
     """While ranks write, training goes on and nothing is there to resume from."""
     saver.save(state(1))
-    assert checkpoint.latest(saver.root) is None
+    assert folders.latest(saver.root) is None
     saver.poll()
     assert ranks.calls == ["start"]
     ranks.go_on.set()
     saver.settle()
     assert names(saver.root) == ["global_step_1"]
-    assert checkpoint.read_state(saver.root / "global_step_1")["step"] == 1
+    assert folders.read_state(saver.root / "global_step_1")["step"] == 1
 
 
 def test_the_next_save_waits_for_the_one_before(saver: Saver, ranks: SlowRanks) -> None:
@@ -152,12 +152,12 @@ def test_what_the_guard_needs_is_kept(saver: Saver, ranks: SlowRanks) -> None:
     saver.config.keep_last, saver.config.keep_best = 1, 0
     saver.protected = lambda: {3}
     fill(saver, ranks, [None])
-    checkpoint.mark_healthy(saver.root / "global_step_1")
+    folders.mark_healthy(saver.root / "global_step_1")
     fill(saver, ranks, [None])  # step 1 again, unproven: nothing is healthy now
     saver.protected = set
     for step in (2, 3):
         saver.save(state(step), wait=True)
-        checkpoint.mark_healthy(saver.root / f"global_step_{step}")
+        folders.mark_healthy(saver.root / f"global_step_{step}")
     saver.protected = lambda: {4}
     for step in (4, 5, 6):
         saver.save(state(step), wait=True)

@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.verl.training import rank_bodies
 from tests.verl.training.ranks import make_batch, run_ranks, save_tiny
-from verl import checkpoint
+from verl.checkpoint import folders
+from verl.checkpoint.exporting import export
 from verl.single_controller.dispatch import split_by_tokens
 
 
 def publish(root: Path) -> None:
     """What the driver does when all ranks have written."""
-    (root / "global_step_3.tmp" / checkpoint.MARKER).touch()
+    (root / "global_step_3.tmp" / folders.MARKER).touch()
     os.replace(root / "global_step_3.tmp", root / "global_step_3")
 
 
@@ -84,7 +85,7 @@ def test_line_21_a_resumed_run_goes_on_as_if_never_stopped(
 
 def test_export_is_a_folder_that_transformers_loads(runs: SimpleNamespace, tmp_path: Path) -> None:
     """The export of two ranks' shards holds the weights they saved, without any rank."""
-    out = checkpoint.export(runs.root / "two/global_step_3", tmp_path / "hf", dtype="float32")
+    out = export(runs.root / "two/global_step_3", tmp_path / "hf", dtype="float32")
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.dtype == torch.float32
     expected = load_file(runs.root / "two/weights/model.safetensors")

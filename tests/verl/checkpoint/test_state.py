@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from verl.checkpoint import RunState, read_state, write_state
-from verl.checkpoint.state import read_driver_random, write_driver_random
+from verl.checkpoint.folders import read_state, write_state
+from verl.checkpoint.state import RunState, read_driver_random, write_driver_random
 
 
 def draw() -> tuple[float, float, float]:

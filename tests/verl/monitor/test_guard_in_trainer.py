@@ -13,7 +13,7 @@ from tests.verl.trainer.recording import (
     prompts,
     score_by_sample,
 )
-from verl import checkpoint
+from verl.checkpoint import folders
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.errors import CollapseError
@@ -101,7 +101,7 @@ def rows(trainer: RayPPOTrainer) -> list[tuple[int, dict[str, float]]]:
 
 
 def marked(folder: Path) -> list[str]:
-    return sorted(path.parent.name for path in folder.glob(f"*/{checkpoint.HEALTHY}"))
+    return sorted(path.parent.name for path in folder.glob(f"*/{folders.HEALTHY}"))
 
 
 def test_warn_goes_on_and_names_metric_and_value(
@@ -180,7 +180,7 @@ def test_rollback_goes_on_from_healthy_weights_with_a_lower_rate(
     assert len({uid for batch in starts for uid in batch}) == 5 * 4
     assert marked(trainer.directory) == ["global_step_0", "global_step_1", "global_step_3",
                                          "global_step_4"]  # fmt: skip
-    assert checkpoint.read_state(trainer.directory / "global_step_3")["guard"]["rollbacks"] == 1
+    assert folders.read_state(trainer.directory / "global_step_3")["guard"]["rollbacks"] == 1
 
 
 def test_refused_weights_are_never_validated(config: Config, log: list[str]) -> None:
@@ -231,9 +231,9 @@ def test_an_older_checkpoint_without_a_guard_can_be_resumed(config: Config, log:
     first = build(config, log, set(), steps=1)
     first.fit()
     folder = first.directory / "global_step_1"
-    state = checkpoint.read_state(folder)
+    state = folders.read_state(folder)
     del state["guard"]
-    checkpoint.write_state(folder, state)
+    folders.write_state(folder, state)
     config.trainer.resume_mode = "auto"
     again = build(config, log, set(), steps=2)
     again.fit()

@@ -17,7 +17,7 @@ from tests.verl.trainer.recording import (
     prompts,
     score_by_sample,
 )
-from verl import checkpoint
+from verl.checkpoint import folders
 from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController
 from verl.errors import Interrupted, RankLost, ToolOutage
@@ -124,8 +124,8 @@ def test_a_run_stopped_anywhere_ends_as_the_undisturbed_one(
     with pytest.raises(error, match=r"global_step_\d.*resume_mode=auto"):
         stopped.fit()
     step = 1 if number == 3 else 2
-    found = checkpoint.latest(Path(config.trainer.default_local_dir))
-    assert found is not None and checkpoint.step_of(found) == step
+    found = folders.latest(Path(config.trainer.default_local_dir))
+    assert found is not None and folders.step_of(found) == step
     resumed = build(config)
     resumed.fit()
     rows, requests = undisturbed
@@ -143,7 +143,7 @@ def test_a_step_that_is_learned_from_is_never_cut(config: Config) -> None:
     with pytest.raises(Interrupted, match="global_step_1"):
         trainer.fit()
     assert trainer.ranks.log.count("update_actor") == 1
-    state = checkpoint.read_state(trainer.directory / "global_step_1")
+    state = folders.read_state(trainer.directory / "global_step_1")
     assert state["pending"] is not None  # its validation is the next run's first work
 
 
@@ -151,7 +151,7 @@ def test_nothing_is_saved_before_the_first_step(config: Config) -> None:
     """There is nothing to lose, and the message says so."""
     with pytest.raises(Interrupted, match="nothing was learned yet"):
         build(config, 1, terminate).fit()
-    assert checkpoint.latest(Path(config.trainer.default_local_dir)) is None
+    assert folders.latest(Path(config.trainer.default_local_dir)) is None
 
 
 def test_a_step_that_was_saved_is_not_saved_again(config: Config) -> None:
@@ -184,8 +184,8 @@ def test_a_lost_rank_keeps_what_was_written(config: Config) -> None:
 
     with pytest.raises(RankLost):
         build(config, 5, lose_a_rank).fit()
-    found = checkpoint.latest(Path(config.trainer.default_local_dir))
-    assert found is not None and checkpoint.step_of(found) == 2
+    found = folders.latest(Path(config.trainer.default_local_dir))
+    assert found is not None and folders.step_of(found) == 2
 
 
 def test_a_run_started_anew_never_resumes_from_another(config: Config) -> None:
@@ -196,7 +196,7 @@ def test_a_run_started_anew_never_resumes_from_another(config: Config) -> None:
     with pytest.raises(Interrupted):
         build(config, 3, terminate).fit()
     folder = Path(config.trainer.default_local_dir)
-    assert [path.name for path in checkpoint.all_complete(folder)] == ["global_step_1"]
+    assert [path.name for path in folders.all_complete(folder)] == ["global_step_1"]
     assert len(list(folder.glob("set_aside/*/global_step_*"))) == 4
 
 
@@ -214,7 +214,7 @@ def test_a_validation_alone_moves_nothing(config: Config) -> None:
     config.trainer.resume_mode, config.trainer.val_only = "disable", True
     build(config).fit()
     folder = Path(config.trainer.default_local_dir)
-    assert [checkpoint.step_of(path) for path in checkpoint.all_complete(folder)] == [2, 4]
+    assert [folders.step_of(path) for path in folders.all_complete(folder)] == [2, 4]
 
 
 def test_a_signal_that_ended_the_ranks_too_stops_the_run(config: Config) -> None:

@@ -17,8 +17,8 @@ from tests.fakes import ScriptedEngine
 from tests.search.server.engines import Watched
 from tests.verl.trainer.playing import InProcess, policy_of
 from tests.verl.trainer.recording import RecordingRanks, prompts, score_by_sample
-from verl import checkpoint
 from verl.agent.environment import Environment
+from verl.checkpoint import folders
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.errors import ToolOutage
@@ -158,8 +158,8 @@ def test_a_retriever_that_stays_away_costs_the_step_only(server: Server, tmp_pat
     folder = tmp_path / "disturbed"
     with pytest.raises(ToolOutage, match=r"max_outage=0\.1.*global_step_1.*resume_mode=auto"):
         train(folder, server, stops=True)
-    found = checkpoint.latest(folder)
-    assert found is not None and checkpoint.step_of(found) == 1
+    found = folders.latest(folder)
+    assert found is not None and folders.step_of(found) == 1
     server.start()
     train(folder, server)
     assert logged(folder) == logged(tmp_path / "whole")

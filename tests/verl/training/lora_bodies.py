@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.verl.training.rank_bodies import LENGTHS, next_metrics, shard_of
 from tests.verl.training.ranks import tiny_config
-from verl import checkpoint
+from verl.checkpoint import folders
 from verl.config import Config
 from verl.training.worker import TrainerWorker
 
@@ -61,7 +61,7 @@ def resume(rank: int, size: int, port: int, model: str, out: str) -> dict[str, A
     config = lora_config(model, size)
     config.trainer.seed = 5
     worker = TrainerWorker(config, rank, size, "127.0.0.1", port, 10)
-    found = checkpoint.latest(Path(out))
+    found = folders.latest(Path(out))
     assert found is not None
     worker.load_checkpoint(found)
     answers = {"stages": [everything(worker)], "next": next_metrics(worker, rank, size)}

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 
 from tests.verl.training.ranks import make_batch, tiny_config
-from verl import checkpoint
+from verl.checkpoint import folders
 from verl.single_controller.dispatch import split_by_tokens
 from verl.training.worker import TrainerWorker
 
@@ -93,7 +93,7 @@ def resume(rank: int, size: int, port: int, model: str, out: str) -> dict[str, A
     config = tiny_config(model, size)
     config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 20
     worker = TrainerWorker(config, rank, size, "127.0.0.1", port, 10)
-    found = checkpoint.latest(Path(out))
+    found = folders.latest(Path(out))
     assert found is not None
     worker.load_checkpoint(found)
     drawn = draw()

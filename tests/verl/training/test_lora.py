@@ -19,7 +19,8 @@ from transformers import LlamaForCausalLM
 from example.tiny import tiny_llama
 from tests.verl.training import lora_bodies, rank_bodies
 from tests.verl.training.ranks import VOCAB, make_batch, run_ranks, save_tiny
-from verl import checkpoint
+from verl.checkpoint import folders
+from verl.checkpoint.exporting import export
 from verl.config import ActorConfig, AdapterConfig, OptimConfig
 from verl.errors import ConfigError
 from verl.single_controller.dispatch import split_by_tokens
@@ -43,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     for name, size in RANKS.items():
         out = root / name
         answers = run_ranks(size, lora_bodies.train, found.model, str(out))
-        (out / "global_step_3.tmp" / checkpoint.MARKER).touch()
+        (out / "global_step_3.tmp" / folders.MARKER).touch()
         os.replace(out / "global_step_3.tmp", out / "global_step_3")
         setattr(found, name, answers)
     return found
@@ -166,14 +167,14 @@ def test_an_export_is_what_the_ranks_wrote(
 ) -> None:
     """Merged and as adapter, from the checkpoint's small shards alone."""
     step = runs.root / name / "global_step_3"
-    merged = checkpoint.export(step, tmp_path / "merged", base=runs.model, dtype="float32")
+    merged = export(step, tmp_path / "merged", base=runs.model, dtype="float32")
     found, expected = (
         load_file(p / "model.safetensors") for p in (merged, runs.root / name / "merged")
     )
     assert found.keys() == expected.keys()
     for key, x in expected.items():
         torch.testing.assert_close(found[key], x, rtol=0, atol=1e-6)
-    alone = checkpoint.export(step, tmp_path / "adapter", adapter_only=True)
+    alone = export(step, tmp_path / "adapter", adapter_only=True)
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         assert (alone / file).read_bytes() == (runs.root / name / "adapter" / file).read_bytes()
     config = json.loads((alone / "adapter_config.json").read_text())
@@ -209,7 +210,7 @@ def test_another_base_is_refused(runs: SimpleNamespace, tmp_path: Path) -> None:
     """Weights of the same shape that are not those trained on are named, not used."""
     step, other = runs.root / "one/global_step_3", save_tiny(tmp_path / "other", seed=1)
     with pytest.raises(ConfigError, match="trained on"):
-        checkpoint.export(step, tmp_path / "out", base=other)
+        export(step, tmp_path / "out", base=other)
     assert not (tmp_path / "out").exists()
     saved = read_adapters(step)
     with pytest.raises(ConfigError, match=r"lora_rank=0.*checkpoint's.*lora_rank=4"):
