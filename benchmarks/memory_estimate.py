@@ -105,12 +105,12 @@ def measure_rank(path: str) -> dict[str, int]:
     found = {"process": base}
     worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), 100)
     found["held"] = resident() - base
-    found[Phase.LOG_PROBS] = peak_growth(lambda: worker.log_probs(data))
-    worker.update_actor(data)  # the first update makes what stays
-    worker.update_critic(data)
-    found[Phase.VALUES] = peak_growth(lambda: worker.values(data))
-    found[Phase.UPDATE_ACTOR] = peak_growth(lambda: worker.update_actor(data))
-    found[Phase.UPDATE_CRITIC] = peak_growth(lambda: worker.update_critic(data))
+    found[Phase.LOG_PROBS] = peak_growth(lambda: worker.actor.log_probs(data))
+    worker.actor.update(data)  # the first update makes what stays
+    worker.critic.update(data)
+    found[Phase.VALUES] = peak_growth(lambda: worker.critic.values(data))
+    found[Phase.UPDATE_ACTOR] = peak_growth(lambda: worker.actor.update(data))
+    found[Phase.UPDATE_CRITIC] = peak_growth(lambda: worker.critic.update(data))
     worker.shutdown()
     return found
 

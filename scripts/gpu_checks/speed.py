@@ -58,8 +58,8 @@ def measure(report: Report, shape: str, offload: bool, length: int = LENGTH) -> 
     with joined(config) as worker:
         report.record(f"{name}_load_s", time.monotonic() - began)
         for what, call, count in (
-            ("log_probs", worker.log_probs, flops.forward),
-            ("update", worker.update_actor, flops.update),
+            ("log_probs", worker.actor.log_probs, flops.forward),
+            ("update", worker.actor.update, flops.update),
         ):
             one_pass(report, f"{name}_{what}", call, batch, count(*work), expected[what])
         began = time.monotonic()

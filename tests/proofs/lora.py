@@ -96,7 +96,7 @@ def measure(model: str, ranks: tuple[int, int], steps: int, batch: TokenBatch, o
     worker = TrainerWorker(make_config(model, ranks), 0, 1, "127.0.0.1", port, steps)
 
     def step() -> None:
-        batch.tokens["ref_log_probs"] = worker.ref_log_probs(batch)
+        batch.tokens["ref_log_probs"] = worker.reference.log_probs(batch)
         worker.critic.update(batch)
         worker.actor.update(batch)
 

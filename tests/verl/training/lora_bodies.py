@@ -36,17 +36,17 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
     """Updates of both, one with a rank left empty, then every answer and every file."""
     worker = TrainerWorker(lora_config(model, size), rank, size, "127.0.0.1", port, 10)
     first = shard_of(rank, size, LENGTHS, 0)
-    answers: dict[str, Any] = {"before": worker.log_probs(first), "metrics": []}
+    answers: dict[str, Any] = {"before": worker.actor.log_probs(first), "metrics": []}
     stages = [everything(worker)]
     for seed, lengths in enumerate((LENGTHS, [12], [8, 8, 20])):
-        answers["metrics"].append(worker.update_critic(shard_of(rank, size, lengths, seed)))
+        answers["metrics"].append(worker.critic.update(shard_of(rank, size, lengths, seed)))
         stages.append(everything(worker))
-        answers["metrics"].append(worker.update_actor(shard_of(rank, size, lengths, seed)))
+        answers["metrics"].append(worker.actor.update(shard_of(rank, size, lengths, seed)))
         stages.append(everything(worker))
     answers["stages"] = stages
-    answers["values"] = worker.values(first)
-    answers["ref_log_probs"] = worker.ref_log_probs(first)
-    answers["log_probs"] = worker.log_probs(first)
+    answers["values"] = worker.critic.values(first)
+    answers["ref_log_probs"] = worker.reference.log_probs(first)
+    answers["log_probs"] = worker.actor.log_probs(first)
     worker.save_policy(Path(out) / "merged", "float32")
     worker.save_policy(Path(out) / "adapter", is_adapter=True)
     # The driver makes the folder and names it when all ranks are done.

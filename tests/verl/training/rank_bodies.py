@@ -34,14 +34,14 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
     first = shard_of(rank, size, LENGTHS, 0)
     answers: dict[str, Any] = {
         "tokens": first.offsets,
-        "log_probs": worker.log_probs(first),
-        "ref_log_probs": worker.ref_log_probs(first),
+        "log_probs": worker.actor.log_probs(first),
+        "ref_log_probs": worker.reference.log_probs(first),
         "metrics": [],
     }
     for seed, lengths in enumerate((LENGTHS, [12], [8, 8, 20])):
-        answers["metrics"].append(worker.update_actor(shard_of(rank, size, lengths, seed)))
-        answers["metrics"].append(worker.update_critic(shard_of(rank, size, lengths, seed)))
-    answers["values"] = worker.values(first)
+        answers["metrics"].append(worker.actor.update(shard_of(rank, size, lengths, seed)))
+        answers["metrics"].append(worker.critic.update(shard_of(rank, size, lengths, seed)))
+    answers["values"] = worker.critic.values(first)
     worker.save_policy(Path(out) / "weights", "float32")
     # The driver makes the folder and names it when all ranks are done.
     answers["problems"] = worker.save_checkpoint(Path(out) / "global_step_3.tmp")
@@ -85,7 +85,7 @@ def draw() -> tuple[float, float, float]:
 def next_metrics(worker: TrainerWorker, rank: int, size: int) -> list[dict[str, float]]:
     """The metrics of the update after the checkpoint."""
     shard = shard_of(rank, size, LENGTHS, 7)
-    return [worker.update_actor(shard), worker.update_critic(shard)]
+    return [worker.actor.update(shard), worker.critic.update(shard)]
 
 
 def resume(rank: int, size: int, port: int, model: str, out: str) -> dict[str, Any]:
