@@ -30,7 +30,7 @@ def recipe(size: str, algo: str, folder: Path, **environment: str) -> Config:
 def short_of(config: Config) -> list[Shortage]:
     """What a node of the recipe has too little of, with a margin."""
     shape = shape_of(config.actor_rollout_ref.model.path)
-    setting = Setting(shape, shape, on_gpu=True, device_bytes=GPU.total)
+    setting = Setting(shape, shape, True, NODE)
     return estimate(config, setting).shortages(config, NODE, CLOSE)
 
 

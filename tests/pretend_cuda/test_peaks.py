@@ -9,6 +9,7 @@ import pytest
 
 from tests.pretend_cuda.trial import LONGEST, SHAPES, Case
 from tests.pretend_cuda.trials import Trials
+from tests.verl.preflight.memory.test_presets import machine
 from verl.model_shape import ModelShape
 from verl.preflight.memory.estimate import Setting, estimate
 from verl.preflight.memory.needs import ASLEEP, Memory, Phase
@@ -49,7 +50,7 @@ def expected_peak(case: Case, phases: tuple[Phase, ...]) -> int:
     """What `verl.preflight.memory` says a rank holds of its device in the worst of `phases`."""
     assert ASLEEP.issuperset(phases)
     shape = ModelShape.of(SHAPES[case.shape].facts())
-    setting = Setting(shape, shape, on_gpu=True, device_bytes=80 << 30, compute_dtype=case.dtype)
+    setting = Setting(shape, shape, True, machine(8, 80, 1000), case.dtype)
     found = estimate(case.config(), setting)
     return max(
         sum(n.bytes for n in found.at(Memory.DEVICE, phase) if n.what not in NOT_OURS)

@@ -55,15 +55,15 @@ def preflight(config: Config, environment: Environment) -> Config:
     problems: list[UserError] = list(engine_problems(config))
     if problems:  # what memory is needed depends on the engine
         raise PreflightError(problems)
-    outlook = look(config)
-    config = settle_offload(config, outlook)
+    setting = look(config)
+    config = settle_offload(config, setting)
     checks = (
         model_problems,
         adapter_problems,
         _questions,
         lambda _: environment.preflight(PROBE_SECONDS),
         _devices,
-        functools.partial(memory_problems, outlook=outlook),
+        functools.partial(memory_problems, setting=setting),
         _disk,
         _tracking,
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
@@ -51,15 +50,7 @@ HINTS = {
 """Options that lower what is too much."""
 
 
-@dataclass(frozen=True)
-class Outlook:
-    """What an estimate rests on: the models' sizes, and this machine."""
-
-    setting: Setting
-    machine: Machine
-
-
-def look(config: Config) -> Outlook | None:
+def look(config: Config) -> Setting | None:
     """This machine and the models; None where nothing is to be estimated, or nothing can be."""
     if config.trainer.memory_preflight == "off":
         return None
@@ -71,18 +62,17 @@ def look(config: Config) -> Outlook | None:
     on_gpu = device_type(config.trainer.device) == "cuda"
     machine = Machine.now(with_devices=on_gpu)
     dtype = resolve_dtype(config.trainer.compute_dtype, torch.device("cuda" if on_gpu else "cpu"))
-    total = min((memory.total for memory in machine.devices), default=0)
-    setting = Setting(policy, critic, on_gpu, total, dtype_name(dtype))
+    setting = Setting(policy, critic, on_gpu, machine, dtype_name(dtype))
     try:
         estimate(settled(config), setting)
     except (RuntimeError, TypeError, AttributeError) as error:
         # Model code that asks tensors for their values cannot be tried on tensors without any.
         logger.info("memory: not estimated: the model cannot be tried on fake tensors (%s)", error)
         return None
-    return Outlook(setting, machine)
+    return setting
 
 
-def settle_offload(config: Config, outlook: Outlook | None) -> Config:
+def settle_offload(config: Config, setting: Setting | None) -> Config:
     """The options with every null of `*_offload` decided; one line of the log says how, and why.
 
     On CPU it is false. Where this driver cannot tell what the GPUs hold, it is true, which is slow
@@ -93,8 +83,8 @@ def settle_offload(config: Config, outlook: Outlook | None) -> Config:
     on_cluster = config.trainer.device == "auto" and os.environ.get("RAY_ADDRESS")
     if not keys or (device_type(config.trainer.device) == "cpu" and not on_cluster):
         return settled(config)
-    seen = outlook if outlook is not None and outlook.machine.devices else None
-    chosen = everything(config) if seen is None else choose(config, seen.setting, seen.machine)
+    seen = setting if setting is not None and setting.machine.devices else None
+    chosen = everything(config) if seen is None else choose(config, seen)
     parts = [OPTIONS[key] for key in keys if attrgetter(key)(chosen)]
     line = f"offload to the host: {', '.join(parts) or 'nothing'}"
     if seen is None:
@@ -102,20 +92,18 @@ def settle_offload(config: Config, outlook: Outlook | None) -> Config:
                        "estimated; to keep it on them: OFFLOAD=false (train_*.sh), or %s=false",
                        line, "=false ".join(keys))  # fmt: skip
         return chosen
-    without, needed = (estimate(one, seen.setting).most(Memory.DEVICE)
-                       for one in (settled(config), chosen))  # fmt: skip
+    without, needed = (estimate(one, seen).most(Memory.DEVICE) for one in (settled(config), chosen))
     free = amount(free_memory(seen.machine)[Memory.DEVICE])
     otherwise = "" if needed == without else f", and would need {amount(without)} otherwise"
     logger.info("%s; each GPU needs %s of %s free%s", line, amount(needed), free, otherwise)
     return chosen
 
 
-def memory_problems(config: Config, outlook: Outlook | None) -> Iterator[UserError]:
+def memory_problems(config: Config, setting: Setting | None) -> Iterator[UserError]:
     """ResourceError where the run cannot fit; the estimate, and what is close, are logged."""
-    if outlook is None:
+    if setting is None:
         return
-    setting, machine = outlook.setting, outlook.machine
-    found = estimate(config, setting)
+    found, machine = estimate(config, setting), setting.machine
     logger.info("memory needed and free:\n%s", table(found, machine))
     if setting.on_gpu and not machine.devices:
         return  # the check of devices says so

@@ -44,8 +44,7 @@ class Setting:
     critic: ModelShape
     """Of the critic's model, which may be another one."""
     on_gpu: bool
-    device_bytes: int = 0
-    """All memory of one GPU."""
+    machine: Machine
     compute_dtype: str = "bfloat16"
     """What `trainer.compute_dtype` comes to on this machine."""
 
@@ -127,7 +126,8 @@ def estimate(config: Config, setting: Setting) -> Estimate:
         needs += cpu_engine_needs(config, policy, item)
         local = config.trainer.n_gpus_per_node
         return Estimate(tuple(_on_host(need, local) for need in needs), None)
-    engine = engine_memory(config, policy, item, setting.device_bytes)
+    device_bytes = min((device.total for device in setting.machine.devices), default=0)
+    engine = engine_memory(config, policy, item, device_bytes)
     needs += gpu_engine_needs(config, policy, item, engine.share)
     needs.append(Need(Memory.DEVICE, "rank's context", CONTEXT))
     return Estimate(tuple(needs), engine)

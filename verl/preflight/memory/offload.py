@@ -9,7 +9,6 @@ from operator import attrgetter
 from typing import Any
 
 from verl.config import Config
-from verl.machine import Machine
 from verl.preflight.memory.estimate import CLOSE, Setting, estimate, free_memory
 from verl.preflight.memory.needs import Memory
 from verl.preflight.memory.ranks import has_critic
@@ -74,12 +73,12 @@ def everything(config: Config) -> Config:
     return settled(config, dict.fromkeys(open_choices(config), True))
 
 
-def choose(config: Config, setting: Setting, machine: Machine) -> Config:
+def choose(config: Config, setting: Setting) -> Config:
     """The cheapest that the host can hold and that fits each GPU with room to spare.
 
     Where there is none, the most that the host can hold.
     """
-    keys, free = open_choices(config)[::-1], free_memory(machine)
+    keys, free = open_choices(config)[::-1], free_memory(setting.machine)
     values = itertools.product((False, True), repeat=len(keys))  # the last, cheapest, varies most
     ways = [settled(config, dict(zip(keys, way, strict=True))) for way in values]
     needs = [(way, estimate(way, setting)) for way in ways]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from verl.config.checks import check
 from verl.errors import ConfigError, ResourceError, UserError
 from verl.machine import HostMemory, Machine
 from verl.preflight.memory import check as memory
-from verl.preflight.memory.check import Outlook, look, settle_offload
+from verl.preflight.memory.check import look, settle_offload
 from verl.preflight.memory.estimate import Estimate, Setting
 from verl.preflight.memory.offload import KEYS, choose, everything, settled, undecided
 
@@ -158,10 +159,10 @@ def open_run(device: str) -> Config:
     return config
 
 
-def outlook(gib: float) -> Outlook:
+def outlook(gib: float) -> Setting:
     """Eight GPUs of this size in a host of 1 TB."""
     here, shape = machine(8, gib, 1000), shape_of("Qwen2.5-3B")
-    return Outlook(Setting(shape, shape, True, here.devices[0].total), here)
+    return Setting(shape, shape, True, here)
 
 
 @pytest.mark.parametrize("address", ["", "10.0.0.1:6379"])
@@ -174,7 +175,7 @@ def test_offload_is_chosen_by_the_gpus_that_are_seen(
     with caplog.at_level(logging.INFO):
         chosen = settle_offload(config, seen)
     assert undecided(chosen) == [] and undecided(config) == list(KEYS)
-    assert chosen == choose(config, seen.setting, seen.machine) != settled(config)
+    assert chosen == choose(config, seen) != settled(config)
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert "offload to the host: reference's weights; each GPU needs" in record.message
@@ -189,7 +190,7 @@ def test_what_cannot_be_estimated_is_offloaded(
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     config = open_run(device)
     seen = outlook(39.5)
-    blind = Outlook(seen.setting, Machine(seen.machine.host, seen.machine.shared_free))
+    blind = replace(seen, machine=Machine(seen.machine.host, seen.machine.shared_free))
     chosen = settle_offload(config, None if sees == "no estimate" else blind)
     assert chosen == everything(config) and undecided(chosen) == []
     (record,) = caplog.records

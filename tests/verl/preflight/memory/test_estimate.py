@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.verl.preflight.memory.shapes import shape_of
+from tests.verl.preflight.memory.test_presets import machine
 from verl.config import Config
 from verl.preflight.memory.engines import SAMPLING_COPIES, kv_bytes
 from verl.preflight.memory.estimate import Estimate, Setting, estimate
@@ -30,7 +31,7 @@ def options(**changes: Any) -> Config:
 def of(config: Config, size: str = "Qwen2.5-7B", on_gpu: bool = True) -> Estimate:
     shape = shape_of(size)
     dtype = "bfloat16" if on_gpu else "float32"
-    return estimate(config, Setting(shape, shape, on_gpu, 80 * GIB if on_gpu else 0, dtype))
+    return estimate(config, Setting(shape, shape, on_gpu, machine(8, 80, 1000), dtype))
 
 
 def held(found: Estimate, what: str, memory: Memory) -> int:

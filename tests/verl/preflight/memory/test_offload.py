@@ -14,7 +14,7 @@ from tests.verl.preflight.memory.test_presets import machine
 from tests.verl.preflight.memory.test_shortages import run, setting
 from verl.config import Config
 from verl.machine import Machine
-from verl.preflight.memory.check import Outlook, settle_offload
+from verl.preflight.memory.check import settle_offload
 from verl.preflight.memory.estimate import Setting, estimate
 from verl.preflight.memory.needs import Memory
 from verl.preflight.memory.offload import (
@@ -74,7 +74,7 @@ def test_the_choice_is_the_cheapest_that_fits(
     config.actor_rollout_ref.actor.use_kl_loss = True
     for host_gb in (2000, 150):
         here = machine(gpus, gpu_gib, host_gb)
-        chosen = choose(config, setting(size, here), here)
+        chosen = choose(config, setting(size, here))
         assert undecided(chosen) == []
         assert on_host(chosen) == search(config, setting(size, here), here)
 
@@ -84,7 +84,7 @@ def test_choices_differ_with_the_device() -> None:
     config, counts = run(8, "gae"), []
     for gib in (140.0, 79.0, 39.5, 23.5):
         here = machine(8, gib, 1000)
-        counts.append(len(on_host(choose(config, setting("Qwen2.5-3B", here), here))))
+        counts.append(len(on_host(choose(config, setting("Qwen2.5-3B", here)))))
     assert counts[0] == 0 and counts == sorted(counts) and counts[-1] > counts[-2] > 0
 
 
@@ -92,11 +92,11 @@ def test_a_host_without_room_gets_as_much_as_it_holds() -> None:
     """Where nothing fits the GPU, the host is not filled beyond its memory for it."""
     config, here = run(2, "gae"), machine(2, 23.5, 256)
     what = setting("Qwen2.5-7B", here)
-    chosen = choose(config, what, here)
+    chosen = choose(config, what)
     assert on_host(chosen) and on_host(chosen) != on_host(everything(config))
     assert estimate(chosen, what).most(Memory.HOST) <= here.host.free
     small = machine(2, 23.5, 16)
-    assert on_host(choose(config, what, small)) == []
+    assert on_host(choose(config, setting("Qwen2.5-7B", small))) == []
 
 
 @pytest.mark.parametrize("value", [True, False])
@@ -105,10 +105,10 @@ def test_what_a_user_set_stays(value: bool) -> None:
     explicit = changed(run(8, "gae"), {f"{ACTOR}.param_offload": value})
     for gib in (23.5, 140.0):
         here = machine(8, gib, 1000)
-        chosen = choose(explicit, setting("Qwen2.5-3B", here), here)
+        chosen = choose(explicit, setting("Qwen2.5-3B", here))
         assert chosen.actor_rollout_ref.actor.fsdp_config.param_offload is value
     all_set = changed(explicit, dict.fromkeys(KEYS, value))
-    assert choose(all_set, setting("Qwen2.5-3B", here), here) == all_set == settled(all_set)
+    assert choose(all_set, setting("Qwen2.5-3B", here)) == all_set == settled(all_set)
 
 
 def test_parts_that_a_run_lacks_are_not_offloaded() -> None:
@@ -138,7 +138,7 @@ def test_the_line_says_what_and_why(caplog: pytest.LogCaptureFixture) -> None:
     for gib in (39.5, 140.0):
         here = machine(8, gib, 1000)
         with caplog.at_level(logging.INFO):
-            settle_offload(config, Outlook(setting("Qwen2.5-3B", here), here))
+            settle_offload(config, setting("Qwen2.5-3B", here))
     some, none = (record.getMessage() for record in caplog.records)
     assert some.startswith("offload to the host: reference's weights; each GPU needs ")
     assert "of 42.4 GB free, and would need " in some and some.endswith("GB otherwise")
@@ -166,4 +166,4 @@ def test_the_recipes_offload_what_the_page_says(recipe: str, tmp_path: Path) -> 
     config = config_of(recipe, tmp_path)
     for gpu_gib, waiting in WAITING[recipe].items():
         here = machine(8, gpu_gib, 1000)
-        assert on_host(choose(config, setting("Qwen2.5-3B", here), here)) == waiting
+        assert on_host(choose(config, setting("Qwen2.5-3B", here))) == waiting

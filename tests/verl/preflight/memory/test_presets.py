@@ -39,8 +39,8 @@ WAITING = {("2x80", "train_ppo.sh"): ["actor_rollout_ref.ref.fsdp_config.param_o
 def settings_for(config: Config, here: Machine, size: str) -> tuple[Config, Setting]:
     """The options with what waits on the host decided, and what their estimate rests on."""
     shape = shape_of(size)
-    setting = Setting(shape, shape, True, here.devices[0].total)
-    return choose(config, setting, here), setting
+    setting = Setting(shape, shape, True, here)
+    return choose(config, setting), setting
 
 
 def verdict(config: Config, here: Machine, size: str) -> str:
@@ -74,7 +74,7 @@ def test_an_engine_holds_many_dialogues(recipe: str, tmp_path: Path) -> None:
     for preset, here in MACHINES.items():
         config = config_of(recipe, tmp_path, PRESET=preset)
         shape = shape_of(config.actor_rollout_ref.model.path)
-        found = estimate(config, Setting(shape, shape, True, here.devices[0].total))
+        found = estimate(config, Setting(shape, shape, True, here))
         assert found.engine is not None
         assert found.engine.cached_tokens > 40 * config.data.max_model_len, preset
 

@@ -29,7 +29,7 @@ def run(gpus: int, estimator: str = "grpo") -> Config:
 
 def setting(size: str, here: Machine) -> Setting:
     shape = shape_of(size)
-    return Setting(shape, shape, True, here.devices[0].total)
+    return Setting(shape, shape, True, here)
 
 
 def test_a_small_shared_memory_is_found() -> None:
