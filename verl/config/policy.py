@@ -121,7 +121,7 @@ class ActorConfig:
     rollout_mask_threshold: float | None = option(None, resume="logged", gt=1)
     """Leave out tokens (sequences) whose ratio is above this, or below its inverse; null: none."""
     skip_zero_advantages: bool = option(True, resume="logged")
-    """Spare the forward of trajectories whose advantages are all 0 (a group of equal scores): they
+    """Skip the forward of trajectories whose advantages are all 0 (a group of equal scores): they
     have no gradient. Without effect when KL or entropy is in the loss."""
     state_masking: bool = option(True, resume="experiment")
     """Leave observation tokens out of the loss; false trains on documents too (ablation)."""

@@ -56,7 +56,7 @@ class Config:
 
     @property
     def needs_every_trajectory(self) -> bool:
-        """The policy's loss has terms besides the advantage's, so no trajectory can be spared."""
+        """The policy loss has more terms than the advantage's: no trajectory can be left out."""
         actor = self.actor_rollout_ref.actor
         has_terms = self.kl_in_loss or actor.entropy_coeff != 0 or actor.llds_coef > 0
         return has_terms or not actor.skip_zero_advantages

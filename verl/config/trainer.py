@@ -98,7 +98,7 @@ class TrainerConfig:
     """Steps between checkpoints; -1 saves at the end only, 0 never. A run that is interrupted saves
     in any case (docs/checkpoints.md)."""
     save_minutes: float | None = option(None, resume="free", gt=0)
-    """Minutes after which the next finished step is saved besides; null looks at steps only."""
+    """Minutes after which the next finished step is saved too; null looks at steps only."""
     async_save: bool = option(True, resume="free")
     """Train on while a checkpoint is written, from a copy of each rank's shards in host memory;
     where the host has no room for that, and with false, training waits."""
@@ -106,7 +106,7 @@ class TrainerConfig:
     """Checkpoints to keep, newest first; null keeps all. Older ones that the guard needs, or that
     `keep_best` names, stay."""
     keep_best: int = option(1, resume="free", ge=0)
-    """Checkpoints to keep besides, of the highest `best_metric` among those validated."""
+    """Further checkpoints to keep, of the highest `best_metric` among those validated."""
     best_metric: str = option("val/score", resume="free")
     """Validation metric, the higher the better."""
     time_limit: float | None = option(None, resume="free", gt=0)

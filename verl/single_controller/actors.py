@@ -49,7 +49,7 @@ class ActorHost:
 
     def __init__(self) -> None:
         self.hosted: Any = None
-        self._lifeline: OrphanReaper | None = None
+        self._reaper: OrphanReaper | None = None
 
     async def place(self) -> Place:
         """Node, address and GPUs of this actor."""
@@ -58,8 +58,8 @@ class ActorHost:
         return Place(context.get_node_id(), ray.util.get_node_ip_address(), gpu_ids, os.getpid())
 
     async def guard(self, mark: str) -> None:
-        """Have what bears `mark` on this node end with this actor, as on the driver's with it."""
-        self._lifeline = OrphanReaper(mark)
+        """Have the processes marked `mark` on this node end with this actor."""
+        self._reaper = OrphanReaper(mark)
 
     async def clear(self) -> int:
         """Kill what is left here of the actor that this one replaces; returns how many."""

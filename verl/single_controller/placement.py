@@ -138,5 +138,5 @@ def create_rollout_group(
 
 
 def part_of(env: Mapping[str, str], replica: int) -> str:
-    """What the processes of a replica bear as `PART`."""
+    """The value of `PART` in the processes of a replica."""
     return f"{env[MARK]}/replica-{replica}"

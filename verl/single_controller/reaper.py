@@ -4,7 +4,7 @@ Each attempt of a run has a mark: a variable in the environment of every process
 Ray's daemons, actors, engine cores and their workers are found wherever they hang in the process
 tree. A small process of its own, the watchdog, holds the reading end of a pipe whose writing end
 the driver holds. When the driver ends, even by SIGKILL, the pipe does too, and the watchdog kills
-what still bears the mark, and removes what those had open in shared memory. Nothing else is
+what still has the mark, and removes what those had open in shared memory. Nothing else is
 touched: another run has another mark.
 
 This file is also the watchdog's program; it imports little, to start at once and stay small.
@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -75,7 +74,7 @@ def environment(process: psutil.Process) -> list[bytes]:
 
 
 def sweep(variable: str, value: str, seconds: float = math.inf, noted: Iterable[Path] = ()) -> int:
-    """Kill the processes that bear `variable=value` until none is left; returns how many.
+    """Kill the processes that have `variable=value` until none is left; returns how many.
 
     Python's resource trackers go last. Their shared memory, and what was `noted` of it before, is
     removed where nobody else has it open. After `seconds` it gives up on those that the kernel does
@@ -141,7 +140,7 @@ def mapped_files() -> set[Path]:
 class OrphanReaper:
     """The mark of one attempt, and the watchdog that outlives the process which made this.
 
-    Example: `with OrphanReaper() as lifeline: start(env={MARK: lifeline.mark})`.
+    Example: `with OrphanReaper() as reaper: start(env={MARK: reaper.mark})`.
     """
 
     def __init__(self, mark: str | None = None) -> None:
@@ -163,7 +162,7 @@ class OrphanReaper:
         os.environ |= inherited
 
     def close(self) -> None:
-        """End whatever bears the mark still, and the watchdog with it; harmless if repeated."""
+        """End whatever still has the mark, and the watchdog with it; harmless if repeated."""
         for name, value in self._before.items():
             os.environ.pop(name, None)
             if value is not None:
@@ -177,12 +176,7 @@ class OrphanReaper:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

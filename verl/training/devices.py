@@ -60,11 +60,11 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def rollout_dtype(config: Config) -> str:
-    """The format that engines compute in, and that weights are handed over in."""
-    wanted = config.actor_rollout_ref.rollout.dtype
-    wanted = config.trainer.compute_dtype if wanted == "auto" else wanted
+    """The format that engines compute in, and that weights are sent in."""
+    name = config.actor_rollout_ref.rollout.dtype
+    name = config.trainer.compute_dtype if name == "auto" else name
     device = torch.device(device_type(config.trainer.device))
-    return dtype_name(resolve_dtype(wanted, device))
+    return dtype_name(resolve_dtype(name, device))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -86,7 +86,7 @@ class ModelView(Protocol):
         ...
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint must know besides the trained parameters, as JSON."""
+        """What a checkpoint must know apart from the trained parameters, as JSON."""
         ...
 
 
@@ -120,10 +120,6 @@ class FsdpModel:
             self.module.train()
         if self.options.optim is not None:
             self._build_optimizer(self.options.optim)
-
-    def sharing(self, view: ModelView, options: FsdpOptions) -> FsdpModel:
-        """Another use of the same weights; its learned parameters must be others."""
-        return FsdpModel(self.module, self.blocks, self.device, options, view=view)
 
     def forward(self, *arguments: Any) -> Any:
         """What the module answers, in this view of it."""
@@ -191,8 +187,8 @@ class FsdpModel:
         All ranks get the same number, so some may be empty.
         """
         lengths = batch.lengths.tolist()
-        wanted = len(pack(lengths, budget)) if lengths else 0
-        count = int(reduce_max(torch.tensor([float(wanted)]), self.device)[0])
+        needed = len(pack(lengths, budget)) if lengths else 0
+        count = int(reduce_max(torch.tensor([float(needed)]), self.device)[0])
         bins = pack(lengths, budget, at_least=max(count, 1))
         return [(indices, batch.select(indices)) for indices in bins]
 

@@ -79,7 +79,7 @@ class AdaptedModel(LogProbModel):
         lm.requires_grad_(False)
         self.configs = {role: peft_config(lm, options) for role, options in adapters.items()}
         with warnings.catch_warnings():
-            # Of two adapters in one model, which is what is wanted here.
+            # Of two adapters in one model, as here.
             warnings.filterwarnings("ignore", "Already found a `peft_config`")
             for role, config in self.configs.items():
                 inject_adapter_in_model(config, lm, adapter_name=str(role))
@@ -159,9 +159,10 @@ def adapted_engine(
 
 
 def share(engine: FsdpModel, role: Role, options: FsdpOptions) -> FsdpModel:
-    """An engine for another role of the same adapted model."""
+    """An engine for another role of the same adapted model, which learns other parameters."""
     assert isinstance(engine.view, RoleView), "all weights are trained: they cannot be shared"
-    return engine.sharing(RoleView(engine.view.model, role), options)
+    view = RoleView(engine.view.model, role)
+    return FsdpModel(engine.module, engine.blocks, engine.device, options, view=view)
 
 
 def policy_adapter(engine: FsdpModel) -> Adapter:

@@ -38,7 +38,7 @@ def interface_variables(master: str) -> dict[str, str]:
     """Variables that have gloo and NCCL talk through the interface that leads to `master`.
 
     Left alone gloo takes the address of the host's name, which is often 127.0.0.1: ranks of other
-    nodes then wait for it in vain.
+    nodes then never reach it.
     """
     name = interface_of(address_towards(master))
     return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
