@@ -17,11 +17,10 @@ from verl.preflight.memory.engines import (
 from verl.preflight.memory.needs import (
     ALWAYS,
     CONTEXT,
-    CPU,
     CPU_HEAP,
     FLOAT,
-    GPU,
     LOADED,
+    PROCESSES,
     Memory,
     Need,
     Phase,
@@ -152,12 +151,13 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
     and collected up to SHARD_BYTES by the first rank of a node, and each file is written beside
     the one it replaces. Of an adapter, that alone travels.
     """
-    constants, local = GPU if on_gpu else CPU, config.trainer.n_gpus_per_node
+    rank, engine, driver = PROCESSES["gpu" if on_gpu else "cpu"]
+    local = config.trainer.n_gpus_per_node
     replicas = -(-config.num_engines(on_gpu) // config.trainer.nnodes)
     for what, size in (
-        ("processes of the ranks", local * constants.rank),
-        ("processes of the engines", replicas * constants.engine),
-        ("driver and Ray", constants.driver),
+        ("processes of the ranks", local * rank),
+        ("processes of the engines", replicas * engine),
+        ("driver and Ray", driver),
     ):
         yield Need(Memory.HOST, what, size, is_guess=True)
     tokens = config.num_trajectories * config.data.max_model_len

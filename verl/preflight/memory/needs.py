@@ -59,20 +59,9 @@ class Need:
     """A constant for processes, which no refusal rests on."""
 
 
-@dataclass(frozen=True)
-class Constants:
-    """Bytes of what no trial and no count of parameters reaches."""
-
-    rank: int
-    """Of the host, by a training rank before it loads anything: Python, torch, transformers."""
-    engine: int
-    """Of the host, by an engine's processes before they load anything."""
-    driver: int
-    """Of the host, by the driver and Ray's own processes."""
-
-
-CPU = Constants(600 * MIB, 1500 * MIB, 1500 * MIB)
-GPU = Constants(2 * GIB, 4 * GIB, 2 * GIB)
+PROCESSES = {"cpu": (600 * MIB, 1500 * MIB, 1500 * MIB), "gpu": (2 * GIB, 4 * GIB, 2 * GIB)}
+"""Host bytes before anything is loaded: of a training rank (Python, torch, transformers), of an
+engine's processes, of the driver with Ray's own processes."""
 CPU_HEAP = 1.6
 """What tensors that come and go take, relative to their size: memory that malloc keeps in pieces
 (`cpu_env` in verl.trainer.groups has it keep what was touched)."""
