@@ -59,7 +59,7 @@ def resumed(config: Config, folder: Path) -> tuple[list[dict[str, float]], torch
 def update(worker: TrainerWorker, seed: int) -> list[dict[str, float]]:
     """One update of actor and critic."""
     batch = random_batch(LENGTHS, seed=seed)
-    return [worker.update_actor(batch), worker.update_critic(batch)]
+    return [worker.actor.update(batch), worker.critic.update(batch)]
 
 
 def same(a: tuple[Any, torch.Tensor], b: tuple[Any, torch.Tensor]) -> bool:

@@ -161,7 +161,7 @@ def judge(
 def gap(worker: TrainerWorker, dialogues: Sequence[Trajectory]) -> tuple[float, float]:
     """Mean and largest difference between the engine's log-probs and the trainer's."""
     batch = TokenBatch.from_trajectories(dialogues)
-    differences = worker.log_probs(batch) - batch.tokens["rollout_log_probs"]
+    differences = worker.actor.log_probs(batch) - batch.tokens["rollout_log_probs"]
     found = differences[batch.tokens["policy_mask"]].abs()
     return float(found.mean()), float(found.max())
 
@@ -190,7 +190,7 @@ def adapter(report: Report) -> None:
     config.actor_rollout_ref.actor.optim.lr = 3e-2
     with joined(config) as worker:
         for seed in range(3):
-            worker.update_actor(random_batch([64] * 8, seed=seed))
+            worker.actor.update(random_batch([64] * 8, seed=seed))
         worker.save_policy(report.folder / "adapter", is_adapter=True)
         base, adapted = asyncio.run(play_adapter(config, report.folder / "adapter"))
         tolerance = TOLERANCES[dtype]

@@ -63,16 +63,16 @@ def play(config: Config, rank: int = 0, size: int = 1, port: int | None = None) 
     """What a rank answers, before and after three updates."""
     with joined(config, rank, size, port) as worker:
         first = split_by_tokens(random_batch(LENGTHS), size).shards[rank]
-        answers: Answers = {"log_probs": worker.log_probs(first), "norms": []}
-        answers["ref_log_probs"] = worker.ref_log_probs(first)
+        answers: Answers = {"log_probs": worker.actor.log_probs(first), "norms": []}
+        answers["ref_log_probs"] = worker.reference.log_probs(first)
         answers["start"] = weights(worker)
         for seed, lengths in enumerate(BATCHES):
             shard = split_by_tokens(random_batch(lengths, seed=seed), size).shards[rank]
-            answers["norms"].append(worker.update_actor(shard)["actor/grad_norm"])
+            answers["norms"].append(worker.actor.update(shard)["actor/grad_norm"])
             if worker.critic is not None:
-                answers["norms"].append(worker.update_critic(shard)["critic/grad_norm"])
+                answers["norms"].append(worker.critic.update(shard)["critic/grad_norm"])
         if worker.critic is not None:
-            answers["values"] = worker.values(first)
+            answers["values"] = worker.critic.values(first)
         return answers | {"weights": weights(worker)}
 
 
@@ -158,8 +158,8 @@ def halves(report: Report, model: str, expected: dict[str, Answers]) -> None:
     batch, want = random_batch(LENGTHS), expected["grpo"]
     for dtype in ("bfloat16", "float16"):
         with report.part(dtype), joined(config_of(model, report.device, 1, dtype)) as worker:
-            error = float((worker.log_probs(batch) - want["log_probs"]).abs().mean())
+            error = float((worker.actor.log_probs(batch) - want["log_probs"]).abs().mean())
             report.expect(f"{dtype}_log_probs", error, below=0.05)
-            tries = (worker.update_actor(batch) for _ in range(MOST_TRIES))
+            tries = (worker.actor.update(batch) for _ in range(MOST_TRIES))
             norm = next(m["actor/grad_norm"] for m in tries if "actor/grad_norm" in m)
             report.expect(f"{dtype}_grad_norm", abs(norm / want["norms"][0] - 1), below=0.1)
