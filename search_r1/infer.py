@@ -15,7 +15,7 @@ import tyro
 
 from search_r1.inference.options import InferenceOptions
 from search_r1.options import run
-from verl.errors import SearchR1Error, explain
+from verl.errors import UserError, explain
 
 QUESTION = "What is the capital of China?"
 
@@ -55,4 +55,4 @@ class InferOptions(InferenceOptions):
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
     return run("search_r1.inference.command:answer", InferOptions, argv, prog="search-r1 infer",
-               description=__doc__, errors=(SearchR1Error,))  # fmt: skip
+               description=__doc__, errors=(UserError,))  # fmt: skip

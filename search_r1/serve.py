@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from search_r1.inference.options import InferenceOptions
 from search_r1.options import Bounds, run
 from search_r1.search.errors import SearchError
-from verl.errors import SearchR1Error
+from verl.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class ServingOptions(InferenceOptions):
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
     return run("search_r1.agent_server.running:start", ServingOptions, argv, prog="search-r1 serve",
-               description=__doc__, errors=(SearchR1Error, SearchError))  # fmt: skip
+               description=__doc__, errors=(UserError, SearchError))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -108,7 +108,3 @@ def explain(subject: str, got: object, expected: str, fix: str) -> str:
     `max_turns: got -1, expected 1 or more; fix: set max_turns=2`.
     """
     return f"{subject}: got {got}, expected {expected}; fix: {fix}"
-
-
-# The names until 0.3, for code that has them still.
-SearchR1Error, RetrieverError, RetrieverOutage = UserError, ToolError, ToolOutage

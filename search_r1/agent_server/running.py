@@ -25,7 +25,7 @@ GRACE_S = 10
 
 
 async def serve(options: ServingOptions, bound: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM. Raises SearchR1Error when the agent cannot be opened."""
+    """Serve until SIGINT or SIGTERM. Raises UserError when the agent cannot be opened."""
     token = os.environ.get(TOKEN_VARIABLE) or None
     host, port = bound.getsockname()[:2]
     warn_if_open(bound, token, TOKEN_VARIABLE)
@@ -58,7 +58,7 @@ def _server(app: FastAPI) -> uvicorn.Server:
 
 
 def start(options: ServingOptions) -> int:
-    """Serve; returns the exit code. Raises SearchR1Error or SetupError for a user's mistake."""
+    """Serve; returns the exit code. Raises UserError or SetupError for a user's mistake."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     for chatty in ("httpx", "vllm"):
         logging.getLogger(chatty).setLevel(logging.ERROR)

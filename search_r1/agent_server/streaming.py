@@ -14,7 +14,7 @@ from search_r1.agent_server.answers import Envelope, facts, finish_reason
 from search_r1.agent_server.errors import INTERNAL, ApiError
 from search_r1.agent_server.thoughts import Thoughts
 from search_r1.inference.dialogue import DialogueListener, Reply, Search, search_json
-from verl.errors import SearchR1Error
+from verl.errors import UserError
 from verl.types import Status
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ async def outcome(work: asyncio.Task[Reply]) -> Reply:
     """The reply of a dialogue; raises ApiError for whatever went wrong with it."""
     try:
         return checked(await work)
-    except SearchR1Error as error:
+    except UserError as error:
         raise ApiError(503, str(error), "engine_unavailable") from error
 
 

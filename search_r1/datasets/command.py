@@ -17,7 +17,7 @@ from search_r1.datasets.options import (
 from search_r1.datasets.own_corpus import CorpusOptions
 from search_r1.options import run
 from search_r1.search.errors import SearchError
-from verl.errors import SearchR1Error
+from verl.errors import UserError
 
 HERE = "search_r1.datasets"
 RECIPES: dict[str, tuple[type, str, str]] = {
@@ -56,4 +56,4 @@ def build(name: str, argv: Sequence[str] | None = None) -> int:
     """Build one kind of file; a user's mistake ends in one message and status 2."""
     options, work, about = RECIPES[name]
     return run(f"{HERE}.{work}", options, argv, prog=name, description=f"Builds {about}.",
-               errors=(SearchR1Error, SearchError, DownloadError))  # fmt: skip
+               errors=(UserError, SearchError, DownloadError))  # fmt: skip

@@ -30,7 +30,7 @@ from search_r1.inference.settings import run_config
 from verl.agent.dialogue import DialogueAgent
 from verl.config import Config
 from verl.data import choose, load_rows
-from verl.errors import SearchR1Error, ToolError
+from verl.errors import ToolError, UserError
 from verl.rollout.interface import RolloutEngine
 from verl.types import Sampling
 
@@ -43,7 +43,7 @@ MAX_FAILURES_IN_A_ROW = 32
 def evaluate(options: EvaluationOptions) -> Path:
     """Play and score every row; returns the folder with the report.
 
-    Raises SearchR1Error for what the user can mend, before long work where possible. What is
+    Raises UserError for what the user can mend, before long work where possible. What is
     finished is kept: the same options go on from there.
     """
     options = at_last_step(options)
@@ -102,11 +102,11 @@ async def play_all(
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(concurrency, len(tasks))):
                     group.create_task(work(waiting))
-        except* SearchR1Error as errors:
+        except* UserError as errors:
             raise _first(errors) from errors
 
 
-def _first(errors: BaseExceptionGroup[SearchR1Error]) -> SearchR1Error:
+def _first(errors: BaseExceptionGroup[UserError]) -> UserError:
     """One of several errors that workers met; they share their cause."""
     found = errors.exceptions[0]
     return _first(found) if isinstance(found, BaseExceptionGroup) else found

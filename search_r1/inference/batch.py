@@ -15,7 +15,7 @@ from search_r1.inference.dialogue import AgentSession
 from search_r1.inference.questions import question_of
 from verl.data import load_rows
 from verl.data.rows import Message
-from verl.errors import DataError, SearchR1Error, explain
+from verl.errors import DataError, UserError, explain
 from verl.types import Status
 
 
@@ -89,7 +89,7 @@ async def _answer(asked: BatchQuestion, session: AgentSession) -> dict[str, Any]
             else session.render(asked.messages, asked.uid)
         )
         reply = await session.ask(asked.question, prompt)
-    except SearchR1Error as error:
+    except UserError as error:
         failed = {"status": Status.FAILED.value, "error": str(error), "answer": None}
         return {"uid": asked.uid, "question": asked.question, **failed}
     return {"uid": asked.uid, **reply.to_json()}

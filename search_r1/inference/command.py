@@ -19,7 +19,7 @@ from search_r1.inference.interactive import converse
 from search_r1.inference.opening import opened
 from search_r1.inference.options import InferenceOptions
 from search_r1.inference.terminal import Terminal
-from verl.errors import RetrieverError
+from verl.errors import ToolError
 from verl.types import Status
 
 
@@ -45,11 +45,11 @@ def answer(options: InferOptions) -> int:
 
 
 async def ask(options: InferenceOptions, question: str, listener: DialogueListener) -> Reply:
-    """Run one dialogue. Raises RetrieverError when a search fails."""
+    """Run one dialogue. Raises ToolError when a search fails."""
     async with opened(options) as session:
         reply = await session.ask(question, session.prompt(question), listener)
     if reply.status is Status.FAILED:
-        raise RetrieverError(reply.error)
+        raise ToolError(reply.error)
     return reply
 
 

@@ -193,7 +193,7 @@ class AgentSession:
         """Play one dialogue.
 
         `max_tokens` bounds what the policy samples in all turns together. A search that fails ends
-        in the status failed. Raises SearchR1Error when the engine cannot answer.
+        in the status failed. Raises UserError when the engine cannot answer.
         """
         correction = self.agent.format.respond(Turn(), None, ())
         heard = _ListeningEngine(self.engine, listener, correction, max_tokens)

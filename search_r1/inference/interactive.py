@@ -13,7 +13,7 @@ from search_r1.inference.opening import opened
 from search_r1.inference.options import AgentOptions
 from search_r1.inference.terminal import Terminal
 from verl.data.rows import Message
-from verl.errors import DataError, SearchR1Error
+from verl.errors import DataError, UserError
 from verl.types import Prompt
 
 HELP = "/new forgets the conversation, /quit ends; ctrl-c stops an answer"
@@ -50,7 +50,7 @@ class Conversation:
 
 
 def converse(options: AgentOptions, terminal: Terminal, read: Callable[[str], str] = input) -> None:
-    """Open the agent and talk until the user ends it. Raises SearchR1Error at the opening."""
+    """Open the agent and talk until the user ends it. Raises UserError at the opening."""
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
         with _unheard_interrupts():
@@ -96,7 +96,7 @@ def _turn(
         terminal.conclude(runner.run(conversation.ask(question, terminal)))
     except KeyboardInterrupt:
         terminal.stopped()
-    except SearchR1Error as error:
+    except UserError as error:
         terminal.note(str(error))
 
 

@@ -75,7 +75,7 @@ def default_model(adapter: str | None) -> str:
 async def opened(options: AgentOptions) -> AsyncIterator[AgentSession]:
     """The agent of these options, running; the retriever is reached before any model is loaded.
 
-    Raises SearchR1Error for what the user can mend.
+    Raises UserError for what the user can mend.
     """
     await facts_of(_retriever(Config(), options))
     options = at_last_step(with_default_model(options))

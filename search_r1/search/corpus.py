@@ -129,7 +129,7 @@ class Corpus:
 
 def _hash(id: str) -> np.uint64:
     digest = hashlib.blake2b(id.encode(), digest_size=8).digest()
-    return np.frombuffer(digest, np.uint64)[0]
+    return np.uint64(int.from_bytes(digest, "little"))
 
 
 def _parse(line: bytes) -> Document:

@@ -15,7 +15,7 @@ from search_r1.evaluation.store import SAMPLES, Store, read_evaluation
 from search_r1.search.client import Document
 from search_r1.search.errors import RetrieverUnavailable
 from tests.evaluation.worlds import Reader, finder, row, runner, tasks
-from verl.errors import ConfigError, RetrieverError
+from verl.errors import ConfigError, ToolError
 from verl.rollout.interface import RolloutEngine
 from verl.types import Completion, Sampling
 
@@ -83,7 +83,7 @@ class Away:
 
 def test_an_outage_stops_the_evaluation(tmp_path: Path) -> None:
     """Not every row is failed: it stops with the reason, and a restart plays all of them."""
-    with Store(tmp_path, WHAT) as store, pytest.raises(RetrieverError, match="no server"):
+    with Store(tmp_path, WHAT) as store, pytest.raises(ToolError, match="no server"):
         asyncio.run(play_all(tasks(ROWS, 2), runner(Away()), Reader(), store, 2))
     assert MAX_FAILURES_IN_A_ROW <= len(store.finished) < 40
     assert evaluate(tmp_path, Reader()) == 40

@@ -13,7 +13,7 @@ from search_r1.inference.dialogue import Reply
 from search_r1.inference.model import model_folder
 from search_r1.inference.opening import opened, with_default_model
 from search_r1.inference.options import InferenceOptions
-from verl.errors import ModelError, RetrieverError, SearchR1Error
+from verl.errors import ModelError, ToolError, UserError
 
 PROMPT = torch.tensor([[1, 50, 60, 70]])
 
@@ -93,7 +93,7 @@ def test_a_retriever_that_is_away_is_told_before_a_model_is_loaded() -> None:
         async with opened(options):
             pass
 
-    with pytest.raises(RetrieverError, match=r"retrieval_launch\.sh"):
+    with pytest.raises(ToolError, match=r"retrieval_launch\.sh"):
         asyncio.run(ask())
 
 
@@ -104,5 +104,5 @@ def test_a_retriever_that_is_away_is_told_before_a_model_is_loaded() -> None:
 def test_options_that_cannot_be_meant_are_refused(wrong: dict[str, object]) -> None:
     """With the option's name on the command line."""
     name = next(iter(wrong)).replace("_", "-")
-    with pytest.raises(SearchR1Error, match=f"--{name}: got .*fix:"):
+    with pytest.raises(UserError, match=f"--{name}: got .*fix:"):
         InferenceOptions(**{"model": "m", **wrong})  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import pytest
 
 from search_r1.inference.retriever import facts_of
 from verl.config import Config
-from verl.errors import RetrieverError
+from verl.errors import ToolError
 
 FACTS = {"retriever": "bm25", "corpus": {"count": 2, "digest": "ab"}}
 
@@ -53,7 +53,7 @@ def test_allowances_are_no_part_of_what_is_searched() -> None:
     with (
         serving(FACTS) as one,
         serving(FACTS | {"corpus": {"count": 3}}) as two,
-        pytest.raises(RetrieverError, match="same corpus"),
+        pytest.raises(ToolError, match="same corpus"),
     ):
         facts(one, two)
 
@@ -62,7 +62,7 @@ def test_a_server_of_another_make_is_known_by_its_address_alone() -> None:
     """Without /info nothing is claimed of its corpus; without a token there is a message."""
     with serving({}, 404) as url:
         assert facts(url) == {"retriever": "unknown", "address": url}
-    with serving({}, 401) as url, pytest.raises(RetrieverError, match="RETRIEVER_TOKEN"):
+    with serving({}, 401) as url, pytest.raises(ToolError, match="RETRIEVER_TOKEN"):
         facts(url)
 
 

@@ -71,7 +71,7 @@ def test_an_engine_sees_the_gpus_of_its_ranks(ranks: RayWorkerGroup) -> None:
         for size, engines in groups.items():
             seen = [",".join(gpus[i * size : (i + 1) * size]) for i in range(len(engines))]
             assert look(engines) == [(devices, "5") for devices in seen]
-        groups[8].replace(0)
+        groups[8].restart()
         assert look(groups[8]) == [(",".join(gpus), "5")]
     finally:
         for engines in groups.values():

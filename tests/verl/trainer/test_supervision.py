@@ -14,8 +14,8 @@ from verl.errors import (
     Interrupted,
     RankLost,
     ReplicaLost,
-    SearchR1Error,
     ToolOutage,
+    UserError,
 )
 from verl.single_controller.restarts import Restarts
 from verl.trainer.supervision import supervise
@@ -98,7 +98,7 @@ def test_replicas_and_runs_share_one_count() -> None:
 @pytest.mark.parametrize(
     "error",
     [ConfigError("x"), CollapseError("x"), Interrupted("x"), ToolOutage("x"),
-     SearchR1Error("x"), RuntimeError("a bug")],
+     UserError("x"), RuntimeError("a bug")],
 )  # fmt: skip
 def test_nothing_else_is_tried_again(tmp_path: Path, error: Exception) -> None:
     """What would come again, or was asked for, ends the run at once."""
