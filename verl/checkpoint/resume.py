@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint: the same data, tools, model and experiment.
+"""Whether a run may go on from a checkpoint: the same data, tools, model and options.
 
 Each option's field says what another value than the checkpoint's leads to (`verl.config.option`).
 Other content, by its fingerprint, is refused unless `trainer.resume_anyway` names it.
@@ -75,7 +75,7 @@ def check_resume(config: Config, present: Mapping[str, Any]) -> None:
 
 
 def _options(saved: Mapping[str, Any], present: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Refused differences of options; those that are only told go to the log."""
+    """Refused differences of options; those that are only logged are logged here."""
     old, new = flat(saved["config"]), flat(present["config"])
     for key in sorted(old.keys() & new.keys()):
         kind = known_options()[key].limits.resume

@@ -1,7 +1,7 @@
-"""When a run saves, how its checkpoints come about, and which of them it keeps.
+"""When a run saves a checkpoint, how it is written, and which checkpoints are kept.
 
-A checkpoint is written by all ranks, in the background where `trainer.async_save` says so, and
-appears when the last of them has ended. The driver's part of it is one `RunState`.
+All ranks write their part, in the background with `trainer.async_save`; the checkpoint appears
+when the last of them has finished. The driver's part of it is one `RunState`.
 """
 
 from __future__ import annotations
@@ -32,27 +32,24 @@ MAX_FAILURES = 2
 
 
 class Ranks(Protocol):
-    """What saving needs of the training ranks."""
+    """What saving needs of the training ranks; see `verl.trainer.groups.TrainerRanks`."""
 
-    def save_checkpoint(self, directory: Path) -> None:
-        """Every rank writes its shards."""
-        ...
+    def save_checkpoint(self, directory: Path) -> None: ...
 
-    def checkpoint_bytes(self) -> int:
-        """Bytes of all ranks' shards."""
-        ...
+    def checkpoint_bytes(self) -> int: ...
 
-    def can_copy_checkpoint(self) -> bool:
-        """Whether each host's memory holds a copy of its ranks' shards."""
-        ...
+    def can_copy_checkpoint(self) -> bool: ...
 
-    def start_checkpoint(self, directory: Path) -> None:
-        """Every rank copies its shards and begins to write them."""
-        ...
+    def start_checkpoint(self, directory: Path) -> None: ...
 
-    def finish_checkpoint(self) -> None:
-        """Wait until every rank has written them."""
-        ...
+    def finish_checkpoint(self) -> None: ...
+
+
+def is_due(frequency: int, step: int, total_steps: int) -> bool:
+    """Whether something of every `frequency` steps is due; at the end it is unless that is 0."""
+    if step == total_steps:
+        return frequency != 0
+    return frequency > 0 and step % frequency == 0
 
 
 @dataclass
@@ -69,11 +66,10 @@ class SavePlan:
 
     def is_due(self, step: int) -> bool:
         """Every `save_freq` steps, after `save_minutes`, and at the end unless `save_freq` is 0."""
-        frequency, minutes = self.config.save_freq, self.config.save_minutes
-        if step == self.total_steps:
-            return frequency != 0
+        minutes = self.config.save_minutes
         by_time = minutes is not None and self.clock() - self._saved_at >= 60 * minutes
-        return by_time or (frequency > 0 and step % frequency == 0)
+        by_time = by_time and step < self.total_steps
+        return by_time or is_due(self.config.save_freq, step, self.total_steps)
 
     def saved(self) -> None:
         """A checkpoint was begun now."""
@@ -100,7 +96,7 @@ class Saver:
     protected: Callable[[], set[int]] = set
     """Steps whose checkpoints are needed, whatever their age."""
     lost: Callable[[int], None] = lambda step: None
-    """Told the step of a checkpoint that was deleted, or could not be written."""
+    """Called with the step of a checkpoint that was deleted, or could not be written."""
     last_step: int | None = None
     """Step of the newest checkpoint that was written or resumed from."""
     longest_s: float = 0.0
@@ -184,7 +180,7 @@ class Saver:
         self._num_failures = 0
         self.last_step = folders.step_of(folder)
         logger.info("saved %s", folder)
-        self.make_room()
+        self.prune()
 
     def _failed(self, step: int, part: Part | None, error: Exception, is_final: bool) -> None:
         """Report a checkpoint that was not written; raises SaveError when it is one too many."""
@@ -202,20 +198,20 @@ class Saver:
             raise SaveError(text) from error
         logger.error("%s; the run goes on", text)
 
-    def make_room(self) -> None:
-        """Delete the checkpoints that nothing asks to keep; see `to_keep`."""
+    def prune(self) -> None:
+        """Delete the checkpoints that no option asks to keep; see `to_keep`."""
         if self.config.keep_last is None:
             return
-        there = folders.all_complete(self.root)
-        kept = to_keep(there, self.config.keep_last, self.config.keep_best, self.protected())
-        for step_dir in there:
+        found = folders.all_complete(self.root)
+        kept = to_keep(found, self.config.keep_last, self.config.keep_best, self.protected())
+        for step_dir in found:
             if step_dir not in kept:
                 logger.info("%s is no longer needed: removed", step_dir)
                 folders.remove(step_dir)
                 self.lost(folders.step_of(step_dir))
 
     def close(self, patience_s: float | None = None) -> None:
-        """Let the background write end while the run ends for another reason, which counts more."""
+        """Let the background write end; what fails in it is logged, since the run ends for more."""
         try:
             self.settle(is_final=True, patience_s=patience_s)
         except UserError as error:
@@ -223,17 +219,20 @@ class Saver:
 
 
 def to_keep(
-    there: Sequence[Path], keep_last: int, keep_best: int, protected: set[int]
+    found: Sequence[Path], keep_last: int, keep_best: int, protected: set[int]
 ) -> set[Path]:
-    """Of complete checkpoints, oldest first: the newest `keep_last` and in any case the newest one,
-    the `keep_best` of the highest score, the newest healthy one, and the protected steps."""
-    scores = {path: folders.read_state(path).get("score") for path in there}
-    judged = [path for path in there if scores[path] is not None]
+    """Those of the complete checkpoints `found` (oldest first) that are not to be deleted.
+
+    They are the newest `keep_last` and in any case the newest one, the `keep_best` of the highest
+    score, the newest healthy one, and the protected steps.
+    """
+    scores = {path: folders.read_state(path).get("score") for path in found}
+    judged = [path for path in found if scores[path] is not None]
     best = sorted(judged, key=lambda path: (scores[path], folders.step_of(path)))
-    healthy = [path for path in there if (path / folders.HEALTHY).exists()]
-    kept = {*there[-max(keep_last, 1) :], *healthy[-1:]}
+    healthy = [path for path in found if (path / folders.HEALTHY).exists()]
+    kept = {*found[-max(keep_last, 1) :], *healthy[-1:]}
     kept |= set(best[-keep_best:]) if keep_best else set()
-    return kept | {path for path in there if folders.step_of(path) in protected}
+    return kept | {path for path in found if folders.step_of(path) in protected}
 
 
 def _in_background(work: Callable[[Part], Path], part: Part) -> Future[Path]:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stage:
-    """A reward, and when its time is over."""
+    """A reward, and the options that say when its stage ends."""
 
     options: StageConfig
     reward: RewardManager
@@ -89,19 +89,19 @@ class StagedReward(RewardManager):
 
     def _enter(self, index: int) -> None:
         self._index, self._best, self._stale = index, -math.inf, 0
-        self._has_told = False
+        self._has_warned = False
 
     def _is_past(self, step: int) -> bool:
         until = self.stage.options.until_step
         return until is not None and step >= until
 
     def _note(self, metrics: Mapping[str, float]) -> bool:
-        """Take the plateau's metric in; true once it has not risen for `patience` values."""
+        """Record the plateau's metric; true once it has not risen for `patience` values."""
         plateau = self.stage.options.plateau
         if plateau is None:
             return False
         if plateau.metric not in metrics:
-            self._tell_of_missing(plateau.metric, metrics)
+            self._warn_of_missing(plateau.metric, metrics)
             return False
         value = metrics[plateau.metric]
         is_better = value > self._best + plateau.min_delta  # false for NaN
@@ -110,10 +110,10 @@ class StagedReward(RewardManager):
         self._stale = 0 if is_better else self._stale + 1
         return self._stale >= plateau.patience
 
-    def _tell_of_missing(self, metric: str, metrics: Mapping[str, float]) -> None:
-        """Say once a stage that a step has no such metric, where it should: a typing mistake?"""
+    def _warn_of_missing(self, metric: str, metrics: Mapping[str, float]) -> None:
+        """Warn once a stage that a step lacks a metric it should have: it may be misspelled."""
         is_due = not metric.startswith("val/") or "val/num_rows" in metrics
-        if is_due and not self._has_told:
-            self._has_told = True
+        if is_due and not self._has_warned:
+            self._has_warned = True
             logger.warning("a stage waits for a plateau of %s, which this step has not logged",
                            metric)  # fmt: skip

@@ -1,4 +1,4 @@
-"""The trajectories of one step: sampled, scored, and chosen by what they can teach."""
+"""The trajectories of one training step: sampled, scored, and filtered by variance of reward."""
 
 from __future__ import annotations
 
@@ -65,26 +65,26 @@ class RolloutCollector:
     sampler: PromptSampler
     reward: RewardManager
     with_greedy: bool = False
-    """Sample one greedy trajectory a prompt besides, as the baseline of ReMax."""
+    """Also sample a greedy trajectory for each prompt: the baseline of ReMax, never trained on."""
 
     def collect(self, step: int, timings: Timings) -> tuple[Samples, Metrics]:
-        """`train_batch_size` prompts' trajectories, and what all that were sampled looked like.
+        """`train_batch_size` prompts' trajectories, and metrics of all that were sampled.
 
         With `algorithm.filter_groups` (dynamic sampling, Yu et al. 2025) groups of equal scores
         are replaced by those of further prompts, for at most `max_num_gen_batches` batches; where
         all of those are of equal scores, the step takes one batch of them.
         """
-        filters, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
+        filters, size = self.config.algorithm.filter_groups, self.config.data.train_batch_size
         sampled, kept, rounds = Samples(), Samples(), 0
         everyone: list[Trajectory] = []
         num_kept = 0
         while rounds == 0 or (
-            filters.enable and num_kept < wanted and rounds < filters.max_num_gen_batches
+            filters.enable and num_kept < size and rounds < filters.max_num_gen_batches
         ):
             found, batch = self._sample_batch(step, rounds, timings)
             everyone += batch
             sampled.extend(found)
-            groups = found.groups_with_reward_variance()[: wanted - num_kept]
+            groups = found.groups_with_reward_variance()[: size - num_kept]
             kept.extend(found.select(set(groups)))
             num_kept, rounds = num_kept + len(groups), rounds + 1
         self.rollout.sleep()
@@ -99,7 +99,7 @@ class RolloutCollector:
         metrics |= {"rollout/gen_batches": float(rounds), "rollout/kept_groups": float(num_kept)}
         if not num_kept:
             logger.warning("step %d: every group of %d batches has equal scores", step, rounds)
-            return sampled.select(set(sampled.groups()[:wanted])), metrics
+            return sampled.select(set(sampled.groups()[:size])), metrics
         return kept, metrics
 
     def _sample_batch(
@@ -107,49 +107,41 @@ class RolloutCollector:
     ) -> tuple[Samples, list[Trajectory]]:
         """One batch of prompts: its scored trajectories, and all of them, failed ones too."""
         rows = self.sampler.next_batch()
-        first = round_ * len(rows)
+        first, length = round_ * len(rows), self.config.data.max_response_length
+        rollout = self.config.actor_rollout_ref.rollout
+        sampling = Sampling(length, rollout.temperature, rollout.top_p)
         with timings.phase("gen"):
-            trajectories = self._sample(step, rows, first)
-            greedy = self._sample_greedy(step, rows, first) if self.with_greedy else []
+            trajectories = self._sample(step, rows, first, rollout.n_agent, sampling)
+            greedy = Sampling(length, temperature=0.0, top_p=1.0)
+            baseline = self._sample(step, rows, first, 1, greedy) if self.with_greedy else []
         alive = drop_failed(trajectories, f"step {step}", self.rollout.environment)
         with timings.phase("reward"):
             samples = Samples(alive, self.reward(alive))
             if self.with_greedy:
-                samples.greedy_scores = self._greedy_scores(greedy, samples)
+                samples.greedy_scores = self._greedy_scores(baseline, samples)
         return samples, trajectories
 
-    def _sample(self, step: int, rows: Sequence[int], first: int) -> list[Trajectory]:
-        """`n_agent` trajectories for each prompt, a seed of its own for each."""
-        rollout = self.config.actor_rollout_ref.rollout
+    def _sample(
+        self, step: int, rows: Sequence[int], first: int, n: int, sampling: Sampling
+    ) -> list[Trajectory]:
+        """`n` trajectories for each prompt, the step's from number `first` on, each of own seed."""
+        seed = self.config.trainer.seed
         starts = [
-            self._start(step, row, position, sample)
+            start_trajectory(
+                self.prompts[row],
+                group=f"{step}/{position}",
+                sample=sample,
+                seed=trajectory_seed(seed, step, position, sample),
+            )
             for position, row in enumerate(rows, first)
-            for sample in range(rollout.n_agent)
+            for sample in range(n)
         ]
-        sampling = Sampling(
-            self.config.data.max_response_length, rollout.temperature, rollout.top_p
-        )
         return self.rollout.generate(starts, sampling)
-
-    def _sample_greedy(self, step: int, rows: Sequence[int], first: int) -> list[Trajectory]:
-        """One greedy trajectory for each prompt, never trained on."""
-        starts = [self._start(step, row, position, 0) for position, row in enumerate(rows, first)]
-        sampling = Sampling(self.config.data.max_response_length, temperature=0.0, top_p=1.0)
-        return self.rollout.generate(starts, sampling)
-
-    def _start(self, step: int, row: int, position: int, sample: int) -> Trajectory:
-        """A sample of the prompt in `row`, the step's prompt number `position`."""
-        return start_trajectory(
-            self.prompts[row],
-            group=f"{step}/{position}",
-            sample=sample,
-            seed=trajectory_seed(self.config.trainer.seed, step, position, sample),
-        )
 
     def _greedy_scores(self, greedy: Sequence[Trajectory], samples: Samples) -> list[float]:
         """The score of each trajectory's greedy counterpart.
 
-        NaN where infrastructure broke that one: there is nothing to compare with.
+        NaN where a tool or an engine failed in that one: there is nothing to compare with.
         """
         alive = [t for t in greedy if t.status is not Status.FAILED]
         rewards = self.reward(alive)

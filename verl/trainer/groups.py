@@ -1,11 +1,12 @@
-"""The two groups of actors a run has, as the trainer sees them: training ranks and engines.
+"""A run's two groups of Ray actors, training ranks and rollout replicas, and how they are started.
 
-Both hide how work is divided: the trainer hands over whole batches and gets whole answers.
+Both hide how work is divided: the trainer passes whole batches and gets whole answers.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -38,8 +39,6 @@ from verl.training.node_folder import on_node
 from verl.training.worker import TrainerWorker
 from verl.types import Metrics, TokenBatch
 
-__all__ = ["RolloutReplicas", "TrainerRanks", "build_groups"]
-
 
 class TrainerRanks:
     """FSDP ranks that hold actor, reference and critic."""
@@ -65,13 +64,15 @@ class TrainerRanks:
 
     def update_actor(self, mini_batch: TokenBatch) -> Metrics:
         """One optimizer step of the policy; metrics are global, the same on every rank."""
-        split = split_by_tokens(mini_batch, len(self.group))
-        return dict(self.group.scatter("actor.update", split.shards)[0])
+        return self._update("actor.update", mini_batch)
 
     def update_critic(self, mini_batch: TokenBatch) -> Metrics:
         """One optimizer step of the critic; metrics are global, the same on every rank."""
+        return self._update("critic.update", mini_batch)
+
+    def _update(self, method: str, mini_batch: TokenBatch) -> Metrics:
         split = split_by_tokens(mini_batch, len(self.group))
-        return dict(self.group.scatter("critic.update", split.shards)[0])
+        return dict(self.group.scatter(method, split.shards)[0])
 
     def save_policy(
         self, directory: Path, dtype: str = "bfloat16", is_adapter: bool = False
@@ -106,10 +107,9 @@ class TrainerRanks:
 
     def can_copy_checkpoint(self) -> bool:
         """Whether each host has the memory for a copy of the shards of its ranks."""
-        room = self.group.call("checkpoint_room")
-        needed: dict[str, int] = {}
+        room, needed = self.group.call("checkpoint_room"), Counter[str]()
         for host, num_bytes, _ in room:
-            needed[host] = needed.get(host, 0) + num_bytes
+            needed[host] += num_bytes
         return all(needed[host] < 0.8 * available for host, _, available in room)
 
     def load_checkpoint(self, directory: Path) -> None:
@@ -198,7 +198,7 @@ def build_groups(
 
 
 def guard_nodes(ranks: RayWorkerGroup, mark: str) -> None:
-    """Have a watchdog on each node but the driver's, which has the run's own."""
+    """Start a reaper of orphans on each node but the driver's, which has the run's own."""
     places = ranks.places()
     own = ray.get_runtime_context().get_node_id()
     others = [i for i in first_of_nodes(places) if places[i].node_id != own]

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from verl.agent.environment import Environment
 from verl.agent.wording import TEMPLATE_FILE, is_file
 from verl.checkpoint import folders
-from verl.checkpoint.saver import LOST_RANK_S, SavePlan, Saver
+from verl.checkpoint.saver import LOST_RANK_S, SavePlan, Saver, is_due
 from verl.checkpoint.state import RunState, read_driver_random
 from verl.config import Config
 from verl.core_algos.kl import KLController
@@ -32,9 +32,10 @@ from verl.monitor.guard import CollapseGuard, Verdict
 from verl.monitor.performance import Timings, speed_metrics
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import RewardFn, RewardManager, adapted
+from verl.rollout.replicas import RolloutReplicas
 from verl.rollout.retry import RetryingRollout
 from verl.trainer.collection import RolloutCollector
-from verl.trainer.groups import RolloutReplicas, TrainerRanks
+from verl.trainer.groups import TrainerRanks
 from verl.trainer.learning import Learner, add_advantages, assemble
 from verl.trainer.metrics import advantage_metrics, throughput_metrics
 from verl.trainer.stopping import Stopper, end_of_time
@@ -59,11 +60,11 @@ class RayPPOTrainer:
     tracking: Tracking
     total_steps: int
     environment: Environment = field(default_factory=Environment)
-    """The tools of the agents: waited for when they are away, and described beside the model."""
+    """The agents' tools: waited for when they do not answer, described in the exported model."""
     faults: Callable[[], Metrics] = dict
     """Counts of lost processes so far, for the metrics of each step."""
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """Configuration and fingerprints, kept with each checkpoint (`resilience.resuming`)."""
+    """Configuration and fingerprints, kept with each checkpoint (`checkpoint.resume`)."""
     step: int = 0
     best: Mapping[str, Any] | None = None
     """`metric`, `value` and `step` of the best validation so far."""
@@ -139,7 +140,7 @@ class RayPPOTrainer:
     def conclude(self, metrics: Metrics, was_recovered: bool = False) -> None:
         """End a step whose weights are final: validate, log, save."""
         self.finished, score = self.state(pending=metrics), None
-        if self.is_due(self.config.trainer.test_freq):
+        if is_due(self.config.trainer.test_freq, self.step, self.total_steps):
             metrics |= self.validate()
             score = self.note_best(metrics)
         metrics |= self.reward.observe(self.step, metrics)
@@ -161,14 +162,8 @@ class RayPPOTrainer:
             self.best = {"metric": name, "value": score, "step": self.step}
         return score
 
-    def is_due(self, frequency: int) -> bool:
-        """Every `frequency` steps, and at the end unless it is 0."""
-        if self.step == self.total_steps:
-            return frequency != 0
-        return frequency > 0 and self.step % frequency == 0
-
     def train_step(self) -> Metrics:
-        """One step: sample, score, judge, learn, hand over the weights."""
+        """One step: sample, score, estimate advantages, update, sync the weights."""
         timings = Timings(self.ranks.take_peak_memory)
         with self.stopper.interruptible():
             samples, metrics = self.collector.collect(self.step, timings)
@@ -194,11 +189,8 @@ class RayPPOTrainer:
     def performance(self, batch: TokenBatch, timings: Timings) -> Metrics:
         """How fast the step was, and what it took of the devices."""
         num_ranks, work = self.config.num_ranks, self.learner.work.take()
-        return {
-            **throughput_metrics(batch, timings, num_ranks),
-            **speed_metrics(work, timings.seconds, num_ranks, self.peak_flops),
-            **timings.metrics(),
-        }
+        speed = speed_metrics(work, timings.seconds, num_ranks, self.peak_flops)
+        return {**throughput_metrics(batch, timings, num_ranks), **speed, **timings.metrics()}
 
     def recover(self, verdict: Verdict, metrics: Metrics) -> None:
         """After a collapse: go on from the last healthy weights, with a lower learning rate.
@@ -271,7 +263,7 @@ class RayPPOTrainer:
         except Exception as error:
             self.saver.close(None if isinstance(error, CollapseError) else LOST_RANK_S)
             if self.stopper.reason and isinstance(error, (RankLost, ReplicaLost)):
-                # Whoever sent the signal sent it to all processes: nothing is to be mended.
+                # Slurm signals all processes of a job: their end is no loss to recover from.
                 raise Interrupted(self.how_to_go_on(self.stopper.reason)) from error
             raise
 

@@ -1,7 +1,7 @@
-"""A run that loses a process for good is taken down and goes on by itself from its last checkpoint.
+"""Restarts of a run that lost a process for good: it goes on from its newest checkpoint.
 
-Which checkpoint that is does not depend on `trainer.resume_mode`: one that this command wrote, or,
-where it wrote none yet, what the command began with.
+That is the newest that this command wrote, whatever `trainer.resume_mode` says; where it wrote none
+yet, the run starts again as the command did.
 """
 
 from __future__ import annotations
