@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from verl.errors import ConfigError, explain
 from verl.training.adapters import Adapter, check_base, config_of
 from verl.training.models import load_causal_lm
 from verl.training.shards import read_adapters
-from verl.training.weights import SHARD_BYTES, copy_tokenizer, write_weights
+from verl.training.weights import SHARD_BYTES, copy_tokenizer, whole_folder, write_weights
 
 
 def export(
@@ -48,15 +46,11 @@ def export(
             explain("--adapter", step_dir, "a checkpoint of a run with lora_rank above 0",
                     "leave --adapter out: all weights were trained")
         )  # fmt: skip
-    part = out.with_name(out.name + ".tmp")
-    shutil.rmtree(part, ignore_errors=True)
-    if adapter_only and record is not None:
-        _read_adapter(step_dir, record, base).write(part)
-    else:
-        _write_model(step_dir, part, record, base, dtype)
-    if out.exists():
-        shutil.rmtree(out)
-    os.replace(part, out)
+    with whole_folder(out) as part:
+        if adapter_only and record is not None:
+            _read_adapter(step_dir, record, base).write(part)
+        else:
+            _write_model(step_dir, part, record, base, dtype)
     return out
 
 

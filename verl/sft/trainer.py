@@ -10,7 +10,6 @@ import difflib
 import functools
 import logging
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -39,7 +38,7 @@ from verl.training.fsdp import SCHEDULES, FsdpModel, FsdpOptions, StepResult, re
 from verl.training.lora import Role, adapted_engine, policy_adapter, policy_weights
 from verl.training.models import LogProbModel, PackedInputs, blocks, load_causal_lm
 from verl.training.network import join_process_group
-from verl.training.weights import copy_tokenizer, write_weights
+from verl.training.weights import copy_tokenizer, whole_folder, write_weights
 from verl.types import TokenBatch
 
 logger = logging.getLogger(__name__)
@@ -185,19 +184,14 @@ def build_engine(config: SftConfig, lm: Any, device: torch.device) -> FsdpModel:
 
 def save(config: SftConfig, engine: FsdpModel, model_config: Any) -> None:
     """Write the Hugging Face folder; rank 0 writes, every rank gives its shards."""
-    out = Path(config.output_dir)
-    part = out.with_name(out.name + ".tmp")
     adapter = policy_adapter(engine) if config.has_adapter else None
     named = policy_weights(engine)
     if dist.get_rank() == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        write_weights(part, named, model_config, config.save_dtype)
-        copy_tokenizer(config.model_path, part)
-        if adapter is not None:
-            adapter.write(part / "adapter")
-        if out.exists():
-            shutil.rmtree(out)
-        os.replace(part, out)
+        with whole_folder(Path(config.output_dir)) as part:
+            write_weights(part, named, model_config, config.save_dtype)
+            copy_tokenizer(config.model_path, part)
+            if adapter is not None:
+                adapter.write(part / "adapter")
     else:
         for _ in named:
             pass

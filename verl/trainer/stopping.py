@@ -1,7 +1,7 @@
-"""When a run must end before its last step: asked by a signal, or because its time is nearly over.
+"""The early end of a run: on a signal, or before its time limit.
 
-Either way it ends in `Interrupted`, between two steps or while trajectories are sampled, when the
-weights are those of a finished step; what is then saved is the trainer's business.
+It comes as `Interrupted`, between two steps or while trajectories are sampled, when the weights are
+those of a finished step. The trainer then saves.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Stopper:
         self.reason = self.reason or f"the run got {signal.Signals(number).name}"
         if self._is_interruptible:
             self._is_interruptible = False
-            # The one exception that Ray lets through while it waits.
+            # While Ray waits for actors, this is the only exception that it lets through.
             raise KeyboardInterrupt(self.reason)
 
     @contextlib.contextmanager

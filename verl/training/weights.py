@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -35,6 +36,17 @@ def shards(named: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
         shard[name] = tensor
         size += tensor.nbytes
     yield shard
+
+
+@contextlib.contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `out` when the body has succeeded."""
+    part = out.with_name(out.name + ".tmp")
+    shutil.rmtree(part, ignore_errors=True)
+    yield part
+    if out.exists():
+        shutil.rmtree(out)
+    os.replace(part, out)
 
 
 def write_weights(
