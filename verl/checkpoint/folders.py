@@ -2,7 +2,7 @@
 
 A folder under another name than `global_step_N`, or without `COMPLETE`, is never resumed from. What
 a killed run left half-written is removed at the next start. A run holds one lock on its folder, so
-that whatever is half-written there is not being written by another.
+that no other run can be writing what looks half-written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOCK = ".lock"
 STEP_NAME = re.compile(r"global_step_(\d+)")
 PART_NAME = re.compile(r"global_step_(\d+)\.([0-9a-f]{8}\.)?tmp")
 ASIDE = "set_aside"
-"""Folder of what a run left whose steps the present run goes through again."""
+"""Folder of an earlier run's checkpoints whose steps the present run repeats."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def read_state(step_dir: Path) -> dict[str, Any]:
 
 
 def mark_healthy(step_dir: Path) -> None:
-    """Say in the folder that its weights are good, so that it is kept."""
+    """Mark a checkpoint whose weights the collapse guard trusts, so that it is kept."""
     (step_dir / HEALTHY).touch()
 
 

@@ -77,14 +77,6 @@ class SavePlan:
 
 
 @dataclass
-class Pending:
-    """A checkpoint that is being written in the background."""
-
-    part: Part
-    written: Future[Path]
-
-
-@dataclass
 class Saver:
     """Writes and keeps the checkpoints of one run below `root`."""
 
@@ -100,7 +92,8 @@ class Saver:
     last_step: int | None = None
     """Step of the newest checkpoint that was written or resumed from."""
     longest_s: float = 0.0
-    _pending: Pending | None = field(init=False, default=None)
+    _pending: tuple[Part, Future[Path]] | None = field(init=False, default=None)
+    """What is being written in the background."""
     _num_failures: int = field(init=False, default=0)
 
     def save(self, state: RunState, wait: bool = False) -> None:
@@ -118,7 +111,7 @@ class Saver:
             write_driver_random(part.folder)
             if self.config.async_save and not wait and self._can_copy():
                 self.ranks.start_checkpoint(part.folder)
-                self._pending = Pending(part, _in_background(self._finish, part))
+                self._pending = part, _in_background(self._finish, part)
             else:
                 self.ranks.save_checkpoint(part.folder)
                 self._written(self._publish(part))
@@ -147,8 +140,8 @@ class Saver:
             self.last_step = folders.step_of(folder)
 
     def poll(self) -> None:
-        """Take note of a background write that has ended."""
-        if self._pending is not None and self._pending.written.done():
+        """Finish a background write that has ended; returns at once while one has not."""
+        if self._pending is not None and self._pending[1].done():
             self.settle()
 
     def settle(self, is_final: bool = False, patience_s: float | None = None) -> None:
@@ -156,15 +149,15 @@ class Saver:
 
         Raises SaveError when it failed for the second time in a row, or is the last.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return
+        (part, written), self._pending = self._pending, None
         try:
-            self._written(pending.written.result(patience_s))
+            self._written(written.result(patience_s))
         except (OSError, SaveError) as error:
-            self._failed(pending.part.step, pending.part, error, is_final)
+            self._failed(part.step, part, error, is_final)
         except BaseException:
-            abandon(pending.part)
+            abandon(part)
             raise
 
     def _finish(self, part: Part) -> Path:

@@ -1,4 +1,4 @@
-"""Which rows a training batch holds: an order by seed and epoch that resumes where it stood."""
+"""The order of training prompts: shuffled by seed and epoch, resumable at any batch."""
 
 from __future__ import annotations
 

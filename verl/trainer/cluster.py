@@ -1,7 +1,7 @@
-"""The Ray cluster of a run: joined or started, and its nodes looked at before heavy work.
+"""The Ray cluster of a run: joined or started, and its nodes checked before heavy work.
 
-The driver's own machine is checked by `verl.preflight.checks`; here are the others, which
-may lack the model, the shared file system, a package, or reach no tool.
+`verl.preflight.checks` checks the driver's own machine; this module the others, which may lack the
+model, the shared file system, a package, or the way to a tool.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class NodeReport:
 
 
 def check_nodes(config: Config, tools: EnvironmentFactory, nodes: Mapping[str, str]) -> None:
-    """Look at the nodes (addresses by id) that will work, except the driver's own.
+    """Check the nodes (addresses by id) that take part in the run, except the driver's own.
 
     `tools` makes what agents call. Raises PreflightError that names each node with what it lacks.
     """

@@ -152,7 +152,7 @@ def build_groups(
     agent_factory: Callable[[Config], Agent],
     tools: EnvironmentFactory,
     total_updates: int,
-    lifeline: OrphanReaper,
+    reaper: OrphanReaper,
     restarts: Restarts,
 ) -> tuple[TrainerRanks, RolloutReplicas]:
     """Place and build all actors; engines and ranks load together where no GPU is shared."""
@@ -163,11 +163,11 @@ def build_groups(
     nodes = nodes_of(placement)
     check_nodes(config, tools, nodes)
     threads = gpu_threads(nodes, trainer.n_gpus_per_node) if use_gpu else cpu_env()
-    env = forwarded(os.environ) | threads | {MARK: lifeline.mark}
+    env = forwarded(os.environ) | threads | {MARK: reaper.mark}
     if config.trainer.deterministic:
         env |= DETERMINISTIC_ENV
     ranks = create_trainer_group(placement, config.num_ranks, use_gpu, env)
-    guard_nodes(ranks, lifeline.mark)
+    guard_nodes(ranks, reaper.mark)
     places = ranks.places()
     rollout = config.actor_rollout_ref.rollout
     per_replica = rollout.tensor_model_parallel_size if use_gpu else 0

@@ -1,4 +1,4 @@
-"""The training algorithm: one driver, `fit()` reads as the paper.
+"""The training algorithm, run by one driver process; `fit()` reads as the paper.
 
 A step samples a group of trajectories per prompt, scores them, turns scores into advantages,
 updates critic and policy, and brings the new weights into the engines. The trainer knows nothing
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RayPPOTrainer:
-    """PPO and its kin over a group of training ranks and a group of rollout replicas."""
+    """PPO, GRPO and the like over a group of training ranks and a group of rollout replicas."""
 
     config: Config
     ranks: TrainerRanks
@@ -308,7 +308,7 @@ class RayPPOTrainer:
                 logger.warning("an earlier run's checkpoint is now %s", moved)
 
     def rewind(self, was_resumed: bool) -> None:
-        """Take out of the trackers what comes again; a validation alone takes nothing out."""
+        """Remove from the trackers the steps that are run again; with val_only there are none."""
         if self.config.trainer.val_only:
             return
         comes_again = self.step == 0 or self.finished.pending is not None
@@ -318,7 +318,7 @@ class RayPPOTrainer:
             self.tracking.rewind(None)
 
     def load(self, folder: Path) -> RunState:
-        """Take up what learns; returns the driver's state, which says where it was."""
+        """Load weights, optimizers, controller and reward; returns the driver's state."""
         self.saver.settle()
         self.ranks.load_checkpoint(folder)
         state = RunState.of(folders.read_state(folder))

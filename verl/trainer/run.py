@@ -62,7 +62,7 @@ def count_steps(config: Config, num_rows: int) -> int:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run has beside its processes, checked; the same for every attempt at it."""
+    """The checked inputs of a run, the same for every attempt at it."""
 
     config: Config
     identity: Mapping[str, Any]
@@ -101,11 +101,11 @@ def processes(
     """A trainer with all its processes, which end with the context, whatever ends that."""
     config = prepared.config
     updates = prepared.total_steps * config.updates_per_step
-    with OrphanReaper() as lifeline, watching(config) as host_memory:
+    with OrphanReaper() as reaper, watching(config) as host_memory:
         start_ray(config)
         try:
             ranks, replicas = build_groups(
-                config, build_agent, build_environment, updates, lifeline, restarts
+                config, build_agent, build_environment, updates, reaper, restarts
             )
             node_id = ray.get_runtime_context().get_node_id()
             host_memory.names = rank_names(ranks.group.places(), node_id)

@@ -1,4 +1,4 @@
-"""Validation: every row once, greedy unless asked otherwise, dialogues kept for people."""
+"""Validation: every row once, greedy unless configured otherwise; dialogues go to a jsonl file."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def validate(
 ) -> Metrics:
     """Score every prompt and write one json line for each to `dialogues`.
 
-    A row that infrastructure broke for good has no score, right or wrong: it is left out, and
-    counted as `val/fault/trajectories_dropped`. Raises ToolOutage where nothing is left.
+    A row whose tools or engine failed for good has no score: it is left out, and counted as
+    `val/fault/trajectories_dropped`. Raises ToolOutage where nothing is left.
     """
     trajectories = drop_failed(sample(config, rollout, prompts), "validation", rollout.environment)
     rewards = reward(trajectories)
