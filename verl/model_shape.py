@@ -53,7 +53,7 @@ class ModelShape:
     def of(cls, config: PretrainedConfig) -> ModelShape:
         """The shape of the model that transformers builds of `config`."""
         with torch.device("meta"):
-            lm: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            lm: PreTrainedModel = AutoModelForCausalLM.from_config(config)
         found = blocks(lm, lm)
         parts = [[(name.rpartition(".")[2], m) for name, m in block.named_modules()
                   if isinstance(m, nn.Linear)] for block in found]  # fmt: skip

@@ -43,7 +43,7 @@ def reserve(
     per_node = num_ranks // num_nodes
     bundle = {"CPU": float(per_node), **({"GPU": float(per_node)} if use_gpu else {})}
     spread = "STRICT_SPREAD" if num_nodes > 1 else "STRICT_PACK"
-    placement = placement_group([bundle] * num_nodes, strategy=spread)
+    placement: PlacementGroup = placement_group([bundle] * num_nodes, strategy=spread)
     wanted = f"{num_nodes} x {bundle}"
     end = time.monotonic() + timeout_s
     while not placement.wait(max(0.0, min(NOTICE_S, end - time.monotonic()))):
@@ -87,7 +87,7 @@ def create_trainer_group(
             placement_group=placement, placement_group_bundle_index=rank // per_node
         )
         options.append(
-            ActorHost.options(
+            ActorHost.options(  # type: ignore[attr-defined]  # Ray's decorator adds it
                 num_cpus=1,
                 num_gpus=1 if use_gpu else 0,
                 runtime_env={"env_vars": dict(env)},
@@ -127,7 +127,7 @@ def create_rollout_group(
             variables |= {**KEEP_VISIBLE_DEVICES, "CUDA_VISIBLE_DEVICES": devices}
         node = NodeAffinitySchedulingStrategy(places[first].node_id, soft=False)
         options.append(
-            ActorHost.options(
+            ActorHost.options(  # type: ignore[attr-defined]  # Ray's decorator adds it
                 num_cpus=0,
                 max_concurrency=1000,
                 runtime_env={"env_vars": variables},

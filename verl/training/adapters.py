@@ -72,7 +72,7 @@ class Adapter:
         config = copy.copy(self.config)
         config.inference_mode = True
         config.target_modules = sorted(config.target_modules or ())  # a set has no order of its own
-        config.save_pretrained(directory)
+        config.save_pretrained(str(directory))
 
     def record(self) -> dict[str, Any]:
         """JSON for a checkpoint: the options, and which base they belong to."""

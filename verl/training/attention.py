@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,8 @@ def attend_one_by_one(
     if query.is_cuda:  # the kernel there that needs no length x length matrix shares no heads
         key, value = with_heads_of(query, key), with_heads_of(query, value)
     parts = [
-        torch.split(x.transpose(0, 1)[None], bounds.lengths, dim=2) for x in (query, key, value)
+        torch.split(x.transpose(0, 1)[None], list(bounds.lengths), dim=2)
+        for x in (query, key, value)
     ]
     outputs = [
         scaled_dot_product_attention(
@@ -85,7 +86,7 @@ def with_heads_of(query: Tensor, x: Tensor) -> Tensor:
 
 def attend_with_flash(
     query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int,
-    kernel: Callable[..., Tensor] | None = None,
+    kernel: Callable[..., Any] | None = None,
 ) -> Tensor:  # fmt: skip
     """The same by the flash-attn package (2.4.1 or newer, or what `kernel` is); 16-bit only."""
     if kernel is None:
@@ -93,36 +94,38 @@ def attend_with_flash(
 
         kernel = flash_attn_varlen_func
     cu, longest = bounds.cu_seqlens, max(bounds.lengths)
-    return kernel(
+    found: Tensor = kernel(
         query, key, value, cu, cu, longest, longest, softmax_scale=scale, causal=True,
         window_size=(window - 1, 0) if window else (-1, -1),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
+    return found
 
 
 def attend_with_torch_varlen(
     query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int,
-    kernel: Callable[..., Tensor] | None = None,
+    kernel: Callable[..., Any] | None = None,
 ) -> Tensor:  # fmt: skip
     """The same by torch's own variable-length flash attention (or `kernel`); 16-bit, CUDA only."""
     if kernel is None:
         from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - newer torch only
 
-        kernel = varlen_attn
+        kernel = cast("Callable[..., Tensor]", varlen_attn)  # it was asked for nothing more
     shares_heads = {}
     if shares_key_heads(kernel):
         shares_heads = {"enable_gqa": query.shape[1] != key.shape[1]}
     else:
         key, value = with_heads_of(query, key), with_heads_of(query, value)
     cu, longest = bounds.cu_seqlens, max(bounds.lengths)
-    return kernel(
+    found: Tensor = kernel(
         query, key, value, cu, cu, longest, longest, scale=scale,
         window_size=(window - 1 if window else -1, 0), **shares_heads,
     )  # fmt: skip
+    return found
 
 
 @functools.cache
-def shares_key_heads(kernel: Callable[..., Tensor]) -> bool:
+def shares_key_heads(kernel: Callable[..., Any]) -> bool:
     """Whether several queries may share a key-value head in this torch's kernel: 2.12 and newer."""
     return "enable_gqa" in inspect.signature(kernel).parameters
 
@@ -168,8 +171,8 @@ def packed_attention(
     half = query.dtype in (torch.bfloat16, torch.float16)
     kernel = cuda_kernel() if query.is_cuda and half else attend_one_by_one
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rows = (x[0].transpose(0, 1) for x in (query, key, value))
-    return kernel(*rows, bounds, scale, sliding_window or 0)[None], None
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    return kernel(query, key, value, bounds, scale, sliding_window or 0)[None], None
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -34,13 +34,15 @@ def device_type(name: str) -> str:
 def resolve_device(name: str) -> torch.device:
     """This process's device of the named type."""
     found = device_type(name)
-    return torch.device(found, torch.cuda.current_device() if found == "cuda" else None)
+    if found == "cuda":
+        return torch.device(found, torch.cuda.current_device())
+    return torch.device(found)
 
 
 def has_bfloat16_units(device: torch.device) -> bool:
     """Whether bfloat16 is faster than float32 there, not merely possible."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 

@@ -141,7 +141,7 @@ class FsdpModel:
             )  # fmt: skip
 
         on_host = self.options.param_offload and self.device.type == "cuda"
-        offload = {"offload_policy": CPUOffloadPolicy()} if on_host else {}
+        offload: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if on_host else {}
         values = take_values(self.module)
         if twin is not None:
             twin.reshard()
@@ -156,7 +156,7 @@ class FsdpModel:
     def _build_optimizer(self, optim: OptimConfig) -> None:
         parameters = list(self.learned().values())
         self.optimizer = torch.optim.AdamW(
-            parameters, lr=optim.lr, betas=tuple(optim.betas),
+            parameters, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]),
             weight_decay=optim.weight_decay, fused=True,
         )  # fmt: skip
         # Made now rather than at the first step, so that a checkpoint always has a place for it.
@@ -249,7 +249,8 @@ class FsdpModel:
         return optim.lr * self.lr_scale * share
 
     def _move_optimizer(self, device: torch.device) -> None:
-        if not self.options.optimizer_offload or self.options.param_offload:
+        options = self.options
+        if self.optimizer is None or not options.optimizer_offload or options.param_offload:
             return
         for state in self.optimizer.state.values():
             for name, value in state.items():

@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,11 +82,12 @@ def load_causal_lm(
     """
     transformers_logging.disable_progress_bar()  # many actors would draw over each other
     with model_errors(path):
-        lm, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=PACKED, output_loading_info=True
         )
+    lm: PreTrainedModel = loaded[0]
     missing = sorted(
-        name for name in found["missing_keys"]
+        name for name in loaded[1]["missing_keys"]
         if needs_head or lm.get_submodule(name.rpartition(".")[0]) is not lm.get_output_embeddings()
     )  # fmt: skip
     if missing:
@@ -99,7 +101,7 @@ def load_causal_lm(
 
 def states(trunk: nn.Module, inputs: PackedInputs) -> Tensor:
     """The trunk's state from which each target token is predicted, (num_targets, hidden)."""
-    hidden = trunk(
+    hidden: Tensor = trunk(
         input_ids=inputs.input_ids,
         position_ids=inputs.bounds.position_ids,
         use_cache=False,
@@ -170,7 +172,8 @@ def build_value_head(lm: PreTrainedModel) -> nn.Linear:
 
 def values(trunk: nn.Module, value_head: nn.Module, inputs: PackedInputs) -> Tensor:
     """The value of the state before each target token, (num_targets,) float32."""
-    return value_head(states(trunk, inputs)).float().sum(-1)
+    found: Tensor = value_head(states(trunk, inputs))
+    return found.float().sum(-1)
 
 
 def blocks(module: nn.Module, lm: PreTrainedModel) -> list[nn.Module]:

@@ -13,6 +13,7 @@ import socket
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +80,7 @@ def recompute_activations(lm: PreTrainedModel, config: ModelConfig | CriticModel
         lm.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def offloading(options: FsdpConfig) -> dict[str, bool]:
+def offloading(options: FsdpConfig) -> dict[str, Any]:
     """What waits on the host; the driver has decided it for all ranks."""
     param, optimizer = options.param_offload, options.optimizer_offload
     assert param is not None and optimizer is not None, "null is decided before ranks start"

@@ -86,7 +86,7 @@ class PeakTracker(TorchDispatchMode):
 
     def __init__(self, known: Iterable[Tensor | None]) -> None:
         """Tensors that are `known` are not counted, nor are views of them."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._seen: dict[int, Any] = {id(x.untyped_storage()): x for x in known if x is not None}
 
