@@ -81,7 +81,11 @@ def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:
 
 
 _world: list[ProcessPoolExecutor] = []
-"""The session's processes of ranks: importing torch and our code takes each of them seconds."""
+"""The session's processes, one for each rank: importing torch and our code takes each seconds.
+
+A process has the same rank in every test: DTensor keeps caches for the life of a process, and what
+it knows of one rank's shards must not serve another's.
+"""
 
 
 def run_ranks(num_ranks: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -92,14 +96,18 @@ def run_ranks(num_ranks: int, body: Callable[..., Any], *arguments: Any) -> list
     """
     if not _world:
         spawn = multiprocessing.get_context("spawn")
-        _world.append(ProcessPoolExecutor(MAX_RANKS, spawn, torch.set_num_threads, (1,)))
+        _world.extend(
+            ProcessPoolExecutor(1, spawn, torch.set_num_threads, (1,)) for _ in range(MAX_RANKS)
+        )
     port = free_port()
     given = ((rank, num_ranks, port, *arguments) for rank in range(num_ranks))
-    calls = [_world[0].submit(_pickled, body, *each) for each in given]
+    calls = [pool.submit(_pickled, body, *each) for pool, each in zip(_world, given, strict=False)]
     done, waiting = wait(calls, timeout=300, return_when=FIRST_EXCEPTION)
     if waiting or any(call.exception() for call in done):
-        for process in list(_world.pop()._processes.values()):
-            process.kill()  # the others wait for the rank that failed
+        for pool in _world:
+            for process in list(pool._processes.values()):
+                process.kill()  # the others wait for the rank that failed
+        _world.clear()
     return [pickle.loads(call.result()) for call in calls if call not in waiting]
 
 
