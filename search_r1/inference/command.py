@@ -26,7 +26,7 @@ from verl.types import Status
 def answer(options: InferOptions) -> int:
     """Do what the command line asks for; returns the exit code."""
     logging.basicConfig(level=logging.WARNING)
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     terminal = Terminal(Console(highlight=False), options.show_documents)
     if options.file is not None:
         return asyncio.run(ask_file(options, str(options.file), options.out))

@@ -129,7 +129,8 @@ class Corpus:
 
 def _hash(id: str) -> np.uint64:
     digest = hashlib.blake2b(id.encode(), digest_size=8).digest()
-    return np.uint64(int.from_bytes(digest, "little"))
+    found: np.uint64 = np.uint64(int.from_bytes(digest, "little"))
+    return found
 
 
 def _parse(line: bytes) -> Document:

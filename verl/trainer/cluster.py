@@ -82,7 +82,7 @@ def refuse_job_folder(config: Config) -> None:
 def uses_gpus(config: Config) -> bool:
     """Whether ranks compute on GPUs; the driver of a cluster need not have any."""
     if config.trainer.device == "auto" and os.environ.get("RAY_ADDRESS"):
-        return bool(ray.cluster_resources().get("GPU"))  # type: ignore[no-untyped-call]
+        return bool(ray.cluster_resources().get("GPU"))
     return device_type(config.trainer.device) == "cuda"
 
 

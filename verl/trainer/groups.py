@@ -224,7 +224,7 @@ def gpu_threads(
     own = environment.get("OMP_NUM_THREADS")
     if own and not (own == "1" and JOB_CONFIG in environment):
         return {"OMP_NUM_THREADS": own}
-    alive = ray.nodes()  # type: ignore[no-untyped-call]
+    alive = ray.nodes()
     cores = min(node["Resources"]["CPU"] for node in alive if node["NodeID"] in nodes)
     return {"OMP_NUM_THREADS": str(max(1, int(cores) // per_node))}
 
