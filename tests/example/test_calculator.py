@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,10 @@ class Local:
         return 1
 
     def scatter(self, method: str, shards: Sequence[Any], *more: Any) -> list[Any]:
-        return [getattr(self.worker, method)(shard, *more) for shard in shards]
+        return [attrgetter(method)(self.worker)(shard, *more) for shard in shards]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        return [getattr(self.worker, method)(*arguments)]
+        return [attrgetter(method)(self.worker)(*arguments)]
 
 
 class Scripted:
