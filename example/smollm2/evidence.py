@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from search_r1.rewards.normalize import matches_exactly, normalize_answer
 from search_r1.search.schema import Document
-from search_r1.search.tokenize import tokenize
+from search_r1.search.tokenization import tokenize
 
 NEAR = 15
 """Words on each side of an answer in which the question's key words count."""

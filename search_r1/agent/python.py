@@ -102,10 +102,11 @@ class PythonTool(Tool):
 
     async def _finish(self, process: asyncio.subprocess.Process, code: str) -> str:
         """Give the program and wait for its end; how it ended, empty for the usual way."""
+        time_is_up = f"(ended after {self.bounds.seconds:g} s: time is up)"
         try:
             await asyncio.wait_for(process.communicate(code.encode()), self.bounds.seconds)
         except TimeoutError:
-            return f"(ended after {self.bounds.seconds:g} s: time is up)"
+            return time_is_up
         except (BrokenPipeError, ConnectionResetError):  # it ended before it had read everything
             await process.wait()
         finally:
@@ -113,6 +114,8 @@ class PythonTool(Tool):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
+        if process.returncode == -signal.SIGXCPU:  # the kernel was first to notice
+            return time_is_up
         if process.returncode and process.returncode < 0:
             return f"(ended by {signal.Signals(-process.returncode).name})"
         return ""

@@ -19,7 +19,7 @@ from search_r1.search.index_builder import BuildConfig, build_index, index_folde
 from search_r1.search.manifest import Manifest
 from search_r1.search.schema import Hit
 from search_r1.search.timing import stage
-from search_r1.search.tokenize import tokenize
+from search_r1.search.tokenization import tokenize
 
 logger = logging.getLogger(__name__)
 logging.getLogger("bm25s").setLevel(logging.INFO)  # it asks for DEBUG by itself

@@ -20,7 +20,7 @@ import numpy as np
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SetupError
 from search_r1.search.schema import Document, Hit
-from search_r1.search.tokenize import tokenize
+from search_r1.search.tokenization import tokenize
 
 logging.getLogger("bm25s").setLevel(logging.INFO)  # it sets itself to DEBUG
 

@@ -28,7 +28,7 @@ from search_r1.search.index.build_folder import (
 )
 from search_r1.search.index.progress import progress
 from search_r1.search.manifest import Manifest, now
-from search_r1.search.tokenize import tokenize
+from search_r1.search.tokenization import tokenize
 
 TOKENIZER = "words of two characters or more, lower case, without English stop words"
 MADE_WITH = f"bm25s {bm25s.__version__}"

@@ -124,8 +124,9 @@ class Training:
         return any(self.folder.glob("global_step_*.tmp"))
 
     def complete(self) -> set[str]:
-        """Names of the checkpoints that are whole."""
-        return {path.parent.name for path in self.folder.glob(f"global_step_*/{COMPLETE}")}
+        """Names of the checkpoints that are whole; one with its marker still has to be renamed."""
+        found = {path.parent.name for path in self.folder.glob(f"global_step_*/{COMPLETE}")}
+        return {name for name in found if not name.endswith(".tmp")}
 
     def resumed(self) -> list[str]:
         """Names of the checkpoints that were taken up, start after start."""

@@ -10,7 +10,7 @@ from search_r1.search.corpus import Corpus
 from search_r1.search.index.bm25_builder import number, shard_of
 from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.search.manifest import Manifest
-from search_r1.search.tokenize import tokenize
+from search_r1.search.tokenization import tokenize
 
 TEXTS = ["Danube river", "the of", "", "river Danube DANUBE café", "Seine river and a Zürich"]
 
