@@ -1,13 +1,10 @@
 """The hub's road: `datasets` against a server that answers as the hub documents, then offline."""
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow.parquet
@@ -15,9 +12,9 @@ import pytest
 
 from search_r1.datasets.catalogue import HUB
 from tests.datasets.collection import SPLITS, records
+from tests.hub import serving_hub
 
 ROOT = Path(__file__).parents[2]
-COMMIT = "a" * 40
 
 
 def hub_files() -> dict[str, bytes]:
@@ -34,66 +31,12 @@ def hub_files() -> dict[str, bytes]:
     return {"README.md": "\n".join([*card, "---", ""]).encode(), **files}
 
 
-FILES = hub_files()
-
-
-class Hub(BaseHTTPRequestHandler):
-    """`/api/datasets/<repo>` (facts, tree) and `/datasets/<repo>/resolve` (files)."""
-
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if path.startswith(f"/api/datasets/{HUB}/tree/{COMMIT}"):
-            folder = path.removeprefix(f"/api/datasets/{HUB}/tree/{COMMIT}").strip("/")
-            self._json([entry(name) for name in FILES if name.startswith(folder)])
-        elif path.startswith(f"/api/datasets/{HUB}"):
-            self._json({"id": HUB, "sha": COMMIT, "siblings": [{"rfilename": f} for f in FILES]})
-        else:
-            self._file(path.removeprefix(f"/datasets/{HUB}/resolve/").partition("/")[2])
-
-    def _file(self, name: str) -> None:
-        if name not in FILES:
-            self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
-            return
-        self._send(200, FILES[name], {"ETag": f'"{digest(name)}"', "X-Repo-Commit": COMMIT})
-
-    def _json(self, value: object) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for key, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-
-def digest(name: str) -> str:
-    return hashlib.sha1(FILES[name]).hexdigest()
-
-
-def entry(name: str) -> dict[str, object]:
-    return {"type": "file", "path": name, "size": len(FILES[name]), "oid": digest(name)}
-
-
 @pytest.fixture
 def mirror() -> Iterator[str]:
     """The address of a hub."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    files = {f"datasets/{HUB}/{name}": content for name, content in hub_files().items()}
+    with serving_hub(files) as address:
+        yield address
 
 
 def build(out: Path, home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
