@@ -59,12 +59,12 @@ class NodeFolder:
         )
         keeper.wait()  # it has left the process that waits for the end of this one
         assert keeper.stdin is not None
-        self._lifeline = keeper.stdin
+        self._keeper_input = keeper.stdin
 
     def close(self) -> None:
         """Remove the folder now."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self._lifeline.close()
+        self._keeper_input.close()
         os.close(self._lock)
 
 
