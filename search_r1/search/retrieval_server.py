@@ -4,9 +4,11 @@ A bearer token is read from the environment variable RETRIEVER_TOKEN only, since
 list of processes; clients then send `Authorization: Bearer TOKEN`. See docs/retriever.md.
 """
 
+import functools
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SearchError, SetupError
 from search_r1.search.preflight import check
 from search_r1.search.recording import Recorder
+from search_r1.search.schema import Document
 from search_r1.search.server.app import create_app
 from search_r1.search.server.config import TOKEN_VARIABLE, ServiceConfig
 from search_r1.search.server.faults import FaultConfig, FaultInjector
@@ -61,13 +64,23 @@ def _run(options: ServerOptions) -> bool:
         _warm_up(retriever, service.topk)
         logger.info("%s: %d documents", retriever.name, retriever.num_documents)
         recorder = None if service.record is None else Recorder(service.record, retriever.info())
-        corpus = options.retriever.corpus_path
-        find = Corpus.open(corpus).find if corpus and Path(corpus).is_file() else None
+        find = _finder(options.retriever.corpus_path)
         app = create_app(retriever, service, token=token, recorder=recorder, find=find)
         if faults.is_on:
             logger.warning("TEST FAULTS: requests fail on purpose: %s", faults)
             app.add_middleware(FaultInjector, config=faults)
         return serve(app, bound, options.port_file)
+
+
+def _finder(corpus_path: str | None) -> Callable[[str], Document | None] | None:
+    """Finds documents by id; the corpus is opened for the first of them, as few servers are asked.
+
+    None without a corpus file.
+    """
+    if corpus_path is None or not Path(corpus_path).is_file():
+        return None
+    opened = functools.cache(Corpus.open)
+    return lambda id: opened(corpus_path).find(id)
 
 
 def _token() -> str | None:
