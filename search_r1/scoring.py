@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from search_r1.agent.generation import words_of
+from search_r1.agent.generation import build_environment, words_of
 from search_r1.agent.grammar import Grammar
 from search_r1.rewards import (
     LLM_JUDGE,
@@ -65,7 +65,7 @@ def reward_input(trajectory: Trajectory, grammar: Grammar) -> RewardInput:
 
 def build_reward_manager(config: Config) -> RewardManager:
     """The run's reward, its judge asked once. Raises ConfigError for what cannot work."""
-    options, grammar = config.reward_model, words_of(config).tags
+    options, grammar = config.reward_model, words_of(config, build_environment(config).tools).tags
     sections: Sequence[RewardConfig | StageConfig] = options.stages or [options]
     scores = {f.name: getattr(options, f.name) for f in dataclasses.fields(RewardScores)}
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from transformers import AutoTokenizer
 
@@ -67,17 +67,16 @@ def build_format(
 
     Raises ConfigError for one that is not there, or cannot work.
     """
-    is_native = config.template == native.NAME
-    found = NativeFormat(tokenizer, environment.tools) if is_native else words_of(config)
+    tools, is_native = environment.tools, config.template == native.NAME
+    found = NativeFormat(tokenizer, tools) if is_native else words_of(config, tools)
     refuse_closed_think(found, config.algorithm.no_think_rl)
     return found
 
 
-def words_of(config: Config) -> TagFormat:
+def words_of(config: Config, tools: Sequence[Tool]) -> TagFormat:
     """The words and tags of the run's template, without a tokenizer: what rewards read."""
     if config.template == native.NAME:
         return native.WORDING
-    tools = build_environment(config).tools
     found = plain_format(tools) if config.template == PLAIN else named_format(config.template)
     return found.with_tools(tool.name for tool in tools)
 

@@ -92,13 +92,16 @@ class SearchTool(Tool):
 def build_search(config: Config) -> SearchTool:
     """The tool of a run, over the configured retriever, or over none for url `empty`."""
     options = config.retriever
-    if options.url == EMPTY:
-        return SearchTool(EmptyRetrieval(), options)
-    client = RetrievalClient(
+    is_empty = options.url == EMPTY
+    return SearchTool(EmptyRetrieval() if is_empty else build_client(options), options)
+
+
+def build_client(options: ServerConfig) -> RetrievalClient:
+    """The client of a run's retrieval server."""
+    return RetrievalClient(
         options.url,
         options.topk,
         timeout=options.timeout,
         max_retries=options.max_retries,
         deadline=options.deadline,
     )
-    return SearchTool(client, options)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
+from search_r1.agent.search import build_client
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import SearchError
 from search_r1.search.extras import install_command
@@ -50,6 +51,7 @@ class VisitTool(Tool):
     description = "Opens a whole document by its id, or the web page at an address (https://…)."
     parameters = text_arguments(target="the id of a document, or an address")
     counted_as = "visits"
+    shows_ids = True
     faults = (RETRIED, FAILED)
 
     def __init__(
@@ -110,14 +112,5 @@ def open_online(url: str) -> Page:
 
 def build_visit(config: Config) -> VisitTool:
     """The tool of a run, beside the configured retriever, or without one for url `empty`."""
-    options: Any = config.retriever
-    if options.url == EMPTY:
-        return VisitTool(None)
-    return VisitTool(
-        RetrievalClient(
-            options.url,
-            timeout=options.timeout,
-            max_retries=options.max_retries,
-            deadline=options.deadline,
-        )
-    )
+    options = config.retriever
+    return VisitTool(None if options.url == EMPTY else build_client(options))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import verl
-from search_r1.agent.generation import words_of
+from search_r1.agent.generation import build_environment, words_of
 from search_r1.evaluation.judging import describe_judge
 from search_r1.evaluation.methods import METHODS
 from search_r1.evaluation.options import EvaluationOptions
@@ -86,7 +86,7 @@ def _model(options: EvaluationOptions, folder: Path) -> dict[str, Any]:
 
 def _template(options: EvaluationOptions, config: Config) -> dict[str, str]:
     """The wording's name, and the hash of all that it says."""
-    template = METHODS[options.method].template or words_of(config)
+    template = METHODS[options.method].template or words_of(config, build_environment(config).tools)
     words = repr(sorted(asdict(template).items()))
     return {"name": template.name, "sha256": hashlib.sha256(words.encode()).hexdigest()}
 

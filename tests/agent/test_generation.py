@@ -343,6 +343,6 @@ def test_a_template_from_a_file_is_the_runs(tmp_path: Path) -> None:
     config.agent.tools = ["search", "python"]
     format = build_format(config, build_environment(config), ChatTokenizer())
     assert format.stop == ("</search>", "</python>", "[/a]")
-    assert words_of(config).tags == format.tags
+    assert words_of(config, build_environment(config).tools).tags == format.tags
     with pytest.raises(ConfigError, match=r"or a \.yaml file"):
-        words_of(Config(template="mine"))
+        words_of(Config(template="mine"), ())

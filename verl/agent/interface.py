@@ -79,9 +79,9 @@ def text_arguments(**descriptions: str) -> dict[str, Any]:
 class Tool:
     """Something that a policy may call. A subclass sets the attributes and writes `call`.
 
-    A run builds each tool from its options, `Tool(config)`, once in the driver and once beside
-    every engine. A mistake of the policy (a division by zero) is an observation that says so; only
-    what a user must mend is a `ToolError`.
+    A run builds each tool from its options, `Tool(config)`, in the driver and beside every engine.
+    A mistake of the policy (a division by zero) is an observation that says so; only what a user
+    must mend is a `ToolError`.
     """
 
     name: str
@@ -94,6 +94,8 @@ class Tool:
     """The plural in metrics, `env/PLURAL` and `env/valid_PLURAL`; default: `NAME_calls`."""
     faults: tuple[str, ...] = ()
     """Names of what infrastructure may do to its calls, summed to the metrics `fault/NAME`."""
+    shows_ids: bool = False
+    """Its arguments are ids of items, which formats made of the tools' descriptions then show."""
     max_outage: float = 1800.0
     """Seconds for which a run waits while `probe` finds something wrong."""
     max_outage_option: str = "max_outage of the tool"

@@ -26,7 +26,7 @@ NAME = "native"
 CALL = Tag("<tool_call>", "</tool_call>")
 GRAMMAR = Grammar(tools=(("tool", CALL),), information=Tag("<tool_response>", "</tool_response>"))
 """What rewards read, and what no observation may bring."""
-CALL_CONTENT = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+CALL_CONTENT = re.compile("(.*?)".join(map(re.escape, (CALL.opening, CALL.closing))), re.DOTALL)
 PYTHON_TAG = "<|python_tag|>"
 """What Llama 3.x may write before a call."""
 MARK = "\u2063policy turn\u2063"

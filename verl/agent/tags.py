@@ -31,8 +31,6 @@ class Passage(Protocol):
 
 
 ITEM_WITH_ID = 'Doc {rank}(Title: "{title}", id: {id}) {text}\n'
-VISIT = "visit"
-"""The tool that finds a document by its id, so that ids must be shown where it is there."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ def plain_format(tools: Sequence[Tool]) -> TagFormat:
             "between <answer> and </answer>. I will try once more.\n\n"
         ),
         tags=tags,
-        item=ITEM_WITH_ID if any(tool.name == VISIT for tool in tools) else TagFormat.item,
+        item=ITEM_WITH_ID if any(tool.shows_ids for tool in tools) else TagFormat.item,
     )
 
 

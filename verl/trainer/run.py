@@ -24,6 +24,7 @@ from search_r1.agent.generation import (
     check_prompts,
 )
 from search_r1.scoring import build_reward_manager
+from verl.agent.environment import Environment
 from verl.checkpoint.folders import exclusive
 from verl.checkpoint.resume import check_resume, identity
 from verl.config import Config, cli
@@ -65,6 +66,7 @@ class Prepared:
     """The checked inputs of a run, the same for every attempt at it."""
 
     config: Config
+    environment: Environment
     identity: Mapping[str, Any]
     train_prompts: Sequence[Prompt]
     val_prompts: Sequence[Prompt]
@@ -91,7 +93,7 @@ def prepare(config: Config) -> Prepared:
     total_steps = count_steps(config, len(train_prompts))
     if config.trainer.rollout_data_dir is not None:
         open_folder(config.trainer.rollout_data_dir, tokenizer)
-    return Prepared(config, made_with, train_prompts, val_prompts, total_steps)
+    return Prepared(config, environment, made_with, train_prompts, val_prompts, total_steps)
 
 
 @contextlib.contextmanager
@@ -120,7 +122,7 @@ def processes(
                     kl_controller=build_kl_controller(config),
                     tracking=tracking,
                     total_steps=prepared.total_steps,
-                    environment=build_environment(config),
+                    environment=prepared.environment,
                     faults=lambda: {**restarts.metrics(), **host_memory.metrics()},
                     identity=prepared.identity,
                 )
