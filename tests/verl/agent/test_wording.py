@@ -13,8 +13,8 @@ from verl.errors import ConfigError
 from verl.types import Completion
 
 ORIGINAL = """\
-instruction: "Answer the given question.  Question: {question}\\n"
-invalid_action: "\\nMy previous action is invalid. \\n\\tLet me try again.\\n"
+instruction: "Two spaces follow.  Question: {question}\\n"
+invalid_action: "\\nA space ends this line. \\n\\tA tab begins this one.\\n"
 tags: {tools: {search: ["<search>", "</search>"]}}
 item: "Doc {rank}(Title: {title}) {text}"
 separator: "\\n"
@@ -32,8 +32,8 @@ def test_texts_are_taken_byte_for_byte(tmp_path: Path) -> None:
     """Prompt, observation and feedback keep each space, tab and newline of the file."""
     format = read_format(written(tmp_path, ORIGINAL))
     assert format.name == "mine"
-    assert format.user_prompt("Who?") == "Answer the given question.  Question: Who?\n"
-    assert format.invalid_action == "\nMy previous action is invalid. \n\tLet me try again.\n"
+    assert format.user_prompt("Who?") == "Two spaces follow.  Question: Who?\n"
+    assert format.invalid_action == "\nA space ends this line. \n\tA tab begins this one.\n"
     items = [Item("one", '"A"'), Item("two {text}", '"B"')]
     assert format.observation(items) == (
         '\n\n<information>Doc 1(Title: "A") one\nDoc 2(Title: "B") two {text}</information>\n\n'
