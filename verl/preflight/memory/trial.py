@@ -1,7 +1,8 @@
 """What one packed forward, or forward and backward, holds apart from weights and their gradients.
 
-Measured, not computed: torch's MemTracker follows the model that the ranks run, on fake tensors
-(shapes without numbers) and at two depths; each further block adds as much as the second did.
+Measured, not computed: the model that the ranks run is tried on fake tensors (shapes without
+numbers) at two depths, and `PeakTracker` counts the bytes; each further block adds as much as the
+last of those did.
 """
 
 from __future__ import annotations
