@@ -63,13 +63,16 @@ def write_weights(
     total, seconds = 0, 0.0
     cast = ((name, tensor.to("cpu", target).contiguous()) for name, tensor in named)
     for number, shard in enumerate(shards(cast)):
-        name = "model.safetensors" if number == 0 else f"model-{number:05d}.safetensors"
+        name = f"model-{number + 1:05d}.safetensors"
         part, start = directory / f"{name}.tmp", time.perf_counter()
         save_file(shard, part, metadata={"format": "pt"})
         os.replace(part, directory / name)
         seconds += time.perf_counter() - start
         index |= dict.fromkeys(shard, name)
         total += sum(t.nbytes for t in shard.values())
+    if len(set(index.values())) == 1:  # beside an index, transformers would take this file alone
+        os.replace(directory / name, directory / "model.safetensors")
+        index = dict.fromkeys(index, "model.safetensors")
     _write_index(directory, index, total)
     config.dtype = dtype
     config.save_pretrained(directory)

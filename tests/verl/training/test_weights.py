@@ -4,10 +4,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from verl.training import weights
 from verl.training.weights import write_weights
 
 
@@ -20,3 +22,18 @@ def test_only_the_writing_is_timed(tmp_path: Path) -> None:
             yield name, torch.zeros(3)
 
     assert 0 < write_weights(tmp_path, slowly(), LlamaConfig(), "float32") < 0.5
+
+
+def test_what_takes_several_files_is_read_back_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By transformers, which takes `model.safetensors` alone where there is one; also in reuse."""
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
+                         num_attention_heads=2)  # fmt: skip
+    for size in (64, 1 << 20, 64):
+        monkeypatch.setattr(weights, "SHARD_BYTES", size)
+        lm = LlamaForCausalLM(config)
+        write_weights(tmp_path, lm.state_dict().items(), config, "float32")
+        assert (tmp_path / "model.safetensors").exists() is (size > 64)
+        found = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+        assert all(torch.equal(found[name], x) for name, x in lm.state_dict().items())
