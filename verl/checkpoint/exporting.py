@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoConfig
 
 from verl.checkpoint.folders import MARKER, is_complete
 from verl.errors import ConfigError, explain
 from verl.training.adapters import Adapter, check_base, config_of
-from verl.training.models import load_causal_lm
-from verl.training.shards import read_adapters
+from verl.training.models import load_causal_lm, model_errors
+from verl.training.shards import ADAPTERS_FILE, read_adapters
+from verl.training.stored import ShardReader, load_tensors, reading
 from verl.training.weights import SHARD_BYTES, copy_tokenizer, whole_folder, write_weights
 
 
@@ -59,30 +58,33 @@ def _write_model(
 ) -> None:
     """The whole policy: its trained weights, or its base with the adapter merged."""
     source = base or str(step_dir / "huggingface")
+    with model_errors(source):
+        config = AutoConfig.from_pretrained(source)
     named = _read_policy(step_dir / "shards")
     if record is not None:
         adapter = _read_adapter(step_dir, record, base)
         lm = load_causal_lm(str(adapter.config.base_model_name_or_path))
         named = adapter.merge((name, p.detach()) for name, p in lm.named_parameters())
-    write_weights(out, named, AutoConfig.from_pretrained(source), dtype)
+    write_weights(out, named, config, dtype)
     copy_tokenizer(source, out)
 
 
 def _read_adapter(step_dir: Path, record: Mapping[str, Any], base: str | None) -> Adapter:
     """The policy's adapter, over `base` if that is where its base lies now."""
-    check_base(record, base or record["base"])
-    config = config_of({**record, "base": base or record["base"]})
+    with reading(step_dir / ADAPTERS_FILE):
+        check_base(record, base or record["base"])
+        config = config_of({**record, "base": base or record["base"]})
     return Adapter.of_parameters(config, dict(_read_policy(step_dir / "shards")), "actor")
 
 
 def _read_policy(shards: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and whole tensor of each of the policy's weights, a few GiB at a time."""
     prefix = "actor.model.lm."
-    metadata = FileSystemReader(shards).read_metadata().state_dict_metadata
     group: dict[str, Tensor] = {}
-    for key, entry in metadata.items():
-        if not key.startswith(prefix) or not isinstance(entry, TensorStorageMetadata):
+    for key, entry in ShardReader(shards).read_metadata().state_dict_metadata.items():
+        if not key.startswith(prefix):
             continue
+        assert isinstance(entry, TensorStorageMetadata), "others are refused"
         group[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
         if sum(t.nbytes for t in group.values()) > SHARD_BYTES:
             yield from _fill(group, shards, prefix)
@@ -92,6 +94,6 @@ def _read_policy(shards: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _fill(group: dict[str, Tensor], shards: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
     if group:
-        load(group, checkpoint_id=shards, no_dist=True)
+        load_tensors(group, shards, alone=True)
     for key, tensor in group.items():
         yield key.removeprefix(prefix), tensor

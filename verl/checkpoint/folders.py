@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -23,12 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import ConfigError, explain
+from verl.training.stored import reading
 
 logger = logging.getLogger(__name__)
 
 MARKER = "COMPLETE"
 HEALTHY = "HEALTHY"
 STATE_FILE = "trainer_state.json"
+HASHED_BYTES = 64 << 20
+"""Up to which a checkpoint's file is compared by content; tensors have checksums of their own."""
 LOCK = ".lock"
 """The file that a run locks for as long as it lives."""
 STEP_NAME = re.compile(r"global_step_(\d+)")
@@ -66,8 +70,37 @@ def write_state(step_dir: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(step_dir: Path) -> dict[str, Any]:
-    """The driver's own state."""
-    return dict(json.loads((step_dir / STATE_FILE).read_text()))
+    """The driver's own state. Raises ModelError."""
+    with reading(step_dir / STATE_FILE):
+        return dict(json.loads((step_dir / STATE_FILE).read_text()))
+
+
+def refuse_changes(step_dir: Path) -> None:
+    """Refuse a checkpoint whose files are not as its marker lists them. Raises ModelError.
+
+    The marker of an older one lists nothing.
+    """
+    marker = step_dir / MARKER
+    with reading(marker):
+        found = json.loads(marker.read_text())
+        listed = {} if found == step_of(step_dir) else found["files"]
+        for name, facts in listed.items():
+            if facts != (_facts(step_dir / name) if (step_dir / name).is_file() else None):
+                raise ValueError(f"{name} is not there as it was written")
+
+
+def _listing(folder: Path) -> dict[str, list[Any]]:
+    """What is known of each file below `folder`, by its path there."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): _facts(path) for path in files}
+
+
+def _facts(file: Path) -> list[Any]:
+    """The bytes of a file and, unless there are many, their SHA-256."""
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        is_small = size <= HASHED_BYTES
+        return [size, hashlib.file_digest(content, "sha256").hexdigest() if is_small else None]
 
 
 def mark_healthy(step_dir: Path) -> None:
@@ -155,7 +188,7 @@ def publish(part: Part) -> Path:
     """Make a written folder the checkpoint of its step, in place of one that was there."""
     _flush(*part.folder.rglob("*"))
     marker = part.folder / MARKER
-    marker.write_text(f"{part.step}\n")
+    marker.write_text(json.dumps({"step": part.step, "files": _listing(part.folder)}) + "\n")
     _flush(marker)
     final = step_folder(part.root, part.step)
     remove(final)

@@ -21,6 +21,7 @@ from verl.core_algos.advantages import ADVANTAGES
 from verl.data.rows import file_list
 from verl.errors import ConfigError
 from verl.training.adapters import fingerprint
+from verl.training.stored import reading
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ def check_resume(config: Config, present: Mapping[str, Any]) -> None:
     if "config" not in saved:
         logger.warning("%s does not say with which options and data it was made", step_dir)
         return
-    problems = [*_options(saved, present, config), *_fingerprints(saved, present, config)]
+    with reading(step_dir / folders.STATE_FILE):
+        problems = [*_options(saved, present, config), *_fingerprints(saved, present, config)]
     if problems:
         lines = "\n".join(f"  - {problem}" for problem in problems)
         raise ConfigError(

@@ -19,7 +19,7 @@ from verl.checkpoint import folders
 from verl.checkpoint.folders import Part, abandon
 from verl.checkpoint.state import RunState, write_driver_random
 from verl.config import TrainerConfig
-from verl.errors import SaveError, UserError
+from verl.errors import ModelError, SaveError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -219,13 +219,22 @@ def to_keep(
     They are the newest `keep_last` and in any case the newest one, the `keep_best` of the highest
     score, the newest healthy one, and the protected steps.
     """
-    scores = {path: folders.read_state(path).get("score") for path in found}
+    scores = {path: _score(path) for path in found}
     judged = [path for path in found if scores[path] is not None]
     best = sorted(judged, key=lambda path: (scores[path], folders.step_of(path)))
     healthy = [path for path in found if (path / folders.HEALTHY).exists()]
     kept = {*found[-max(keep_last, 1) :], *healthy[-1:]}
     kept |= set(best[-keep_best:]) if keep_best else set()
     return kept | {path for path in found if folders.step_of(path) in protected}
+
+
+def _score(step_dir: Path) -> float | None:
+    """What was measured at a checkpoint; None also where its state is damaged: it ends no run."""
+    try:
+        return RunState.read(step_dir).score
+    except ModelError as error:
+        logger.warning("%s", error)
+        return None
 
 
 def _in_background(work: Callable[[Part], Path], part: Part) -> Future[Path]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from pydantic import TypeAdapter
 
+from verl.checkpoint.folders import STATE_FILE, read_state, step_of
 from verl.training.shards import random_states, set_random_states
+from verl.training.stored import read_states, reading
 
 DRIVER_FILE = "ranks/driver.pt"
 
@@ -33,10 +36,13 @@ class RunState:
     """Metrics of a step that was learned from but not yet validated and logged."""
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Self:
-        """From a checkpoint's state, which may hold more, and less if it is an old one."""
-        names = {f.name for f in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in state.items() if name in names})
+    def read(cls, step_dir: Path) -> Self:
+        """A checkpoint's, which may hold more, and less if it is an old one. Raises ModelError."""
+        with reading(step_dir / STATE_FILE):
+            state = TypeAdapter(cls).validate_python(read_state(step_dir))
+            if state.step != step_of(step_dir) or not math.isfinite(state.kl_coef):
+                raise ValueError(f"it says step {state.step}, KL coefficient {state.kl_coef}")
+            return state
 
 
 def write_driver_random(step_dir: Path) -> None:
@@ -46,6 +52,8 @@ def write_driver_random(step_dir: Path) -> None:
 
 
 def read_driver_random(step_dir: Path) -> None:
-    """Bring the driver's random states back, where the checkpoint has them."""
-    if (step_dir / DRIVER_FILE).exists():
-        set_random_states(torch.load(step_dir / DRIVER_FILE, weights_only=False))
+    """Bring the driver's random states back, where the checkpoint has them. Raises ModelError."""
+    path = step_dir / DRIVER_FILE
+    if path.exists():
+        with reading(path):
+            set_random_states(read_states(path))

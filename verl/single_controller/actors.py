@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from verl.errors import UserError
@@ -161,6 +161,8 @@ class RayWorkerGroup:
         """What an error of actor `index` comes of: the death of an actor, or the error itself."""
         if isinstance(error, self._deaths):
             raise self.lost(index, cause_of(error)) from error
+        if isinstance(error, RayTaskError) and isinstance(error.cause, UserError):
+            raise error.cause from None  # Ray's own text is the actor's traceback
         is_broken = broke_collective(error)
         dead = self._find_dead(calls, NODE_GRACE_S if is_broken else GRACE_S)
         if dead is not None:

@@ -40,6 +40,7 @@ from verl.trainer.learning import Learner, add_advantages, assemble
 from verl.trainer.metrics import advantage_metrics, throughput_metrics
 from verl.trainer.stopping import Stopper, end_of_time
 from verl.trainer.validation import validate
+from verl.training.stored import reading
 from verl.training.weights import copy_tokenizer
 from verl.types import Metrics, Prompt, TokenBatch
 
@@ -294,9 +295,11 @@ class RayPPOTrainer:
         if folder is not None:
             state = self.load(folder)
             self.step, self.best = state.step, state.best
-            self.sampler.load_state_dict(state.sampler)
+            with reading(folder / folders.STATE_FILE):
+                self.sampler.load_state_dict(state.sampler)
+                if state.guard is not None:
+                    self.watch.load_state_dict(state.guard)
             if state.guard is not None:
-                self.watch.load_state_dict(state.guard)
                 self.ranks.scale_lr(self.watch.lr_scale)
             read_driver_random(folder)
             self.finished = state
@@ -321,9 +324,10 @@ class RayPPOTrainer:
         """Load weights, optimizers, controller and reward; returns the driver's state."""
         self.saver.settle()
         self.ranks.load_checkpoint(folder)
-        state = RunState.of(folders.read_state(folder))
+        state = RunState.read(folder)
         self.kl_controller.value = float(state.kl_coef)
-        self.reward.load_state_dict(state.reward)
+        with reading(folder / folders.STATE_FILE):
+            self.reward.load_state_dict(state.reward)
         return state
 
     def export(self) -> None:

@@ -25,6 +25,7 @@ from search_r1.agent.generation import (
 )
 from search_r1.scoring import build_reward_manager
 from verl.agent.environment import Environment
+from verl.checkpoint.contents import check_contents
 from verl.checkpoint.folders import exclusive
 from verl.checkpoint.resume import check_resume, identity
 from verl.config import Config, cli
@@ -78,6 +79,7 @@ def prepare(config: Config) -> Prepared:
     environment = build_environment(config)
     config = preflight(config, environment)
     made_with = identity(config, environment.identity())
+    check_contents(config)
     check_resume(config, made_with)
     cli.write_resolved(config, config.trainer.default_local_dir)
     tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)

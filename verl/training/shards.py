@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from verl.training.adapters import check_same
 from verl.training.fsdp import FsdpModel
+from verl.training.stored import load_tensors, read_states, reading, reason
 from verl.training.weights import copy_tokenizer
 
 ADAPTERS_FILE = "adapters.json"
@@ -67,7 +67,7 @@ class ShardWriter:
         try:
             shards.result()
         except (OSError, CheckpointException) as error:
-            return self._problem or _reason(error)
+            return self._problem or reason(error)
         return self._problem
 
 
@@ -82,7 +82,7 @@ def save_shards(
     try:
         save(_tensors(engines), checkpoint_id=directory / "shards")
     except (OSError, CheckpointException) as error:
-        problem = problem or _reason(error)
+        problem = problem or reason(error)
     dist.barrier()
     return problem
 
@@ -97,21 +97,13 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _reason(error: BaseException) -> str:
-    """The first failure among those of all ranks, in one line."""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (cause, _) = min(error.failures.items())
-        return f"rank {rank}: {type(cause).__name__}: {cause}"
-    return f"{type(error).__name__}: {error}"
-
-
 def _write_own(
     directory: Path, engines: Mapping[str, FsdpModel], model_config: PretrainedConfig
 ) -> str:
     """Write the small files of this rank; what went wrong, or an empty text."""
     schedules = {name: {"last_epoch": engine.num_done} for name, engine in engines.items()}
     scales = {name: e.loss_scale.state_dict() for name, e in engines.items() if e.loss_scale}
-    own = _rank_file(directory, dist.get_rank())
+    own = rank_file(directory, dist.get_rank())
     try:
         own.parent.mkdir(parents=True, exist_ok=True)
         state = {"schedules": schedules, "loss_scales": scales, "random": random_states()}
@@ -123,7 +115,7 @@ def _write_own(
             model_config.save_pretrained(directory / "huggingface")
             copy_tokenizer(str(model_config.name_or_path), directory / "huggingface")
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-        return _reason(error)
+        return reason(error)
     return ""
 
 
@@ -131,19 +123,21 @@ def load_shards(directory: Path, engines: Mapping[str, FsdpModel]) -> None:
     """Take up what `save_shards` wrote, whatever number of ranks wrote it.
 
     A rank that did not exist then keeps its random states. Raises ConfigError when the adapters, or
-    the base below them, are not those of the checkpoint.
+    the base below them, are not those of the checkpoint, and ModelError when its files cannot be
+    used.
     """
     check_same(read_adapters(directory), _adapter_records(engines))
-    load(_tensors(engines), checkpoint_id=directory / "shards")
-    own = _rank_file(directory, dist.get_rank())
-    state = torch.load(own if own.exists() else _rank_file(directory, 0), weights_only=False)
-    for name, engine in engines.items():
-        engine.num_done = state["schedules"][name]["last_epoch"]
-        scale = state.get("loss_scales", {}).get(name)  # older checkpoints, and other formats
-        if engine.loss_scale is not None and scale is not None:
-            engine.loss_scale.load_state_dict(scale)
-    if own.exists():
-        set_random_states(state["random"])
+    load_tensors(_tensors(engines), directory / "shards")
+    own = rank_file(directory, dist.get_rank())
+    state = read_states(own if own.exists() else rank_file(directory, 0))
+    with reading(own):
+        for name, engine in engines.items():
+            engine.num_done = int(state["schedules"][name]["last_epoch"])
+            scale = state.get("loss_scales", {}).get(name)  # older checkpoints, and other formats
+            if engine.loss_scale is not None and scale is not None:
+                engine.loss_scale.load_state_dict(scale)
+        if own.exists():
+            set_random_states(state["random"])
     dist.barrier()
 
 
@@ -154,12 +148,17 @@ def _adapter_records(engines: Mapping[str, FsdpModel]) -> dict[str, Any]:
 
 
 def read_adapters(step_dir: Path) -> dict[str, Any]:
-    """The adapters that a checkpoint holds, by engine; none where all weights were trained."""
+    """The adapters that a checkpoint holds, by engine; none where all weights were trained.
+
+    Raises ModelError.
+    """
     path = step_dir / ADAPTERS_FILE
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+    with reading(path):
+        return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
-def _rank_file(directory: Path, rank: int) -> Path:
+def rank_file(directory: Path, rank: int) -> Path:
+    """Where a rank keeps what is its own alone."""
     return directory / "ranks" / f"rank_{rank}.pt"
 
 

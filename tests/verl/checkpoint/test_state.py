@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from verl.checkpoint.folders import read_state, write_state
+from verl.checkpoint.folders import write_state
 from verl.checkpoint.state import RunState, read_driver_random, write_driver_random
 
 
@@ -30,11 +30,16 @@ def test_a_state_goes_through_json(tmp_path: Path) -> None:
         3, {"epoch": 1}, 0.5, {"stage": 2}, {"healthy": 1}, {"value": 0.25, "step": 2}, 0.125,
         {"loss": 1.5},
     )  # fmt: skip
-    write_state(tmp_path, {**asdict(state), "fingerprints": {"data": "x"}})
-    assert RunState.of(read_state(tmp_path)) == state
+    step_dir = tmp_path / "global_step_3"
+    step_dir.mkdir()
+    write_state(step_dir, {**asdict(state), "fingerprints": {"data": "x"}})
+    assert RunState.read(step_dir) == state
 
 
-def test_an_older_state_is_read() -> None:
+def test_an_older_state_is_read(tmp_path: Path) -> None:
     """Checkpoints from before the guard and the best metric have less."""
-    state = RunState.of({"step": 2, "sampler": {}, "kl_coef": 0.1})
+    step_dir = tmp_path / "global_step_2"
+    step_dir.mkdir()
+    write_state(step_dir, {"step": 2, "sampler": {}, "kl_coef": 0.1})
+    state = RunState.read(step_dir)
     assert (state.step, state.guard, state.best, state.pending) == (2, None, None, None)

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayTaskError
 
+from verl.errors import ModelError, RankLost
+from verl.single_controller.actors import RayWorkerGroup
 from verl.single_controller.deaths import DEATHS, broke_collective, cause_of
 
 
@@ -51,3 +53,11 @@ def test_causes_are_short_and_true() -> None:
         OutOfMemoryError("Task was killed due to the node running low on memory")
     )
     assert cause_of(RuntimeError()) == "RuntimeError"
+
+
+def test_a_users_mistake_found_by_a_rank_is_one_line() -> None:
+    """What a rank says to the user comes without the traceback that Ray gives to it."""
+    error = raised_by_a_rank(ModelError("checkpoint x: got y")).as_instanceof_cause()
+    with pytest.raises(ModelError) as caught:
+        RayWorkerGroup([], "rank", RankLost)._raise(error, [], 0)
+    assert str(caught.value) == "checkpoint x: got y"

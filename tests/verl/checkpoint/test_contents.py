@@ -1,0 +1,247 @@
+"""Files of a checkpoint that are damaged, of something else, or made to harm: one line, no deed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict_saver import save
+from transformers import LlamaConfig
+
+from verl.checkpoint import folders
+from verl.checkpoint.contents import check_contents
+from verl.checkpoint.exporting import export
+from verl.checkpoint.state import read_driver_random, write_driver_random
+from verl.config import Config
+from verl.errors import UserError
+from verl.training.shards import ADAPTERS_FILE, random_states
+from verl.training.stored import load_tensors, read_states
+
+STATE = {"step": 3, "sampler": {"epoch": 0}, "kl_coef": 0.1, "config": {}, "fingerprints": {}}
+WEIGHTS = {"actor.model.lm.w": torch.arange(600.0).reshape(60, 10), "actor.optim.m": torch.ones(7)}
+FILES = ("trainer_state.json", "ranks/driver.pt", "ranks/rank_0.pt", "shards/.metadata",
+         "shards/__0_0.distcp", folders.MARKER)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint as one rank and the driver write it."""
+    root = tmp_path_factory.mktemp("sound")
+    with folders.writing(root, 3) as part:
+        folders.write_state(part, STATE)
+        write_driver_random(part)
+        states = {"schedules": {"actor": {"last_epoch": 3}}, "random": random_states()}
+        torch.save(states, part / "ranks/rank_0.pt")
+        LlamaConfig().save_pretrained(part / "huggingface")
+        save({name: x.clone() for name, x in WEIGHTS.items()}, checkpoint_id=part / "shards",
+             no_dist=True)  # fmt: skip
+    return folders.step_folder(root, 3)
+
+
+class Deed:
+    """Pickled, it makes a file in the working folder when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("acted"),)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    path.write_bytes(content)
+
+
+def in_its_place(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def dangling_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def torch_pickle(path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save({"random": Deed()}, file)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut off": lambda path: os.truncate(path, path.stat().st_size // 3),
+    "empty": lambda path: path.write_bytes(b""),
+    "a folder": in_its_place,
+    "missing": Path.unlink,
+    "text": lambda path: path.write_text("<html>404</html>\n" * 9),
+    "a list": lambda path: path.write_text("[1, 2]"),
+    "noise": lambda path: path.write_bytes(bytes(range(256)) * 40),
+    "a pickle": lambda path: path.write_bytes(pickle.dumps(Deed())),
+    "torch's pickle": torch_pickle,
+    "a dangling link": dangling_link,
+}
+
+
+def refusal(step_dir: Path) -> str:
+    """Why a run does not go on from a checkpoint; empty where all of it could be read."""
+    config = Config()
+    config.trainer.resume_mode = str(step_dir)
+    try:
+        check_contents(config)
+        load_tensors({name: x.clone() for name, x in WEIGHTS.items()}, step_dir / "shards", True)
+        read_driver_random(step_dir)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", FILES)
+def test_no_damaged_file_is_started_from(
+    sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    file: str, damage: str, is_listed: bool,
+) -> None:  # fmt: skip
+    """Each file, damaged in each way: one line that names it, and nothing in it acts.
+
+    Older checkpoints list no files in their marker, and may lack their driver's random states.
+    """
+    monkeypatch.chdir(tmp_path)
+    step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
+    if not is_listed:
+        (step_dir / folders.MARKER).write_text("3\n")
+    DAMAGES[damage](step_dir / file)
+    text = refusal(step_dir)
+    if not is_listed and file == "ranks/driver.pt" and not (step_dir / file).exists():
+        assert text == ""
+    else:
+        assert "got" in text and "fix:" in text and "\n" not in text
+    assert not (tmp_path / "acted").exists()
+    if file.startswith("shards"):
+        with pytest.raises(UserError):
+            export(step_dir, tmp_path / "out")
+        assert not (tmp_path / "acted").exists()
+
+
+def test_a_sound_checkpoint_is_read(sound: Path, tmp_path: Path) -> None:
+    """Of today and of before files were listed; where it was moved, too."""
+    step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
+    assert refusal(step_dir) == ""
+    (step_dir / folders.MARKER).write_text("3\n")
+    assert refusal(step_dir) == ""
+    found = {name: torch.zeros_like(x) for name, x in WEIGHTS.items()}
+    load_tensors(found, step_dir / "shards", alone=True)
+    assert all(torch.equal(found[name], x) for name, x in WEIGHTS.items())
+    assert read_states(step_dir / "ranks/rank_0.pt").keys() == {"schedules", "random"}
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.parametrize("file", [name for name in FILES if name != folders.MARKER])
+def test_a_flipped_bit_is_found(sound: Path, tmp_path: Path, file: str, is_listed: bool) -> None:
+    """In any file that is listed; in tensors by their own checksums, which torch does not read."""
+    step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
+    if not is_listed:
+        (step_dir / folders.MARKER).write_text("3\n")
+    flip(step_dir / file)
+    if is_listed or file.endswith("distcp"):
+        assert "bytes" in refusal(step_dir) or "not there as it was written" in refusal(step_dir)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": 4}, {"step": "three"}, {"step": None}, {"sampler": []}, {"sampler": "x"},
+        {"kl_coef": None}, {"kl_coef": "much"}, {"kl_coef": float("nan")}, {"kl_coef": []},
+        {"guard": 5}, {"best": "x"}, {"pending": [1]}, {"score": "high"}, {"reward": 3},
+    ],
+)  # fmt: skip
+def test_a_state_of_other_types_is_refused(
+    sound: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """What the driver would stumble over after all engines are up."""
+    step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
+    (step_dir / folders.MARKER).write_text("3\n")
+    folders.write_state(step_dir, {**STATE, **change})
+    assert "trainer_state.json: got" in refusal(step_dir)
+
+
+def bytes_for_a_tensor(metadata: Any, shards: Path) -> None:
+    metadata.state_dict_metadata["actor.optim.m"] = BytesStorageMetadata()
+
+
+def another_folder(metadata: Any, shards: Path) -> None:
+    torch.save(Deed(), shards.parent / "outside")
+    for place in metadata.storage_data.values():
+        place.relative_path = "../outside"
+
+
+def no_chunk(metadata: Any, shards: Path) -> None:
+    metadata.state_dict_metadata["actor.optim.m"].chunks.clear()
+
+
+def no_place(metadata: Any, shards: Path) -> None:
+    del metadata.storage_data[MetadataIndex("actor.optim.m", torch.Size([0]))]
+
+
+def a_longer_file(metadata: Any, shards: Path) -> None:
+    metadata.storage_data[MetadataIndex("actor.optim.m", torch.Size([0]))].length += 10**6
+
+
+def another_tensor(metadata: Any, shards: Path) -> None:
+    del metadata.state_dict_metadata["actor.optim.m"]
+
+
+def another_size(metadata: Any, shards: Path) -> None:
+    entry = metadata.state_dict_metadata["actor.optim.m"]
+    entry.size = entry.chunks[0].sizes = torch.Size([6])
+
+
+def no_metadata(metadata: Any, shards: Path) -> None:
+    metadata.state_dict_metadata = 5
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [bytes_for_a_tensor, another_folder, no_chunk, no_place, a_longer_file, another_tensor,
+     another_size, no_metadata],
+)  # fmt: skip
+def test_a_forged_table_of_tensors_is_refused(
+    sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forge: Callable[[Any, Path], None]
+) -> None:
+    """Objects that torch would unpickle, files elsewhere, and tensors that are not all there."""
+    monkeypatch.chdir(tmp_path)
+    step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
+    (step_dir / folders.MARKER).write_text("3\n")
+    metadata = FileSystemReader(step_dir / "shards").read_metadata()
+    forge(metadata, step_dir / "shards")
+    (step_dir / "shards/.metadata").write_bytes(pickle.dumps(metadata))
+    assert "\n" not in refusal(step_dir) and "fix:" in refusal(step_dir)
+    assert not (tmp_path / "acted").exists()
+
+
+@pytest.mark.parametrize("content", ["[1]", "{", '{"actor": 5}', '{"actor": {}}'])
+def test_damaged_adapters_are_refused(sound: Path, tmp_path: Path, content: str) -> None:
+    """By the export, which needs all of it."""
+    step_dir = Path(shutil.copytree(sound, tmp_path / "global_step_3"))
+    (step_dir / ADAPTERS_FILE).write_text(content)
+    with pytest.raises(UserError, match=ADAPTERS_FILE):
+        export(step_dir, tmp_path / "out")
+
+
+def test_an_earlier_checkpoint_is_named(sound: Path, tmp_path: Path) -> None:
+    """A run whose newest checkpoint is damaged is told which one to go on from."""
+    for step in (2, 3):
+        shutil.copytree(sound, tmp_path / f"global_step_{step}")
+    (tmp_path / "global_step_3/ranks/rank_0.pt").write_bytes(b"")
+    config = Config()
+    config.trainer.resume_mode, config.trainer.default_local_dir = "auto", str(tmp_path)
+    with pytest.raises(UserError, match=r"resume_mode=.*/global_step_2\)"):
+        check_contents(config)
+    assert json.loads((tmp_path / "global_step_2" / folders.MARKER).read_text())["files"]
