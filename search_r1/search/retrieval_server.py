@@ -46,6 +46,9 @@ class ServerOptions:
     """0 picks a free port"""
     port_file: Path | None = None
     """file that receives the port once requests are accepted"""
+    allowed_hosts: tuple[str, ...] = ()
+    """names in a request's Host, beside addresses and localhost; bound to this machine alone no
+    others are taken, elsewhere all are until some are given (*: any)"""
     service: ServiceConfig = field(default_factory=ServiceConfig)
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
@@ -69,7 +72,7 @@ def _run(options: ServerOptions) -> bool:
         if faults.is_on:
             logger.warning("TEST FAULTS: requests fail on purpose: %s", faults)
             app.add_middleware(FaultInjector, config=faults)
-        return serve(app, bound, options.port_file)
+        return serve(app, bound, options.port_file, options.allowed_hosts)
 
 
 def _finder(corpus_path: str | None) -> Callable[[str], Document | None] | None:

@@ -4,7 +4,7 @@ Both sides use these types: the server writes hits, the client reads them. Nothi
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -116,8 +116,21 @@ def to_json(hits: Sequence[Sequence[Hit]], return_scores: bool) -> bytes:
     try:
         return orjson.dumps({"result": found})
     except orjson.JSONEncodeError:
-        text = json.dumps(to_wire(hits, return_scores), ensure_ascii=False)
+        wire = to_wire(hits, return_scores)
+        text = json.dumps(wire, ensure_ascii=False, separators=(",", ":"))
         return text.encode("utf-8", "replace")
+
+
+def json_parts(
+    hits: Sequence[Sequence[Hit]], return_scores: bool, num_queries: int
+) -> Iterator[bytes]:
+    """What `to_json` gives, in parts of so many queries each."""
+    head, tail = b'{"result":[', b"]}"
+    yield head
+    for start in range(0, len(hits), num_queries):
+        part = to_json(hits[start : start + num_queries], return_scores)
+        yield (b"," if start else b"") + part.removeprefix(head).removesuffix(tail)
+    yield tail
 
 
 def from_wire(answer: Mapping[str, Any]) -> list[list[Document]]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_r1.search.schema import Document, Hit, from_wire, to_json, to_wire
+from search_r1.search.schema import Document, Hit, from_wire, json_parts, to_json, to_wire
 
 TEXTS = st.text(st.characters(exclude_categories=()))  # lone surrogates too
 DOCUMENTS = st.builds(Document, TEXTS, TEXTS, TEXTS, TEXTS)
@@ -35,3 +35,14 @@ def test_written_documents_are_read_again() -> None:
     hits = [[Hit(document, 0.5) for document in documents], []]
     for return_scores in (True, False):
         assert from_wire(json.loads(to_json(hits, return_scores))) == [documents, []]
+
+
+@pytest.mark.parametrize("return_scores", [True, False])
+@pytest.mark.parametrize("text", ["plain", "湖 \ud800 half"])
+def test_parts_are_the_whole(return_scores: bool, text: str) -> None:
+    """However many queries a part has, empty results and lone surrogates included."""
+    hits = [[Hit(Document.from_contents(f"{i}", text), 0.5)] * (i % 3) for i in range(7)]
+    for num_hits in range(8):
+        whole = to_json(hits[:num_hits], return_scores)
+        for size in range(1, 9):
+            assert b"".join(json_parts(hits[:num_hits], return_scores, size)) == whole

@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -22,6 +23,7 @@ from search_r1.search.schema import (
     DocumentResponse,
     Health,
     RetrieveResponse,
+    json_parts,
     to_json,
 )
 from search_r1.search.server.batching import Batcher, Claim
@@ -44,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED = 499
 """What is counted, by convention, where nobody waits for an answer any more."""
+WHOLE = 2000
+"""Documents of an answer that is written at once; a longer one goes in such parts. Else half a
+gigabyte (one query 4,096 times, topk 100) would be made while all others wait."""
 LIMITS = ("max_topk", "max_queries", "max_query_chars", "max_body_bytes", "max_pending", "deadline")
 
 
@@ -134,7 +139,9 @@ class Service:
         self.check_token(request)
         if self.is_draining:
             raise Overloaded("the server is stopping; ask another one, or again later", 1.0)
-        asked = parse(await read_body(request.receive, self.config), self.request_model)
+        config = self.config
+        body = await read_body(request.receive, config.max_body_bytes, config.deadline)
+        asked = parse(body, self.request_model)
         seconds = min(self.config.deadline, asked.deadline_s or self.config.deadline)
         claim = self.batcher.open(asked.queries, asked.topk or self.config.topk)
         try:
@@ -142,9 +149,14 @@ class Service:
                 await _wait(claim, request, seconds)
         finally:
             self.batcher.close(claim)
-        body = to_json([claim.found[query] for query in asked.queries], asked.return_scores)
+        hits = [claim.found[query] for query in asked.queries]
         headers = {"Server-Timing": self._timing(claim, start)}
-        return Response(body, headers=headers, media_type="application/json")
+        if sum(map(len, hits)) <= WHOLE:
+            body = to_json(hits, asked.return_scores)
+            return Response(body, headers=headers, media_type="application/json")
+        longest = max(map(len, hits))
+        parts = _one_by_one(json_parts(hits, asked.return_scores, max(1, WHOLE // longest)))
+        return StreamingResponse(parts, headers=headers, media_type="application/json")
 
     def _timing(self, claim: Claim, start: float) -> str:
         """The value of `Server-Timing`; milliseconds."""
@@ -175,6 +187,12 @@ async def _until_left(request: Request) -> None:
         pass
 
 
+async def _one_by_one(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+        await asyncio.sleep(0)  # a client that reads fast would keep all others waiting
+
+
 def _open_cache(path: str | None) -> FileStore | None:
     if path is None:
         return None
@@ -200,7 +218,7 @@ def create_app(
     service = Service(retriever, config, recorder, token)
     guard = [Depends(service.check_token)]
     unauthorized: dict[int | str, Any] = {401: {"model": Problem}}
-    app = FastAPI(title="Search-R1 retriever")
+    app = FastAPI(title="Search-R1 retriever", docs_url=None, redoc_url=None)  # these load scripts
     app.state.service = service
     # What FastAPI does for a request took twice as long as a cached search. Its route below is
     # there for OpenAPI; this one, without its dependencies and checks of answers, is found first.

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from operator import itemgetter
+from sys import getsizeof
 
 from cachetools import LRUCache
 
@@ -32,8 +34,8 @@ LINGER = 1 / 16
 """Share of the last search that an engine waits for more queries ..."""
 MAX_LINGER = 0.05
 """... and at most so long, in s."""
-DOCUMENTS_PER_ENTRY = 4
-"""A cached result counts as so many documents at least, so that memory is bounded both ways."""
+ENTRY_BYTES, HIT_BYTES = 500, 200
+"""Memory of a cached result, and of each hit in it, beside the characters of their texts."""
 SMOOTHING = 0.2
 """Weight of the last batch in the measured rate."""
 LONGEST_RETRY_S = 60.0
@@ -102,9 +104,10 @@ class Batcher:
         self._searcher = searcher
         self._config = config
         self._metrics = metrics
-        self._cache: LRUCache[tuple[str, int], Sequence[Hit]] = LRUCache(
-            DOCUMENTS_PER_ENTRY * config.cache_entries,
-            getsizeof=lambda hits: max(len(hits), DOCUMENTS_PER_ENTRY),
+        # An entry counts as its share of the bytes at least: one number holds both limits.
+        self._share = config.cache_bytes // max(1, config.cache_entries)
+        self._cache: LRUCache[tuple[str, int], tuple[int, Sequence[Hit]]] = LRUCache(
+            config.cache_bytes if config.cache_entries else 0, getsizeof=itemgetter(0)
         )
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="search")
         self._num_threads = self._num_free = num_threads
@@ -130,8 +133,8 @@ class Batcher:
         claim = Claim(asyncio.get_running_loop().create_future())
         distinct = dict.fromkeys(queries)
         for query in distinct:
-            if (found := self._cache.get((query, k))) is not None:
-                claim.found[query] = found
+            if (kept := self._cache.get((query, k))) is not None:
+                claim.found[query] = kept[1]
         missing = [query for query in distinct if query not in claim.found]
         new = [query for query in missing if (query, k) not in self._in_flight]
         self._admit(len(new))
@@ -235,7 +238,8 @@ class Batcher:
                     claim.fail(result)
                 continue
             with suppress(ValueError):  # larger than the whole cache
-                self._cache[job.query, job.k] = result
+                size = max(self._share, num_bytes(job.query, result))
+                self._cache[job.query, job.k] = size, result
             for claim in job.claims:
                 claim.take(job, result, batch)
         self._wake(self._linger)
@@ -246,3 +250,12 @@ class Batcher:
         rate = self._num_threads * num_queries / max(outcome.elapsed, 1e-6)
         self._rate += (SMOOTHING if self._rate else 1.0) * (rate - self._rate)
         self._linger = min(LINGER * outcome.elapsed, MAX_LINGER)
+
+
+def num_bytes(query: str, hits: Sequence[Hit]) -> int:
+    """About the memory of a result and its query: a character takes one to four bytes."""
+    total = ENTRY_BYTES + getsizeof(query) + HIT_BYTES * len(hits)
+    for hit in hits:
+        document = hit.document
+        total += getsizeof(document.contents) + getsizeof(document.title) + getsizeof(document.text)
+    return total

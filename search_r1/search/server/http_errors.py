@@ -20,6 +20,7 @@ from search_r1.search.server.config import TOKEN_VARIABLE
 STATUSES = {
     401: "the bearer token is missing or wrong",
     413: "the body has more bytes than are allowed",
+    421: "`Host` is a name that the server was not given with --allowed_hosts",
     422: "the request is not of this form, or beyond a limit; `detail` says where and what is "
     "allowed",
     424: "an online service refused for good (a wrong key, a spent quota), or a replay has no "
@@ -58,6 +59,11 @@ def http_error(error: SearchError) -> HTTPException:
 def as_response(error: HTTPException) -> JSONResponse:
     """The error as FastAPI writes it."""
     return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+
+
+def misdirected(text: str) -> JSONResponse:
+    """The answer to a request for a name that is not this server's."""
+    return as_response(HTTPException(421, text))
 
 
 def without_token() -> HTTPException:

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
 
@@ -14,11 +15,13 @@ from fastapi import FastAPI
 from search_r1.search.errors import SetupError
 from search_r1.search.server.app import Service
 from search_r1.search.server.config import TOKEN_VARIABLE
+from search_r1.search.server.connections import configure
+from search_r1.search.server.hosts import LOOPBACK, checked
+from search_r1.search.server.http_errors import misdirected
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_S = 75
-LOOPBACK = ("127.", "::1")
+BACKLOG = 2048
 
 
 class _Server(uvicorn.Server):
@@ -49,29 +52,41 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets=sockets)
 
 
-def serve(app: FastAPI, bound: socket.socket, port_file: Path | None = None) -> bool:
+def serve(
+    app: FastAPI,
+    bound: socket.socket,
+    port_file: Path | None = None,
+    allowed_hosts: Collection[str] = (),
+) -> bool:
     """Serve `app` on a bound socket until SIGINT or SIGTERM; accepted requests are finished.
 
-    Called from the main thread. Returns whether no search was left running.
+    Called from the main thread. Returns whether no search was left running. Raises SetupError for
+    a port that another server took meanwhile.
     """
-    host, port = bound.getsockname()[:2]
     service: Service = app.state.service
-    logger.info("serving on http://%s:%d", f"[{host}]" if ":" in host else host, port)
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(service.config.drain) + 2,
-    )
+    guarded = checked(app, bound.getsockname()[0], allowed_hosts, misdirected)
+    config = configure(guarded, service.config.max_body_bytes, service.config.drain)
+    address = listen(bound)
+    logger.info("serving on http://%s", address)
     # uvicorn raises the signal again when it is done, which would skip the closing of files; from
     # here on the process ends by itself. Unlike a handler, this also holds while Python finalises.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(KeyboardInterrupt):
-        _Server(config, service, port_file, port).run(sockets=[bound])
+        _Server(config, service, port_file, bound.getsockname()[1]).run(sockets=[bound])
     return service.close()
+
+
+def listen(bound: socket.socket) -> str:
+    """Take connections from now on; the address. Raises SetupError if another server does.
+
+    Two sockets may be bound to one port, but only one of them listens.
+    """
+    host, port = bound.getsockname()[:2]
+    try:
+        bound.listen(BACKLOG)
+    except OSError as error:
+        raise _taken(host, port, error) from error
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -81,13 +96,17 @@ def bind(host: str, port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:  # ValueError: no host name at all
         bound.close()
-        raise SetupError(
-            f"cannot serve on {host}:{port} ({error}); expected a free port of this machine: "
-            "give another --port, or --port 0 for any free one"
-        ) from error
+        raise _taken(host, port, error) from error
     return bound
+
+
+def _taken(host: str, port: int, error: Exception) -> SetupError:
+    return SetupError(
+        f"cannot serve on {host}:{port} ({error}); expected a free port of this machine: "
+        "give another --port, or --port 0 for any free one"
+    )
 
 
 def write_port(file: Path, port: int) -> None:

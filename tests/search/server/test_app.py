@@ -290,7 +290,7 @@ def test_openapi_describes_what_is_served() -> None:
             assert fields["queries"]["maxItems"] == 3
             assert fields["queries"]["items"]["maxLength"] == 10
             assert (await http.get("/retrieve")).status_code == 405
-            assert (await http.get("/docs")).status_code == 200
+            assert (await http.get("/docs")).status_code == 404  # it would load scripts
 
     asyncio.run(main())
 
@@ -308,5 +308,34 @@ def test_ids_of_a_plain_answer() -> None:
     async def main() -> None:
         async with client(create_app(Watched())) as http:
             assert ids(await ask(http, "a", topk=1)) == [["a/1/0"]]
+
+    asyncio.run(main())
+
+
+def test_a_long_answer_comes_in_parts() -> None:
+    """One query as often as allowed: the same bytes, none of them made at once."""
+    engine = Watched()
+    app = create_app(engine, ServiceConfig(batch_wait_ms=0))
+
+    async def main() -> None:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async with client(app) as http:
+            one = (await ask(http, "a", topk=100)).content
+        body = json.dumps({"queries": ["a"] * 4096, "topk": 100}).encode()
+        messages = [{"type": "http.request", "body": body}]
+
+        async def receive() -> Any:
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        scope = {"type": "http", "method": "POST", "path": "/retrieve", "headers": []}
+        await app({**scope, "query_string": b"", "asgi": {"spec_version": "2.3"}}, receive, send)
+        parts = [message.get("body", b"") for message in sent[1:]]
+        row = one.removeprefix(b'{"result":[').removesuffix(b"]}")
+        assert b"".join(parts) == b'{"result":[' + b",".join([row] * 4096) + b"]}"
+        assert max(map(len, parts)) < 25 * len(row)
 
     asyncio.run(main())

@@ -240,3 +240,27 @@ def test_results_are_written_down_once_each(tmp_path: Path) -> None:
     records = list(read_records(path))
     assert [(r.query, r.k, r.hits) for r in records] == [(q, 2, hits_of(q, 2)) for q in "ab"]
     assert all(r.seconds > 0 for r in records)
+
+
+@pytest.mark.parametrize(
+    ("entries", "limit", "kept"),
+    [(3, 10**9, 3), (100, 5_000, 3), (100, 0, 0), (0, 10**9, 0), (100, 10**9, 10)],
+)
+def test_kept_results_are_bounded_in_number_and_bytes(entries: int, limit: int, kept: int) -> None:
+    """The last used stay; a long query counts as a long text does."""
+    engine = Watched()
+    config = ServiceConfig(batch_wait_ms=0, cache_entries=entries, cache_bytes=limit)
+
+    async def main() -> None:
+        async with client(create_app(engine, config)) as http:
+            for query in "abcdefghij":
+                await ask(http, query, topk=2)
+            del engine.calls[:]
+            for query in "jihgfedcba"[:kept]:
+                await ask(http, query, topk=2)
+            assert engine.calls == []
+            await ask(http, "x" * 9000, topk=1)
+            await ask(http, "x" * 9000, topk=1)
+            assert len(engine.calls) == (2 if limit < 9000 or not entries else 1)
+
+    asyncio.run(main())
