@@ -6,7 +6,8 @@
     ├── ModelError       weights or tokenizer that cannot be loaded
     ├── ResourceError    too few devices, or too little disk
     ├── ToolError        a service that a tool needs does not answer, or answers something else
-    │   └── ToolOutage   it stayed away too long in mid-run; exit status 4
+    │   ├── ToolOutage   it stayed away too long in mid-run; exit status 4
+    │   └── ToolRefused  it refuses what the run asks, or the run itself: no waiting helps
     ├── CollapseError    the collapse guard ended the run; exit status 3
     ├── Interrupted      asked to stop, or out of time, and saved; exit status 75
     ├── SaveError        a checkpoint that could not be written, twice in a row or at the end
@@ -65,6 +66,10 @@ class ToolOutage(ToolError):
     """A tool stayed away for longer than its `max_outage`; the run was saved."""
 
     exit_code = 4
+
+
+class ToolRefused(ToolError):
+    """A service that answers, but not this run: a wrong token, a wrong address, a limit."""
 
 
 class Interrupted(UserError):

@@ -116,6 +116,8 @@ class Trajectory:
     """Base of the seeds of this trajectory's requests; None leaves the choice to the engine."""
     error: str = ""
     """What failed, when status is FAILED."""
+    is_refused: bool = False
+    """A tool refuses this run (`ToolRefused`): sampled again it would fail again."""
 
     @property
     def ids(self) -> list[int]:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import tempfile
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,13 @@ class PythonTool(Tool):
         """`bounds` are the defaults of `Bounds` in a run."""
         super().__init__(config)
         self.bounds = bounds or Bounds()
-        self._places = asyncio.Semaphore(self.bounds.at_once)
+        self._places = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
     async def call(self, **arguments: Any) -> Observation:
         """What the program prints, errors included. Raises ToolError where none can run."""
         code = str(arguments["code"])
-        async with self._places:
+        loop = asyncio.get_running_loop()  # a semaphore that made somebody wait is its loop's alone
+        async with self._places.setdefault(loop, asyncio.Semaphore(self.bounds.at_once)):
             return Observation((Item(await self._run(code)),))
 
     def probe(self, seconds: float) -> str:

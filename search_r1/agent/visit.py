@@ -11,17 +11,18 @@ import importlib.util
 from collections.abc import Callable
 from typing import Protocol
 
-from search_r1.agent.search import build_client
+from search_r1.agent.retriever import QUERY, RetrieverTool, build_client, failure
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import SearchError
 from search_r1.search.extras import install_command
 from search_r1.search.schema import Document
 from search_r1.search.tally import RETRIED, counting
-from verl.agent.interface import Item, Observation, Tool, text_arguments
+from verl.agent.interface import Item, Observation, text_arguments
 from verl.config import Config
-from verl.config.agent import EMPTY
-from verl.errors import ToolError
+from verl.config.agent import EMPTY, ServerConfig
+from verl.errors import ToolRefused, explain
 
+PAGES = ("http://", "https://")
 FAILED = "visits_failed"
 """Visits that the retrieval server did not answer, after all retries."""
 
@@ -44,7 +45,7 @@ class Page(Protocol):
     def text(self) -> str: ...
 
 
-class VisitTool(Tool):
+class VisitTool(RetrieverTool):
     """Opens one document or page. What is not there is an observation that says so."""
 
     name = "visit"
@@ -55,15 +56,19 @@ class VisitTool(Tool):
     faults = (RETRIED, FAILED)
 
     def __init__(
-        self, documents: Documents | None, open_page: Callable[[str], Page] | None = None
+        self,
+        documents: Documents | None,
+        open_page: Callable[[str], Page] | None = None,
+        options: ServerConfig | None = None,
     ) -> None:
         """`documents` None: there is no server; `open_page` blocks; None: the online package's."""
+        super().__init__(options)
         self.documents = documents
         self._open_page = open_page or open_online
 
     async def call(self, *, target: str) -> Observation:  # type: ignore[override]
         """The document or page. Raises ToolError when the retrieval server does not answer."""
-        if target.startswith(("http://", "https://")):
+        if target.startswith(PAGES):
             return Observation((await self._page(target),))
         return await self._document(target)
 
@@ -81,10 +86,22 @@ class VisitTool(Tool):
             try:
                 found = await self.documents.document(id)
             except SearchError as error:
-                raise ToolError(str(error), {**faults, FAILED: 1}) from error
+                raise failure(error, {**faults, FAILED: 1}) from error
         if found is None:
             return Observation((Item(f"Error: no document has the id {id!r}"),), dict(faults))
         return Observation((Item(found.text, found.title, found.id, found),), dict(faults))
+
+    async def try_out(self, client: RetrievalClient) -> None:
+        """The document of the first id that a search shows.
+
+        Raises ToolRefused where it is neither there nor a page: such a server opens no documents.
+        """
+        for id in [document.id for document in await client.search(QUERY)][:1]:
+            is_page = id.startswith(PAGES)
+            if not is_page and await client.document(id) is None:
+                got = f"no document of the id {id!r}, which its own search shows"
+                fix = "start it with --corpus_path, or leave visit out of agent.tools"
+                raise ToolRefused(explain(f"visit: retriever.url={self.label}", got, "it", fix))
 
     async def aclose(self) -> None:
         """Close the connections of this event loop."""
@@ -113,4 +130,5 @@ def open_online(url: str) -> Page:
 def build_visit(config: Config) -> VisitTool:
     """The tool of a run, beside the configured retriever, or without one for url `empty`."""
     options = config.retriever
-    return VisitTool(None if options.url == EMPTY else build_client(options))
+    documents = None if options.url == EMPTY else build_client(options)
+    return VisitTool(documents, options=options)

@@ -11,12 +11,15 @@ import logging
 import math
 import os
 import re
+import socket
+import sys
 import time
 import urllib.parse
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import aiohttp
 from pydantic import SecretStr
@@ -27,14 +30,18 @@ from search_r1.search.retrieval import EmptyRetrieval, InMemoryRetrieval, Retrie
 from search_r1.search.schema import Document, from_wire, well_formed
 from search_r1.search.servers import Servers, read_urls
 from search_r1.search.tally import note
-from search_r1.search.transport import Answer, Patience, Transport
+from search_r1.search.transport import Answer, Garbled, Patience, Transport
 
 __all__ = ["Document", "EmptyRetrieval", "InMemoryRetrieval", "Retrieval", "RetrievalClient"]
+
+T = TypeVar("T")
 
 TOKEN_VARIABLE = "RETRIEVER_TOKEN"
 NOT_FOUND = 404
 WHOLE_REQUEST = frozenset({401, 403, 404, 405})
 """Refusals that no single query of a request can be the cause of."""
+DEAD_S = 10
+"""After so many seconds without a sign of life of the peer's machine a connection is given up."""
 
 
 @dataclass(frozen=True)
@@ -155,11 +162,11 @@ class RetrievalClient:
 
     async def health(self) -> dict[str, Any]:
         """The first answer to `/health`, each server asked once at most; raises as `search`."""
-        return await self._facts("/health")
+        return await self._get("/health", _object)
 
     async def info(self) -> dict[str, Any]:
         """The first answer to `/info`, asked for as `health` is."""
-        return await self._facts("/info")
+        return await self._get("/info", _object)
 
     async def document(self, id: str) -> Document | None:
         """The document with this id; None where the server that answers has none.
@@ -168,23 +175,21 @@ class RetrievalClient:
         """
         path = f"/document?{urllib.parse.urlencode({'id': well_formed(id)})}"
         try:
-            answer = await self._facts(path, is_patient=True)
+            return await self._get(path, _document, is_patient=True)
         except RetrieverRefused as error:
             if error.status == NOT_FOUND:
                 return None
             raise
-        return Document.from_mapping(answer["document"])
 
-    async def _facts(self, path: str, is_patient: bool = False) -> dict[str, Any]:
-        """The answer to a GET, a JSON object; impatiently, each server is asked once at most."""
+    async def _get(self, path: str, read: Callable[[Answer], T], is_patient: bool = False) -> T:
+        """What `read` makes of the answer to a GET; impatiently, each server is asked once."""
         transport, deadline = self._transport, time.monotonic() + self._deadline
         retries = None if is_patient else len(transport.servers) - 1
         http = self._state().http
-        answer = await transport.exchange(http, "GET", path, max_retries=retries, deadline=deadline)
-        facts = _json(answer)
-        if not isinstance(facts, dict):
-            raise _outside_contract(answer, f"{type(facts).__name__}, not an object")
-        return facts
+        found, _ = await transport.exchange(
+            http, "GET", path, read=read, max_retries=retries, deadline=deadline
+        )
+        return found
 
     async def aclose(self) -> None:
         """Finish what was sent from this event loop and close its connections."""
@@ -215,7 +220,10 @@ class RetrievalClient:
             headers = {}
             if self._token is not None:
                 headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
-            self._states[loop] = _LoopState(aiohttp.ClientSession(headers=headers))
+            connector = aiohttp.TCPConnector(socket_factory=_open_socket)
+            self._states[loop] = _LoopState(
+                aiohttp.ClientSession(connector=connector, headers=headers)
+            )
         return self._states[loop]
 
     def _send(self, state: _LoopState) -> None:
@@ -264,8 +272,22 @@ class RetrievalClient:
     ) -> list[_Found]:
         """One request; scores are asked for because the original server fails without them."""
         body = {"queries": queries, "topk": self._topk, "return_scores": True}
-        answer = await self._transport.exchange(http, "POST", "/retrieve", body, deadline=deadline)
-        return [_Found(found, answer.num_retries) for found in _documents(answer, len(queries))]
+        found, num_retries = await self._transport.exchange(
+            http, "POST", "/retrieve", body, read=partial(_documents, len(queries)),
+            deadline=deadline,
+        )  # fmt: skip
+        return [_Found(documents, num_retries) for documents in found]
+
+
+def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket that notices in DEAD_S that its peer is gone, whatever an attempt's time is."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * DEAD_S)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_S // 2)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, DEAD_S // 2)
+    return made
 
 
 def _token(text: str | None) -> SecretStr | None:
@@ -287,9 +309,9 @@ def _fail(waiting: Mapping[str, Waiters], error: SearchError) -> None:
                 future.set_exception(error)
 
 
-def _documents(answer: Answer, num_queries: int) -> list[list[Document]]:
-    """The documents of an answer; raises RetrieverRefused if it is outside the contract."""
-    parsed = _json(answer)
+def _documents(num_queries: int, answer: Answer) -> list[list[Document]]:
+    """The documents of an answer; raises Garbled if it is outside the contract."""
+    parsed = _object(answer)
     try:
         if not all(isinstance(found, list) for found in parsed["result"]):
             raise TypeError("a result that is not a list of documents")
@@ -303,22 +325,33 @@ def _documents(answer: Answer, num_queries: int) -> list[list[Document]]:
     return found
 
 
+def _document(answer: Answer) -> Document:
+    """The document of an answer to `/document`; raises Garbled."""
+    try:
+        return _well_formed(Document.from_mapping(_object(answer)["document"]))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _outside_contract(answer, repr(error)) from error
+
+
 def _well_formed(document: Document) -> Document:
     """`document` without lone surrogates, which no tokenizer takes."""
     return Document(*(well_formed(getattr(document, f.name)) for f in fields(Document)))
 
 
-def _json(answer: Answer) -> Any:
+def _object(answer: Answer) -> dict[str, Any]:
+    """The JSON object of an answer; raises Garbled."""
     try:
-        return json.loads(answer.body)
+        found = json.loads(answer.body)
     except (ValueError, RecursionError) as error:
         raise _outside_contract(answer, str(error)) from error
+    if not isinstance(found, dict):
+        raise _outside_contract(answer, f"{type(found).__name__}, not an object")
+    return found
 
 
-def _outside_contract(answer: Answer, reason: str) -> RetrieverRefused:
-    got = repr(answer.excerpt(200))
-    return RetrieverRefused(
-        f"{answer.url} answered outside the wire contract ({reason}): got {got}; expected "
+def _outside_contract(answer: Answer, reason: str) -> Garbled:
+    return Garbled(
+        f"answered outside the wire contract ({reason}): got {answer.excerpt(200)!r}; expected "
         '{"result": [[{"document": {"id", "contents", ...}, "score"}]]}: is the url a retrieval '
         "server's?"
     )

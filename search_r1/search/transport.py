@@ -8,9 +8,9 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import orjson
@@ -20,12 +20,29 @@ from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
 from search_r1.search.servers import Server, Servers
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 DEADLINE_FIELD = "deadline_s"
 """Optional field of a request: seconds for which this attempt waits for the answer."""
 OUTAGE_S = 30.0
 """After an exchange that no server answered, for so long every other one tries just once."""
+CONNECT_S = 5.0
+"""Longest that a connection may take to be opened, of an attempt's time."""
 JSON = {"Content-Type": "application/json"}
+TOKEN = "export RETRIEVER_TOKEN with the server's token"
+ADDRESS = "give the address of a retrieval server, http://HOST:PORT/retrieve"
+FIXES = {
+    401: TOKEN,
+    403: TOKEN,
+    404: ADDRESS,
+    405: ADDRESS,
+    422: "ask for no more than the server allows (retriever.topk; the server's --max_topk)",
+}
+"""What mends a refusal, by its status."""
+
+
+class Garbled(Transient):
+    """An answer of status 200 that no retrieval server would give."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +65,17 @@ class Patience:
 
 @dataclass
 class Answer:
-    """What a server answered, and how many attempts failed before."""
+    """What a server answered."""
 
     url: str
     status: int
     body: bytes
     headers: Mapping[str, str]
-    num_retries: int = 0
 
     def excerpt(self, length: int) -> str:
-        """The beginning of the body as text, whatever charset it claims to have."""
-        return self.body[:length].decode("utf-8", "replace")
+        """The beginning of the body as one printable line, whatever charset it claims to have."""
+        text = self.body[:length].decode("utf-8", "replace")
+        return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
     def check(self) -> None:
         """Raise Transient where another attempt may help, RetrieverRefused where none will."""
@@ -67,12 +84,10 @@ class Answer:
         if self.status == 429 or 500 <= self.status < 600:
             reason = f"answers {self.status}: {self.excerpt(200)}"
             raise Transient(reason, retry_after(self.headers))
-        hint = ""
-        if self.status == 401:
-            hint = "; set the environment variable RETRIEVER_TOKEN to the server's token"
+        fix = FIXES.get(self.status, ADDRESS if self.status < 400 else "")
         raise RetrieverRefused(
             f"retriever {self.url} refused with {self.status}, expected 200: "
-            f"{self.excerpt(500)}{hint}",
+            f"{self.excerpt(500)}{fix and '; fix: '}{fix}",
             self.status,
         )
 
@@ -83,11 +98,13 @@ class Failures:
 
     reasons: dict[str, str] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    num_garbled: int = 0
 
     def add(self, url: str, error: Transient) -> None:
         """`url`'s last reason and one more attempt."""
         self.reasons[url] = str(error)
         self.counts[url] += 1
+        self.num_garbled += isinstance(error, Garbled)
 
     def error(self, cause: str) -> RetrieverUnavailable:
         """Every url that was tried with its last reason, and the fix."""
@@ -122,13 +139,16 @@ class Transport:
         path: str,
         body: Mapping[str, Any] | None = None,
         *,
+        read: Callable[[Answer], T],
         max_retries: int | None = None,
         deadline: float = math.inf,
-    ) -> Answer:
-        """The first good answer before `deadline`, a time of `time.monotonic`.
+    ) -> tuple[T, int]:
+        """What `read` makes of the first good answer before `deadline`, a `time.monotonic`, and how
+        many attempts failed before it.
 
-        While a server is in service there is no pause before it is asked. Raises
-        RetrieverUnavailable, which names every server tried, or RetrieverRefused.
+        While a server is in service there is no pause before it is asked. An answer that `read`
+        finds Garbled is asked for once more. Raises RetrieverUnavailable, which names every server
+        tried, or RetrieverRefused.
         """
         patience, failures, num_pauses = self._patience, Failures(), 0
         begun = time.monotonic() if max_retries is None else -math.inf
@@ -139,11 +159,13 @@ class Transport:
                 break
             server = self.servers.choose()
             try:
-                answer = await self._attempt(http, server, method, path, body, limit)
+                return await self._attempt(http, server, method, path, body, limit, read), attempt
             except Transient as error:
                 failures.add(server.url, error)
                 logger.log(patience.log_level, "retriever %s %s; attempt %d of %d", server.url,
                            error, attempt + 1, retries + 1)  # fmt: skip
+                if failures.num_garbled > 1 or (failures.num_garbled and attempt == retries):
+                    raise RetrieverRefused(f"retriever {server.url} {error}") from error
                 if attempt == retries:
                     self._give_up(begun)
                     raise failures.error("") from error
@@ -155,9 +177,6 @@ class Transport:
                     if time.monotonic() + pause >= deadline:
                         break
                     await asyncio.sleep(pause)
-            else:
-                answer.num_retries = attempt
-                return answer
         self._give_up(begun)
         raise failures.error(", since the deadline is over before the next could be answered")
 
@@ -182,7 +201,8 @@ class Transport:
         path: str,
         body: Mapping[str, Any] | None,
         limit: float,
-    ) -> Answer:
+        read: Callable[[Answer], T],
+    ) -> T:
         """One exchange within `limit` s; raises Transient or RetrieverRefused."""
         started = time.monotonic()
         if body is not None and server.takes_deadline:
@@ -190,6 +210,7 @@ class Transport:
         try:
             answer = await _send(http, method, server.url + path, body, limit)
             answer.check()
+            found = read(answer)
         except Transient as error:
             self.servers.failed(server, started, error.retry_after)
             raise
@@ -200,7 +221,7 @@ class Transport:
                 raise Transient(f"does not know the field {DEADLINE_FIELD}") from error
             raise
         self._answered(server)
-        return answer
+        return found
 
 
 async def _send(
@@ -212,7 +233,7 @@ async def _send(
 ) -> Answer:
     """The whole answer within `limit` s, of whatever status; raises Transient without one."""
     data = None if body is None else orjson.dumps(body)
-    timeout = aiohttp.ClientTimeout(total=limit)
+    timeout = aiohttp.ClientTimeout(total=limit, sock_connect=CONNECT_S)
     try:
         async with http.request(
             method, url, data=data, headers=JSON, timeout=timeout, allow_redirects=False

@@ -1,19 +1,15 @@
 """That nobody answers is found out by one search, not by each again."""
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
 from search_r1.retrying import Pauses
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import RetrieverUnavailable
-from search_r1.search.probe import SearchProbe
 from search_r1.search.servers import Servers
 from search_r1.search.tally import RETRIED, counting
 from search_r1.search.transport import Patience, Transport
@@ -47,7 +43,8 @@ class Scripted:
         """How many attempts an exchange makes, answered or not."""
         before = self.num_asked[path]
         try:
-            await self.transport.exchange(cast(Any, self), "GET", path, **options)
+            exchange = self.transport.exchange
+            await exchange(cast(Any, self), "GET", path, read=lambda answer: answer, **options)
         except RetrieverUnavailable as error:
             assert error.num_retries == self.num_asked[path] - before - 1
         return self.num_asked[path] - before
@@ -139,33 +136,3 @@ def test_each_search_of_a_shared_request_knows_that_it_was_retried() -> None:
 
     with running(Flaky(500, 1)) as url:
         assert asyncio.run(play(url)) == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("status", "num_errors", "says"), [(500, 0, ""), (500, 1, ""), (401, 9, ""), (500, 9, "500")]
-)
-def test_a_probe_tells_whether_searches_are_answered(
-    status: int, num_errors: int, says: str
-) -> None:
-    """A single error is no outage, and a refusal is an answer that waiting would not change."""
-    with running(Flaky(status, num_errors)) as url:
-        problem = SearchProbe(url, 1, 5.0)(30.0)
-    assert says in problem and bool(problem) == bool(says)
-
-
-def test_a_probe_says_nothing_but_what_it_found(caplog: pytest.LogCaptureFixture) -> None:
-    """Asked every few seconds, it adds no lines to a log, and gives the reason without advice."""
-    with running(Flaky(500, 9)) as url, caplog.at_level(logging.INFO, "search_r1"):
-        assert "start the retriever" not in SearchProbe(url, 1, 5.0)(30.0)
-    assert caplog.records == []
-
-
-def test_a_probe_takes_no_longer_than_it_may() -> None:
-    """A server that accepts and says nothing is away."""
-
-    async def silent(scope: Any, receive: Any, send: Any) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    with running(silent) as url:
-        assert "does not answer" in SearchProbe(url, 1, 60.0)(0.2)

@@ -16,7 +16,7 @@ from typing import Protocol
 from verl.agent.environment import Environment
 from verl.agent.interface import DialogueFormat, Item, Observation, ToolCall, Turn
 from verl.engine import RolloutEngine
-from verl.errors import ConfigError, ToolError, explain
+from verl.errors import ConfigError, ToolError, ToolRefused, explain
 from verl.types import Completion, Origin, Sampling, Segment, Status, Trajectory
 
 Found = Sequence[Sequence[Item]]
@@ -86,6 +86,7 @@ class DialogueAgent:
             trajectory.status = await self._play(trajectory, engine, sampling, counts)
         except ToolError as error:
             trajectory.status, trajectory.error = Status.FAILED, str(error)
+            trajectory.is_refused = isinstance(error, ToolRefused)
             _add_faults(trajectory, error.faults)
         trajectory.stats = self._stats(counts, trajectory)
         return trajectory

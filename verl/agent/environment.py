@@ -68,7 +68,7 @@ class Environment:
         return tool is not None and not isinstance(read_arguments(tool, call), str)
 
     def probe(self, seconds: float) -> tuple[Tool, str] | None:
-        """The first tool that does not answer and what is wrong, or None."""
+        """The first tool that does not answer and what is wrong, or None. Raises ToolRefused."""
         for tool in self.active:
             problem = tool.probe(seconds)
             if problem:

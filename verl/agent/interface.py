@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from verl.agent.grammar import Grammar
 from verl.engine import RolloutEngine
-from verl.errors import ToolError
+from verl.errors import ToolError, ToolRefused
 from verl.types import Completion, Sampling, Trajectory
 
 
@@ -131,16 +131,24 @@ class Tool:
         return str(required[0])
 
     async def call(self, **arguments: Any) -> Observation:
-        """Carry out one call. Raises ToolError where infrastructure fails for good."""
+        """Carry out one call. Raises ToolError where infrastructure fails for good, and ToolRefused
+        where no call of this run would be carried out, which ends it."""
         raise NotImplementedError
 
     def probe(self, seconds: float) -> str:
-        """What is wrong, or an empty text where it answers; takes at most `seconds`."""
+        """What is wrong, or an empty text where it answers; takes at most `seconds`.
+
+        Raises ToolRefused where it answers but refuses this run, which no waiting mends.
+        """
         return ""
 
     def preflight(self, seconds: float) -> Iterator[ToolError]:
         """What stands in the way of a run that is to begin, one error for each thing to mend."""
-        problem = self.probe(seconds)
+        try:
+            problem = self.probe(seconds)
+        except ToolRefused as error:
+            yield error
+            return
         if problem:
             yield ToolError(f"{self.label}: {problem}; fix: {self.fix}")
 

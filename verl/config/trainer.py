@@ -129,6 +129,9 @@ class TrainerConfig:
     """How often a run may lose a process and go on by itself: a rollout replica, which is started
     again alone, or a training rank, with which everything starts again from the last checkpoint
     (docs/failures.md). Both count; 0 ends the run at the first."""
+    max_lost_share: float = option(0.02, resume="free", ge=0, le=1)
+    """Share of a step's trajectories, or of a validation's rows, that may be lost to calls of tools
+    that fail for good; beyond it the run saves and stops with exit status 4 (docs/failures.md)."""
     hang_timeout: float | None = option(600.0, resume="free", gt=0)
     """Seconds without a sign of life after which a rollout replica counts as dead; null for
     none."""

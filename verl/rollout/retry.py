@@ -16,20 +16,20 @@ from typing import Protocol
 
 from verl.agent.environment import Environment
 from verl.agent.interface import Tool
-from verl.errors import ToolOutage
+from verl.errors import ToolOutage, ToolRefused
 from verl.types import Metrics, Sampling, Status, Trajectory
 
 logger = logging.getLogger(__name__)
 
 MAX_VAIN_ROUNDS = 3
-"""Rounds in a row that finish nothing though all tools answer: what fails then is left out."""
+"""Rounds in a row that finish nothing though all tools answer: what fails then has failed."""
 LINE_S = 30.0
 """Seconds between the lines that say that the run waits."""
 PROBE_S = 30.0
 """Longest that one probe may take."""
 POLL_S = 2.0
 """Pause between two probes."""
-COUNTS = ("trajectories_resampled", "trajectories_dropped", "outage_s")
+COUNTS = ("trajectories_resampled", "trajectories_failed", "trajectories_dropped", "outage_s")
 """What is counted here, beside what trajectories count themselves."""
 
 Check = Callable[[], None]
@@ -113,7 +113,8 @@ class RetryingRollout:
 
         Seeds stay, so that the result is that of an undisturbed run. FAILED in the end are only
         those that fail though all tools answer. Raises ToolOutage when one stays away for its
-        `max_outage` seconds, or comes back for nothing that long.
+        `max_outage` seconds, or comes back for nothing that long, and ToolRefused when one refuses
+        this run.
         """
         finished = self._sample(starts, sampling)
         failed, vain_rounds = broken(finished), 0
@@ -133,7 +134,7 @@ class RetryingRollout:
             else:
                 vain_rounds += int(waited == 0)
             failed = still
-        self.faults["trajectories_dropped"] += len(failed)
+        self.faults["trajectories_failed"] += len(failed)
         return finished
 
     def sleep(self) -> None:
@@ -150,6 +151,8 @@ class RetryingRollout:
         """One round; what went wrong in it is counted, whatever becomes of its trajectories."""
         finished = self.replicas.generate(starts, sampling)
         for trajectory in finished:
+            if trajectory.is_refused:
+                raise ToolRefused(trajectory.error)
             for name, count in trajectory.faults.items():
                 self.faults[name] += count
         return finished
@@ -160,25 +163,37 @@ def broken(trajectories: Iterable[Trajectory]) -> list[int]:
     return [i for i, t in enumerate(trajectories) if t.status is Status.FAILED]
 
 
-def drop_failed(
-    trajectories: Sequence[Trajectory], of_what: str, environment: Environment
+def whole_groups(
+    trajectories: Sequence[Trajectory], failed: Sequence[Trajectory], of_what: str, max_share: float
 ) -> list[Trajectory]:
-    """Those that may be scored; what failed for good is left out, with a line in the log.
+    """Those whose group is whole; a group of which one is in `failed` goes with it.
 
-    `of_what` names them: `step 3`. Raises ToolOutage where nothing is left.
+    What failed is mostly what called a tool: its siblings that did without must not stand for the
+    group. `of_what` names all of them: `step 3`. Raises ToolOutage as `refuse_share` does.
     """
-    failed = broken(trajectories)
+    cut = {trajectory.group for trajectory in failed}
+    kept = [t for t in trajectories if t.group not in cut]
+    refuse_share(failed, len(trajectories) - len(kept), len(trajectories), of_what, max_share)
+    return kept
+
+
+def refuse_share(
+    failed: Sequence[Trajectory], num_lost: int, num_all: int, of_what: str, max_share: float
+) -> None:
+    """A line for what failed for good, with which `num_lost` of `num_all` are lost.
+
+    Raises ToolOutage where that is more than `max_share` of them, or all.
+    """
     if not failed:
-        return list(trajectories)
-    last = trajectories[failed[-1]]
-    if len(failed) == len(trajectories):
-        labels = ", ".join(tool.label for tool in environment.active) or "the engine"
+        return
+    told = (
+        f"{of_what}: {len(failed)} trajectories failed again and again though the tools answer, "
+        f"the last ({failed[-1].prompt.uid}) with: {failed[-1].error}; {num_lost} of {num_all} are "
+        "lost with them"
+    )
+    if num_lost > max_share * num_all or num_lost == num_all:
         raise ToolOutage(
-            f"all {len(failed)} trajectories of {of_what} failed again and again, the last with: "
-            f"{last.error}; see that {labels} answers"
+            f"{told}, more than trainer.max_lost_share={max_share:g}; fix: mend what fails, or "
+            "allow more"
         )
-    logger.warning(
-        "%s: %d of %d trajectories failed for good and are left out, the last (%s) with: %s",
-        of_what, len(failed), len(trajectories), last.prompt.uid, last.error,
-    )  # fmt: skip
-    return [t for t in trajectories if t.status is not Status.FAILED]
+    logger.warning("%s", told)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +10,7 @@ from verl.config import Config
 from verl.data import PromptSampler
 from verl.data.trajectories import write_step
 from verl.rewards.interface import Reward, RewardManager
-from verl.rollout.retry import RetryingRollout, drop_failed
+from verl.rollout.retry import RetryingRollout, whole_groups
 from verl.trainer.metrics import Timings, reward_metrics, rollout_metrics
 from verl.trainer.validation import trajectory_seed
 from verl.types import Metrics, Prompt, Sampling, Status, Trajectory, start_trajectory
@@ -26,7 +25,7 @@ class Samples:
     trajectories: list[Trajectory] = field(default_factory=list)
     rewards: list[Reward] = field(default_factory=list)
     greedy_scores: list[float] = field(default_factory=list)
-    """For ReMax: the score of the greedy trajectory of each one's prompt; NaN for none."""
+    """For ReMax: the score of the greedy trajectory of each one's prompt."""
 
     def extend(self, other: Samples) -> None:
         """Append another's."""
@@ -114,7 +113,10 @@ class RolloutCollector:
             trajectories = self._sample(step, rows, first, rollout.n_agent, sampling)
             greedy = Sampling(length, temperature=0.0, top_p=1.0)
             baseline = self._sample(step, rows, first, 1, greedy) if self.with_greedy else []
-        alive = drop_failed(trajectories, f"step {step}", self.rollout.environment)
+        failed = [t for t in (*trajectories, *baseline) if t.status is Status.FAILED]
+        share = self.config.trainer.max_lost_share
+        alive = whole_groups(trajectories, failed, f"step {step}", share)
+        self.rollout.faults["trajectories_dropped"] += len(trajectories) - len(alive)
         with timings.phase("reward"):
             samples = Samples(alive, self.reward(alive))
             if self.with_greedy:
@@ -139,11 +141,8 @@ class RolloutCollector:
         return self.rollout.generate(starts, sampling)
 
     def _greedy_scores(self, greedy: Sequence[Trajectory], samples: Samples) -> list[float]:
-        """The score of each trajectory's greedy counterpart.
-
-        NaN where a tool or an engine failed in that one: there is nothing to compare with.
-        """
-        alive = [t for t in greedy if t.status is not Status.FAILED]
-        rewards = self.reward(alive)
-        known = {t.group: r.score for t, r in zip(alive, rewards, strict=True)}
-        return [known.get(t.group, math.nan) for t in samples.trajectories]
+        """The score of each trajectory's greedy counterpart."""
+        groups = set(samples.groups())
+        alive = [t for t in greedy if t.group in groups]
+        known = {t.group: r.score for t, r in zip(alive, self.reward(alive), strict=True)}
+        return [known[t.group] for t in samples.trajectories]

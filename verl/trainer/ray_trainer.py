@@ -27,7 +27,14 @@ from verl.checkpoint.state import RunState, read_driver_random
 from verl.config import Config
 from verl.core_algos.kl import KLController
 from verl.data import PromptSampler
-from verl.errors import CollapseError, Interrupted, RankLost, ReplicaLost, ToolOutage
+from verl.errors import (
+    CollapseError,
+    Interrupted,
+    RankLost,
+    ReplicaLost,
+    ToolOutage,
+    ToolRefused,
+)
 from verl.monitor.guard import CollapseGuard, Verdict
 from verl.monitor.performance import Timings, speed_metrics
 from verl.monitor.tracking import Tracking
@@ -102,7 +109,7 @@ class RayPPOTrainer:
     def fit(self) -> None:
         """Train to `total_steps` updates, validating and saving on the way.
 
-        Raises Interrupted and ToolOutage when the last finished step was saved, and
+        Raises Interrupted, ToolOutage and ToolRefused when the last finished step was saved, and
         CollapseError.
         """
         with self.stopper.listening(), self.saving_what_is_finished():
@@ -252,14 +259,14 @@ class RayPPOTrainer:
 
     @contextlib.contextmanager
     def saving_what_is_finished(self) -> Iterator[None]:
-        """Save the last finished step when the body is interrupted, or a tool stays away."""
+        """Save the last finished step when the body is interrupted, or a tool fails the run."""
         try:
             yield
         except KeyboardInterrupt:
             if not self.stopper.reason:
                 raise
             raise Interrupted(self.save_at_the_end(self.stopper.reason)) from None
-        except (Interrupted, ToolOutage) as error:
+        except (Interrupted, ToolOutage, ToolRefused) as error:
             raise type(error)(self.save_at_the_end(str(error))) from error
         except Exception as error:
             self.saver.close(None if isinstance(error, CollapseError) else LOST_RANK_S)

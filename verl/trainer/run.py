@@ -23,6 +23,7 @@ from search_r1.agent.generation import (
     build_format,
     check_prompts,
 )
+from search_r1.agent.retriever import WithToken
 from search_r1.scoring import build_reward_manager
 from verl.agent.environment import Environment
 from verl.checkpoint.contents import check_contents
@@ -109,7 +110,12 @@ def processes(
         start_ray(config)
         try:
             ranks, replicas = build_groups(
-                config, build_agent, build_environment, updates, reaper, restarts
+                config,
+                WithToken(build_agent),
+                WithToken(build_environment),
+                updates,
+                reaper,
+                restarts,
             )
             node_id = ray.get_runtime_context().get_node_id()
             host_memory.names = rank_names(ranks.group.places(), node_id)

@@ -11,9 +11,9 @@ from tqdm import tqdm
 
 from verl.config import Config
 from verl.rewards.interface import Reward, RewardManager
-from verl.rollout.retry import Generator, RetryingRollout, drop_failed
+from verl.rollout.retry import Generator, RetryingRollout, refuse_share
 from verl.trainer.metrics import validation_metrics
-from verl.types import Metrics, Prompt, Sampling, Trajectory, start_trajectory
+from verl.types import Metrics, Prompt, Sampling, Status, Trajectory, start_trajectory
 
 VALIDATION_STREAM = 1 << 31
 """Keeps the seeds of validation apart from those of any training step."""
@@ -33,14 +33,26 @@ def validate(
 ) -> Metrics:
     """Score every prompt and write one json line for each to `dialogues`.
 
-    A row whose tools or engine failed for good has no score: it is left out, and counted as
-    `val/fault/trajectories_dropped`. Raises ToolOutage where nothing is left.
+    A row whose tools or engine failed for good was asked again and again and has no score of its
+    own; it counts with the lowest, and as `val/fault/trajectories_failed`. Left out, it would raise
+    the score, since what fails is mostly what searched. Raises ToolOutage as `refuse_share` does.
     """
-    trajectories = drop_failed(sample(config, rollout, prompts), "validation", rollout.environment)
-    rewards = reward(trajectories)
+    trajectories = sample(config, rollout, prompts)
+    failed = [t for t in trajectories if t.status is Status.FAILED]
+    share = config.trainer.max_lost_share
+    refuse_share(failed, len(failed), len(trajectories), "validation", share)
+    rewards = scored(trajectories, reward)
     write_dialogues(dialogues, trajectories, rewards)
     faults = {f"val/{name}": count for name, count in rollout.take_faults().items()}
     return {**validation_metrics(trajectories, rewards), **faults}
+
+
+def scored(trajectories: Sequence[Trajectory], reward: RewardManager) -> list[Reward]:
+    """A reward for each; of a failed one the lowest score of all, at most 0, and 0 in each part."""
+    given = reward([t for t in trajectories if t.status is not Status.FAILED])
+    parts = dict.fromkeys((name for r in given for name in r.components), 0.0)
+    lowest, rest = Reward(min(0.0, *(r.score for r in given)), parts), iter(given)
+    return [lowest if t.status is Status.FAILED else next(rest) for t in trajectories]
 
 
 def sample(config: Config, rollout: Generator, prompts: Sequence[Prompt]) -> list[Trajectory]:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from search_r1.agent.search import build_search
 from search_r1.search.retrieval_server import create_app
@@ -16,9 +18,9 @@ from tests.verl.trainer.recording import RecordingReplicas, prompts
 from verl.agent.environment import Environment
 from verl.agent.interface import Tool, text_arguments
 from verl.config import Config
-from verl.errors import Interrupted, ToolOutage
+from verl.errors import Interrupted, ToolOutage, ToolRefused
 from verl.rollout import retry as outages
-from verl.rollout.retry import MAX_VAIN_ROUNDS, RetryingRollout
+from verl.rollout.retry import MAX_VAIN_ROUNDS, RetryingRollout, whole_groups
 from verl.types import Origin, Sampling, Status, TokenBatch, Trajectory, start_trajectory
 
 SAMPLING = Sampling(max_tokens=100)
@@ -81,19 +83,20 @@ def test_line_19_what_failed_is_sampled_again_as_it_was_started() -> None:
         [100, 101, 102, 103], [101, 103], [103],
     ]  # fmt: skip
     assert rollout.take_faults() == {
-        "fault/trajectories_resampled": 3, "fault/trajectories_dropped": 0, "fault/outage_s": 0,
+        "fault/trajectories_resampled": 3, "fault/trajectories_failed": 0,
+        "fault/trajectories_dropped": 0, "fault/outage_s": 0,
     }  # fmt: skip
     assert set(rollout.take_faults().values()) == {0}
 
 
-def test_what_fails_though_the_retriever_answers_is_left_out_in_the_end() -> None:
+def test_what_fails_though_the_retriever_answers_has_failed_in_the_end() -> None:
     """A query that no server can answer does not hold the run up for ever."""
     replicas = failing(RecordingReplicas([]), {2: 1000})
     rollout = RetryingRollout(replicas, Environment())
     finished = rollout.generate(starts(), SAMPLING)
     assert [t.status is Status.FAILED for t in finished] == [False, False, True, False]
     assert len(replicas.requests) == 1 + MAX_VAIN_ROUNDS
-    assert rollout.take_faults()["fault/trajectories_dropped"] == 1
+    assert rollout.take_faults()["fault/trajectories_failed"] == 1
 
 
 def test_an_outage_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -188,8 +191,50 @@ def test_line_19_errors_and_hangs_leave_no_trace_in_what_is_trained_on() -> None
     observed = [s.text for t in disturbed for s in t.segments if s.origin is Origin.OBSERVATION]
     assert len(observed) == 120 and all("what of" in text for text in observed)
     faults = rollout.take_faults()
-    assert replicas.num_failed > 0 == faults["fault/trajectories_dropped"]
+    assert replicas.num_failed > 0 == faults["fault/trajectories_failed"]
     assert faults["fault/searches_failed"] == replicas.num_failed
     assert faults["fault/trajectories_resampled"] == replicas.num_failed
     assert faults["fault/searches_retried"] >= 10
     assert set(calm.take_faults().values()) == {0}
+
+
+def test_a_tool_that_refuses_the_run_ends_it_at_once() -> None:
+    """Found by the probe in the driver, or by a call beside an engine: no round is made in vain."""
+
+    class Refusing(Away):
+        def probe(self, seconds: float) -> str:
+            raise ToolRefused("refused with 401; fix: export RETRIEVER_TOKEN")
+
+    replicas = failing(RecordingReplicas([]), {0: 1e9})
+    with pytest.raises(ToolRefused, match="RETRIEVER_TOKEN") as caught:
+        RetryingRollout(replicas, Environment((Refusing(),))).generate(starts(), SAMPLING)
+    assert caught.value.exit_code == 2 and len(replicas.requests) == 1
+    with running(create_app(Watched(), token="x")) as url:
+        elsewhere = InProcess(url, 5.0)
+        with pytest.raises(ToolRefused, match=rf"{url}.*401.*RETRIEVER_TOKEN"):
+            RetryingRollout(elsewhere, Environment()).generate(starts(), SAMPLING)
+    assert elsewhere.num_failed == 4
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=30),
+    data=st.data(),
+    max_share=st.sampled_from([0.0, 0.02, 0.25, 1.0]),
+)
+def test_after_any_failures_what_is_kept_are_whole_groups(
+    sizes: list[int], data: st.DataObject, max_share: float
+) -> None:
+    """All groups without a failure and no other, in their order; or the run ends for the share."""
+    prompt = prompts(2)[0]
+    everyone = [
+        start_trajectory(prompt, group=str(g), sample=i)
+        for g, size in enumerate(sizes) for i in range(size)
+    ]  # fmt: skip
+    failed = data.draw(st.lists(st.sampled_from(everyone), unique_by=id))
+    sound = [t for t in everyone if t.group not in {f.group for f in failed}]
+    num_lost = len(everyone) - len(sound)
+    if failed and (not sound or num_lost / len(everyone) > max_share):
+        with pytest.raises(ToolOutage, match=rf"{num_lost} of {len(everyone)} .*max_lost_share"):
+            whole_groups(everyone, failed, "step 3", max_share)
+    else:
+        assert whole_groups(everyone, failed, "step 3", max_share) == sound

@@ -8,6 +8,7 @@ from tests.verl.trainer.recording import RecordingReplicas, prompts, score_by_sa
 from verl.agent.environment import Environment
 from verl.config import Config
 from verl.data import PromptSampler
+from verl.errors import ToolOutage
 from verl.rewards.interface import EachAlone, Reward, RewardFn
 from verl.rollout.retry import RetryingRollout
 from verl.trainer.collection import RolloutCollector
@@ -66,3 +67,20 @@ def test_without_filter_every_group_is_kept() -> None:
     collector.config.algorithm.filter_groups.enable = False
     samples, metrics = collector.collect(1, Timings())
     assert len(samples.trajectories) == 12 and "rollout/kept_groups" not in metrics
+
+
+def test_a_group_with_a_failure_is_left_out_whole() -> None:
+    """Its siblings are those that did without the tool; so is one whose greedy baseline failed."""
+    replicas = RecordingReplicas([])
+    replicas.fail = lambda t: (t.group, t.sample) in (("1/0", 2), ("1/1", 0))
+    collector = make_collector(replicas)
+    collector.config.algorithm.filter_groups.enable = False
+    collector.config.trainer.max_lost_share = 0.5
+    collector.with_greedy = True
+    samples, metrics = collector.collect(1, Timings())
+    assert Counter(t.group for t in samples.trajectories) == {"1/2": 3, "1/3": 3}
+    assert len(samples.rewards) == len(samples.greedy_scores) == 6
+    assert metrics["fault/trajectories_dropped"] == 6
+    collector.config.trainer.max_lost_share = 0.02
+    with pytest.raises(ToolOutage, match=r"step 1: .* 6 of 12 .* trainer.max_lost_share=0.02"):
+        make_collector(replicas).collect(1, Timings())

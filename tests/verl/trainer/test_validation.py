@@ -12,7 +12,7 @@ from verl.errors import ToolOutage
 from verl.rewards.interface import EachAlone, Reward
 from verl.rollout.retry import RetryingRollout
 from verl.trainer.validation import sample, validate
-from verl.types import Metrics
+from verl.types import Metrics, Trajectory
 
 
 def requested(config: Config) -> set[tuple[float, float]]:
@@ -35,28 +35,46 @@ def test_line_13_validation_is_greedy_unless_the_original_is_asked_for() -> None
     assert requested(config) == {(0.3, 1.0)}
 
 
-def validated(replicas: RecordingReplicas, dialogues: Path) -> Metrics:
-    """Six rows, each of which scores 1 where it could be played."""
+def validated(replicas: RecordingReplicas, dialogues: Path, max_share: float = 0.5) -> Metrics:
+    """Six rows of scores 1 and -0.5, of which `max_share` may fail."""
     config = Config()
+    config.trainer.max_lost_share = max_share
     rollout = RetryingRollout(replicas, Environment())
-    reward = EachAlone(lambda trajectory: Reward(1.0, {"em": 1.0}))
-    return validate(config, rollout, prompts(6), reward, dialogues)
+
+    def score(trajectory: Trajectory) -> Reward:
+        is_right = trajectory.group != "val/0"
+        return Reward(1.0 if is_right else -0.5, {"em": float(is_right)})
+
+    return validate(config, rollout, prompts(6), EachAlone(score), dialogues)
 
 
-def test_line_19_rows_that_infrastructure_broke_are_not_wrong(tmp_path: Path) -> None:
-    """They are left out of every mean, and counted; dialogues hold what was scored."""
+def test_rows_that_infrastructure_broke_count_with_the_lowest_score(tmp_path: Path) -> None:
+    """No row is left out of a mean, which what did not search would raise; they are counted."""
     replicas = RecordingReplicas([])
     replicas.fail = lambda start: start.group in ("val/1", "val/4")
     found = validated(replicas, tmp_path / "step_1.jsonl")
-    assert (found["val/em"], found["val/num_rows"]) == (1.0, 4)
-    assert found["val/fault/trajectories_dropped"] == 2
+    assert (found["val/em"], found["val/num_rows"]) == (3 / 6, 6)
+    assert found["val/score"] == pytest.approx((3 * 1.0 + 3 * -0.5) / 6)
+    assert found["val/fault/trajectories_failed"] == 2
+    assert found["val/fault/trajectories_dropped"] == 0
     rows = [json.loads(line) for line in (tmp_path / "step_1.jsonl").read_text().splitlines()]
-    assert [row["status"] for row in rows] == ["answered"] * 4
+    assert [(row["status"], row["em"]) for row in rows] == [
+        ("answered", 0.0), ("failed", 0.0), *[("answered", 1.0)] * 2, ("failed", 0.0),
+        ("answered", 1.0),
+    ]  # fmt: skip
+
+
+def test_a_validation_of_too_few_rows_ends_the_run(tmp_path: Path) -> None:
+    """The share is bounded as that of a step is."""
+    replicas = RecordingReplicas([])
+    replicas.fail = lambda start: start.group in ("val/1", "val/4")
+    with pytest.raises(ToolOutage, match=r"validation: .* 2 of 6 .* trainer.max_lost_share=0.3"):
+        validated(replicas, tmp_path / "step_1.jsonl", max_share=0.3)
 
 
 def test_a_validation_without_any_row_is_no_measurement(tmp_path: Path) -> None:
     """It ends the run, with the reason, rather than with a score of 0."""
     replicas = RecordingReplicas([])
     replicas.fail = lambda start: True
-    with pytest.raises(ToolOutage, match="6 trajectories of validation"):
-        validated(replicas, tmp_path / "step_1.jsonl")
+    with pytest.raises(ToolOutage, match=r"validation: 6 trajectories .* 6 of 6"):
+        validated(replicas, tmp_path / "step_1.jsonl", max_share=1.0)

@@ -1,0 +1,229 @@
+"""A run begins only with a retriever that serves it, and goes on only with one that still does."""
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_r1.agent.generation import build_environment
+from search_r1.agent.retriever import RetrieverTool, WithToken
+from search_r1.agent.search import SearchTool, build_search
+from search_r1.agent.visit import VisitTool
+from search_r1.search.client import EmptyRetrieval
+from search_r1.search.schema import Document
+from search_r1.search.server.app import create_app
+from search_r1.search.server.config import ServiceConfig
+from tests.apps import running
+from tests.search.server.engines import Watched
+from verl.config import Config, cli
+from verl.config.agent import ServerConfig
+from verl.errors import ConfigError, ToolError, ToolRefused
+from verl.trainer.main_ppo import main
+
+ROW = {
+    "data_source": "nq",
+    "prompt": [{"role": "user", "content": "q"}],
+    "reward_model": {"ground_truth": {"target": ["a"]}},
+}
+TOKEN = "planted-93"
+
+
+def run_options(folder: Path) -> list[str]:
+    """Options of a tiny run that lacks nothing but its retriever."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "model" / "model.safetensors").write_bytes(b"0")
+    (folder / "rows.jsonl").write_text((json.dumps(ROW) + "\n") * 4)
+    return [
+        f"data.train_files={folder}/rows.jsonl", f"data.val_files={folder}/rows.jsonl",
+        f"actor_rollout_ref.model.path={folder}/model", "trainer.device=cpu",
+        f"trainer.default_local_dir={folder}/run", "data.train_batch_size=4",
+        "trainer.n_gpus_per_node=1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("service", "token", "options", "says"),
+    [
+        ({}, TOKEN, (), ("401", "export RETRIEVER_TOKEN")),
+        ({"max_topk": 2, "topk": 2}, None, (), ("422", "retriever.topk", "--max_topk")),
+        ({}, None, ("retriever.url={url}/v2/retrieve",), ("404", "http://HOST:PORT/retrieve")),
+        ({}, TOKEN, ("agent.tools=[visit]",), ("visit: ", "401", "export RETRIEVER_TOKEN")),
+        ({}, None, ("agent.tools=[visit]",), ("visit: ", "no document", "--corpus_path")),
+    ],
+)
+def test_a_run_that_its_retriever_refuses_ends_before_it_begins(
+    service: dict[str, Any], token: str | None, options: tuple[str, ...], says: tuple[str, ...],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A real server that answers `/health` and refuses the run's own search: status 2, one line."""
+    monkeypatch.delenv("RETRIEVER_TOKEN", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with running(create_app(Watched(), ServiceConfig(**service), token=token)) as url:
+        own = (f"retriever.url={url}/retrieve", *(option.format(url=url) for option in options))
+        assert main([*run_options(tmp_path), *own]) == 2
+    head, *lines = capsys.readouterr().err.strip().splitlines()
+    assert "1 problem" in head and len(lines) == 1 and url in lines[0]
+    assert all(part in lines[0] for part in says) and "Traceback" not in lines[0]
+    assert not list((tmp_path / "run").glob("metrics*"))
+
+
+def test_a_run_that_its_retriever_serves_may_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the token in the environment, and no more documents than are allowed, all is well."""
+    monkeypatch.setenv("RETRIEVER_TOKEN", TOKEN)
+
+    def find(id: str) -> Document:
+        return Document.from_title(id, "T", "text")
+
+    with running(create_app(Watched(), ServiceConfig(max_topk=3), token=TOKEN, find=find)) as url:
+        own = (f"retriever.url={url}/retrieve", "agent.tools=[search,visit]")
+        assert list(tools_of(run_options(tmp_path), *own).preflight(30.0)) == []
+
+
+def tools_of(options: list[str], *more: str) -> Any:
+    return build_environment(cli.compose([*options, *more]))
+
+
+class Scripted:
+    """An application that answers `/retrieve` by the script, then with no documents."""
+
+    def __init__(self, *answers: tuple[int, bytes]) -> None:
+        self.answers = list(answers)
+        self.requests: list[dict[str, Any]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        if body:
+            self.requests.append(json.loads(body))
+        status, text = self.answers.pop(0) if self.answers else (200, b'{"result":[[]]}')
+        length = (b"content-length", str(len(text)).encode())
+        await send({"type": "http.response.start", "status": status, "headers": [length]})
+        await send({"type": "http.response.body", "body": text})
+
+
+def search_tool(url: str, **options: Any) -> SearchTool:
+    return SearchTool(EmptyRetrieval(), ServerConfig(url=url, **options))
+
+
+def visit_tool(url: str) -> VisitTool:
+    return VisitTool(None, options=ServerConfig(url=url))
+
+
+@pytest.mark.parametrize("make", [search_tool, visit_tool])
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ([], ""),
+        ([(500, b"x")], ""),
+        ([(500, b"x")] * 9, "500"),
+        ([(200, b"<html>")], ""),
+        ([(200, b"<html>")] * 9, "outside the wire contract"),
+        ([(424, b"not in the record")] * 9, ""),
+    ],
+)
+def test_a_probe_tells_whether_searches_are_answered(
+    make: Callable[[str], RetrieverTool], answers: list[tuple[int, bytes]], says: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """One error or one garbled answer is no outage, nor what a replay says of one query.
+
+    Nothing but the reason is told, without advice and without a line in the log.
+    """
+    with running(Scripted(*answers)) as url, caplog.at_level(logging.INFO, "search_r1"):
+        problem = make(url).probe(30.0)
+    assert says in problem and bool(problem) == bool(says)
+    assert caplog.records == [] and "start the retriever" not in problem
+
+
+@pytest.mark.parametrize("make", [search_tool, visit_tool])
+@pytest.mark.parametrize("status", [302, 400, 401, 403, 404, 405, 413, 422])
+def test_a_refusal_is_no_outage_to_wait_for(
+    make: Callable[[str], RetrieverTool], status: int
+) -> None:
+    """Asked once, and told in one line: the address, the status and the server's words."""
+    app = Scripted(*[(status, b"what\r\n\x1b[31m is wrong")] * 9)
+    with running(app) as url, pytest.raises(ToolRefused) as caught:
+        make(url).probe(30.0)
+    line = str(caught.value)
+    assert url in line and str(status) in line and "what [31m is wrong" in line
+    assert line.isprintable() and len(app.requests) == 1
+
+
+def test_a_probe_asks_as_the_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its number of documents; each address for itself before a run, any one during it."""
+    first, second = Scripted(), Scripted((401, b"no"))
+    with running(first) as one, running(second) as other:
+        tool = search_tool(f"{one}, {other}/retrieve", topk=7)
+        [error] = tool.preflight(30.0)
+        assert isinstance(error, ToolRefused) and other in str(error)
+        assert tool.probe(30.0) == ""
+    assert {request["topk"] for request in first.requests + second.requests} == {7}
+
+
+def test_a_probe_takes_no_longer_than_it_may() -> None:
+    """A server that accepts and says nothing is away."""
+
+    async def silent(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    with running(silent) as url:
+        assert "does not answer" in search_tool(url).probe(0.2)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(401, ToolRefused), (404, ToolRefused), (422, ToolError), (500, ToolError)]
+)
+def test_a_call_tells_what_no_other_call_would_mend(status: int, kind: type[ToolError]) -> None:
+    """A limit may be of one query alone, which the probe finds out; a wrong token is of all."""
+    config = Config()
+    config.retriever.max_retries = 0
+    with running(Scripted(*[(status, b"no")] * 9)) as url:
+        config.retriever.url = url
+        tool = build_search(config)
+
+        async def call() -> None:
+            try:
+                await tool.call(query="q")
+            finally:
+                await tool.aclose()
+
+        with pytest.raises(ToolError) as caught:
+            asyncio.run(call())
+    assert type(caught.value) is kind and caught.value.faults["searches_failed"] == 1
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://", "ftp://x", "http://x:0", ","])
+def test_an_address_that_is_none_is_an_option_to_mend(url: str) -> None:
+    """No traceback, but what was got and what is expected."""
+    config = Config()
+    config.retriever.url = url
+    with pytest.raises(ConfigError, match=r"retriever.*expected"):
+        build_search(config)
+
+
+def test_processes_of_other_nodes_get_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It travels with what they are asked to make, and is seen in nothing that is printed."""
+    monkeypatch.setenv("RETRIEVER_TOKEN", TOKEN)
+    sent, shown = pickle.dumps(WithToken(build_environment)), repr(WithToken(build_environment))
+    monkeypatch.delenv("RETRIEVER_TOKEN")
+    config = Config()
+    with running(create_app(Watched(), token=TOKEN)) as url:
+        config.retriever.url = url
+        [error] = build_environment(config).preflight(30.0)
+        assert "401" in str(error) and TOKEN not in f"{error}{shown}"
+        assert list(pickle.loads(sent)(config).preflight(30.0)) == []
+    assert os.environ["RETRIEVER_TOKEN"] == TOKEN
