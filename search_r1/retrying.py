@@ -1,5 +1,6 @@
 """What all clients of ours share that try again: growing pauses, and reading `Retry-After`."""
 
+import logging
 import random
 import re
 import time
@@ -10,6 +11,7 @@ from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 _random = random.SystemRandom()  # seeding `random`, as training does, must not align the pauses
 
@@ -50,7 +52,9 @@ def try_again(
         try:
             return attempt()
         except Transient as error:
-            sleep(pauses.after(num_pauses, error.retry_after))
+            pause = pauses.after(num_pauses, error.retry_after)
+            logger.info("%s; try %d in %.1f s", error, num_pauses + 2, pause)
+            sleep(pause)
     return attempt()
 
 

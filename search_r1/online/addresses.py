@@ -7,18 +7,30 @@ lead elsewhere.
 
 import ipaddress
 import socket
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
-
-import httpcore
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
+GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+"""All of IPv6 that machines of the internet have; what is outside is special by itself: loopback,
+link-local, unique local, multicast, IPv4-mapped ..."""
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-CLOUD_HOSTS = frozenset({ipaddress.IPv4Address("168.63.129.16")})
-"""A public address that is a cloud's own service to its machines."""
+"""A gateway's prefix: what counts is the IPv4 address behind it."""
+SPECIAL = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        # IANA's registries of special-purpose addresses, also the rows that are reachable: they are
+        # services of networks (AS112, AMT, 6to4, Teredo), not machines that have pages.
+        "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16",
+        "172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24",
+        "192.88.99.0/24", "192.168.0.0/16", "192.175.48.0/24", "198.18.0.0/15", "198.51.100.0/24",
+        "203.0.113.0/24", "240.0.0.0/4",
+        "2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20",
+        "224.0.0.0/4",  # multicast has a registry of its own
+        "168.63.129.16/32",  # public, but a cloud's own service to its machines
+    )
+)  # fmt: skip
 
 
 class AddressRefused(Exception):
@@ -39,78 +51,24 @@ class AddressPolicy:
         One address that is not public condemns the name.
         """
         if port not in self.ports:
-            raise AddressRefused(f"port {port} of {host!r}; pages are fetched from {self._named()}")
+            ports = ", ".join(map(str, sorted(self.ports)))
+            raise AddressRefused(f"port {port} of {host!r}; pages are fetched from ports {ports}")
         try:
             answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:  # ValueError: what can be no name
             raise AddressRefused(f"{host!r} has no address ({error})") from error
         addresses = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
-        for address in addresses:
-            self._check(host, ipaddress.ip_address(address.partition("%")[0]))
+        for address in map(ipaddress.ip_address, addresses):
+            if not is_public(address) and not any(address in network for network in self.allowed):
+                raise AddressRefused(f"{host!r} is at {address}, which is not a public address")
         return addresses
-
-    def _check(self, host: str, address: Address) -> None:
-        if any(address in network for network in self.allowed):
-            return
-        if not all(is_public(inner) for inner in leads_to(address)):
-            raise AddressRefused(f"{host!r} is at {address}, which is not a public address")
-
-    def _named(self) -> str:
-        return "ports " + ", ".join(map(str, sorted(self.ports)))
 
 
 def is_public(address: Address) -> bool:
     """Whether any machine on the internet could be reached there, and no cloud's own service."""
-    special = (
-        address.is_private
-        or address.is_loopback
-        or address.is_link_local
-        or address.is_multicast
-        or address.is_reserved
-        or address.is_unspecified
-        or (isinstance(address, ipaddress.IPv6Address) and address.is_site_local)
-    )
-    return address.is_global and not special and address not in CLOUD_HOSTS
-
-
-def leads_to(address: Address) -> list[Address]:
-    """The address and the IPv4 ones that an IPv6 one carries: mapped, 6to4, Teredo and NAT64."""
-    if not isinstance(address, ipaddress.IPv6Address):
-        return [address]
-    if address in NAT64:  # a gateway's prefix: only what is behind it counts
-        return [ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)]
-    carried = (address, address.ipv4_mapped, address.sixtofour, *(address.teredo or ()))
-    return [found for found in carried if found is not None]
-
-
-class CheckedBackend(httpcore.SyncBackend):
-    """Connections of httpcore to addresses that the policy has checked; TLS is to the name."""
-
-    def __init__(self, policy: AddressPolicy) -> None:
-        self._policy = policy
-
-    def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> httpcore.NetworkStream:
-        """A connection to the first address that answers; raises AddressRefused."""
-        failure: Exception | None = None
-        for address in self._policy.resolve(host, port):
-            try:
-                return super().connect_tcp(address, port, timeout, local_address, socket_options)
-            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
-                failure = error
-        raise failure or AddressRefused(f"{host!r} has no address")
-
-    def connect_unix_socket(
-        self,
-        path: str,
-        timeout: float | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> httpcore.NetworkStream:
-        """Never: a page is not on this machine."""
-        raise AddressRefused(f"unix socket {path!r}")
+    if isinstance(address, ipaddress.IPv6Address):
+        if address in NAT64:
+            address = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        elif address not in GLOBAL_UNICAST or address.scope_id is not None:
+            return False
+    return not any(address in network for network in SPECIAL)

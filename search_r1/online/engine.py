@@ -1,14 +1,16 @@
 """The backend that asks a search service: one request per query, many at once, answers kept."""
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from search_r1.online.addresses import AddressPolicy
 from search_r1.online.cache import Cache, open_cache
-from search_r1.online.fetch import PageFetcher
+from search_r1.online.fetch import Deadline, PageFetcher
 from search_r1.online.keys import read_credentials
+from search_r1.online.pages import PageReader
 from search_r1.online.service import Ask, Found
 from search_r1.online.services import SERVICES
 from search_r1.online.upstream import Upstream
@@ -19,12 +21,11 @@ from search_r1.search.extras import install_command
 from search_r1.search.schema import Document, Hit
 from search_r1.search.timing import stage
 
-if TYPE_CHECKING:
-    from search_r1.online.pages import PageReader
-
 T = TypeVar("T")
 NUM_REQUESTS = 16
-"""Requests to the service, and pages, that are under way at once."""
+"""Requests to the service that are under way at once."""
+NUM_FETCHES = 64
+"""Pages likewise: a few slow ones must not hold up the others."""
 
 
 class OnlineRetriever:
@@ -34,7 +35,7 @@ class OnlineRetriever:
     num_documents = 0
 
     def __init__(
-        self, upstream: Upstream, config: OnlineConfig, cache: Cache, pages: "PageReader | None"
+        self, upstream: Upstream, config: OnlineConfig, cache: Cache, pages: PageReader | None
     ) -> None:
         """`cache` keeps the service's answers; `pages` replaces snippets by the pages' texts."""
         self.name = upstream.service.name
@@ -44,7 +45,7 @@ class OnlineRetriever:
         self._pages = pages
         self._scope = fingerprint(self._service_facts())
         self._requests = ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="online")
-        self._fetches = ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="pages")
+        self._fetches = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="pages")
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """At most `k` results per query, best first; a blank query finds nothing.
@@ -109,8 +110,9 @@ class OnlineRetriever:
         if self._pages is None:
             return {}
         distinct = list(dict.fromkeys(urls))
+        pages, deadline = self._pages, Deadline(self._config.online_timeout)
         with stage("fetch"):
-            texts = _all(self._fetches, self._pages.text, distinct)
+            texts = _all(self._fetches, lambda url: pages.text(url, deadline), distinct)
         return {url: text for url, text in zip(distinct, texts, strict=True) if text is not None}
 
 
@@ -125,15 +127,11 @@ def open_online(name: str, config: OnlineConfig, policy: AddressPolicy) -> Onlin
     upstream = Upstream(service, read_credentials(service), config)
     cache, pages = open_cache(config.online_cache), None
     if config.page_text:
-        try:  # only --page_text needs what reads HTML
-            from search_r1.online.pages import PageReader  # noqa: PLC0415
-        except ImportError as error:
-            raise SetupError(
-                f"{error}, which --page_text needs; install it: {install_command('online')}"
-            ) from error
-        fetcher = PageFetcher(policy, config.page_bytes, config.online_timeout)
-        scope = fingerprint({"page_bytes": config.page_bytes})
-        pages = PageReader(fetcher, cache, scope, config.page_chars)
+        if importlib.util.find_spec("trafilatura") is None:
+            command = install_command("online")
+            raise SetupError(f"--page_text needs trafilatura; install it: {command}")
+        fetcher, scope = PageFetcher(policy, config.page_bytes), {"page_bytes": config.page_bytes}
+        pages = PageReader(fetcher, cache, fingerprint(scope), config.page_chars)
     return OnlineRetriever(upstream, config, cache, pages)
 
 

@@ -1,14 +1,9 @@
-"""How often a service is asked, and how long one waits after it refused."""
+"""Limits of a service: requests sent in a second, and bytes that a body may unpack to."""
 
-import random
 import threading
 import time
+import zlib
 from collections.abc import Callable
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
-
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 30.0
 
 
 class RateLimit:
@@ -42,22 +37,17 @@ class RateLimit:
             self._next = max(self._next, self._now() + seconds)
 
 
-def pause(attempt: int) -> float:
-    """Seconds before try `attempt` (from 1) is made: doubling, half of it by chance."""
-    longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(attempt - 1, 60))
-    return float(longest * random.uniform(0.5, 1.0))
+def decompress(body: bytes, encoding: str, most_bytes: int) -> bytes:
+    """A body in the `Content-Encoding` that it came in, never more than `most_bytes` of it.
 
-
-def read_retry_after(value: str | None) -> float | None:
-    """Seconds of a Retry-After header, given in seconds or as a date; None if it says nothing."""
-    if value is None:
-        return None
-    if value.strip().isdecimal():
-        return float(value)
+    Raises ValueError for another encoding than gzip, and for what is broken.
+    """
+    name = encoding.strip().lower()
+    if name in ("", "identity"):
+        return body
+    if name not in ("gzip", "x-gzip"):
+        raise ValueError(f"encoding {encoding!r}, which was not asked for")
     try:
-        date = parsedate_to_datetime(value)
-    except ValueError:
-        return None
-    if date.tzinfo is None:
-        date = date.replace(tzinfo=UTC)
-    return max(0.0, (date - datetime.now(UTC)).total_seconds())
+        return zlib.decompressobj(wbits=31).decompress(body, most_bytes)
+    except zlib.error as error:
+        raise ValueError(f"broken gzip: {error}") from error

@@ -8,6 +8,8 @@ from typing import Any
 from search_r1.search.schema import well_formed
 
 Json = Any
+MOST_RESULTS = 100
+"""Of an answer; no service has half as many."""
 NEVER = re.compile(r"(?!)")
 
 
@@ -100,5 +102,6 @@ def read_items(items: Json, url: str, title: str, snippet: str) -> list[Found]:
     """Results of a list of objects whose fields have these names; those without address go."""
     if not isinstance(items, list):
         raise TypeError(f"the results are {type(items).__name__}, expected a list")
-    found = [Found(text_of(i, url), text_of(i, title), text_of(i, snippet)) for i in items]
+    known = items[:MOST_RESULTS]
+    found = [Found(text_of(i, url), text_of(i, title), text_of(i, snippet)) for i in known]
     return [result for result in found if result.url]

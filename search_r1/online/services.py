@@ -5,10 +5,20 @@ A new one is a function that builds a request, one that reads an answer, a row h
 """
 
 import html
+import math
 import re
 from dataclasses import replace
 
-from search_r1.online.service import Ask, Call, Credentials, Found, Json, Service, read_items
+from search_r1.online.service import (
+    MOST_RESULTS,
+    Ask,
+    Call,
+    Credentials,
+    Found,
+    Json,
+    Service,
+    read_items,
+)
 
 
 def _ask_google(credentials: Credentials, ask: Ask) -> Call:
@@ -76,9 +86,11 @@ def _ask_tavily(credentials: Credentials, ask: Ask) -> Call:
 
 def _read_tavily(answer: Json) -> list[Found]:
     """`results`, with scores of the service."""
-    results = [item for item in answer["results"] if item.get("url")]
+    results = [item for item in answer["results"][:MOST_RESULTS] if item.get("url")]
     found = read_items(results, "url", "title", "content")
     scores = [float(item["score"]) for item in results]
+    if not all(map(math.isfinite, scores)):
+        raise TypeError("a score is not finite")
     return [replace(f, score=score) for f, score in zip(found, scores, strict=True)]
 
 

@@ -9,10 +9,16 @@ from typing import Any
 import httpx
 
 from search_r1.online.keys import hide
-from search_r1.online.limits import RateLimit, pause, read_retry_after
+from search_r1.online.limits import RateLimit, decompress
 from search_r1.online.service import Ask, Call, Credentials, Found, Json, Service
+from search_r1.retrying import Pauses, Transient, retry_after, try_again
 from search_r1.search.backends.settings import OnlineConfig
-from search_r1.search.errors import SetupError, UpstreamRefused, UpstreamUnavailable
+from search_r1.search.errors import (
+    SetupError,
+    UpstreamInvalid,
+    UpstreamRefused,
+    UpstreamUnavailable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -22,14 +28,13 @@ LONGEST_WAIT_S = 60.0
 MOST_READ = 100_000
 """Bytes of an error answer that are looked at."""
 MOST_MESSAGE = 300
+PAUSES = Pauses(0.5, 30.0)
+GARBAGE = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
+"""What reading an answer of another form raises."""
 
 
-class _Again(Exception):
-    """A failure that may pass; `after`: seconds that the service asks to wait."""
-
-    def __init__(self, message: str, after: float | None = None) -> None:
-        super().__init__(message)
-        self.after = after
+class _Garbage(Transient):
+    """An answer outside the documented form."""
 
 
 class Upstream:
@@ -52,54 +57,50 @@ class Upstream:
         self._sleep = sleep
         self._limit = RateLimit(config.requests_per_second, sleep=sleep)
         # a redirect is not followed: it would carry the key to another machine
-        self._client = httpx.Client(timeout=config.online_timeout, follow_redirects=False)
+        self._client = httpx.Client(
+            timeout=config.online_timeout,
+            follow_redirects=False,
+            headers={"Accept-Encoding": "gzip"},
+        )
 
     def ask(self, ask: Ask) -> list[Found]:
         """The results of one request.
 
-        Raises UpstreamUnavailable after all retries and UpstreamRefused at once for a refusal.
+        Raises UpstreamUnavailable after all retries (UpstreamInvalid, where the last answer was no
+        documented one) and UpstreamRefused at once for a refusal.
         """
-        call, attempt = self.service.build(self._credentials, ask), 1
-        while True:
-            self._limit.wait()
-            try:
-                return self._try(call)
-            except _Again as error:
-                self._rest(attempt, error)
-            attempt += 1
+        call = self.service.build(self._credentials, ask)
+        try:
+            return try_again(lambda: self._try(call), self._retries, PAUSES, self._sleep)
+        except Transient as error:
+            kind = UpstreamInvalid if isinstance(error, _Garbage) else UpstreamUnavailable
+            raise kind(
+                f"{self.service.name} did not answer in {self._retries + 1} tries; the last: "
+                f"{error}; try later, or lower --requests_per_second"
+            ) from error
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
 
-    def _rest(self, attempt: int, error: _Again) -> None:
-        """Wait before the next try; raises UpstreamUnavailable if there is none."""
-        name, after = self.service.name, error.after
-        if attempt > self._retries or (after is not None and after > LONGEST_WAIT_S):
-            raise UpstreamUnavailable(
-                f"{name} did not answer in {attempt} tries; the last: {error}; try later, or "
-                "lower --requests_per_second"
-            ) from error
-        logger.info("%s: try %d failed: %s", name, attempt, error)
-        if after is None:
-            self._sleep(pause(attempt))
-        else:
-            self._limit.hold(after)
-
     def _try(self, call: Call) -> list[Found]:
-        """One request; raises _Again or UpstreamRefused."""
+        """One request; raises Transient, UpstreamUnavailable or UpstreamRefused."""
+        self._limit.wait()
         try:
             response, body = self._send(call)
         except httpx.HTTPError as error:  # `from None`: its address may hold the key
-            raise _Again(hide(f"{type(error).__name__} {error}")) from None
+            raise Transient(hide(f"{type(error).__name__} {error}")) from None
+        except ValueError as error:  # what cannot be unpacked
+            raise _Garbage(f"an answer outside its documented form ({error})") from None
         if response.status_code != 200:
             raise self._judge(response, body)
         try:
             return self.service.read(json.loads(body))
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        except GARBAGE as error:
             got = hide(body[:MOST_READ].decode("utf-8", "replace"))[:80]
-            said = hide(f"{type(error).__name__}: {error}; got {got!r}")
-            raise _Again(f"an answer outside its documented form ({said})") from None
+            said = hide(f"{type(error).__name__}: {error}")[:MOST_MESSAGE]
+            said = f"an answer outside its documented form ({said}; got {got!r})"
+            raise _Garbage(said) from None
 
     def _send(self, call: Call) -> tuple[httpx.Response, bytes]:
         """The answer with its body, read within time and size."""
@@ -107,25 +108,35 @@ class Upstream:
         fields: dict[str, Any] = {"params": call.params or None, "headers": call.headers}
         end, body = time.monotonic() + self._timeout, bytearray()
         with self._client.stream(method, self.url, json=call.body, **fields) as response:
-            for chunk in response.iter_bytes():
+            for chunk in response.iter_raw():  # httpx would unpack any number of times, to any size
                 body += chunk
-                if len(body) > MOST_BYTES:
-                    raise _Again(f"an answer of more than {MOST_BYTES} bytes")
                 if time.monotonic() > end:
-                    raise _Again(f"no complete answer within {self._timeout:g} s")
-        return response, bytes(body)
+                    raise Transient(f"no complete answer within {self._timeout:g} s")
+                if len(body) > MOST_BYTES:
+                    break
+        encoding = response.headers.get("Content-Encoding", "")
+        unpacked = decompress(bytes(body), encoding, MOST_BYTES + 1)
+        if max(len(body), len(unpacked)) > MOST_BYTES:
+            raise _Garbage(f"an answer of more than {MOST_BYTES} bytes")
+        return response, unpacked
 
     def _judge(self, response: httpx.Response, body: bytes) -> Exception:
         """What an answer other than 200 means for the next try."""
         status, said = response.status_code, body[:MOST_READ].decode("utf-8", "replace")
         limited = status in (408, 425, 429) or status >= 500 or self.service.busy.search(said)
         message = f"{status}: {_message(said)}"
-        if limited and not self.service.spent.search(said):
-            return _Again(message, read_retry_after(response.headers.get("Retry-After")))
-        return UpstreamRefused(
-            f"{self.service.name} refused with {message}; check the key in "
-            f"{' and '.join(self.service.variables)} and what is left of its quota"
-        )
+        if not limited or self.service.spent.search(said):
+            return UpstreamRefused(
+                f"{self.service.name} refused with {message}; check the key in "
+                f"{' and '.join(self.service.variables)} and what is left of its quota"
+            )
+        after = retry_after(response.headers)
+        if after > LONGEST_WAIT_S:
+            return UpstreamUnavailable(
+                f"{self.service.name} asks to come back in {after:.0f} s, with {message}"
+            )
+        self._limit.hold(after)
+        return Transient(message)
 
 
 def _check_url(url: str) -> str:

@@ -6,6 +6,7 @@ SearchError
 ├── Overloaded             the queue is full: ask again after `retry_after` seconds
 ├── DeadlineExceeded       the time that the request allowed was over before its turn
 ├── UpstreamUnavailable    an online service failed or limits the rate, after all retries
+│   └── UpstreamInvalid    it answers, but never in its documented form
 ├── UpstreamRefused        an online service refused for good: a wrong key, a spent quota
 ├── QueryNotRecorded       a replay has no record of this query
 ├── CorpusError            a corpus that is missing or has a malformed row
@@ -54,6 +55,10 @@ class DeadlineExceeded(SearchError):
 
 class UpstreamUnavailable(SearchError):
     """An online search service did not answer within the allowed retries."""
+
+
+class UpstreamInvalid(UpstreamUnavailable):
+    """An online search service answered something outside its documented form, each time."""
 
 
 class UpstreamRefused(SearchError):

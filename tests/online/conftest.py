@@ -56,6 +56,7 @@ class Web:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # else each answer waits 40 ms for an ACK
 
             def do_GET(self) -> None:
                 parts = urlsplit(self.path)

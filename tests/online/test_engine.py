@@ -1,7 +1,9 @@
 """Every service behind one suite: the Retriever contract, paging, errors, cache, and no keys."""
 
+import gzip
 import json
 import logging
+import math
 import subprocess
 import sys
 import threading
@@ -12,14 +14,20 @@ from typing import Any
 
 import pytest
 
-from search_r1.online import limits, upstream
+from search_r1.online import upstream
 from search_r1.online.addresses import AddressPolicy
 from search_r1.online.engine import OnlineRetriever, open_online
 from search_r1.online.services import SERVICES
+from search_r1.retrying import Pauses
 from search_r1.search.backends.base import fingerprint
 from search_r1.search.backends.registry import build_retriever
 from search_r1.search.backends.settings import OnlineConfig, RetrieverConfig
-from search_r1.search.errors import SetupError, UpstreamRefused, UpstreamUnavailable
+from search_r1.search.errors import (
+    SetupError,
+    UpstreamInvalid,
+    UpstreamRefused,
+    UpstreamUnavailable,
+)
 from search_r1.search.timing import collect
 
 Results = list[tuple[str, str, str]]
@@ -38,8 +46,8 @@ def results_of(query: str, count: int, offset: int) -> Results:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Back-off is tested with the limits; here it would only take time."""
-    monkeypatch.setattr(limits, "FIRST_PAUSE_S", 0.001)
+    """Back-off is tested where all clients share it; here it would only take time."""
+    monkeypatch.setattr(upstream, "PAUSES", Pauses(0.001))
 
 
 @pytest.fixture
@@ -187,17 +195,68 @@ def test_rate_limits_and_failures_pass(start: Any, documented: Any) -> None:
     assert len(server.asked) == 4
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [b"", b"<html>busy</html>", b"\xff\xfe", b"[]", b"null", b"3", b"{}", b"{}x", b"[" * 100_000],
-    ids=["empty", "html", "bytes", "list", "null", "number", "nothing", "tail", "deep"],
-)
-def test_garbage_is_an_outage(start: Any, documented: Any, garbage: bytes) -> None:
-    """An answer outside the documented form is tried again, then a typed error, never a result."""
-    server, open_engine = start(lambda asked: type(documented.busy)(garbage))
-    with pytest.raises(UpstreamUnavailable, match="documented form"):
-        open_engine(online_retries=1).search(["river"], 3)
-    assert len(server.asked) == 2
+BODIES = {
+    "empty": b"", "spaces": b"  ", "html": b"<html>busy</html>", "bytes": b"\xff\xfe",
+    "list": b"[]",
+    "null": b"null", "number": b"3", "text": b'"text"', "true": b"true", "nothing": b"{}",
+    "tail": b"{}x", "half": b'{"organic": [', "deep": b"[" * 100_000, "nan": b"NaN",
+    "long number": b"9" * 10_000, "zero byte": b"\0", "latin-1": '{"a": "ü"}'.encode("latin-1"),
+    "utf-16 half": "{}".encode("utf-16")[:-1], "too much": b" " * 200_000, "xml": b"<?xml?><a/>",
+}  # fmt: skip
+PACKED = {
+    "no gzip": (b"{}", "gzip"),
+    "brotli": (b"{}", "br"),
+    "twice": (gzip.compress(b"{}"), "gzip, gzip"),
+    "bomb": (gzip.compress(b" " * 9_000_000), "gzip"),
+}
+VALUES = (None, True, 3, -1.5, "text", "", "\ud800", [], [3], [[]], [None], {}, {"a": 1}, 10**400)
+
+
+def test_garbage_is_never_a_result(
+    start: Any, documented: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer outside the documented form is tried again, then a typed error with one line."""
+    monkeypatch.setattr(upstream, "MOST_BYTES", 150_000)
+    reply, garbage = type(documented.busy), [b"", ""]
+    headers: Callable[[], Any] = lambda: {"Content-Encoding": garbage[1]} if garbage[1] else {}  # noqa: E731
+    server, open_engine = start(lambda asked: reply(garbage[0], headers=headers()))
+    engine = open_engine(online_retries=1)
+    for body, encoding in [*((body, "") for body in BODIES.values()), *PACKED.values()]:
+        garbage[:] = [body, encoding]
+        server.asked.clear()
+        with pytest.raises(UpstreamInvalid, match=r"documented form|more than") as caught:
+            engine.search(["river"], 3)
+        assert len(server.asked) == 2
+        assert len(str(caught.value)) < 700 and "\n" not in str(caught.value)
+
+
+def changed(answer: Any) -> Iterator[Any]:
+    """`answer` with one value at a time of another type, or gone."""
+    inner: Any = ()
+    if isinstance(answer, dict):
+        inner = answer.items()
+        yield from ({k: v for k, v in answer.items() if k != name} for name in answer)
+    elif isinstance(answer, list):
+        inner = enumerate(answer)
+    for place, value in inner:
+        for other in (*changed(value), *VALUES):
+            copy = answer.copy()
+            copy[place] = other
+            yield copy
+
+
+def test_any_field_of_another_type_is_garbage_or_left_out(documented: Any, name: str) -> None:
+    """Of each value of an answer: there are results of text and finite scores, or a typed error."""
+    bodies = list(changed(documented.answer(results_of("river", 2, 0))))
+    for body in [*bodies, *VALUES, *changed(documented.answer([]))]:
+        try:
+            results = SERVICES[name].read(body)
+        except upstream.GARBAGE:
+            continue
+        for found in results:
+            assert all(isinstance(text, str) for text in (found.url, found.title, found.snippet))
+            assert found.url and math.isfinite(found.score or 0.0)
+    assert len(bodies) > 80
 
 
 def test_outages_are_counted_and_named(start: Any, documented: Any, name: str) -> None:

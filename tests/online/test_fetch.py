@@ -4,13 +4,17 @@ import gzip
 import ipaddress
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from search_r1.online.addresses import AddressPolicy
-from search_r1.online.fetch import PageError, PageFetcher
+from search_r1.online.fetch import Deadline, PageError, PageFetcher
 
 HERE = ipaddress.ip_network("127.0.0.1/32")
 HTML = {"Content-Type": "text/html; charset=utf-8"}
@@ -22,10 +26,11 @@ def fetcher() -> Iterator[Callable[..., PageFetcher]]:
     """Makes fetchers for a server's port; only 127.0.0.1 is allowed beside public addresses."""
     made: list[PageFetcher] = []
 
-    def make(port: int, most_bytes: int = 10_000, timeout: float = 5.0, here: bool = True) -> Any:
+    def make(port: int, most_bytes: int = 10_000, here: bool = True, timeout: float = 5.0) -> Any:
         policy = AddressPolicy(frozenset({port}), (HERE,) if here else ())
-        made.append(PageFetcher(policy, most_bytes, timeout))
-        return made[-1]
+        made.append(PageFetcher(policy, most_bytes))
+        fetch = made[-1].fetch
+        return SimpleNamespace(fetch=lambda url: fetch(url, Deadline(timeout)))
 
     yield make
     for one in made:
@@ -170,21 +175,48 @@ def speak(*parts: bytes, forever: bool = False) -> tuple[int, threading.Event]:
     return listener.getsockname()[1], done
 
 
-def test_a_page_that_drips_is_given_up(fetcher: Fetch) -> None:
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 99999\r\n"
+DRIPS = {
+    "silence": (b"",),
+    "status": (b"H",),
+    "a header": (HEAD, b"x"),
+    "headers": (HEAD, b"A: b\r\n"),
+    "provisional answers": (b"HTTP/1.1 100 Continue\r\n\r\n",),
+    "body": (HEAD + b"\r\n", b"x"),
+    "chunks": (HEAD.replace(b"Content-Length: 99999", b"Transfer-Encoding: chunked") + b"\r\n",
+               b"1\r\nx\r\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", DRIPS.values(), ids=DRIPS)
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_one_deadline_holds_over_everything(fetcher: Fetch, scheme: str, parts: Any) -> None:
     """A byte now and then keeps every read alive, but not the page as a whole."""
-    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 99999\r\n\r\n"
-    port, done = speak(head, b"x", forever=True)
-    with pytest.raises(PageError, match="not complete within"):
-        fetcher(port, timeout=0.2).fetch(f"http://127.0.0.1:{port}/")
+    port, done = speak(*parts, forever=True)
+    start = time.monotonic()
+    said = "not complete within|ConnectError"  # what drips is no TLS
+    with pytest.raises(PageError, match=said[:19] if scheme == "http" else said):
+        fetcher(port, timeout=0.2).fetch(f"{scheme}://127.0.0.1:{port}/")
+    assert time.monotonic() - start < 2
     done.set()
 
 
-def test_a_silent_server_is_given_up(fetcher: Fetch) -> None:
-    """A server that accepts and says nothing costs the time-out."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        with pytest.raises(PageError, match="ReadTimeout"):
-            fetcher(port, timeout=0.1).fetch(f"http://127.0.0.1:{port}/")
+def test_redirects_and_lookups_share_the_deadline(
+    web: Any, reply: Any, fetcher: Fetch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow redirects add up, and a name whose server is silent is given up."""
+
+    def answer(asked: Any) -> Any:
+        time.sleep(0.1)
+        return reply(b"", 302, {"Location": asked.path + "x"})
+
+    server, start = web(answer), time.monotonic()
+    with pytest.raises(PageError, match="not complete within"):
+        fetcher(server.port, timeout=0.25).fetch(server.url)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *names, **kind: time.sleep(3))
+    with pytest.raises(PageError, match="not complete within"):
+        fetcher(80, timeout=0.1).fetch("http://a.test/")
+    assert time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize(
@@ -215,8 +247,45 @@ def test_https_is_verified(web: Any, reply: Any, fetcher: Fetch) -> None:
         fetcher(1).fetch("http://127.0.0.1:1/")
 
 
-@pytest.mark.parametrize("url", ["", "page", "javascript:alert(1)", "data:text/html,x", "http://"])
-def test_what_is_no_web_address_is_refused(fetcher: Fetch, url: str) -> None:
-    """A result without a web address is a typed error."""
+NO_ADDRESSES = (
+    """
+ |page|javascript:alert(1)|data:text/html,x|http://|https://|http:///x|file:///etc/passwd|gopher://a/
+ftp://a/|//a/|http:a|http://xn--/|http://xn--a/|http://xn--\u00fc/|https://a.xn--/|http://xn--0/
+http://[::1|http://::1/|http://[::1%25lo]/|http://[g::]/|http://a b/|http://a\tb/|http://a\x00/
+http://a:b/|http://a:-1/|http://a:65536/|http://a:99999999999/|http://.../|http://./|http://a..b/
+http://%00/|http://%zz/|http://\ud800/|http://\u2024/|http://\uff0e/|http://*/|http://_/|http://-/
+http://a@b@c/|http://@/|http://:80/|http://:@:/|http://1.2.3.4.5/|http://256.1.1.1/|http://0x/
+http://127.0.0.1.xn--/|http://\u3002/|http://\u00df/\ud800|http://a/\x7f|\x00|\n|http://\u0660/
+""".replace("\n", "|")
+    .strip("|")
+    .split("|")
+)
+
+
+@pytest.mark.parametrize("url", [*NO_ADDRESSES, f"http://{'a' * 300}/", f"http://{'a.' * 99}"])
+def test_what_is_no_web_address_is_refused(
+    fetcher: Fetch, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A result without a web address is a typed error, directly and by a redirect."""
+    monkeypatch.setattr(socket, "getaddrinfo", nowhere)
     with pytest.raises(PageError):
         fetcher(80).fetch(url)
+
+
+@given(st.text(max_size=30), st.sampled_from(["", "http://", "https://xn--", "http://[", "//"]))
+@settings(deadline=None)
+def test_no_address_breaks_the_fetcher(start: str, rest: str) -> None:
+    """Whatever a service gives as an address, there is a page or a PageError."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", nowhere)
+        with pytest.raises(PageError):
+            SHARED.fetch(rest + start, Deadline(5))
+
+
+def nowhere(host: str, *more: Any, **kind: Any) -> Any:
+    """A resolver that knows no name, since no test asks the real one."""
+    str(host).encode("idna")  # as the real one does
+    raise socket.gaierror("unknown")
+
+
+SHARED = PageFetcher(AddressPolicy(), 1000)

@@ -1,7 +1,7 @@
-"""Texts of pages: the article without its frame, in any charset, or the snippet."""
+"""Texts of pages as documents: the article, or the snippet where there is none in time."""
 
-import codecs
 import ipaddress
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from search_r1.online import engine as online_engine
 from search_r1.online.addresses import AddressPolicy
 from search_r1.online.engine import OnlineRetriever, open_online
-from search_r1.online.fetch import Page, PageError
-from search_r1.online.pages import cut, decode, extract, visit
+from search_r1.online.fetch import PageError
+from search_r1.online.pages import cut, visit
 from search_r1.search.backends.settings import OnlineConfig
 from search_r1.search.timing import collect
 
@@ -27,79 +27,6 @@ ARTICLE = (
     + "".join(f"<p>{sentence}</p>" for sentence in SENTENCES)
     + "</article><footer>Cookie settings</footer></body></html>"
 )
-
-
-def html(body: bytes, charset: str | None = None) -> Page:
-    return Page(body, "text/html", charset)
-
-
-def test_the_article_without_its_frame() -> None:
-    """Every sentence in order on lines of their own; no script, menu or footer."""
-    text = extract(html(ARTICLE.encode()))
-    assert [line for line in text.split("\n") if line in SENTENCES] == SENTENCES
-    assert not any(word in text for word in ("spy", "Log in", "Cookie", "<p>"))
-
-
-def test_plain_text_is_its_own_text() -> None:
-    """text/plain is not parsed as HTML; blank lines and runs of spaces go."""
-    page = Page(b"a <b> c\r\n\r\n  d\t e \n", "text/plain", None)
-    assert extract(page) == "a <b> c\nd e"
-
-
-@pytest.mark.parametrize("body", [b"", b"   ", b"<html></html>", b"<!-- x -->", b"\0\0", b"<?xml"])
-def test_pages_without_text_are_errors(body: bytes) -> None:
-    """Nothing to read is a PageError, so that the snippet is kept."""
-    with pytest.raises(PageError):
-        extract(html(body))
-
-
-@given(st.binary(max_size=300))
-def test_no_bytes_break_the_reader(body: bytes) -> None:
-    """Whatever a page is made of, there is a text or a PageError."""
-    try:
-        assert extract(html(body))
-    except PageError as error:
-        assert str(error)
-
-
-@pytest.mark.parametrize(
-    ("text", "written", "declared"),
-    [
-        ("Grüße €", "utf-8", "utf-8"),
-        ("Grüße €", "utf-8", None),
-        ("Grüße €", "utf-8", "unknown-charset"),
-        ("Grüße €", "utf-8", "zlib"),
-        ("Grüße €", "utf-8-sig", "iso-8859-1"),
-        ("Grüße €", "utf-16", None),
-        ("Grüße €", "cp1252", "ISO-8859-1"),
-        ("Grüße €", "cp1252", None),
-        ("東京都", "shift_jis", "Shift_JIS"),
-        ("Дунай", "koi8-r", "koi8-r"),
-    ],
-)
-def test_charsets(text: str, written: str, declared: str | None) -> None:
-    """Declared, marked and undeclared charsets are read as browsers read them."""
-    assert decode(html(text.encode(written), declared)) == text
-
-
-def test_a_charset_inside_the_page() -> None:
-    """A meta tag declares the charset where the server does not; the server's word goes first."""
-    head = '<html><head><meta charset="gb2312"></head>东京'
-    assert decode(html(head.encode("gb2312"))) == head
-    assert decode(html(head.encode("utf-8"), "utf-8")) == head
-
-
-def test_a_page_cut_within_a_character() -> None:
-    """The bytes of a cut-off last character are left out, not turned into a wrong one."""
-    for charset in ("utf-8", "shift_jis"):
-        body = "東京".encode(charset)[:-1]
-        assert decode(html(body, charset)) == "東"
-
-
-def test_codecs_that_are_not_of_text_are_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page that declares the charset `zlib` must not be decompressed."""
-    bomb = codecs.encode(b"\0" * 1000, "zlib")
-    assert "\0" * 1000 not in decode(html(bomb, "zlib"))
 
 
 @given(st.text(alphabet="ab \n", max_size=40), st.integers(1, 45))
@@ -155,6 +82,29 @@ def test_page_text_replaces_the_snippet(service: Any) -> None:
     assert sorted(fetched) == ["/good", "/hostile", "/missing"]
     assert set(seconds) == {"search", "fetch"}
     assert (engine.info()["page_text"], engine.info()["page_chars"]) == (True, 300)
+    engine.close()
+
+
+def test_one_bad_address_costs_its_own_text_only(web: Any, reply: Any) -> None:
+    """Of a merged batch the results without a web address, or on a slow page, keep snippets."""
+    bad = ["http://xn--/", "http://[", "javascript:x", "\ud800", "http://\x00/", "https://xn--0/"]
+
+    def answer(asked: Any) -> Any:
+        if asked.method == "GET":
+            time.sleep(3 if asked.path == "/slow" else 0)
+            return reply(ARTICLE.encode(), headers={"Content-Type": "text/html; charset=utf-8"})
+        urls = [f"{server.url}/good"]
+        if asked.body["q"] == "poisoned":
+            urls += [*bad, *(f"{server.url}/slow?{i}" for i in range(8))]
+        return reply({"organic": [{"link": url, "title": "t", "snippet": "s"} for url in urls]})
+
+    server = web(answer)
+    engine, start = open_with_pages(server, online_timeout=1.5), time.monotonic()
+    found = engine.search(["poisoned", "danube"], 20)
+    assert time.monotonic() - start < 3
+    assert [len(hits) for hits in found] == [15, 1]
+    assert SENTENCES[0] in found[0][0].document.text and found[1][0] == found[0][0]
+    assert {hit.document.text for hit in found[0][1:]} == {"s"}
     engine.close()
 
 

@@ -93,7 +93,7 @@ class OnlineConfig:
     online_retries: Annotated[int, Bounds(0)] = 4
     """further tries after a failed request"""
     online_timeout: Annotated[float, Bounds(0.1)] = 15.0
-    """seconds for one request"""
+    """seconds for one request, or for all pages of one search"""
     online_cache: str | None = None
     """sqlite file that keeps the service's answers"""
     page_text: bool = False

@@ -12,6 +12,7 @@ from search_r1.search.errors import (
     Overloaded,
     QueryNotRecorded,
     SearchError,
+    UpstreamInvalid,
     UpstreamRefused,
     UpstreamUnavailable,
 )
@@ -26,6 +27,7 @@ STATUSES = {
     424: "an online service refused for good (a wrong key, a spent quota), or a replay has no "
     "record of a query; retrying is useless",
     500: "the search failed; `detail` says why (for example a malformed corpus row)",
+    502: "an online service answers, but not in its documented form",
     503: "the queue is full, the server is stopping, or an online service is away: ask again "
     "after `Retry-After` seconds",
     504: "no answer within the request's `deadline_s` or the server's --deadline",
@@ -46,6 +48,8 @@ def http_error(error: SearchError) -> HTTPException:
     match error:
         case Overloaded():
             return _later(text, error.retry_after)
+        case UpstreamInvalid():
+            return HTTPException(502, text)
         case UpstreamUnavailable():
             return _later(text, UPSTREAM_RETRY_S)
         case UpstreamRefused() | QueryNotRecorded():

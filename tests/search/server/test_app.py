@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from search_r1.search.errors import Overloaded, SetupError, UpstreamRefused, UpstreamUnavailable
+from search_r1.search.errors import (
+    Overloaded,
+    SetupError,
+    UpstreamInvalid,
+    UpstreamRefused,
+    UpstreamUnavailable,
+)
 from search_r1.search.server.app import create_app
 from search_r1.search.server.config import ServiceConfig
 from search_r1.search.server.http_errors import STATUSES
@@ -152,12 +158,16 @@ def test_a_body_that_never_ends_is_504() -> None:
 
 @pytest.mark.parametrize(
     ("error", "status", "retry_after"),
-    [(UpstreamUnavailable("away"), 503, "5"), (UpstreamRefused("wrong key"), 424, None)],
+    [
+        (UpstreamUnavailable("away"), 503, "5"),
+        (UpstreamInvalid("a list"), 502, None),
+        (UpstreamRefused("wrong key"), 424, None),
+    ],
 )
 def test_an_online_service_that_fails(
     error: Exception, status: int, retry_after: str | None
 ) -> None:
-    """Only what another attempt may cure is a 503."""
+    """Only what another attempt may cure is a 503 or 502."""
 
     async def main() -> None:
         engine = Watched(num_threads=4, failures={"q": error})

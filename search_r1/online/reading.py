@@ -1,0 +1,104 @@
+"""Processes that take the text out of pages, within a time, a memory and a number."""
+
+import atexit
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+
+from search_r1.online.fetch import Deadline, Page, PageError
+
+READ_S = 5.0
+"""Of a page; usual ones take a tenth."""
+MOST_ANSWER = 64 << 20
+WORKER = "search_r1.online.extraction"
+
+
+@dataclass(frozen=True)
+class Article:
+    """What can be read on a page."""
+
+    title: str
+    """Empty where the page has none, or nobody asked."""
+    text: str
+
+
+class _Reader:
+    """One process; it ends when this one does, since its connection then has."""
+
+    def __init__(self) -> None:
+        self._connection, theirs = multiprocessing.Pipe()
+        handle = theirs.fileno()
+        command = [sys.executable, "-m", WORKER, str(handle)]
+        # what this process finds, that one must find too
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._process = subprocess.Popen(
+            command,
+            pass_fds=[handle],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # else a Ctrl-C at a terminal were its too
+        )
+        theirs.close()
+
+    def read(self, page: Page, with_title: bool, seconds: float) -> dict[str, str]:
+        """Its answer; raises EOFError, OSError or TimeoutError, after which it is of no use."""
+        self._connection.send((page, with_title, seconds))
+        if not self._connection.poll(seconds):
+            raise TimeoutError
+        answer: dict[str, str] = json.loads(self._connection.recv_bytes(MOST_ANSWER))
+        return answer
+
+    def kill(self) -> None:
+        """End it, whatever it is doing."""
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
+
+
+class Readers:
+    """Starts as many processes as there are pages at once, up to `most`, and keeps them."""
+
+    def __init__(self, most: int) -> None:
+        self._places = threading.BoundedSemaphore(most)
+        self._idle: list[_Reader] = []
+        atexit.register(self.close)
+
+    def read(self, page: Page, deadline: Deadline, *, with_title: bool = False) -> Article:
+        """What the page says; raises PageError, also where it takes too much time or memory."""
+        if not self._places.acquire(timeout=deadline.left()):
+            raise PageError("too many pages are read at once")
+        try:
+            answer = self._read(page, with_title, min(READ_S, deadline.left()))
+        except (TimeoutError, EOFError, OSError) as error:
+            raise PageError(f"its text takes over {READ_S:g} s, or too much memory") from error
+        finally:
+            self._places.release()
+        if "error" in answer:
+            raise PageError(answer["error"])
+        return Article(answer["title"], answer["text"])
+
+    def close(self) -> None:
+        """End the processes that wait for pages."""
+        while self._idle:
+            self._idle.pop().kill()
+
+    def _read(self, page: Page, with_title: bool, seconds: float) -> dict[str, str]:
+        try:
+            reader = self._idle.pop()
+        except IndexError:
+            reader = _Reader()
+        try:
+            answer = reader.read(page, with_title, seconds)
+        except BaseException:
+            reader.kill()
+            raise
+        self._idle.append(reader)
+        return answer
+
+
+READERS = Readers(max(2, min(8, os.cpu_count() or 2)))
+"""Those of this process."""

@@ -1,0 +1,94 @@
+"""The article of a page without its frame, in any charset."""
+
+import codecs
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from search_r1.online.extraction import decode, extract
+from search_r1.online.fetch import Page, PageError
+
+SENTENCES = [
+    f"The river Danube passes its place number {i} on the long way to the sea, says the book."
+    for i in range(12)
+]
+ARTICLE = (
+    "<html><head><title>Danube</title><script>var tracker = 'spy';</script></head><body>"
+    "<nav><a href='/'>Home page</a><a href='/login'>Log in</a></nav><article><h1>Danube</h1>"
+    + "".join(f"<p>{sentence}</p>" for sentence in SENTENCES)
+    + "</article><footer>Cookie settings</footer></body></html>"
+)
+
+
+def html(body: bytes, charset: str | None = None) -> Page:
+    return Page(body, "text/html", charset)
+
+
+def test_the_article_without_its_frame() -> None:
+    """Every sentence in order on lines of their own; no script, menu or footer."""
+    text = extract(html(ARTICLE.encode()))
+    assert [line for line in text.split("\n") if line in SENTENCES] == SENTENCES
+    assert not any(word in text for word in ("spy", "Log in", "Cookie", "<p>"))
+
+
+def test_plain_text_is_its_own_text() -> None:
+    """text/plain is not parsed as HTML; blank lines and runs of spaces go."""
+    page = Page(b"a <b> c\r\n\r\n  d\t e \n", "text/plain", None)
+    assert extract(page) == "a <b> c\nd e"
+
+
+@pytest.mark.parametrize("body", [b"", b"   ", b"<html></html>", b"<!-- x -->", b"\0\0", b"<?xml"])
+def test_pages_without_text_are_errors(body: bytes) -> None:
+    """Nothing to read is a PageError, so that the snippet is kept."""
+    with pytest.raises(PageError):
+        extract(html(body))
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_break_the_reader(body: bytes) -> None:
+    """Whatever a page is made of, there is a text or a PageError."""
+    try:
+        assert extract(html(body))
+    except PageError as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "written", "declared"),
+    [
+        ("Grüße €", "utf-8", "utf-8"),
+        ("Grüße €", "utf-8", None),
+        ("Grüße €", "utf-8", "unknown-charset"),
+        ("Grüße €", "utf-8", "zlib"),
+        ("Grüße €", "utf-8-sig", "iso-8859-1"),
+        ("Grüße €", "utf-16", None),
+        ("Grüße €", "cp1252", "ISO-8859-1"),
+        ("Grüße €", "cp1252", None),
+        ("東京都", "shift_jis", "Shift_JIS"),
+        ("Дунай", "koi8-r", "koi8-r"),
+    ],
+)
+def test_charsets(text: str, written: str, declared: str | None) -> None:
+    """Declared, marked and undeclared charsets are read as browsers read them."""
+    assert decode(html(text.encode(written), declared)) == text
+
+
+def test_a_charset_inside_the_page() -> None:
+    """A meta tag declares the charset where the server does not; the server's word goes first."""
+    head = '<html><head><meta charset="gb2312"></head>东京'
+    assert decode(html(head.encode("gb2312"))) == head
+    assert decode(html(head.encode("utf-8"), "utf-8")) == head
+
+
+def test_a_page_cut_within_a_character() -> None:
+    """The bytes of a cut-off last character are left out, not turned into a wrong one."""
+    for charset in ("utf-8", "shift_jis"):
+        body = "東京".encode(charset)[:-1]
+        assert decode(html(body, charset)) == "東"
+
+
+def test_codecs_that_are_not_of_text_are_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that declares the charset `zlib` must not be decompressed."""
+    bomb = codecs.encode(b"\0" * 1000, "zlib")
+    assert "\0" * 1000 not in decode(html(bomb, "zlib"))
