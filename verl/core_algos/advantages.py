@@ -9,6 +9,7 @@ from torch import Tensor
 
 from verl.core_algos.groups import Groups
 from verl.core_algos.jagged import (
+    difference,
     has_policy_token,
     masked_mean,
     masked_whiten,
@@ -85,13 +86,16 @@ def per_token(per_sequence: Tensor, policy_mask: Tensor, offsets: Tensor) -> Ten
     return torch.where(policy_mask, per_sequence[sequence_ids(offsets)], 0.0)
 
 
+# Scores come in float64: a sum of float32 rounds by enough to be a tenth of STD_EPSILON.
+
+
 def grpo(scores: Tensor, groups: Groups, norm_by_std: bool = True) -> Tensor:
     """Score relative to its group, (num_seqs,) (Shao et al. 2024, eq. 3).
 
     ``(score - mean) / (std + 1e-6)``; without the division (``norm_by_std`` False) it is the
     advantage of Dr.GRPO (Liu et al. 2025).
     """
-    centred = scores - groups.mean(scores)
+    centred = difference(scores, groups.mean(scores))
     return centred / (groups.std(scores) + STD_EPSILON) if norm_by_std else centred
 
 
@@ -99,7 +103,7 @@ def rloo(scores: Tensor, groups: Groups) -> Tensor:
     """Score less the mean of the others in its group, (num_seqs,) (Ahmadian et al. 2024)."""
     sizes = groups.sizes(scores)
     factor = torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0)
-    return (scores - groups.mean(scores)) * factor
+    return difference(scores, groups.mean(scores)) * factor
 
 
 def opo(scores: Tensor, groups: Groups, lengths: Tensor) -> Tensor:
@@ -108,7 +112,7 @@ def opo(scores: Tensor, groups: Groups, lengths: Tensor) -> Tensor:
     ``lengths`` are policy tokens: the baseline of least variance if each token's gradient has
     about the same norm.
     """
-    return scores - groups.mean(scores, lengths)
+    return difference(scores, groups.mean(scores, lengths))
 
 
 def grpo_passk(scores: Tensor, groups: Groups, norm_by_std: bool = True) -> Tensor:
@@ -117,7 +121,7 @@ def grpo_passk(scores: Tensor, groups: Groups, norm_by_std: bool = True) -> Tens
     ``max - second max`` for the best, 0 for all others and where two are best, (num_seqs,); divided
     as in ``grpo``.
     """
-    lead = scores - groups.best_of_others(scores)
+    lead = difference(scores, groups.best_of_others(scores))
     lead = torch.where(groups.sizes(scores) > 1, lead.clamp(min=0.0), lead)
     return lead / (groups.std(scores) + STD_EPSILON) if norm_by_std else lead
 
@@ -152,8 +156,9 @@ class AdvantageInputs:
 
     @property
     def scores(self) -> Tensor:
-        """Sum of rewards over each sequence's policy tokens, (num_seqs,)."""
-        return segment_sum(torch.where(self.policy_mask, self.token_rewards, 0.0), self.offsets)
+        """Sum of rewards over each sequence's policy tokens, (num_seqs,) float64."""
+        rewards = torch.where(self.policy_mask, self.token_rewards, 0.0)
+        return segment_sum(rewards.double(), self.offsets)
 
     @property
     def groups(self) -> Groups:
@@ -163,12 +168,14 @@ class AdvantageInputs:
 
     @property
     def lengths(self) -> Tensor:
-        """Policy tokens of each sequence, (num_seqs,)."""
-        return segment_sum(self.policy_mask.to(self.token_rewards.dtype), self.offsets)
+        """Policy tokens of each sequence, (num_seqs,) float64."""
+        return segment_sum(self.policy_mask.double(), self.offsets)
 
     def returns_to_go(self) -> Tensor:
-        """Discounted rewards from each policy token on, (num_tokens,)."""
-        return discounted_returns(self.token_rewards, self.policy_mask, self.offsets, self.gamma)
+        """Discounted rewards from each policy token on, (num_tokens,) float64."""
+        rewards = self.token_rewards.double()
+        returns = discounted_returns(rewards, self.policy_mask, self.offsets, self.gamma)
+        return difference(returns, torch.zeros_like(returns))
 
     def spread(self, per_sequence: Tensor) -> Tensor:
         """A figure a sequence on each of its policy tokens, (num_tokens,)."""
@@ -218,15 +225,14 @@ def _gae(inputs: AdvantageInputs) -> Advantages:
 
 def _remax(inputs: AdvantageInputs) -> Tensor:
     assert inputs.greedy_scores is not None, "remax needs greedy_scores; sample one a prompt"
-    lead = inputs.scores - inputs.greedy_scores
+    lead = difference(inputs.scores, inputs.greedy_scores.double())
     return inputs.spread(torch.where(inputs.greedy_scores.isnan(), 0.0, lead))
 
 
 def _reinforce_baseline(inputs: AdvantageInputs) -> Tensor:
     members = has_policy_token(inputs.policy_mask, inputs.offsets)
-    return inputs.returns_to_go() - inputs.spread(
-        masked_mean(inputs.scores, members).expand_as(inputs.scores)
-    )
+    baseline = masked_mean(inputs.scores, members).expand_as(inputs.scores)
+    return difference(inputs.returns_to_go(), inputs.spread(baseline))
 
 
 def _critic_free(
@@ -235,7 +241,7 @@ def _critic_free(
     """A row whose estimate (num_tokens,) serves as advantage and as return."""
 
     def compute(inputs: AdvantageInputs) -> Advantages:
-        advantages = estimate(inputs)
+        advantages = estimate(inputs).to(inputs.token_rewards.dtype)
         return Advantages(advantages, advantages)
 
     return AdvantageEstimator(name, compute, **needs)

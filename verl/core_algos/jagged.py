@@ -3,6 +3,10 @@
 import torch
 from torch import Tensor
 
+ROUNDING = 1e-9
+"""Two scores nearer than this, or than this share of them, are equal: what parts them is rounding,
+which an estimator that divides by their spread would learn from."""
+
 
 def sequence_ids(offsets: Tensor) -> Tensor:
     """Return for each token the index of its sequence, (num_tokens,) int64.
@@ -50,6 +54,11 @@ def outcome_to_tokens(scores: Tensor, policy_mask: Tensor, offsets: Tensor) -> T
     return rewards
 
 
+def difference(x: Tensor, y: Tensor) -> Tensor:
+    """``x - y``, and exactly 0 where they are equal but for rounding."""
+    return torch.where(torch.isclose(x, y, rtol=ROUNDING, atol=ROUNDING), 0.0, x - y)
+
+
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean of ``x`` where ``mask`` is True, a scalar; 0 when it is True nowhere."""
     return x[mask].sum() / mask.sum().clamp(min=1)
@@ -58,11 +67,12 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """Shift and scale ``x`` to mean 0 and unbiased variance 1 over ``mask``; 0 elsewhere.
 
-    The variance gets 1e-8 added before the root; a single masked element becomes 0.
+    The variance gets 1e-8 added before the root; a single masked element, and what equals the
+    mean, becomes 0. Sums are in float64, the result of the dtype of ``x``.
     """
-    chosen = x[mask]
-    centred = chosen - masked_mean(x, mask)
+    chosen = x[mask].double()
+    centred = difference(chosen, masked_mean(x.double(), mask))
     variance = centred.square().sum() / max(chosen.numel() - 1, 1)
     whitened = torch.zeros_like(x)
-    whitened[mask] = centred * torch.rsqrt(variance + 1e-8)
+    whitened[mask] = (centred * torch.rsqrt(variance + 1e-8)).to(x.dtype)
     return whitened

@@ -10,9 +10,9 @@ def overlong_penalty(
 
     ``lengths`` (num_seqs,) count policy tokens. The penalty is 0 up to
     ``max_length - buffer_length``, rises linearly over the buffer, and is ``penalty_factor`` from
-    ``max_length`` on. Returns (num_seqs,) float32, never negative.
+    ``max_length`` on. Returns (num_seqs,) float64, never negative.
     """
-    excess = lengths.float() - (max_length - buffer_length)
+    excess = lengths.double() - (max_length - buffer_length)
     return penalty_factor * (excess / buffer_length).clamp(0.0, 1.0)
 
 

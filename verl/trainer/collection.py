@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from verl.config import Config
+from verl.core_algos.jagged import ROUNDING
 from verl.data import PromptSampler
 from verl.data.trajectories import write_step
 from verl.rewards.interface import Reward, RewardManager
@@ -48,10 +50,11 @@ class Samples:
 
     def groups_with_reward_variance(self) -> list[str]:
         """Groups whose members do not all have the same score, in order of appearance."""
-        scores: dict[str, set[float]] = {}
+        scores: dict[str, list[float]] = {}
         for trajectory, reward in zip(self.trajectories, self.rewards, strict=True):
-            scores.setdefault(trajectory.group, set()).add(reward.score)
-        return [group for group, found in scores.items() if len(found) > 1]
+            scores.setdefault(trajectory.group, []).append(reward.score)
+        close = {"rel_tol": ROUNDING, "abs_tol": ROUNDING}
+        return [group for group, s in scores.items() if not math.isclose(min(s), max(s), **close)]
 
 
 @dataclass

@@ -35,9 +35,9 @@ def assemble(samples: Samples, config: Config) -> TokenBatch:
     if needs_critic and config.compat.gae_over_all_tokens:
         batch.tokens["value_mask"] = batch.tokens["response_mask"]
     scores = [r.score for r in samples.rewards]
-    batch.rows["scores"] = torch.tensor(scores, dtype=torch.float32)
+    batch.rows["scores"] = torch.tensor(scores, dtype=torch.float64)
     if samples.greedy_scores:
-        batch.rows["greedy_scores"] = torch.tensor(samples.greedy_scores, dtype=torch.float32)
+        batch.rows["greedy_scores"] = torch.tensor(samples.greedy_scores, dtype=torch.float64)
     return batch
 
 
@@ -67,7 +67,7 @@ def add_advantages(batch: TokenBatch, config: Config, kl_controller: KLControlle
         )
     )
     advantages, share = clip_advantages(estimate.advantages, mask, algorithm.adv_clip)
-    batch.tokens |= {"advantages": advantages, "returns": estimate.returns}
+    batch.tokens |= {"advantages": advantages.float(), "returns": estimate.returns.float()}
     if algorithm.adv_clip is not None:
         metrics["critic/advantages/clip_fraction"] = float(share)
     return metrics

@@ -1,0 +1,118 @@
+"""Scores that are equal teach nothing, whatever float can hold: every estimator, by fractions."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.verl.jagged_batches import fast
+from tests.verl.trainer.test_learning import trajectory
+from verl.config import Config
+from verl.core_algos.advantages import ADVANTAGES, STD_EPSILON
+from verl.core_algos.kl import FixedKLController
+from verl.rewards.interface import Reward
+from verl.trainer.collection import Samples
+from verl.trainer.learning import add_advantages, assemble, with_gradient
+
+Score = tuple[float, Fraction]
+"""As a reward computes it, and as it is."""
+NAMES = [name for name, row in ADVANTAGES.items() if not row.needs_critic]
+
+
+def costly(correct: int, searches: int, invalid: int) -> Score:
+    """1 for a right answer, less 0.1 a search and 0.3 an invalid turn."""
+    exact = correct - Fraction(searches, 10) - Fraction(3 * invalid, 10)
+    return correct - 0.1 * searches - 0.3 * invalid, exact
+
+
+def f1_less_2(common: int, words: int) -> Score:
+    return 2.0 * common / (common + words) - 2.0, Fraction(2 * common, common + words) - 2
+
+
+a_score = st.one_of(
+    st.builds(costly, st.integers(0, 1), st.integers(0, 4), st.integers(0, 2)),
+    st.builds(f1_less_2, st.integers(0, 5), st.integers(1, 7)),
+)
+some_scores = st.lists(a_score, min_size=1, max_size=2)
+groups = st.lists(
+    some_scores.flatmap(lambda few: st.lists(st.sampled_from(few), min_size=2, max_size=16)),
+    min_size=1,
+    max_size=3,
+)
+
+
+def samples_of(scores: Sequence[Sequence[Score]]) -> Samples:
+    """A trajectory of one policy token for each score, and a greedy one as good as the first."""
+    found = [(i, own, group[0]) for i, group in enumerate(scores) for own in group]
+    return Samples(
+        [trajectory([(1, 0)], group=f"g{i}") for i, _, _ in found],
+        [Reward(score) for _, (score, _), _ in found],
+        [first for _, _, (first, _) in found],
+    )
+
+
+def deviation(x: Sequence[Fraction]) -> float:
+    mean = Fraction(sum(x), len(x))
+    return math.sqrt(sum((one - mean) ** 2 for one in x) / max(len(x) - 1, 1))
+
+
+def by_fractions(name: str, scores: Sequence[Sequence[Score]]) -> list[tuple[Fraction, float]]:
+    """What is divided, exactly, and by what, of each trajectory; all are of one length."""
+    exact = [[value for _, value in group] for group in scores]
+    means = [Fraction(sum(group), len(group)) for group in exact]
+    centred = [one - mean for group, mean in zip(exact, means, strict=True) for one in group]
+    everyone = [one for group in exact for one in group]
+    sizes = [len(group) for group in exact for _ in group]
+    if name in ("grpo", "grpo_passk"):
+        below = [deviation(group) + STD_EPSILON for group in exact for _ in group]
+    elif name.startswith("reinforce_plus_plus"):
+        whole = centred if name.endswith("baseline") else everyone
+        below = [math.sqrt(deviation(whole) ** 2 + 1e-8)] * len(whole)
+    else:
+        below = [1.0] * len(everyone)
+    match name:
+        case "grpo" | "dr_grpo" | "opo" | "reinforce_plus_plus_baseline":
+            above = centred
+        case "rloo":
+            above = [one * Fraction(n, n - 1) for one, n in zip(centred, sizes, strict=True)]
+        case "grpo_passk":
+            above = [
+                max(own - max(group[:i] + group[i + 1 :]), Fraction(0))
+                for group in exact for i, own in enumerate(group)
+            ]  # fmt: skip
+        case "remax":
+            above = [own - group[0] for group in exact for own in group]
+        case "reinforce":
+            above = everyone
+        case "reinforce_baseline" | "reinforce_plus_plus":
+            above = [own - Fraction(sum(everyone), len(everyone)) for own in everyone]
+        case _:
+            raise AssertionError(name)
+    return list(zip(above, below, strict=True))
+
+
+@settings(fast, max_examples=30)
+@given(groups)
+def test_advantages_are_those_of_fractions(scores: list[list[Score]]) -> None:
+    """An advantage is 0 exactly where it is by fractions, and close to them elsewhere.
+
+    What has none is not sent to the ranks, and dynamic sampling keeps the groups that have some.
+    """
+    config, samples = Config(), samples_of(scores)
+    batch = assemble(samples, config)
+    for name in NAMES:
+        config.algorithm.adv_estimator, config.algorithm.kl_ctrl.kl_coef = name, 0.0
+        add_advantages(batch, config, FixedKLController(0.0))
+        got, expected = batch.tokens["advantages"], by_fractions(name, scores)
+        assert got.dtype == batch.tokens["returns"].dtype == torch.float32
+        by_token = got[batch.tokens["policy_mask"]].tolist()
+        assert [one == 0 for one in by_token] == [above == 0 for above, _ in expected], name
+        divided = [float(above) / below for above, below in expected]
+        assert by_token == pytest.approx(divided, rel=1e-6), name
+        assert len(with_gradient(batch)) == sum(above != 0 for above, _ in expected)
+    differ = [f"g{i}" for i, group in enumerate(scores) if len({exact for _, exact in group}) > 1]
+    assert samples.groups_with_reward_variance() == differ
