@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from search_r1.options import run
+from search_r1.options import Port, run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class McpOptions:
     """how clients speak to it"""
     host: str = "127.0.0.1"
     """for streamable-http"""
-    port: int = 8002
+    port: Port = 8002
     """for streamable-http"""
 
 

@@ -10,46 +10,27 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
+from verl.bounds import FINITE, MAX_SEED, Bounds
+from verl.errors import explain
+
+__all__ = ["Bounds", "Port", "Seed", "parse", "problems", "run"]
+
 T = TypeVar("T")
+Port = Annotated[int, Bounds(0, 65535)]
+Seed = Annotated[int, Bounds(0, MAX_SEED)]
 
 STYLE = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes,
          tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff)  # fmt: skip
 """Nested groups keep plain flags; a switch is off by default and has no `--no-` twin."""
 KINDS = {int: "a whole number", float: "a number", str: "text", Path: "a path"}
 registry = tyro.constructors.ConstructorRegistry()
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What a number may be; None leaves that side open."""
-
-    at_least: float | None = None
-    at_most: float | None = None
-    above: float | None = None
-    below: float | None = None
-
-    def __contains__(self, number: float) -> bool:
-        return (
-            (self.at_least is None or number >= self.at_least)
-            and (self.at_most is None or number <= self.at_most)
-            and (self.above is None or number > self.above)
-            and (self.below is None or number < self.below)
-            and number == number  # not nan
-        )
-
-    def __str__(self) -> str:
-        low = [f"{self.at_least:g} or more"] if self.at_least is not None else []
-        low += [f"above {self.above:g}"] if self.above is not None else []
-        high = [f"at most {self.at_most:g}"] if self.at_most is not None else []
-        high += [f"below {self.below:g}"] if self.below is not None else []
-        return ", ".join(low + high)
 
 
 @registry.primitive_rule
@@ -102,19 +83,21 @@ def problems(options: object) -> Iterator[str]:
             yield from problems(value)
         values = value if isinstance(value, tuple) else (value,)
         flag = f"--{field.name.replace('_', '-')}"
-        for bounds in _bounds(hints[field.name]):
-            for wrong in (one for one in values if one is not None and one not in bounds):
+        for bounds in _bounds(hints[field.name]) or (FINITE,):
+            for wrong in (one for one in values if _is_number(one) and one not in bounds):
                 fix = f"give {flag} such a number, or leave it out"
-                yield f"{flag}: got {wrong}, expected {bounds}; fix: {fix}"
+                yield explain(flag, wrong, bounds.expected(wrong), fix)
 
 
-def _bounds(hint: Any) -> Iterator[Bounds]:
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float)
+
+
+def _bounds(hint: Any) -> list[Bounds]:
     """The bounds in an annotation, also inside `… | None` and tuples."""
-    for part in get_args(hint):  # of Annotated: the type, then what is said of it
-        if isinstance(part, Bounds):
-            yield part
-        else:
-            yield from _bounds(part)
+    if isinstance(hint, Bounds):
+        return [hint]
+    return [one for part in get_args(hint) for one in _bounds(part)]  # of Annotated: type, Bounds
 
 
 def run(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from search_r1.inference.options import InferenceOptions
-from search_r1.options import Bounds, run
+from search_r1.options import Bounds, Port, run
 from search_r1.search.errors import SearchError
 from verl.errors import UserError
 
@@ -26,7 +26,7 @@ class ServingOptions(InferenceOptions):
     """what clients call the model"""
     host: str = "127.0.0.1"
     """address to listen on"""
-    port: int = 8001
+    port: Port = 8001
     """port to listen on; 0 for any free one"""
     port_file: Path | None = None
     """write the port here once it is served"""

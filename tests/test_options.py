@@ -24,7 +24,7 @@ class Sample:
 
     topk: Annotated[int, Bounds(1)] = 3
     """documents"""
-    rate: Annotated[float, Bounds(above=0, at_most=1)] | None = None
+    rate: Annotated[float, Bounds(gt=0, le=1)] | None = None
     """share"""
     path: str | None = None
     """a file"""
@@ -60,7 +60,7 @@ def test_every_kind_of_flag_is_read_in_both_spellings() -> None:
     ("flags", "words"),
     [
         (["--topk", "0"], ["--topk", "got 0", "expected 1 or more", "fix:"]),
-        (["--rate", "0"], ["--rate", "got 0", "expected above 0, at most 1"]),
+        (["--rate", "0"], ["--rate", "got 0", "expected more than 0, at most 1"]),
         (["--rate", "nan"], ["--rate", "got nan"]),
         (["--pass-k", "2", "0"], ["--pass-k", "got 0"]),
         (["--topk", "many"], ["--topk", "got 'many'", "expected a whole number"]),

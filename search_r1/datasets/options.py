@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from search_r1.options import Bounds
+from search_r1.options import Bounds, Seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +75,9 @@ class OwnOptions:
     """take only these sets, with commas"""
     split: str = ""
     """split of rows that name none, instead of dividing them"""
-    test_share: float = 0.1
+    test_share: Annotated[float, Bounds(0, 1)] = 0.1
     """share of the divided questions that is for testing"""
-    seed: int = 0
+    seed: Seed = 0
     """of the division"""
     template_type: str = "base"
     """wording of the prompt; base is the paper's (docs/data.md names the others)"""

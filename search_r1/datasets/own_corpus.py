@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
+from search_r1.options import Bounds
 from search_r1.search.index.passages import MAX_WORDS, read_folder, write_corpus
 
 logger = logging.getLogger(__name__)
@@ -21,7 +23,7 @@ class CorpusOptions:
     """texts in UTF-8; folders inside are read too"""
     out: Path = Path("data/own/corpus.jsonl")
     """the corpus"""
-    max_words: int = MAX_WORDS
+    max_words: Annotated[int, Bounds(1)] = MAX_WORDS
     """words of a passage"""
 
 

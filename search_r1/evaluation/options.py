@@ -11,7 +11,7 @@ import tyro
 
 from search_r1.evaluation.measures import MEASURES
 from search_r1.inference.options import AgentOptions
-from search_r1.options import Bounds
+from search_r1.options import Bounds, Seed
 from verl.config import Config
 from verl.errors import ConfigError, explain
 
@@ -26,7 +26,7 @@ class Resampling:
 
     num_resamples: Annotated[int, Bounds(100)] = 2000
     """resamples of the bootstrap"""
-    seed: int = 0
+    seed: Seed = 0
     """seed of the bootstrap"""
 
 
@@ -48,7 +48,7 @@ class EvaluationOptions(AgentOptions):
     """samples a question"""
     pass_k: tuple[Annotated[int, Bounds(1)], ...] = ()
     """report pass@k for these k, at most n"""
-    seed: int = 0
+    seed: Seed = 0
     """of sampling, of --num-rows and of the bootstrap"""
     judge_url: str | None = None
     """OpenAI-compatible server that judges answers also, as http://HOST:PORT/v1"""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from search_r1.options import Bounds, problems
+from search_r1.options import Bounds, Seed, problems
 from verl.config import Config
 from verl.errors import ConfigError, explain
 
@@ -32,11 +32,11 @@ class AgentOptions:
     """wording: a name, or a .yaml file, as of `template`; default: the model's own"""
     max_turns: Annotated[int, Bounds(0)] | None = None
     """searches a dialogue; default: the model's own"""
-    temperature: Annotated[float, Bounds(0)] = 0.0
+    temperature: Annotated[float, Bounds(0, 10)] = 0.0
     """0 is greedy"""
-    top_p: Annotated[float, Bounds(above=0, at_most=1)] = 1.0
+    top_p: Annotated[float, Bounds(gt=0, le=1)] = 1.0
     """nucleus bound"""
-    seed: int | None = None
+    seed: Seed | None = None
     """makes sampling repeatable; default: another every time"""
     engine: Literal["vllm", "transformers"] = "vllm"
     """what generates"""
@@ -50,7 +50,7 @@ class AgentOptions:
     """what the engine computes in"""
     tensor_parallel_size: Annotated[int, Bounds(1)] = 1
     """GPUs of the engine"""
-    gpu_memory_utilization: Annotated[float, Bounds(above=0, at_most=1)] = 0.85
+    gpu_memory_utilization: Annotated[float, Bounds(gt=0, le=1)] = 0.85
     """share of a GPU's memory for vLLM"""
     concurrency: Annotated[int, Bounds(1)] = 256
     """dialogues at once"""

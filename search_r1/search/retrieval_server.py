@@ -15,7 +15,7 @@ from pathlib import Path
 if not __package__:  # started as a file: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from search_r1.options import parse
+from search_r1.options import Port, parse
 from search_r1.search.backends.base import Retriever
 from search_r1.search.backends.registry import build_retriever
 from search_r1.search.backends.settings import RetrieverConfig
@@ -42,7 +42,7 @@ class ServerOptions:
 
     host: str = "127.0.0.1"
     """address to bind to"""
-    port: int = 8000
+    port: Port = 8000
     """0 picks a free port"""
     port_file: Path | None = None
     """file that receives the port once requests are accepted"""

@@ -15,7 +15,7 @@ class KlControlConfig:
 
     type: str = option("fixed", resume="logged", choices=("fixed", "adaptive"))
     """fixed or adaptive."""
-    kl_coef: float = option(0.001, resume="logged", ge=0)
+    kl_coef: float = option(0.001, resume="logged", ge=0, le=1000)
     """Weight (the starting one, if adaptive); used when KL is not in the loss."""
     target_kl: float = option(0.1, resume="logged", gt=0)
     """Adaptive: the KL in nats, a mean over policy tokens and then sequences, that is aimed at."""

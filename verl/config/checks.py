@@ -45,5 +45,5 @@ def beyond_limits(section: Any, registered: bool = False) -> Iterator[str]:
             continue
         if not limits.allows(value):
             usual = field.default_factory() if callable(field.default_factory) else field.default
-            expected = limits.expected() + (", or null" if "None" in str(field.type) else "")
+            expected = limits.expected(value) + (", or null" if "None" in str(field.type) else "")
             yield explain(key, typed(value), expected, f"{key}={typed(usual)}, the default")

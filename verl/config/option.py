@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from verl.bounds import FINITE, Bounds
 
 Resume = Literal["fixed", "experiment", "logged", "free"]
 """What another value than the checkpoint's leads to when a run is resumed:
@@ -29,9 +31,8 @@ class Limits:
     """What a value may be, and its resume class; null is always allowed where the type has it."""
 
     resume: Resume
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
+    bounds: Bounds = FINITE
+    """Those of a number, or of each one in a list or mapping."""
     choices: tuple[str, ...] | str = ()
     """Words, or the place of a registry whose keys they are, `module:NAME`, which is imported
     when a value is checked: the registries of algorithms import torch."""
@@ -46,29 +47,28 @@ class Limits:
         module, _, name = self.choices.partition(":")
         return tuple(getattr(importlib.import_module(module), name))
 
-    def expected(self) -> str:
-        """The bounds in words; empty without any."""
+    def expected(self, value: Any = 0) -> str:
+        """The bounds in words, for one who gave `value`; empty without any."""
         if self.choices:
             return f"one of {', '.join(self.words)}{', or FILE.py:NAME' if self.or_file else ''}"
-        if self.ge is not None and self.le is not None:
-            return f"from {self.ge} to {self.le}"
-        least = f"more than {self.gt}" if self.gt is not None else ""
-        least = f"{self.ge} or more" if self.ge is not None else least
-        most = f"at most {self.le}" if self.le is not None else ""
-        return ", ".join(filter(None, (least, most)))
+        wrong = next((one for one in _parts(value) if not self.allows(one)), 0)
+        return self.bounds.expected(wrong)
 
     def allows(self, value: Any) -> bool:
         """Whether a value that is not null is within the bounds; a list is, if all of it is."""
-        if isinstance(value, list):
-            return all(self.allows(one) for one in value)
+        if isinstance(value, list | tuple | Mapping):
+            return all(self.allows(one) for one in _parts(value))
         if self.choices:
             is_file = self.or_file and ".py:" in value
             return is_file or value in self.words
-        return (
-            (self.ge is None or value >= self.ge)
-            and (self.gt is None or value > self.gt)
-            and (self.le is None or value <= self.le)
-        )
+        return not isinstance(value, int | float) or value in self.bounds
+
+
+def _parts(value: Any) -> Collection[Any]:
+    """The values in a list or mapping; any other value alone."""
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else (value,)
 
 
 def option(
@@ -76,10 +76,12 @@ def option(
     *,
     resume: Resume,
     factory: Callable[[], Any] | None = None,
-    **limits: Any,
+    choices: tuple[str, ...] | str = (),
+    or_file: bool = False,
+    **bounds: float,
 ) -> Any:
-    """A field of a configuration's dataclass; `limits` are those of `Limits`."""
-    metadata = {"limits": Limits(resume, **limits)}
+    """A field of a configuration's dataclass; see `Limits`, and `Bounds` for a number's bounds."""
+    metadata = {"limits": Limits(resume, Bounds(**bounds), choices, or_file)}
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

@@ -35,13 +35,13 @@ class AdapterConfig:
 class OptimConfig:
     """AdamW and its schedule (linear warm-up, then constant)."""
 
-    lr: float = option(1e-6, resume="logged", ge=0)
+    lr: float = option(1e-6, resume="logged", gt=0, le=1)
     """Peak learning rate."""
     lr_warmup_steps_ratio: float = option(0.0, resume="logged", ge=0, le=1)
     """Share of all optimizer steps over which lr rises linearly from 0."""
-    weight_decay: float = option(0.01, resume="logged", ge=0)
+    weight_decay: float = option(0.01, resume="logged", ge=0, le=10)
     """Decoupled weight decay."""
-    betas: tuple[float, float] = option((0.9, 0.999), resume="experiment")
+    betas: tuple[float, float] = option((0.9, 0.999), resume="experiment", ge=0, lt=1)
     """AdamW's moment decays."""
 
 
@@ -77,7 +77,7 @@ class ActorConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
     ppo_mini_batch_size: int = option(256, resume="experiment", ge=1)
-    """Trajectories per optimizer step, over all ranks."""
+    """Trajectories per optimizer step, over all ranks; the default takes all of a smaller step."""
     ppo_micro_batch_size: int | None = option(None, resume="free", ge=1)
     """Full-length trajectories per forward over all ranks; sets the token budget when
     `ppo_max_token_len_per_gpu` is null."""
@@ -87,9 +87,9 @@ class ActorConfig:
     """Passes over a step's trajectories."""
     grad_clip: float = option(1.0, resume="logged", gt=0)
     """Gradient norm bound."""
-    clip_ratio: float = option(0.2, resume="logged", gt=0)
+    clip_ratio: float = option(0.2, resume="logged", gt=0, le=1000)
     """PPO's epsilon below 1, and above it unless `clip_ratio_high` is set."""
-    clip_ratio_high: float | None = option(None, resume="logged", gt=0)
+    clip_ratio_high: float | None = option(None, resume="logged", gt=0, le=1000)
     """Epsilon above 1 (clip-higher); null takes `clip_ratio`."""
     clip_ratio_c: float = option(3.0, resume="logged", gt=1)
     """Dual-clip bound for negative advantages (policy_loss=ppo)."""
@@ -102,15 +102,15 @@ class ActorConfig:
     )
     """How token losses become one: token-mean, seq-mean-token-sum, seq-mean-token-mean,
     seq-mean-token-sum-norm (divided by the tokens that a whole trajectory may sample)."""
-    entropy_coeff: float = option(0.0, resume="logged")
+    entropy_coeff: float = option(0.0, resume="logged", ge=-10, le=10)
     """Weight of the entropy bonus."""
     use_kl_loss: bool = option(False, resume="logged")
     """Add KL to the reference policy to the loss (needs the reference)."""
-    kl_loss_coef: float = option(0.001, resume="logged", ge=0)
+    kl_loss_coef: float = option(0.001, resume="logged", ge=0, le=1000)
     """Weight of that KL."""
     kl_loss_type: str = option("low_var_kl", resume="logged", choices="verl.core_algos.kl:KL_KINDS")
     """Estimator: kl, abs, mse, low_var_kl."""
-    llds_coef: float = option(0.0, resume="logged", ge=0)
+    llds_coef: float = option(0.0, resume="logged", ge=0, le=1000)
     """Weight of the penalty on likelihood that good trajectories lose (LLDS; 0.1 is published)."""
     llds_gate: str = option("turn", resume="logged", choices=("turn", "trajectory"))
     """What must have lost likelihood for its tokens to count: turn or trajectory."""
@@ -131,7 +131,7 @@ class ActorConfig:
 class ValSamplingConfig:
     """How validation samples; greedy unless said otherwise."""
 
-    temperature: float = option(0.0, resume="logged", ge=0)
+    temperature: float = option(0.0, resume="logged", ge=0, le=10)
     """Sampling temperature of validation; 0 is greedy."""
     top_p: float = option(1.0, resume="logged", gt=0, le=1)
     """Nucleus bound of validation."""
@@ -150,7 +150,7 @@ class RolloutConfig:
     """The model's name there; null for the model's path."""
     n_agent: int = option(1, resume="experiment", ge=1)
     """Trajectories sampled per prompt (the group size of GRPO)."""
-    temperature: float = option(1.0, resume="logged", ge=0)
+    temperature: float = option(1.0, resume="logged", ge=0, le=10)
     """Sampling temperature of training rollouts."""
     top_p: float = option(1.0, resume="logged", gt=0, le=1)
     """Nucleus bound of training rollouts; below 1, engine and trainer log-probs differ."""

@@ -53,7 +53,7 @@ class StageConfig:
 
     name: str = option("em", resume="experiment")
     """The reward, as in `reward_model.name`."""
-    weights: dict[str, float] = option(factory=dict, resume="experiment")
+    weights: dict[str, float] = option(factory=dict, resume="experiment", ge=-1000, le=1000)
     """A weighted sum in place of `name`, as in `reward_model.weights`."""
     until_step: int | None = option(None, resume="experiment", ge=1)
     """The last step of the stage."""
@@ -67,25 +67,25 @@ class RewardConfig:
 
     name: str = option("em", resume="experiment")
     """A reward of docs/rewards.md, or your own `path/to/file.py:function`."""
-    weights: dict[str, float] = option(factory=dict, resume="experiment")
+    weights: dict[str, float] = option(factory=dict, resume="experiment", ge=-1000, le=1000)
     """Weights of several rewards by name (`{em: 1.0, f1: 0.5}`), in place of `name`."""
     stages: list[StageConfig] = option(factory=list, resume="experiment")
     """Rewards one after another (`[{name: r1_searcher_stage_1, until_step: 100}, {name:
     r1_searcher_stage_2}]`), in place of `name`; each but the last needs an end."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
-    format_score: float = option(0.0, resume="logged")
+    format_score: float = option(0.0, resume="logged", ge=-1000, le=1000)
     """em: score of a wrong but well-formed answer."""
-    structure_format_score: float = option(0.0, resume="logged")
+    structure_format_score: float = option(0.0, resume="logged", ge=-1000, le=1000)
     """em_format: score of a valid dialogue structure."""
-    final_format_score: float = option(0.0, resume="logged")
+    final_format_score: float = option(0.0, resume="logged", ge=-1000, le=1000)
     """em_format: score of a present answer in an invalid structure."""
-    retrieval_score: float = option(0.0, resume="logged")
+    retrieval_score: float = option(0.0, resume="logged", ge=-1000, le=1000)
     """em_format: extra score when a document that was found holds the answer."""
-    correct_answer: float = option(1.0, resume="logged")
+    correct_answer: float = option(1.0, resume="logged", ge=-1000, le=1000)
     """em_cost: score of a correct answer."""
-    search_penalty: float = option(0.0, resume="logged")
+    search_penalty: float = option(0.0, resume="logged", ge=-1000, le=1000)
     """em_cost: what each query costs."""
-    invalid_format: float = option(0.0, resume="logged")
+    invalid_format: float = option(0.0, resume="logged", ge=-1000, le=1000)
     """em_cost: what each turn without an action costs."""
     penalise_correct_only: bool = option(False, resume="logged")
     """em_cost: take costs off correct answers alone."""

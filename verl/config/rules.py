@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from verl.config import Config
 from verl.config.agent import EMPTY, ServerConfig
+from verl.config.policy import ActorConfig
 from verl.config.reward import RewardConfig, StageConfig
 from verl.core_algos.advantages import ADVANTAGES
 from verl.errors import explain
@@ -51,7 +52,7 @@ def _run(config: Config) -> Iterator[Row]:
     longest, ranks, per_node = data.max_prompt_length, config.num_ranks, trainer.n_gpus_per_node
     start, seen = data.max_start_length, data.max_obs_length
     batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    size = rollout.tensor_model_parallel_size
+    engine_size = rollout.tensor_model_parallel_size
     yield (start > longest, "data.max_start_length",
            f"{start}, more than data.max_prompt_length={longest}", "a prompt that fits the context",
            "raise data.max_prompt_length or lower data.max_start_length")
@@ -62,7 +63,12 @@ def _run(config: Config) -> Iterator[Row]:
     yield (batch < ranks and not trainer.val_only, f"{ACTOR}.ppo_mini_batch_size", batch,
            f"one trajectory or more for each of {ranks} ranks",
            f"{ACTOR}.ppo_mini_batch_size={ranks}, or fewer trainer.n_gpus_per_node")
-    yield (per_node % size, f"{ROLLOUT}.tensor_model_parallel_size", size,
+    usual, step = ActorConfig.ppo_mini_batch_size, config.num_trajectories
+    for key, size in ((ACTOR, batch), ("critic", config.critic.ppo_mini_batch_size or usual)):
+        yield (size > step and size != usual, f"{key}.ppo_mini_batch_size", size,
+               f"at most the {step} trajectories of a step, or {usual}, the default, for all",
+               f"{key}.ppo_mini_batch_size={step}")
+    yield (per_node % engine_size, f"{ROLLOUT}.tensor_model_parallel_size", engine_size,
            f"a divisor of trainer.n_gpus_per_node={per_node}",
            f"{ROLLOUT}.tensor_model_parallel_size=1")
     yield (rollout.temperature == 0 and not trainer.val_only, f"{ROLLOUT}.temperature", 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.bounds import MAX_SEED
 from verl.config.option import option
 
 
@@ -123,7 +124,7 @@ class TrainerConfig:
     resume_anyway: list[str] = option(factory=list, resume="free")
     """What may differ from the checkpoint that is resumed from: data, corpus, algorithm … as the
     refusal names it."""
-    seed: int = option(0, resume="experiment")
+    seed: int = option(0, resume="experiment", ge=0, le=MAX_SEED)
     """Seed of data order, sampling and initialisation of the value head."""
     max_restarts: int = option(3, resume="free", ge=0)
     """How often a run may lose a process and go on by itself: a rollout replica, which is started

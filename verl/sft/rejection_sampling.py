@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import tyro
 
+from verl.bounds import MAX_SEED
 from verl.config.checks import beyond_limits, refuse
 from verl.config.option import option
 from verl.data.trajectories import TOKENIZER, num_calls, read_header, read_rows, write_lines
@@ -58,7 +59,7 @@ PREFERENCES: Mapping[str, Callable[[Candidate], tuple[float, ...]]] = MappingPro
 class Criteria:
     """Which trajectories become demonstrations."""
 
-    min_score: float = 1.0
+    min_score: float = option(1.0, resume="free")
     """The least value of the measure."""
     measure: str = "score"
     """What is judged: score, or one of its components (em), where a score is not only for right
@@ -69,7 +70,7 @@ class Criteria:
     """Longest trajectory, prompt and observations included."""
     prefer: Literal["short", "few_searches", "random"] = "short"
     """Which of a question's trajectories come first; few_searches counts calls of any tool."""
-    seed: int = 0
+    seed: int = option(0, resume="free", ge=0, le=MAX_SEED)
     """Seed of random, and of the order among equals."""
 
 

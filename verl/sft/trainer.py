@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from verl.bounds import MAX_SEED
 from verl.config import AdapterConfig, OptimConfig
 from verl.config.checks import beyond_limits, refuse
 from verl.config.option import option
@@ -61,15 +62,15 @@ class SftConfig(AdapterConfig):
     """Optimizer steps."""
     batch_size: int = bounded(8, ge=1)
     """Demonstrations per step, over all ranks."""
-    lr: float = 2e-4
+    lr: float = bounded(2e-4, gt=0, le=1)
     """Peak learning rate."""
     schedule: str = bounded("linear", choices=SCHEDULES)
     """After the warm-up: constant, or linear or cosine to 0."""
-    warmup_steps: int = 3
+    warmup_steps: int = bounded(3, ge=0)
     """Steps over which lr rises linearly."""
-    weight_decay: float = 0.0
+    weight_decay: float = bounded(0.0, ge=0, le=10)
     """Decoupled weight decay."""
-    grad_clip: float = 1.0
+    grad_clip: float = bounded(1.0, gt=0)
     """Gradient norm bound."""
     max_length: int = bounded(2048, ge=1)
     """Tokens of a demonstration; longer ones are refused."""
@@ -82,7 +83,7 @@ class SftConfig(AdapterConfig):
     shuffle: bool = True
     """Shuffle every epoch by `seed`; false keeps the file's order, which seed s enters s * steps
     batches after the start."""
-    seed: int = 0
+    seed: int = bounded(0, ge=0, le=MAX_SEED)
     """Seed of the order."""
     device: str = "auto"
     """auto, cuda, cpu."""

@@ -6,7 +6,7 @@ This module loads nothing heavy, so that `--help` and BM25 need neither torch no
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from search_r1.options import Bounds
+from search_r1.options import Bounds, Seed
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class DiagnosticConfig:
     """replay: what a server recorded with --record"""
     replay_latency: bool = False
     """replay: wait as long as the recorded search took"""
-    seed: int = 0
+    seed: Seed = 0
     """random: which documents a query gets"""
 
 

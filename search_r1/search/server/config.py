@@ -33,7 +33,7 @@ class ServiceConfig:
     """how long an idle engine waits for more queries (ms)"""
     cache_entries: Annotated[int, Bounds(0)] = 100_000
     """results kept in memory, the last used (0: none)"""
-    cache_bytes: Annotated[int, Bounds(0)] = 768 * 2**20
+    cache_bytes: Annotated[int, Bounds(0, 2**50)] = 768 * 2**20
     """memory of these results, in bytes (0: none)"""
     cache_path: str | None = None
     """sqlite file that keeps results across restarts"""

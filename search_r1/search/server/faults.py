@@ -13,7 +13,7 @@ from typing import Annotated
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from search_r1.options import Bounds
+from search_r1.options import Bounds, Seed
 from search_r1.search.errors import SetupError
 
 logger = logging.getLogger(__name__)
@@ -32,11 +32,11 @@ LOG_EVERY = 100
 class FaultConfig:
     """Test faults (never in production): requests that fail on purpose."""
 
-    inject_failures: Annotated[float, Bounds(0)] = 0.0
+    inject_failures: Annotated[float, Bounds(0, 1)] = 0.0
     """share of requests to fail, for tests"""
-    inject_hangs: Annotated[float, Bounds(0)] = 0.0
+    inject_hangs: Annotated[float, Bounds(0, 1)] = 0.0
     """share of requests never to answer, for tests"""
-    inject_seed: int = 0
+    inject_seed: Seed = 0
     """which requests those are"""
 
     @property

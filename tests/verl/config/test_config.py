@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts import option_pages
+from verl.bounds import Bounds
 from verl.config import Config, RewardConfig, cli, known, overrides
 from verl.config.known import known_options, settings
 from verl.config.option import Limits, Resume
@@ -131,9 +132,9 @@ def test_every_option_says_what_it_is() -> None:
 def test_bounds_are_kept_whatever_they_are() -> None:
     """A value at each bound passes, one beyond it is refused with the bounds in words."""
     for limits, inside, outside, words in (
-        (Limits("free", ge=1), (1, 2), (0, float("nan")), "1 or more"),
-        (Limits("free", gt=0, le=1), (0.1, 1), (0, 1.1), "more than 0, at most 1"),
-        (Limits("free", ge=0, le=1), (0, 1), (-0.1, 1.1), "from 0 to 1"),
+        (Limits("free", Bounds(ge=1)), (1, 2), (0, float("nan"), 2**31), "1 or more"),
+        (Limits("free", Bounds(gt=0, le=1)), (0.1, 1), (0, 1.1), "more than 0, at most 1"),
+        (Limits("free", Bounds(ge=0, le=1)), (0, 1), (-0.1, 1.1), "from 0 to 1"),
         (Limits("free", choices=("a", "b")), ("a", ["a", "b"]), ("c", ["a", "c"]), "one of a, b"),
         (Limits("free", choices=("a",), or_file=True), ("x.py:F",), ("x.py",), "one of a, or FI"),
         (Limits("free", choices="verl.core_algos.kl:KL_KINDS"), ("kl",), ("lk",), "one of kl, "),
@@ -148,7 +149,7 @@ def test_words_of_the_configuration_are_those_of_the_packages() -> None:
     options = known_options()
     for key in ("trainer.compute_dtype", "actor_rollout_ref.rollout.dtype"):
         assert options[key].limits.words == ("auto", *DTYPES)
-    assert options["actor_rollout_ref.model.lora_rank"].limits.le == VLLM_LORA_RANKS[-1]
+    assert options["actor_rollout_ref.model.lora_rank"].limits.bounds.le == VLLM_LORA_RANKS[-1]
 
 
 def test_the_page_of_options_keeps_up_with_the_code() -> None:

@@ -122,7 +122,7 @@ def test_what_is_left_to_the_machine_is_decided(sound: list[str], tmp_path: Path
         ("data.val_files=nowhere.parquet", "data.val_files: nowhere.parquet: got no such file"),
         ("data.train_batch_size=5", "data.train_files: got 4 rows"),
         ("data.train_data_num=2", "data.train_files: got 2 rows"),
-        ("trainer.n_gpus_per_node=999", "999 ranks with no GPU"),
+        ("trainer.n_gpus_per_node=256", "256 ranks with no GPU"),
         ("trainer.nnodes=2", "2 without RAY_ADDRESS"),
         ("trainer.default_local_dir=/dev/null/x", "/dev/null cannot be"),
         ("retriever.url=http://127.0.0.1:9/retrieve", "bash retrieval_launch.sh"),
@@ -131,7 +131,7 @@ def test_what_is_left_to_the_machine_is_decided(sound: list[str], tmp_path: Path
 def test_each_problem_is_told_on_one_line(sound: list[str], override: str, expected: str) -> None:
     """A missing part is one line with got, expected and fix."""
     found = problems(
-        cli.compose([*sound, "actor_rollout_ref.actor.ppo_mini_batch_size=999", override])
+        cli.compose([*sound, "actor_rollout_ref.actor.ppo_mini_batch_size=256", override])
     )
     assert len(found) == 1
     assert expected in found[0]

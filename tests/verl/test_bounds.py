@@ -1,0 +1,105 @@
+"""Numbers of every command line: none may be what it cannot be."""
+
+import dataclasses
+import importlib
+import math
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import search_r1
+from search_r1.options import problems
+from verl.bounds import FINITE, MAX_SEED, MOST, Bounds
+from verl.config import Config, RewardConfig
+from verl.config.known import settings
+from verl.config.reward import PlateauConfig, StageConfig
+from verl.sft.rejection_sampling import Options
+from verl.sft.trainer import SftConfig
+
+NEVER = (math.nan, math.inf, -math.inf, 2**63, -(2**63), 1e300, -1e300)
+MAY_BE_ZERO = {
+    "it turns off what the option is of": "lora_rank lr_warmup_steps_ratio weight_decay "
+    "entropy_coeff kl_loss_coef llds_coef kl_coef penalty_factor critic_warmup save_freq keep_best "
+    "test_freq memory_watch_seconds memory_low drift_trajectories min_delta warmup_steps rescore "
+    "cache_entries cache_bytes inject_failures inject_hangs test_share",
+    "no momentum, discount at once, one-step estimates": "betas gamma lam",
+    "greedy; training refuses it by a rule of its own": "temperature",
+    "never again, or at once": "node_timeout max_restarts max_retries max_outage max_turns "
+    "online_retries batch_wait_ms drain max_lost_share",
+    "no change at all is borne": "drift_drop drift_crash shift_bound malformed_rise no_answer_rise "
+    "length_clip_rise search_share entropy_share entropy_rise grad_norm_growth skipped_updates",
+    "a score, of any sign": "format_score structure_format_score final_format_score "
+    "retrieval_score correct_answer search_penalty invalid_format weights min_score",
+    "the first seed; any free port": "seed inject_seed port",
+}
+MAY_BE_NEGATIVE = {
+    "-1 is the end of the run only": "save_freq test_freq",
+    "entropy may be held down, too": "entropy_coeff",
+    "a score, of any sign": MAY_BE_ZERO["a score, of any sign"],
+}
+
+
+def is_number(hint: object) -> bool:
+    """Whether a type has numbers in it."""
+    return hint in (int, float) or any(map(is_number, typing.get_args(hint)))
+
+
+def of_verl() -> Iterator[tuple[str, Callable[[float], bool]]]:
+    """Each numeric option of training, and whether it takes a number."""
+    stage = StageConfig(plateau=PlateauConfig())
+    whole = Config(reward_model=RewardConfig(stages=[stage]))
+    for section in (whole, SftConfig(), Options(rollouts="", out="")):
+        for key, owner, field, _ in settings(section):
+            if is_number(typing.get_type_hints(type(owner))[field.name]):
+                yield f"{type(section).__name__}.{key}", field.metadata["limits"].allows
+
+
+def of_search() -> Iterator[tuple[str, Callable[[float], bool]]]:
+    """Each numeric flag of the commands of search_r1, and whether it takes a number."""
+    root = Path(search_r1.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        if "from search_r1.options import" not in path.read_text(encoding="utf-8"):
+            continue
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        module = importlib.import_module(".".join(parts))
+        for kind in vars(module).values():
+            is_own = getattr(kind, "__module__", "") == module.__name__ and kind.__name__ != "Item"
+            if is_own and dataclasses.is_dataclass(kind):  # Item is a row of a table
+                yield from flags_of(kind)
+
+
+def flags_of(kind: type) -> Iterator[tuple[str, Callable[[float], bool]]]:
+    """The numeric fields of one dataclass of flags."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for name in (f.name for f in dataclasses.fields(kind) if is_number(hints[f.name])):
+        one = dataclasses.make_dataclass("One", [(name, hints[name])])
+        yield f"{kind.__name__}.{name}", lambda given, one=one: not [*problems(one(given))]
+
+
+OPTIONS = dict([*of_verl(), *of_search()])
+
+
+@pytest.mark.parametrize("key", OPTIONS)
+def test_no_number_is_taken_that_cannot_be(key: str) -> None:
+    """What is not finite or too large is refused; so are 0 and -1, without a reason above."""
+    allows, name = OPTIONS[key], key.rpartition(".")[2]
+    assert [number for number in NEVER if allows(number)] == []
+    for number, reasons in ((0, MAY_BE_ZERO), (-1, MAY_BE_NEGATIVE)):
+        assert allows(number) == (name in " ".join(reasons.values()).split()), number
+
+
+def test_the_error_says_what_would_be_taken() -> None:
+    """A number past the end that all have is told that end; the stated bounds are told always."""
+    for bounds, number, expected in (
+        (Bounds(1), 0, "1 or more"),
+        (Bounds(1), 2**31, f"1 or more, a finite number of at most {MOST}"),
+        (Bounds(gt=0), math.nan, f"more than 0, a finite number of at most {MOST}"),
+        (Bounds(gt=0, le=1), math.inf, "more than 0, at most 1"),
+        (Bounds(ge=0, lt=1), math.inf, "0 or more, less than 1"),
+        (Bounds(0, MAX_SEED), -1, f"from 0 to {MAX_SEED}"),
+        (FINITE, math.nan, f"a finite number of at most {MOST}"),
+    ):
+        assert number not in bounds
+        assert bounds.expected(number) == expected
