@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib.util
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from verl.errors import ConfigError, explain
+from verl.errors import ConfigError, UserError, explain
 
 Row = TypeVar("Row")
 
@@ -40,6 +42,22 @@ def resolve(option: str, name: str, builtin: Mapping[str, Row]) -> Row:
     return found  # type: ignore[no-any-return]
 
 
+def build(option: str, name: str, builtin: Mapping[str, Any], config: Any, needs: str) -> Any:
+    """What the name stands for, made for `config`; one of the user's must have the part `needs`.
+
+    Raises ConfigError, also for whatever the user's own code raises.
+    """
+    made = resolve(option, name, builtin)
+    if name in builtin:
+        return made(config)
+    with _told(option, name, "what can be called with the options of a run"):
+        found = made(config)
+    if not hasattr(found, needs):
+        expected = f"an object with {needs}"
+        raise ConfigError(explain(option, f"{name}, which gives {found!r}", expected, "return one"))
+    return found
+
+
 def is_path(name: str) -> bool:
     """Whether a value names a file's object rather than a built-in."""
     return name.rpartition(":")[0].endswith(".py")
@@ -63,10 +81,21 @@ def _module(option: str, path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their own module up there
-    try:
+    with _told(option, path, "a file that can be imported"):
         spec.loader.exec_module(module)
-    except (ImportError, SyntaxError) as error:
-        got = f"{path} ({type(error).__name__}: {error})"
-        fix = "correct the file, or install what it imports"
-        raise ConfigError(explain(option, got, "a file that can be imported", fix)) from error
     return module
+
+
+@contextlib.contextmanager
+def _told(option: str, what: object, expected: str) -> Iterator[None]:
+    """Make whatever a user's own code raises one line that says where."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split())
+        got = f"{what} ({type(error).__name__}: {text}; line {place.lineno} of {place.filename})"
+        fix = "correct it, or install what it imports"
+        raise ConfigError(explain(option, got, expected, fix)) from error

@@ -32,7 +32,8 @@ TOOLS: Mapping[str, Callable[[Config], Tool]] = {
 
 def build_agent(config: Config) -> Agent:
     """What `agent.name` names; actors of a run call this, each for itself."""
-    return plugins.resolve("agent.name", config.agent.name, AGENTS)(config)
+    agent: Agent = plugins.build("agent.name", config.agent.name, AGENTS, config, needs="run")
+    return agent
 
 
 def build_dialogue(config: Config) -> DialogueAgent:
@@ -56,7 +57,9 @@ AGENTS: Mapping[str, Callable[[Config], Agent]] = {"dialogue": build_dialogue}
 
 def build_environment(config: Config) -> Environment:
     """The tools of a run. Raises ConfigError for one that is not there."""
-    tools = [plugins.resolve("agent.tools", name, TOOLS)(config) for name in config.agent.tools]
+    tools = [
+        plugins.build("agent.tools", name, TOOLS, config, "name") for name in config.agent.tools
+    ]
     return Environment(tuple(tools), enabled=config.do_search)
 
 

@@ -1,6 +1,7 @@
 """Rewards made of rewards: a weighted sum, and a user's own function."""
 
 import importlib.util
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -48,10 +49,14 @@ def load_function(spec: str) -> RewardFn:
     module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert module_spec is not None and module_spec.loader is not None, path
     module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"got reward {spec!r}, but {path} has no function {name!r}")
+    try:
+        module_spec.loader.exec_module(module)
+        function = getattr(module, name)
+        inspect.signature(function).bind(None)
+    except (Exception, SystemExit) as error:  # whatever a file of the user's raises
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        expected = "a function of one dialogue in a file that can be imported"
+        raise ValueError(f"got reward {spec!r} ({text}), expected {expected}") from error
 
     def score_own(dialogue: RewardInput) -> RewardOutput:
         output = function(dialogue)

@@ -33,7 +33,7 @@ def test_a_users_own_function_scores(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "problem"), [("nowhere.py:f", "no file nowhere.py"), ("HERE:g", "no function 'g'")]
+    ("spec", "problem"), [("nowhere.py:f", "no file nowhere.py"), ("HERE:g", "no attribute .g.")]
 )
 def test_a_missing_function_is_named(tmp_path: Path, spec: str, problem: str) -> None:
     """The message says whether the file or the function is missing."""

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from search_r1.rewards.combine import load_function
 from verl import plugins
-from verl.errors import ConfigError
+from verl.errors import ConfigError, ToolError
 
 
 def test_a_name_is_a_row_or_an_object_of_a_file(tmp_path: Path) -> None:
@@ -39,6 +40,48 @@ def test_what_is_not_there_is_told(
     Path("other.py").write_text("import os\nclass Yours: ...\n")
     with pytest.raises(ConfigError, match=expected):
         plugins.resolve("x.name", name, {"search": 1})
+
+
+OWN = {
+    "raises.py": "raise RuntimeError('one\\ntwo')",
+    "ends.py": "raise SystemExit(3)",
+    "unknown.py": "undefined_name",
+    "zeros.py": "x = '\0'",
+    "lacks.py": "import no_such_module",
+    "loops.py": "def again(n): return again(n)\nagain(1)",
+    "number.py": "f = 3",
+    "two.py": "def f(one, other): return one",
+    "nothing.py": "def f(config): return None",
+    "fails.py": "def f(config): raise KeyError('x')",
+}
+"""Files of users, none of which gives a tool, an agent or a reward."""
+
+
+@pytest.mark.parametrize("file", OWN)
+def test_whatever_own_code_does_is_told_in_one_line(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that cannot run, or gives something else, is the user's to mend."""
+    monkeypatch.chdir(tmp_path)
+    Path(file).write_text(OWN[file])
+    with pytest.raises(ConfigError) as caught:
+        plugins.build("x.name", f"{file}:f", {}, None, needs="run")
+    assert str(caught.value).startswith("x.name: got ") and "\n" not in str(caught.value)
+    if file not in ("nothing.py", "fails.py"):  # which show themselves when they are called
+        with pytest.raises(ValueError, match=file):
+            load_function(f"{file}:f")
+
+
+def test_own_code_may_refuse_in_its_own_words(tmp_path: Path) -> None:
+    """What an own tool says to its user, and what it makes, arrive as they are."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from verl.errors import ToolError\n"
+        "def f(config):\n    if config is None: raise ToolError('no key')\n    return [config]\n"
+    )
+    with pytest.raises(ToolError, match=r"^no key$"):
+        plugins.build("x.name", f"{file}:f", {}, None, needs="pop")
+    assert plugins.build("x.name", f"{file}:f", {}, 3, needs="pop") == [3]
 
 
 def test_a_path_holds_in_another_folder() -> None:

@@ -46,7 +46,7 @@ def read_format(path: str | Path) -> TagFormat:
     """The format that a file describes. Raises ConfigError that names the key at fault."""
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         got = " ".join(str(error).split())
         raise ConfigError(explain(f"template={path}", got, "a YAML file", "correct it")) from error
     where = f"template={path}"

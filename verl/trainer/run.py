@@ -76,8 +76,13 @@ class Prepared:
 
 
 def prepare(config: Config) -> Prepared:
-    """Check everything that a run needs, decide what is left to its machine, read its questions."""
+    """Check everything that a run needs, decide what is left to its machine, read its questions.
+
+    Its reward and agent are made here, too, to see that they can be: each attempt and each replica
+    makes its own.
+    """
     environment = build_environment(config)
+    build_reward_manager(config)
     config = preflight(config, environment)
     made_with = identity(config, environment.identity())
     check_contents(config)
@@ -92,6 +97,7 @@ def prepare(config: Config) -> Prepared:
             (data.train_files, data.train_data_num), (data.val_files, data.val_data_num)
         )
     )  # fmt: skip
+    build_agent(config)
     check_prompts(format, itertools.chain(train_prompts, val_prompts))
     total_steps = count_steps(config, len(train_prompts))
     if config.trainer.rollout_data_dir is not None:
