@@ -20,6 +20,8 @@ from verl.errors import ConfigError, ToolError, ToolRefused, explain
 from verl.types import Completion, Origin, Sampling, Segment, Status, Trajectory
 
 Found = Sequence[Sequence[Item]]
+CHARS_PER_TOKEN = 16
+"""More than a tokenizer takes of prose: so much of a document tells that it is too long."""
 
 
 class Tokenizer(Protocol):
@@ -184,7 +186,7 @@ class DialogueAgent:
             some = [items[:count] for items in found]
             if self._fits(turn, some):
                 return some
-        low, high = 0, max((len(_words(items[0])) for items in found if items), default=0)
+        low, high = 0, max((items[0].text.count(" ") + 1 for items in found if items), default=0)
         while low < high:
             middle = (low + high + 1) // 2
             if self._fits(turn, _cut(found, middle)):
@@ -195,7 +197,19 @@ class DialogueAgent:
         return cut if self._fits(turn, cut) else [() for _ in found]
 
     def _fits(self, turn: Turn, found: Found) -> bool:
-        return len(self._encode(self._response(turn, found))) <= self.limits.max_obs_length
+        """Whether the response is within its budget; of a long one as little is encoded as tells.
+
+        Where a beginning has twice the tokens of the budget, the whole has more than that, wherever
+        the cut fell; a tokenizer that takes few for it, as of a run of spaces, gets more of it.
+        """
+        most = self.limits.max_obs_length
+        total = sum(len(item.text) + len(item.title or "") for items in found for item in items)
+        num_chars = CHARS_PER_TOKEN * most
+        while num_chars < total:
+            if len(self._encode(self._response(turn, _beginning(found, num_chars)))) > 2 * most:
+                return False
+            num_chars *= 4
+        return len(self._encode(self._response(turn, found))) <= most
 
     def _response(self, turn: Turn, found: Found | None) -> str:
         """The format's words, and what precedes the policy's next turn by configuration."""
@@ -226,16 +240,27 @@ def refuse_closed_think(format: DialogueFormat, no_think_rl: bool) -> None:
         raise ConfigError(explain("algorithm.no_think_rl", True, expected, fix))
 
 
-def _words(item: Item) -> list[str]:
-    return item.text.split(" ")
-
-
 def _cut(found: Found, num_words: int) -> Found:
     """The first item of each call, with at most so many leading words of its text."""
     return [
-        [replace(items[0], text=" ".join(_words(items[0])[:num_words]))] if items else []
+        [replace(item, text=" ".join(item.text.split(" ", num_words)[:num_words]))
+         for item in items[:1]]
         for items in found
-    ]
+    ]  # fmt: skip
+
+
+def _beginning(found: Found, num_chars: int) -> Found:
+    """The items that begin within so many characters, none of them longer."""
+    beginning: list[list[Item]] = []
+    total = 0
+    for items in found:
+        beginning.append([])
+        for item in items:
+            if total < num_chars:
+                title = item.title and item.title[:num_chars]
+                beginning[-1].append(replace(item, title=title, text=item.text[:num_chars]))
+            total += len(item.text) + len(item.title or "")
+    return beginning
 
 
 def _add_faults(trajectory: Trajectory, faults: Mapping[str, int]) -> None:
