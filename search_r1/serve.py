@@ -30,6 +30,11 @@ class ServingOptions(InferenceOptions):
     """port to listen on; 0 for any free one"""
     port_file: Path | None = None
     """write the port here once it is served"""
+    allowed_hosts: tuple[str, ...] = ()
+    """names in a request's Host, beside addresses and localhost; bound to this machine alone no
+    others are taken, elsewhere all are until some are given (*: any)"""
+    max_body_bytes: Annotated[int, Bounds(64)] = 8 * 2**20
+    """longest request body, in bytes"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,21 +9,26 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from search_r1.agent.generation import retrieval_of
 from search_r1.agent_server.answers import Envelope
 from search_r1.agent_server.errors import ApiError, answer_errors
-from search_r1.agent_server.requests import ChatRequest, Order, understand
+from search_r1.agent_server.requests import ChatRequest, Order, read, understand
 from search_r1.agent_server.streaming import Listener, events, outcome, unless_left
 from search_r1.agent_server.thoughts import Thoughts, reasoning
 from search_r1.bearer import has_token
 from search_r1.inference.dialogue import SILENCE, AgentSession, DialogueListener, Reply
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
+from search_r1.serve import ServingOptions
 from verl import __version__
 
 CLIENT_CLOSED = 499
 """What is noted, by convention, where nobody waits for an answer any more."""
+_CONTENT = {"application/json": {"schema": ChatRequest.model_json_schema()}}
+_BODY = {"requestBody": {"required": True, "content": _CONTENT}}
+"""For OpenAPI: the route reads its body itself."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Service:
     session: AgentSession
     name: str
     token: str | None = None
+    max_body_bytes: int = ServingOptions.max_body_bytes
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model(self) -> dict[str, Any]:
@@ -67,6 +73,12 @@ class Service:
                 max_tokens=order.max_tokens,
             )
         )
+
+    async def answer(self, body: ChatRequest) -> Response:
+        """What the client gets; a long prompt is rendered beside the event loop."""
+        order = await asyncio.to_thread(understand, body, self.session)
+        make = self.stream if body.stream else self.whole
+        return await make(order, Envelope(self.name))
 
     async def whole(self, order: Order, envelope: Envelope) -> Response:
         """One answer after the end."""
@@ -112,7 +124,7 @@ class Service:
 
 def build_app(service: Service) -> FastAPI:
     """The routes of a service."""
-    app = FastAPI(title="Search-R1 agent", version=__version__)
+    app = FastAPI(title="Search-R1 agent", version=__version__, docs_url=None, redoc_url=None)
     answer_errors(app)
     app.include_router(_guarded(service))
 
@@ -137,12 +149,15 @@ def _guarded(service: Service) -> APIRouter:
         service.require(name)
         return service.model()
 
-    @router.post("/chat/completions", response_model=None)
-    async def chat(body: ChatRequest, request: Request) -> Response:
+    # The body is no parameter: FastAPI would read all of it before it looks at the token.
+    @router.post("/chat/completions", response_model=None, openapi_extra=_BODY)
+    async def chat(request: Request) -> Response:
+        try:
+            body = await read(request.receive, service.max_body_bytes)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_CLOSED)
         service.require(body.model)
-        order, envelope = understand(body, service.session), Envelope(service.name)
-        answer = service.stream if body.stream else service.whole
-        return await unless_left(request, answer(order, envelope)) or Response(
+        return await unless_left(request, service.answer(body)) or Response(
             status_code=CLIENT_CLOSED
         )
 

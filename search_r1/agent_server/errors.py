@@ -6,7 +6,6 @@ import logging
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
@@ -36,6 +35,11 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers)
 
 
+def misdirected(text: str) -> JSONResponse:
+    """The answer to a request for a name that is not this server's."""
+    return ApiError(421, text).response()
+
+
 INTERNAL = ApiError(500, "an error of the server, which its log describes", "internal_error")
 
 
@@ -45,12 +49,6 @@ def answer_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> JSONResponse:
         return error.response()
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"] if part != "body")
-        return ApiError(400, f"{param or 'body'}: {first['msg']}", None, param or None).response()
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:

@@ -7,12 +7,17 @@ ignored.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from fastapi import HTTPException
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import Receive
 
 from search_r1.agent_server.errors import ApiError
 from search_r1.inference.dialogue import AgentSession
+from search_r1.search.errors import DeadlineExceeded
+from search_r1.search.schema import well_formed
+from search_r1.search.server.requests import parse, read_body
 from verl.errors import DataError
 from verl.types import Prompt, Sampling
 
@@ -30,6 +35,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
 }
 """Fields that only these values (or null) may have."""
+BODY_S = 60.0
+"""How long a body may take to arrive."""
 
 
 class Part(BaseModel):
@@ -43,7 +50,7 @@ class ChatMessage(BaseModel):
     """One message; an assistant's fields beside its content are ignored."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
 
 
 class StreamOptions(BaseModel):
@@ -58,7 +65,7 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -79,6 +86,21 @@ class Order:
     max_tokens: int | None
     """What the policy may sample in all turns together."""
     includes_usage: bool
+
+
+async def read(receive: Receive, max_bytes: int) -> ChatRequest:
+    """The request. Raises ApiError for its first mistake, or ClientDisconnect."""
+    try:
+        return parse(await read_body(receive, max_bytes, BODY_S), ChatRequest)
+    except DeadlineExceeded as error:
+        raise ApiError(408, str(error)) from error
+    except HTTPException as error:
+        if isinstance(error.detail, str):
+            raise ApiError(error.status_code, error.detail) from error
+        first: dict[str, Any] = error.detail[0]
+        param = ".".join(str(part) for part in first["loc"] if part != "body")
+        text = f"{param or 'body'}: {first['msg']}"
+        raise ApiError(400, text, None, param or None) from error
 
 
 def understand(body: ChatRequest, session: AgentSession) -> Order:
@@ -119,13 +141,13 @@ def _refuse_unsupported(body: ChatRequest) -> None:
 def _text(message: ChatMessage) -> str:
     """The message's words; raises ApiError for images and the like."""
     if message.content is None or isinstance(message.content, str):
-        return message.content or ""
+        return well_formed(message.content or "")
     others = [part.type for part in message.content if part.type != "text"]
     if others:
         raise ApiError(
             400, f"content of type {others[0]}, expected text", "unsupported_content", "messages"
         )
-    return "\n".join(part.text for part in message.content)
+    return well_formed("\n".join(part.text for part in message.content))
 
 
 def _role(role: str) -> str:

@@ -4,34 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 
 import uvicorn
-from fastapi import FastAPI
 from transformers.utils import logging as transformers_logging
 
 from search_r1.agent_server.app import Service, build_app
+from search_r1.agent_server.errors import misdirected
 from search_r1.inference.opening import opened
-from search_r1.search.server.running import bind, warn_if_open, write_port
+from search_r1.search.server.connections import configure
+from search_r1.search.server.hosts import checked
+from search_r1.search.server.running import bind, listen, read_token, warn_if_open, write_port
 from search_r1.serve import ServingOptions
 
 logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "AGENT_TOKEN"
-GRACE_S = 10
+GRACE_S = 8
 """Seconds that dialogues are given to end when the service is told to."""
 
 
 async def serve(options: ServingOptions, bound: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM. Raises UserError when the agent cannot be opened."""
-    token = os.environ.get(TOKEN_VARIABLE) or None
-    host, port = bound.getsockname()[:2]
+    token = read_token(TOKEN_VARIABLE)
     warn_if_open(bound, token, TOKEN_VARIABLE)
     async with opened(options) as session:
-        app = build_app(Service(session, options.name, token))
-        server = _server(app)
+        app = build_app(Service(session, options.name, token, options.max_body_bytes))
+        guarded = checked(app, bound.getsockname()[0], options.allowed_hosts, misdirected)
+        server = uvicorn.Server(configure(guarded, options.max_body_bytes, GRACE_S))
+        address = listen(bound)
         # uvicorn raises the signal again once it is done, which would cut short the closing of
         # the engine.
         for ending in (signal.SIGINT, signal.SIGTERM):
@@ -39,22 +41,10 @@ async def serve(options: ServingOptions, bound: socket.socket) -> None:
         running = asyncio.ensure_future(server.serve(sockets=[bound]))
         while not server.started and not running.done():
             await asyncio.sleep(0.05)
-        logger.info("%s answers at http://%s:%d/v1", options.name, host, port)
+        logger.info("%s answers at http://%s/v1", options.name, address)
         if options.port_file is not None:
-            write_port(options.port_file, port)
+            write_port(options.port_file, bound.getsockname()[1])
         await running
-
-
-def _server(app: FastAPI) -> uvicorn.Server:
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        timeout_graceful_shutdown=GRACE_S,
-    )
-    return uvicorn.Server(config)
 
 
 def start(options: ServingOptions) -> int:

@@ -20,14 +20,14 @@ from search_r1.search.backends.base import Retriever
 from search_r1.search.backends.registry import build_retriever
 from search_r1.search.backends.settings import RetrieverConfig
 from search_r1.search.corpus import Corpus
-from search_r1.search.errors import SearchError, SetupError
+from search_r1.search.errors import SearchError
 from search_r1.search.preflight import check
 from search_r1.search.recording import Recorder
 from search_r1.search.schema import Document
 from search_r1.search.server.app import create_app
 from search_r1.search.server.config import TOKEN_VARIABLE, ServiceConfig
 from search_r1.search.server.faults import FaultConfig, FaultInjector
-from search_r1.search.server.running import bind, serve, warn_if_open
+from search_r1.search.server.running import bind, read_token, serve, warn_if_open
 
 __all__ = ["bind", "create_app", "main", "serve"]
 
@@ -59,7 +59,7 @@ def _run(options: ServerOptions) -> bool:
     service, faults = options.service, options.faults
     service.check()
     faults.check()
-    token = _token()
+    token = read_token(TOKEN_VARIABLE)
     with bind(options.host, options.port) as bound:
         warn_if_open(bound, token)
         check(options.retriever)
@@ -84,17 +84,6 @@ def _finder(corpus_path: str | None) -> Callable[[str], Document | None] | None:
         return None
     opened = functools.cache(Corpus.open)
     return lambda id: opened(corpus_path).find(id)
-
-
-def _token() -> str | None:
-    """The token of the environment; raises SetupError for one that no header can hold."""
-    token = os.environ.get(TOKEN_VARIABLE)
-    if token and not (token.isascii() and token.isprintable() and " " not in token):
-        raise SetupError(
-            f"{TOKEN_VARIABLE} (not shown) has spaces or characters that a header cannot hold; "
-            "expected printable ASCII"
-        )
-    return token or None
 
 
 def _warm_up(retriever: Retriever, topk: int) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,7 @@ import httpx
 import openai
 import pytest
 
+from search_r1.agent_server import requests
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import RetrieverUnavailable
 from search_r1.search.schema import Document
@@ -345,3 +348,103 @@ def test_dialogues_are_played_at_once() -> None:
             assert ask(url).choices[0].message.content == "Oslo"
             assert not engine.endless.cancelled.is_set()
         assert engine.endless.cancelled.wait(30)
+
+
+def post(url: str, content: Any, **headers: str) -> httpx.Response:
+    with httpx.Client(timeout=60, trust_env=False) as http:
+        return http.post(f"{url}/v1/chat/completions", content=content, headers=headers)
+
+
+def completion(content: Any) -> bytes:
+    return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": content}]}).encode()
+
+
+MESSAGES = b'{"model":"m","messages":[%s]}'
+PARTS = MESSAGES % b'{"role":"user","content":[%s]}'
+HOSTILE = {
+    "messages": MESSAGES % b",".join([b"1"] * 50_000),
+    "roles": MESSAGES % b",".join([b'{"role":1}'] * 50_000),
+    "parts": PARTS % b",".join([b"1"] * 50_000),
+    "types": PARTS % b",".join([b'{"type":1}'] * 50_000),
+    "nested": PARTS % (b"[" * 100_000 + b"]" * 100_000),
+    "lists": b'{"model":"m","x":[' + b",".join([b"[]"] * 300_000) + b"]}",
+    "fields": b"{" + b",".join(b'"%d":1' % i for i in range(260_000)) + b"}",
+    "no JSON": b"\xff" * 100_000, "nothing": b"", "list": b"[]", "digits": b"9" * 100_000,
+    "temperature": b'{"model":"m","messages":[{"role":"user"}],"temperature":NaN}',
+    "top_p": b'{"model":"m","messages":[{"role":"user"}],"top_p":Infinity}',
+    "seed": b'{"model":"m","messages":[{"role":"user"}],"seed":' + b"9" * 5000 + b"}",
+    "max_tokens": b'{"model":"m","messages":[{"role":"user"}],"max_tokens":1e400}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_bad_body_is_one_mistake_in_a_few_words(name: str) -> None:
+    """However many there are, and soon."""
+    with serving(session(ScriptedEngine([]))) as url:
+        answer = post(url, HOSTILE[name])
+    assert (answer.status_code, len(answer.content) < 500) == (400, True), answer.text[:500]
+    assert answer.elapsed.total_seconds() < 5
+
+
+def test_half_a_character_is_a_question_mark() -> None:
+    """No tokenizer takes it, in a text or in a part."""
+    engine = ScriptedEngine(TWO_SEARCHES * 2)
+    with serving(session(engine)) as url:
+        for content in ("Q\ud800", [{"type": "text", "text": "Q\ud800"}]):
+            assert post(url, completion(content)).status_code == 200
+    assert prompt_of(engine) == SHORT.user_prompt("Q?")
+
+
+def test_a_long_prompt_is_refused_by_its_beginning() -> None:
+    """Ten megabytes are not tokenized, nor taken where fewer are allowed."""
+    with serving(session(ScriptedEngine([]))) as url:
+        for content in ("word " * 1_500_000, [{"type": "text", "text": "w" * 7_000_000}]):
+            answer = post(url, completion(content))
+            assert (answer.status_code, answer.elapsed.total_seconds() < 5) == (400, True)
+            assert "over 4000 tokens" in answer.json()["error"]["message"]
+        answer = post(url, completion("word " * 2_000_000))
+        assert answer.status_code == 413 and "at most 8388608" in answer.json()["error"]["message"]
+
+
+class Slow(ByteTokenizer):
+    """Takes its time for long texts, as real ones do."""
+
+    begun, may_end = threading.Event(), threading.Event()
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        if len(text) > 1000:
+            self.begun.set()
+            assert self.may_end.wait(30)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+def test_others_are_answered_while_a_prompt_is_tokenized() -> None:
+    """It happens beside the event loop."""
+    slow = replace(session(ScriptedEngine(TWO_SEARCHES)), tokenizer=Slow())
+    with serving(slow) as url, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(post, url, completion("w" * 1500))
+        assert Slow.begun.wait(30)
+        assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+        Slow.may_end.set()
+        assert asked.result().status_code == 200
+
+
+def test_the_token_is_looked_at_before_the_body() -> None:
+    """A client without it is answered although its body has not come."""
+    with serving(session(ScriptedEngine([])), token="secret") as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), 20) as client:
+            client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n"
+                           b"Content-Length: 1000000\r\n\r\n{")  # fmt: skip
+            assert client.recv(100).startswith(b"HTTP/1.1 401")
+
+
+def test_a_body_that_never_ends_is_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds no request for ever."""
+    monkeypatch.setattr(requests, "BODY_S", 0.1)
+    with serving(session(ScriptedEngine([]))) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), 20) as client:
+            client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n"
+                           b"Content-Length: 1000000\r\n\r\n{")  # fmt: skip
+            assert client.recv(100).startswith(b"HTTP/1.1 408")

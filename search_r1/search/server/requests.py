@@ -6,7 +6,7 @@ import re
 from typing import Annotated, Any, TypeVar
 
 from fastapi import HTTPException
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
@@ -31,10 +31,13 @@ def limited(config: ServiceConfig) -> type[RetrieveRequest]:
     class Limited(RetrieveRequest):
         model_config = ConfigDict(title="RetrieveRequest")
 
-        queries: Annotated[
-            list[Annotated[str, BeforeValidator(_mend), Field(max_length=config.max_query_chars)]],
-            FailFast(),  # or each of a million wrong queries is an error of its own
-        ] = Field(max_length=config.max_queries, description=fields["queries"].description)
+        queries: list[
+            Annotated[str, BeforeValidator(_mend), Field(max_length=config.max_query_chars)]
+        ] = Field(
+            max_length=config.max_queries,
+            fail_fast=True,  # or each of a million wrong queries is an error of its own
+            description=fields["queries"].description,
+        )
         topk: Annotated[int, Field(ge=1, le=config.max_topk)] | None = Field(
             default=None, description=fields["topk"].description
         )

@@ -116,6 +116,17 @@ def write_port(file: Path, port: int) -> None:
     temporary.replace(file)
 
 
+def read_token(variable: str) -> str | None:
+    """The token of the environment; raises SetupError for one that no header can hold."""
+    token = os.environ.get(variable)
+    if token and not (token.isascii() and token.isprintable() and " " not in token):
+        raise SetupError(
+            f"{variable} (not shown) has spaces or characters that a header cannot hold; "
+            "expected printable ASCII"
+        )
+    return token or None
+
+
 def warn_if_open(bound: socket.socket, token: str | None, variable: str = TOKEN_VARIABLE) -> None:
     """Say when anyone in the network may search."""
     host = bound.getsockname()[0]
