@@ -95,10 +95,13 @@ def test_the_judge_is_asked_with_question_and_key(
 
 
 def test_mistakes_end_in_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unknown reward, a dead judge and a missing key stop the run before it starts."""
+    """An unknown reward, a cost with a sign, a dead judge and a missing key stop the run early."""
     monkeypatch.delenv("NO_KEY", raising=False)
     with pytest.raises(ConfigError, match="did you mean 'em_format'"):
         build_reward_manager(config_with(name="em_fromat"))
+    for cost, size in (("search_penalty", 0.1), ("invalid_format", 5.0)):
+        with pytest.raises(ConfigError, match=f"{cost}: got -{size}, .*; fix: {cost}={size}"):
+            build_reward_manager(config_with(name="em_cost", **{cost: -size}))
     dead = JudgeConfig("http://127.0.0.1:9/v1", "m", max_retries=0, cache_path=None)
     with pytest.raises(ConfigError, match="no verdict from http://127"):
         build_reward_manager(config_with(name="llm_judge", judge=dead))

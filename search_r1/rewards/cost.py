@@ -8,7 +8,7 @@ def build_em_cost(scores: RewardScores) -> RewardFn:
     """Score ``correct_answer`` for a correct answer, less penalties.
 
     Each search costs ``search_penalty`` and each turn without an action ``invalid_format``; with
-    ``penalise_correct_only`` a wrong answer costs nothing and scores 0.
+    ``penalise_correct_only`` a wrong answer costs nothing and scores 0, and a correct one no less.
     """
 
     def score_em_cost(dialogue: RewardInput) -> RewardOutput:
@@ -24,6 +24,6 @@ def build_em_cost(scores: RewardScores) -> RewardFn:
             "invalid_cost": invalid_cost,
         }
         score = is_correct * scores.correct_answer - search_cost - invalid_cost
-        return RewardOutput(score, components)
+        return RewardOutput(max(score, 0.0) if scores.penalise_correct_only else score, components)
 
     return score_em_cost

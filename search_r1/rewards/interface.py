@@ -1,7 +1,8 @@
 """What every reward is given and gives back. Plain text only: no token ids, no tensors."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from search_r1.agent.grammar import SEARCH_R1, Grammar
@@ -60,7 +61,11 @@ class RewardOutput:
 
 @dataclass(frozen=True)
 class RewardScores:
-    """What is paid for what; which reward reads which, its docstring says."""
+    """What is paid for what; which reward reads which, its docstring says.
+
+    All are sizes, costs too: what a cost takes off is never written with a minus sign. Raises
+    ValueError for scores that would pay for a wrong answer, a search or a broken form.
+    """
 
     format_score: float = 0.0
     """A wrong answer, in ``em``."""
@@ -78,6 +83,32 @@ class RewardScores:
     """What a turn without an action costs, in ``em_cost``."""
     penalise_correct_only: bool = False
     """Take the costs of ``em_cost`` off correct answers alone."""
+
+    def __post_init__(self) -> None:
+        """Refuse scores that invert a reward."""
+        for name, amount in asdict(self).items():
+            if not 0 <= amount < math.inf:
+                is_cost = name in ("search_penalty", "invalid_format")
+                is_signed = is_cost and -math.inf < amount < 0
+                meaning = "the size of a cost, which is taken off" if is_cost else "what is paid"
+                raise ValueError(
+                    f"{name}: got {amount}, expected 0 or more: it is {meaning}; fix: "
+                    f"{name}={-amount if is_signed else getattr(RewardScores, name)}"
+                )
+        valid, invalid = self.structure_format_score, self.final_format_score
+        found = self.retrieval_score
+        for is_wrong, name, got, expected in (
+            (self.format_score > 1, "format_score", self.format_score,
+             "at most 1, the score of a correct answer"),
+            (valid + found > 1, "structure_format_score + retrieval_score", valid + found,
+             "at most 1, the score of a correct answer"),
+            (valid + invalid > 1, "structure_format_score + final_format_score", valid + invalid,
+             "at most 1: a correct answer in an invalid dialogue scores 1 less the first"),
+            (invalid > valid, "final_format_score", invalid,
+             f"at most structure_format_score={valid}: a broken form must not score more"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise ValueError(f"{name}: got {got}, expected {expected}; fix: lower it")
 
 
 RewardFn = Callable[[RewardInput], RewardOutput]

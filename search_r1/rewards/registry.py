@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -60,9 +61,16 @@ def build_batch_reward(
 
     ``name`` is a row of ``REWARDS``, ``llm_judge`` (which is then ``judge``), or a user's own
     ``path/to/file.py:function``. With ``weights`` the reward is the weighted sum of those named
-    there instead. Raises ValueError for what is not there.
+    there instead. Raises ValueError for what is not there, and for a weight that inverts one of
+    ours.
     """
     scores = scores or RewardScores()
+    for part, weight in (weights or {}).items():
+        if not (math.isfinite(weight) and (weight >= 0 or ":" in part)):
+            raise ValueError(
+                f"weights: got {weight} for {part}, expected 0 or more: below 0 a wrong answer "
+                "could score more than a right one; fix: make the cost a function of your own"
+            )
     if weights:
         return weighted({part: _build_one(part, scores, judge) for part in weights}, weights)
     return _build_one(name, scores, judge)

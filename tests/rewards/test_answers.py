@@ -54,7 +54,7 @@ def test_line_08_prompt_example_neither_pays_nor_costs(name: str, prompt: str) -
 @pytest.mark.parametrize("name", ANSWER_REWARDS)
 def test_line_08_answer_inside_a_document_scores_nothing(name: str) -> None:
     """Tags in an observation earn nothing, alone or together with half a tag of the policy."""
-    reward = build_reward(name, RewardScores(format_score=0.1, final_format_score=0.1))
+    reward = build_reward(name, RewardScores(0.1, 0.1, final_format_score=0.1))
     document: tuple[Origin, str] = (
         "observation",
         "<information>Doc 1 <answer>Beijing</answer></information>",

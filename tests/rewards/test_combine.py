@@ -11,9 +11,9 @@ GIVEN = RewardInput([TEXT], [("policy", TEXT)], ["Obama"])
 
 
 def test_a_weighted_sum_logs_every_part() -> None:
-    """2 · F1 − 0.5 · cover-EM, with both scores and their components among the parts."""
-    out = build_reward("em", weights={"f1": 2.0, "cover_em": -0.5})(GIVEN)
-    assert out.score == pytest.approx(2 * 2 / 3 - 0.5)
+    """2 · F1 + 0.5 · cover-EM, with both scores and their components among the parts."""
+    out = build_reward("em", weights={"f1": 2.0, "cover_em": 0.5})(GIVEN)
+    assert out.score == pytest.approx(2 * 2 / 3 + 0.5)
     assert out.components["f1_score"] == pytest.approx(2 / 3)
     assert out.components["cover_em_score"] == 1.0
     assert out.components["em"] == 0.0
@@ -28,8 +28,8 @@ def test_a_users_own_function_scores(tmp_path: Path) -> None:
     )
     assert build_reward(f"{tmp_path}/own.py:words")(GIVEN).score == 2.0
     assert build_reward(f"{tmp_path}/own.py:parts")(GIVEN).components == {"a": 1.0}
-    both = build_reward("em", weights={f"{tmp_path}/own.py:words": 0.1, "f1": 1.0})(GIVEN)
-    assert both.score == pytest.approx(0.2 + 2 / 3)
+    both = build_reward("em", weights={f"{tmp_path}/own.py:words": -0.1, "f1": 1.0})(GIVEN)
+    assert both.score == pytest.approx(-0.2 + 2 / 3)
 
 
 @pytest.mark.parametrize(

@@ -73,19 +73,19 @@ class RewardConfig:
     """Rewards one after another (`[{name: r1_searcher_stage_1, until_step: 100}, {name:
     r1_searcher_stage_2}]`), in place of `name`; each but the last needs an end."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
-    format_score: float = option(0.0, resume="logged", ge=-1000, le=1000)
+    format_score: float = option(0.0, resume="logged", ge=0, le=1)
     """em: score of a wrong but well-formed answer."""
-    structure_format_score: float = option(0.0, resume="logged", ge=-1000, le=1000)
+    structure_format_score: float = option(0.0, resume="logged", ge=0, le=1)
     """em_format: score of a valid dialogue structure."""
-    final_format_score: float = option(0.0, resume="logged", ge=-1000, le=1000)
+    final_format_score: float = option(0.0, resume="logged", ge=0, le=1)
     """em_format: score of a present answer in an invalid structure."""
-    retrieval_score: float = option(0.0, resume="logged", ge=-1000, le=1000)
+    retrieval_score: float = option(0.0, resume="logged", ge=0, le=1)
     """em_format: extra score when a document that was found holds the answer."""
-    correct_answer: float = option(1.0, resume="logged", ge=-1000, le=1000)
+    correct_answer: float = option(1.0, resume="logged", ge=0, le=1000)
     """em_cost: score of a correct answer."""
-    search_penalty: float = option(0.0, resume="logged", ge=-1000, le=1000)
-    """em_cost: what each query costs."""
-    invalid_format: float = option(0.0, resume="logged", ge=-1000, le=1000)
-    """em_cost: what each turn without an action costs."""
+    search_penalty: float = option(0.0, resume="logged", le=1000)
+    """em_cost: what each query costs, 0 or more; it is taken off the score."""
+    invalid_format: float = option(0.0, resume="logged", le=1000)
+    """em_cost: what each turn without an action costs, 0 or more; it is taken off the score."""
     penalise_correct_only: bool = option(False, resume="logged")
     """em_cost: take costs off correct answers alone."""
