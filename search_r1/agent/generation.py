@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from transformers import AutoTokenizer
-
 from search_r1.agent.python import PythonTool
 from search_r1.agent.search import SearchTool, build_search
 from search_r1.agent.tags import NAMES, PLAIN, TEMPLATES
@@ -20,6 +18,7 @@ from verl.agent.native import ChatTokenizer, NativeFormat
 from verl.agent.tags import TagFormat, plain_format
 from verl.config import Config
 from verl.errors import ConfigError, DataError, explain
+from verl.tokenizer_files import load_tokenizer
 from verl.types import Prompt
 
 TOOLS: Mapping[str, Callable[[Config], Tool]] = {
@@ -45,7 +44,7 @@ def build_dialogue(config: Config) -> DialogueAgent:
         max_prompt_length=config.data.max_prompt_length,
         no_think_rl=config.algorithm.no_think_rl,
     )
-    tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
     environment = build_environment(config)
     format = build_format(config, environment, tokenizer)
     return DialogueAgent(limits, format, environment, tokenizer)

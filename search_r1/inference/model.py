@@ -29,6 +29,7 @@ from verl.checkpoint.folders import STEP_NAME, is_complete, step_of
 from verl.config import Config
 from verl.errors import ModelError, explain
 from verl.rollout.interface import RolloutEngine, build_engine
+from verl.tokenizer_files import check_model, check_template, load_tokenizer
 from verl.training.devices import device_type, dtype_name, resolve_dtype
 
 logger = logging.getLogger(__name__)
@@ -100,12 +101,17 @@ def _plain_folder(name: str, dtype: str) -> Iterator[Path]:
 
 
 def load_agent(config: Config) -> DialogueAgent:
-    """The agent of a training run with these options; raises ModelError without a tokenizer."""
-    try:
-        return build_dialogue(config)
-    except (OSError, ValueError) as error:
-        name = config.actor_rollout_ref.model.path
-        raise _no_model(name, f"no tokenizer ({_first_line(error)})") from error
+    """The agent of a training run with these options, its model's files held to be whole.
+
+    An endpoint needs the tokenizer only. Raises ModelError.
+    """
+    section, subject = config.actor_rollout_ref, "--model"
+    if section.rollout.name == "remote":
+        check_template(load_tokenizer(section.model.path, subject), section.model.path, subject)
+    else:
+        by_transformers = section.rollout.name == "transformers"
+        check_model(subject, section.model.path, by_transformers=by_transformers)
+    return build_dialogue(config)
 
 
 def _no_model(name: str, got: str) -> ModelError:

@@ -13,8 +13,10 @@ from transformers import AutoConfig
 
 from verl.checkpoint.folders import MARKER, is_complete
 from verl.errors import ConfigError, explain
+from verl.model_files import check_weights, is_finite, model_errors, refuse_faulty
 from verl.training.adapters import Adapter, check_base, config_of
-from verl.training.models import load_causal_lm, model_errors
+from verl.training.devices import DTYPES
+from verl.training.models import load_causal_lm
 from verl.training.shards import ADAPTERS_FILE, read_adapters
 from verl.training.stored import ShardReader, load_tensors, reading
 from verl.training.weights import SHARD_BYTES, copy_tokenizer, whole_folder, write_weights
@@ -58,15 +60,26 @@ def _write_model(
 ) -> None:
     """The whole policy: its trained weights, or its base with the adapter merged."""
     source = base or str(step_dir / "huggingface")
-    with model_errors(source):
-        config = AutoConfig.from_pretrained(source)
+    with model_errors(source, "config.json"):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     named = _read_policy(step_dir / "shards")
     if record is not None:
         adapter = _read_adapter(step_dir, record, base)
         lm = load_causal_lm(str(adapter.config.base_model_name_or_path))
         named = adapter.merge((name, p.detach()) for name, p in lm.named_parameters())
-    write_weights(out, named, config, dtype)
+    faulty: list[str] = []
+
+    def as_written() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in named:
+            tensor = tensor.to(DTYPES[dtype])
+            if not is_finite(tensor):
+                faulty.append(name)
+            yield name, tensor
+
+    write_weights(out, as_written(), config, dtype)
+    refuse_faulty(faulty, f"weights of {step_dir} in {dtype}")
     copy_tokenizer(source, out)
+    check_weights(str(out), config, True, True, f"policy of {step_dir}")
 
 
 def _read_adapter(step_dir: Path, record: Mapping[str, Any], base: str | None) -> Adapter:

@@ -12,11 +12,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import cast
 
-from transformers import AutoTokenizer
-
+from verl import tokenizer_files
 from verl.config.data import DataConfig
 from verl.data.validation import DecodingTokenizer, FileReport, Lengths, Report, validate
-from verl.errors import ModelError, explain
+from verl.errors import ModelError
 
 BUDGETS = (256, 512, 1024, DataConfig.max_start_length, 4096)
 
@@ -50,13 +49,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def load_tokenizer(model: str) -> DecodingTokenizer:
-    """The model's tokenizer. Raises ModelError."""
-    try:
-        return cast(DecodingTokenizer, AutoTokenizer.from_pretrained(model))
-    except (OSError, ValueError) as error:
-        fix = "give a model folder or a hub name, or leave --model out to count characters"
-        reason = str(error).splitlines()[0]
-        raise ModelError(explain("--model", f"{model} ({reason})", "a tokenizer", fix)) from error
+    """The model's tokenizer, with a chat template that works. Raises ModelError."""
+    tokenizer = tokenizer_files.load_tokenizer(model, "--model")
+    tokenizer_files.check_template(tokenizer, model, "--model")
+    return cast(DecodingTokenizer, tokenizer)
 
 
 def to_json(report: Report) -> dict[str, object]:

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import httpx
@@ -36,7 +36,8 @@ from verl.monitor.tracking import backend_names
 from verl.preflight.adapters import adapter_problems
 from verl.preflight.memory.check import look, memory_problems, settle_offload
 from verl.rollout.interface import engine_problems
-from verl.training.loading import WEIGHT_SUFFIXES, weight_bytes
+from verl.tokenizer_files import check_model
+from verl.training.loading import is_cached, model_folder, weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -55,19 +56,19 @@ def preflight(config: Config, environment: Environment) -> Config:
     problems: list[UserError] = list(engine_problems(config))
     if problems:  # what memory is needed depends on the engine
         raise PreflightError(problems)
-    setting = look(config)
-    config = settle_offload(config, setting)
-    checks = (
-        model_problems,
-        adapter_problems,
+    problems = list(model_problems(config))
+    checks: list[Callable[[Config], Iterable[UserError]]] = [
         _questions,
         lambda _: environment.preflight(PROBE_SECONDS),
         _devices,
-        functools.partial(memory_problems, setting=setting),
         _disk,
         _tracking,
-    )
-    problems = [problem for check in checks for problem in check(config)]
+    ]
+    if not problems:  # adapters and memory are of the model
+        setting = look(config)
+        config = settle_offload(config, setting)
+        checks += [adapter_problems, functools.partial(memory_problems, setting=setting)]
+    problems += [problem for check in checks for problem in check(config)]
     if problems:
         raise PreflightError(problems)
     logger.info("preflight: model, data, tools, devices and disk are there")
@@ -80,36 +81,36 @@ def model_problems(config: Config) -> Iterator[UserError]:
     yield from _model("actor_rollout_ref.model.path", path)
     other = config.critic.model.path
     if config.algorithm.adv_estimator == "gae" and other not in (None, path):
-        yield from _model("critic.model.path", str(other))
+        yield from _model("critic.model.path", str(other), path)
 
 
-def _model(key: str, path: str) -> Iterator[UserError]:
-    """A folder with config.json and weights, or a name that the hub or its cache knows."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        names = [file.name for file in folder.iterdir()]
-        lacking = [] if "config.json" in names else ["config.json"]
-        lacking += [] if any(n.endswith(WEIGHT_SUFFIXES) for n in names) else ["*.safetensors"]
-        problem = f" without {' and '.join(lacking)}" if lacking else ""
-        expected, fix = "a Hugging Face model folder", "download the whole model"
-    elif re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not path.startswith("."):
-        problem, expected = _hub_problem(path), "a model folder or a hub name that can be loaded"
-        fix = f"correct it, or on a machine with network: hf download {path}"
-    else:
-        problem, expected = " (no such folder)", "a model folder or a hub name"
-        fix = "correct the path, or download the model"
+def _model(key: str, path: str, policy: str | None = None) -> Iterator[UserError]:
+    """A whole model in a folder or the hub's cache, or a name that the hub knows.
+
+    `policy`: whose tokens a critic reads.
+    """
+    is_name = re.fullmatch(r"\w[\w.-]{0,95}(/[\w.-]{1,96})?", path) and not Path(path).exists()
+    problem = _hub_problem(path) if is_name else ""
     if problem:
+        expected = "a model folder or a hub name that can be loaded"
+        fix = f"correct it, or on a machine with network: hf download {path}"
         yield ModelError(explain(key, path + problem, expected, fix))
+        return
+    try:
+        if not is_name or is_cached(path):  # else the ranks look at what they download
+            folder, own = (name and str(model_folder(name) or name) for name in (path, policy))
+            check_model(key, str(folder), needs_head=policy is None, tokenizer_of=own)
+    except ModelError as error:
+        yield error
 
 
 def _hub_problem(name: str) -> str:
     """Why a hub model cannot be loaded, or an empty text."""
     try:
-        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return ""
     except HFValidationError as error:
         return f" (no such folder, and no hub name: {_first_line(error)})"
-    if isinstance(cached, str):
-        return ""
     if constants.HF_HUB_OFFLINE:
         return " (no such folder, not in the hub's cache, and HF_HUB_OFFLINE is set)"
     token = get_token()

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import httpx
-from transformers import AutoTokenizer
 
 from verl.config import Config
 from verl.errors import ConfigError, explain
 from verl.rollout.interface import RolloutEngine
+from verl.tokenizer_files import load_tokenizer
 from verl.types import Completion, Sampling
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class RemoteEngine(RolloutEngine):
             key = "actor_rollout_ref.rollout.url"
             raise ConfigError(explain(key, "null", "a server's address", f"{key}=http://host:8000"))
         served = section.rollout.served_model or section.model.path
-        tokenizer = AutoTokenizer.from_pretrained(section.model.path)
+        tokenizer = load_tokenizer(section.model.path)
         return cls(section.rollout.url, served, tokenizer)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
 from verl.config import Config
-from verl.errors import ModelError, explain
+from verl.model_files import refuse_values
 from verl.rollout.interface import Listener, RolloutEngine
+from verl.tokenizer_files import load_tokenizer
 from verl.training.devices import device_type, rollout_dtype
+from verl.training.models import load_causal_lm
 from verl.types import Completion, Sampling
 
 REPLACEMENT = "\ufffd"
@@ -54,17 +55,12 @@ class TransformersEngine(RolloutEngine):
 
     async def start(self) -> None:
         """Load model and tokenizer; raises ModelError when they are not there."""
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(self.path)
-            self.model = self._load(self.path)
-        except (OSError, ValueError) as error:
-            is_folder = Path(self.path).is_dir()
-            got = f"a folder transformers cannot load ({error})" if is_folder else "nothing there"
-            expected, fix = "a Hugging Face model", "make demo, or --model PATH"
-            raise ModelError(explain(f"model {self.path}", got, expected, fix)) from error
+        self.tokenizer = load_tokenizer(self.path)
+        self.model = self._load(self.path)
+        refuse_values(self.model.named_parameters(), f"weights of {self.path}")
 
     def _load(self, path: str) -> Any:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype)
+        model: Any = load_causal_lm(path, self.dtype, attention=None)
         return model.eval().to(self.device)
 
     def _forget(self) -> None:

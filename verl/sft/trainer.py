@@ -23,7 +23,6 @@ import torch.distributed as dist
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from verl.bounds import MAX_SEED
 from verl.config import AdapterConfig, OptimConfig
@@ -33,6 +32,7 @@ from verl.core_algos.losses import loss_weights, weighted_sum
 from verl.errors import ConfigError, UserError, explain
 from verl.sft.demonstrations import load_demonstrations
 from verl.single_controller.dispatch import split_by_tokens
+from verl.tokenizer_files import check_model, load_tokenizer
 from verl.training.actor import Columns
 from verl.training.devices import DTYPES, resolve_device, resolve_dtype, share_threads
 from verl.training.fsdp import SCHEDULES, FsdpModel, FsdpOptions, StepResult, reduce_sum
@@ -202,7 +202,9 @@ def save(config: SftConfig, engine: FsdpModel, model_config: Any) -> None:
 def train(config: SftConfig) -> list[float]:
     """The whole run; returns the loss of each step."""
     device = join_ranks(config)
-    tokenizer = AutoTokenizer.from_pretrained(config.model_path)
+    if Path(config.model_path).expanduser().is_dir():  # a name of the hub is only now fetched
+        check_model("model_path", config.model_path)
+    tokenizer = load_tokenizer(config.model_path, "model_path")
     data = TokenBatch.from_trajectories(
         load_demonstrations(config.train_file, tokenizer, config.max_length, config.end_of_turn)
     )

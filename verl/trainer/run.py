@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from transformers import AutoTokenizer
 
 from search_r1.agent.generation import (
     build_agent,
@@ -38,6 +37,7 @@ from verl.monitor.tracking import Tracking
 from verl.preflight.checks import preflight
 from verl.single_controller.reaper import OrphanReaper
 from verl.single_controller.restarts import Restarts
+from verl.tokenizer_files import load_tokenizer, tokenizer_identity
 from verl.trainer.cluster import start_ray
 from verl.trainer.groups import build_groups
 from verl.trainer.ray_trainer import RayPPOTrainer
@@ -84,11 +84,11 @@ def prepare(config: Config) -> Prepared:
     environment = build_environment(config)
     build_reward_manager(config)
     config = preflight(config, environment)
-    made_with = identity(config, environment.identity())
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+    made_with = identity(config, {**environment.identity(), **tokenizer_identity(tokenizer)})
     check_contents(config)
     check_resume(config, made_with)
     cli.write_resolved(config, config.trainer.default_local_dir)
-    tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
     data = config.data
     format = build_format(config, environment, tokenizer)
     train_prompts, val_prompts = (

@@ -26,14 +26,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from verl.machine import HostMemory
-from verl.training.models import load_causal_lm, model_errors
+from verl.model_files import MAPPED_FILES, files_of, is_finite, model_errors, refuse_faulty
+from verl.training.models import load_causal_lm
 
 logger = logging.getLogger(__name__)
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
-MAPPED_FILES = "model*.safetensors"
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Of safetensors, by their names in a file's header."""
 FLOAT32_FACTOR = 2
@@ -84,9 +85,12 @@ def fill_shards(module: nn.Module, values: list[Tensor], home: torch.device) -> 
     """Give the shards of a blank `module` memory on `home`, and this rank's rows of `values`.
 
     `values` are whole tensors, or shards placed as the module's own, in the order of the
-    parameters; the list is emptied, so that what is read is freed in turn.
+    parameters; the list is emptied, so that what is read is freed in turn. Raises ModelError for
+    rows that are no finite numbers.
     """
     values.reverse()
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    faulty: list[str] = []
 
     def filled(parameter: nn.Parameter) -> nn.Parameter:
         value = values.pop()
@@ -95,10 +99,13 @@ def fill_shards(module: nn.Module, values: list[Tensor], home: torch.device) -> 
         rows = value.to_local() if isinstance(value, DTensor) else own_rows(value, shard)
         # On the device before the cast: 16-bit values travel, not float32 ones.
         shard.to_local().copy_(rows.to(home))
+        if not is_finite(shard.to_local()):
+            faulty.append(names[id(parameter)])
         return nn.Parameter(shard, parameter.requires_grad)
 
     with torch.no_grad():
         replace_parameters(module, filled)
+    refuse_faulty(faulty)
 
 
 def own_rows(value: Tensor, shard: DTensor) -> Tensor:
@@ -129,10 +136,11 @@ def opened_causal_lm(
 def map_causal_lm(path: str, dtype: torch.dtype, needs_head: bool) -> PreTrainedModel | None:
     """The model in `dtype`, its weights mapped from the files; None where they must be loaded."""
     with model_errors(path):
-        config, folder = AutoConfig.from_pretrained(path), model_folder(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        folder = model_folder(path)
         if folder is None:  # a name that is used for the first time here
             folder = Path(snapshot_download(path, allow_patterns=["*.json", MAPPED_FILES]))
-    stored = stored_dtype(folder)
+        stored = stored_dtype(folder)
     if stored is None or get_checkpoint_conversion_mapping(config.model_type) is not None:
         return None
     lm = load_causal_lm(path, stored, needs_head)  # copies nothing, since no dtype changes
@@ -164,6 +172,17 @@ def model_folder(path: str) -> Path | None:
     except HFValidationError:
         return None  # neither a folder nor a name
     return Path(cached).parent if isinstance(cached, str) else None
+
+
+def is_cached(path: str) -> bool:
+    """Whether a name's files of safetensors are all in the hub's cache, its tokenizer too."""
+    folder = model_folder(path)
+    if folder is None or not (folder / "tokenizer_config.json").exists():
+        return False
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    with model_errors(path, "weights"):
+        names = files_of(index) if index.exists() else {SAFE_WEIGHTS_NAME}
+        return all((folder / name).exists() for name in names)
 
 
 def weight_bytes(path: str) -> int:

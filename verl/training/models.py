@@ -6,9 +6,7 @@ only. Prompt and observation tokens never reach a head, so they cost no logits.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
-from verl.errors import ModelError, explain
+from verl.model_files import model_errors, quiet, refuse_report
 from verl.training.attention import PACKED, SequenceBounds
 from verl.types import TokenBatch
 
@@ -60,42 +57,22 @@ class PackedInputs:
         return self.input_ids[0, self.target_positions]
 
 
-@contextlib.contextmanager
-def model_errors(path: str) -> Iterator[None]:
-    """Raise ModelError for whatever transformers raises of a model that is not there or unfit."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            explain("model path", path, "a folder of a Hugging Face causal language model",
-                    f"give one that transformers loads ({error})")
-        ) from error  # fmt: skip
-
-
 def load_causal_lm(
-    path: str, dtype: torch.dtype = torch.float32, needs_head: bool = True
-) -> PreTrainedModel:
-    """A causal language model with packed attention, on the CPU.
+    path: str, dtype: torch.dtype = torch.float32, needs_head: bool = True,
+    attention: str | None = PACKED,
+) -> PreTrainedModel:  # fmt: skip
+    """A causal language model on the CPU, its attention packed or, with None, transformers' own.
 
-    Raises ModelError when `path` is not there, holds no such model, or lacks some of its weights,
-    which would be random numbers; the output head may lack where it is not needed.
+    Raises ModelError when `path` is not there, holds no such model, or its weights are not those
+    of the model (`refuse_report`); their values are looked at where they are read.
     """
-    transformers_logging.disable_progress_bar()  # many actors would draw over each other
-    with model_errors(path):
+    with model_errors(path, "weights"), quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=PACKED, output_loading_info=True
-        )
-    lm: PreTrainedModel = loaded[0]
-    missing = sorted(
-        name for name in loaded[1]["missing_keys"]
-        if needs_head or lm.get_submodule(name.rpartition(".")[0]) is not lm.get_output_embeddings()
-    )  # fmt: skip
-    if missing:
-        got = f"none for {', '.join(missing[:3])} ({len(missing)} in all)"
-        raise ModelError(
-            explain(f"weights of {path}", got, f"a complete checkpoint of {type(lm).__name__}",
-                    "download it again, or give the model that the files belong to")
+            path, dtype=dtype, attn_implementation=attention, output_loading_info=True,
+            ignore_mismatched_sizes=True, trust_remote_code=False,
         )  # fmt: skip
+        lm: PreTrainedModel = loaded[0]
+        refuse_report(lm, loaded[1], needs_head)
     return lm
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.verl.training.ranks import tiny_config
 from verl.config import AdapterConfig
+from verl.errors import ModelError
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.loading import blank_copy, opened_causal_lm
 from verl.training.lora import AdaptedModel, Role, adapted_engine
@@ -34,6 +36,20 @@ def differences(engine: FsdpModel, expected: nn.Module) -> list[str]:
     assert found.keys() == wanted.keys()
     return [n for n, x in found.items()
             if x.dtype is not wanted[n].dtype or not torch.equal(x, wanted[n])]  # fmt: skip
+
+
+def refusals(rank: int, size: int, port: int, paths: list[str]) -> list[str]:
+    """What each model that this rank cannot hold in float32 is refused with."""
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    found = []
+    for path in paths:
+        try:
+            with opened_causal_lm(path, torch.float32, size) as lm:
+                FsdpModel(LogProbModel(lm), blocks(lm, lm), CPU, OPTIONS)
+        except ModelError as error:
+            found.append(str(error))
+    dist.destroy_process_group()
+    return found
 
 
 def load(rank: int, size: int, port: int, folders: dict[str, str], large: str) -> dict[str, Any]:

@@ -252,3 +252,22 @@ def test_weights_are_counted_in_folders_only(tmp_path: Path) -> None:
     assert weight_bytes(str(tmp_path)) == 12
     assert weight_bytes("nobody/nothing-of-the-kind") == 0
     assert weight_bytes("/no/such/folder") == 0
+
+
+def test_values_that_are_no_numbers_are_refused_by_the_rank_that_reads_them(tmp_path: Path) -> None:
+    """Mapped or loaded whole, and where the dtype that they are kept in is too small."""
+    names = ("model.layers.1.mlp.up_proj.weight", "model.norm.weight")
+    paths = []
+    for bad in (torch.nan, -torch.inf, 1e39):
+        for dtype in (torch.float64, torch.bfloat16):  # the first is loaded whole
+            folder = tmp_path / f"{dtype}{bad}"
+            paths.append(write(folder, Qwen2ForCausalLM(Qwen2Config(**SIZES)), dtype))
+            tensors = load_file(folder / "model.safetensors")
+            for name in names:
+                tensors[name].view(-1)[-1] = bad
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (answers,) = run_ranks(1, loading_bodies.refusals, paths)
+    assert len(answers) == 6
+    for answer in answers:
+        assert answer.startswith("weights: got NaN or infinite values in ")
+        assert all(name in answer for name in names) and "(2 in all)" in answer

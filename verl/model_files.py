@@ -1,0 +1,188 @@
+"""Whether a model's files make a model that answers: told before ranks and engines start.
+
+Names, shapes and dtypes come from the headers of the files; values are looked at where they are
+read anyway (`refuse_values`). What is of text is in `verl.tokenizer_files`. No file of a model runs
+code here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import logging as transformers_logging
+
+from verl.errors import ModelError, UserError, explain
+
+FIX = "download it again, or give the model that the files belong to"
+MAPPED_FILES = "model*.safetensors"
+FLOATS = ("F64", "F32", "BF16", "F16")
+"""As the header of a file of safetensors names them."""
+PARTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
+MOST_PARTS = 2000
+"""Layers or experts that any model has: a number far beyond would take for ever to build."""
+
+
+class Unfit(ValueError):
+    """What is wrong with a model, in words of our own."""
+
+
+@contextlib.contextmanager
+def model_errors(path: str, part: str = "", subject: str = "model path") -> Iterator[None]:
+    """Raise ModelError, in one line, for whatever goes wrong with (a part of) a model."""
+    try:
+        yield
+    except UserError:
+        raise
+    # Of a damaged file a parser raises whatever it trips over, tokenizers a bare Exception.
+    except Exception as error:
+        got = f"{path} ({part + ': ' if part else ''}{one_line(error)})"
+        expected = "a whole folder of a Hugging Face causal language model"
+        raise ModelError(explain(subject, got, expected, FIX)) from error
+
+
+def one_line(error: BaseException) -> str:
+    """An error in one line, with its kind where the words are not ours."""
+    text = " ".join(re.sub(r"\x1b\[\d*m", "", str(error)).split())[:200]
+    return text if isinstance(error, Unfit) else f"{type(error).__name__}: {text}"
+
+
+def few(names: Iterable[str]) -> str:
+    """The first few of some names, and how many there are."""
+    found = sorted(names)
+    return f"{', '.join(found[:3])} ({len(found)} in all)"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the tables that transformers logs of what is told in one line here."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()  # many actors would draw over each other
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def read_config(path: str, subject: str = "model path") -> PretrainedConfig:
+    """The config.json of a model's folder. Raises ModelError."""
+    with model_errors(path, "", subject):
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            raise Unfit("a file" if folder.exists() else "no such folder")
+        if not (folder / "config.json").is_file():
+            raise Unfit("a folder without config.json")
+    with model_errors(path, "config.json", subject), quiet():
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+        for name in PARTS:
+            found = getattr(config.get_text_config(), name, None) or 0
+            if found > MOST_PARTS:
+                raise Unfit(f"{name}={found}")
+        return config
+
+
+def check_weights(
+    path: str, config: PretrainedConfig, needs_head: bool, by_transformers: bool,
+    subject: str = "model path",
+) -> int:  # fmt: skip
+    """Hold a folder's weights against the model that `config` says; returns the embedding's rows.
+
+    What transformers does not load, or is quantized, may be of a kind that only its engine knows.
+    Raises ModelError.
+    """
+    folder = Path(path).expanduser()
+    with model_errors(path, "weights", subject), quiet():
+        single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+        if single.exists() and index.exists() and files_of(index) != {single.name}:
+            raise Unfit(f"both {single.name} and {index.name}: a reader takes one or the other")
+        dtypes = {name: dtype for file in sorted(folder.glob(MAPPED_FILES))
+                  for name, dtype in _header(file, subject)}  # fmt: skip
+        is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        if getattr(config, "quantization_config", None) or not (by_transformers or is_known):
+            return int(config.get_text_config().vocab_size)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, device_map="meta", output_loading_info=True,
+            ignore_mismatched_sizes=True, trust_remote_code=False,
+        )  # fmt: skip
+        lm, report = loaded
+        refuse_report(lm, report, needs_head)
+        odd = [name for name, _ in lm.named_parameters() if dtypes.get(name, "F32") not in FLOATS]
+        if odd:
+            raise Unfit(f"no floating-point numbers in {few(odd)}")
+        return int(lm.get_input_embeddings().weight.shape[0])
+
+
+def files_of(index: Path) -> set[str]:
+    """The files that an index names."""
+    return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+
+
+def _header(file: Path, subject: str) -> Iterator[tuple[str, str]]:
+    """Name and dtype of each tensor of a file that is as long as it says."""
+    with model_errors(str(file), subject=subject):
+        file.open("rb").close()  # safetensors says of what may not be read that it is not there
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                yield name, tensors.get_slice(name).get_dtype()
+
+
+def refuse_report(lm: PreTrainedModel, report: Mapping[str, Any], needs_head: bool) -> None:
+    """Refuse weights that a model lacks, has no place for, or has in another shape.
+
+    `report` is the loading info of transformers, which makes random numbers of what lacks. A
+    critic brings a head of its own, so that any other is neither needed nor in the way.
+    """
+
+    def counts(name: str) -> bool:
+        return needs_head or name.startswith(f"{lm.base_model_prefix}.")
+
+    shapes = {name: f"{name} {list(found)} instead of {list(wanted)}"
+              for name, found, wanted in report["mismatched_keys"]}  # fmt: skip
+    for what, found in (
+        ("none for", report["missing_keys"]),
+        ("no place for", report["unexpected_keys"]),
+        ("shape of", shapes),
+    ):
+        names = [shapes.get(name, name) for name in found if counts(name)]
+        if names:
+            raise Unfit(f"{what} {few(names)}")
+    if report["error_msgs"]:
+        raise Unfit(str(report["error_msgs"][0]))
+
+
+def refuse_values(tensors: Iterable[tuple[str, Tensor]], subject: str = "weights") -> None:
+    """Raise ModelError for tensors with values that are no finite numbers."""
+    refuse_faulty([name for name, values in tensors if not is_finite(values)], subject)
+
+
+def refuse_faulty(names: Sequence[str], subject: str = "weights") -> None:
+    """Raise ModelError if there are names of tensors whose values are no finite numbers."""
+    if names:
+        got = f"NaN or infinite values in {few(names)}"
+        raise ModelError(explain(subject, got, "finite numbers", FIX))
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all values are finite: one pass, and no memory of their size."""
+    if not values.is_floating_point() or values.dtype.itemsize < 2 or not values.numel():
+        return True
+    low, high = values.detach().aminmax()
+    return bool(torch.isfinite(low) & torch.isfinite(high))
