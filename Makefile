@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 ALGO ?= grpo
 SEED ?= 0
+FAULTS ?= 200
 GPU_WHEELS ?= .gpu-wheels
 BIN := $(VENV)/bin
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: bench coverage demo install lock slow test test-all test-fast test-gpu-wheels chromium slurm lint format clean
+.PHONY: bench campaign coverage demo install lock slow test test-all test-fast test-gpu-wheels chromium slurm lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml requirements.lock scripts/install.py
@@ -39,6 +40,10 @@ slow: $(VENV)/.installed
 # The whole CPU suite with every line of verl/ and search_r1/ counted, in all processes it starts.
 coverage: $(VENV)/.installed
 	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
+
+# Real runs under faults of every kind; full disks and lost permissions need root.
+campaign: $(VENV)/.installed
+	$(BIN)/python -m tests.proofs.campaign --faults $(FAULTS) --seed $(SEED)
 
 test-all: chromium slurm $(VENV)/.installed-lucene
 	$(BIN)/python -m pytest -m "not gpu and not gpu_wheels"

@@ -1,0 +1,193 @@
+"""`python -m tests.proofs.campaign --faults 200 --seed 0 --out DIR` (`make campaign`).
+
+One run is left alone; the same run then meets faults of every kind, and is begun again by the same
+command wherever it stops. At the end: a table of what each kind of fault did, metrics and weights
+against those of the run that was left alone, the trajectories trained on that a fault had touched,
+and what was left on the machine. Full disks and lost permissions need root; without it they are
+reported as not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.algorithms.runner import BASE
+from example.geography import CORPUS
+from search_r1.search.local_server import LocalServer
+from tests.proofs.campaign.disk import SmallDisk
+from tests.proofs.campaign.faults import AT_THE_RETRIEVER, ON_THE_MACHINE, Kind, plan
+from tests.proofs.campaign.proxy import FaultyProxy
+from tests.proofs.campaign.run import Campaign, Effect, Watched, touched
+from tests.proofs.kills.__main__ import KillsError, left_over, undisturbed
+from tests.proofs.kills.compare import differences, same_weights
+from tests.proofs.kills.processes import shared_memory
+from tests.proofs.kills.training import Training, command
+from tests.test_retriever_failures import searching_model
+
+OPTIONS = ("trainer.n_gpus_per_node=1", "retriever.timeout=3", "retriever.max_retries=3",
+           "trainer.test_freq=0")  # fmt: skip
+"""One rank starts sooner than two; a hang is to be noticed within the fault."""
+LEGS = {"machine": ON_THE_MACHINE, "retriever": AT_THE_RETRIEVER}
+"""Faults of the machine leave every figure as it was; those of the retriever leave the rounding
+behind that comes of other requests sharing a batch."""
+NEEDS_ROOT = (Kind.DISK_FULL, Kind.READ_ONLY)
+
+console = Console(soft_wrap=True)
+
+
+@dataclass
+class Report:
+    """What came of a campaign, and on what grounds."""
+
+    leg: str
+    seed: int
+    seconds: float
+    starts: int
+    steps: int
+    effects: list[Effect]
+    not_run: list[str]
+    missing_steps: list[int]
+    differences: int
+    """Metrics that are not those of the run that was left alone."""
+    same_weights: bool
+    touched: list[str]
+    """Trajectories trained on that a fault had touched."""
+    broken: list[str]
+    """Checkpoints that were taken up although they were never whole."""
+    left: list[str]
+    """Processes and shared memory that outlived the run."""
+    holds: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Rounding is allowed to faults of the retriever alone."""
+        lost = self.missing_steps or self.touched or self.broken or self.left
+        exact = self.leg == "retriever" or (self.same_weights and not self.differences)
+        clean = not any(effect.traceback for effect in self.effects)
+        self.holds = exact and clean and not lost
+
+
+@contextlib.contextmanager
+def servers(folder: Path) -> Iterator[tuple[LocalServer, LocalServer]]:
+    """The retriever, started, and one over half of its corpus, not started."""
+    half = folder / "other_corpus.jsonl"
+    lines = CORPUS.read_text(encoding="utf-8").splitlines(keepends=True)
+    half.write_text("".join(lines[::2]), encoding="utf-8")
+    flags = ["--retriever_name", "bm25", "--corpus_path"]
+    with LocalServer([*flags, str(CORPUS)]) as server:
+        yield server, LocalServer([*flags, str(half)])
+
+
+def campaign(
+    leg: str, num_faults: int, seed: int, out: Path, steps: int, patience: float
+) -> Report:
+    """Both runs of one leg and their comparison. Raises KillsError where one cannot be ended."""
+    began, before = time.monotonic(), shared_memory()
+    base = Path(searching_model(out / "base"))
+    with (
+        servers(out) as (server, other),
+        FaultyProxy(server.port) as proxy,
+        SmallDisk(out / "disk") as disk,
+    ):
+
+        def training(kind: type[Training], folder: Path) -> Training:
+            options = [*OPTIONS, f"trainer.rollout_data_dir={folder / 'rollouts'}"]
+            return kind(folder, command(folder, base, proxy.url, steps, options), patience=patience)
+
+        calm, disturbed = training(Training, out / "calm"), training(Watched, disk.folder / "run")
+        assert isinstance(disturbed, Watched)
+        kinds = [kind for kind in LEGS[leg] if disk.available or kind not in NEEDS_ROOT]
+        effects = []
+        try:
+            step_seconds = undisturbed(calm)
+            console.print(f"left alone: {steps} steps of {step_seconds:.1f} s")
+            faults = plan(num_faults, seed, kinds, step_seconds)
+            for effect in Campaign(disturbed, proxy, server, other, disk).effects(faults):
+                console.print(f"{effect.number:4} step {effect.step:4} {effect.kind} "
+                              f"{effect.victim}: {effect.outcome} {effect.log}")  # fmt: skip
+                effects.append(effect)
+            left = left_over(calm, before) + left_over(disturbed, before)
+        finally:
+            calm.stop()
+            disturbed.stop()
+            for log in disturbed.folder.glob("start_*.log"):
+                shutil.copy(log, out)
+        rows = disturbed.rows()
+        logged = {int(row["step"] or 0) for row in rows}
+        whole = disturbed.complete() | {f"global_step_{step}" for step in logged}
+        return Report(
+            leg=leg, seed=seed, seconds=time.monotonic() - began, starts=disturbed.starts,
+            steps=steps, effects=effects,
+            not_run=[kind.value for kind in LEGS[leg] if kind not in kinds],
+            missing_steps=sorted(set(range(1, steps + 1)) - logged),
+            differences=len(list(differences(calm.rows(), rows))),
+            same_weights=same_weights(calm.folder / "model", disturbed.folder / "model"),
+            touched=touched(calm.folder / "rollouts", disturbed.folder / "rollouts"),
+            broken=[name for name in disturbed.resumed() if name not in whole],
+            left=left,
+        )  # fmt: skip
+
+
+def markdown(report: Report) -> str:
+    """The faults by kind, and what came of them."""
+    by_kind = Counter((effect.kind, effect.outcome) for effect in report.effects)
+    lines = ["| fault | what happened | times |", "| --- | --- | --- |"]
+    lines += [f"| {kind} | {outcome} | {n} |" for (kind, outcome), n in sorted(by_kind.items())]
+    lines += [f"| {kind} | not run: needs root | 0 |" for kind in report.not_run]
+    lines += [
+        "",
+        f"{report.leg}: {len(report.effects)} faults, seed {report.seed}, {report.steps} steps, "
+        f"{report.starts} starts, {report.seconds / 60:.1f} minutes. Steps that are missing: "
+        f"{len(report.missing_steps)}; metrics that differ: {report.differences}; weights "
+        f"{'the same, bit for bit' if report.same_weights else 'not the same bit for bit'}; "
+        f"trajectories trained on that a fault had touched: {len(report.touched)}; broken "
+        f"checkpoints taken up: {len(report.broken)}; left on the machine: "
+        f"{', '.join(report.left) or 'nothing'}. {'HOLDS' if report.holds else 'DOES NOT HOLD'}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns 0 if nothing was lost."""
+    parser = argparse.ArgumentParser(description="Faults of every kind over real runs.")
+    parser.add_argument("--faults", type=int, default=200, help="in all, over both legs")
+    parser.add_argument("--seed", type=int, default=0, help="of kinds and moments")
+    parser.add_argument("--legs", nargs="+", choices=list(LEGS), default=list(LEGS))
+    parser.add_argument("--steps", type=int, help="of each run; 3 for each fault if left out")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds to wait for a step")
+    parser.add_argument("--out", type=Path, default=BASE.parent / "campaign")
+    given = parser.parse_args(arguments)
+    if given.out.exists():
+        sys.exit(f"{given.out} holds another campaign: remove it or give another --out")
+    share = {"machine": 0.3, "retriever": 0.7} if len(given.legs) > 1 else {given.legs[0]: 1.0}
+    held = True
+    for leg in given.legs:
+        out = (given.out / leg).resolve()
+        out.mkdir(parents=True)
+        num_faults = round(share[leg] * given.faults)
+        steps = given.steps or max(5, 3 * num_faults)
+        try:
+            report = campaign(leg, num_faults, given.seed, out, steps, given.patience)
+        except KillsError as error:
+            sys.exit(str(error))
+        (out / "report.json").write_text(json.dumps(asdict(report), indent=1) + os.linesep)
+        (out / "table.md").write_text(markdown(report))
+        console.print(markdown(report), markup=False)
+        held = held and report.holds
+    console.print(f"seed {given.seed}: {'nothing was lost' if held else 'see above'}")
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""A proxy between a run and its retriever that misbehaves when it is told to."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Self
+
+from tests.proofs.campaign.faults import Kind
+
+
+class FaultyProxy:
+    """Hands requests on to `port`; under a fault it answers POSTs as that fault would.
+
+    `struck` counts the requests that met the present fault.
+    """
+
+    def __init__(self, port: int) -> None:
+        """`port` of the true server on this machine; it may be changed at any time."""
+        self.port = port
+        self.fault: Kind | None = None
+        self.struck = 0
+        self._healed = threading.Event()
+        proxy = self
+
+        class Handler(_Handler):
+            owner = proxy
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Where the run searches."""
+        return f"http://127.0.0.1:{self._server.server_port}/retrieve"
+
+    def break_for(self, kind: Kind, seconds: float, patience: float = 30.0) -> int:
+        """Misbehave for `seconds` from the first request on; returns how many requests met it."""
+        self.struck, self.fault = 0, kind
+        self._healed.clear()
+        deadline = time.monotonic() + patience
+        while not self.struck and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(seconds)
+        self.fault = None
+        self._healed.set()
+        return self.struck
+
+    def wait_healed(self) -> None:
+        """As long as the fault lasts."""
+        self._healed.wait()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._healed.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection of the run."""
+
+    protocol_version = "HTTP/1.1"
+    owner: FaultyProxy
+
+    def do_GET(self) -> None:
+        """Questions about the server itself are always handed on."""
+        self._answer(*self._ask("GET", b""))
+
+    def do_POST(self) -> None:
+        """A search."""
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        fault = self.owner.fault
+        if fault is None:
+            self._answer(*self._ask("POST", body))
+            return
+        self.owner.struck += 1
+        match fault:
+            case Kind.REFUSES:
+                self._answer(503, b'{"detail": "too busy"}')
+            case Kind.GARBAGE:
+                self._answer(200, b"<html>not a search engine</html>")
+            case Kind.LIES:
+                self._answer(200, self._one_short(body))
+            case Kind.HANGS:
+                self.owner.wait_healed()
+                self.close_connection = True
+            case Kind.TRUNCATES:
+                status, answer = self._ask("POST", body)
+                self._answer(status, answer, keep=len(answer) // 2)
+            case _:
+                self.close_connection = True
+
+    def _one_short(self, body: bytes) -> bytes:
+        status, answer = self._ask("POST", body)
+        results = json.loads(answer) if status == 200 else {"result": []}
+        return json.dumps({**results, "result": results["result"][:-1]}).encode()
+
+    def _ask(self, method: str, body: bytes) -> tuple[int, bytes]:
+        """What the true server answers; 502 where there is none."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.owner.port, timeout=30)
+        headers = {"content-type": "application/json"}
+        try:
+            connection.request(method, self.path, body or None, headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except OSError:
+            return 502, b'{"detail": "no server"}'
+        finally:
+            connection.close()
+
+    def _answer(self, status: int, body: bytes, keep: int | None = None) -> None:
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body if keep is None else body[:keep])
+        self.close_connection = self.close_connection or keep is not None
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: the run says itself what it met."""

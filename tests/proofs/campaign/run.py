@@ -1,0 +1,181 @@
+"""A campaign over one run: wait for each fault's moment, strike, and see what follows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from search_r1.search.local_server import LocalServer
+from tests.proofs.campaign.disk import SmallDisk
+from tests.proofs.campaign.faults import Fault, Kind
+from tests.proofs.campaign.proxy import FaultyProxy
+from tests.proofs.kills.__main__ import strike, until_over, wait_for
+from tests.proofs.kills.schedule import Kill
+from tests.proofs.kills.training import Training
+
+DISK_S = 60.0
+"""How long a full or read-only disk is left to a run that does not stop."""
+TRACEBACK = "Traceback (most recent call last)"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A fault as it came about, and what followed."""
+
+    number: int
+    kind: str
+    victim: str
+    step: int
+    """The last step whose metrics were logged."""
+    met: bool
+    """False where nothing of the run came across it."""
+    status: int | None
+    """Exit status of the run if it ended; None where it went on."""
+    traceback: bool
+    """Whether it ended with one, where a line is due."""
+    log: str
+
+    @property
+    def outcome(self) -> str:
+        """In words."""
+        if not self.met:
+            return "missed"
+        if self.status is None:
+            return "went on"
+        return f"ended ({self.status}) {'with a traceback' if self.traceback else 'in one line'}"
+
+
+@dataclass
+class Watched(Training):
+    """A run that keeps how each of its starts ended."""
+
+    ends: list[tuple[int, bool, str]] = field(default_factory=list)
+    """Exit status, whether a traceback was printed, and the log."""
+
+    def start(self) -> None:
+        """Keep how the last start ended, and begin again."""
+        if self.process is not None:
+            log = self.log_path(self.starts)
+            text = log.read_text(errors="replace")
+            self.ends.append((self.process.wait(), TRACEBACK in text, log.name))
+        super().start()
+
+
+@dataclass
+class Campaign:
+    """One run and all that can be done to it."""
+
+    training: Watched
+    proxy: FaultyProxy
+    server: LocalServer
+    other: LocalServer
+    """The same service over another corpus; not started."""
+    disk: SmallDisk
+
+    def strike(self, fault: Fault) -> bool:
+        """Do what the fault says and undo it; whether the run can have met it."""
+        match fault.kind:
+            case Kind.KILL:
+                assert fault.victim is not None
+                strike(self.training, Kill(fault.number, fault.victim, fault.moment, fault.delay))
+            case Kind.FREEZE:
+                return self._freeze(fault)
+            case Kind.DISK_FULL:
+                self.disk.fill()
+                self._wait_for_end(DISK_S)
+                self.disk.free()
+            case Kind.READ_ONLY:
+                self.disk.lock(self.training.folder)
+                self._wait_for_end(DISK_S)
+                self.disk.unlock(self.training.folder)
+            case Kind.DIES:
+                self.server.kill()
+                met = self.proxy.break_for(fault.kind, fault.seconds)
+                self.server.start()
+                return met > 0
+            case Kind.OTHER_CORPUS:
+                return self._swap(fault)
+            case _:
+                return self.proxy.break_for(fault.kind, fault.seconds) > 0
+        return True
+
+    def _freeze(self, fault: Fault) -> bool:
+        assert fault.victim is not None
+        victims = self.training.find(fault.victim)
+        if not victims:
+            return False
+        victim = victims[fault.number % len(victims)]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.suspend()
+            time.sleep(fault.seconds)
+            victim.resume()
+        return True
+
+    def _swap(self, fault: Fault) -> bool:
+        """The server is away for a moment, and another one answers at its address."""
+        with self.other:
+            met = self.proxy.break_for(Kind.DIES, 0.5)
+            self.proxy.port = self.other.port
+            self._wait_for_end(fault.seconds)
+            self.proxy.port = self.server.port
+        return met > 0
+
+    def _wait_for_end(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.training.status is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def effects(self, faults: Sequence[Fault]) -> Iterator[Effect]:
+        """Do the run under `faults`; yields each and what followed. Raises KillsError."""
+        training, open_effect = self.training, None
+        training.start()
+        for fault in faults:
+            wait_for(training, fault)  # type: ignore[arg-type]
+            if open_effect is not None:
+                yield self._settled(*open_effect)
+            rows = training.rows()
+            step = int(rows[-1]["step"] or 0) if rows else 0
+            ends = len(training.ends)
+            open_effect = (fault, step, self.strike(fault), ends)
+        until_over(training)
+        if open_effect is not None:
+            yield self._settled(*open_effect)
+
+    def _settled(self, fault: Fault, step: int, met: bool, ends: int) -> Effect:
+        ended = self.training.ends[ends:]
+        status, traceback, log = ended[0] if ended else (None, False, "")
+        victim = fault.victim.value if fault.victim else ""
+        return Effect(fault.number, fault.kind.value, victim, step, met, status,
+                      any(trace for _, trace, _ in ended) or traceback, log)  # fmt: skip
+
+
+def touched(calm: Path, disturbed: Path) -> list[str]:
+    """Trajectories trained on whose observations are not what was found without faults.
+
+    Both folders hold a run's `trainer.rollout_data_dir`. Compared is the first segment that
+    differs: an observation after equal text of the policy was touched; another text of the policy
+    is another sample, after which nothing can be compared.
+    """
+    found = []
+    for path in sorted(disturbed.glob("step_*.jsonl")):
+        expected = {_key(row): row["segments"] for row in _rows(calm / path.name)}
+        for row in _rows(path):
+            pairs = zip(expected.get(_key(row), []), row["segments"], strict=False)
+            different = next((b for a, b in pairs if a["ids"] != b["ids"]), None)
+            if different is not None and different["origin"] == "observation":
+                found.append(f"{path.stem} {row['uid']}/{row['sample']}")
+    return found
+
+
+def _rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _key(row: dict[str, object]) -> tuple[object, object]:
+    return row["group"], row["sample"]

@@ -1,0 +1,153 @@
+"""The campaign's own parts: its plan, its proxy, and what it counts as touched by a fault."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.proofs.campaign.__main__ import LEGS, Report, markdown
+from tests.proofs.campaign.faults import Kind, plan
+from tests.proofs.campaign.proxy import FaultyProxy
+from tests.proofs.campaign.run import Effect, touched
+
+ANSWER = json.dumps({"result": [[{"id": "1"}], [{"id": "2"}]]}).encode()
+
+
+def test_a_plan_follows_from_its_seed_and_holds_every_kind() -> None:
+    """The same faults at the same moments; none of the kinds is left out of a full campaign."""
+    for kinds in LEGS.values():
+        faults = plan(100, 3, kinds, 1.0)
+        assert faults == plan(100, 3, kinds, 1.0) != plan(100, 4, kinds, 1.0)
+        assert [fault.number for fault in faults] == list(range(1, 101))
+        assert set(kinds) == {fault.kind for fault in faults}
+        counts = Counter(fault.kind for fault in plan(len(kinds), 0, kinds, 1.0))
+        assert counts == Counter(kinds)
+
+
+class _Server(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", str(len(ANSWER)))
+        self.end_headers()
+        self.wfile.write(ANSWER)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def proxy() -> Iterator[FaultyProxy]:
+    """A proxy before a server that gives one answer."""
+    server = HTTPServer(("127.0.0.1", 0), _Server)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    with FaultyProxy(server.server_port) as proxy:
+        yield proxy
+    server.shutdown()
+    server.server_close()
+
+
+def ask(proxy: FaultyProxy) -> tuple[int, bytes]:
+    port = int(proxy.url.rpartition(":")[2].partition("/")[0])
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("POST", "/retrieve", b'{"queries": ["a", "b"]}')
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def test_a_proxy_hands_on_what_the_server_says(proxy: FaultyProxy) -> None:
+    """Without a fault a run cannot tell it from its retriever."""
+    assert ask(proxy) == (200, ANSWER)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Kind.REFUSES, (503, b'{"detail": "too busy"}')),
+        (Kind.GARBAGE, (200, b"<html>not a search engine</html>")),
+        (Kind.LIES, (200, json.dumps({"result": [[{"id": "1"}]]}).encode())),
+        (Kind.RESETS, http.client.RemoteDisconnected),
+        (Kind.HANGS, http.client.RemoteDisconnected),
+        (Kind.TRUNCATES, http.client.IncompleteRead),
+    ],
+)
+def test_a_fault_is_what_its_name_says(
+    proxy: FaultyProxy, kind: Kind, expected: tuple[int, bytes] | type[Exception]
+) -> None:
+    """A request meets the fault and counts; the next one after it is answered again."""
+    struck: list[int] = []
+    fault = threading.Thread(target=lambda: struck.append(proxy.break_for(kind, 0.2)))
+    fault.start()
+    while proxy.fault is None:
+        pass
+    if isinstance(expected, tuple):
+        assert ask(proxy) == expected
+    else:
+        with pytest.raises(expected):
+            ask(proxy)
+    fault.join()
+    assert struck[0] >= 1
+    assert ask(proxy) == (200, ANSWER)
+
+
+def row(sample: int, *segments: tuple[str, list[int]]) -> str:
+    parts = [{"origin": origin, "ids": ids} for origin, ids in segments]
+    return json.dumps({"group": "g", "uid": "q", "sample": sample, "segments": parts}) + "\n"
+
+
+def test_an_observation_of_a_fault_is_found_and_another_sample_is_not(tmp_path: Path) -> None:
+    """Only what the environment said differently after the same words of the policy counts."""
+    calm, disturbed = tmp_path / "calm", tmp_path / "disturbed"
+    calm.mkdir()
+    disturbed.mkdir()
+    same = row(0, ("policy", [1]), ("observation", [2]))
+    (calm / "step_1.jsonl").write_text(same + same.replace('"sample": 0', '"sample": 1'))
+    error = row(0, ("policy", [1]), ("observation", [9]))
+    sample = row(1, ("policy", [7]), ("observation", [9]))
+    (disturbed / "step_1.jsonl").write_text(error + sample)
+    assert touched(calm, disturbed) == ["step_1 q/0"]
+
+
+def effect(**changes: object) -> Effect:
+    values = {"number": 1, "kind": "SIGKILL", "victim": "rank", "step": 2, "met": True,
+              "status": None, "traceback": False, "log": ""}  # fmt: skip
+    return Effect(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("found", "holds"),
+    [
+        ({}, True),
+        ({"differences": 1}, False),
+        ({"leg": "retriever", "differences": 1, "same_weights": False}, True),
+        ({"touched": ["step_1 q/0"]}, False),
+        ({"missing_steps": [3]}, False),
+        ({"broken": ["global_step_1"]}, False),
+        ({"left": ["process 1: rank"]}, False),
+        ({"effects": [effect(status=1, traceback=True)]}, False),
+        ({"effects": [effect(status=4), effect(met=False)]}, True),
+    ],
+)
+def test_a_campaign_holds_only_if_nothing_was_lost(found: dict[str, object], holds: bool) -> None:
+    """Faults of the retriever may leave rounding; none may leave a traceback or lose anything."""
+    values = {"leg": "machine", "seed": 0, "seconds": 1.0, "starts": 1, "steps": 3,
+              "effects": [effect()], "not_run": ["disk full"], "missing_steps": [],
+              "differences": 0, "same_weights": True, "touched": [], "broken": [],
+              "left": []}  # fmt: skip
+    report = Report(**{**values, **found})  # type: ignore[arg-type]
+    assert report.holds is holds
+    assert ("DOES NOT HOLD" in markdown(report)) is not holds
+    assert "| disk full | not run: needs root | 0 |" in markdown(report)
