@@ -6,6 +6,8 @@ SEED ?= 0
 FAULTS ?= 200
 GPU_WHEELS ?= .gpu-wheels
 BIN := $(VENV)/bin
+# Tests in two processes, file by file, the slow ones first.
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
 export PYTHONPATH := $(CURDIR)
 
 .PHONY: bench campaign coverage demo install lock slow test test-all test-fast test-gpu-wheels chromium slurm lint format clean
@@ -28,18 +30,18 @@ demo:
 	exec $(BIN)/python -m scripts.demo --algorithm $(ALGO) --seed $(SEED) --started-at $$start $(DEMO_ARGS)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TWO)
 
 # The inner loop: all but what tests/slow.txt names, which `make slow` measures anew.
 test-fast: $(VENV)/.installed
-	$(BIN)/python -m pytest --fast -n 2 --dist loadfile
+	$(BIN)/python -m pytest --fast $(TWO)
 
 slow: $(VENV)/.installed
-	$(BIN)/python -m pytest --record-slow
+	$(BIN)/python -m pytest --record-slow $(TWO)
 
 # The whole CPU suite with every line of verl/ and search_r1/ counted, in all processes it starts.
 coverage: $(VENV)/.installed
-	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered
+	$(BIN)/python -m pytest $(TWO) --cov --cov-report=term-missing:skip-covered
 
 # Real runs under faults of every kind; full disks and lost permissions need root.
 campaign: $(VENV)/.installed

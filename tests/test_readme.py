@@ -86,7 +86,7 @@ def type_in(block: str, checkout: Path, **variables: str) -> str:
             stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            status = shell.wait(120)
+            status = shell.wait(300)
         except subprocess.TimeoutExpired:
             status = -1
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +15,14 @@ from verl.rollout import vllm_engine
 from verl.rollout.interface import build_engine
 
 
-def children() -> set[int]:
-    """Processes below this one, the resource tracker's apart."""
-    found = psutil.Process().children(recursive=True)
-    return {p.pid for p in found if "resource_tracker" not in " ".join(p.cmdline())}
+def children() -> set[psutil.Process]:
+    """Processes below this one that run, the resource tracker's apart."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
+            if "resource_tracker" not in " ".join(process.cmdline()):
+                found.add(process)
+    return found
 
 
 def started(name: str, folder: Path) -> Iterator[Running]:
@@ -37,8 +42,10 @@ def session_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     before = children()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_engine, "WORKER_EXTENSION", "tests.verl.rollout.forgetting.Forgetting")
-        yield from started("vllm", tmp_path_factory.mktemp("vllm"))
-    assert children() <= before, "the engine left processes behind"
+        for running in started("vllm", tmp_path_factory.mktemp("vllm")):
+            its_own = children() - before
+            yield running
+    assert not children() & its_own, "the engine left processes behind"
 
 
 @pytest.fixture(scope="session")
