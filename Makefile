@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: bench campaign coverage demo install lock slow test test-all test-fast test-gpu-wheels chromium slurm lint format clean
+.PHONY: bench campaign mutants coverage demo install lock slow test test-all test-fast test-gpu-wheels chromium slurm lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml requirements.lock scripts/install.py
@@ -46,6 +46,10 @@ coverage: $(VENV)/.installed
 # Real runs under faults of every kind; full disks and lost permissions need root.
 campaign: $(VENV)/.installed
 	$(BIN)/python -m tests.proofs.campaign --faults $(FAULTS) --seed $(SEED)
+
+# Small changes of the heart of the code, and whether its tests notice.
+mutants: $(VENV)/.installed
+	$(BIN)/pip install -q cosmic-ray && nice $(BIN)/python -m tests.proofs.mutants --seed $(SEED)
 
 test-all: chromium slurm $(VENV)/.installed-lucene
 	$(BIN)/python -m pytest -m "not gpu and not gpu_wheels"

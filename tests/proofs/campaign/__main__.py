@@ -37,7 +37,7 @@ from tests.proofs.kills.training import Training, command
 from tests.test_retriever_failures import searching_model
 
 OPTIONS = ("trainer.n_gpus_per_node=1", "retriever.timeout=3", "retriever.max_retries=3",
-           "trainer.test_freq=0")  # fmt: skip
+           "trainer.test_freq=0", "trainer.keep_last=2")  # fmt: skip
 """One rank starts sooner than two; a hang is to be noticed within the fault."""
 LEGS = {"machine": ON_THE_MACHINE, "retriever": AT_THE_RETRIEVER}
 """Faults of the machine leave every figure as it was; those of the retriever leave the rounding

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-SIZE = "1500m"
+SIZE = "3g"
 FILLER = "filler"
 
 

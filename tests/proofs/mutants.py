@@ -1,0 +1,198 @@
+"""`make mutants`: change the heart of the code in small ways, and see whether its tests notice.
+
+cosmic-ray makes the changes, one at a time, in a copy of the checkout; a mutant that the tests of
+its module let pass is printed with its line. Modules are drawn from by a seed. Nothing is changed
+in the checkout itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import difflib
+import importlib
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("verl", "search_r1", "tests", "example", "benchmarks", "scripts", "pyproject.toml")
+ALGORITHMS = "tests/verl/core_algos"
+HEART: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "verl/core_algos/advantages.py": [f"{ALGORITHMS}/test_advantages.py"],
+        "verl/core_algos/groups.py": [f"{ALGORITHMS}/test_groups.py"],
+        "verl/core_algos/jagged.py": [f"{ALGORITHMS}/test_jagged.py"],
+        "verl/core_algos/kl.py": [f"{ALGORITHMS}/test_kl.py"],
+        "verl/core_algos/losses.py": [f"{ALGORITHMS}/test_losses.py"],
+        "verl/core_algos/mismatch.py": [f"{ALGORITHMS}/test_mismatch.py"],
+        "verl/core_algos/policy_losses.py": [f"{ALGORITHMS}/test_policy_losses.py"],
+        "verl/core_algos/shaping.py": [f"{ALGORITHMS}/test_shaping.py"],
+        "verl/types.py": [
+            "tests/verl/test_types.py",
+            "tests/verl/single_controller/test_dispatch.py",
+        ],
+        "verl/data/sampler.py": ["tests/verl/data"],
+        "verl/trainer/learning.py": ["tests/verl/trainer/test_learning.py"],
+        "verl/training/actor.py": ["tests/verl/training/test_actor.py"],
+        "verl/training/attention.py": ["tests/verl/training/test_attention.py"],
+        "verl/agent/dialogue.py": ["tests/verl/agent", "tests/agent"],
+        "verl/agent/grammar.py": ["tests/agent", "tests/rewards"],
+        "verl/agent/tags.py": ["tests/agent", "tests/verl/agent"],
+        "search_r1/search/client.py": ["tests/search/test_client.py"],
+        "verl/checkpoint/folders.py": ["tests/verl/checkpoint/test_folders.py"],
+        "verl/checkpoint/saver.py": ["tests/verl/checkpoint/test_saver.py"],
+    }
+)
+"""Modules, and the tests that are to notice a change in them."""
+WARM = ("torch", "transformers", "hypothesis", "numpy", "ray", "httpx", "aiohttp", "yaml")
+"""Imported once, before a process is forked for each mutant."""
+TIMEOUT_S = 120.0
+"""A mutant whose tests take longer is found: it hangs."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one module."""
+
+    module: str
+    line: int
+    operator: str
+    code: str
+    """The module as changed."""
+
+    def diff(self, original: str) -> str:
+        """The lines that differ."""
+        lines = difflib.unified_diff(
+            original.splitlines(), self.code.splitlines(), n=0, lineterm=""
+        )
+        return "\n".join(
+            line for line in lines if line[:3] not in ("---", "+++") and line[0] != "@"
+        )
+
+
+def mutants_of(module: str, source: str) -> Iterator[Mutant]:
+    """All that cosmic-ray can do to a module, annotations apart: no test can see those change."""
+    from cosmic_ray.ast import ast_nodes, get_ast  # noqa: PLC0415 - `make mutants` installs it
+    from cosmic_ray.mutating import mutate_code  # noqa: PLC0415
+    from cosmic_ray.plugins import get_operator, operator_names  # noqa: PLC0415
+
+    ignored, nodes = lines_without_effect(source), list(ast_nodes(get_ast(source)))
+    seen = {source}
+    for name in operator_names():
+        operator = get_operator(name)
+        if operator.arguments() or "BitOr" in name or name.endswith("BitAnd_Mul"):
+            continue
+        positions = [p for node in nodes for p in operator().mutation_positions(node)]
+        for occurrence, ((line, _), _) in enumerate(positions):
+            code = mutate_code(source, operator(), occurrence)
+            if line not in ignored and code is not None and code not in seen:
+                seen.add(code)
+                yield Mutant(module, line, name.partition("/")[2], code)
+
+
+def lines_without_effect(source: str) -> set[int]:
+    """Lines of imports, raised messages, decorators, signatures and fields without a value."""
+    found: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        is_bare = isinstance(node, ast.AnnAssign) and node.value is None
+        if is_bare or isinstance(node, ast.ImportFrom | ast.Import | ast.Raise):
+            found |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found |= {decorator.lineno for decorator in node.decorator_list}
+            found |= set(range(node.lineno, node.body[0].lineno)) - {node.body[0].lineno}
+    return found
+
+
+@contextlib.contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of the checkout's sources, which is the working directory."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        folder = Path(name)
+        for part in COPIED:
+            source = ROOT / part
+            if source.is_dir():
+                ignored = shutil.ignore_patterns("__pycache__", "runs", "adapter")
+                shutil.copytree(source, folder / part, ignore=ignored, symlinks=True)
+            else:
+                shutil.copy(source, folder / part)
+        os.chdir(folder)
+        sys.path[:] = [str(folder), *(path for path in sys.path if Path(path or ".") != ROOT)]
+        os.environ["PYTHONPATH"] = str(folder)
+        yield folder
+
+
+def passes(tests: Sequence[str]) -> bool:
+    """Whether the tests pass, in a process of their own; one that takes too long does not."""
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
+        os._exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.02)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return False
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns 0 if at least `--bar` of the mutants were found."""
+    parser = argparse.ArgumentParser(description="Small changes of the heart, and who notices.")
+    parser.add_argument("modules", nargs="*", default=list(HEART), help="of those listed in HEART")
+    parser.add_argument("--sample", type=int, default=12, help="mutants of each module; 0 for all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bar", type=float, default=0.95, help="share that is to be found")
+    given = parser.parse_args(arguments)
+    for name in WARM:
+        importlib.import_module(name)
+    draw, num_found, survivors = random.Random(given.seed), 0, []
+    with copied() as folder:
+        for module in given.modules:
+            path = folder / module
+            original = path.read_text(encoding="utf-8")
+            if not passes(HEART[module]):
+                sys.exit(f"{module}: {' '.join(HEART[module])} fail without any change")
+            mutants = list(mutants_of(module, original))
+            chosen = draw.sample(mutants, min(given.sample or len(mutants), len(mutants)))
+            before = len(survivors)
+            for mutant in chosen:
+                path.write_text(mutant.code, encoding="utf-8")
+                if passes(HEART[module]):
+                    survivors.append(mutant)
+                    say(f"{module}:{mutant.line} {mutant.operator}\n{mutant.diff(original)}")
+            path.write_text(original, encoding="utf-8")
+            found = len(chosen) - (len(survivors) - before)
+            num_found += found
+            say(f"{module}: {found} of {len(chosen)} found ({len(mutants)} possible)")
+    total = num_found + len(survivors)
+    share = num_found / max(total, 1)
+    say(f"{num_found} of {total} found ({share:.1%}), seed {given.seed}")
+    return 0 if share >= given.bar else 1
+
+
+def say(text: str) -> None:
+    """Print at once: a run takes long."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
