@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -107,6 +107,8 @@ class RetryingRollout:
     check: Check = lambda: None
     """Called while the run waits; may raise to end it, as when its time is over."""
     faults: Metrics = field(default_factory=lambda: defaultdict(float))
+    served: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of what the tools served when the run began; empty compares nothing."""
 
     def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
         """Finish `starts`, in their order; one that failed is sampled again as it was started.
@@ -114,7 +116,7 @@ class RetryingRollout:
         Seeds stay, so that the result is that of an undisturbed run. FAILED in the end are only
         those that fail though all tools answer. Raises ToolOutage when one stays away for its
         `max_outage` seconds, or comes back for nothing that long, and ToolRefused when one refuses
-        this run.
+        this run, or serves something else than when it began.
         """
         finished = self._sample(starts, sampling)
         failed, vain_rounds = broken(finished), 0
@@ -135,7 +137,22 @@ class RetryingRollout:
                 vain_rounds += int(waited == 0)
             failed = still
         self.faults["trajectories_failed"] += len(failed)
+        self._refuse_another_service()
         return finished
+
+    def _refuse_another_service(self) -> None:
+        """Raise ToolRefused where a tool serves something else than when the run began.
+
+        A server that was started again with another corpus answers as well as the first.
+        """
+        found = self.environment.identity() if self.served else {}
+        changed = [name for name in found if self.served.get(name, found[name]) != found[name]]
+        if changed:
+            raise ToolRefused(
+                f"what the tools serve changed since the run began: got another "
+                f"{', '.join(changed)}, expected the fingerprints of its start; fix: serve what "
+                "was served before and resume, or begin a new run"
+            )
 
     def sleep(self) -> None:
         """Nothing is to be sampled for a while: give the devices' memory to the training ranks."""

@@ -99,7 +99,10 @@ class RayPPOTrainer:
         self.learner = Learner(self.config, self.ranks)
         self.peak_flops = self.ranks.peak_flops()
         self.reward = adapted(self.reward_fn)
-        self.rollout = RetryingRollout(self.replicas, self.environment, self.stopper.check)
+        self.rollout = RetryingRollout(
+            self.replicas, self.environment, self.stopper.check,
+            served=self.identity.get("fingerprints", {}),
+        )  # fmt: skip
         self.collector = RolloutCollector(
             self.config, self.rollout, self.train_prompts, self.sampler, self.reward,
             with_greedy=self.learner.advantage.needs_greedy,

@@ -238,3 +238,27 @@ def test_after_any_failures_what_is_kept_are_whole_groups(
             whole_groups(everyone, failed, "step 3", max_share)
     else:
         assert whole_groups(everyone, failed, "step 3", max_share) == sound
+
+
+@dataclass
+class Serving(Tool):
+    """A tool that says what it serves, if anything."""
+
+    corpus: str = ""
+    name = "search"
+    parameters = text_arguments(query="")
+
+    def identity(self) -> dict[str, str]:
+        return {"corpus": self.corpus} if self.corpus else {}
+
+
+@pytest.mark.parametrize(("corpus", "is_another"), [("a", False), ("", False), ("b", True)])
+def test_a_service_that_changed_ends_the_run(corpus: str, is_another: bool) -> None:
+    """Nothing sampled with another corpus is handed on; a server that cannot tell is believed."""
+    served = {"corpus": "a", "data": "d"}
+    rollout = RetryingRollout(RecordingReplicas([]), Environment((Serving(corpus),)), served=served)
+    if not is_another:
+        assert len(rollout.generate(starts(), SAMPLING)) == 4
+        return
+    with pytest.raises(ToolRefused, match=r"got another corpus, .*; fix: serve what was served"):
+        rollout.generate(starts(), SAMPLING)
