@@ -189,7 +189,7 @@ def publish(part: Part) -> Path:
     _flush(*part.folder.rglob("*"))
     marker = part.folder / MARKER
     marker.write_text(json.dumps({"step": part.step, "files": _listing(part.folder)}) + "\n")
-    _flush(marker)
+    _flush(marker, part.folder)
     final = step_folder(part.root, part.step)
     remove(final)
     os.replace(part.folder, final)

@@ -129,6 +129,49 @@ def test_no_moment_of_a_replacement_loses_both(
         assert len(list(root.iterdir())) == 1
 
 
+def test_a_whole_checkpoint_gives_way_to_none_that_was_not_published(tmp_path: Path) -> None:
+    """Killed with both whole, before the older one lost its marker: that one stays as it was."""
+    save(tmp_path, 1)
+    part = folders.begin(tmp_path, 1)
+    folders.write_state(part.folder, {"step": 1, "again": True})
+    (part.folder / folders.MARKER).touch()
+    folders.clean(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
+    assert folders.read_state(tmp_path / "global_step_1") == {"step": 1}
+
+
+def test_what_a_marker_vouches_for_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files and folders before the marker, it and its folder before the name, then the name."""
+    events: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+    part = folders.begin(tmp_path, 1)
+    (part.folder / "shards").mkdir()
+    for name in ("shards/a.distcp", folders.STATE_FILE):
+        (part.folder / name).write_text("{}")
+
+    def noted_fsync(handle: int) -> None:
+        state = "marked" if (part.folder / folders.MARKER).exists() else "unmarked"
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        events.append((path.removeprefix(str(part.folder)), state))
+        fsync(handle)
+
+    def noted_replace(old: Path, new: Path) -> None:
+        events.append(("replace", ""))
+        replace(old, new)
+
+    monkeypatch.setattr(folders.os, "fsync", noted_fsync)
+    monkeypatch.setattr(folders.os, "replace", noted_replace)
+    folders.publish(part)
+    inside = {"/shards", "/shards/a.distcp", f"/{folders.STATE_FILE}"}
+    assert {(path, "unmarked") for path in inside} == set(events[: len(inside)])
+    assert events[len(inside) :] == [
+        (f"/{folders.MARKER}", "marked"), ("", "marked"), ("replace", ""),
+        (str(tmp_path), "unmarked"),
+    ]  # fmt: skip
+
+
 def test_later_steps_of_an_earlier_run_are_set_aside(tmp_path: Path) -> None:
     """A run that starts at step 2 is never resumed from another run's step 5, which is kept."""
     for step in (1, 2, 5):

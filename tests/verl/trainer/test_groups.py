@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from verl.config import Config
 from verl.errors import SaveError
 from verl.single_controller.actors import Place
+from verl.single_controller.restarts import Restarts
+from verl.trainer import groups
 from verl.trainer.groups import TrainerRanks
 from verl.training.devices import PeakMemory
 
@@ -63,3 +67,37 @@ def test_the_weights_are_written_when_the_slowest_node_is_done(tmp_path: Path) -
     """Ranks that write nothing say 0."""
     ranks = TrainerRanks(Answers([1.5, 0.0, 2.5, 0.0]))
     assert ranks.share_policy(tmp_path, "bfloat16", is_adapter=False) == 2.5
+
+
+class Built(Exception):
+    """The ranks' watchdogs were asked for."""
+
+
+def test_each_node_but_the_drivers_has_a_watchdog_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One for the node, by its first rank, before anything is built; the driver's has the run's."""
+    guarded: list[tuple[int, str]] = []
+
+    def host(rank: int) -> SimpleNamespace:
+        guard = SimpleNamespace(remote=lambda mark: guarded.append((rank, mark)))
+        return SimpleNamespace(guard=guard)
+
+    def gather(calls: Sequence[Any]) -> None:
+        raise Built
+
+    nodes = ["own", "own", "b", "b", "c"]
+    places = [Place(node, "host", ()) for node in nodes]
+    hosts = [host(rank) for rank in range(len(nodes))]
+    group = SimpleNamespace(places=lambda: places, hosts=hosts, gather=gather)
+    context = SimpleNamespace(get_node_id=lambda: "own")
+    monkeypatch.setattr(groups.ray, "get_runtime_context", lambda: context)
+    for name, answer in {"reserve": None, "nodes_of": {}, "check_nodes": None,
+                         "create_trainer_group": group}.items():  # fmt: skip
+        monkeypatch.setattr(groups, name, lambda *given, answer=answer: answer)
+    config = Config()
+    config.trainer.device = "cpu"
+    reaper = SimpleNamespace(mark="mark")
+    with pytest.raises(Built):
+        groups.build_groups(config, lambda _: None, lambda _: None, 1, reaper, Restarts(0))
+    assert guarded == [(2, "mark"), (4, "mark")]
