@@ -31,6 +31,7 @@ from verl.agent.dialogue import DialogueAgent
 from verl.config import Config
 from verl.data import choose, load_rows
 from verl.errors import ToolError, UserError
+from verl.locks import exclusive
 from verl.rollout.interface import RolloutEngine
 from verl.types import Sampling
 
@@ -46,7 +47,11 @@ def evaluate(options: EvaluationOptions) -> Path:
     Raises UserError for what the user can mend, before long work where possible. What is
     finished is kept: the same options go on from there.
     """
-    options = at_last_step(options)
+    with exclusive(Path(options.out), "--out"):
+        return _evaluate_in_folder(at_last_step(options))
+
+
+def _evaluate_in_folder(options: EvaluationOptions) -> Path:
     with model_folder(options.model, computed_dtype(options), options.adapter) as folder:
         asyncio.run(_evaluate(options, run_config(options, str(folder))))
     out = Path(options.out)

@@ -47,7 +47,7 @@ def export(
             explain("--adapter", step_dir, "a checkpoint of a run with lora_rank above 0",
                     "leave --adapter out: all weights were trained")
         )  # fmt: skip
-    with whole_folder(out) as part:
+    with whole_folder(out, "--out") as part:
         if adapter_only and record is not None:
             _read_adapter(step_dir, record, base).write(part)
         else:

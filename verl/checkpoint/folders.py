@@ -1,15 +1,13 @@
 """Folders of checkpoints: names, markers, the driver's state, and how they appear and go at once.
 
 A folder under another name than `global_step_N`, or without `COMPLETE`, is never resumed from. What
-a killed run left half-written is removed at the next start. A run holds one lock on its folder, so
-that no other run can be writing what looks half-written.
+a killed run left half-written is removed at the next start. A run holds its folder
+(`verl.locks`), so that no other run can be writing what looks half-written.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -33,8 +31,6 @@ HEALTHY = "HEALTHY"
 STATE_FILE = "trainer_state.json"
 HASHED_BYTES = 64 << 20
 """Up to which a checkpoint's file is compared by content; tensors have checksums of their own."""
-LOCK = ".lock"
-"""The file that a run locks for as long as it lives."""
 STEP_NAME = re.compile(r"global_step_(\d+)")
 PART_NAME = re.compile(r"global_step_(\d+)\.([0-9a-f]{8}\.)?tmp")
 ASIDE = "set_aside"
@@ -141,25 +137,6 @@ def resolve(resume_mode: str, root: Path) -> Path | None:
                     "give auto, or the path of a complete checkpoint")
         )  # fmt: skip
     return path
-
-
-@contextlib.contextmanager
-def exclusive(root: Path) -> Iterator[None]:
-    """Hold a run's folder while the body lasts. Raises ConfigError where another process does.
-
-    The lock goes with the process, however that ends. Where files cannot be locked there is none.
-    """
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / LOCK).open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                got = f"{root}, which another run is writing to"
-                fix = "wait until it has ended, or name another folder"
-                option = "trainer.default_local_dir"
-                raise ConfigError(explain(option, got, "a folder of this run", fix)) from error
-        yield
 
 
 @contextlib.contextmanager

@@ -109,6 +109,6 @@ def _row(step: int, trajectory: Trajectory, reward: Reward) -> dict[str, Any]:
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """One JSON line a row, under the final name only when complete."""
-    part = path.with_name(path.name + ".tmp")
+    part = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # who else writes it has another
     part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     os.replace(part, path)

@@ -183,16 +183,15 @@ def build_engine(config: SftConfig, lm: Any, device: torch.device) -> FsdpModel:
     return FsdpModel(LogProbModel(lm), blocks(lm, lm), device, options)
 
 
-def save(config: SftConfig, engine: FsdpModel, model_config: Any) -> None:
-    """Write the Hugging Face folder; rank 0 writes, every rank gives its shards."""
+def save(config: SftConfig, engine: FsdpModel, model_config: Any, part: Path | None) -> None:
+    """Write the Hugging Face folder; rank 0, which has `part`, writes, all ranks give shards."""
     adapter = policy_adapter(engine) if config.has_adapter else None
     named = policy_weights(engine)
-    if dist.get_rank() == 0:
-        with whole_folder(Path(config.output_dir)) as part:
-            write_weights(part, named, model_config, config.save_dtype)
-            copy_tokenizer(config.model_path, part)
-            if adapter is not None:
-                adapter.write(part / "adapter")
+    if part is not None:
+        write_weights(part, named, model_config, config.save_dtype)
+        copy_tokenizer(config.model_path, part)
+        if adapter is not None:
+            adapter.write(part / "adapter")
     else:
         for _ in named:
             pass
@@ -200,7 +199,14 @@ def save(config: SftConfig, engine: FsdpModel, model_config: Any) -> None:
 
 
 def train(config: SftConfig) -> list[float]:
-    """The whole run; returns the loss of each step."""
+    """The whole run; returns the loss of each step. Its folder is held from the start."""
+    if os.environ.get("RANK", "0") != "0":
+        return _train(config, None)
+    with whole_folder(Path(config.output_dir), "output_dir") as part:
+        return _train(config, part)
+
+
+def _train(config: SftConfig, part: Path | None) -> list[float]:
     device = join_ranks(config)
     if Path(config.model_path).expanduser().is_dir():  # a name of the hub is only now fetched
         check_model("model_path", config.model_path)
@@ -222,7 +228,7 @@ def train(config: SftConfig) -> list[float]:
                 logger.warning("update skipped: loss %s on rows %s", loss, batch.columns["group"])
             losses.append(loss)
             bar.set_postfix(loss=f"{loss:.3f}", lr=f"{step.lr:.1e}")
-    save(config, engine, lm.config)
+    save(config, engine, lm.config, part)
     dist.destroy_process_group()
     return losses
 
@@ -233,7 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         train(parse(sys.argv[1:] if arguments is None else arguments))
     except UserError as error:
-        sys.exit(f"{error}")
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

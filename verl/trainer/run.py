@@ -26,12 +26,12 @@ from search_r1.agent.retriever import WithToken
 from search_r1.scoring import build_reward_manager
 from verl.agent.environment import Environment
 from verl.checkpoint.contents import check_contents
-from verl.checkpoint.folders import exclusive
 from verl.checkpoint.resume import check_resume, identity
 from verl.config import Config, cli
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
 from verl.data import load_prompts, num_batches
 from verl.data.trajectories import open_folder
+from verl.locks import exclusive
 from verl.monitor.memory_watch import rank_names, watching
 from verl.monitor.tracking import Tracking
 from verl.preflight.checks import preflight
@@ -159,9 +159,17 @@ def building(config: Config) -> Iterator[RayPPOTrainer]:
 
 
 def run(config: Config) -> None:
-    """One run from beginning to end; it starts again by itself when it lost a rank."""
-    folder = Path(config.trainer.default_local_dir)
-    with contextlib.nullcontext() if config.trainer.val_only else exclusive(folder):
+    """One run from beginning to end, which nobody else writes to the folders of.
+
+    It starts again by itself when it lost a rank.
+    """
+    trainer = config.trainer
+    folders = {Path(trainer.default_local_dir).resolve(): "trainer.default_local_dir"}
+    if trainer.rollout_data_dir is not None:
+        folders.setdefault(Path(trainer.rollout_data_dir).resolve(), "trainer.rollout_data_dir")
+    with contextlib.ExitStack() as held:
+        for folder, option in folders.items():
+            held.enter_context(exclusive(folder, option))
         _run(prepare(config))
 
 

@@ -15,6 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 
+from verl.errors import ConfigError, explain
+from verl.locks import exclusive
+
 SHARD_BYTES = 4 << 30
 """Weights held in host memory at once, and so the size of one file."""
 
@@ -23,6 +26,8 @@ COMPANIONS = (
     "chat_template*", "additional_chat_templates", "generation_config.json",
 )  # fmt: skip
 """Files beside the weights that make a folder usable."""
+MODEL_FILES = ("config.json", "adapter_config.json")
+"""One of these is in each folder that is written here."""
 
 
 def shards(named: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -39,14 +44,25 @@ def shards(named: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
 
 
 @contextlib.contextmanager
-def whole_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the place of `out` when the body has succeeded."""
-    part = out.with_name(out.name + ".tmp")
-    shutil.rmtree(part, ignore_errors=True)
-    yield part
-    if out.exists():
-        shutil.rmtree(out)
-    os.replace(part, out)
+def whole_folder(out: Path, option: str) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `out` when the body has succeeded.
+
+    Raises ConfigError where `out`, which `option` named, holds something else than a model, or
+    another process is about to replace it.
+    """
+    out = out.absolute()
+    is_model = any((out / name).is_file() for name in MODEL_FILES)
+    if out.exists() and not is_model and (not out.is_dir() or any(out.iterdir())):
+        got, fix = f"{out}, which has other content", "name another folder, or delete it"
+        raise ConfigError(explain(option, got, "a new folder, or a model's to replace", fix))
+    with exclusive(out, option, lock=out.with_name(f".{out.name}.lock")):
+        part = out.with_name(out.name + ".tmp")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        yield part
+        if out.exists():
+            shutil.rmtree(out)
+        os.replace(part, out)
 
 
 def write_weights(

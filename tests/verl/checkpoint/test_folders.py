@@ -76,28 +76,6 @@ def test_the_rest_of_a_killed_run_is_removed_at_the_next_start(tmp_path: Path) -
     ]  # fmt: skip
 
 
-def test_a_folder_belongs_to_one_living_run(tmp_path: Path) -> None:
-    """A second run in the same folder is refused, until the first has ended, however it ends."""
-    held = FORK.Event()
-
-    def hold() -> None:
-        with folders.exclusive(tmp_path):
-            held.set()
-            signal.pause()
-
-    first = FORK.Process(target=hold)
-    first.start()
-    assert held.wait(60)
-    with pytest.raises(ConfigError, match="another run"), folders.exclusive(tmp_path):
-        raise AssertionError("entered a folder that is held")
-    first.kill()
-    first.join(60)
-    for _ in range(2):
-        with folders.exclusive(tmp_path):
-            save(tmp_path, 1)
-    assert folders.latest(tmp_path) == folders.step_folder(tmp_path, 1)
-
-
 def test_no_moment_of_a_replacement_loses_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
