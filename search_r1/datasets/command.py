@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from search_r1.datasets.hub import DownloadError
 from search_r1.datasets.options import (
     DirectOptions,
     HotpotOptions,
@@ -16,7 +15,6 @@ from search_r1.datasets.options import (
 )
 from search_r1.datasets.own_corpus import CorpusOptions
 from search_r1.options import run
-from search_r1.search.errors import SearchError
 from verl.errors import UserError
 
 HERE = "search_r1.datasets"
@@ -55,5 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build(name: str, argv: Sequence[str] | None = None) -> int:
     """Build one kind of file; a user's mistake ends in one message and status 2."""
     options, work, about = RECIPES[name]
-    return run(f"{HERE}.{work}", options, argv, prog=name, description=f"Builds {about}.",
-               errors=(UserError, SearchError, DownloadError))  # fmt: skip
+    return run(
+        f"{HERE}.{work}",
+        options,
+        argv,
+        prog=name,
+        description=f"Builds {about}.",
+        errors=(UserError,),
+    )

@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.save_path is not None:
             return _keep(options.save_path, is_dry=options.dry_run)
         return _run(options.items, options.save_dir, is_dry=options.dry_run)
-    except DownloadError as error:
+    except (DownloadError, OSError) as error:  # OSError: a disk that is full or may not be written
         sys.stderr.write(f"download: {error}\n")
         return 2
 

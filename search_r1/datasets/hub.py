@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from search_r1.retrying import retry_after
+from search_r1.retrying import Pauses, retry_after
 from search_r1.search.index.progress import Report, progress
+from verl.errors import UserError, explain
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +33,25 @@ CHUNK_BYTES = 1 << 20
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 INCOMPLETE = ".incomplete"
 """Ends the name of a file that is not whole and checked yet."""
+MOST_LISTING = 64 << 20
+MOST_PAGES = 1000
+PLAIN_PATH = re.compile(r"(?=.{1,1000}\Z)\w[\w.-]{0,199}(/\w[\w.-]{0,199})*", re.ASCII)
+"""Names that mean the same on every disk: no `..`, root, drive, control character, hidden file."""
+RESERVED = re.compile(r"(?:\A|/)(?:con|prn|aux|nul|com\d|lpt\d)(?:[./]|\Z)", re.IGNORECASE)
+"""Devices of Windows, in every folder."""
+USERINFO = re.compile(r"//[^/@\s]*@")
+PAUSES = Pauses(1.0, 30.0, 300.0)
 BUSY = (408, 425, 429)
 """Statuses below 500 that may pass."""
 
 
-class DownloadError(Exception):
+class DownloadError(UserError):
     """A file that cannot be fetched, is not what the hub says, or has no room."""
+
+
+NOT_LISTED = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, ValueError, TypeError,
+              LookupError, AttributeError, RecursionError)  # fmt: skip
+"""What a listing raises that cannot be had, or is none."""
 
 
 @dataclass(frozen=True)
@@ -49,46 +66,63 @@ class HubFile:
 
 @dataclass(frozen=True)
 class Patience:
-    """How an outage of the hub is waited out: as a whole, for seven minutes and more."""
+    """How an outage of the hub is waited out: as a whole, for five minutes and more."""
 
     tries: int = 20
     """Requests in a row that may bring nothing before giving up."""
-    longest_pause: float = 30.0
-    """Seconds; pauses grow 1, 2, 4 ... up to this."""
-    longest_asked: float = 300.0
-    """Seconds; the longest pause that a `Retry-After` may ask for."""
+    pauses: Pauses = PAUSES
     sleep: Callable[[float], None] = time.sleep
 
     def wait(self, failures: int, error: httpx.HTTPError) -> bool:
         """Sleep before the next try; False, at once, where none is left or would help."""
         answer = error.response if isinstance(error, httpx.HTTPStatusError) else None
-        is_final = answer and answer.status_code not in BUSY and not answer.is_server_error
-        if is_final or failures >= self.tries:
+        if answer is None:
+            may_pass = isinstance(error, httpx.TransportError)
+            may_pass = may_pass and not isinstance(error, httpx.UnsupportedProtocol)
+        else:
+            may_pass = answer.status_code in BUSY or answer.is_server_error
+        if not may_pass or failures >= self.tries:
             return False
-        asked = min(retry_after(answer.headers), self.longest_asked) if answer else 0.0
-        pause = max(asked, min(2.0 ** (failures - 1), self.longest_pause))
+        pause = self.pauses.after(failures - 1, retry_after(answer.headers) if answer else 0.0)
         logger.warning("%s; try %d of %d in %.0f s", _told(error), failures + 1, self.tries, pause)
         self.sleep(pause)
         return True
 
 
 def list_files(repo: str, prefix: str, patience: Patience = Patience()) -> list[HubFile]:
-    """The files of a data set whose paths start with `prefix`, by name."""
+    """The files of a data set whose paths start with `prefix`, by name.
+
+    Raises DownloadError, also for a name that could be written elsewhere than into its folder.
+    """
     try:
-        entries = list(_tree(repo, patience))
-    except (httpx.HTTPError, ValueError) as error:
+        files = [_read_entry(entry, prefix) for entry in _tree(repo, patience)]
+    except NOT_LISTED as error:
         raise DownloadError(
-            f"{repo} cannot be listed at {_hub()} ({error}); expected the hub or a mirror to "
-            "answer: check the network, or set HF_ENDPOINT"
+            f"{repo} cannot be listed at {_told(_hub())} ({type(error).__name__}: {_told(error)}); "
+            "expected the hub or a mirror to answer: check the network, or set HF_ENDPOINT"
         ) from error
-    files = [
-        HubFile(entry["path"], entry["size"], entry.get("lfs", {}).get("oid"))
-        for entry in entries
-        if entry["type"] == "file" and entry["path"].startswith(prefix)
-    ]
-    if not files:
+    found = [file for file in files if file is not None]
+    if not found:
         raise DownloadError(f"{repo} has no file {prefix}*; expected the published data set")
-    return sorted(files, key=lambda file: file.path)
+    return sorted(found, key=lambda file: file.path)
+
+
+def _read_entry(entry: Any, prefix: str) -> HubFile | None:
+    """A row of a listing; None for what is not wanted. Raises one of NOT_LISTED, DownloadError."""
+    path, size, lfs = entry["path"], entry.get("size"), entry.get("lfs") or {}
+    if entry["type"] != "file" or not path.startswith(prefix):
+        return None
+    if not PLAIN_PATH.fullmatch(path) or RESERVED.search(path):
+        raise DownloadError(
+            f"the hub lists {path[:200]!a}, expected plain names such as part_aa or bm25/x; "
+            "nothing is written: use another mirror (HF_ENDPOINT)"
+        )
+    if type(size) is not int or size < 0:
+        raise ValueError(f"size {size!r:.80} of {path}")
+    sha256 = lfs.get("oid")
+    if sha256 is not None and not re.fullmatch("[0-9a-f]{64}", sha256):
+        raise ValueError(f"SHA-256 {sha256!r:.80} of {path}")
+    return HubFile(path, size, sha256)
 
 
 def fetch(repo: str, file: HubFile, folder: Path, patience: Patience = Patience()) -> Path:
@@ -105,6 +139,10 @@ def fetch(repo: str, file: HubFile, folder: Path, patience: Patience = Patience(
                 "has; it is another file: remove it, or name another folder"
             )
         return path  # it was checked before it got its name
+    if not partial.resolve().is_relative_to(folder.resolve()):
+        raise DownloadError(
+            f"{partial} is a link to {partial.resolve()}, expected a place in {folder}: remove it"
+        )
     partial.parent.mkdir(parents=True, exist_ok=True)
     partial.touch()
     with progress(f"fetch {file.path}", "bytes", file.size, partial.stat().st_size) as report:
@@ -151,33 +189,65 @@ def disk_error(folder: Path, need: int) -> str | None:
 
 
 def _hub() -> str:
-    return (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
+    """The address of the hub; raises DownloadError for one that is none."""
+    given = (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
+    try:
+        url = httpx.URL(given)
+        is_web = url.scheme in ("http", "https") and bool(url.host)
+    except (httpx.InvalidURL, ValueError):
+        is_web = False
+    if not is_web:
+        fix = "set it to https://... or unset it"
+        raise DownloadError(explain("HF_ENDPOINT", repr(_told(given)), "an address", fix))
+    return given
 
 
-def _told(error: httpx.HTTPError) -> str:
-    """The first line: httpx adds a link to an encyclopaedia of statuses."""
-    return str(error).partition("\n")[0] or type(error).__name__
+def _told(error: object) -> str:
+    """The first line, without a password: httpx adds a link to an encyclopaedia of statuses."""
+    return USERINFO.sub("//", str(error).partition("\n")[0])[:300] or type(error).__name__
 
 
-def _tree(repo: str, patience: Patience) -> Iterator[dict[str, Any]]:
+def _tree(repo: str, patience: Patience) -> Iterator[Any]:
     """All entries of a repository, page by page."""
     url: str | None = f"{_hub()}/api/datasets/{repo}/tree/main?recursive=true"
-    while url:
-        answer = _get(url, patience)
-        yield from answer.json()
-        url = answer.links.get("next", {}).get("url")
+    for count in itertools.count(1):
+        if url is None:
+            return
+        if count > MOST_PAGES:
+            raise ValueError(f"more than {MOST_PAGES} pages")
+        body, url = _get(url, patience)
+        yield from json.loads(body)
 
 
-def _get(url: str, patience: Patience) -> httpx.Response:
-    """The hub's answer; a hub that cannot be connected to at all is rather a wrong address."""
+def _get(url: str, patience: Patience) -> tuple[bytes, str | None]:
+    """The hub's answer, and where the next page is.
+
+    A hub that cannot be connected to at all is rather a wrong address.
+    """
     for failures in itertools.count(1):
         try:
-            answer = httpx.get(url, timeout=TIMEOUT, follow_redirects=True)
-            return answer.raise_for_status()
+            with _open(url) as answer:
+                body = bytearray()
+                for chunk in answer.iter_raw(CHUNK_BYTES):
+                    body += chunk
+                    if len(body) > MOST_LISTING:
+                        raise ValueError(f"more than {MOST_LISTING} bytes")
+                return bytes(body), answer.links.get("next", {}).get("url")
         except httpx.HTTPError as error:
             if isinstance(error, httpx.ConnectError) or not patience.wait(failures, error):
                 raise
     raise AssertionError("the count has no end")
+
+
+@contextmanager
+def _open(url: str, have: int = 0) -> Iterator[httpx.Response]:
+    """The hub's answer as it comes, from byte `have` on; no token of the environment goes along."""
+    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
+    with httpx.stream(
+        "GET", url, headers=headers, timeout=TIMEOUT, follow_redirects=True
+    ) as answer:
+        answer.raise_for_status()
+        yield answer
 
 
 def _fetch_rest(url: str, file: HubFile, partial: Path, report: Report, patience: Patience) -> None:
@@ -186,27 +256,24 @@ def _fetch_rest(url: str, file: HubFile, partial: Path, report: Report, patience
     while (have := partial.stat().st_size) < file.size:
         error: httpx.HTTPError = httpx.RemoteProtocolError("the answer ended too early")
         try:
-            _append(url, partial, have, report)
+            _append(url, file, partial, have, report)
         except httpx.HTTPError as raised:
             error = raised
         failures = 0 if partial.stat().st_size > have else failures + 1
         if failures and not patience.wait(failures, error):
             raise DownloadError(
-                f"{url} cannot be fetched ({_told(error)}); run the same command again, which "
-                "goes on where this one stopped"
+                f"{_told(url)} cannot be fetched ({_told(error)}); run the same command again, "
+                "which goes on where this one stopped"
             )
 
 
-def _append(url: str, partial: Path, have: int, report: Report) -> None:
+def _append(url: str, file: HubFile, partial: Path, have: int, report: Report) -> None:
     """Append the bytes from `have` on; a server that knows no ranges starts the file anew."""
-    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
-    with (
-        httpx.stream("GET", url, headers=headers, timeout=TIMEOUT, follow_redirects=True) as answer,
-        partial.open("ab") as file,
-    ):
-        answer.raise_for_status()
+    with _open(url, have) as answer, partial.open("ab") as written:
         if answer.status_code != httpx.codes.PARTIAL_CONTENT:
-            file.truncate(0)
-        for chunk in answer.iter_bytes(CHUNK_BYTES):
-            file.write(chunk)
-            report(file.tell())
+            written.truncate(0)
+        for chunk in answer.iter_raw(CHUNK_BYTES):
+            written.write(chunk)
+            report(written.tell())
+            if written.tell() > file.size:  # what is too long may have no end
+                return

@@ -5,10 +5,14 @@ from __future__ import annotations
 import gzip
 import os
 import shutil
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from search_r1.datasets.hub import CHUNK_BYTES, DownloadError, HubFile
+
+MOST_RATIO = 20
+"""To which text is packed at most; what unpacks to more is made to fill a disk."""
 
 
 class Joined:
@@ -57,12 +61,17 @@ class Joined:
 def unpack(packed: Path, target: Path) -> None:
     """Unpack a .gz as a stream and remove it; raises DownloadError if it is not one."""
     partial = target.with_name(f".{target.name}.partial")
+    most = max(MOST_RATIO * packed.stat().st_size, CHUNK_BYTES)
     try:
         with gzip.open(packed, "rb") as source, partial.open("wb") as file:
-            shutil.copyfileobj(source, file, CHUNK_BYTES)
+            while chunk := source.read(CHUNK_BYTES):
+                file.write(chunk)
+                if file.tell() > most:
+                    raise EOFError(f"it unpacks to more than {most} bytes")
             file.flush()
             os.fsync(file.fileno())
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        partial.unlink()
         packed.unlink()
         raise DownloadError(f"{packed} is no complete .gz ({error}): fetch it again") from error
     partial.replace(target)

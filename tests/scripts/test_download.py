@@ -300,17 +300,18 @@ def test_an_outage_is_waited_out(hub: Hub, tmp_path: Path) -> None:
     hub.failures = [(500, {}), (429, {"Retry-After": "77"}), (429, {"Retry-After": "9999"})]
     path = fetch(ITEMS["e5"].repo, file, tmp_path, patience)
     assert path.read_bytes() == b"hello"
-    assert pauses == [1, 2, 1, 77, 300]
+    for pause, least, most in zip(pauses, (0.5, 1, 0.5, 77, 300), (1, 2, 1, 85, 330), strict=True):
+        assert least <= pause <= most
 
 
 def test_an_outage_of_minutes_ends_some_time() -> None:
-    """Lost connections are tried 20 times within seven minutes or more, and no more often."""
+    """Lost connections are tried 20 times within about six minutes, and no more often."""
     pauses: list[float] = []
     patience = Patience(sleep=pauses.append)
     lost = httpx.ConnectError("refused")
     assert [patience.wait(failures, lost) for failures in range(1, 21)] == [True] * 19 + [False]
-    assert pauses[:7] == [1, 2, 4, 8, 16, 30, 30]
-    assert 7 * 60 < sum(pauses) < 10 * 60
+    assert all(2**i / 2 <= pause <= 2**i for i, pause in enumerate(pauses[:5]))
+    assert 4.5 * 60 < sum(pauses) < 9 * 60
 
 
 def test_a_refusal_is_not_waited_for(hub: Hub, tmp_path: Path) -> None:

@@ -1,0 +1,244 @@
+"""A mirror that lies: nothing is written elsewhere, no token follows, and there is one line."""
+
+import gzip
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_r1.datasets import hub, joining
+from search_r1.datasets.download import ITEMS, main
+from search_r1.datasets.hub import HubFile, Patience, fetch
+
+REPO = ITEMS["e5"].repo
+Answer = tuple[int, dict[str, str], bytes]
+Start = Callable[[Callable[[str], Answer]], Any]
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts servers that answer by a function of the path; the first is the mirror."""
+    started: list[ThreadingHTTPServer] = []
+
+    def start(answer: Callable[[str], Answer]) -> ThreadingHTTPServer:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.server.asked.append(str(self.headers))  # type: ignore[attr-defined]
+                status, headers, body = answer(self.path)
+                self.send_response(status)
+                for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.handle_error = lambda *_: None  # type: ignore[method-assign]
+        server.asked = []  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        if not started:
+            monkeypatch.setenv("HF_ENDPOINT", f"http://me:s3cret@127.0.0.1:{server.server_port}")
+        started.append(server)
+        return server
+
+    monkeypatch.setenv("HF_TOKEN", "hf_s3cret")
+    monkeypatch.setattr(Patience, "wait", lambda self, failures, error: False)
+    yield start
+    for server in started:
+        server.shutdown()
+        server.server_close()
+
+
+def row(path: Any, data: bytes = b"data", **more: Any) -> dict[str, Any]:
+    lfs = {"oid": hashlib.sha256(data).hexdigest()}
+    return {"type": "file", "path": path, "size": len(data), "lfs": lfs, **more}
+
+
+def mirror(listing: Any, data: bytes = b"data") -> Callable[[str], Answer]:
+    raw = listing if isinstance(listing, bytes) else json.dumps(listing).encode()
+    return lambda path: (200, {}, raw if path.startswith("/api/") else data)
+
+
+ELSEWHERE = [
+    "part_/../../evil", "part_/../../../evil", "part_/..", "part_/.", "part_/./x", "part_//x",
+    "part_/", "part_a/../../evil", "part_/...", "part_\\..\\..\\evil", "part_\\x",
+    "part_:x", "part_a:stream", "part_/C:/evil", "part_/C:\\evil", "part_\0", "part_a\0/../x",
+    "part_a\n", "part_\x1b[2J", "part_\x7f", "part_ ", "part_a b", "part_*", "part_?",
+    "part_%2e%2e/x", "part_%00", "part_~", "part_/~/x", "part_$HOME", "part_`id`", "part_;rm",
+    "part_|x", "part_é",
+    "part_\u202egpj", "part_\uff0e\uff0e/x", "part_\ud800", "part_/CON", "part_/nul.txt",
+    "part_/com1", "part_/.ssh/authorized_keys", "part_/.hidden", "part_" + "a" * 300,
+    "part_" + "/a" * 900, "part_" + "a/" * 5000 + "x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ELSEWHERE, ids=range(len(ELSEWHERE)))
+def test_no_name_leads_out_of_the_folder(
+    serve: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str
+) -> None:
+    """A listed name that is not plain ends the command before anything is written."""
+    server = serve(mirror([row("part_aa"), row(path)]))
+    assert main(["e5", "--save_dir", str(tmp_path / "in")]) == 2
+    said = capsys.readouterr().err
+    assert "plain names" in said and said.count("\n") == 1 and said.isprintable() is False
+    assert "\x1b" not in said and len(server.asked) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+LISTINGS = {
+    "empty": b"", "html": b"<html>", "text": b'"text"', "number": b"3", "null": b"null",
+    "object": b'{"error": "x"}', "nothing": b"[]", "half": b'[{"type"', "bytes": b"\xff\xfe\x00",
+    "deep": b"[" * 100_000, "numbers": b"[1, 2]", "nulls": b"[null]", "lists": b"[[]]",
+    "no path": b'[{"type": "file"}]', "too much": b" " * 200_000,
+    "no size": [row("part_aa", size=None)], "text size": [row("part_aa", size="4")],
+    "negative": [row("part_aa", size=-1)], "half a byte": [row("part_aa", size=1.5)],
+    "true": [row("part_aa", size=True)], "number path": [row(7)], "list path": [row(["part_aa"])],
+    "null path": [row(None)], "text lfs": [row("part_aa", lfs="x")],
+    "list lfs": [row("part_aa", lfs=[1])], "short sum": [row("part_aa", lfs={"oid": "abc"})],
+    "number sum": [row("part_aa", lfs={"oid": 7})],
+    "sum of a path": [row("part_aa", lfs={"oid": "../" * 21 + "x"})],
+    "symlink": [row("part_aa", type="symlink")], "folder": [row("part_aa", type="directory")],
+    "vast": [row("part_aa", size=10**30)], "other": [row("README.md")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("listing", LISTINGS.values(), ids=LISTINGS)
+def test_a_listing_of_another_form_is_one_line(
+    serve: Start,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    listing: Any,
+) -> None:
+    """Garbage from a mirror is refused before anything is fetched."""
+    monkeypatch.setattr(hub, "MOST_LISTING", 150_000)
+    serve(mirror(listing))
+    assert main(["e5", "--save_dir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("download: ") and said.count("\n") == 1 and len(said) < 600
+    assert "s3cret" not in said and list(tmp_path.iterdir()) == []
+
+
+FILES: dict[str, tuple[Answer, str]] = {
+    "short": ((200, {}, b"dat"), "ended too early"),
+    "long": ((200, {}, b"data" * 9), "expected 4"),
+    "endless": ((200, {"Content-Length": str(10**12)}, b"x" * (4 << 20)), "expected 4"),
+    "other": ((200, {}, b"evil"), "SHA-256"),
+    "empty": ((200, {}, b""), "ended too early"),
+    "packed": ((200, {"Content-Encoding": "gzip"}, gzip.compress(b"data")), "expected 4"),
+    "partial": ((206, {"Content-Range": "bytes 9-12/4"}, b"evil"), "SHA-256"),
+    "not modified": ((304, {}, b""), "304"),
+    "refused": ((401, {}, b""), "401"),
+    "missing": ((404, {}, b"<html>"), "404"),
+    "range": ((416, {}, b""), "416"),
+    "broken": ((500, {}, b""), "500"),
+    "loop": ((302, {"Location": "/loop"}, b""), "redirects"),
+    "a file": ((302, {"Location": "file:///etc/passwd"}, b""), "protocol"),
+    "ftp": ((302, {"Location": "ftp://127.0.0.1/x"}, b""), "protocol"),
+    "no address": ((302, {"Location": "http://[::1"}, b""), "Location|location|URL"),
+    "nowhere": ((302, {"Location": "http://127.0.0.1:9/x"}, b""), "refused"),
+}
+
+
+@pytest.mark.parametrize(("answer", "said"), FILES.values(), ids=FILES)
+def test_a_file_that_is_not_as_listed_is_not_kept(
+    serve: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str], answer: Answer, said: str
+) -> None:
+    """Wrong sizes and sums, statuses and redirects: one line, and no file of the final name."""
+    listing = mirror([row("part_aa")])
+    serve(lambda path: listing(path) if path.startswith("/api/") else answer)
+    assert main(["e5", "--save_dir", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert any(word in told for word in said.split("|")), told
+    assert told.count("\n") == 1 and "s3cret" not in told
+    found = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert all(path.name.endswith(".incomplete") for path in found)
+    assert sum(path.stat().st_size for path in found) <= 4
+
+
+def test_a_token_does_not_follow_a_redirect(serve: Start, tmp_path: Path) -> None:
+    """Neither the environment's token nor the mirror's password reaches another host."""
+    listing = mirror([row("part_aa")])
+    first = serve(
+        lambda path: (
+            listing(path)
+            if path.startswith("/api/")
+            else (302, {"Location": f"http://localhost:{other.server_port}/x"}, b"")
+        )
+    )
+    other = serve(lambda path: (200, {}, b"data"))
+    assert main(["e5", "--save_dir", str(tmp_path)]) == 0
+    assert (tmp_path / "e5_Flat.index").read_bytes() == b"data"
+    assert len(first.asked) == 2 and len(other.asked) == 1
+    assert "hf_s3cret" not in "".join(first.asked)
+    assert "authorization" not in other.asked[0].lower()
+
+
+def test_pages_of_a_listing_have_an_end(
+    serve: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """A mirror whose next page is always the same one is given up."""
+    monkeypatch.setattr(hub, "MOST_PAGES", 5)
+    server = serve(lambda path: (200, {"Link": f'<{address}/api/x>; rel="next"'}, b"[]"))
+    address = f"http://127.0.0.1:{server.server_port}"
+    assert main(["e5", "--save_dir", str(tmp_path)]) == 2
+    assert "more than 5 pages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "address", ["nonsense", "ftp://a", "http://", "http://[", "https://xn--/", "file:///etc", "\0"]
+)
+def test_an_endpoint_that_is_none_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any, address: str
+) -> None:
+    """HF_ENDPOINT is checked before it is asked."""
+    monkeypatch.setattr(hub.os, "environ", {"HF_ENDPOINT": address})
+    assert main(["e5", "--save_dir", str(tmp_path)]) == 2
+    assert "HF_ENDPOINT" in capsys.readouterr().err
+
+
+def test_links_in_the_folder_are_not_followed(serve: Start, tmp_path: Path) -> None:
+    """What is written stays in the folder, also where it holds a link that leads out of it."""
+    serve(mirror([]))
+    folder, outside = tmp_path / "in", tmp_path / "outside"
+    folder.mkdir()
+    outside.write_text("mine")
+    (folder / "part_aa.incomplete").symlink_to(outside)
+    with pytest.raises(hub.DownloadError, match="is a link to"):
+        fetch(REPO, HubFile("part_aa", 9, None), folder)
+    assert outside.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        gzip.compress(b"\0" * (8 << 20)),
+        gzip.compress(b"x")[:15],
+        b"\x1f\x8b\x08" + b"\0" * 7 + b"\xff" * 9,
+    ],
+    ids=["bomb", "short", "no deflate"],
+)
+def test_archives_that_are_none_leave_nothing(tmp_path: Path, packed: bytes) -> None:
+    """A bomb is given up long before the disk is full."""
+    path = tmp_path / "c.gz"
+    path.write_bytes(packed)
+    with pytest.raises(hub.DownloadError, match=r"no complete \.gz"):
+        joining.unpack(path, tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(
+    serve: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A --save_dir that is a file."""
+    serve(mirror([row("part_aa")]))
+    (tmp_path / "file").write_text("x")
+    assert main(["e5", "--save_dir", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
