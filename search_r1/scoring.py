@@ -6,7 +6,6 @@ The one place where trajectories turn into the plain text that `search_r1.reward
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,9 +21,10 @@ from search_r1.rewards import (
     build_judge,
 )
 from search_r1.rewards.interface import Origin as OriginName
+from search_r1.rewards.judge.options import key_in
 from verl.config import Config
 from verl.config.reward import JudgeConfig, RewardConfig, StageConfig
-from verl.errors import ConfigError, explain
+from verl.errors import ConfigError
 from verl.rewards.interface import Reward, RewardManager
 from verl.rewards.stages import Stage, StagedReward
 from verl.types import Origin, Trajectory
@@ -67,13 +67,12 @@ def build_reward_manager(config: Config) -> RewardManager:
     """The run's reward, its judge asked once. Raises ConfigError for what cannot work."""
     options, grammar = config.reward_model, words_of(config, build_environment(config).tools).tags
     sections: Sequence[RewardConfig | StageConfig] = options.stages or [options]
-    scores = {f.name: getattr(options, f.name) for f in dataclasses.fields(RewardScores)}
+    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(RewardScores)}
     try:
+        scores = RewardScores(**given)
         judge = _judge(options.judge) if _needs_judge(sections) else None
         rewards = [
-            DialogueReward(
-                build_batch_reward(s.name, RewardScores(**scores), s.weights, judge), grammar
-            )
+            DialogueReward(build_batch_reward(s.name, scores, s.weights, judge), grammar)
             for s in sections
         ]
     except ValueError as error:
@@ -91,11 +90,7 @@ def _needs_judge(sections: Sequence[RewardConfig | StageConfig]) -> bool:
 def _judge(config: JudgeConfig) -> BatchRewardFn:
     """The judge, known to answer. Raises ConfigError or ValueError."""
     given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    variable = given.pop("api_key_env")
-    if variable is not None and not os.environ.get(variable):
-        fix = f"export {variable}=KEY"
-        expected = "an environment variable that is set"
-        raise ConfigError(explain("reward_model.judge.api_key_env", variable, expected, fix))
-    judge = build_judge(JudgeOptions(**given, api_key=os.environ[variable] if variable else None))
+    key = key_in(given.pop("api_key_env"), "judge.api_key_env")
+    judge = build_judge(JudgeOptions(**given, api_key=key))
     judge.check()
     return judge

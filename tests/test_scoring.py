@@ -108,6 +108,14 @@ def test_mistakes_end_in_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None
     dead.api_key_env = "NO_KEY"
     with pytest.raises(ConfigError, match="export NO_KEY"):
         build_reward_manager(config_with(name="llm_judge", judge=dead))
+    monkeypatch.setenv("NO_KEY", "two words")
+    with pytest.raises(ConfigError, match="a text with spaces") as refused:
+        build_reward_manager(config_with(name="llm_judge", judge=dead))
+    assert "two words" not in str(refused.value)
+    secret = JudgeConfig("http://user:secret@127.0.0.1:9/v1", "m", cache_path=None)
+    with pytest.raises(ConfigError, match="got a password") as refused:
+        build_reward_manager(config_with(name="llm_judge", judge=secret))
+    assert "secret" not in str(refused.value)
 
 
 def test_prompt_text_and_question_travel_from_the_file(tmp_path: Path) -> None:

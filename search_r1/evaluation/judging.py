@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from search_r1.evaluation.options import EvaluationOptions
 from search_r1.rewards import RewardInput
-from search_r1.rewards.judge.options import JudgeOptions
+from search_r1.rewards.judge.options import JudgeOptions, key_in
 from search_r1.rewards.registry import build_judge
 from verl.errors import ConfigError
 
@@ -23,9 +22,9 @@ def open_judge(options: EvaluationOptions) -> Judge | None:
     """The judge of the options, known to answer; None where none is named. Raises ConfigError."""
     if options.judge_url is None or options.judge_model is None:
         return None
-    key = os.environ.get(options.judge_api_key_env) if options.judge_api_key_env else None
     cache = str(Path(options.out) / CACHE)
     try:
+        key = key_in(options.judge_api_key_env, "--judge-api-key-env")
         judge = build_judge(
             JudgeOptions(options.judge_url, options.judge_model, key, options.judge_verdict,
                          cache_path=cache)

@@ -1,12 +1,16 @@
-"""Requests to the judge: retries with growing pauses, and a circuit that opens when it is down."""
+"""Requests to the judge: tried again with growing pauses, and a circuit that opens when it is down.
+
+Plain httpx rather than the openai client, which reads a key, an organisation and headers from the
+environment, follows redirects, and knows no second try for a reply that is no verdict.
+"""
 
 import logging
 import threading
-import time
 from typing import Self
 
 import httpx
 
+from search_r1.retrying import Pauses, Transient, retry_after, try_again
 from search_r1.rewards.judge.options import JudgeOptions
 from search_r1.rewards.judge.verdict import read
 
@@ -21,14 +25,6 @@ class JudgeFailed(Exception):
     """No verdict was to be had."""
 
 
-class _Transient(Exception):
-    """One try failed in a way that another may not; ``pause`` seconds were asked for."""
-
-    def __init__(self, reason: str, pause: float = 0.0) -> None:
-        super().__init__(reason)
-        self.pause = pause
-
-
 class JudgeEndpoint:
     """An OpenAI-compatible chat endpoint for one batch; safe to use from several threads."""
 
@@ -36,6 +32,8 @@ class JudgeEndpoint:
         """Open no connection yet."""
         self.options = options
         self._url = f"{options.url.rstrip('/')}/chat/completions"
+        self._pauses = Pauses(options.first_pause, MAX_PAUSE_S, MAX_PAUSE_S)
+        # A redirect is not followed: it would carry the key to another machine.
         self._client = httpx.Client(
             headers={"Authorization": f"Bearer {options.api_key}"} if options.api_key else {},
             timeout=options.timeout,
@@ -61,31 +59,19 @@ class JudgeEndpoint:
         if self._failures >= self.options.max_concurrency:
             raise JudgeFailed("the judge is down")
         try:
-            score = self._with_retries(message)
-        except JudgeFailed as error:
+            score = try_again(lambda: self._try(message), self.options.max_retries, self._pauses)
+        except (Transient, JudgeFailed) as error:
             with self._lock:
                 self._failures += 1
                 is_first = self._failures == 1
             logger.log(logging.WARNING if is_first else logging.DEBUG, "judge: %s", error)
-            raise
+            raise JudgeFailed(str(error)) from error
         with self._lock:
             self._failures = 0
         return score
 
-    def _with_retries(self, message: str) -> float:
-        pause = self.options.first_pause
-        for num_left in range(self.options.max_retries, -1, -1):
-            try:
-                return self._try(message)
-            except _Transient as error:
-                if not num_left:
-                    raise JudgeFailed(str(error)) from error
-                time.sleep(min(MAX_PAUSE_S, max(pause, error.pause)))
-                pause *= 2
-        raise AssertionError("the last try returns or raises")
-
     def _try(self, message: str) -> float:
-        """One request. Raises _Transient, or JudgeFailed where trying again is of no use."""
+        """One request. Raises Transient, or JudgeFailed where trying again is of no use."""
         body = {
             "model": self.options.model,
             "messages": [{"role": "user", "content": message}],
@@ -97,29 +83,16 @@ class JudgeEndpoint:
         except httpx.InvalidURL as error:
             raise JudgeFailed(f"{self._url}: {error}") from error
         except httpx.RequestError as error:
-            raise _Transient(f"{type(error).__name__} {error}".strip()) from error
+            raise Transient(f"{type(error).__name__} {error}".strip()) from error
         if answer.status_code in TRANSIENT:
-            raise _Transient(f"status {answer.status_code}", _retry_after(answer))
+            raise Transient(f"status {answer.status_code}", retry_after(answer.headers))
         if answer.status_code != 200:
             raise JudgeFailed(f"{self._url}: status {answer.status_code}: {answer.text[:200]}")
-        score = read(_content(answer), self.options.verdict)
+        try:
+            reply = answer.json()["choices"][0]["message"]["content"]
+            score = read(reply, self.options.verdict)
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise Transient(f"no chat completion: {answer.text[:200]}") from error
         if score is None:
-            raise _Transient(f"no verdict: {answer.text[:200]}")
+            raise Transient(f"no verdict: {answer.text[:200]}")
         return score
-
-
-def _content(answer: httpx.Response) -> str:
-    """The reply's text. Raises _Transient for a body of another form."""
-    try:
-        content = answer.json()["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise _Transient(f"no chat completion: {answer.text[:200]}") from error
-    if not isinstance(content, str):
-        raise _Transient(f"no text: {answer.text[:200]}")
-    return content
-
-
-def _retry_after(answer: httpx.Response) -> float:
-    """Seconds that the header asks for; 0 without one, or for a date."""
-    given = answer.headers.get("retry-after", "")
-    return float(given) if given.isdecimal() else 0.0

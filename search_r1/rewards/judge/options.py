@@ -1,6 +1,19 @@
 """What the judge is told and how it is reached; plain data, so that no client is needed for it."""
 
+import os
+import re
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+
+def key_in(variable: str | None, option: str) -> str | None:
+    """The judge's key, from the one environment variable that `option` names; None names none."""
+    if variable is None:
+        return None
+    if key := os.environ.get(variable, "").strip():
+        return key
+    expected = "a variable that holds the judge's key"
+    raise ValueError(f"{option}: got {variable}, expected {expected}; fix: export {variable}=KEY")
 
 
 @dataclass(frozen=True)
@@ -31,3 +44,11 @@ class JudgeOptions:
     """A sqlite file of verdicts, which several runs may share."""
     first_pause: float = 0.5
     """Seconds before the second try; each further pause is twice as long, 30 at most."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no header can hold, and an address with a password: addresses are logged."""
+        fix = "fix: give the key alone, in the environment variable that api_key_env names"
+        if "@" in urlsplit(self.url).netloc:
+            raise ValueError(f"judge.url: got a password in it, expected http://HOST/v1; {fix}")
+        if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
+            raise ValueError(f"judge's key: got a text with spaces or beyond ASCII; {fix}")

@@ -52,7 +52,21 @@ def test_a_batch_is_judged_at_once_within_the_bound() -> None:
     assert 1 < server.most_at_once <= 4
 
 
-@pytest.mark.parametrize("trouble", [500, 429, "maybe", b"{no json", b'{"choices": []}', None])
+def test_keys_of_the_environment_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A judge without a key is sent none, whatever the environment holds for other services."""
+    for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "HF_TOKEN"):
+        monkeypatch.setenv(name, "planted")
+    with judge_server(lambda n, body: 307 if n == 0 else "yes") as server:
+        build_judge(at(server))([dialogue("x")])
+        build_judge(at(server))([dialogue("x")])
+    assert len(server.requests) == 2 and "planted" not in str(server.headers)
+    assert not any("authorization" in headers for headers in server.headers)
+
+
+TROUBLES = (500, 429, "maybe", b"{no json", b"[" * 100_000, b'{"choices": []}', b"7", None)
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
 def test_trouble_passes_with_another_try(trouble: Reply) -> None:
     """A failure, junk, another form or silence is tried again, and then read."""
     with judge_server(lambda n, body: trouble if n == 0 else "yes") as server:
