@@ -1,6 +1,7 @@
 """The direction of imports, as docs/architecture.md states it, and the size of files."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,22 @@ def offenders(folder: str, *forbidden: str, allowed: str = "") -> list[str]:
 def test_verl_knows_nothing_of_search() -> None:
     """Only the composition root joins trainer and agent."""
     assert offenders("verl", "search_r1", "example", "scripts") == []
+
+
+def test_verl_hardly_speaks_of_search() -> None:
+    """Names of options and metrics that users know, and no more of it.
+
+    Regular expressions, Hydra's search path and the product's name are not meant.
+    """
+    other = re.compile(r"\.search\(|search.?path|search[-_]r1", re.IGNORECASE)
+    found = [
+        f"{path.relative_to(ROOT)}:{number} {line.strip()}"
+        for path in sorted((ROOT / "verl").rglob("*.py"))
+        if str(path.relative_to(ROOT)) not in COMPOSITION_ROOTS
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(r"retriev|search", other.sub("", line), re.IGNORECASE)
+    ]
+    assert len(found) <= 15, "\n".join(found)
 
 
 def test_no_two_packages_of_verl_import_each_other() -> None:

@@ -1,6 +1,6 @@
 """What a number of a command line may be; every number is finite, whether or not its field says so.
 
-Nothing is imported here: the retriever, whose options are bounded too, needs no trainer.
+Nothing is imported here: servers, whose options are bounded too, need no trainer.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 from verl.model_files import Unfit, check_weights, model_errors, one_line, quiet, read_config
 
 QUESTION = "Where is Oslo?"
-SAMPLE = QUESTION + "  <search>1234 Ünïcode\t日本 🙂</search>\n\ndon't stop HERE, 3.14"
+SAMPLE = QUESTION + "  <answer>1234 Ünïcode\t日本 🙂</answer>\n\ndon't stop HERE, 3.14"
 """Letters, figures, blanks and tags: what tokenizers of one vocabulary cut differently."""
 TEMPLATE_S = 5.0
 """Processor time that a chat template may take for one question."""

@@ -7,7 +7,7 @@
       think: ["<think>", "</think>"]
       information: ["<information>", "</information>"]
       answer: ["<answer>", "</answer>"]
-      tools: {search: ["<search>", "</search>"]}
+      tools: {lookup: ["<lookup>", "</lookup>"]}
       acts_in_think: false
     item: 'Doc {rank}(Title: "{title}") {text}\\n'
     untitled_item: "{text}\\n"

@@ -70,8 +70,8 @@ class RewardConfig:
     weights: dict[str, float] = option(factory=dict, resume="experiment", ge=-1000, le=1000)
     """Weights of several rewards by name (`{em: 1.0, f1: 0.5}`), in place of `name`."""
     stages: list[StageConfig] = option(factory=list, resume="experiment")
-    """Rewards one after another (`[{name: r1_searcher_stage_1, until_step: 100}, {name:
-    r1_searcher_stage_2}]`), in place of `name`; each but the last needs an end."""
+    """Rewards one after another (`[{name: em_format, until_step: 100}, {name: em}]`), in place of
+    `name`; each but the last needs an end."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     format_score: float = option(0.0, resume="logged", ge=0, le=1)
     """em: score of a wrong but well-formed answer."""

@@ -56,7 +56,7 @@ def _run(config: Config) -> Iterator[Row]:
     yield (start > longest, "data.max_start_length",
            f"{start}, more than data.max_prompt_length={longest}", "a prompt that fits the context",
            "raise data.max_prompt_length or lower data.max_start_length")
-    yield (config.do_search and config.max_turns and seen >= longest, "data.max_obs_length",
+    yield (config.calls_tools and seen >= longest, "data.max_obs_length",
            f"{seen}, not less than max_prompt_length={longest}",
            "room for the prompt beside one observation",
            "raise data.max_prompt_length or lower data.max_obs_length")
@@ -134,7 +134,7 @@ def _server(config: Config) -> Iterator[Row]:
     """Where documents come from."""
     url, key = config.retriever.url, "retriever.url"
     is_address = url == EMPTY or all(one.strip().startswith(HTTP) for one in url.split(","))
-    yield (config.do_search and not is_address, key, repr(url),
+    yield (config.calls_tools and not is_address, key, repr(url),
            "http addresses with commas between them, or empty", f"{key}={ServerConfig().url}")
 
 

@@ -39,6 +39,11 @@ class Config:
     words are the descriptions of the tools."""
 
     @property
+    def calls_tools(self) -> bool:
+        """The tools are asked, and the run depends on their servers."""
+        return self.do_search and self.max_turns > 0
+
+    @property
     def kl_in_reward(self) -> bool:
         """KL to the reference is taken off the reward: it has weight and is not in the loss."""
         return not self.actor_rollout_ref.actor.use_kl_loss and self.algorithm.kl_ctrl.kl_coef > 0

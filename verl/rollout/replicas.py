@@ -134,8 +134,8 @@ class RolloutReplicas:
 
 
 class _Liveness:
-    """Probes busy replicas, down to the engine: neither a long dialogue nor a retriever that is
-    away looks like a hang."""
+    """Probes busy replicas, down to the engine: neither a long dialogue nor a tool that is away
+    looks like a hang."""
 
     def __init__(self, group: RayWorkerGroup, hang_timeout: float) -> None:
         self._group, self._hang_timeout = group, hang_timeout

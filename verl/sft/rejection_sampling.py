@@ -69,7 +69,7 @@ class Criteria:
     max_tokens: int | None = option(None, resume="free", ge=1)
     """Longest trajectory, prompt and observations included."""
     prefer: Literal["short", "few_searches", "random"] = "short"
-    """Which of a question's trajectories come first; few_searches counts calls of any tool."""
+    """Which of a question's trajectories come first: by tokens, by calls of tools, at random."""
     seed: int = option(0, resume="free", ge=0, le=MAX_SEED)
     """Seed of random, and of the order among equals."""
 

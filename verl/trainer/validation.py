@@ -35,7 +35,7 @@ def validate(
 
     A row whose tools or engine failed for good was asked again and again and has no score of its
     own; it counts with the lowest, and as `val/fault/trajectories_failed`. Left out, it would raise
-    the score, since what fails is mostly what searched. Raises ToolOutage as `refuse_share` does.
+    the score: what fails mostly called a tool. Raises ToolOutage as `refuse_share` does.
     """
     trajectories = sample(config, rollout, prompts)
     failed = [t for t in trajectories if t.status is Status.FAILED]

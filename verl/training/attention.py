@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-PACKED = "search_r1_packed"
+PACKED = "verl_packed"
 
 
 @dataclass(frozen=True)
