@@ -114,6 +114,18 @@ def test_no_process_at_all_is_an_infrastructure_failure(monkeypatch: pytest.Monk
         run("print(1)")
 
 
+def test_places_are_those_of_each_event_loop() -> None:
+    """A tool that made programs wait in one loop makes them wait in the next, and does not fail."""
+    tool = PythonTool(bounds=Bounds(seconds=20, at_once=1))
+
+    async def several() -> list[str]:
+        found = await asyncio.gather(*(tool.call(code="print(1)") for _ in range(2)))
+        return [one.items[0].text for one in found]
+
+    for _ in range(2):
+        assert asyncio.run(several()) == ["1", "1"]
+
+
 def test_many_programs_wait_for_a_place() -> None:
     """No more run at one time than the bounds say."""
     tool = PythonTool(bounds=Bounds(seconds=20, at_once=2))

@@ -20,6 +20,7 @@ from search_r1.search.schema import Document
 from search_r1.search.server.app import create_app
 from search_r1.search.server.config import ServiceConfig
 from tests.apps import running
+from tests.bad_models import whole_model
 from tests.search.server.engines import Watched
 from verl.config import Config, cli
 from verl.config.agent import ServerConfig
@@ -36,9 +37,7 @@ TOKEN = "planted-93"
 
 def run_options(folder: Path) -> list[str]:
     """Options of a tiny run that lacks nothing but its retriever."""
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text("{}")
-    (folder / "model" / "model.safetensors").write_bytes(b"0")
+    whole_model(folder / "model", max_shard_size=1_000_000)
     (folder / "rows.jsonl").write_text((json.dumps(ROW) + "\n") * 4)
     return [
         f"data.train_files={folder}/rows.jsonl", f"data.val_files={folder}/rows.jsonl",
@@ -65,9 +64,11 @@ def test_a_run_that_its_retriever_refuses_ends_before_it_begins(
     """A real server that answers `/health` and refuses the run's own search: status 2, one line."""
     monkeypatch.delenv("RETRIEVER_TOKEN", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    sound = run_options(tmp_path)
+    capsys.readouterr()
     with running(create_app(Watched(), ServiceConfig(**service), token=token)) as url:
         own = (f"retriever.url={url}/retrieve", *(option.format(url=url) for option in options))
-        assert main([*run_options(tmp_path), *own]) == 2
+        assert main([*sound, *own]) == 2
     head, *lines = capsys.readouterr().err.strip().splitlines()
     assert "1 problem" in head and len(lines) == 1 and url in lines[0]
     assert all(part in lines[0] for part in says) and "Traceback" not in lines[0]

@@ -68,6 +68,20 @@ def test_line_07_tags_in_documents_are_harmless(template: TagFormat) -> None:
         assert token not in inside
 
 
+@pytest.mark.parametrize(
+    ("text", "broken"),
+    [
+        ("< answer>", "<  answer>"),
+        ("</ answer>", "< / answer>"),
+        ("<\nthink>", "< \nthink>"),
+        ("</\t information >", "< /\t information >"),
+    ],
+)
+def test_line_07_tags_with_a_space_are_broken_too(text: str, broken: str) -> None:
+    """What a reader of the text, or a tokenizer, would take for a tag is none."""
+    assert neutralize(text, SEARCH_R1) == broken
+
+
 PARTS = ["<", "/", ">", "answer", "search", " ", "|", "<s>", "x", "SEP"]
 
 

@@ -216,6 +216,18 @@ def test_a_tool_that_refuses_the_run_ends_it_at_once() -> None:
     assert elsewhere.num_failed == 4
 
 
+@pytest.mark.parametrize(("num_failed", "ends"), [(0, False), (1, False), (2, True), (100, True)])
+def test_a_share_of_what_is_lost_is_allowed(num_failed: int, ends: bool) -> None:
+    """2 % of a hundred is two of them, here a group; one more group is too much."""
+    everyone = [start_trajectory(p, group=str(i // 2)) for i, p in enumerate(prompts(100))]
+    failed = everyone[: 2 * num_failed : 2]
+    if ends:
+        with pytest.raises(ToolOutage, match=r"fix: mend what fails, or allow more"):
+            whole_groups(everyone, failed, "step 3", 0.02)
+    else:
+        assert len(whole_groups(everyone, failed, "step 3", 0.02)) == 100 - 2 * num_failed
+
+
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=30),
     data=st.data(),

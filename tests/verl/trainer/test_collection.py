@@ -72,7 +72,12 @@ def test_without_filter_every_group_is_kept() -> None:
 def test_a_group_with_a_failure_is_left_out_whole() -> None:
     """Its siblings are those that did without the tool; so is one whose greedy baseline failed."""
     replicas = RecordingReplicas([])
-    replicas.fail = lambda t: (t.group, t.sample) in (("1/0", 2), ("1/1", 0))
+
+    def fail(start: Trajectory) -> bool:
+        is_greedy = replicas.requests[-1][1].temperature == 0
+        return (start.group, start.sample, is_greedy) in (("1/0", 2, False), ("1/1", 0, True))
+
+    replicas.fail = fail
     collector = make_collector(replicas)
     collector.config.algorithm.filter_groups.enable = False
     collector.config.trainer.max_lost_share = 0.5
@@ -82,5 +87,5 @@ def test_a_group_with_a_failure_is_left_out_whole() -> None:
     assert len(samples.rewards) == len(samples.greedy_scores) == 6
     assert metrics["fault/trajectories_dropped"] == 6
     collector.config.trainer.max_lost_share = 0.02
-    with pytest.raises(ToolOutage, match=r"step 1: .* 6 of 12 .* trainer.max_lost_share=0.02"):
+    with pytest.raises(ToolOutage, match=r"step 1: .* 3 of 12 .* trainer.max_lost_share=0.02"):
         make_collector(replicas).collect(1, Timings())

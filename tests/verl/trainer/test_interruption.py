@@ -20,7 +20,7 @@ from tests.verl.trainer.recording import (
 from verl.checkpoint import folders
 from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController
-from verl.errors import Interrupted, RankLost, ToolOutage
+from verl.errors import Interrupted, RankLost, ToolOutage, ToolRefused
 from verl.monitor.tracking import JsonlTracker, Tracking
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.types import Sampling, Trajectory
@@ -90,6 +90,10 @@ def lose_a_tool() -> None:
     raise ToolOutage("away for 31 min")
 
 
+def lose_a_token() -> None:
+    raise ToolRefused("refused with 401")
+
+
 def logged(config: Config) -> list[dict[str, Any]]:
     """All metrics but times."""
     path = Path(config.trainer.default_local_dir) / "metrics.jsonl"
@@ -114,7 +118,8 @@ def undisturbed(config: Config, tmp_path: Path) -> tuple[list[dict[str, Any]], l
 
 @pytest.mark.parametrize("number", [3, 4], ids=["sampling", "validating"])
 @pytest.mark.parametrize(
-    ("disturb", "error"), [(terminate, Interrupted), (lose_a_tool, ToolOutage)]
+    ("disturb", "error"),
+    [(terminate, Interrupted), (lose_a_tool, ToolOutage), (lose_a_token, ToolRefused)],
 )
 def test_a_run_stopped_anywhere_ends_as_the_undisturbed_one(
     config: Config, undisturbed: Any, number: int, disturb: Any, error: Any

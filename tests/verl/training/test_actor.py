@@ -1,6 +1,8 @@
 """The policy's log-probs and updates, against plain transformers and hand-written losses."""
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from tests.verl.training.operations import Seen
 from tests.verl.training.ranks import VOCAB, make_batch
 from verl.config import ActorConfig, Config, OptimConfig
 from verl.trainer.learning import with_gradient
-from verl.training.actor import Actor, TokenBudgets
+from verl.training.actor import Actor, Columns, TokenBudgets
 from verl.training.attention import PACKED
 from verl.training.fsdp import FsdpModel, FsdpOptions, lr_factor
 from verl.training.models import LogProbModel, blocks
@@ -117,6 +119,21 @@ def test_options_of_the_loss_equal_a_hand_written_loss() -> None:
     norm = torch.stack([p.grad.norm() for p in lm.parameters()]).norm() / num_tokens
     assert found["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert found["actor/llds_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("positions", "turns"),
+    [
+        ([], []),
+        ([2, 3, 4], [0, 0, 0]),
+        ([2, 4], [0, 1]),  # one observed token between two turns
+        ([1, 2, 4, 5, 9, 11], [0, 0, 1, 1, 2, 3]),
+    ],
+)
+def test_one_observed_token_parts_two_turns(positions: list[int], turns: list[int]) -> None:
+    """A turn is a run of neighbouring tokens, however short the observation after it is."""
+    inputs: Any = SimpleNamespace(target_positions=torch.tensor(positions, dtype=torch.int64))
+    assert Columns(make_batch([12]), inputs).turns.tolist() == turns
 
 
 def test_weights_are_whole_and_exact_after_a_forward() -> None:

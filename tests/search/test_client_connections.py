@@ -1,0 +1,181 @@
+"""Connections that open slowly or end without a word, answers that are none, and proxies."""
+
+import asyncio
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_r1.search import transport
+from search_r1.search.client import RetrievalClient
+from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
+from search_r1.search.tally import RETRIED, counting
+from tests.apps import running
+
+EMPTY = b'{"result":[[]]}'
+DOCUMENT = b'{"document": {"id": "1", "contents": "t\\nx"}}'
+
+
+class Says:
+    """An application that gives these bodies in turn, the last for ever, with status 200."""
+
+    def __init__(self, *bodies: bytes) -> None:
+        self.bodies = list(bodies)
+        self.num_asked = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        self.num_asked += 1
+        body = self.bodies.pop(0) if len(self.bodies) > 1 else self.bodies[0]
+        length = (b"content-length", str(len(body)).encode())
+        await send({"type": "http.response.start", "status": 200, "headers": [length]})
+        await send({"type": "http.response.body", "body": body})
+
+
+def ask(url: str, what: Callable[[RetrievalClient], Awaitable[Any]], **options: Any) -> Any:
+    """What a client of one event loop gets."""
+
+    async def play() -> Any:
+        async with RetrievalClient(url, 1, backoff=0.01, **options) as client:
+            return await what(client)
+
+    return asyncio.run(play())
+
+
+ASKED: dict[str, tuple[Callable[[RetrievalClient], Awaitable[Any]], bytes]] = {
+    "search": (lambda client: client.search("q"), EMPTY),
+    "document": (lambda client: client.document("1"), DOCUMENT),
+}
+GARBAGE = (
+    b"", b"<html>", b"null", b"7", b'"x"', b"[]", b"{}", b'{"result": 7}', b'{"result": null}',
+    b'{"result": []}', b'{"result": [[], []]}', b'{"result": [7]}', b'{"result": [[7]]}',
+    b'{"result": [[null]]}', b'{"result": [[{"document": 7}]]}', b'{"document": 7}',
+    b'{"result": [[{"document": {"id": null, "contents": "x"}}]]}', b'{"document": null}',
+    b'{"document": {"id": 1}}', b'{"document": {"id": true, "contents": "x"}}', b"[" * 50_000,
+)  # fmt: skip
+"""Answers of types that no retrieval server gives."""
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_garbled_answer_is_asked_for_once_more(asked: str) -> None:
+    """One of any type costs a second attempt; two in a row are a fault with the reason, no more."""
+    what, good = ASKED[asked]
+    with running(app := Says()) as url:
+        for garbage in GARBAGE:
+            app.bodies, app.num_asked = [garbage, good], 0
+            with counting() as counts:
+                ask(url, what)
+            assert app.num_asked == 2 and counts[RETRIED] == int(asked == "search"), garbage
+        app.bodies, app.num_asked = [b"<html>\r\n\x1b[2J"], 0
+        with pytest.raises(RetrieverRefused, match="outside the wire contract") as caught:
+            ask(url, what)
+    assert app.num_asked == 2 and url in str(caught.value) and str(caught.value).isprintable()
+
+
+def test_a_garbled_answer_is_asked_for_at_another_server() -> None:
+    """One of two servers lies: the other answers."""
+    with running(Says(b"<html>")) as one, running(Says(EMPTY)) as other:
+        for _ in range(4):  # each client prefers one of the two
+            assert ask(f"{one},{other}", ASKED["search"][0]) == []
+
+
+def test_a_connection_that_does_not_open_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that answers no SYN does not take the whole time of an attempt."""
+    monkeypatch.setattr(transport, "CONNECT_S", 0.2)
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        held = [socket.socket() for _ in range(4)]
+        for one in held:  # the queue is full: the kernel drops what comes after
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        start = time.monotonic()
+        with pytest.raises(RetrieverUnavailable, match="does not answer"):
+            url = f"http://127.0.0.1:{full.getsockname()[1]}"
+            ask(url, ASKED["search"][0], max_retries=0, timeout=60.0)
+        assert time.monotonic() - start < 8  # or the kernel gives up, DEAD_S after the first SYN
+        for one in held:
+            one.close()
+
+
+CUT = """
+import asyncio, os, subprocess, sys, time
+from search_r1.search import client
+from search_r1.search.errors import RetrieverUnavailable
+from tests.apps import running
+
+client.DEAD_S = 2
+num_asked = 0
+
+def loopback(state):
+    subprocess.run(["ip", "link", "set", "lo", state], check=True)
+
+async def silent(scope, receive, send):
+    global num_asked
+    while (await receive()).get("more_body"):
+        pass
+    num_asked += 1
+    await asyncio.sleep(600)
+
+async def play(url):
+    async with client.RetrievalClient(url, 1, max_retries=0) as found:
+        search = asyncio.create_task(found.search("q"))
+        while not num_asked:
+            await asyncio.sleep(0.01)
+        loopback("down")
+        start = time.monotonic()
+        try:
+            await search
+        except RetrieverUnavailable:
+            print("noticed" if time.monotonic() - start < 30 else "too late", flush=True)
+        os._exit(0)
+
+loopback("up")
+with running(silent) as url:
+    asyncio.run(play(url))
+"""
+ISOLATED = ["unshare", "--map-root-user", "--net"]
+
+
+def test_a_connection_whose_wire_is_cut_ends_soon() -> None:
+    """In a network of its own: the server has the request, and is never heard of again."""
+    if not shutil.which("unshare") or not shutil.which("ip"):
+        pytest.skip("no unshare or ip here")
+    if subprocess.run([*ISOLATED, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no network of one's own here")
+    root = Path(__file__).parents[2]
+    done = subprocess.run([*ISOLATED, sys.executable, "-c", CUT], cwd=root, capture_output=True,
+                          text=True, timeout=100, check=False)  # fmt: skip
+    assert done.stdout == "noticed\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"])
+def test_no_proxy_of_the_environment_is_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retriever is in the own network; a proxy would see its token and every query."""
+    for other in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(other, raising=False)
+    with running(proxy := Says(EMPTY)) as there, running(Says(EMPTY)) as url:
+        monkeypatch.setenv(name, there)
+        assert ask(url, ASKED["search"][0], max_retries=0) == []
+    assert proxy.num_asked == 0
+
+
+def test_a_query_is_sent_while_one_of_its_searches_waits() -> None:
+    """Of two equal searches one is cancelled before the request leaves; the other is answered."""
+
+    async def play(client: RetrievalClient) -> list[Any]:
+        first, second = (asyncio.create_task(client.search("q")) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        return await asyncio.wait_for(second, 20)
+
+    with running(app := Says(EMPTY)) as url:
+        assert ask(url, play) == []
+    assert app.num_asked == 1
