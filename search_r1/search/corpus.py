@@ -1,7 +1,7 @@
 """A jsonl corpus read by memory map: one row in one slice, nothing parsed before it is asked for.
 
-Row offsets and a content hash are computed in one pass, once, and kept beside the corpus in
-`<corpus>.offsets.npy`. Searching lives in `retrievers`, not here.
+Row offsets, a content hash and block checksums are computed in one pass, once, and kept beside the
+corpus in `<corpus>.offsets.npy` and `<corpus>.checksums.json`. Searching lives in `backends`.
 """
 
 import functools
@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from search_r1.search import checksums
+from search_r1.search.checksums import Checksums, Sums, chosen
 from search_r1.search.errors import CorpusError
 from search_r1.search.schema import Document
 
@@ -26,6 +28,11 @@ logger = logging.getLogger(__name__)
 Offsets = npt.NDArray[np.int64]
 NEWLINE = 10
 CHUNK_BYTES = 1 << 24
+ROW_BYTES = 1 << 24
+"""Longest row: an answer of several of these is more than any agent reads."""
+ALL_ROWS, SAMPLED_ROWS = 1 << 14, 256
+"""A corpus up to the first is read whole at each start, of a larger one so many rows by chance."""
+OFFSETS = ".offsets.npy"
 HEADER_LENGTH = 3
 """The sidecar's first integers: corpus size, modification time in ns, content hash."""
 EXPECTED_ROW = 'expected a JSON object such as {"id": "7", "contents": "\\"Title\\"\\ntext"}'
@@ -54,24 +61,45 @@ class Corpus:
         self.fingerprint = Fingerprint(len(self), len(data), f"{digest & (2**64 - 1):016x}")
 
     @classmethod
-    def open(cls, path: str | Path) -> "Corpus":
+    def open(cls, path: str | Path, *, whole: bool = False) -> "Corpus":
         """Map the file at `path`; scans it only if no valid sidecar exists.
 
-        Raises CorpusError for a file that is missing or empty.
+        Raises CorpusError for a file that is missing or empty, IndexMismatch for one that is
+        damaged: blocks of it, or the `whole`, are compared with its checksums.
         """
         path = Path(path)
-        if not path.is_file():
+        try:
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_size == 0:
+                    raise CorpusError(f"corpus {path} is empty; {EXPECTED_ROW} on each line")
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            got = f"cannot be read ({error.strerror})" if path.exists() else "does not exist"
             raise CorpusError(
-                f"corpus {path} does not exist; expected a jsonl file: give --corpus_path, "
+                f"corpus {path} {got}; expected a jsonl file: give --corpus_path, "
                 "or take example/corpus.jsonl"
-            )
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_size == 0:
-                raise CorpusError(f"corpus {path} is empty; {EXPECTED_ROW} on each line")
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        offsets, digest = _load_or_scan(path, data, status)
+            ) from error
+        offsets, digest = _load(path, status, whole) or _scan(path, data, status)
         return cls(path, data, offsets, digest)
+
+    def check_rows(self, *, whole: bool = False) -> None:
+        """Raise CorpusError for a malformed row or an id that comes twice.
+
+        Of a large corpus some rows by chance are read, unless the `whole` is asked for.
+        """
+        is_all = whole or len(self) <= ALL_ROWS
+        rows = range(len(self)) if is_all else chosen(len(self), SAMPLED_ROWS)
+        hashes = np.fromiter((hash(self[row].id) for row in rows), np.int64, len(rows))
+        order = np.argsort(hashes, kind="stable")
+        for place in np.flatnonzero(np.diff(hashes[order]) == 0):
+            first, second = (self[rows[order[i]]].id for i in (place, place + 1))
+            if first == second:
+                raise CorpusError(
+                    f"{self.path} rows {rows[order[place]] + 1} and {rows[order[place + 1]] + 1}: "
+                    f"got the id {first!r} twice, expected ids that name one document each; "
+                    "fix: drop or rename one, then build the index again"
+                )
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -97,9 +125,9 @@ class Corpus:
             if document.id == id:
                 return document
         hashes, rows = self._rows_by_id
-        first = int(np.searchsorted(hashes, _hash(id)))
+        first = int(np.searchsorted(hashes, hash(id)))
         for place in range(first, len(rows)):
-            if hashes[place] != _hash(id):
+            if hashes[place] != hash(id):
                 break
             document = self[int(rows[place])]
             if document.id == id:
@@ -107,16 +135,16 @@ class Corpus:
         return None
 
     @functools.cached_property
-    def _rows_by_id(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+    def _rows_by_id(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Hashes of all ids in ascending order, and the row of each."""
-        hashes = np.fromiter((_hash(document.id) for document in self), np.uint64, len(self))
+        hashes = np.fromiter((hash(document.id) for document in self), np.int64, len(self))
         order = np.argsort(hashes, kind="stable")
         return hashes[order], order
 
     def _read(self, row: int, start: int, end: int) -> Document:
         try:
             return _parse(self._data[start:end])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorpusError(
                 f"{self.path} row {row + 1} (byte {start}): {_describe(error)}, got "
                 f"{self._data[start : min(end, start + 80)]!r}; {EXPECTED_ROW}: "
@@ -125,12 +153,6 @@ class Corpus:
 
     def __iter__(self) -> Iterator[Document]:
         return (self[row] for row in range(len(self)))
-
-
-def _hash(id: str) -> np.uint64:
-    digest = hashlib.blake2b(id.encode(), digest_size=8).digest()
-    found: np.uint64 = np.uint64(int.from_bytes(digest, "little"))
-    return found
 
 
 def _parse(line: bytes) -> Document:
@@ -146,7 +168,7 @@ def _parse(line: bytes) -> Document:
 
 def _parse_slowly(line: bytes) -> Document:
     """As `_parse`, but takes `NaN` in other fields, integers of any size and a byte-order mark."""
-    row = json.loads(line)
+    row = json.loads(line.decode("utf-8-sig"))
     if not isinstance(row, dict):
         raise TypeError(f"the row is {type(row).__name__}, expected an object")
     document = Document.from_mapping(row)
@@ -158,44 +180,65 @@ def _describe(error: Exception) -> str:
     return f"field {error} is missing" if isinstance(error, KeyError) else str(error)
 
 
-def _load_or_scan(path: Path, data: mmap.mmap, status: os.stat_result) -> tuple[Offsets, int]:
-    """Offsets and hash from the sidecar if it is the file's, else by a scan that writes it."""
-    sidecar = path.with_name(path.name + ".offsets.npy")
+def _load(path: Path, status: os.stat_result, whole: bool) -> tuple[Offsets, int] | None:
+    """Offsets and hash from the sidecar if it is the file's and has checksums."""
+    sidecar = path.with_name(path.name + OFFSETS)
     key = [status.st_size, status.st_mtime_ns]
-    if sidecar.is_file():
-        try:
-            known = np.load(sidecar, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError, OSError) as error:
-            logger.warning("%s is unreadable (%s): scanning again", sidecar, error)
-        else:
-            if known.dtype == np.int64 and known[: len(key)].tolist() == key:
-                return known[HEADER_LENGTH:], int(known[HEADER_LENGTH - 1])
-    offsets, digest = _scan(data)
-    _save(sidecar, np.concatenate([np.array([*key, digest], dtype=np.int64), offsets]))
-    return offsets, digest
+    if whole and checksums.place(path).exists():
+        checksums.check(path, whole=True)
+    try:
+        known = np.load(sidecar, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        return None
+    except (ValueError, EOFError, OSError) as error:
+        logger.warning("%s is unreadable (%s): scanning again", sidecar, error)
+        return None
+    is_ours = isinstance(known, np.ndarray) and known.dtype == np.int64 and known.ndim == 1
+    if not is_ours or known[: len(key)].tolist() != key:
+        return None
+    if not checksums.place(path).exists() and os.access(path.parent, os.W_OK):
+        return None  # of an earlier version: this scan adds them
+    checksums.check(path)
+    return known[HEADER_LENGTH:], int(known[HEADER_LENGTH - 1])
 
 
-def _scan(data: mmap.mmap) -> tuple[Offsets, int]:
-    """Row offsets (num_documents + 1,) and content hash in one pass; blank lines are no rows."""
-    hasher = hashlib.blake2b(digest_size=8)
-    breaks = []
+def _scan(path: Path, data: mmap.mmap, status: os.stat_result) -> tuple[Offsets, int]:
+    """Row offsets (num_documents + 1,) and hash in one pass, which are kept with checksums.
+
+    Blank lines are no rows. Raises CorpusError for a file without rows, or with one too long.
+    """
+    hasher, breaks, crcs = hashlib.blake2b(digest_size=8), [], []
     for start in range(0, len(data), CHUNK_BYTES):
         chunk = data[start : start + CHUNK_BYTES]
         hasher.update(chunk)
+        crcs.append(checksums.crcs(chunk))
         breaks.append(np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == NEWLINE) + start)
     starts = np.concatenate([np.zeros(1, dtype=np.int64), np.concatenate(breaks) + 1])
     ends = np.append(starts[1:], len(data))
     is_row = ends - starts > 1
+    if not is_row.any():
+        raise CorpusError(f"corpus {path} has blank lines only; {EXPECTED_ROW} on each line")
+    if (sizes := ends - starts).max() > ROW_BYTES:
+        raise CorpusError(
+            f"{path} line {sizes.argmax() + 1}: got {sizes.max()} bytes, expected at most "
+            f"{ROW_BYTES} in a row; fix: one passage on each line"
+        )
     offsets = np.append(starts[is_row], len(data)).astype(np.int64)
-    return offsets, int.from_bytes(hasher.digest(), "big", signed=True)
+    digest = int.from_bytes(hasher.digest(), "big", signed=True)
+    key = np.array([status.st_size, status.st_mtime_ns, digest], dtype=np.int64)
+    _save(path, np.concatenate([key, offsets]), Sums(len(data), "".join(crcs)))
+    return offsets, digest
 
 
-def _save(sidecar: Path, values: Offsets) -> None:
-    """Write the sidecar atomically; without the right to write, the scan repeats at each start."""
+def _save(path: Path, values: Offsets, sums: Sums) -> None:
+    """Write the sidecars; without the right to write, the scan repeats at each start."""
+    sidecar = path.with_name(path.name + OFFSETS)
     temporary = sidecar.with_name(f".{sidecar.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
             np.save(file, values, allow_pickle=False)
+        checksums.place(path).unlink(missing_ok=True)  # a kill leaves none rather than others
         temporary.replace(sidecar)
+        Checksums({"": sums, OFFSETS: checksums.sums_of(sidecar)}).save(path)
     except OSError as error:
         logger.warning("cannot keep row offsets in %s (%s): each start scans", sidecar, error)

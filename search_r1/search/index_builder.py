@@ -2,7 +2,8 @@
 
 `--save_dir DIR` receives `DIR/bm25/` or `DIR/<name>_<faiss_type>.index/`, each with a manifest of
 what it was built from. A build that was killed goes on when the same command is run again; see
-docs/indexing.md. The work is that of `bm25_builder` and `dense_builder`.
+docs/indexing.md. The work is that of `bm25_builder` and `dense_builder`. `checksums` as the first
+word adds checksums to an index and a corpus that have none, or compares them (`--verify`).
 """
 
 import logging
@@ -13,9 +14,12 @@ if not __package__:  # started as a file: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from search_r1.options import parse
+from search_r1.search import checksums
+from search_r1.search.backends.dense import vectors_file
+from search_r1.search.backends.flat_file import FlatFile, is_flat
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SearchError, SetupError
-from search_r1.search.index.build_config import BuildConfig, index_folder
+from search_r1.search.index.build_config import BuildConfig, ChecksumConfig, index_folder
 
 __all__ = ["BuildConfig", "build_index", "index_folder", "main"]
 
@@ -51,12 +55,60 @@ def _dense(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
     dense_builder.build(config, corpus, folder)
 
 
+def keep_checksums(config: ChecksumConfig) -> None:
+    """Keep the checksums of indexes and corpus as they are now, or compare them.
+
+    Raises CorpusError or IndexMismatch for what is damaged, SetupError for what is not there.
+    """
+    digest = ""
+    if config.corpus_path is not None:
+        if not config.verify:
+            checksums.place(Path(config.corpus_path)).unlink(missing_ok=True)
+        corpus = Corpus.open(config.corpus_path, whole=config.verify)
+        corpus.check_rows(whole=True)
+        digest = corpus.fingerprint.digest
+    for index in _indexes(config.index_path):
+        file = vectors_file(index)
+        if file.is_file() and is_flat(file):
+            FlatFile.open(file).check_finite(whole=True)
+        if not config.verify:
+            checksums.add(index, digest)
+        elif checksums.check(index, whole=True) is None:
+            raise SetupError(
+                f"{index} has no checksums; `{checksums.add_command(index)}` adds them"
+            )
+        logger.info("%s: %s", index, "as it was" if config.verify else "checksums added")
+
+
+def _indexes(path: str | None) -> list[Path]:
+    """The index at `path`, or those in it."""
+    if path is None:
+        return []
+    around = Path(path)
+    if around.is_file() or _is_folder(around):
+        return [around]
+    inside = sorted(around.glob("*"))
+    found = [p for p in inside if _is_folder(p) or (p.is_file() and p.suffix == ".index")]
+    if not found:
+        raise SetupError(f"--index_path {path} is no index; expected a file or folder of one")
+    return found
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether it is a folder of ours, or Lucene's."""
+    return (path / "manifest.json").exists() or any(path.glob("segments_*"))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command-line entry; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    config = parse(BuildConfig, argv, prog="index_builder", description=__doc__)
+    words = sys.argv[1:] if argv is None else argv
     try:
-        build_index(config)
+        if words[:1] == ["checksums"]:
+            about = "Adds checksums to an index and a corpus, or compares them."
+            keep_checksums(parse(ChecksumConfig, words[1:], prog="checksums", description=about))
+        else:
+            build_index(parse(BuildConfig, words, prog="index_builder", description=__doc__))
     except SearchError as error:
         sys.stderr.write(f"index_builder: {error}\n")
         return 2

@@ -1,11 +1,14 @@
 """What an index was built from, written beside it, and the check before it is served."""
 
-import json
 import math
+import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import ClassVar
+
+from pydantic import ConfigDict, TypeAdapter
 
 from search_r1.search.corpus import Fingerprint
 from search_r1.search.errors import IndexMismatch
@@ -16,6 +19,8 @@ FILE_NAME = "manifest.json"
 @dataclass(frozen=True)
 class Manifest:
     """The facts that decide whether an index fits a corpus and an encoder."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     engine: str
     corpus: Fingerprint
@@ -44,20 +49,19 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Write `manifest.json` into `folder`."""
-        text = json.dumps(asdict(self), indent=2)
-        (folder / FILE_NAME).write_text(text + "\n", encoding="utf-8")
+        text = TypeAdapter(Manifest).dump_json(self, indent=2)
+        (folder / FILE_NAME).write_bytes(text + b"\n")
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
         """Read `manifest.json` of `folder`; raises IndexMismatch if it is missing or unreadable."""
         path = folder / FILE_NAME
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            corpus, probe = Fingerprint(**values.pop("corpus")), tuple(values.pop("probe"))
-            return cls(**values, corpus=corpus, probe=probe)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return TypeAdapter(cls).validate_json(path.read_bytes())
+        except (OSError, ValueError) as error:
+            reason = textwrap.shorten(str(error), 300)
             raise IndexMismatch(
-                f"{path} cannot be read ({error}); expected the manifest that index_builder "
+                f"{path} cannot be read ({reason}); expected the manifest that index_builder "
                 f"writes: build the index again with `{build_command('<corpus>', '<folder>')}`"
             ) from error
 
@@ -66,14 +70,14 @@ class Manifest:
         if self.corpus != corpus:
             raise IndexMismatch(
                 f"index {folder} was built from a corpus of {self.corpus}, but {corpus_path} has "
-                f"{corpus}; give the corpus it was built from, or build it again: "
-                f"`{build_command(str(corpus_path), str(folder.parent), self.engine)}`"
+                f"{corpus}; expected the former: give the corpus it was built from, or build it "
+                f"again: `{build_command(str(corpus_path), str(folder.parent), self.engine)}`"
             )
 
     def check_probe(self, folder: Path, encoder: str, probe: Sequence[float]) -> None:
         """Raise IndexMismatch unless the encoder embeds the probe as at indexing (cos > 0.99)."""
         similarity = _cosine(self.probe, probe)
-        if len(probe) != self.dim or similarity < 0.99:
+        if len(probe) != self.dim or not similarity >= 0.99:  # so that nan fits nothing
             raise IndexMismatch(
                 f"index {folder} was built with encoder {self.encoder!r} ({self.dim} dimensions), "
                 f"but {encoder!r} ({len(probe)} dimensions) embeds a probe text differently "

@@ -4,6 +4,7 @@ A bearer token is read from the environment variable RETRIEVER_TOKEN only, since
 list of processes; clients then send `Authorization: Bearer TOKEN`. See docs/retriever.md.
 """
 
+import faulthandler
 import functools
 import logging
 import os
@@ -20,7 +21,7 @@ from search_r1.search.backends.base import Retriever
 from search_r1.search.backends.registry import build_retriever
 from search_r1.search.backends.settings import RetrieverConfig
 from search_r1.search.corpus import Corpus
-from search_r1.search.errors import SearchError
+from search_r1.search.errors import SearchError, SetupError
 from search_r1.search.preflight import check
 from search_r1.search.recording import Recorder
 from search_r1.search.schema import Document
@@ -28,6 +29,7 @@ from search_r1.search.server.app import create_app
 from search_r1.search.server.config import TOKEN_VARIABLE, ServiceConfig
 from search_r1.search.server.faults import FaultConfig, FaultInjector
 from search_r1.search.server.running import bind, read_token, serve, warn_if_open
+from search_r1.search.watch import watching
 
 __all__ = ["bind", "create_app", "main", "serve"]
 
@@ -62,8 +64,13 @@ def _run(options: ServerOptions) -> bool:
     token = read_token(TOKEN_VARIABLE)
     with bind(options.host, options.port) as bound:
         warn_if_open(bound, token)
-        check(options.retriever)
-        retriever = build_retriever(options.retriever)
+        try:
+            check(options.retriever)
+            retriever = build_retriever(options.retriever)
+        except OSError as error:
+            raise SetupError(
+                f"{error}; expected files and folders that may be read: correct their permissions"
+            ) from error
         _warm_up(retriever, service.topk)
         logger.info("%s: %d documents", retriever.name, retriever.num_documents)
         recorder = None if service.record is None else Recorder(service.record, retriever.info())
@@ -72,7 +79,10 @@ def _run(options: ServerOptions) -> bool:
         if faults.is_on:
             logger.warning("TEST FAULTS: requests fail on purpose: %s", faults)
             app.add_middleware(FaultInjector, config=faults)
-        return serve(app, bound, options.port_file, options.allowed_hosts)
+        corpus = options.retriever.corpus_path
+        default_index = corpus and str(Path(corpus).parent / "index")
+        with watching((options.retriever.index_path, corpus, default_index)):
+            return serve(app, bound, options.port_file, options.allowed_hosts)
 
 
 def _finder(corpus_path: str | None) -> Callable[[str], Document | None] | None:
@@ -95,6 +105,7 @@ def _warm_up(retriever: Retriever, topk: int) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Command-line entry; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    faulthandler.enable(sys.__stderr__ or sys.stderr)  # a file that was cut off: SIGBUS
     options = parse(ServerOptions, argv, prog="retrieval_server", description=__doc__)
     try:
         is_idle = _run(options)

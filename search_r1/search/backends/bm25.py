@@ -11,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from search_r1.search.backends.base import Retriever
-from search_r1.search.backends.locations import locate, open_corpus
+from search_r1.search.backends.locations import check_files, locate, open_corpus
 from search_r1.search.backends.settings import RetrieverConfig
+from search_r1.search.checksums import chosen
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import IndexMismatch
 from search_r1.search.index_builder import BuildConfig, build_index, index_folder
-from search_r1.search.manifest import Manifest
+from search_r1.search.manifest import Manifest, build_command
 from search_r1.search.schema import Hit
 from search_r1.search.timing import stage
 from search_r1.search.tokenization import tokenize
@@ -25,7 +26,13 @@ logger = logging.getLogger(__name__)
 logging.getLogger("bm25s").setLevel(logging.INFO)  # it asks for DEBUG by itself
 
 Scores = npt.NDArray[np.float32]  # (num_documents,)
+METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+")
 POSTINGS = ("data", "indices", "indptr")
+UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError, EOFError,
+              RecursionError, OverflowError, MemoryError)  # fmt: skip
+"""What bm25s, numpy and json raise for files of another form."""
+CHECKED = 1 << 16
+"""Scores that are checked together when an index is opened."""
 SAMPLE = 8192
 """Documents of one word that are looked at for a lower bound of the k-th score."""
 
@@ -43,11 +50,21 @@ class Bm25Retriever:
         index.scores |= {name: np.asarray(index.scores[name]) for name in POSTINGS}
 
     @classmethod
-    def open(cls, folder: Path, corpus: Corpus) -> "Bm25Retriever":
-        """Map the index in `folder`; raises IndexMismatch if it is not this corpus's."""
+    def open(cls, folder: Path, corpus: Corpus, config: RetrieverConfig) -> "Bm25Retriever":
+        """Map the index in `folder`; raises IndexMismatch if it is damaged or not this corpus's."""
+        check_files(config, folder, corpus)
         manifest = Manifest.load(folder)
         manifest.check_corpus(folder, corpus.path, corpus.fingerprint)
-        return cls(bm25s.BM25.load(folder, mmap=True, show_progress=False), corpus)
+        try:
+            index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
+            _check_arrays(index, len(corpus), config.verify)
+        except UNREADABLE as error:
+            raise IndexMismatch(
+                f"index {folder} cannot be read ({type(error).__name__}: {error}); expected what "
+                f"bm25s wrote for {len(corpus)} documents: build it again with "
+                f"`{build_command(str(corpus.path), str(folder.parent))}`"
+            ) from error
+        return cls(index, corpus)
 
     @property
     def num_documents(self) -> int:
@@ -97,17 +114,45 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
     """The index at `index_path`, or one built beside the corpus and kept up to date with it."""
     corpus = open_corpus(config)
     if config.index_path is not None:
-        return Bm25Retriever.open(locate(config, "bm25"), corpus)
+        return Bm25Retriever.open(locate(config, "bm25"), corpus, config)
     save_dir = corpus.path.parent / "index" / corpus.path.stem
     folder = index_folder(save_dir, "bm25")
     if folder.is_dir():
         try:
-            return Bm25Retriever.open(folder, corpus)
+            return Bm25Retriever.open(folder, corpus, config)
         except IndexMismatch as error:
-            logger.warning("the corpus has changed, building its index again: %s", error)
+            logger.warning("building the index of the corpus again: %s", error)
     logger.info("no --index_path: building a BM25 index of %s in %s", corpus.path, folder)
     build_index(BuildConfig("bm25", str(corpus.path), str(save_dir)))
-    return Bm25Retriever.open(folder, corpus)
+    return Bm25Retriever.open(folder, corpus, config)
+
+
+def _check_arrays(index: bm25s.BM25, num_documents: int, whole: bool) -> None:
+    """Raise ValueError unless the index is one of so many documents.
+
+    Of large arrays the first, the last and some blocks by chance are looked at, or the `whole`.
+    """
+    words = np.array([id for word, id in index.vocab_dict.items() if word] or [0])
+    data, indices, indptr = (np.asarray(index.scores[name]) for name in POSTINGS)
+    if (data.dtype.kind, indices.dtype.kind, indptr.dtype.kind) != ("f", "i", "i"):
+        raise ValueError(f"arrays of {data.dtype}, {indices.dtype} and {indptr.dtype}")
+    if index.scores["num_docs"] != num_documents:
+        raise ValueError(f"{index.scores['num_docs']} documents")
+    if index.method not in METHODS or not np.isfinite([index.k1, index.b]).all():
+        raise ValueError(f"method {index.method!r}, k1 {index.k1!r} and b {index.b!r}")
+    is_whole = indptr[0] == 0 and indptr[-1] == len(data) == len(indices)
+    if not is_whole or (np.diff(indptr) < 0).any():
+        raise ValueError("its arrays do not belong together")
+    is_own = words.dtype.kind == "i" and words.min() >= 0 and words.max() == len(indptr) - 2
+    if not is_own or len(np.unique(words)) != len(words):
+        raise ValueError("its words do not belong to its arrays")
+    starts = range(0, len(data), CHECKED)
+    for start in starts if whole else [starts[i] for i in chosen(len(starts))]:
+        block = slice(start, start + CHECKED)
+        if not (np.isfinite(data[block]).all() and (data[block] >= 0).all()):
+            raise ValueError("scores that are negative or not finite")
+        if not ((indices[block] >= 0).all() and (indices[block] < num_documents).all()):
+            raise ValueError("rows that are in no corpus")
 
 
 def top_rows(scores: Scores, k: int, floor: float = 0.0) -> list[int]:

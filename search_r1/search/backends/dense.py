@@ -12,7 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from search_r1.search.backends.locations import locate, open_corpus
+import numpy as np
+
+from search_r1.search.backends.locations import check_files, locate, open_corpus
 from search_r1.search.backends.settings import RetrieverConfig
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import open_encoder
@@ -92,6 +94,7 @@ def open_dense(
     """Corpus, encoder and index of the settings; raises IndexMismatch if they do not belong."""
     corpus = open_corpus(config)
     path = locate_index(config)
+    check_files(config, path, corpus)
     file = vectors_file(path)
     read_ahead(file)
     index = open_index(file)
@@ -133,13 +136,20 @@ def check(path: Path, index: VectorIndex, corpus: Corpus, encoder: Encoder) -> N
     if index.num_rows != len(corpus):
         raise IndexMismatch(
             f"index {path} holds {index.num_rows} vectors, but corpus {corpus.path} has "
-            f"{len(corpus)} documents; give the corpus that the index was built from"
+            f"{len(corpus)} documents; expected one for each: give the corpus that the index was "
+            "built from"
         )
-    encoded = encoder.encode_queries([PROBE_TEXT]).shape[1]
+    embedded = encoder.encode_queries([PROBE_TEXT])
+    if not np.isfinite(embedded).all():
+        raise SetupError(
+            f"encoder {encoder.name}: got a vector that is not finite, expected numbers; fix: "
+            "download the model again, or give --encoder_dtype float32"
+        )
+    encoded = embedded.shape[1]
     if index.dim != encoded:
         raise IndexMismatch(
             f"index {path} has {index.dim} dimensions, but encoder {encoder.name} gives {encoded}; "
-            "set --retriever_model to the encoder that the index was built with"
+            "expected as many: set --retriever_model to the encoder that the index was built with"
         )
 
 

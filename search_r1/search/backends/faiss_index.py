@@ -4,6 +4,7 @@ Scores are inner products, or the negative squared distances of an index made fo
 """
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import numpy.typing as npt
 
 from search_r1.search.backends.base import Retriever
 from search_r1.search.backends.dense import open_dense
+from search_r1.search.backends.flat_file import FlatFile, check_finite, is_flat
 from search_r1.search.backends.settings import FaissConfig, RetrieverConfig
+from search_r1.search.checksums import chosen
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoders.interface import Encoder, Vectors
-from search_r1.search.errors import SetupError
+from search_r1.search.errors import IndexMismatch, SetupError
 
 logger = logging.getLogger(__name__)
 
@@ -53,15 +56,17 @@ class FaissIndex:
         self._index, self._on_gpus = index, config.faiss_gpu
 
     @classmethod
-    def open(cls, path: Path, config: FaissConfig) -> "FaissIndex":
-        """Map the file at `path`; raises SetupError if it is missing or is no such index."""
-        if not path.is_file():
-            raise SetupError(
-                f"index {path} does not exist; expected a FAISS index: set --index_path"
-            )
+    def open(cls, path: Path, config: FaissConfig, *, whole: bool = False) -> "FaissIndex":
+        """Map the file at `path`; raises SetupError if it is missing or is no such index.
+
+        Raises IndexMismatch for vectors that are not finite, or ids that are no rows, among some
+        by chance or in the whole.
+        """
+        if is_flat(path):
+            FlatFile.open(path).check_finite(whole=whole)
         try:
             index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             raise SetupError(
                 f"{path} cannot be read by FAISS ({error}); expected a complete index file: "
                 "build or download it again"
@@ -70,6 +75,8 @@ class FaissIndex:
             raise SetupError(
                 f"{path} has FAISS metric {index.metric_type}; expected inner product or L2"
             )
+        if not is_flat(path):
+            _check_rows(path, index, whole)
         return cls(index, config)
 
     def load(self, corpus: Corpus, encoder: Encoder) -> None:
@@ -106,6 +113,38 @@ class FaissIndex:
             terms = query * found if self.metric == "ip" else -np.square(query - found)
             scores[block] = terms.sum(axis=2)
         return scores
+
+
+def _check_rows(path: Path, index: Any, whole: bool) -> None:
+    """Raise IndexMismatch for a vector that is not finite, or an id that is no row."""
+    count = int(index.ntotal)
+    inverted: Any = faiss.try_extract_index_ivf(index)
+    ids: list[Any] = [faiss.vector_to_array(index.id_map)] if hasattr(index, "id_map") else []
+    if inverted is not None:
+        lists, size = inverted.invlists, inverted.invlists.list_size
+        vector = np.empty(inverted.d, dtype=np.float32)
+        for number in (i for i in _places(inverted.nlist, whole) if size(i)):
+            ids.append(faiss.rev_swig_ptr(lists.get_ids(number), size(number)))
+            for offset in _places(size(number), whole):
+                inverted.reconstruct_from_offset(number, offset, faiss.swig_ptr(vector))
+                check_finite(path, int(ids[-1][offset]), vector[None])
+    elif not ids:
+        for row in _places(count, whole):
+            check_finite(path, row, index.reconstruct(row)[None])
+    if any(((found < 0) | (found >= count)).any() for found in ids):
+        raise IndexMismatch(
+            f"{path}: got ids that are no row of {count}, expected the numbers of the corpus's "
+            "rows from 0 on; fix: add the vectors in the order of the corpus, without ids"
+        )
+    if inverted is not None and (kept := inverted.invlists.compute_ntotal()) != count:
+        raise IndexMismatch(
+            f"{path}: got {kept} of {count} vectors in its lists, expected all: FAISS leaves out "
+            "those that are not finite; fix: encode the corpus again"
+        )
+
+
+def _places(count: int, whole: bool) -> Sequence[int]:
+    return range(count) if whole else chosen(count)
 
 
 def _ranked(scores: Vectors, rows: Rows, k: int) -> tuple[list[float], list[int]]:
@@ -172,4 +211,8 @@ def _to_gpus(index: Any) -> Any:
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
     """The FAISS index and the encoder that the settings name."""
-    return open_dense(config, lambda file: FaissIndex.open(file, config.faiss))
+
+    def open_index(file: Path) -> FaissIndex:
+        return FaissIndex.open(file, config.faiss, whole=config.verify)
+
+    return open_dense(config, open_index)

@@ -8,11 +8,13 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from search_r1.search.errors import SetupError
+from search_r1.search.checksums import BLOCK, chosen
+from search_r1.search.errors import IndexMismatch, SetupError
 
 Vectors = npt.NDArray[np.float32]
 
@@ -68,17 +70,33 @@ class FlatFile:
         for first in range(start, end, tile_rows):
             yield np.array(self.vectors[first : min(first + tile_rows, end)])
 
+    def check_finite(self, *, whole: bool = False) -> None:
+        """Raise IndexMismatch for a value that is not finite, in some tiles or in the `whole`."""
+        size = max(1, BLOCK // (4 * self.dim))
+        starts = range(0, self.num_rows, size)
+        for start in starts if whole else [starts[i] for i in chosen(len(starts))]:
+            check_finite(self.path, start, next(self.tiles(size, start)))
+
     def rows(self, rows: npt.NDArray[np.int64]) -> Vectors:
         """A copy of the vectors of `rows`: rows.shape + (dim,)."""
         return np.asarray(self.vectors[rows.reshape(-1)]).reshape(*rows.shape, self.dim)
+
+
+def check_finite(path: Path, first_row: int, vectors: npt.NDArray[Any]) -> None:
+    """Raise IndexMismatch, with the row, for a vector of `path` with a value that is not finite."""
+    bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+    if len(bad):
+        raise IndexMismatch(
+            f"{path} row {first_row + bad[0]} (from 0): got a vector that is not finite, expected "
+            "numbers; fix: encode the corpus again, in float32 if the model overflows float16"
+        )
 
 
 def read_shape(path: Path) -> tuple[int, int, str]:
     """Rows, dim and metric of a Flat index, from its header alone; raises SetupError."""
     if not path.is_file():
         raise SetupError(f"index {path} does not exist; expected a FAISS index: set --index_path")
-    with path.open("rb") as file:
-        start = file.read(HEADER.size)
+    start = _beginning(path)
     kind, size, expected = start[:4], path.stat().st_size, HEADER.size
     if kind not in KINDS:
         raise SetupError(_other_kind(path, kind))
@@ -105,8 +123,17 @@ def read_shape(path: Path) -> tuple[int, int, str]:
 
 def is_flat(path: Path) -> bool:
     """Whether the file begins as a Flat index does."""
-    with path.open("rb") as file:
-        return file.read(4) in KINDS
+    return _beginning(path)[:4] in KINDS
+
+
+def _beginning(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(HEADER.size)
+    except OSError as error:
+        raise SetupError(
+            f"index {path} cannot be read ({error}); expected a FAISS index: set --index_path"
+        ) from error
 
 
 def _other_kind(path: Path, kind: bytes) -> str:

@@ -18,7 +18,7 @@ import pyserini
 
 from search_r1.search.backends.base import Retriever
 from search_r1.search.backends.java import bundled_java, choose_java
-from search_r1.search.backends.locations import open_corpus
+from search_r1.search.backends.locations import check_files, open_corpus
 from search_r1.search.backends.settings import RetrieverConfig
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import IndexMismatch, SetupError
@@ -91,6 +91,7 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
     Raises SetupError for a missing Java or index, IndexMismatch for a corpus that is not its.
     """
     folder = _locate(config.index_path)
+    check_files(config, folder, None)
     index = _open_index(folder)
     facts: dict[str, Any] = {"index": _fingerprint(folder)}
     name = _stored_field(index, folder)

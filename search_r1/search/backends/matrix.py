@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from search_r1.search.backends.flat_file import FlatFile, Vectors
+from search_r1.search.backends.flat_file import FlatFile, Vectors, check_finite
 from search_r1.search.backends.shard import DTYPES, Shard
 from search_r1.search.backends.top_k import Best, by_score_then_row, merge
 from search_r1.search.errors import SetupError
@@ -68,6 +68,7 @@ class Matrix:
             for rows in self._flat.tiles(self._layout.tile_rows, row, last):
                 tile = torch.from_numpy(rows).to(shard.device)
                 if not shard.fill(row - shard.first_row, tile):
+                    check_finite(self._flat.path, row, rows)
                     raise SetupError(
                         f"{self._flat.path} has values beyond float16 (65504) in rows {row} and "
                         "on; use --matrix_dtype bfloat16"

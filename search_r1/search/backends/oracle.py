@@ -16,6 +16,7 @@ from typing import Any
 
 import bm25s
 import numpy as np
+import orjson
 
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SetupError
@@ -117,7 +118,7 @@ def _read(path: Path) -> list[tuple[str, list[Document | str]]]:
     for number, line in enumerate(lines, start=1):
         try:
             if line.strip():
-                rows.append(_row(json.loads(line)))
+                rows.append(_row(orjson.loads(line)))
         except (ValueError, KeyError, TypeError) as error:
             raise SetupError(
                 f"{path} line {number}: {type(error).__name__} {error}, got {line[:80]!r}; "
@@ -158,5 +159,5 @@ def _look_up(wanted: set[str], path: str | Path, corpus_path: str | None) -> dic
     missing = sorted(wanted - found.keys())
     raise SetupError(
         f"{len(missing)} ids of {path} are in no row of {corpus_path}: {', '.join(missing[:5])} "
-        "...; give the corpus that the ids were taken from"
+        "...; expected ids of its documents: give the corpus that they were taken from"
     )

@@ -128,6 +128,9 @@ class RetrieverConfig:
     """jsonl with id and contents"""
     index_path: str | None = None
     """an index, or the folder around it; bm25 builds one beside the corpus if absent"""
+    verify: bool = False
+    """compare all of index and corpus with their checksums first, not blocks by chance; and read
+    every row"""
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     faiss: FaissConfig = field(default_factory=FaissConfig)
     torch: TorchConfig = field(default_factory=TorchConfig)

@@ -37,14 +37,15 @@ class Shard:
         return len(self._values)
 
     def fill(self, start: int, tile: Tensor) -> bool:
-        """Store float32 rows (n, dim) from `start` of this shard on; whether none overflowed."""
+        """Store float32 rows (n, dim) from `start` of this shard on; whether all are finite."""
         rows = slice(start, start + len(tile))
         if self._scales is not None:
             tile, self._scales[rows] = quantize(tile)
         self._values[rows] = tile
         if self._norms is not None:
             self._norms[rows] = self._widened(rows).square().sum(dim=1)
-        return self._values.dtype != torch.float16 or bool(self._values[rows].isfinite().all())
+        stored = tile if self._values.dtype != torch.float16 else self._values[rows]
+        return bool(torch.stack(stored.aminmax()).isfinite().all())
 
     def best(self, queries: Tensor, k: int, tile_rows: int) -> Best:
         """The k best candidates of (num_queries, dim) float32 queries; rows of the whole matrix."""

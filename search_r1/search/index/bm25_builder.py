@@ -85,6 +85,8 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
     key = {"corpus": asdict(corpus.fingerprint), "tokenizer": TOKENIZER}
     with work_folder(folder, key | {"shard_rows": config.shard_rows}) as work:
         check_disk(work, 2 * corpus.fingerprint.size, "at most twice the corpus")
+        if not any(work.glob("words-*")):
+            corpus.check_rows(whole=True)
         tokens = number(_tokenize_corpus(corpus, work, config.shard_rows))
         index = bm25s.BM25()
         index.index(tokens, show_progress=sys.stderr.isatty())

@@ -49,6 +49,18 @@ class BuildConfig:
     """run Python code that comes with a model"""
 
 
+@dataclass(frozen=True)
+class ChecksumConfig:
+    """Whose checksums are kept or compared."""
+
+    index_path: str | None = None
+    """a folder or FAISS file, or the folder around some"""
+    corpus_path: str | None = None
+    """its corpus, which a bare FAISS file is served with from then on, and no other"""
+    verify: bool = False
+    """compare all with the checksums that are there"""
+
+
 def index_folder(save_dir: str | Path, method: str, faiss_type: str = "Flat") -> Path:
     """Where `build_index` puts the index of `method`."""
     factory = re.sub(r"[^A-Za-z0-9]+", "_", faiss_type)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from search_r1.search import checksums
 from search_r1.search.errors import CorpusError, SetupError
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,12 @@ def work_folder(target: Path, key: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def publish(work: Path, target: Path) -> None:
-    """Put the complete index in `work` in place of an older one."""
+    """Put the complete index in `work`, with checksums, in place of an older one.
+
+    A server that has the older one mapped keeps its files until it ends.
+    """
     ready = work / READY_NAME
+    checksums.add(ready)
     for path in [*ready.rglob("*"), ready]:
         sync(path)
     outdated = work / "outdated"

@@ -25,7 +25,6 @@ from search_r1.search.index.build_folder import (
 )
 from search_r1.search.index.embeddings import DTYPES, EmbeddingFile, Matrix, open_embeddings
 from search_r1.search.index.encoding import EncodeJob, encode, visible_devices
-from search_r1.search.index.progress import progress
 from search_r1.search.manifest import Manifest, now
 
 logger = logging.getLogger(__name__)
@@ -46,6 +45,7 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
             )
             matrix = _embed(config, corpus, manifest, encoder, job, devices)
         else:
+            corpus.check_rows(whole=True)
             matrix = _existing(Path(config.embedding_path), corpus, encoder, manifest.dim)
             _check_disk(config, work, manifest, embedded_bytes=0)
         ready = fresh_folder(work / READY_NAME)
@@ -137,20 +137,11 @@ def _embed(
     row_bytes = dim * np.dtype(dtype).itemsize
     _check_disk(config, job.folder, manifest, (len(corpus) - done) * row_bytes)
     if done == 0:
-        _check_rows(corpus)
+        corpus.check_rows(whole=True)  # before hours of encoding
     else:
         logger.info("%d of %d documents are encoded already", done, len(corpus))
     encode(job, corpus, encoder, devices)
     return file.matrix
-
-
-def _check_rows(corpus: Corpus) -> None:
-    """Read every row, so that a malformed one is named before hours of encoding."""
-    with progress("check rows", "documents", len(corpus)) as report:
-        for row in range(len(corpus)):
-            corpus[row]
-            if row % 1024 == 0:
-                report(row)
 
 
 def _check_disk(config: BuildConfig, work: Path, manifest: Manifest, embedded_bytes: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from search_r1.search.backends.flat_file import check_finite
 from search_r1.search.errors import SetupError
 from search_r1.search.index.build_folder import sync, write_whole
 
@@ -63,6 +64,7 @@ class EmbeddingFile:
         rows = self.rows(shard)
         expected = (len(rows), self.matrix.shape[1])
         assert vectors.shape == expected, f"got {vectors.shape}, expected {expected}"
+        check_finite(self._folder / FILE_NAME, rows.start, vectors)
         self.matrix[rows.start : rows.stop] = vectors
         sync(self._folder / FILE_NAME)
         self._done[shard] = True
@@ -71,11 +73,9 @@ class EmbeddingFile:
 
 def open_embeddings(path: Path, count: int, dim: int) -> Matrix:
     """Existing embeddings, .npy or the bare values, by memory map; raises SetupError otherwise."""
-    if not path.is_file():
-        raise SetupError(f"embeddings {path} do not exist; expected a file: set --embedding_path")
     try:
         matrix = _map(path, count, dim)
-    except ValueError as error:
+    except (OSError, ValueError, EOFError) as error:
         raise SetupError(
             f"embeddings {path} cannot be read ({error}); expected a .npy file or bare values: "
             "set --embedding_path"
@@ -89,9 +89,12 @@ def open_embeddings(path: Path, count: int, dim: int) -> Matrix:
 
 
 def blocks(matrix: Matrix, rows: int = 65536) -> Iterator[npt.NDArray[np.float32]]:
-    """The matrix from top to bottom, `rows` at a time, as float32."""
+    """The matrix from top to bottom, `rows` at a time, as float32; IndexMismatch if not finite."""
+    path = Path(getattr(matrix, "filename", None) or FILE_NAME)
     for start in range(0, len(matrix), rows):
-        yield np.ascontiguousarray(matrix[start : start + rows], dtype=np.float32)
+        vectors = np.ascontiguousarray(matrix[start : start + rows], dtype=np.float32)
+        check_finite(path, start, vectors)
+        yield vectors
 
 
 def _map(path: Path, count: int, dim: int) -> Matrix:

@@ -87,7 +87,11 @@ def training_sample(matrix: Matrix, factory: str) -> npt.NDArray[np.float32]:
     """The seeded sample of rows that trains `factory`, in row order."""
     wanted = min(len(matrix), MAX_POINTS * num_centroids(factory) or SCALAR_POINTS)
     rows = np.random.default_rng(SEED).choice(len(matrix), wanted, replace=False)
-    return np.ascontiguousarray(matrix[np.sort(rows)], dtype=np.float32)
+    sample = np.ascontiguousarray(matrix[np.sort(rows)], dtype=np.float32)
+    if not np.isfinite(sample).all():
+        for _ in blocks(matrix):  # names the row
+            pass
+    return sample
 
 
 def _make(factory: str, dim: int) -> Any:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from search_r1.search.checksums import check
 from search_r1.search.errors import CorpusError, SetupError
 from search_r1.search.index.build_folder import (
     READY_NAME,
@@ -63,7 +64,8 @@ def test_a_new_index_replaces_the_old_one(tmp_path: Path) -> None:
     with work_folder(tmp_path / "x", KEY) as work:
         (fresh_folder(work / READY_NAME) / "new").touch()
         publish(work, tmp_path / "x")
-    assert [path.name for path in (tmp_path / "x").iterdir()] == ["new"]
+    assert {path.name for path in (tmp_path / "x").iterdir()} == {"new", "checksums.json"}
+    assert check(tmp_path / "x", whole=True) is not None
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 

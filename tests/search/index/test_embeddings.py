@@ -60,7 +60,7 @@ def test_other_embeddings_are_refused(tmp_path: Path, matrix: np.ndarray, proble
     (tmp_path / "e.memmap").write_bytes(b"a few bytes")
     with pytest.raises(SetupError, match="cannot be read"):
         open_embeddings(tmp_path / "e.memmap", 4, 3)
-    with pytest.raises(SetupError, match="do not exist"):
+    with pytest.raises(SetupError, match="No such file"):
         open_embeddings(tmp_path / "nowhere", 4, 3)
 
 

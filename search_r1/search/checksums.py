@@ -1,0 +1,175 @@
+"""CRC-32 of every block of an index's files, kept beside them, so that later damage is noticed.
+
+A folder has them in `checksums.json`, a single file in `FILE.checksums.json`. A start compares at
+most SAMPLED blocks, others each time; `whole` compares all of them, and finds any flipped bit, also
+in the checksums themselves. Small files are always compared whole.
+"""
+
+import logging
+import random
+import textwrap
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import orjson
+from pydantic import TypeAdapter
+
+from search_r1.search.errors import IndexMismatch
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 1 << 20
+SAMPLED = 64
+"""Blocks that a start reads at most of an index, and of a corpus: 64 MB."""
+IGNORED = {"checksums.json", "write.lock"}
+"""Files of a folder without checksums: these ones, and the lock that Lucene leaves."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """One file."""
+
+    size: int
+    crc32: str
+    """Eight hexadecimal digits for each block."""
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """The files of one index or corpus."""
+
+    files: dict[str, Sums]
+    """By what follows the target in their paths: `/vectors.faiss` in a folder, else `` itself."""
+    corpus: str = ""
+    """Hash of the corpus that an index without a manifest belongs to; empty: not known."""
+    version: int = 1
+
+    def save(self, target: Path) -> None:
+        """Write them beside `target`, whole or not at all."""
+        path = place(target)
+        temporary = path.with_name(f".{path.name}.partial")
+        temporary.write_bytes(self._text())
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, target: Path) -> "Checksums":
+        """Those of `target`; raises IndexMismatch for a file that is not as `save` wrote it."""
+        path = place(target)
+        try:
+            text = path.read_bytes()
+            found = READER.validate_json(text)
+            if found._text() != text or found.version != 1:
+                raise ValueError("changed since it was written, or of another version")
+        except (OSError, ValueError) as error:
+            raise IndexMismatch(_wrong(path, textwrap.shorten(str(error), 300), target)) from error
+        return found
+
+    def _text(self) -> bytes:
+        return orjson.dumps(asdict(self))
+
+
+READER = TypeAdapter(Checksums)
+
+
+def place(target: Path) -> Path:
+    """Where the checksums of a folder or file are."""
+    beside = target.with_name(f"{target.name}.checksums.json")
+    return target / "checksums.json" if target.is_dir() else beside
+
+
+def add_command(target: Path) -> str:
+    """The command line that keeps the checksums of an index, or of a corpus, as it is now."""
+    is_corpus = target.with_name(f"{target.name}.offsets.npy").exists()
+    return f"search-r1 index checksums --{'corpus' if is_corpus else 'index'}_path {target}"
+
+
+def crcs(data: bytes | memoryview) -> str:
+    """The checksums of consecutive blocks, of which only the last may be short."""
+    starts = range(0, len(data), BLOCK)
+    return "".join(f"{zlib.crc32(data[start : start + BLOCK]):08x}" for start in starts)
+
+
+def sums_of(path: Path) -> Sums:
+    """The checksums of a file as it is now."""
+    parts, size = [], 0
+    with path.open("rb") as file:
+        while data := file.read(16 * BLOCK):
+            parts.append(crcs(data))
+            size += len(data)
+    return Sums(size, "".join(parts))
+
+
+def add(target: Path, corpus: str = "") -> None:
+    """Keep the checksums of a folder's files, or of one file, as they are now."""
+    inside = sorted(path for path in target.rglob("*") if path.is_file())
+    names = [f"/{path.relative_to(target).as_posix()}" for path in inside] or [""]
+    names = [name for name in names if Path(name).name not in IGNORED]
+    Checksums({name: sums_of(Path(f"{target}{name}")) for name in names}, corpus).save(target)
+
+
+def check(target: Path, *, whole: bool = False) -> Checksums | None:
+    """Compare files with their checksums; None, and a warning, for a target without any.
+
+    Raises IndexMismatch for the first file that is missing or has changed.
+    """
+    if not place(target).exists():
+        if target.exists():
+            logger.warning(
+                "%s has no checksums to notice damage; add them: %s", target, add_command(target)
+            )
+        return None
+    known = Checksums.load(target)
+    if whole:
+        logger.info("comparing all of %s with its checksums", target)
+    for name, numbers in _chosen(known, whole).items():
+        path, sums = Path(f"{target}{name}"), known.files[name]
+        try:
+            if (size := path.stat().st_size) != sums.size:
+                raise IndexMismatch(_wrong(path, f"{size} bytes instead of {sums.size}", target))
+            for number, crc in _read(path, numbers):
+                if crc != sums.crc32[8 * number : 8 * number + 8]:
+                    where = f"other content in the {BLOCK} bytes from byte {number * BLOCK} on"
+                    raise IndexMismatch(_wrong(path, where, target))
+        except OSError as error:
+            raise IndexMismatch(_wrong(path, str(error), target)) from error
+    return known
+
+
+def chosen(count: int, most: int = SAMPLED) -> list[int]:
+    """At most `most` of range(count) in order: the first, the last, and others by chance."""
+    if count <= most:
+        return list(range(count))
+    return sorted({0, count - 1, *random.sample(range(count), most - 2)})
+
+
+def _chosen(known: Checksums, whole: bool) -> dict[str, list[int]]:
+    """The numbers of the blocks to compare, of every file the first and the last one."""
+    blocks = [(name, i) for name, sums in known.files.items() for i in range(_num_blocks(sums))]
+    taken = blocks if whole else [blocks[i] for i in chosen(len(blocks))]
+    ends = {name: {0, _num_blocks(s) - 1} - {-1} for name, s in known.files.items() if s.size}
+    numbers = {name: ends.get(name, set()) for name in known.files}
+    for name, number in taken:
+        numbers[name].add(number)
+    return {name: sorted(found) for name, found in numbers.items()}
+
+
+def _num_blocks(sums: Sums) -> int:
+    return -(-sums.size // BLOCK)
+
+
+def _read(path: Path, numbers: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """The checksums of some blocks of a file."""
+    with path.open("rb") as file:
+        for number in numbers:
+            file.seek(number * BLOCK)
+            yield number, crcs(file.read(BLOCK))
+
+
+def _wrong(path: Path, got: str, target: Path) -> str:
+    return (
+        f"{path} is damaged or was changed: got {got}, expected the file that the checksums of "
+        f"{target} were made of; fix: build or download it again, or, if the change is wanted, "
+        f"`{add_command(target)}`"
+    )
