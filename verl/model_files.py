@@ -43,7 +43,10 @@ class Unfit(ValueError):
 
 
 @contextlib.contextmanager
-def model_errors(path: str, part: str = "", subject: str = "model path") -> Iterator[None]:
+def model_errors(
+    path: str, part: str = "", subject: str = "model path",
+    expected: str = "a whole folder of a Hugging Face causal language model", fix: str = FIX,
+) -> Iterator[None]:  # fmt: skip
     """Raise ModelError, in one line, for whatever goes wrong with (a part of) a model."""
     try:
         yield
@@ -52,8 +55,7 @@ def model_errors(path: str, part: str = "", subject: str = "model path") -> Iter
     # Of a damaged file a parser raises whatever it trips over, tokenizers a bare Exception.
     except Exception as error:
         got = f"{path} ({part + ': ' if part else ''}{one_line(error)})"
-        expected = "a whole folder of a Hugging Face causal language model"
-        raise ModelError(explain(subject, got, expected, FIX)) from error
+        raise ModelError(explain(subject, got, expected, fix)) from error
 
 
 def one_line(error: BaseException) -> str:
@@ -171,6 +173,14 @@ def refuse_report(lm: PreTrainedModel, report: Mapping[str, Any], needs_head: bo
 def refuse_values(tensors: Iterable[tuple[str, Tensor]], subject: str = "weights") -> None:
     """Raise ModelError for tensors with values that are no finite numbers."""
     refuse_faulty([name for name, values in tensors if not is_finite(values)], subject)
+
+
+def refuse_values_of(path: str, subject: str) -> None:
+    """The same for the files of a folder, which are read for it."""
+    for file in sorted(Path(path).glob(MAPPED_FILES)):
+        with safe_open(file, framework="pt") as found:
+            named = ((name, found.get_tensor(name)) for name in found.keys())  # noqa: SIM118
+            refuse_values(named, f"{subject} {file}")
 
 
 def refuse_faulty(names: Sequence[str], subject: str = "weights") -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from peft import PeftConfig, PeftModel
 
 from search_r1.inference.options import SETTINGS_FILE
 from verl.errors import ModelError, explain
+from verl.model_files import Unfit, few, model_errors, quiet, refuse_values
+from verl.training.models import load_causal_lm
 from verl.training.weights import copy_tokenizer
 
 CONFIG_FILE = "adapter_config.json"
@@ -34,14 +35,19 @@ def merge(base: Path, adapter: Path, out: Path, dtype: str) -> Path:
     that holds no adapter, or one of another model.
     """
     _settings(adapter)
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        whole = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0][:200]
-        fix = f"give --model the model that it was trained on: {base_of(adapter) or 'not recorded'}"
-        expected = f"an adapter that fits {base}"
-        raise ModelError(explain(f"--adapter {adapter}", reason, expected, fix)) from error
+    subject = f"--adapter {adapter}"
+    fix = f"give --model the model that it was trained on: {base_of(adapter) or 'not recorded'}"
+    lm = load_causal_lm(str(base), attention=None)
+    with model_errors(str(base), "", subject, f"an adapter that fits {base}", fix), quiet():
+        settings = PeftConfig.from_pretrained(str(adapter))
+        settings.inference_mode = True
+        adapted: Any = PeftModel(lm, settings)
+        found = adapted.load_adapter(str(adapter), "default")
+        for what in ("missing_keys", "unexpected_keys"):
+            if getattr(found, what):  # peft only warns, and goes on with random numbers
+                raise Unfit(f"{what.replace('_', ' ')}: {few(getattr(found, what))}")
+        whole = adapted.merge_and_unload()
+    refuse_values(whole.named_parameters(), f"{subject} over {base}")
     whole.to(getattr(torch, dtype)).save_pretrained(out)
     copy_tokenizer(str(base), out)
     written = [folder / SETTINGS_FILE for folder in (adapter, base)]
@@ -57,4 +63,5 @@ def _settings(adapter: Path) -> dict[str, Any]:
         got = f"a folder without {CONFIG_FILE}" if adapter.is_dir() else "no such folder"
         fix = "give the folder adapter/ that training or `verl.checkpoint export --adapter` wrote"
         raise ModelError(explain(f"--adapter {adapter}", got, "a LoRA adapter of peft", fix))
-    return dict(json.loads(file.read_text(encoding="utf-8")))
+    with model_errors(str(adapter), CONFIG_FILE, "--adapter", "a LoRA adapter of peft"):
+        return dict(json.loads(file.read_text(encoding="utf-8")))

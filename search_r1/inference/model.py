@@ -28,6 +28,7 @@ from verl.checkpoint.exporting import export
 from verl.checkpoint.folders import STEP_NAME, is_complete, step_of
 from verl.config import Config
 from verl.errors import ModelError, explain
+from verl.model_files import refuse_values_of
 from verl.rollout.interface import RolloutEngine, build_engine
 from verl.tokenizer_files import check_model, check_template, load_tokenizer
 from verl.training.devices import device_type, dtype_name, resolve_dtype
@@ -111,6 +112,9 @@ def load_agent(config: Config) -> DialogueAgent:
     else:
         by_transformers = section.rollout.name == "transformers"
         check_model(subject, section.model.path, by_transformers=by_transformers)
+        if not by_transformers and device_type(config.trainer.device) == "cpu":
+            # vLLM repacks weights there, and looks at none; other engines are asked afterwards.
+            refuse_values_of(section.model.path, subject)
     return build_dialogue(config)
 
 

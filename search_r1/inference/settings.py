@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from search_r1.inference.options import SETTINGS_FILE, AgentOptions
 from verl.agent.wording import TEMPLATE_FILE
 from verl.config import Config
+from verl.model_files import Unfit, model_errors
+
+KINDS = {"template": str, "tools": list, "max_turns": int, "topk": int}
+"""Of what `search_r1.json` may say."""
 
 
 def run_config(options: AgentOptions, model: str) -> Config:
@@ -21,7 +26,7 @@ def run_config(options: AgentOptions, model: str) -> Config:
     config, own = Config(), _own_settings(model)
     config.actor_rollout_ref.model.path = model
     config.template = _first(options.template, _own_template(model, own), config.template)
-    config.agent.tools = list(own.get("tools", config.agent.tools))
+    config.agent.tools = list(own.get("tools") or config.agent.tools)
     config.max_turns = _first(options.max_turns, own.get("max_turns"), config.max_turns)
     config.retriever.topk = _first(options.topk, own.get("topk"), config.retriever.topk)
     config.retriever.url = options.retriever_url
@@ -42,7 +47,14 @@ def run_config(options: AgentOptions, model: str) -> Config:
 def _own_settings(model: str) -> dict[str, Any]:
     """What `search_r1.json` of a model's folder says; nothing where there is none."""
     file = Path(model) / SETTINGS_FILE
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    with model_errors(model, SETTINGS_FILE, "--model", "what training writes"):
+        found = dict(json.loads(file.read_text(encoding="utf-8")))
+        for name, kind in KINDS.items():
+            if type(found.get(name)) not in (kind, NoneType):
+                raise Unfit(f"{name}={found[name]!r}")
+        return found
 
 
 def _own_template(model: str, own: Mapping[str, Any]) -> str | None:

@@ -1,5 +1,6 @@
 """From what a user names to a folder of weights."""
 
+import asyncio
 import logging
 from pathlib import Path
 
@@ -9,10 +10,14 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from example.tiny import tiny_model
-from search_r1.inference.model import at_last_step, model_folder
+from search_r1.inference.model import at_last_step, load_agent, model_folder
 from search_r1.inference.options import AgentOptions
+from search_r1.inference.settings import run_config
+from tests.bad_models import NORM, entry, gone, weights, whole_model
 from verl.checkpoint.folders import MARKER
+from verl.config import Config
 from verl.errors import ModelError
+from verl.rollout.interface import build_engine
 
 
 def test_a_checkpoint_is_exported_for_the_while(tmp_path: Path) -> None:
@@ -77,3 +82,37 @@ def test_a_run_of_ours_means_its_last_complete_checkpoint(tmp_path: Path) -> Non
     assert found.model == str(tmp_path / "global_step_10")
     for name in ("org/model", str(tmp_path / "global_step_9"), str(tmp_path / "none")):
         assert at_last_step(AgentOptions(model=name)).model == name
+
+
+def a_run(path: Path, engine: str = "transformers") -> Config:
+    """Options under which an agent is loaded from a folder."""
+    options = AgentOptions(model=str(path), retriever_url="empty", device="cpu", engine=engine,
+                           template="search_r1")  # type: ignore[arg-type]  # fmt: skip
+    return run_config(options, str(path))
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_a_bad_model_is_refused_before_any_engine(engine: str, tmp_path: Path) -> None:
+    """Whatever infer, evaluate and serve generate with; values where no engine looks at them."""
+    path = whole_model(tmp_path / "model")
+    load_agent(a_run(path, engine))
+    entry("config.json", "num_hidden_layers", 4)(path)
+    with pytest.raises(ModelError, match=r"--model: got .* \(weights: none for model.layers.2"):
+        load_agent(a_run(path, engine))
+    entry("config.json", "num_hidden_layers", 2)(path)
+    weights(lambda x: x[NORM].fill_(torch.nan))(path)
+    with pytest.raises(ModelError, match=r"NaN or infinite values in model\.norm\.weight"):
+        load_agent(a_run(path, engine))
+        asyncio.run(build_engine(a_run(path, engine)).start())
+
+
+def test_an_endpoint_needs_a_tokenizer_alone(tmp_path: Path) -> None:
+    """Which has to work, its template too; the weights are elsewhere."""
+    path = whole_model(tmp_path / "model")
+    gone("model*")(path)
+    config = a_run(path)
+    config.actor_rollout_ref.rollout.name = "remote"
+    load_agent(config)
+    (path / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    with pytest.raises(ModelError, match="chat template: TemplateError: no"):
+        load_agent(config)

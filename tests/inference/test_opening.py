@@ -1,11 +1,14 @@
 """From options to an agent: the model, its adapter, and what is missing."""
 
 import asyncio
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from example.tiny import tiny_model
@@ -13,6 +16,8 @@ from search_r1.inference.dialogue import Reply
 from search_r1.inference.model import model_folder
 from search_r1.inference.opening import opened, with_default_model
 from search_r1.inference.options import InferenceOptions
+from search_r1.inference.settings import run_config
+from tests.bad_models import bytes_of, entry, gone, text
 from verl.errors import ModelError, ToolError, UserError
 
 PROMPT = torch.tensor([[1, 50, 60, 70]])
@@ -106,3 +111,64 @@ def test_options_that_cannot_be_meant_are_refused(wrong: dict[str, object]) -> N
     name = next(iter(wrong)).replace("_", "-")
     with pytest.raises(UserError, match=f"--{name}: got .*fix:"):
         InferenceOptions(**{"model": "m", **wrong})  # type: ignore[arg-type]
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    """A change of an adapter's tensors."""
+
+    def rewrite(folder: Path) -> None:
+        file = folder / "adapter_model.safetensors"
+        found = load_file(file)
+        change(found)
+        save_file(found, file)
+
+    return rewrite
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+BAD_ADAPTERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a tensor lacks": (tensors(lambda x: x.pop(FIRST)), "missing keys"),
+    "none at all": (tensors(lambda x: x.clear()), "missing keys"),
+    "of more layers": (tensors(lambda x: x.update({FIRST.replace("0", "9"): torch.ones(4, 128)})),
+                       "unexpected keys"),
+    "of another rank": (tensors(lambda x: x.update({FIRST: torch.ones(2, 128)})), "size mismatch"),
+    "NaN": (tensors(lambda x: x[FIRST].fill_(torch.nan)), "NaN or infinite"),
+    "infinite": (tensors(lambda x: x[FIRST][0].fill_(torch.inf)), "NaN or infinite"),
+    "no weights": (gone("*.safetensors"), ""),
+    "weights cut": (bytes_of("*.safetensors", lambda x: x[:-9]), ""),
+    "settings no JSON": (text("adapter_config.json", "{"), "adapter_config.json"),
+    "settings a list": (text("adapter_config.json", "[1]"), "adapter_config.json"),
+    "settings null": (text("adapter_config.json", "null"), "adapter_config.json"),
+    "kind unknown": (entry("adapter_config.json", "peft_type", "WOBBLE"), "WOBBLE"),
+    "rank 0": (entry("adapter_config.json", "r", 0), ""),
+    "rank a word": (entry("adapter_config.json", "r", "four"), ""),
+    "layers unknown": (entry("adapter_config.json", "target_modules", ["wobble"]), "wobble"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_ADAPTERS)
+def test_a_bad_adapter_is_refused_in_one_line(
+    case: str, base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    """What it lacks would be random, what it has no place for be left out without a word."""
+    change, words = BAD_ADAPTERS[case]
+    change(Path(shutil.copytree(adapter, tmp_path / "bad")))
+    with (
+        pytest.raises(ModelError) as caught,
+        model_folder(str(base), "float32", str(tmp_path / "bad")),
+    ):
+        pass
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith("--adapter")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1]", "null", '{"max_turns": "2"}', '{"topk": 1.5}', '{"template": 5}',
+                '{"tools": "search"}', '{"max_turns": true}']
+)  # fmt: skip
+def test_bad_settings_of_a_model_are_refused_in_one_line(content: str, tmp_path: Path) -> None:
+    """`search_r1.json` says how a model was trained to talk."""
+    (tmp_path / "search_r1.json").write_text(content)
+    with pytest.raises(ModelError, match=r"search_r1\.json") as caught:
+        run_config(InferenceOptions(model="m"), str(tmp_path))
+    assert "\n" not in str(caught.value)

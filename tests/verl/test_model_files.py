@@ -1,11 +1,14 @@
 """Values that are no finite numbers never reach a rank, an engine or an export."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
 from verl.errors import ModelError
 from verl.model_files import is_finite, refuse_values
+from verl.rollout.weight_loading import WeightLoading
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -43,3 +46,14 @@ def test_tensors_are_named_with_their_number() -> None:
     assert str(caught.value).startswith(
         "weights of x: got NaN or infinite values in w1, w2, w3 (5 in all)"
     )
+
+
+def test_an_engine_s_worker_names_the_weights_that_are_no_numbers() -> None:
+    """Of the model that it has loaded."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    worker = WeightLoading()
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    assert worker.faulty_weights() == []
+    with torch.no_grad():
+        model[1].weight[0, 1] = torch.inf
+    assert worker.faulty_weights() == ["1.weight"]

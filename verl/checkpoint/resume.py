@@ -101,7 +101,7 @@ def _fingerprints(
         if old.get(name) == new.get(name):
             continue
         change = f"{name}: got {new.get(name)}, the checkpoint has {old.get(name)} (fingerprints)"
-        if name not in old or name not in new or name in config.trainer.resume_anyway:
+        if name not in old or name in config.trainer.resume_anyway:
             logger.warning("resuming with another %s", change)
         else:
             yield f"{change}; to go on all the same: {_accept(config, name)}"

@@ -18,6 +18,7 @@ import torch
 from verl.config import Config
 from verl.config.policy import VLLM_LORA_RANKS
 from verl.errors import ModelError, explain
+from verl.model_files import refuse_faulty
 from verl.packages import vllm_device
 from verl.rollout.interface import EngineDied, Listener, RolloutEngine, engine_takes_adapter
 from verl.training.devices import device_type, rollout_dtype
@@ -180,6 +181,13 @@ class VllmEngine(RolloutEngine):
         self._llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**settings.arguments()))
         self._processes = [p for p in multiprocessing.active_children() if p not in others]
         self._watch_processes()
+        found = await self._answer(self._llm.collective_rpc("faulty_weights"))
+        try:
+            model = settings.arguments()["model"]
+            refuse_faulty(sorted(set(itertools.chain(*found))), f"weights of {model}")
+        except ModelError:
+            await self.shutdown()
+            raise
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Continue `prompt_ids`; ids and log-probs are exactly those that were sampled."""

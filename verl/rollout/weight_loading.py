@@ -7,6 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from verl.model_files import is_finite
+
 # A worker's progress bars need no lock between processes: its semaphore outlives a worker's kill.
 tqdm.set_lock(threading.RLock())
 
@@ -20,6 +22,11 @@ class WeightLoading:
     def answer(self) -> bool:
         """Show that this process is alive."""
         return True
+
+    def faulty_weights(self) -> list[str]:
+        """Names of weights with values that are no finite numbers; on CPU vLLM hides some."""
+        named = self.model_runner.get_model().named_parameters()
+        return [name for name, values in named if not is_finite(values)]
 
     def load_weights_in_place(self, weights_dir: str) -> None:
         """Reload all weights from a folder of safetensors.

@@ -138,9 +138,11 @@ def test_a_changed_learning_rate_is_told_and_taken(
 
 
 def test_what_cannot_be_compared_is_told(config: Config, caplog: pytest.LogCaptureFixture) -> None:
-    """A retriever that says nothing of itself does not stop a run."""
-    assert differences(config, {}) == ""
-    assert "corpus: got None, the checkpoint has c1" in caplog.text
+    """What an older checkpoint did not keep; but a retriever that says no more is another one."""
+    assert differences(config, {**SERVED, "tokenizer": "t1"}) == ""
+    assert "tokenizer: got t1, the checkpoint has None" in caplog.text
+    text = differences(config, {})
+    assert all(f"- {name}: got None, the checkpoint has" in text for name in SERVED)
 
 
 def test_a_new_run_is_compared_with_nothing(config: Config) -> None:
