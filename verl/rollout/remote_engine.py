@@ -7,11 +7,13 @@ of a server that does not, the text is encoded again, which may give other ids t
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, Protocol, Self
 
 import httpx
+from pydantic import BaseModel, Field, StrictStr
 
 from verl.config import Config
 from verl.errors import ConfigError, explain
@@ -29,6 +31,23 @@ class Encoder(Protocol):
     """What is needed of a tokenizer where the server returns text only."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+
+class _LogProbs(BaseModel):
+    token_logprobs: list[float | None] | None = None
+
+
+class _Choice(BaseModel):
+    """What is read of a completion; a value of another type is no completion."""
+
+    text: StrictStr
+    finish_reason: Any = None
+    token_ids: list[Annotated[int, Field(strict=True, ge=0)]] | None = None
+    logprobs: _LogProbs | None = None
+
+
+class _Answer(BaseModel):
+    choices: Annotated[list[_Choice], Field(min_length=1)]
 
 
 class RemoteEngine(RolloutEngine):
@@ -71,12 +90,13 @@ class RemoteEngine(RolloutEngine):
             try:
                 answer = await http.post(self.url, json=body, headers=self._headers)
                 answer.raise_for_status()
-                choice = answer.json()["choices"][0]
+                choice = _Answer.model_validate_json(answer.content).choices[0]
             except httpx.HTTPStatusError as error:
                 got = f"{error.response.status_code} {error.response.text[:300]}"
                 raise self._unusable(got) from error
-            except (httpx.TransportError, ValueError, KeyError, IndexError) as error:
-                raise self._unusable(repr(error)) from error
+            except (httpx.TransportError, ValueError) as error:
+                got = f"{type(error).__name__}: {error}"
+                raise self._unusable(" ".join(got.split())) from error
         return self._completion(choice, sampling)
 
     def _body(self, prompt_ids: Sequence[int], sampling: Sampling) -> dict[str, Any]:
@@ -95,18 +115,19 @@ class RemoteEngine(RolloutEngine):
             "return_token_ids": True,
         }
 
-    def _completion(self, choice: Mapping[str, Any], sampling: Sampling) -> Completion:
-        text = choice["text"]
-        reason = "length" if choice.get("finish_reason") == "length" else "stop"
+    def _completion(self, choice: _Choice, sampling: Sampling) -> Completion:
+        text = choice.text
+        reason = "length" if choice.finish_reason == "length" else "stop"
         if reason == "stop":
             text += missing_stop(text, sampling.stop)
-        ids = choice.get("token_ids")
+        ids = choice.token_ids
         if ids is None:
             logger.warning("%s returns no token_ids: its text is encoded again", self.url)
             ids = self._tokenizer.encode(text, add_special_tokens=False)
-        log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        given = choice.logprobs.token_logprobs if choice.logprobs else None
+        log_probs = [math.nan if p is None else p for p in given or ()]
         if len(log_probs) != len(ids):
-            log_probs = [float("nan")] * len(ids)
+            log_probs = [math.nan] * len(ids)
         return Completion(tuple(ids), tuple(log_probs), text, reason)
 
     def _unusable(self, got: str) -> ConfigError:

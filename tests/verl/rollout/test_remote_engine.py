@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -80,3 +82,36 @@ def test_a_refusal_names_the_endpoint_and_the_fix() -> None:
     """Status and text of the server are in the message."""
     with pytest.raises(ConfigError, match=r"http://host:1/v1/completions: got 404.*vllm serve"):
         complete({}, [], status=404)
+
+
+SOUND = {"text": "x", "token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}}
+OTHERS = (None, 7, 1.5, True, "x", [], {}, [None], ["x"], [[]], {"x": 1})
+
+
+def other_types() -> Iterator[object]:
+    """Answers with a value of another type in each place."""
+    yield from OTHERS
+    yield from ({"choices": other} for other in OTHERS)
+    yield from ({"choices": [other]} for other in OTHERS)
+    for name, allowed in (("text", ["x"]), ("token_ids", [None, []]), ("logprobs", [None, {}])):
+        for other in OTHERS:
+            if other not in allowed and not (name == "logprobs" and other == {"x": 1}):
+                yield {"choices": [{**SOUND, name: other}]}
+    yield from ({"choices": [{**SOUND, "token_ids": [other]}]} for other in (-1, 1.5, True, "1"))
+
+
+def test_answers_of_other_types_are_told_in_one_line() -> None:
+    """None of them is a completion, and none a traceback."""
+    answers = [json.dumps(answer).encode() for answer in other_types()]
+    for body in (*answers, b"", b"<html>", b"\xff", b"[" * 10_000):
+        transport = httpx.MockTransport(lambda _, body=body: httpx.Response(200, content=body))
+        engine = RemoteEngine("http://host:1/v1/", "m", ByteTokenizer(), transport=transport)
+        with pytest.raises(ConfigError, match=r"http://host:1/v1/completions: got") as caught:
+            asyncio.run(engine.generate([1, 2, 3], SAMPLING))
+        assert "\n" not in str(caught.value)
+
+
+def test_log_probs_that_were_not_given_are_no_numbers() -> None:
+    """None for a token, as servers write for the first, is not taken for a log-prob."""
+    got = complete({**SOUND, "logprobs": {"token_logprobs": [None]}}, [])
+    assert len(got.log_probs) == 1 and math.isnan(got.log_probs[0])

@@ -21,7 +21,7 @@ from verl.agent.environment import Environment
 from verl.checkpoint import folders
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
-from verl.errors import ToolOutage
+from verl.errors import ToolOutage, ToolRefused
 from verl.monitor.tracking import JsonlTracker, Tracking
 from verl.rollout import retry as outages
 from verl.trainer.ray_trainer import RayPPOTrainer
@@ -38,8 +38,9 @@ class Server:
         self.port = 0
         self.start()
 
-    def start(self) -> None:
-        self.url = self._open.enter_context(running(create_app(Watched()), self.port))
+    def start(self, token: str | None = None) -> None:
+        app = create_app(Watched(), token=token)
+        self.url = self._open.enter_context(running(app, self.port))
         self.port = int(self.url.rpartition(":")[2])
 
     def stop(self) -> None:
@@ -52,11 +53,15 @@ class LastWords:
 
     policy: ScriptedEngine
     server: Server
+    then: str | None
+    """The token that it wants from then on; None: it stays away."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         completion = await self.policy.generate(prompt_ids, sampling)
         if len(self.policy.requests) == 2:
             self.server.stop()
+            if self.then:
+                self.server.start(self.then)
         return completion
 
 
@@ -65,15 +70,15 @@ class Engines(InProcess):
 
     dtype = "float32"
 
-    def __init__(self, server: Server, stops: bool) -> None:
+    def __init__(self, server: Server, stops: bool, then: str | None) -> None:
         super().__init__(server.url, 60.0)
-        self.server, self.stops = server, stops
+        self.server, self.stops, self.then = server, stops, then
 
     def policy(self, start: Trajectory) -> Any:
         if not (self.stops and start.group == "2/1" and start.sample == 1):
             return super().policy(start)
         self.stops = False
-        return LastWords(policy_of(start), self.server)
+        return LastWords(policy_of(start), self.server, self.then)
 
     def update_weights(self, ranks: object) -> dict[str, float]:
         return {}
@@ -89,7 +94,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server.stop()
 
 
-def train(folder: Path, server: Server, *, stops: bool = False, comes_back: bool = False) -> Any:
+def train(
+    folder: Path, server: Server, *, stops: bool = False, comes_back: bool = False,
+    then: str | None = None,
+) -> Any:  # fmt: skip
     """Three validated steps; a server that comes back does so after the run found it away."""
     config = Config()
     config.trainer.default_local_dir = config.actor_rollout_ref.model.path = str(folder)
@@ -114,7 +122,7 @@ def train(folder: Path, server: Server, *, stops: bool = False, comes_back: bool
         trainer: Any = RayPPOTrainer(
             config=config,
             ranks=RecordingRanks([]),  # type: ignore[arg-type]
-            replicas=Engines(server, stops),  # type: ignore[arg-type]
+            replicas=Engines(server, stops, then),  # type: ignore[arg-type]
             train_prompts=prompts(8),
             val_prompts=prompts(4),
             reward_fn=score_by_sample,
@@ -161,5 +169,19 @@ def test_a_retriever_that_stays_away_costs_the_step_only(server: Server, tmp_pat
     found = folders.latest(folder)
     assert found is not None and folders.step_of(found) == 1
     server.start()
+    train(folder, server)
+    assert logged(folder) == logged(tmp_path / "whole")
+
+
+def test_a_retriever_that_begins_to_refuse_costs_the_step_only(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It wants a token in the midst of step 2: one line, a checkpoint; with the token, the rest."""
+    monkeypatch.delenv("RETRIEVER_TOKEN", raising=False)
+    train(tmp_path / "whole", server)
+    folder = tmp_path / "refused"
+    with pytest.raises(ToolRefused, match=r"401.*RETRIEVER_TOKEN.*global_step_1.*resume_mode=auto"):
+        train(folder, server, stops=True, then="planted-93")
+    monkeypatch.setenv("RETRIEVER_TOKEN", "planted-93")
     train(folder, server)
     assert logged(folder) == logged(tmp_path / "whole")
