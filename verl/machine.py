@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
 
 SHARED_MEMORY = Path("/dev/shm")
 LARGER_SHARED = f"mount -o remount,size=90% {SHARED_MEMORY}, or docker run --shm-size"
@@ -107,6 +106,8 @@ class Machine:
 
 def device_memory() -> tuple[DeviceMemory, ...]:
     """Every visible GPU; asking makes a context on each of them."""
+    import torch  # noqa: PLC0415 - servers without GPUs do without
+
     found = (torch.cuda.mem_get_info(i) for i in range(torch.cuda.device_count()))
     return tuple(DeviceMemory(total, free) for free, total in found)
 

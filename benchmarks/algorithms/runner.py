@@ -27,6 +27,7 @@ from example.geography import CORPUS, DATA
 from example.tiny_policy import write_tiny_policy
 from search_r1.search.local_server import LocalServer
 from verl.config import cli
+from verl.files import whole_file
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.run import building
 from verl.trainer.validation import VALIDATION_STREAM, trajectory_seed
@@ -65,9 +66,8 @@ class Result:
 
     def write(self, folder: Path) -> None:
         """Keep it as `result.json`, whole or not at all."""
-        part = folder / (RESULT + ".part")
-        part.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        part.rename(folder / RESULT)
+        with whole_file(folder / RESULT) as part:
+            part.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from verl.files import whole_file
 
 
 class Skipped(Exception):
@@ -89,10 +90,9 @@ class Report:
 
     def write(self, done: bool = False) -> None:
         """Bring the file up to date; `done`: the check came to its end."""
-        part = self._path.with_name(f".{self._path.name}")
         found = {"figures": self.figures, "failures": self.failures, "skipped": self.skipped}
-        part.write_text(json.dumps(found | {"done": done}))
-        os.replace(part, self._path)
+        with whole_file(self._path) as part:
+            part.write_text(json.dumps(found | {"done": done}))
 
 
 def _plain(value: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow
 import pyarrow.fs
 import pyarrow.parquet
+from verl.files import whole_file
 
 from search_r1.datasets.question import Question, to_row
 from search_r1.datasets.wording import Writer
@@ -78,9 +79,8 @@ def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
         fix = "make each further column of one type, or drop it"
         raise DataError(explain(str(path), got, "columns of one type", fix)) from error
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
-    pyarrow.parquet.write_table(table, temporary)
-    temporary.replace(path)
+    with whole_file(path) as part:
+        pyarrow.parquet.write_table(table, part)
     counts = Counter(row["data_source"] for row in rows)
     told = ", ".join(f"{name} {count}" for name, count in counts.items())
     logger.info("%s: %d rows (%s)", path, len(rows), told)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from search_r1.datasets.hub import CHUNK_BYTES, DownloadError, HubFile
+from verl.files import whole_file
 
 MOST_RATIO = 20
 """To which text is packed at most; what unpacks to more is made to fill a disk."""
@@ -60,19 +61,18 @@ class Joined:
 
 def unpack(packed: Path, target: Path) -> None:
     """Unpack a .gz as a stream and remove it; raises DownloadError if it is not one."""
-    partial = target.with_name(f".{target.name}.partial")
     most = max(MOST_RATIO * packed.stat().st_size, CHUNK_BYTES)
     try:
-        with gzip.open(packed, "rb") as source, partial.open("wb") as file:
+        with (
+            gzip.open(packed, "rb") as source,
+            whole_file(target, is_lasting=True) as part,
+            part.open("wb") as file,
+        ):
             while chunk := source.read(CHUNK_BYTES):
                 file.write(chunk)
                 if file.tell() > most:
                     raise EOFError(f"it unpacks to more than {most} bytes")
-            file.flush()
-            os.fsync(file.fileno())
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        partial.unlink()
         packed.unlink()
         raise DownloadError(f"{packed} is no complete .gz ({error}): fetch it again") from error
-    partial.replace(target)
     packed.unlink()

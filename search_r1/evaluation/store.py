@@ -9,11 +9,12 @@ report.md       the same for people
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from verl.files import whole_file
 
 from search_r1.evaluation.samples import FAILED, Sample
 from verl.errors import ConfigError, DataError, explain
@@ -42,10 +43,11 @@ class Store:
         kept = [s for s in _read(folder / SAMPLES) if s.status != FAILED]
         self.finished = {sample.key for sample in kept}
         """What is there already; failed dialogues are played again."""
-        part = folder / f"{SAMPLES}.tmp"
-        with part.open("w", encoding="utf-8", errors=LONE_SURROGATES) as file:
+        with (
+            whole_file(folder / SAMPLES) as part,
+            part.open("w", encoding="utf-8", errors=LONE_SURROGATES) as file,
+        ):
             file.writelines(f"{sample.to_json()}\n" for sample in kept)
-        os.replace(part, folder / SAMPLES)
         self._file = (folder / SAMPLES).open("a", encoding="utf-8", errors=LONE_SURROGATES)
 
     def append(self, sample: Sample) -> None:
@@ -82,9 +84,8 @@ def _claim(folder: Path, manifest: Manifest) -> None:
     if (folder / SAMPLES).exists():
         fix = "give another --out"
         raise ConfigError(explain(f"{folder}", f"{SAMPLES} without {MANIFEST}", "both", fix))
-    part = folder / f"{MANIFEST}.tmp"
-    part.write_text(json.dumps(wanted, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(part, file)
+    with whole_file(file) as part:
+        part.write_text(json.dumps(wanted, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def differences(old: Any, new: Any, name: str = "") -> list[str]:

@@ -8,17 +8,12 @@ import psutil
 from safetensors import SafetensorError, safe_open
 
 from search_r1.search.errors import SetupError
+from verl.machine import HostMemory, device_memory
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 """Bytes of a value by dtype."""
 QUERY_BLOCK = 256
 """Queries whose scores of a tile the torch backend holds at once."""
-CGROUPS = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-"""Files of the limit and the usage, and the entry of memory.stat that can be dropped, by the folder
-under which version 2 and version 1 are mounted."""
 
 
 def bytes_of_matrix(dtype: str, rows: int, dim: int) -> int:
@@ -69,47 +64,8 @@ class Host:
     @classmethod
     def measure(cls, *, with_gpus: bool) -> "Host":
         """This machine now; `with_gpus` loads torch."""
-        free = int(psutil.virtual_memory().available)
-        limit = cgroup_free()
-        return cls(free if limit is None else min(free, limit), _free_gpus() if with_gpus else ())
-
-
-def _free_gpus() -> tuple[int, ...]:
-    import torch  # noqa: PLC0415  (BM25 does without)
-
-    return tuple(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
-
-
-def cgroup_free(
-    membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
-) -> int | None:
-    """Bytes left below the tightest memory limit of our control groups; None without a limit.
-
-    Reads version 1 and 2; file pages that the kernel can drop count as free.
-    """
-    if not membership.is_file():
-        return None
-    free = []
-    for line in membership.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        folder = "memory" if "memory" in controllers.split(",") else controllers
-        if folder in CGROUPS:
-            top = mount / folder
-            group = top / path.strip("/")
-            around = [g for g in (group, *group.parents) if g.is_relative_to(top)]
-            free += [left for g in around if (left := _left(g, *CGROUPS[folder])) is not None]
-    return min(free, default=None)
-
-
-def _left(group: Path, limit: str, usage: str, droppable: str) -> int | None:
-    """Free bytes of one control group; None without a limit."""
-    try:
-        most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
-        stat = (group / "memory.stat").read_text()
-    except OSError:  # the root of a hierarchy, or a mount without this group, has no limit
-        return None
-    facts = dict(row.split() for row in stat.splitlines())
-    return None if most == "max" else max(0, int(most) - used + int(facts.get(droppable, 0)))
+        gpus = tuple(gpu.free for gpu in device_memory()) if with_gpus else ()
+        return cls(HostMemory.now().free, gpus)
 
 
 def resident() -> dict[str, int]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from search_r1.search.errors import SetupError
-from search_r1.search.memory import Host, bytes_of_matrix, bytes_of_model, cgroup_free, resident
+from search_r1.search.memory import Host, bytes_of_matrix, bytes_of_model, resident
 
 
 @pytest.mark.parametrize(
@@ -54,38 +54,6 @@ def test_damaged_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\0\0")
     with pytest.raises(SetupError, match=r"model\.safetensors is not a safetensors file"):
         bytes_of_model(str(tmp_path), "float32")
-
-
-def group(folder: Path, limit: str, usage: int, droppable: int, version: int) -> None:
-    """A control group's files as the kernel shows them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    one = version == 1
-    (folder / ("memory.limit_in_bytes" if one else "memory.max")).write_text(f"{limit}\n")
-    (folder / ("memory.usage_in_bytes" if one else "memory.current")).write_text(f"{usage}\n")
-    name = "total_inactive_file" if one else "inactive_file"
-    (folder / "memory.stat").write_text(f"anon 1\n{name} {droppable}\n")
-
-
-def test_tightest_control_group_limits(tmp_path: Path) -> None:
-    """Limits of groups around ours hold too, and droppable file pages count as free."""
-    membership = tmp_path / "cgroup"
-    membership.write_text("0::/pod/box\n")
-    group(tmp_path / "v2" / "pod", "1000", 700, 100, 2)
-    group(tmp_path / "v2" / "pod" / "box", "max", 600, 0, 2)
-    assert cgroup_free(membership, tmp_path / "v2") == 400
-    group(tmp_path / "v2" / "pod" / "box", "650", 600, 0, 2)
-    assert cgroup_free(membership, tmp_path / "v2") == 50
-
-
-def test_first_version_of_control_groups(tmp_path: Path) -> None:
-    """Version 1 mounts memory apart from other controllers."""
-    membership = tmp_path / "cgroup"
-    membership.write_text("8:pids:/\n4:cpu,memory:/box\n0::/\n")
-    group(tmp_path / "memory" / "box", "900", 1000, 40, 1)
-    assert cgroup_free(membership, tmp_path) == 0
-    membership.write_text("0::/\n")
-    assert cgroup_free(membership, tmp_path) is None
-    assert cgroup_free(tmp_path / "none", tmp_path) is None
 
 
 def test_this_machine_has_free_memory() -> None:

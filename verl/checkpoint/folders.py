@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import ConfigError, explain
+from verl.files import flush
 from verl.training.stored import reading
 
 logger = logging.getLogger(__name__)
@@ -163,14 +164,14 @@ def begin(root: Path, step: int) -> Part:
 
 def publish(part: Part) -> Path:
     """Make a written folder the checkpoint of its step, in place of one that was there."""
-    _flush(*part.folder.rglob("*"))
+    flush(*part.folder.rglob("*"))
     marker = part.folder / MARKER
     marker.write_text(json.dumps({"step": part.step, "files": _listing(part.folder)}) + "\n")
-    _flush(marker, part.folder)
+    flush(marker, part.folder)
     final = step_folder(part.root, part.step)
     remove(final)
     os.replace(part.folder, final)
-    _flush(part.root)
+    flush(part.root)
     return final
 
 
@@ -219,13 +220,3 @@ def set_aside(root: Path, after: int) -> list[Path]:
         place.mkdir(parents=True, exist_ok=True)
         os.replace(step_dir, place / step_dir.name)
     return [place / step_dir.name for step_dir in later]
-
-
-def _flush(*paths: Path) -> None:
-    """Bring files and folders to disk, so that a machine that goes down has them."""
-    for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

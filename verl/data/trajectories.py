@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from verl.errors import ConfigError, DataError, explain
+from verl.files import whole_file
 from verl.rewards.interface import Reward
 from verl.types import Trajectory
 
@@ -109,6 +109,5 @@ def _row(step: int, trajectory: Trajectory, reward: Reward) -> dict[str, Any]:
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """One JSON line a row, under the final name only when complete."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # who else writes it has another
-    part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    os.replace(part, path)
+    with whole_file(path) as part:
+        part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +16,7 @@ from typing import Any, Self
 
 from verl.config import Config
 from verl.errors import ConfigError, explain
+from verl.files import whole_file
 from verl.monitor.wandb_tracker import WandbTracker, load
 
 logger = logging.getLogger(__name__)
@@ -71,9 +71,8 @@ class JsonlTracker(Tracker):
         if forgotten:
             with self._path.with_name("metrics.superseded.jsonl").open("ab") as file:
                 file.write(forgotten)
-            part = self._path.with_suffix(".tmp")
-            part.write_bytes(kept)
-            os.replace(part, self._path)
+            with whole_file(self._path) as part:
+                part.write_bytes(kept)
         self._file = self._path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

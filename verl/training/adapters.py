@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from verl.errors import ConfigError, explain
+from verl.files import whole_file
 
 PREFIX = "base_model.model."
 """What peft and vLLM expect before the module's path in a folder's tensor names."""
@@ -66,9 +66,8 @@ class Adapter:
             PREFIX + name: tensor.detach().to("cpu", dtype).contiguous()
             for name, tensor in self.tensors.items()
         }
-        part = directory / "adapter_model.safetensors.tmp"
-        save_file(tensors, part, metadata={"format": "pt"})
-        os.replace(part, directory / "adapter_model.safetensors")
+        with whole_file(directory / "adapter_model.safetensors") as part:
+            save_file(tensors, part, metadata={"format": "pt"})
         config = copy.copy(self.config)
         config.inference_mode = True
         config.target_modules = sorted(config.target_modules or ())  # a set has no order of its own

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 
 from verl.errors import ConfigError, explain
+from verl.files import whole_file
 from verl.locks import exclusive
 
 SHARD_BYTES = 4 << 30
@@ -80,9 +81,9 @@ def write_weights(
     cast = ((name, tensor.to("cpu", target).contiguous()) for name, tensor in named)
     for number, shard in enumerate(shards(cast)):
         name = f"model-{number + 1:05d}.safetensors"
-        part, start = directory / f"{name}.tmp", time.perf_counter()
-        save_file(shard, part, metadata={"format": "pt"})
-        os.replace(part, directory / name)
+        start = time.perf_counter()
+        with whole_file(directory / name) as part:
+            save_file(shard, part, metadata={"format": "pt"})
         seconds += time.perf_counter() - start
         index |= dict.fromkeys(shard, name)
         total += sum(t.nbytes for t in shard.values())

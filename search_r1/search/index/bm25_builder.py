@@ -24,11 +24,11 @@ from search_r1.search.index.build_folder import (
     fresh_folder,
     publish,
     work_folder,
-    write_whole,
 )
 from search_r1.search.index.progress import progress
 from search_r1.search.manifest import Manifest, now
 from search_r1.search.tokenization import tokenize
+from verl.files import whole_file
 
 TOKENIZER = "words of two characters or more, lower case, without English stop words"
 MADE_WITH = f"bm25s {bm25s.__version__}"
@@ -117,7 +117,8 @@ def _tokenize_corpus(corpus: Corpus, work: Path, shard_rows: int) -> Iterator[Sh
             path = work / f"words-{start:010d}.npz"
             if not path.exists():
                 texts = [document.contents for document in corpus.documents(rows)]
-                write_whole(path, _packed(shard_of(tokenize(texts))))
+                with whole_file(path, is_lasting=True) as part:
+                    part.write_bytes(_packed(shard_of(tokenize(texts))))
             yield _unpacked(path)
             report(rows.stop)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from search_r1.search import checksums
 from search_r1.search.errors import CorpusError, SetupError
+from verl.files import flush, whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +51,13 @@ def publish(work: Path, target: Path) -> None:
     """
     ready = work / READY_NAME
     checksums.add(ready)
-    for path in [*ready.rglob("*"), ready]:
-        sync(path)
+    flush(*ready.rglob("*"), ready)
     outdated = work / "outdated"
     shutil.rmtree(outdated, ignore_errors=True)
     if target.exists():
         target.rename(outdated)
     ready.rename(target)
-    sync(target.parent)
+    flush(target.parent)
 
 
 def fresh_folder(folder: Path) -> Path:
@@ -65,24 +65,6 @@ def fresh_folder(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return folder
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that after a crash it is there complete or not at all."""
-    temporary = path.with_name(path.name + ".writing")
-    temporary.write_bytes(data)
-    sync(temporary)
-    temporary.rename(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Bring a file's data, or a folder's entries, onto the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def check_disk(folder: Path, need: int, parts: str) -> None:
@@ -163,7 +145,8 @@ def _resume_or_start(work: Path, key: dict[str, Any]) -> None:
         reason = "has no key" if found is None else f"was of another {', '.join(differing)}"
         logger.warning("the work in %s %s: starting over", work, reason)
     fresh_folder(work)
-    write_whole(work / KEY_NAME, json.dumps(key, indent=2).encode())
+    with whole_file(work / KEY_NAME, is_lasting=True) as part:
+        part.write_text(json.dumps(key, indent=2))
 
 
 def _same(found: Any, wanted: Any) -> bool:

@@ -20,12 +20,12 @@ from search_r1.search.index.build_folder import (
     fresh_folder,
     gb,
     publish,
-    sync,
     work_folder,
 )
 from search_r1.search.index.embeddings import DTYPES, EmbeddingFile, Matrix, open_embeddings
 from search_r1.search.index.encoding import EncodeJob, encode, visible_devices
 from search_r1.search.manifest import Manifest, now
+from verl.files import flush
 
 logger = logging.getLogger(__name__)
 
@@ -175,5 +175,5 @@ def _keep_embeddings(config: BuildConfig, work: Path) -> None:
     if config.save_embedding and made.exists():
         kept = Path(config.save_dir) / f"{config.retrieval_method}_embeddings.npy"
         made.replace(kept)
-        sync(kept.parent)
+        flush(kept.parent)
         logger.info("the embeddings are in %s, for --embedding_path", kept)

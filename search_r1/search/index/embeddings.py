@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from search_r1.search.backends.flat_file import check_finite
 from search_r1.search.errors import SetupError
-from search_r1.search.index.build_folder import sync, write_whole
+from verl.files import flush, whole_file
 
 Matrix = npt.NDArray[Any]
 """(num_documents, dim), float32 or float16."""
@@ -41,7 +41,8 @@ class EmbeddingFile:
             np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
                 folder / FILE_NAME, mode="w+", dtype=np.dtype(dtype), shape=(count, dim)
             ).flush()
-            write_whole(folder / DONE_NAME, bytes(-(-count // shard_rows)))
+            with whole_file(folder / DONE_NAME, is_lasting=True) as part:
+                part.write_bytes(bytes(-(-count // shard_rows)))
         return cls(folder, shard_rows)
 
     def missing(self) -> list[int]:
@@ -66,9 +67,9 @@ class EmbeddingFile:
         assert vectors.shape == expected, f"got {vectors.shape}, expected {expected}"
         check_finite(self._folder / FILE_NAME, rows.start, vectors)
         self.matrix[rows.start : rows.stop] = vectors
-        sync(self._folder / FILE_NAME)
+        flush(self._folder / FILE_NAME)
         self._done[shard] = True
-        sync(self._folder / DONE_NAME)
+        flush(self._folder / DONE_NAME)
 
 
 def open_embeddings(path: Path, count: int, dim: int) -> Matrix:

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from verl.files import whole_file
+
 from search_r1.search.errors import CorpusError
 from search_r1.search.schema import Document
 
@@ -82,19 +84,14 @@ def write_corpus(documents: Iterable[Document], path: Path) -> int:
     Raises CorpusError where there is no document.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
     count = 0
-    try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            for document in documents:
-                row = {"id": document.id, "contents": document.contents}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                count += 1
+    with whole_file(path) as part, part.open("w", encoding="utf-8", newline="\n") as file:
+        for document in documents:
+            row = {"id": document.id, "contents": document.contents}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
         if not count:
             raise CorpusError(f"{path}: no passages; expected texts with words: give others")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return count
 
 

@@ -1,6 +1,5 @@
 """The work folder: one builder, kept for the same build alone, complete or not there."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from search_r1.search.index.build_folder import (
     fresh_folder,
     publish,
     work_folder,
-    write_whole,
 )
 
 KEY = {"corpus": {"digest": "ab"}, "probe": [0.5, 0.25]}
@@ -88,16 +86,3 @@ def test_too_small_a_disk_is_refused(tmp_path: Path) -> None:
     check_disk(tmp_path / "not" / "yet", 1000, "index")
     with pytest.raises(SetupError, match=r"1000000000\.00 GB \(index\)"):
         check_disk(tmp_path, 10**18, "index")
-
-
-def test_a_write_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crash before the data is on the disk leaves the old content."""
-
-    def crash(handle: int) -> None:
-        raise KeyboardInterrupt
-
-    write_whole(tmp_path / "f", b"old")
-    monkeypatch.setattr(os, "fsync", crash)
-    with pytest.raises(KeyboardInterrupt):
-        write_whole(tmp_path / "f", b"new")
-    assert (tmp_path / "f").read_bytes() == b"old"
