@@ -26,7 +26,9 @@ import torch
 from rich.console import Console
 
 from scripts.demo_report import write_report
-from scripts.processes import run, stopping, wait_healthy
+from scripts.processes import run
+from search_r1.search.errors import RetrieverUnavailable
+from search_r1.search.local_server import LocalServer
 from verl.errors import ResourceError, explain
 from verl.packages import vllm_device
 
@@ -34,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 TEMPLATE = "short"
 
+RETRIEVER = ["--retriever_name", "bm25", "--corpus_path", str(ROOT / "example" / "corpus.jsonl")]
 SFT_OPTIONS = [
     "steps=20",
     "batch_size=8",
@@ -143,11 +146,13 @@ class Demo:
                 self.python("example.model", "--out", str(MODEL))
         with self.phase("warm_start", "warm start by supervised fine-tuning"):
             self.warm_start()
-        with self.phase("retriever", "retriever"):
-            retriever = self.start_retriever()
-        with stopping(retriever[0]):
+        with contextlib.ExitStack() as servers:
+            with self.phase("retriever", "retriever"):
+                retriever = LocalServer(RETRIEVER, log_path=self.out / "retriever.log")
+                url = f"{servers.enter_context(retriever).url}/retrieve"
+                self.console.print(f"retriever answers at {url}")
             with self.phase("train", f"{self.algorithm.upper()} with real searches"):
-                self.train(self.out, retriever[1], self.out / "warm_start")
+                self.train(self.out, url, self.out / "warm_start")
             with self.phase("empty_retriever", "control: the trained model without documents"):
                 self.train(self.out / "empty", "empty", self.out / "model", CONTROL)
         wall = time.time() - self.started_at
@@ -164,22 +169,6 @@ class Demo:
             f"device={self.device}",
             *SFT_OPTIONS,
         )
-
-    def start_retriever(self) -> tuple[subprocess.Popen[bytes], str]:
-        """BM25 over the example corpus on a free port; returns when it is healthy."""
-        port_file = self.out / "retriever.port"
-        log = (self.out / "retriever.log").open("wb")
-        process = subprocess.Popen(
-            ["bash", "retrieval_launch.sh", "--port", "0", "--port_file", str(port_file)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHON": sys.executable},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        url = wait_healthy(process, port_file, self.out / "retriever.log")
-        self.console.print(f"retriever answers at {url}")
-        return process, f"{url}/retrieve"
 
     def train(self, out: Path, url: str, model: Path, extra: Sequence[str] = ()) -> None:
         """Run the recipe's script with the example's settings, writing to `out`."""
@@ -240,6 +229,8 @@ def main() -> None:
     )
     try:
         demo.run()
+    except RetrieverUnavailable as error:
+        sys.exit(f"make demo: {error}")
     except subprocess.CalledProcessError as error:
         sys.exit(f"make demo stopped: `{' '.join(map(str, error.cmd[:4]))} …` failed, see above")
     summary = json.loads((demo.out / "summary.json").read_text())

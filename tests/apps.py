@@ -15,7 +15,9 @@ from search_r1.search.retrieval_server import bind
 def running(app: Any, port: int = 0) -> Iterator[str]:
     """The base address of `app`, served by uvicorn on a port (0: a free one) in a thread."""
     bound = bind("127.0.0.1", port)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     while not server.started:

@@ -19,7 +19,8 @@ import torch
 from scripts.gpu_checks.report import Report, Skipped
 from scripts.gpu_checks.runner import ROOT, stop_tree
 from scripts.gpu_checks.world import write_demonstrations, write_model, write_questions
-from scripts.processes import run, stopping, wait_healthy
+from scripts.processes import run
+from search_r1.search.local_server import LocalServer
 
 MISMATCH = 0.02
 """Mean difference between the engine's log-probs and the trainer's, after every update."""
@@ -56,16 +57,11 @@ def world(report: Report) -> Iterator[World]:
          f"device={report.device}"],
         ROOT,
     )  # fmt: skip
-    corpus, port = folder / "corpus.jsonl", folder / "port"
+    corpus = folder / "corpus.jsonl"
     shutil.copy(ROOT / "example" / "corpus.jsonl", corpus)
-    with (folder / "retriever.log").open("wb") as log:
-        server = subprocess.Popen(
-            ["bash", "retrieval_launch.sh", "--port", "0", "--port_file", str(port)],
-            cwd=ROOT, env={**os.environ, "PYTHON": sys.executable, "CORPUS_PATH": str(corpus)},
-            stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
-    with stopping(server):
-        yield World(model, questions, wait_healthy(server, port, folder / "retriever.log"))
+    flags = ["--retriever_name", "bm25", "--corpus_path", str(corpus)]
+    with LocalServer(flags, log_path=folder / "retriever.log") as server:
+        yield World(model, questions, server.url)
 
 
 @dataclass(frozen=True)

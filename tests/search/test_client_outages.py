@@ -3,23 +3,19 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
 from search_r1.search.backends.base import Retriever
 from search_r1.search.client import Document, RetrievalClient
-from search_r1.search.local_server import REPOSITORY, LocalServer
+from search_r1.search.local_server import LocalServer
 from search_r1.search.retrieval_server import bind
 
 NUM_SEARCHES = 1000
 NUM_CLIENTS = 16
-START_S = 120.0
 
 
 @pytest.fixture
@@ -48,27 +44,6 @@ def searches(queries: list[str]) -> list[str]:
     return [different[i % len(different)] for i in range(NUM_SEARCHES)]
 
 
-def start(args: list[str], port: int) -> subprocess.Popen[bytes]:
-    """The server's command line on a fixed port, in a process of its own."""
-    command = [sys.executable, "-m", "search_r1.search.retrieval_server", *args]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.Popen(
-        [*command, "--port", str(port)], env=environment, stderr=subprocess.DEVNULL
-    )
-
-
-def await_health(url: str) -> None:
-    """Until the server answers."""
-    limit = time.monotonic() + START_S
-    while time.monotonic() < limit:
-        try:
-            if httpx.get(url + "/health", trust_env=False).is_success:
-                return
-        except httpx.TransportError:
-            time.sleep(0.02)
-    raise AssertionError(f"{url} did not become healthy in {START_S} s")
-
-
 async def search_all(
     client: RetrievalClient, queries: list[str], interrupt: Callable[[], None]
 ) -> list[list[Document]]:
@@ -95,26 +70,17 @@ def test_line_19_a_killed_server_that_returns_is_waited_for(
     args: list[str], queries: list[str], expected: list[list[Document]]
 ) -> None:
     """SIGKILL amid 1,000 searches and a start on the same port: all end with right answers."""
-    with bind("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    processes = [start(args, port)]
+    with ThreadPoolExecutor(1) as pool, LocalServer(args) as server:
+        first, again = server.pid, []
 
-    def kill_and_start_again() -> None:
-        processes[0].kill()
-        processes[0].wait()
-        processes.append(start(args, port))
+        def kill_and_start_again() -> None:
+            server.kill()
+            again.append(pool.submit(server.start))
 
-    try:
-        await_health(url)
-        client = RetrievalClient(url, 3, max_retries=100, max_backoff=0.5)
+        client = RetrievalClient(server.url, 3, max_retries=100, max_backoff=0.5)
         found = asyncio.run(search_all(client, searches(queries), kill_and_start_again))
-        assert processes[1].poll() is None
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert len(processes) == 2
+        again[0].result()
+        assert server.status is None and server.pid != first
     assert found == expected
 
 
