@@ -14,13 +14,13 @@ from typing import Any
 import pyarrow
 import pyarrow.fs
 import pyarrow.parquet
-from verl.files import whole_file
 
 from search_r1.datasets.question import Question, to_row
 from search_r1.datasets.wording import Writer
 from search_r1.search.schema import Document
 from verl.data.rows import BadRow
 from verl.errors import DataError, explain
+from verl.files import whole_file
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from verl.files import whole_file
-
 from search_r1.evaluation.samples import FAILED, Sample
 from verl.errors import ConfigError, DataError, explain
+from verl.files import whole_file
 
 MANIFEST = "manifest.json"
 SAMPLES = "samples.jsonl"

@@ -12,10 +12,9 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from verl.files import whole_file
-
 from search_r1.search.errors import CorpusError
 from search_r1.search.schema import Document
+from verl.files import whole_file
 
 logger = logging.getLogger(__name__)
 
