@@ -72,7 +72,7 @@ def _claim(folder: Path, manifest: Manifest) -> None:
     file = folder / MANIFEST
     wanted = json.loads(json.dumps(manifest))
     if file.is_file():
-        changes = differences(json.loads(file.read_text(encoding="utf-8")), wanted)
+        changes = differences(_read_manifest(file), wanted)
         if changes:
             raise ConfigError(
                 explain(f"evaluation in {folder}", f"another one: {'; '.join(changes[:5])}",
@@ -96,6 +96,17 @@ def differences(old: Any, new: Any, name: str = "") -> list[str]:
     return [] if old == new else [f"{name}: {old}, now {new}"]
 
 
+def _read_manifest(file: Path) -> Manifest:
+    """The manifest there is. Raises DataError where it is not one."""
+    try:
+        found: Manifest = json.loads(file.read_bytes())
+        int(found["data"]["num_rows"] * found["decoding"]["n"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        fix = "restore the file, or evaluate again into another folder"
+        raise DataError(explain(str(file), repr(error), "a manifest", fix)) from error
+    return found
+
+
 def _read(file: Path) -> list[Sample]:
     """The samples of a file; a last line that a kill cut short is left out."""
     *lines, _ = file.read_bytes().split(b"\n") if file.exists() else [b""]
@@ -103,7 +114,7 @@ def _read(file: Path) -> list[Sample]:
     for number, line in enumerate(lines):
         try:
             samples.append(Sample.from_json(line.decode()))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             fix = "restore the file, or evaluate again into another folder"
             where = f"{file}, line {number + 1}"
             raise DataError(explain(where, repr(error), "a sample", fix)) from error
@@ -118,7 +129,7 @@ def read_evaluation(folder: Path) -> tuple[Manifest, Sequence[Sample]]:
     if not (folder / MANIFEST).is_file():
         fix = "give the --out of an evaluation"
         raise DataError(explain(str(folder), f"no {MANIFEST}", "an evaluation", fix))
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    manifest = _read_manifest(folder / MANIFEST)
     samples = _read(folder / SAMPLES)
     wanted = manifest["data"]["num_rows"] * manifest["decoding"]["n"]
     if len(samples) != wanted:

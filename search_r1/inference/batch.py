@@ -35,7 +35,7 @@ def read_questions(file: str) -> list[BatchQuestion]:
 
     Raises DataError for a file that is missing, malformed or empty.
     """
-    if Path(file).suffix in (".parquet", ".jsonl"):
+    if Path(file).suffix in (".parquet", ".jsonl", ".json", ".csv", ".tsv"):  # told what to give
         return [BatchQuestion(row.uid, question_of(row), row.prompt) for row in load_rows(file)]
     found = list(_lines(Path(file)))
     if not found:
@@ -47,7 +47,7 @@ def read_questions(file: str) -> list[BatchQuestion]:
 def _lines(file: Path) -> Iterator[BatchQuestion]:
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         fix = "give a text file in UTF-8, or rows as .parquet or .jsonl"
         raise DataError(explain(f"--file {file}", str(error), "questions", fix)) from error
     for number, line in enumerate(text.split("\n")):

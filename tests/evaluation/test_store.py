@@ -90,3 +90,13 @@ def test_differences_name_every_leaf() -> None:
     new = {"a": {"b": 1, "c": 4, "e": 5}}
     assert differences(old, new) == ["a.c: 2, now 4", "a.e: None, now 5", "d: 3, now None"]
     assert differences(old, old) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"data": 3}', "\0", "[" * 100_000])
+def test_a_damaged_manifest_is_told(text: str, tmp_path: Path) -> None:
+    """Both an evaluation that goes on and one that is read name the file."""
+    (tmp_path / MANIFEST).write_text(text)
+    with pytest.raises(DataError, match=MANIFEST):
+        Store(tmp_path, WHAT)
+    with pytest.raises(DataError, match=MANIFEST):
+        read_evaluation(tmp_path)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import jinja2
 import numpy as np
 
 from verl.config import Config
@@ -58,9 +59,15 @@ def render(row: Row, tokenizer: Tokenizer, tools: Sequence[Schema] = ()) -> Prom
     elif templated:
         messages = [dict(message) for message in row.prompt]
         with_tools: dict[str, Any] = {"tools": list(tools)} if tools else {}
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **with_tools
-        )
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **with_tools
+            )
+        except jinja2.TemplateError as error:
+            got = " ".join(f"{[m['role'] for m in messages]} ({error})".split())
+            fix = "correct the row, or the model's chat template"
+            expected = "messages that the chat template takes"
+            raise DataError(explain(row.uid, got, expected, fix)) from error
     else:
         text = "\n".join(message["content"] for message in row.prompt)
     ids = tokenizer.encode(text, add_special_tokens=not templated)

@@ -9,6 +9,7 @@ of any rows; nothing here needs a tokenizer.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,11 +117,11 @@ def read_records(path: str, columns: Sequence[str] = ()) -> Iterator[Record]:
     if suffix not in (".parquet", ".jsonl"):
         fix = "convert it, or correct its name"
         raise DataError(explain(path, suffix or "no suffix", ".parquet or .jsonl", fix))
-    if not Path(path).is_file():
+    if not os.path.isfile(path):  # of any text at all, where Path raises
         fix = "correct the path, or get the file (docs/data.md; example/data has some)"
         raise DataError(explain(path, "no such file", "a file of questions", fix))
     empty = True
-    for record in _read_parquet(path, columns) if suffix == ".parquet" else _read_jsonl(path):
+    for record in _read_parquet(path, columns) if suffix == ".parquet" else read_jsonl(path):
         empty = False
         yield record
     if empty:
@@ -146,18 +147,34 @@ def _read_parquet(path: str, columns: Sequence[str]) -> Iterator[Record]:
             raise DataError(explain(path, got, f"a column {column}", fix))
     start = 0
     for batch in table.to_batches(max_chunksize=ROWS_AT_ONCE):
-        yield from enumerate(batch.to_pylist(), start)
+        yield from _rows_of(batch, path, start)
         start += batch.num_rows
 
 
-def _read_jsonl(path: str) -> Iterator[Record]:
+def _rows_of(batch: pyarrow.RecordBatch, path: str, start: int) -> Iterator[Record]:
+    """The rows of a batch, of which one that Python cannot hold is bad: text that is not UTF-8."""
+    try:
+        yield from enumerate(batch.to_pylist(), start)
+    except (ValueError, OverflowError) as error:
+        if batch.num_rows == 1:
+            yield start, BadRow.at(path, start, "", str(error), "text in UTF-8, dates of our era")
+            return
+        for place in range(batch.num_rows):
+            yield from _rows_of(batch.slice(place, 1), path, start + place)
+
+
+def read_jsonl(path: str) -> Iterator[Record]:
+    """The rows of a jsonl file by their lines; blank ones are counted, and left out."""
     with open(path, "rb") as lines:
         for number, line in enumerate(lines):
             if not line.strip():
                 continue
             try:
-                yield number, json.loads(line)
-            except ValueError as error:  # no JSON, or not UTF-8
+                row = json.loads(line)
+                if rb"\u" in line:  # JSON can write half a character
+                    json.dumps(row, ensure_ascii=False).encode()
+                yield number, row
+            except (ValueError, RecursionError) as error:  # no JSON, not UTF-8, or nested too deep
                 fix = f"correct line {number + 1}"
                 bad = BadRow.at(path, number, "", str(error), "a JSON object in UTF-8", fix)
                 yield number, bad
@@ -174,7 +191,7 @@ def _check_row(record: Any, path: str, name: str, number: int, prompt_key: str) 
     source = record.get("data_source")
     if not isinstance(source, str) or not source:
         return refuse("data_source", source, "a name")
-    prompt = _prompt(record.get(prompt_key))
+    prompt = prompt_of(record.get(prompt_key))
     if not prompt:
         expected = "a string, or a list of messages {role, content} that is not empty"
         return refuse(prompt_key, record.get(prompt_key), expected)
@@ -190,7 +207,7 @@ def _check_row(record: Any, path: str, name: str, number: int, prompt_key: str) 
     return Row(name, number, prompt, source, targets, extra)
 
 
-def _prompt(prompt: Any) -> str | tuple[Message, ...]:
+def prompt_of(prompt: Any) -> str | tuple[Message, ...]:
     """The prompt as text or messages with role and content; empty where it is neither."""
     if isinstance(prompt, str):
         return prompt
@@ -211,6 +228,6 @@ def _targets(reward_model: Any) -> tuple[str, ...]:
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     target = truth.get("target") if isinstance(truth, dict) else truth
     targets = [target] if isinstance(target, str) else target
-    if not isinstance(targets, list) or not all(isinstance(t, str) and t for t in targets):
+    if not isinstance(targets, list) or not all(isinstance(t, str) and t.strip() for t in targets):
         return ()
     return tuple(targets)

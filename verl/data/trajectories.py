@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from verl.data.rows import BadRow, read_jsonl
 from verl.errors import ConfigError, DataError, explain
 from verl.files import whole_file
 from verl.rewards.interface import Reward
@@ -72,14 +73,10 @@ def read_header(directory: str | Path) -> str:
 def read_rows(directory: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every row of every step, in order, with its place. Raises DataError for a malformed one."""
     for path in sorted(Path(directory).glob("step_*.jsonl")):
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                where = f"{path} line {number}"
-                try:
-                    yield where, json.loads(line)
-                except json.JSONDecodeError as error:
-                    fix = "delete the file"
-                    raise DataError(explain(where, error, "a JSON object", fix)) from error
+        for number, row in read_jsonl(str(path)):
+            if isinstance(row, BadRow):
+                raise DataError(f"{row.problem}, or delete the file")
+            yield f"{path} line {number + 1}", row
 
 
 def num_calls(stats: Mapping[str, float]) -> float:

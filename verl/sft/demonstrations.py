@@ -8,12 +8,11 @@ instead, the prompt's included, and they are taken as they are.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Protocol
 
 from verl.data import Tokenizer, render
-from verl.data.rows import Row
+from verl.data.rows import BadRow, Row, prompt_of, read_jsonl
 from verl.data.trajectories import TOKENIZER, Vocabulary, fingerprint
 from verl.errors import DataError, explain
 from verl.types import Origin, Prompt, Segment, Trajectory
@@ -40,8 +39,7 @@ def load_demonstrations(
     file = Path(path)
     if not file.is_file():
         raise DataError(explain("train_file", path, "a jsonl file", "give one that exists"))
-    lines = file.read_text(encoding="utf-8").split("\n")  # others end lines within a JSON string
-    records = [(n, _read_record(f"{path} row {n}", x)) for n, x in enumerate(lines) if x.strip()]
+    records = [(n, _checked(f"{path} row {n}", row)) for n, row in read_jsonl(path)]
     if not records:
         raise DataError(explain("train_file", f"{path} without rows", "one or more", "fill it"))
     own = fingerprint(tokenizer) if any(TOKENIZER in record for _, record in records) else ""
@@ -61,11 +59,9 @@ def load_demonstrations(
     return found
 
 
-def _read_record(where: str, line: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise _malformed(where, error, FORM) from error
+def _checked(where: str, record: Any) -> dict[str, Any]:
+    if isinstance(record, BadRow):
+        raise _malformed(where, record.problem, FORM)
     if not isinstance(record, dict):
         raise _malformed(where, TypeError(type(record).__name__), FORM)
     return record
@@ -113,11 +109,13 @@ def _read_row(
 ) -> Trajectory:
     """A row of text, whose last policy segment gets the end of turn."""
     try:
-        messages = tuple(dict(message) for message in record["prompt"])
+        messages = prompt_of(record["prompt"])
         parts = [(ORIGINS[part["origin"]], str(part["text"])) for part in record["segments"]]
     except (KeyError, TypeError, ValueError) as error:
         raise _malformed(where, error, FORM) from error
     policy = [i for i, (origin, _) in enumerate(parts) if origin is Origin.POLICY]
+    if not messages:
+        raise _malformed(where, "a prompt that is none", FORM)
     if not any(parts[i][1] for i in policy):
         raise _malformed(where, "no policy text", FORM)
     prompt = render(Row(file, number, messages, "sft", ()), tokenizer)
