@@ -30,14 +30,15 @@ MAY_BE_ZERO = {
     "online_retries batch_wait_ms drain max_lost_share",
     "no change at all is borne": "drift_drop drift_crash shift_bound malformed_rise no_answer_rise "
     "length_clip_rise search_share entropy_share entropy_rise grad_norm_growth skipped_updates",
-    "a score, of any sign": "format_score structure_format_score final_format_score "
-    "retrieval_score correct_answer search_penalty invalid_format weights min_score",
+    "no part of the score": "format_score structure_format_score final_format_score "
+    "retrieval_score correct_answer",
+    "of either sign": "search_penalty invalid_format weights min_score",
     "the first seed; any free port": "seed inject_seed port",
 }
 MAY_BE_NEGATIVE = {
     "-1 is the end of the run only": "save_freq test_freq",
     "entropy may be held down, too": "entropy_coeff",
-    "a score, of any sign": MAY_BE_ZERO["a score, of any sign"],
+    "of either sign": MAY_BE_ZERO["of either sign"],
 }
 
 
