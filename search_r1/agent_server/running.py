@@ -53,6 +53,6 @@ def start(options: ServingOptions) -> int:
     for chatty in ("httpx", "vllm"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
-    with bind(options.host, options.port) as bound:
+    with bind(options.host, options.port, options.port_file) as bound:
         asyncio.run(serve(options, bound))
     return 0

@@ -5,6 +5,7 @@ seconds they took. A kill leaves at most one half-written last line: readers lea
 next Recorder cuts it off. Numbers are written so that they read back bit for bit.
 """
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -49,8 +50,11 @@ class Recorder:
         self._file = _open_locked(self._path)
         try:
             self._known = self._continue(facts)
-        except BaseException:
-            self._file.close()
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # what could not be written is tried again
+                self._file.close()
+            if isinstance(error, OSError):
+                raise _unwritable(self._path, error) from error
             raise
 
     def write(self, records: Sequence[Record]) -> None:
@@ -68,7 +72,10 @@ class Recorder:
     def close(self) -> None:
         """Close the file; writing afterwards is an error."""
         with self._lock:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:
+                logger.error("the end of a record was lost: %s", _unwritable(self._path, error))
 
     def _continue(self, facts: Mapping[str, Any]) -> set[tuple[str, int]]:
         """Write the header, or check it and cut off a half-written line; what is known already."""
@@ -182,10 +189,7 @@ def _open_locked(path: Path) -> BinaryIO:
     try:
         file = path.open("ab+")
     except OSError as error:
-        raise SetupError(
-            f"cannot record into {path} ({error}); expected a file in a folder that exists and "
-            "may be written"
-        ) from error
+        raise _unwritable(path, error) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -194,6 +198,13 @@ def _open_locked(path: Path) -> BinaryIO:
             f"{path} is being recorded by another server; give each server its own --record file"
         ) from error
     return file
+
+
+def _unwritable(path: Path, error: OSError) -> SetupError:
+    return SetupError(
+        f"cannot record into {path} ({error}); expected a file in a folder that exists and may be "
+        "written, on a disk with room"
+    )
 
 
 def _cut(file: BinaryIO) -> int:

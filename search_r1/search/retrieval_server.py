@@ -62,7 +62,7 @@ def _run(options: ServerOptions) -> bool:
     service.check()
     faults.check()
     token = read_token(TOKEN_VARIABLE)
-    with bind(options.host, options.port) as bound:
+    with bind(options.host, options.port, options.port_file) as bound:
         warn_if_open(bound, token)
         try:
             check(options.retriever)

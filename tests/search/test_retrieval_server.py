@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from search_r1.search.backends.base import Retriever, fingerprint
-from search_r1.search.errors import CorpusError, RetrieverUnavailable
+from search_r1.search.errors import CorpusError, RetrieverUnavailable, SetupError
 from search_r1.search.local_server import LocalServer
 from search_r1.search.recording import read_records
 from search_r1.search.retrieval_server import bind, create_app, main
@@ -281,6 +281,15 @@ def test_a_token_is_wanted_and_given_by_the_environment(
     assert "hush" not in log.read_text()
 
 
+def test_a_port_file_replaces_no_device(tmp_path: Path) -> None:
+    """It is renamed over what is there, which may be a file alone."""
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(SetupError, match="is no file"):
+        bind("127.0.0.1", 0, tmp_path / "fifo")
+    (tmp_path / "file").write_text("1")
+    bind("127.0.0.1", 0, tmp_path / "file").close()
+
+
 def test_serving_a_network_without_a_token_warns(caplog: pytest.LogCaptureFixture) -> None:
     """Bound elsewhere than to this machine, a server without a token says who may search."""
     with bind("0.0.0.0", 0) as everywhere, bind("127.0.0.1", 0) as here:
@@ -333,14 +342,28 @@ def test_a_server_that_cannot_start_says_why() -> None:
         ["--port", "PORT"],
         ["--port", "70000"],
         ["--cache_path", "/nowhere/cache.sqlite"],
+        ["--cache_path", "/dev/full"],
         ["--record", "/nowhere/record.jsonl"],
+        ["--record", "/dev/full"],
+        ["--record", ""],
+        ["--port_file", "/nowhere/port"],
+        ["--port_file", "/tmp"],
+        ["--port_file", ""],
+        ["--batch_wait_ms", "60000"],
+        ["--host", ""],
+        ["--host", "ü" * 80],
+        ["--drain", "inf"],
+        ["--deadline", "nan"],
     ],
 )
 def test_bad_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A taken port or an impossible number is refused before anything is loaded."""
+    """A port, file or number that cannot be is refused before anything is served or replaced."""
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = str(taken.getsockname()[1])
         argv = [port if flag == "PORT" else flag for flag in flags]
-        assert main(["--retriever_name", "empty", *argv]) == 2
+        try:
+            assert main(["--retriever_name", "empty", *argv]) == 2
+        except SystemExit as ended:
+            assert ended.code == 2
     assert "expected" in capsys.readouterr().err

@@ -50,9 +50,12 @@ BACKENDS = {
 
 def build_retriever(config: RetrieverConfig) -> Retriever:
     """Open the backend that `config` names; raises a SearchError that says what to fix."""
-    retriever: Retriever = _load(_choose(config)).open_retriever(config)
-    if config.rerank.reranker_model is not None:
-        retriever = _load(RERANK).rerank(retriever, config.rerank)
+    backend, settings = _load(_choose(config)), config.rerank
+    reranking = None if settings.reranker_model is None else _load(RERANK)
+    scorer = reranking and reranking.open_scorer(settings)  # before an index that takes minutes
+    retriever: Retriever = backend.open_retriever(config)
+    if reranking is not None:
+        retriever = reranking.RerankingRetriever(retriever, scorer, settings.retrieval_topk)
     return retriever
 
 

@@ -76,8 +76,8 @@ class RerankingRetriever:
         return [score_of[pair] for pair in pairs]
 
 
-def rerank(retriever: Retriever, config: RerankConfig) -> Retriever:
-    """`retriever` behind the cross-encoder that the settings name; raises SetupError without it."""
+def open_scorer(config: RerankConfig) -> PairScorer:
+    """The cross-encoder that the settings name; raises SetupError without it."""
     try:
         from search_r1.search.encoders.cross_encoder import CrossEncoder  # noqa: PLC0415
     except ImportError as error:
@@ -85,7 +85,7 @@ def rerank(retriever: Retriever, config: RerankConfig) -> Retriever:
             f"--reranker_model needs torch and transformers ({error}); "
             f"install them: {install_command('dense')}"
         ) from error
-    return RerankingRetriever(retriever, CrossEncoder.open(config), config.retrieval_topk)
+    return CrossEncoder.open(config)
 
 
 def _best(hits: list[Hit], k: int) -> list[Hit]:

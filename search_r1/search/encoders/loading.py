@@ -4,17 +4,23 @@ Needs torch and transformers; imported only by the encoder and the reranker.
 """
 
 import hashlib
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
+from huggingface_hub import constants, try_to_load_from_cache
 
 from search_r1.search.errors import SetupError
 
 T = TypeVar("T")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+HUB_S = 10.0
+"""How long a hub may take to be connected with."""
 LARGEST_LENGTH = 1 << 20
 """A tokenizer without a limit reports a number far above this one."""
 
@@ -47,12 +53,33 @@ def explained(flag: str, model_path: str, load: Callable[[], T]) -> T:
             f"such as intfloat/e5-base-v2: set --{flag}"
         )
     try:
+        look_up(flag, model_path)
         return load()
     except (OSError, ValueError, KeyError) as error:
         raise SetupError(
             f"model {model_path!r} cannot be loaded ({error}); expected a complete model folder "
             f"or a hub name such as intfloat/e5-base-v2: set --{flag} (a model with code of its "
             "own needs --trust_remote_code)"
+        ) from error
+
+
+def look_up(flag: str, model_path: str) -> None:
+    """Raise SetupError for a model that would be waited for: not on this disk, and no hub is there.
+
+    Loading it would ask for each of its files several times, for minutes. Raises ValueError for a
+    name that no hub can have.
+    """
+    is_here = Path(model_path).is_dir() or try_to_load_from_cache(model_path, "config.json")
+    if is_here or constants.HF_HUB_OFFLINE or getproxies():
+        return
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        port = hub.port or {"http": 80}.get(hub.scheme, 443)
+        socket.create_connection((str(hub.hostname), port), HUB_S).close()
+    except OSError as error:
+        raise SetupError(
+            f"model {model_path!r} is no folder here, and {hub.hostname} does not answer "
+            f"({error}); expected a model folder or a hub that can be reached: set --{flag}"
         ) from error
 
 

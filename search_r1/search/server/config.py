@@ -50,6 +50,11 @@ class ServiceConfig:
             raise SetupError(
                 f"--topk {self.topk}; expected --max_topk ({self.max_topk}) or less: raise that"
             )
+        if self.batch_wait_ms >= 1000 * self.deadline:
+            raise SetupError(
+                f"--batch_wait_ms {self.batch_wait_ms:g}; expected less than --deadline "
+                f"({self.deadline:g} s), or no search would begin in time"
+            )
         if self.max_pending < self.max_queries:
             raise SetupError(
                 f"--max_pending {self.max_pending}; expected --max_queries ({self.max_queries}) "

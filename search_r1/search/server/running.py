@@ -89,17 +89,36 @@ def listen(bound: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not yet listening; raises SetupError if it is taken."""
+def bind(host: str, port: int, port_file: Path | None = None) -> socket.socket:
+    """A socket bound to the address, not yet listening.
+
+    Raises SetupError if it is taken, or if `port_file` could not be written once it listens.
+    """
+    if not host:
+        raise SetupError("--host is empty; expected an address, as 127.0.0.1, or 0.0.0.0 for all")
+    if port_file is not None:
+        _check(port_file)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
-    except (OSError, OverflowError, ValueError) as error:  # ValueError: no host name at all
+    except (OSError, OverflowError, TypeError) as error:  # TypeError: no host name at all
         bound.close()
         raise _taken(host, port, error) from error
     return bound
+
+
+def _check(port_file: Path) -> None:
+    """A port file replaces what is there: never a device, nor anything that is no file."""
+    folder = port_file.parent
+    if port_file.exists() and not port_file.is_file():
+        raise SetupError(
+            f"--port_file {port_file} is no file; expected a new one, or one to replace"
+        )
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise SetupError(f"--port_file {port_file}: {folder} is no folder that may be written; "
+                         "expected one that may")  # fmt: skip
 
 
 def _taken(host: str, port: int, error: Exception) -> SetupError:
@@ -112,8 +131,11 @@ def _taken(host: str, port: int, error: Exception) -> SetupError:
 def write_port(file: Path, port: int) -> None:
     """Say in a file which port is served; it appears whole or not at all."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(f"{port}\n")
-    temporary.replace(file)
+    try:
+        temporary.write_text(f"{port}\n")
+        temporary.replace(file)
+    except OSError as error:
+        raise SetupError(f"--port_file {file} cannot be written ({error})") from error
 
 
 def read_token(variable: str) -> str | None:

@@ -1,11 +1,13 @@
 """Reranking: whose documents a query meets, their order, and a real cross-encoder's scores."""
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -16,8 +18,9 @@ from transformers import (
 )
 
 from search_r1.search.backends.base import Retriever, fingerprint
-from search_r1.search.backends.rerank import RerankingRetriever, rerank
+from search_r1.search.backends.rerank import RerankingRetriever, open_scorer
 from search_r1.search.backends.settings import RerankConfig
+from search_r1.search.encoders import loading
 from search_r1.search.errors import SetupError
 from search_r1.search.schema import Document, Hit
 from search_r1.search.timing import collect
@@ -161,7 +164,7 @@ def test_line_20_with_a_real_cross_encoder(
     """Batches across queries change no score and no order, each by the model's own formula."""
     path, engine = make_reranker(num_labels), open_engine("bm25")
     config = RerankConfig(path, retrieval_topk=8, reranker_batch_size=3)
-    retriever = rerank(engine, config)
+    retriever = RerankingRetriever(engine, open_scorer(config), config.retrieval_topk)
     merged = retriever.search(queries, 3)
     for query, hits in zip(queries, merged, strict=True):
         alone = retriever.search([query], 3)[0]
@@ -181,24 +184,35 @@ def test_half_precision_reranker(
 ) -> None:
     """A half-precision model serves, and says so."""
     config = RerankConfig(make_reranker(), reranker_dtype="bfloat16")
-    retriever = rerank(open_engine("bm25"), config)
+    retriever = RerankingRetriever(open_engine("bm25"), open_scorer(config), config.retrieval_topk)
     assert len(retriever.search(["capital"], 3)[0]) == 3
     assert retriever.info()["rerank"]["dtype"] == "bfloat16"
+
+
+def test_a_model_on_no_disk_waits_for_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none answers it is refused at once, not after a try for each of its files."""
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(loading, "getproxies", dict)
+    start = time.monotonic()
+    with pytest.raises(SetupError, match=r"no-such/model.*127\.0\.0\.1 does not answer"):
+        open_scorer(RerankConfig("no-such/model"))
+    assert time.monotonic() - start < 5
 
 
 def test_what_is_no_cross_encoder_is_refused(
     make_reranker: Callable[..., str], tmp_path: Path
 ) -> None:
     """A missing folder, an encoder without a classifier, many outputs, unknown values."""
-    engine, path = OwnDocuments(), make_reranker()
+    path = make_reranker()
     with pytest.raises(SetupError, match=r"absent does not exist.*--reranker_model"):
-        rerank(engine, RerankConfig(str(tmp_path / "absent")))
+        open_scorer(RerankConfig(str(tmp_path / "absent")))
     with pytest.raises(SetupError, match="3 outputs; expected a cross-encoder"):
-        rerank(engine, RerankConfig(make_reranker(3)))
+        open_scorer(RerankConfig(make_reranker(3)))
     with pytest.raises(SetupError, match="--reranker_dtype int4; expected float32"):
-        rerank(engine, RerankConfig(path, reranker_dtype="int4"))
+        open_scorer(RerankConfig(path, reranker_dtype="int4"))
     with pytest.raises(SetupError, match="--reranker_device mars cannot be used"):
-        rerank(engine, RerankConfig(path, reranker_device="mars"))
+        open_scorer(RerankConfig(path, reranker_device="mars"))
     BertModel.from_pretrained(path).save_pretrained(path)
     with pytest.raises(SetupError, match=r"no weights for classifier\.bias"):
-        rerank(engine, RerankConfig(path))
+        open_scorer(RerankConfig(path))
