@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from functools import singledispatch
-from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
@@ -19,13 +17,7 @@ from search_r1.evaluation.options import (
 from search_r1.evaluation.report import write_report
 from search_r1.evaluation.running import evaluate
 from search_r1.evaluation.store import REPORT
-from search_r1.evaluation.tables import (
-    check_corpora,
-    check_data,
-    comparison_table,
-    read_all,
-    table,
-)
+from search_r1.evaluation.tables import comparison_table, read_all, table
 
 
 def act(options: object) -> int:
@@ -38,38 +30,20 @@ def act(options: object) -> int:
     return 0
 
 
-@singledispatch
 def text_of(options: object) -> str:
     """The report or table of a command."""
+    match options:
+        case EvaluationOptions():
+            return (evaluate(options) / REPORT).read_text(encoding="utf-8")
+        case ReportOptions():
+            write_report(options.folder, options.pass_k, options.num_resamples, options.seed)
+            return (options.folder / REPORT).read_text(encoding="utf-8")
+        case CompareOptions():
+            first, second = read_all([options.first, options.second], is_mixed=options.mixed)
+            found = compare(first.samples, second.samples, options.measure,
+                            num_resamples=options.num_resamples, seed=options.seed)  # fmt: skip
+            return comparison_table(first, second, found, options.measure)
+        case TableOptions():
+            return table(options.folders, options.measure, is_mixed=options.mixed,
+                         num_resamples=options.num_resamples, seed=options.seed)  # fmt: skip
     raise AssertionError(f"got {options!r}, expected the options of a command")
-
-
-@text_of.register
-def _run(options: EvaluationOptions) -> str:
-    return _report_in(evaluate(options))
-
-
-@text_of.register
-def _report(options: ReportOptions) -> str:
-    write_report(options.folder, options.pass_k, options.num_resamples, options.seed)
-    return _report_in(options.folder)
-
-
-@text_of.register
-def _compare(options: CompareOptions) -> str:
-    first, second = read_all([options.first, options.second])
-    check_data([first, second], is_mixed=options.mixed)
-    check_corpora([first, second], is_mixed=options.mixed)
-    found = compare(first.samples, second.samples, options.measure,
-                    num_resamples=options.num_resamples, seed=options.seed)  # fmt: skip
-    return comparison_table(first, second, found, options.measure)
-
-
-@text_of.register
-def _table(options: TableOptions) -> str:
-    return table(options.folders, options.measure, is_mixed=options.mixed,
-                 num_resamples=options.num_resamples, seed=options.seed)  # fmt: skip
-
-
-def _report_in(folder: Path) -> str:
-    return (folder / REPORT).read_text(encoding="utf-8")

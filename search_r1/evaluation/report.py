@@ -14,6 +14,7 @@ from search_r1.evaluation.options import READ
 from search_r1.evaluation.samples import FAILED
 from search_r1.evaluation.store import METRICS, REPORT, Manifest, read_evaluation
 from search_r1.evaluation.summary import Estimate, Summary, summarize
+from verl.files import whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,10 @@ def write_report(
                        "evaluation again to play them anew", len(failed), len(samples),
                        failed[0].error)  # fmt: skip
     summary = summarize(samples, pass_k, num_resamples=num_resamples, seed=seed)
-    (folder / METRICS).write_text(json.dumps(summary.to_json(), indent=1) + "\n")
-    (folder / REPORT).write_text(as_markdown(manifest, summary, pass_k), encoding="utf-8")
+    metrics = json.dumps(summary.to_json(), indent=1) + "\n"
+    for name, text in ((METRICS, metrics), (REPORT, as_markdown(manifest, summary, pass_k))):
+        with whole_file(folder / name) as part:
+            part.write_text(text, encoding="utf-8")
     return summary
 
 

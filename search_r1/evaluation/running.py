@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Never
@@ -31,7 +32,7 @@ from verl.agent.dialogue import DialogueAgent
 from verl.config import Config
 from verl.data import choose, load_rows
 from verl.errors import ToolError, UserError
-from verl.locks import exclusive
+from verl.locks import LOCK, exclusive
 from verl.rollout.interface import RolloutEngine
 from verl.types import Sampling
 
@@ -47,15 +48,16 @@ def evaluate(options: EvaluationOptions) -> Path:
     Raises UserError for what the user can mend, before long work where possible. What is
     finished is kept: the same options go on from there.
     """
-    with exclusive(Path(options.out), "--out"):
-        return _evaluate_in_folder(at_last_step(options))
-
-
-def _evaluate_in_folder(options: EvaluationOptions) -> Path:
-    with model_folder(options.model, computed_dtype(options), options.adapter) as folder:
-        asyncio.run(_evaluate(options, run_config(options, str(folder))))
     out = Path(options.out)
-    write_report(out, options.pass_k, options.num_resamples, options.seed)
+    with exclusive(out, "--out"):
+        try:
+            options = at_last_step(options)
+            with model_folder(options.model, computed_dtype(options), options.adapter) as folder:
+                asyncio.run(_evaluate(options, run_config(options, str(folder))))
+            write_report(out, options.pass_k, options.num_resamples, options.seed)
+        finally:
+            if [file.name for file in out.iterdir()] == [LOCK]:  # a mistake, told before any work
+                shutil.rmtree(out)
     return out
 
 

@@ -16,7 +16,7 @@ from search_r1.evaluation.intervals import (
     ratio,
     resampled_sums,
 )
-from search_r1.evaluation.measures import by_question, sums
+from search_r1.evaluation.measures import by_question, sums, titles
 from search_r1.evaluation.samples import Sample
 
 MACRO = "average of sets"
@@ -55,12 +55,6 @@ class Tally:
     wholes: Array
     """(num_questions, num_measures)"""
 
-    def resampled(self, num_resamples: int, seed: list[int]) -> tuple[Array, Array]:
-        """Sums of parts and wholes over resampled questions, (num_resamples, num_measures) each."""
-        drawn = resampled_sums(np.hstack([self.parts, self.wholes]), num_resamples, seed)
-        width = self.parts.shape[1]
-        return drawn[:, :width], drawn[:, width:]
-
 
 def by_set(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
     """The samples of each data source, by name in alphabetical order."""
@@ -76,6 +70,28 @@ def tally(samples: Sequence[Sample], names: Sequence[str], pass_k: Sequence[int]
     return Tally(tuple(questions), table[:, :, 0], table[:, :, 1])
 
 
+def ratios(
+    tallies: Mapping[str, Tally], num_resamples: int, seed: int
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """The measures of each set, averaged over sets, and over all rows; then as resampled.
+
+    (1, num_measures) and (num_resamples, num_measures); questions are resampled within their sets.
+    """
+    totals, drawn = {}, {}
+    for index, (name, one) in enumerate(tallies.items()):
+        columns = np.hstack([one.parts, one.wholes])
+        totals[name] = columns.sum(axis=0, keepdims=True)
+        drawn[name] = resampled_sums(columns, num_resamples, [seed, index])
+    return _with_averages(totals), _with_averages(drawn)
+
+
+def _with_averages(totals: Mapping[str, Array]) -> dict[str, Array]:
+    """Ratios of each set, their plain average, and those over all rows; the wholes stand last."""
+    found = {name: ratio(*np.hsplit(total, 2)) for name, total in totals.items()}
+    rows = ratio(*np.hsplit(np.sum(list(totals.values()), axis=0), 2))
+    return found | {MACRO: np.mean(list(found.values()), axis=0), ROWS: rows}
+
+
 def summarize(
     samples: Sequence[Sample],
     pass_k: Sequence[int] = (),
@@ -83,37 +99,18 @@ def summarize(
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
 ) -> Summary:
-    """Every measure with its percentile interval; questions are resampled within their sets."""
-    names = list(sums(samples[:1], [1] * bool(pass_k)))  # pass@k needs k samples
-    names = [n for n in names if not n.startswith("pass@")] + [f"pass@{k}" for k in pass_k]
+    """Every measure with its percentile interval."""
+    names = list(titles(pass_k))
     tallies = {name: tally(found, names, pass_k) for name, found in by_set(samples).items()}
-    drawn = {
-        name: one.resampled(num_resamples, [seed, index])
-        for index, (name, one) in enumerate(tallies.items())
-    }
-    points = {
-        n: (t.parts.sum(axis=0, keepdims=True), t.wholes.sum(axis=0, keepdims=True))
-        for n, t in tallies.items()
-    }
-    values, spreads = _with_averages(points), _with_averages(drawn)
+    values, draws = ratios(tallies, num_resamples, seed)
     estimates = {
         where: {
-            name: _estimate(values[where][0, i], spreads[where][:, i])
-            for i, name in enumerate(names)
+            name: _estimate(values[where][0, i], draws[where][:, i]) for i, name in enumerate(names)
         }
         for where in values
     }
     counts = {name: len(one.uids) for name, one in tallies.items()}
     return Summary(counts | {ROWS: sum(counts.values())}, estimates)
-
-
-def _with_averages(totals: Mapping[str, tuple[Array, Array]]) -> dict[str, Array]:
-    """Ratios (draws, num_measures) of each set, their plain average, and those over all rows."""
-    ratios = {name: ratio(part, whole) for name, (part, whole) in totals.items()}
-    macro = np.mean(list(ratios.values()), axis=0)
-    parts = np.sum([part for part, _ in totals.values()], axis=0)
-    wholes = np.sum([whole for _, whole in totals.values()], axis=0)
-    return ratios | {MACRO: macro, ROWS: ratio(parts, wholes)}
 
 
 def _estimate(value: float, draws: Array) -> Estimate:

@@ -48,36 +48,33 @@ class Evaluation:
         return corpus_name(self.manifest["retriever"].get("corpus", retriever_name(self.manifest)))
 
 
-def read_all(folders: Sequence[Path]) -> list[Evaluation]:
+def read_all(folders: Sequence[Path], *, is_mixed: bool = False) -> list[Evaluation]:
     """Evaluations under the names of their folders, or their paths where names collide.
 
-    Raises DataError for a folder that holds no finished evaluation.
+    Raises DataError for a folder that holds no finished evaluation, and ConfigError for
+    evaluations of different rows (files of other content, other choices of rows) or of more than
+    one corpus; with `is_mixed` the user takes these upon himself.
     """
     names = [folder.name for folder in folders]
-    return [
+    found = [
         Evaluation(n if names.count(n) == 1 else str(folder), *read_evaluation(folder))
         for n, folder in zip(names, folders, strict=True)
     ]
+    if not is_mixed:
+        _check_alike(found)
+    return found
 
 
-def check_data(evaluations: Sequence[Evaluation], *, is_mixed: bool = False) -> None:
-    """Refuse evaluations of different rows: files of other content, or other choices of rows.
-
-    With `is_mixed` the user takes it upon himself. Raises ConfigError.
-    """
+def _check_alike(evaluations: Sequence[Evaluation]) -> None:
     first = evaluations[0]
     for other in evaluations[1:]:
         changes = differences(first.manifest["data"], other.manifest["data"], "data")
-        if changes and not is_mixed:
+        if changes:
             got = f"{first.name} and {other.name} differ: {'; '.join(changes[:3])}"
             fix = "evaluate both on the same files and rows, or say --mixed"
             raise ConfigError(explain("data", got, "the same questions", fix))
-
-
-def check_corpora(evaluations: Sequence[Evaluation], *, is_mixed: bool = False) -> None:
-    """Refuse figures from more than one corpus side by side. Raises ConfigError."""
     corpora = {e.corpus: e.name for e in evaluations if e.corpus is not None}
-    if len(corpora) > 1 and not is_mixed:
+    if len(corpora) > 1:
         got = "; ".join(f"{name}: {corpus}" for corpus, name in corpora.items())
         fix = "search one corpus in all of them, or say --mixed (the table names each)"
         raise ConfigError(explain("corpus", got, "one corpus", fix))
@@ -95,9 +92,7 @@ def table(
 
     Raises ConfigError where unequal things would stand side by side.
     """
-    evaluations = read_all(folders)
-    check_data(evaluations, is_mixed=is_mixed)
-    check_corpora(evaluations, is_mixed=is_mixed)
+    evaluations = read_all(folders, is_mixed=is_mixed)
     parts = [_legend(evaluations), _figures(evaluations, measure, num_resamples, seed)]
     utilities = _utilities(evaluations, num_resamples, seed)
     if utilities:
@@ -108,16 +103,10 @@ def table(
 def _legend(evaluations: Sequence[Evaluation]) -> str:
     heads = ["evaluation", "model", "method", "retriever and corpus", "template", "decoding"]
     rows = [
-        [
-            e.name,
-            model_name(e.manifest),
-            e.manifest["method"],
-            retriever_name(e.manifest),
-            e.manifest["template"]["name"],
-            decoding_name(e.manifest),
-        ]
+        [e.name, model_name(e.manifest), e.manifest["method"], retriever_name(e.manifest),
+         e.manifest["template"]["name"], decoding_name(e.manifest)]
         for e in evaluations
-    ]
+    ]  # fmt: skip
     return markdown_table(heads, rows)
 
 
@@ -166,20 +155,11 @@ def comparison_table(
     heads = ["set", "questions", first.name, second.name, "difference", "95 % interval",
              "p (bootstrap)", "only first", "only second", "p (McNemar)"]  # fmt: skip
     rows = [
-        [
-            d.where,
-            str(d.num_questions),
-            f"{100 * d.first:.1f}",
-            f"{100 * d.second:.1f}",
-            _points(d.difference),
-            _percent(d.interval),
-            _p(d.p_bootstrap),
-            "–" if d.only_first is None else str(d.only_first),
-            "–" if d.only_second is None else str(d.only_second),
-            _p(d.p_mcnemar),
-        ]
+        [d.where, str(d.num_questions), f"{100 * d.first:.1f}", f"{100 * d.second:.1f}",
+         _points(d.difference), _percent(d.interval), _p(d.p_bootstrap),
+         *("–" if n is None else str(n) for n in (d.only_first, d.only_second)), _p(d.p_mcnemar)]
         for d in found
-    ]
+    ]  # fmt: skip
     legend = _legend([first, second])
     return f"{legend}\n{measure}, first minus second, in points:\n\n{markdown_table(heads, rows)}"
 

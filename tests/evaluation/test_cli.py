@@ -120,6 +120,7 @@ def test_the_command_evaluates_and_goes_on(
     assert main(words) == 0
     assert "| pass@2 |" in capsys.readouterr().out
     assert {file.name for file in out.iterdir()} == {
+        ".lock",
         "manifest.json",
         "samples.jsonl",
         "metrics.json",
