@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from search_r1.inference.model import at_last_step, load_agent, model_folder
 from search_r1.inference.options import AgentOptions
 from search_r1.inference.settings import run_config
 from tests.bad_models import NORM, entry, gone, weights, whole_model
+from verl.checkpoint.exporting import export
 from verl.checkpoint.folders import MARKER
 from verl.config import Config
 from verl.errors import ModelError
@@ -37,6 +40,32 @@ def test_a_checkpoint_is_exported_for_the_while(tmp_path: Path) -> None:
         assert AutoTokenizer.from_pretrained(folder).encode("a b") != []
     assert torch.equal(found.model.norm.weight, model.model.norm.weight)
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda lm: lm.model.norm.weight.fill_(torch.nan), "NaN or infinite .* model.norm.weight"),
+        (lambda lm: lm.model.norm.weight.fill_(1e39), "NaN or infinite .* model.norm.weight"),
+        (lambda lm: setattr(lm.config, "num_hidden_layers", 4), "none for model.layers.2"),
+        (lambda lm: setattr(lm.config, "num_hidden_layers", 1), "no place for model.layers.1"),
+    ],
+)
+def test_a_checkpoint_that_is_no_model_is_not_exported(
+    change: Callable[[Any], object], words: str, tmp_path: Path
+) -> None:
+    """Nothing of the name that was asked for is left."""
+    lm = AutoModelForCausalLM.from_pretrained(whole_model(tmp_path / "start"), dtype=torch.float64)
+    with torch.no_grad():
+        change(lm)
+    step = tmp_path / "global_step_3"
+    weights = {f"actor.model.lm.{name}": tensor for name, tensor in lm.state_dict().items()}
+    dcp.save(weights, checkpoint_id=step / "shards", no_dist=True)
+    lm.config.save_pretrained(step / "huggingface")
+    (step / MARKER).touch()
+    with pytest.raises(ModelError, match=words) as caught:
+        export(step, tmp_path / "out", dtype="float32")
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -207,9 +207,9 @@ def train(config: SftConfig) -> list[float]:
 
 
 def _train(config: SftConfig, part: Path | None) -> list[float]:
-    device = join_ranks(config)
-    if Path(config.model_path).expanduser().is_dir():  # a name of the hub is only now fetched
+    if Path(config.model_path).expanduser().exists():  # else a name of the hub, fetched below
         check_model("model_path", config.model_path)
+    device = join_ranks(config)
     tokenizer = load_tokenizer(config.model_path, "model_path")
     data = TokenBatch.from_trajectories(
         load_demonstrations(config.train_file, tokenizer, config.max_length, config.end_of_turn)

@@ -9,6 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.bad_models import BAD, whole_model
+from verl import tokenizer_files
 from verl.data import PromptDataset
 from verl.data.__main__ import lines, main, to_json
 from verl.data.validation import validate
@@ -136,3 +138,18 @@ def test_unknown_tokenizer_and_budgets_are_refused(
     assert "(tokenizer: " in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["validate", path, "--budgets", "0"])
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in BAD if case.startswith(("tokenizer", "template"))]
+)
+def test_a_model_s_bad_text_parts_are_refused_in_one_line(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokenizers and chat templates that no prompt can go through (`tests/bad_models.py`)."""
+    monkeypatch.setattr(tokenizer_files, "TEMPLATE_S", 0.2)
+    BAD[case][0](whole_model(tmp_path / "model"))
+    assert main(["validate", "none.jsonl", "--model", str(tmp_path / "model")]) in (1, 2)
+    found = capsys.readouterr()
+    if "ids up to" not in BAD[case][1]:  # too many for the embedding, which is not looked at here
+        assert "validate: --model: got " in found.err.splitlines()[-1]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from search_r1.agent.generation import build_environment
-from tests.bad_models import whole_model
+from tests.bad_models import entry, whole_model
 from verl.checkpoint import folders
 from verl.config import Config, cli
 from verl.errors import PreflightError
@@ -158,6 +158,19 @@ def test_too_few_gpus_is_refused(sound: list[str], monkeypatch: pytest.MonkeyPat
     found = problems(cli.compose([*sound, "trainer.device=cuda", "trainer.n_gpus_per_node=8"]))
     assert "got 8 with 2 GPUs here" in found[0]
     assert "set trainer.n_gpus_per_node=2" in found[0]
+
+
+def test_a_config_of_another_depth_than_the_weights_is_refused(
+    sound: list[str], tmp_path: Path
+) -> None:
+    """It would train random layers; what needs the model is not looked at, the rest is."""
+    entry("config.json", "num_hidden_layers", 4)(tmp_path / "model")
+    critic = whole_model(tmp_path / "critic", max_shard_size=1_000_000)
+    entry("config.json", "vocab_size", 100)(critic)
+    found = problems(cli.compose([*sound, f"critic.model.path={critic}", "data.val_files=/no"]))
+    assert found[0].startswith("actor_rollout_ref.model.path: got ") and len(found) == 3
+    assert "(weights: none for model.layers.2.input_layernorm.weight" in found[0]
+    assert found[1].startswith("critic.model.path: got ")
 
 
 def test_model_folder_without_weights_is_refused(sound: list[str], tmp_path: Path) -> None:

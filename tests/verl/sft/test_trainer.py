@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from example.tiny import tiny_llama
+from tests.bad_models import BAD, whole_model
 from verl.errors import ConfigError, DataError
 from verl.sft import trainer as sft
 from verl.sft.demonstrations import load_demonstrations
@@ -239,3 +240,16 @@ def test_missing_options_are_named() -> None:
     """A run without its model, data or output says which, before it starts."""
     with pytest.raises(ConfigError, match="model_path"):
         sft.parse(["train_file=x", "output_dir=y"])
+
+
+@pytest.mark.parametrize("case", ["layers 4 over 2", "no tokenizer", "template that raises"])
+def test_a_bad_model_is_refused_before_the_ranks_join(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the one line that training answers with, too (`tests/bad_models.py`)."""
+    BAD[case][0](whole_model(tmp_path / "model"))
+    words = {"model_path": "model", "train_file": "none.jsonl", "output_dir": "out"}
+    with pytest.raises(SystemExit, match="2"):
+        sft.main([f"{key}={tmp_path / name}" for key, name in words.items()])
+    line = capsys.readouterr().err.splitlines()[-1]  # behind the bar of what wrote the model
+    assert "model_path: got " in line and BAD[case][1] in line
