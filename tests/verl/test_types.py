@@ -106,3 +106,9 @@ def test_pack_respects_the_budget(lengths: list[int], budget: int, at_least: int
     assert len(bins) >= at_least
     for b in bins:
         assert sum(lengths[i] for i in b) <= budget or len(b) == 1
+
+
+def test_the_longest_sequences_are_divided_first() -> None:
+    """In the order of the batch, the long one would come on top of half of the others."""
+    assert balance([1, 1, 1, 1, 4], 2) == [[4], [0, 1, 2, 3]]
+    assert balance([2, 3, 4, 5, 6, 7], 3) == [[0, 5], [1, 4], [2, 3]]

@@ -17,6 +17,7 @@ from verl.core_algos.advantages import (
     AdvantageEstimator,
     AdvantageInputs,
     Advantages,
+    _policy_grid,
     compute_gae_advantage,
 )
 from verl.core_algos.jagged import (
@@ -329,3 +330,22 @@ def test_registry_rows_name_what_they_need(row: AdvantageEstimator) -> None:
     for name in needed:
         with pytest.raises(AssertionError, match=name):
             row.compute(replace(inputs, **{name: None}))
+
+
+@fast
+@given(batches)
+def test_the_grid_of_gae_is_as_wide_as_the_longest_sequence(batch: Batch) -> None:
+    """Columns begin anew with each sequence: else memory grows with the square of the batch."""
+    rows, columns = _policy_grid(batch.mask, batch.offsets)
+    spans = enumerate(batch.spans)
+    cells = [(row, n) for row, span in spans for n in range(int(batch.mask[slice(*span)].sum()))]
+    assert list(zip(rows.tolist(), columns.tolist(), strict=True)) == cells
+
+
+def test_remax_learns_nothing_without_a_baseline() -> None:
+    """Where the greedy dialogue failed its score is NaN, which reaches no other sequence."""
+    batch = make_batch([[True, False, True], [True]])
+    rewards = torch.tensor([0.0, 0.0, 3.0, 2.0])
+    greedy = torch.tensor([torch.nan, 0.5])
+    inputs = AdvantageInputs(rewards, batch.mask, batch.offsets, greedy_scores=greedy)
+    assert ADVANTAGES["remax"].compute(inputs).advantages.tolist() == [0.0, 0.0, 0.0, 1.5]

@@ -207,3 +207,19 @@ def test_likelihood_loss_gradient_passes_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda x: likelihood_loss(x, old, kept, gates).sum(), (start,))
     likelihood_loss(start, old, kept, gates).sum().backward()
     assert start.grad is not None and start.grad.tolist() == [-1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite(
+    name: str, advantage: float
+) -> None:
+    """A token 200 nats more or less likely than when it was sampled: exp(200) is infinite."""
+    old = torch.tensor([-201.0, -1.0, -1.0])
+    log_probs = torch.tensor([-1.0, -201.0, -1.0], requires_grad=True)
+    ids = torch.tensor([0, 1, 2])
+    inputs = PolicyLossInputs(log_probs, old, torch.full((3,), advantage), ids)
+    losses, _ = POLICY_LOSSES[name](inputs)
+    losses.sum().backward()
+    assert log_probs.grad is not None and bool(log_probs.grad.isfinite().all())
+    assert bool(losses.isfinite().all())

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from tests.verl.training.ranks import make_batch
 from verl.config import Config
 from verl.errors import SaveError
 from verl.single_controller.actors import Place
@@ -101,3 +103,59 @@ def test_each_node_but_the_drivers_has_a_watchdog_of_its_own(
     with pytest.raises(Built):
         groups.build_groups(config, lambda _: None, lambda _: None, 1, reaper, Restarts(0))
     assert guarded == [(2, "mark"), (4, "mark")]
+
+
+class Recorded(Answers):
+    """A group of one rank that remembers what was called."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__([answer])
+        self.called: list[str] = []
+
+    def __len__(self) -> int:
+        return 1
+
+    def scatter(self, method: str, shards: Sequence[Any], *arguments: Any) -> list[Any]:
+        self.called.append(method)
+        return super().scatter(method, shards, *arguments)
+
+
+def test_each_question_goes_to_the_model_that_it_is_about() -> None:
+    """Reference log-probs are the reference's, not the actor's."""
+    batch = make_batch([3, 2])
+    recorded = Recorded(torch.zeros(batch.num_tokens))
+    ranks = TrainerRanks(recorded)  # type: ignore[arg-type]
+    for question in (ranks.log_probs, ranks.ref_log_probs, ranks.values):
+        question(batch)
+    recorded.answers = [{}]
+    ranks.update_actor(batch)
+    ranks.update_critic(batch)
+    assert recorded.called == ["actor.log_probs", "reference.log_probs", "critic.values",
+                               "actor.update", "critic.update"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("use_gpu", "per_replica", "replicas"), [(True, 2, 2), (False, 0, 1)])
+def test_an_engine_has_as_many_gpus_as_its_tensors_are_divided_over(
+    use_gpu: bool, per_replica: int, replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And on CPU none, and one for each node."""
+
+    class Placed(Exception):
+        """Nothing is to be built."""
+
+    def place(places: object, number: int, gpus: int, *_: object) -> None:
+        raise Placed(number, gpus)
+
+    config = Config()
+    config.trainer.n_gpus_per_node = 4
+    config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
+    for name, answer in {
+        "uses_gpus": use_gpu, "anchored": config, "reserve": None, "nodes_of": [],
+        "check_nodes": None, "guard_nodes": None, "gpu_threads": {},
+        "create_trainer_group": Answers(["rank"]),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(groups, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(groups, "create_rollout_group", place)
+    with pytest.raises(Placed) as placed:
+        groups.build_groups(config, None, None, 1, SimpleNamespace(mark="m"), None)  # type: ignore[arg-type]
+    assert placed.value.args == (replicas, per_replica)

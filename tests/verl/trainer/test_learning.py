@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tests.verl.jagged_batches import fast
 from verl.config import Config
-from verl.core_algos.kl import FixedKLController
+from verl.core_algos.kl import AdaptiveKLController, FixedKLController
 from verl.rewards.interface import Reward
 from verl.trainer.collection import Samples
-from verl.trainer.learning import add_advantages, assemble, mini_batches
+from verl.trainer.learning import Learner, add_advantages, assemble, less_kl, mini_batches
 from verl.types import Origin, Prompt, Segment, TokenBatch, Trajectory
 
 PROMPT = Prompt("nq#0", (1, 2), "nq", ("gold",))
@@ -236,3 +236,78 @@ def test_the_norm_length_is_what_a_whole_trajectory_may_sample() -> None:
     (mini,) = mini_batches(batch, config, 4, 1, step=1)
     own = mini.tokens["loss_weights"][mini.tokens["policy_mask"]]
     assert own.tolist() == pytest.approx([1 / (4 * 100)] * len(own))
+
+
+def small(scores: Sequence[float]) -> TokenBatch:
+    """A batch of one-token dialogues in groups of two, all of one data source."""
+    return prepared(Config(), samples_of([[(1, 0)]] * len(scores), scores))
+
+
+def test_mini_batches_are_each_epoch_s_own_permutation() -> None:
+    """Every sequence once an epoch, shuffled, in an order of seed and step alone."""
+    batch, config = small([0.0] * 10), Config()
+    batch.tokens["position"] = torch.arange(batch.num_tokens)
+
+    def orders(step: int, seed: int = 0, epochs: int = 3) -> list[list[int]]:
+        config.trainer.seed = seed
+        minis = mini_batches(batch, config, 4, epochs, step)
+        assert [len(mini) for mini in minis] == [4, 4, 2] * epochs
+        drawn = [int(m.tokens["position"][start]) for m in minis for start in m.offsets[:-1]]
+        places = [batch.offsets[:-1].tolist().index(position) for position in drawn]
+        return [places[i : i + 10] for i in range(0, len(places), 10)]
+
+    first = orders(1)
+    assert all(sorted(order) == list(range(10)) for order in first)
+    assert len({tuple(x) for x in (range(10), *first, *orders(2), *orders(1, seed=1))}) == 10
+    assert orders(1) == first
+
+
+class Ranks:
+    """Ranks that remember the mini-batches that they were to learn from."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, list[int]] = {"actor": [], "critic": []}
+
+    def update_actor(self, mini: TokenBatch) -> dict[str, float]:
+        self.sizes["actor"].append(len(mini))
+        return {}
+
+    def update_critic(self, mini: TokenBatch) -> dict[str, float]:
+        self.sizes["critic"].append(len(mini))
+        return {}
+
+
+def test_policy_and_critic_learn_for_their_own_epochs() -> None:
+    """In mini-batches of their own sizes."""
+    config, ranks = Config(), Ranks()
+    config.algorithm.adv_estimator = "gae"
+    config.actor_rollout_ref.model.path = "/nowhere"
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    actor.ppo_epochs, actor.ppo_mini_batch_size = 3, 4
+    critic.ppo_epochs, critic.ppo_mini_batch_size = 2, 3
+    batch = small([1.0, 0.0, 2.0, 0.0])
+    batch.tokens |= {"advantages": torch.ones(batch.num_tokens)}
+    learner = Learner(config, ranks)  # type: ignore[arg-type]
+    learner.update_actor(batch, step=1)
+    learner.update_critic(batch, step=1)
+    assert ranks.sizes == {"actor": [4] * 3, "critic": [3, 1] * 2}
+
+
+def test_a_step_s_kl_is_weighed_by_the_coefficient_from_before_it() -> None:
+    """The controller follows what was seen; it is not ahead when that is taken off."""
+    controller, batch = AdaptiveKLController(0.5, target=0.001, horizon=10), small([1.0] * 4)
+    rewards = torch.zeros(batch.num_tokens)
+    lowered, metrics = less_kl(rewards, batch, "kl", controller)
+    kl = batch.tokens["old_log_probs"] - batch.tokens["ref_log_probs"]
+    assert torch.allclose(lowered, -0.5 * kl * batch.tokens["loss_mask"])
+    assert metrics["critic/kl_coef"] == 0.5 != controller.value
+
+
+def test_advantages_compare_the_trajectories_of_one_prompt() -> None:
+    """Not those of one data source: all are of `nq` here."""
+    config = Config()
+    config.algorithm.adv_estimator = "dr_grpo"
+    batch = small([0.0, 1.0, 10.0, 30.0])
+    add_advantages(batch, config, FixedKLController(0.0))
+    found = batch.tokens["advantages"][batch.tokens["policy_mask"]]
+    assert found.tolist() == [-0.5, 0.5, -10.0, 10.0]

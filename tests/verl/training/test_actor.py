@@ -13,7 +13,7 @@ from tests.verl.training.operations import Seen
 from tests.verl.training.ranks import VOCAB, make_batch
 from verl.config import ActorConfig, Config, OptimConfig
 from verl.trainer.learning import with_gradient
-from verl.training.actor import Actor, Columns, TokenBudgets
+from verl.training.actor import Actor, Columns, TokenBudgets, apply_update
 from verl.training.attention import PACKED
 from verl.training.fsdp import FsdpModel, FsdpOptions, lr_factor
 from verl.training.models import LogProbModel, blocks
@@ -68,16 +68,18 @@ def test_chunking_logits_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert make_actor(entropy_coeff=0.1).update(batch) == pytest.approx(whole, rel=1e-4, abs=1e-6)
 
 
-def test_loss_and_gradient_equal_a_hand_written_loss() -> None:
+@pytest.mark.parametrize(("high", "bound"), [(None, 1.2), (0.4, 1.4)])
+def test_loss_and_gradient_equal_a_hand_written_loss(high: float | None, bound: float) -> None:
     """Clipped surrogate with KL and entropy, weighted, by autograd over plain transformers."""
     batch = make_batch(LENGTHS)
     lm, c = tiny_llama(VOCAB), batch.tokens
     log_probs, entropy = plain_log_probs(lm, batch)
     for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs"):
         c[name] = log_probs.detach() + c[name] + 4.5  # moves the noise to the right level
-    found = make_actor(use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.02).update(batch)
+    options = {"use_kl_loss": True, "kl_loss_coef": 0.1, "clip_ratio_high": high}
+    found = make_actor(entropy_coeff=0.02, **options).update(batch)
     ratio, adv = (log_probs - c["old_log_probs"]).exp(), c["advantages"]
-    surrogate = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.2))
+    surrogate = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, bound))
     surrogate = torch.where(adv < 0, torch.minimum(surrogate, -3 * adv), surrogate)
     delta = c["ref_log_probs"] - log_probs
     per_token = surrogate + 0.1 * (delta.exp() - delta - 1) - 0.02 * entropy
@@ -311,3 +313,15 @@ def test_learning_rate_schedules() -> None:
     assert lr_factor(6, 4, 8, "cosine") == pytest.approx(0.5)
     with pytest.raises(ValueError, match="constant, linear, cosine"):
         lr_factor(6, 4, 8, "step")
+
+
+def test_line_17_a_loss_that_is_not_finite_is_skipped_whatever_its_gradient() -> None:
+    """Of any rank, in any part of the loss."""
+    actor, before = make_actor(), weights(make_actor())
+    for parameter in actor.engine.learned().values():
+        parameter.grad = torch.ones_like(parameter)
+    sums = torch.tensor([torch.inf, 1.0])
+    batch = make_batch(LENGTHS)
+    metrics = apply_update(actor.engine, "actor", batch, 1, ("loss", "weight"), sums)
+    assert metrics["actor/skipped_updates"] == 1
+    assert all(torch.equal(weights(actor)[name], x) for name, x in before.items())

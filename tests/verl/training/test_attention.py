@@ -1,5 +1,6 @@
 """Packed attention against the models' own attention on one sequence at a time."""
 
+import functools
 import inspect
 import itertools
 import sys
@@ -11,7 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from verl.training.attention import (
     PACKED,
@@ -35,11 +44,17 @@ SIZES = {
 
 @pytest.mark.parametrize(
     ("config", "model"),
-    [(LlamaConfig, LlamaForCausalLM), (Qwen2Config, Qwen2ForCausalLM)],
-    ids=["llama", "qwen2"],
+    [
+        (LlamaConfig, LlamaForCausalLM),
+        (Qwen2Config, Qwen2ForCausalLM),
+        (functools.partial(GraniteConfig, attention_multiplier=0.9), GraniteForCausalLM),
+    ],
+    ids=["llama", "qwen2", "a scale of its own"],
 )
-def test_packed_logits_equal_one_by_one(config: type, model: type) -> None:
-    """A token sees its own sequence's prefix and nothing of its neighbours."""
+def test_packed_logits_equal_one_by_one(
+    config: Callable[..., PretrainedConfig], model: type
+) -> None:
+    """A token sees its own sequence's prefix and nothing of its neighbours, scaled as it says."""
     torch.manual_seed(0)
     plain = model(config(**SIZES, initializer_range=0.2, attn_implementation="eager")).eval()
     ids = torch.randint(0, 61, (1, sum(LENGTHS)))
