@@ -23,8 +23,8 @@ QUERY = "capital of France"
 PROBE_S = 30.0
 """Longest that one attempt of a probe, or the question for fingerprints, may take."""
 FIX = "start it (bash retrieval_launch.sh)"
-OF_ONE_QUERY = 424
-"""The status of a refusal that another query need not meet: a replay does not know this one."""
+OF_ONE_QUERY, REPLAY = 424, "replay"
+"""The status of a refusal that says nothing of other queries where the server is a replay."""
 
 
 class RetrieverTool(Tool):
@@ -73,8 +73,6 @@ class RetrieverTool(Tool):
         except RetrieverUnavailable as error:
             return error.reason
         except RetrieverRefused as error:
-            if error.status == OF_ONE_QUERY:
-                return ""
             if error.status is None:  # not an answer of a retriever: it may yet come back
                 return str(error)
             raise ToolRefused(f"{self.name}: {error}") from error
@@ -87,7 +85,12 @@ class RetrieverTool(Tool):
             url, options.topk, timeout=min(options.timeout, PROBE_S), max_retries=2,
             deadline=seconds, log_level=logging.DEBUG,
         ) as client:  # fmt: skip
-            await self.try_out(client)
+            try:
+                await self.try_out(client)
+            except RetrieverRefused as error:
+                is_alone = error.status == OF_ONE_QUERY
+                if not is_alone or (await client.info()).get("retriever") != REPLAY:
+                    raise
 
 
 def failure(error: SearchError, faults: Mapping[str, int]) -> ToolError:

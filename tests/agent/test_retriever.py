@@ -132,7 +132,7 @@ def visit_tool(url: str) -> VisitTool:
         ([(500, b"x")] * 9, "500"),
         ([(200, b"<html>")], ""),
         ([(200, b"<html>")] * 9, "outside the wire contract"),
-        ([(424, b"not in the record")] * 9, ""),
+        ([(424, b"not in the record"), (200, b'{"retriever": "replay"}')], ""),
     ],
 )
 def test_a_probe_tells_whether_searches_are_answered(
@@ -150,7 +150,7 @@ def test_a_probe_tells_whether_searches_are_answered(
 
 
 @pytest.mark.parametrize("make", [search_tool, visit_tool])
-@pytest.mark.parametrize("status", [302, 400, 401, 403, 404, 405, 413, 422])
+@pytest.mark.parametrize("status", [302, 400, 401, 403, 404, 405, 413, 421, 422])
 def test_a_refusal_is_no_outage_to_wait_for(
     make: Callable[[str], RetrieverTool], status: int
 ) -> None:
@@ -161,6 +161,13 @@ def test_a_refusal_is_no_outage_to_wait_for(
     line = str(caught.value)
     assert url in line and str(status) in line and "what [31m is wrong" in line
     assert line.isprintable() and len(app.requests) == 1
+
+
+def test_a_service_that_refuses_for_good_is_no_replay() -> None:
+    """A wrong key and a spent quota of an online service have the status of an unknown query."""
+    app = Scripted((424, b"the quota is spent"), (200, b'{"retriever": "serper"}'))
+    with running(app) as url, pytest.raises(ToolRefused, match="the quota is spent"):
+        search_tool(url).probe(30.0)
 
 
 def test_a_probe_asks_as_the_run_does(monkeypatch: pytest.MonkeyPatch) -> None:

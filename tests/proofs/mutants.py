@@ -50,7 +50,12 @@ HEART: Mapping[str, Sequence[str]] = MappingProxyType(
         "verl/agent/dialogue.py": ["tests/verl/agent", "tests/agent"],
         "verl/agent/grammar.py": ["tests/agent", "tests/rewards"],
         "verl/agent/tags.py": ["tests/agent", "tests/verl/agent"],
-        "search_r1/search/client.py": ["tests/search/test_client.py"],
+        "verl/rollout/retry.py": ["tests/verl/rollout/test_retry.py"],
+        "search_r1/agent/retriever.py": ["tests/agent/test_retriever.py"],
+        "search_r1/search/client.py": [
+            "tests/search/test_client.py",
+            "tests/search/test_client_connections.py",
+        ],
         "verl/checkpoint/folders.py": ["tests/verl/checkpoint/test_folders.py"],
         "verl/checkpoint/saver.py": ["tests/verl/checkpoint/test_saver.py"],
     }
