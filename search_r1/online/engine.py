@@ -4,10 +4,10 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from typing import Any, TypeVar
 
 from search_r1.online.addresses import AddressPolicy
-from search_r1.online.cache import Cache, open_cache
 from search_r1.online.fetch import Deadline, PageFetcher
 from search_r1.online.keys import read_credentials
 from search_r1.online.pages import PageReader
@@ -20,8 +20,11 @@ from search_r1.search.errors import SetupError
 from search_r1.search.extras import install_command
 from search_r1.search.schema import Document, Hit
 from search_r1.search.timing import stage
+from search_r1.storage import FileStore, MemoryStore, Storage, StorageError
 
 T = TypeVar("T")
+NUM_RECENT_ANSWERS = 4096
+NUM_RECENT_PAGES = 512
 NUM_REQUESTS = 16
 """Requests to the service that are under way at once."""
 NUM_FETCHES = 64
@@ -35,13 +38,13 @@ class OnlineRetriever:
     num_documents = 0
 
     def __init__(
-        self, upstream: Upstream, config: OnlineConfig, cache: Cache, pages: PageReader | None
+        self, upstream: Upstream, config: OnlineConfig, answers: Storage, pages: PageReader | None
     ) -> None:
-        """`cache` keeps the service's answers; `pages` replaces snippets by the pages' texts."""
+        """`answers` keeps the service's; `pages` replaces snippets by the pages' texts."""
         self.name = upstream.service.name
         self._upstream = upstream
         self._config = config
-        self._cache = cache
+        self._answers = answers
         self._pages = pages
         self._scope = fingerprint(self._service_facts())
         self._requests = ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="online")
@@ -70,7 +73,7 @@ class OnlineRetriever:
         """Wait for what is under way and let go of connections and files."""
         self._requests.shutdown(cancel_futures=True)
         self._fetches.shutdown(cancel_futures=True)
-        for part in (self._upstream, self._pages, self._cache):
+        for part in (self._upstream, self._pages, self._answers):
             if part is not None:
                 part.close()
 
@@ -85,10 +88,12 @@ class OnlineRetriever:
         asked = self._upstream.service.shorten(query)
         if not asked:
             return []
-        found = self._cache.answer(self._scope, asked, k)
-        if found is None:
-            found = self._ask_pages(asked, k)
-            self._cache.keep_answer(self._scope, asked, k, found)
+        key = ("answer", self._scope, asked, k)
+        kept = self._answers.get([key])
+        if key in kept:
+            return [Found(*fields) for fields in kept[key]]
+        found = self._ask_pages(asked, k)
+        self._answers.put({key: [astuple(result) for result in found]})
         return found
 
     def _ask_pages(self, query: str, k: int) -> list[Found]:
@@ -125,14 +130,28 @@ def open_online(name: str, config: OnlineConfig, policy: AddressPolicy) -> Onlin
     """The service `name`; pages are fetched from where `policy` allows. Raises SetupError."""
     service = SERVICES[name]
     upstream = Upstream(service, read_credentials(service), config)
-    cache, pages = open_cache(config.online_cache), None
+    (answers, texts), pages = open_stores(config.online_cache), None
     if config.page_text:
         if importlib.util.find_spec("trafilatura") is None:
             command = install_command("online")
             raise SetupError(f"--page_text needs trafilatura; install it: {command}")
         fetcher, scope = PageFetcher(policy, config.page_bytes), {"page_bytes": config.page_bytes}
-        pages = PageReader(fetcher, cache, fingerprint(scope), config.page_chars)
-    return OnlineRetriever(upstream, config, cache, pages)
+        pages = PageReader(fetcher, texts, fingerprint(scope), config.page_chars)
+    return OnlineRetriever(upstream, config, answers, pages)
+
+
+def open_stores(path: str | None) -> tuple[Storage, Storage]:
+    """Of answers and of pages: the file at `path`, or for None the last ones, in memory.
+
+    In memory they spare paying twice for a batch that failed in part. Raises SetupError.
+    """
+    if path is None:
+        return MemoryStore(NUM_RECENT_ANSWERS), MemoryStore(NUM_RECENT_PAGES)
+    try:
+        file = FileStore(path, "--online_cache")
+    except StorageError as error:
+        raise SetupError(str(error)) from error
+    return file, file
 
 
 def _all(pool: ThreadPoolExecutor, work: Callable[[str], T], items: Sequence[str]) -> list[T]:

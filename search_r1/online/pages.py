@@ -4,11 +4,14 @@ import logging
 import re
 
 from search_r1.online.addresses import AddressPolicy
-from search_r1.online.cache import Cache
 from search_r1.online.fetch import Deadline, PageError, PageFetcher
 from search_r1.online.reading import READERS, Article
+from search_r1.storage import Storage
 
 logger = logging.getLogger(__name__)
+
+MOST_KEPT = 100_000
+"""Characters of a page; beyond them only what is asked for."""
 
 
 def visit(
@@ -31,25 +34,27 @@ def visit(
 
 
 class PageReader:
-    """Texts of pages, from the cache where they are kept."""
+    """Texts of pages, kept ones first."""
 
-    def __init__(self, fetcher: PageFetcher, cache: Cache, scope: str, most_chars: int) -> None:
-        """`scope` tells the cache's pages apart by how they were read."""
+    def __init__(self, fetcher: PageFetcher, texts: Storage, scope: str, most_chars: int) -> None:
+        """`scope` tells the pages of `texts` apart by how they were read."""
         self._fetcher = fetcher
-        self._cache = cache
+        self._texts = texts
         self._scope = scope
         self._most_chars = most_chars
 
     def text(self, url: str, deadline: Deadline) -> str | None:
         """The first characters of the page's text, cut at a word; None if it cannot be read."""
-        text = self._cache.page(self._scope, url)
+        key = ("page", self._scope, url)
+        text = self._texts.get([key]).get(key)
         if text is None:
             try:
-                text = READERS.read(self._fetcher.fetch(url, deadline), deadline).text
+                whole = READERS.read(self._fetcher.fetch(url, deadline), deadline).text
+                text = cut(whole, max(MOST_KEPT, self._most_chars))
             except PageError as error:
                 logger.info("no text of page %r: %s", url, error)
                 return None
-            self._cache.keep_page(self._scope, url, text)
+            self._texts.put({key: text})
         return cut(text, self._most_chars)
 
     def close(self) -> None:

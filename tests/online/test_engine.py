@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from search_r1.online import engine as online_engine
 from search_r1.online import upstream
 from search_r1.online.addresses import AddressPolicy
 from search_r1.online.engine import OnlineRetriever, open_online
@@ -326,6 +327,28 @@ def test_answers_outlive_the_server(start: Any, documented: Any, tmp_path: Path)
     assert len(server.asked) == count
     second.search(["river"], 2)
     assert len(server.asked) == count + 1
+
+
+def test_the_last_answers_stay_in_memory(
+    start: Any, documented: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a file the last used answers are kept, by query and k, and older ones forgotten."""
+    monkeypatch.setattr(online_engine, "NUM_RECENT_ANSWERS", 2)
+    server, open_engine = start()
+    engine = open_engine()
+    for query, k in (("a", 1), ("b", 1), ("a", 1), ("c", 1), ("a", 1), ("b", 1), ("b", 2)):
+        engine.search([query], k)
+    asked = [documented.asked_for(one)[:2] for one in server.asked]
+    assert asked == [("a", 1), ("b", 1), ("c", 1), ("b", 1), ("b", 2)]
+
+
+def test_what_is_no_cache_is_refused(tmp_path: Path) -> None:
+    """A file of another kind, or a folder that is missing, is said at start and left alone."""
+    (tmp_path / "corpus.jsonl").write_text('{"id": "1"}\n' * 100)
+    for path in (tmp_path / "corpus.jsonl", tmp_path / "none" / "c"):
+        with pytest.raises(SetupError, match="--online_cache"):
+            online_engine.open_stores(str(path))
+    assert (tmp_path / "corpus.jsonl").read_text() == '{"id": "1"}\n' * 100
 
 
 def test_a_failed_batch_is_not_paid_for_twice(start: Any, documented: Any) -> None:

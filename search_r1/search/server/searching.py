@@ -70,10 +70,13 @@ class Searcher:
         start = time.perf_counter()
         try:
             found = self._retriever.search(queries, k)
-        except SearchError as error:
-            if len(queries) == 1:
+        except Exception as error:
+            if len(queries) > 1:
+                return [result for query in queries for result in self._search([query], k)]
+            if isinstance(error, SearchError):
                 return [error]
-            return [result for query in queries for result in self._search([query], k)]
+            logger.error("the engine failed unexpectedly", exc_info=error)
+            return [SearchError(f"the engine failed: {type(error).__name__}: {error}")]
         if len(found) != len(queries):
             return [SearchError(f"{len(found)} results for {len(queries)} queries")] * len(queries)
         if self._disk is not None or self._recorder is not None:
