@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -23,7 +23,8 @@ def whole_file(path: Path, *, is_lasting: bool = False) -> Iterator[Path]:
         if is_lasting:
             flush(path.parent)
     except BaseException:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # it may not be there, or the disk be read-only
+            part.unlink()
         raise
 
 

@@ -22,6 +22,8 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from transformers import AutoModel, AutoTokenizer
 
+from search_r1.search.server.running import bind, write_port
+
 MAX_LENGTH = 256
 
 
@@ -102,7 +104,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--index_file", required=True, help="FAISS file")
     parser.add_argument("--model", required=True, help="encoder folder")
     parser.add_argument("--cache", type=Path, help="folder for the table")
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--port_file", type=Path, help="receives the port")
     parser.add_argument("--threads", type=int, default=0, help="0: the libraries' own choice")
     parser.add_argument("--concurrent", action="store_true", help="requests do not take turns")
     args = parser.parse_args(argv)
@@ -112,7 +116,11 @@ def main(argv: list[str] | None = None) -> int:
     cache = str(args.cache) if args.cache else None
     search = Search(args.corpus_path, args.index_file, args.model, cache)
     app = create_app(search, is_concurrent=args.concurrent)
-    uvicorn.run(app, host="127.0.0.1", port=args.port, log_level="warning", access_log=False)
+    with bind(args.host, args.port) as bound:
+        if args.port_file:
+            write_port(args.port_file, bound.getsockname()[1])
+        config = uvicorn.Config(app, log_level="warning", access_log=False)
+        uvicorn.Server(config).run(sockets=[bound])
     return 0
 
 

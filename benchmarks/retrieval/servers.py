@@ -1,24 +1,21 @@
 """The servers that are compared, each a child process: ours with its engines, and the baseline."""
 
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 import psutil
 
 from benchmarks.retrieval.corpora import Place
-from search_r1.search.errors import RetrieverUnavailable
-from search_r1.search.local_server import LocalServer
+from search_r1.search.local_server import MODULE, LocalServer
 
 START_S = 600.0
 BASELINES = ("baseline", "baseline-concurrent")
+BASELINE = "benchmarks.retrieval.baseline_server"
 
 
 @dataclass(frozen=True)
@@ -87,52 +84,14 @@ def serving(name: str, place: Place, model: str, threads: int, *extra: str) -> I
     log.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     if name in BASELINES:
-        with _baseline(name, place, model, threads, log) as (url, pid):
-            yield Running(url, pid, time.perf_counter() - start)
-        return
-    flags = [*engine_flags(name, place, model), *extra]
-    with LocalServer(flags, timeout=START_S, log_path=log) as server:
+        flags, module = _baseline_flags(name, place, model, threads), BASELINE
+    else:
+        flags, module = [*engine_flags(name, place, model), *extra], MODULE
+    with LocalServer(flags, timeout=START_S, log_path=log, module=module) as server:
         yield Running(server.url, server.pid, time.perf_counter() - start)
 
 
-@contextmanager
-def _baseline(
-    name: str, place: Place, model: str, threads: int, log: Path
-) -> Iterator[tuple[str, int]]:
-    port = _free_port()
-    command = [sys.executable, "-m", "benchmarks.retrieval.baseline_server", "--port", str(port)]
-    command += ["--corpus_path", str(place.corpus), "--index_file", str(place.flat)]
-    command += ["--model", model, "--threads", str(threads)]
-    command += ["--cache", str(place.cache / "datasets")]
-    command += ["--concurrent"] if name.endswith("concurrent") else []
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        _await(f"http://127.0.0.1:{port}", process, log)
-        yield f"http://127.0.0.1:{port}", process.pid
-    finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
-
-
-def _await(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    """Wait for `/health`; raises RetrieverUnavailable with the log's end."""
-    deadline = time.monotonic() + START_S
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            if httpx.get(f"{url}/health", timeout=5.0, trust_env=False).is_success:
-                return
-        except httpx.TransportError:
-            time.sleep(0.05)
-    words = log.read_bytes()[-2000:].decode(errors="replace")
-    raise RetrieverUnavailable(f"the baseline did not start (limit {START_S:g} s):\n{words}")
+def _baseline_flags(name: str, place: Place, model: str, threads: int) -> list[str]:
+    flags = ["--corpus_path", str(place.corpus), "--index_file", str(place.flat)]
+    flags += ["--model", model, "--threads", str(threads), "--cache", str(place.cache / "datasets")]
+    return [*flags, "--concurrent"] if name.endswith("concurrent") else flags

@@ -17,6 +17,7 @@ import orjson
 from pydantic import TypeAdapter
 
 from search_r1.search.errors import IndexMismatch
+from verl.files import whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +49,8 @@ class Checksums:
 
     def save(self, target: Path) -> None:
         """Write them beside `target`, whole or not at all."""
-        path = place(target)
-        temporary = path.with_name(f".{path.name}.partial")
-        temporary.write_bytes(self._text())
-        temporary.replace(path)
+        with whole_file(place(target)) as part:
+            part.write_bytes(self._text())
 
     @classmethod
     def load(cls, target: Path) -> "Checksums":

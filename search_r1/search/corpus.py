@@ -22,6 +22,7 @@ from search_r1.search import checksums
 from search_r1.search.checksums import Checksums, Sums, chosen
 from search_r1.search.errors import CorpusError
 from search_r1.search.schema import Document
+from verl.files import whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -233,12 +234,11 @@ def _scan(path: Path, data: mmap.mmap, status: os.stat_result) -> tuple[Offsets,
 def _save(path: Path, values: Offsets, sums: Sums) -> None:
     """Write the sidecars; without the right to write, the scan repeats at each start."""
     sidecar = path.with_name(path.name + OFFSETS)
-    temporary = sidecar.with_name(f".{sidecar.name}.{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
-            np.save(file, values, allow_pickle=False)
-        checksums.place(path).unlink(missing_ok=True)  # a kill leaves none rather than others
-        temporary.replace(sidecar)
+        with whole_file(sidecar) as part:
+            with part.open("wb") as file:
+                np.save(file, values, allow_pickle=False)
+            checksums.place(path).unlink(missing_ok=True)  # a kill leaves none rather than others
         Checksums({"": sums, OFFSETS: checksums.sums_of(sidecar)}).save(path)
     except OSError as error:
         logger.warning("cannot keep row offsets in %s (%s): each start scans", sidecar, error)

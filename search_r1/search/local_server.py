@@ -14,6 +14,7 @@ import httpx
 from search_r1.search.errors import RetrieverUnavailable
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+MODULE = "search_r1.search.retrieval_server"
 POLL_S = 0.05
 STOP_S = 10.0
 LOG_TAIL_BYTES = 2000
@@ -32,14 +33,16 @@ class LocalServer:
         port: int = 0,
         timeout: float = 120.0,
         log_path: str | Path | None = None,
+        module: str = MODULE,
     ) -> None:
         """`args` are the server's flags without host and port; `timeout` to be healthy, in s.
 
-        `port` 0 takes any free one.
+        `port` 0 takes any free one; another `module` takes host, port and port_file likewise.
         """
         self._args = args
         self._timeout = timeout
         self._log_path = log_path
+        self._module = module
         self.port = port
 
     @property
@@ -63,7 +66,7 @@ class LocalServer:
         self._log = Path(self._log_path or Path(self._folder.name) / "server.log")
         self._log.parent.mkdir(parents=True, exist_ok=True)
         port_file = Path(self._folder.name) / "port"
-        command = [sys.executable, "-m", "search_r1.search.retrieval_server", *self._args]
+        command = [sys.executable, "-m", self._module, *self._args]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--port_file", str(port_file)]
         paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -18,6 +18,7 @@ from search_r1.search.server.config import TOKEN_VARIABLE
 from search_r1.search.server.connections import configure
 from search_r1.search.server.hosts import LOOPBACK, checked
 from search_r1.search.server.http_errors import misdirected
+from verl.files import whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -130,10 +131,9 @@ def _taken(host: str, port: int, error: Exception) -> SetupError:
 
 def write_port(file: Path, port: int) -> None:
     """Say in a file which port is served; it appears whole or not at all."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        temporary.write_text(f"{port}\n")
-        temporary.replace(file)
+        with whole_file(file) as part:
+            part.write_text(f"{port}\n")
     except OSError as error:
         raise SetupError(f"--port_file {file} cannot be written ({error})") from error
 
