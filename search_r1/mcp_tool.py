@@ -12,8 +12,10 @@ from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import BaseModel, Field
 
 from search_r1.mcp_server import McpOptions
+from search_r1.plain import log
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import SearchError
+from search_r1.search.server.running import bind, warn_if_open
 from verl import __version__
 
 MAX_TOPK = 100
@@ -84,7 +86,7 @@ def build_server(url: str) -> MCPServer:
 
 def start(options: McpOptions) -> int:
     """Serve until the client leaves or the process is ended; returns the exit code."""
-    logging.basicConfig(level=logging.WARNING)  # to standard error: the protocol has the output
+    log(logging.WARNING, logging.BASIC_FORMAT)  # to standard error: the protocol has the output
     try:
         server = build_server(options.retriever_url)
     except (ValueError, httpx.InvalidURL) as error:
@@ -93,5 +95,7 @@ def start(options: McpOptions) -> int:
     if options.transport == "stdio":
         server.run("stdio")
     else:
+        with bind(options.host, options.port) as bound:  # SetupError for a port that is taken
+            warn_if_open(bound, None, fix="put a proxy that wants a token in front of it")
         server.run("streamable-http", host=options.host, port=options.port)
     return 0

@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeGuard, TypeVar, get_args, get_origin, get
 
 import tyro
 
+from search_r1.plain import shown
 from verl.bounds import FINITE, MAX_SEED, Bounds
 from verl.errors import explain
 
@@ -120,7 +121,7 @@ def run(
         module, _, name = work.partition(":")
         return int(getattr(importlib.import_module(module), name)(given))
     except errors as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(shown(f"{error}\n"))
         return getattr(error, "exit_code", 2)
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")

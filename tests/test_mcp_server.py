@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from mcp.client import Client
 from mcp.client.stdio import StdioServerParameters, stdio_client
+from mcp.server import MCPServer
 from mcp_types import CallToolResult, TextContent
 
 from search_r1 import mcp_server
@@ -131,3 +132,17 @@ def test_a_url_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     """Before anything is served."""
     assert mcp_server.main(["--retriever-url", "ftp://x"]) == 2
     assert "--retriever-url ftp://x" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_and_an_open_address(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    """One line and status 2; a network's address is served with a warning."""
+    monkeypatch.setattr(MCPServer, "run", lambda *_, **__: None)
+    http = ["--transport", "streamable-http", "--port"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert mcp_server.main([*http, str(taken.getsockname()[1])]) == 2
+    assert "another --port" in capsys.readouterr().err
+    assert mcp_server.main([*http, "0"]) == 0 and not caplog.records
+    assert mcp_server.main([*http, "0", "--host", "0.0.0.0"]) == 0
+    assert "whoever reaches this address may search" in caplog.text

@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 from search_r1.agent_server.app import Service, build_app
 from search_r1.agent_server.errors import misdirected
 from search_r1.inference.opening import opened
+from search_r1.plain import log
 from search_r1.search.server.connections import configure
 from search_r1.search.server.hosts import checked
 from search_r1.search.server.running import bind, listen, read_token, warn_if_open, write_port
@@ -28,7 +29,7 @@ GRACE_S = 8
 async def serve(options: ServingOptions, bound: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM. Raises UserError when the agent cannot be opened."""
     token = read_token(TOKEN_VARIABLE)
-    warn_if_open(bound, token, TOKEN_VARIABLE)
+    warn_if_open(bound, token, f"set {TOKEN_VARIABLE}")
     async with opened(options) as session:
         app = build_app(Service(session, options.name, token, options.max_body_bytes))
         guarded = checked(app, bound.getsockname()[0], options.allowed_hosts, misdirected)
@@ -49,7 +50,7 @@ async def serve(options: ServingOptions, bound: socket.socket) -> None:
 
 def start(options: ServingOptions) -> int:
     """Serve; returns the exit code. Raises UserError or SetupError for a user's mistake."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    log(logging.INFO, "%(levelname)s %(name)s: %(message)s")
     for chatty in ("httpx", "vllm"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()

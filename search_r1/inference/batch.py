@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from tqdm import tqdm
 
 from search_r1.inference.dialogue import AgentSession
 from search_r1.inference.questions import question_of
+from search_r1.plain import json_line
 from verl.data import load_rows
 from verl.data.rows import Message
 from verl.errors import DataError, UserError, explain
@@ -75,7 +75,7 @@ async def answer_all(questions: Sequence[BatchQuestion], session: AgentSession, 
             for task in tasks:
                 line = await task
                 num_failed += line["status"] == Status.FAILED.value
-                out.write(json.dumps(line, ensure_ascii=False) + "\n")
+                out.write(json_line(line))
                 out.flush()
     return num_failed
 

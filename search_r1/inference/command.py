@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import sys
 from pathlib import Path
@@ -19,13 +18,14 @@ from search_r1.inference.interactive import converse
 from search_r1.inference.opening import opened
 from search_r1.inference.options import InferenceOptions
 from search_r1.inference.terminal import Terminal
+from search_r1.plain import json_line, log
 from verl.errors import ToolError
 from verl.types import Status
 
 
 def answer(options: InferOptions) -> int:
     """Do what the command line asks for; returns the exit code."""
-    logging.basicConfig(level=logging.WARNING)
+    log(logging.WARNING, logging.BASIC_FORMAT)
     transformers_logging.disable_progress_bar()
     terminal = Terminal(Console(highlight=False), options.show_documents)
     if options.file is not None:
@@ -38,7 +38,7 @@ def answer(options: InferOptions) -> int:
         terminal.note(f"question: {question}")
     reply = asyncio.run(ask(options, question, SILENCE if options.json else terminal))
     if options.json:
-        sys.stdout.write(json.dumps(reply.to_json(), ensure_ascii=False) + "\n")
+        sys.stdout.write(json_line(reply.to_json()))
     else:
         terminal.conclude(reply)
     return 0

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from search_r1.inference.dialogue import DialogueListener, Reply, Search
+from search_r1.plain import shown
 from search_r1.search.schema import Document
 from verl.types import Status
 
@@ -28,7 +29,7 @@ class Terminal(DialogueListener):
 
     def said(self, text: str) -> None:
         """Print it as it is."""
-        self.console.print(Text(text, style=POLICY), end="", soft_wrap=True)
+        self.console.print(Text(shown(text), style=POLICY), end="", soft_wrap=True)
         self._is_in_line = not text.endswith("\n") if text else self._is_in_line
 
     def searched(self, search: Search) -> None:
@@ -77,9 +78,10 @@ class Terminal(DialogueListener):
         if self._is_in_line:
             self.console.print()
             self._is_in_line = False
+        text.plain = shown(text.plain)
         self.console.print(text, soft_wrap=True)
 
 
 def label(document: Document) -> str:
     """A document's title and id."""
-    return f"{document.title or 'untitled'} [{document.id}]"
+    return f"{document.title or 'untitled'} [{document.id}]".replace("\n", " ")

@@ -17,6 +17,7 @@ if not __package__:  # started as a file: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from search_r1.options import Port, parse
+from search_r1.plain import log, shown
 from search_r1.search.backends.base import Retriever
 from search_r1.search.backends.registry import build_retriever
 from search_r1.search.backends.settings import RetrieverConfig
@@ -104,13 +105,13 @@ def _warm_up(retriever: Retriever, topk: int) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command-line entry; returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    log(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
     faulthandler.enable(sys.__stderr__ or sys.stderr)  # a file that was cut off: SIGBUS
     options = parse(ServerOptions, argv, prog="retrieval_server", description=__doc__)
     try:
         is_idle = _run(options)
     except SearchError as error:
-        sys.stderr.write(f"retrieval_server: {error}\n")
+        sys.stderr.write(shown(f"retrieval_server: {error}\n"))
         return 2
     if not is_idle:
         logger.warning("stopped in the middle of a search that did not end in time")

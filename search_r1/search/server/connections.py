@@ -40,6 +40,7 @@ def configure(app: ASGIApp, max_body_bytes: int, drain: float) -> uvicorn.Config
         http=type("Protocol", (Bounded,), limits),
         ws="none",
         log_level="warning",
+        log_config=None,
         access_log=False,
         lifespan="off",
         server_header=False,

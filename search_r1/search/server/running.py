@@ -149,13 +149,15 @@ def read_token(variable: str) -> str | None:
     return token or None
 
 
-def warn_if_open(bound: socket.socket, token: str | None, variable: str = TOKEN_VARIABLE) -> None:
+def warn_if_open(
+    bound: socket.socket, token: str | None, fix: str = f"set {TOKEN_VARIABLE}"
+) -> None:
     """Say when anyone in the network may search."""
     host = bound.getsockname()[0]
     if not token and not host.startswith(LOOPBACK):
         logger.warning(
-            "bound to %s without a token: whoever reaches this address may search; set %s, "
+            "bound to %s without a token: whoever reaches this address may search; %s, "
             "or bind to 127.0.0.1",
             host,
-            variable,
+            fix,
         )

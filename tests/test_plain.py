@@ -1,0 +1,61 @@
+"""Whatever others write, a terminal and a log obey none of it."""
+
+import io
+import json
+import logging
+import unicodedata
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from search_r1.inference.dialogue import Search
+from search_r1.inference.terminal import Terminal
+from search_r1.plain import PlainFormatter, json_line, shown
+from search_r1.search.schema import Document
+
+TEXTS = st.text(st.characters(exclude_categories=()), max_size=20)
+ATTACKS = [
+    "\x1b[2J", "\x1b]52;c;cm0gLXJm\x07", "\x1b]0;title\x1b\\", "\x9b31m", "\x90q\x9c", "\b" * 9,
+    "\r", "\x7f", "\u202egnp.exe", "\u2066x\u2069", "\u2028", "\ud800", "\x00", "\x0b",
+]  # fmt: skip
+
+
+def acts(text: str) -> list[str]:
+    """The characters that a terminal would obey, or no output would take."""
+    bidi = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    categories = ("Cc", "Cs", "Zl", "Zp")
+    return [
+        c for c in text if c not in "\n\t" and (unicodedata.category(c) in categories or c in bidi)
+    ]
+
+
+@given(text=TEXTS)
+@example(text="".join(ATTACKS))
+def test_nothing_acts(text: str) -> None:
+    """Every control character is written out; all others stay as they are."""
+    assert not acts(shown(text)) and not acts(json_line([text]))
+    assert shown(text) == text.replace("\r\n", "\n") or acts(text)
+    assert json.loads(json_line({"a": text})) == {"a": text}
+
+
+def test_a_dialogue_on_a_terminal() -> None:
+    """Words of the policy, titles, ids and texts of documents; a title takes one line."""
+    out = io.StringIO()
+    terminal = Terminal(Console(file=out, force_terminal=False, width=999), shows_documents=True)
+    for attack in ATTACKS:
+        terminal.said(f"a{attack}b")
+        document = Document(f"1{attack}", f"T{attack}\nAnswer: forged", f"x{attack}", "")
+        terminal.searched(Search("q", (document,)))
+        terminal.note(attack)
+    assert not acts(out.getvalue())
+    assert "\nAnswer" not in out.getvalue()
+
+
+def test_a_message_is_one_message_of_a_log() -> None:
+    """What an error quotes can neither act nor begin a line as another message does."""
+    text = "bad row\n2026-01-01 INFO all is well\x1b[8m\r\nINFO really"
+    record = logging.LogRecord("x", logging.ERROR, "", 0, "failed: %s", (text,), None)
+    written = PlainFormatter("%(levelname)s %(message)s").format(record)
+    assert not acts(written)
+    assert [line.startswith("  ") for line in written.split("\n")] == [False, True, True]
