@@ -55,6 +55,7 @@ class RetrieverTool(Tool):
         """Each address that does not serve this run; `/health` needs no token and no limit."""
         if self.options.url == EMPTY:
             return
+        seconds = max(seconds, min(self.options.timeout, PROBE_S))  # a first search may be slow
         for address in map(str.strip, self.options.url.split(",")):
             try:
                 problem = self._problem(address, seconds)

@@ -182,14 +182,22 @@ def test_a_probe_asks_as_the_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_probe_takes_no_longer_than_it_may() -> None:
-    """A server that accepts and says nothing is away."""
+    """A server that accepts and says nothing is away; before a run, a first search may be slow."""
+    slow = Scripted()
 
     async def silent(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
+    async def late(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.6)
+        await slow(scope, receive, send)
+
     with running(silent) as url:
         assert "does not answer" in search_tool(url).probe(0.2)
+    with running(late) as url:
+        assert "does not answer" in search_tool(url).probe(0.2)
+        assert list(search_tool(url).preflight(0.2)) == []
 
 
 @pytest.mark.parametrize(
