@@ -9,7 +9,6 @@ import logging
 import random
 import textwrap
 import zlib
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -115,24 +114,24 @@ def check(target: Path, *, whole: bool = False) -> Checksums | None:
     """
     if not place(target).exists():
         if target.exists():
-            logger.warning(
-                "%s has no checksums to notice damage; add them: %s", target, add_command(target)
-            )
+            logger.warning("%s has no checksums; add them: %s", target, add_command(target))
         return None
     known = Checksums.load(target)
-    if whole:
-        logger.info("comparing all of %s with its checksums", target)
-    for name, numbers in _chosen(known, whole).items():
-        path, sums = Path(f"{target}{name}"), known.files[name]
-        try:
+    path = target
+    try:
+        for name, sums in known.files.items():
+            path = Path(f"{target}{name}")
             if (size := path.stat().st_size) != sums.size:
                 raise IndexMismatch(_wrong(path, f"{size} bytes instead of {sums.size}", target))
-            for number, crc in _read(path, numbers):
-                if crc != sums.crc32[8 * number : 8 * number + 8]:
-                    where = f"other content in the {BLOCK} bytes from byte {number * BLOCK} on"
-                    raise IndexMismatch(_wrong(path, where, target))
-        except OSError as error:
-            raise IndexMismatch(_wrong(path, str(error), target)) from error
+        for name, number in _blocks(known, whole):
+            path, digits = Path(f"{target}{name}"), known.files[name].crc32
+            with path.open("rb") as file:
+                file.seek(number * BLOCK)
+                if crcs(file.read(BLOCK)) != digits[8 * number : 8 * number + 8]:
+                    got = f"other content in the {BLOCK} bytes from byte {number * BLOCK} on"
+                    raise IndexMismatch(_wrong(path, got, target))
+    except OSError as error:
+        raise IndexMismatch(_wrong(path, str(error), target)) from error
     return known
 
 
@@ -143,27 +142,16 @@ def chosen(count: int, most: int = SAMPLED) -> list[int]:
     return sorted({0, count - 1, *random.sample(range(count), most - 2)})
 
 
-def _chosen(known: Checksums, whole: bool) -> dict[str, list[int]]:
-    """The numbers of the blocks to compare, of every file the first and the last one."""
-    blocks = [(name, i) for name, sums in known.files.items() for i in range(_num_blocks(sums))]
-    taken = blocks if whole else [blocks[i] for i in chosen(len(blocks))]
-    ends = {name: {0, _num_blocks(s) - 1} - {-1} for name, s in known.files.items() if s.size}
-    numbers = {name: ends.get(name, set()) for name in known.files}
-    for name, number in taken:
-        numbers[name].add(number)
-    return {name: sorted(found) for name, found in numbers.items()}
-
-
-def _num_blocks(sums: Sums) -> int:
-    return -(-sums.size // BLOCK)
-
-
-def _read(path: Path, numbers: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """The checksums of some blocks of a file."""
-    with path.open("rb") as file:
-        for number in numbers:
-            file.seek(number * BLOCK)
-            yield number, crcs(file.read(BLOCK))
+def _blocks(known: Checksums, whole: bool) -> list[tuple[str, int]]:
+    """The blocks to compare, file by file: all, or some with the first and last of every file."""
+    ends = {name: -(-sums.size // BLOCK) for name, sums in known.files.items()}
+    blocks = [(name, i) for name, end in ends.items() for i in range(end)]
+    some = set() if whole else set(chosen(len(blocks)))
+    return [
+        block
+        for i, block in enumerate(blocks)
+        if whole or i in some or block[1] in (0, ends[block[0]] - 1)
+    ]
 
 
 def _wrong(path: Path, got: str, target: Path) -> str:

@@ -56,7 +56,7 @@ def _dense(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
 
 
 def keep_checksums(config: ChecksumConfig) -> None:
-    """Keep the checksums of indexes and corpus as they are now, or compare them.
+    """Keep the checksums of index and corpus as they are now, or compare them.
 
     Raises CorpusError or IndexMismatch for what is damaged, SetupError for what is not there.
     """
@@ -67,7 +67,10 @@ def keep_checksums(config: ChecksumConfig) -> None:
         corpus = Corpus.open(config.corpus_path, whole=config.verify)
         corpus.check_rows(whole=True)
         digest = corpus.fingerprint.digest
-    for index in _indexes(config.index_path):
+    if config.index_path is not None:
+        index = Path(config.index_path)
+        if not index.exists() or not (index.is_file() or any(p.is_file() for p in index.glob("*"))):
+            raise SetupError(f"--index_path {index} is no index; expected a file, or its folder")
         file = vectors_file(index)
         if file.is_file() and is_flat(file):
             FlatFile.open(file).check_finite(whole=True)
@@ -78,25 +81,6 @@ def keep_checksums(config: ChecksumConfig) -> None:
                 f"{index} has no checksums; `{checksums.add_command(index)}` adds them"
             )
         logger.info("%s: %s", index, "as it was" if config.verify else "checksums added")
-
-
-def _indexes(path: str | None) -> list[Path]:
-    """The index at `path`, or those in it."""
-    if path is None:
-        return []
-    around = Path(path)
-    if around.is_file() or _is_folder(around):
-        return [around]
-    inside = sorted(around.glob("*"))
-    found = [p for p in inside if _is_folder(p) or (p.is_file() and p.suffix == ".index")]
-    if not found:
-        raise SetupError(f"--index_path {path} is no index; expected a file or folder of one")
-    return found
-
-
-def _is_folder(path: Path) -> bool:
-    """Whether it is a folder of ours, or Lucene's."""
-    return (path / "manifest.json").exists() or any(path.glob("segments_*"))
 
 
 def main(argv: list[str] | None = None) -> int:

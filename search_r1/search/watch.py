@@ -37,9 +37,8 @@ def watching(roots: Iterable[str | None]) -> Iterator[None]:
                 now = _state(path)
                 if was and now and now[0] == was[0] and now != was and not problems:
                     problems.append(
-                        f"{path} was changed in place while it was served: got {now[1]} bytes, "
-                        f"expected the {was[1]} bytes that were opened; fix: write another file "
-                        "and rename it, then start the server again"
+                        f"{path} was changed in place while it was served, expected the file that "
+                        "was opened; fix: rename a new file into its place, start the server again"
                     )
                     logger.error("stopping: %s", problems[0])
             if problems:

@@ -155,17 +155,15 @@ def test_old_and_downloaded_indexes(
     assert main([*command, "--verify"]) == 2 and "damaged" in capsys.readouterr().err
 
 
-def test_all_indexes_of_a_folder_get_checksums(tmp_path: Path, built: Path) -> None:
-    """A download's folder is given once; a folder without an index is refused."""
-    bare, lucene = tmp_path / "e5_Flat.index", tmp_path / "bm25"
-    bare.write_bytes((built / "hash_Flat.index" / "vectors.faiss").read_bytes())
-    lucene.mkdir()
-    (lucene / "segments_1").write_bytes(b"abc")
+def test_a_folder_of_lucene_gets_checksums(tmp_path: Path) -> None:
+    """Its lock file does not count; a folder without files, or none at all, is refused."""
+    for name in ("nowhere", "empty"):
+        assert main(["checksums", "--index_path", str(tmp_path / name)]) == 2
+        (tmp_path / "empty").mkdir(exist_ok=True)
+    (tmp_path / "segments_1").write_bytes(b"abc")
     assert main(["checksums", "--index_path", str(tmp_path)]) == 0
-    assert check(bare) is not None and check(lucene) is not None
-    (lucene / "write.lock").touch()
-    check(lucene, whole=True)
-    assert main(["checksums", "--index_path", str(tmp_path / "nowhere")]) == 2
+    (tmp_path / "write.lock").touch()
+    assert check(tmp_path, whole=True) is not None
 
 
 def test_a_corpus_edited_within_its_time_is_refused(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class ChecksumConfig:
     """Whose checksums are kept or compared."""
 
     index_path: str | None = None
-    """a folder or FAISS file, or the folder around some"""
+    """the folder of an index, or a bare FAISS file"""
     corpus_path: str | None = None
     """its corpus, which a bare FAISS file is served with from then on, and no other"""
     verify: bool = False
