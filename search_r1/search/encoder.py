@@ -89,11 +89,17 @@ def open_encoder(config: EncoderConfig, max_length: int | None = None) -> Encode
 
     `max_length`: tokens of a passage that are encoded; the model's own limit if None.
     """
-    if config.query_model is None:
-        return _open_one(config, max_length)
-    queries = replace(config, retriever_model=config.query_model, query_model=None)
-    passages = replace(config, query_model=None)
-    return PairEncoder(_open_one(queries, max_length), _open_one(passages, max_length))
+    encoder = _open_one(replace(config, query_model=None), max_length)
+    if config.query_model is not None:
+        queries = replace(config, retriever_model=config.query_model, query_model=None)
+        encoder = PairEncoder(_open_one(queries, max_length), encoder)
+    for vectors in (encoder.encode_queries(["a"]), encoder.encode_passages(["a"])):
+        if not np.isfinite(vectors).all():
+            raise SetupError(
+                f"encoder {encoder.name}: got a vector that is not finite, expected numbers; fix: "
+                "download the model again, or compute in float32"
+            )
+    return encoder
 
 
 def check_pooling(encoder: Encoder, wanted: str | None) -> None:

@@ -5,6 +5,7 @@ Needs torch and transformers; imported only by the encoder and the reranker.
 
 import hashlib
 import socket
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,8 @@ from urllib.request import getproxies
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 
 from search_r1.search.errors import SetupError
 
@@ -21,6 +24,9 @@ T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 HUB_S = 10.0
 """How long a hub may take to be connected with."""
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
+              RuntimeError, SafetensorError, StrictDataclassError)  # fmt: skip
+"""What loading a damaged or alien model folder raises."""
 LARGEST_LENGTH = 1 << 20
 """A tokenizer without a limit reports a number far above this one."""
 
@@ -55,9 +61,10 @@ def explained(flag: str, model_path: str, load: Callable[[], T]) -> T:
     try:
         look_up(flag, model_path)
         return load()
-    except (OSError, ValueError, KeyError) as error:
+    except UNREADABLE as error:
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
         raise SetupError(
-            f"model {model_path!r} cannot be loaded ({error}); expected a complete model folder "
+            f"model {model_path!r} cannot be loaded ({reason}); expected a complete model folder "
             f"or a hub name such as intfloat/e5-base-v2: set --{flag} (a model with code of its "
             "own needs --trust_remote_code)"
         ) from error
