@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from search_r1.datasets.options import (
+    CorpusOptions,
     DirectOptions,
     HotpotOptions,
     MergeOptions,
@@ -13,7 +14,6 @@ from search_r1.datasets.options import (
     RagOptions,
     SetOptions,
 )
-from search_r1.datasets.own_corpus import CorpusOptions
 from search_r1.options import run
 from verl.errors import UserError
 
@@ -27,8 +27,8 @@ RECIPES: dict[str, tuple[type, str, str]] = {
                               "training questions of several sets for an agent"),
     "qa_search_test_merge": (MergeOptions, "published:qa_search_test_merge",
                              "test questions of several sets for an agent"),
-    "own_questions": (OwnOptions, "own_questions:build", "questions of your own files"),
-    "own_corpus": (CorpusOptions, "own_corpus:build", "a folder of texts as a corpus"),
+    "own_questions": (OwnOptions, "own:build", "questions of your own files"),
+    "own_corpus": (CorpusOptions, "own:build_corpus", "a folder of texts as a corpus"),
     "small_hotpotqa": (HotpotOptions, "small_hotpotqa:build",
                        "HotpotQA questions with a small corpus"),
 }  # fmt: skip

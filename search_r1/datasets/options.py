@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from search_r1.options import Bounds, Seed
+from search_r1.search.index.passages import MAX_WORDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ class OwnOptions:
     """take only these sets, with commas"""
     split: str = ""
     """split of rows that name none, instead of dividing them"""
-    test_share: Annotated[float, Bounds(0, 1)] = 0.1
+    test_share: Annotated[float, Bounds(0, lt=1)] = 0.1
     """share of the divided questions that is for testing"""
     seed: Seed = 0
     """of the division"""
@@ -99,3 +100,15 @@ class HotpotOptions:
     """questions of the training split"""
     dev: Annotated[int, Bounds(1)] = 750
     """questions of the dev split"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusOptions:
+    """What is read, and where the corpus is written."""
+
+    folder: tyro.conf.Positional[Path]
+    """texts in UTF-8; folders inside are read too"""
+    out: Path = Path("data/own/corpus.jsonl")
+    """the corpus"""
+    max_words: Annotated[int, Bounds(1)] = MAX_WORDS
+    """words of a passage"""

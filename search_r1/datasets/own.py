@@ -1,45 +1,63 @@
-"""Questions of a user's own files: csv, jsonl or parquet, divided into training and test.
+"""A user's own files: csv, jsonl or parquet of questions as rows, and texts as a corpus.
 
 A csv has a header with `question` and `answer`; several accepted answers stand in one field with
-a separator between them.
+a separator between them. jsonl and parquet have `question` and `golden_answers`, `answers` or
+`answer`. Rows that name a `split` go to `<split>.parquet`; the others are divided into
+`train.parquet` and `test.parquet`.
 """
 
 from __future__ import annotations
 
 import csv
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from search_r1.datasets.building import make_rows, take_sound, write_rows
+from search_r1.datasets.options import CorpusOptions, OwnOptions
 from search_r1.datasets.question import ANSWER_COLUMNS, Place, Question, read_question
+from search_r1.datasets.wording import Style, writer
+from search_r1.search.index.passages import read_folder, write_corpus
 from verl.data.rows import BadRow, Record, read_records
 from verl.errors import ConfigError, DataError, explain
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class OwnFiles:
-    """How own files are read."""
 
-    paths: Sequence[Path]
-    data_source: str | None = None
-    """Name of the set where a row has none; None takes the name of its file."""
-    split: str = ""
-    """Split of rows that name none; empty divides them by `divide`."""
-    separator: str = "|"
-    """Between the accepted answers of a csv field."""
+def build(options: OwnOptions) -> int:
+    """Read all files, then write a parquet file for each split."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if not options.files:
+        raise ConfigError(explain("FILE", "nothing", "csv, jsonl or parquet", "name one or more"))
+    words = writer(Style.SEARCH, options.template_type)
+    names = options.data_sources.split(",") if options.data_sources else ()
+    found = select(take_sound(read_files(options), drop_bad=options.drop_bad_rows), names)
+    questions = divide(found, options.test_share, options.seed)
+    for split in sorted({question.split for question in questions}):
+        some = [question for question in questions if question.split == split]
+        rows = make_rows(some, words, split, keep_extra=True)
+        write_rows(rows, options.local_dir / f"{split}.parquet")
+    return 0
 
-    def read(self) -> Iterator[Question | BadRow]:
-        """The questions of all files, or what is wrong with a row. Raises DataError."""
-        for path in self.paths:
-            source = self.data_source or path.stem
-            for number, record in self._records(path):
-                yield read_question(record, Place(str(path), number, source, self.split))
 
-    def _records(self, path: Path) -> Iterator[Record]:
-        if path.suffix == ".csv":
-            return _read_csv(path, self.separator)
-        return read_records(str(path), ("question",))
+def build_corpus(options: CorpusOptions) -> int:
+    """Write a folder's texts as a corpus of passages. Raises SearchError."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    count = write_corpus(read_folder(options.folder, options.max_words), options.out)
+    logger.info("%s: %d passages", options.out, count)
+    return 0
+
+
+def read_files(options: OwnOptions) -> Iterator[Question | BadRow]:
+    """The questions of all files, or what is wrong with a row. Raises DataError."""
+    for path in options.files:
+        source = options.data_source or path.stem
+        is_csv = path.suffix == ".csv"
+        records = _read_csv(path, options.answer_separator) if is_csv else None
+        for number, record in records or read_records(str(path), ("question",)):
+            yield read_question(record, Place(str(path), number, source, options.split))
 
 
 def divide(questions: Sequence[Question], test_share: float, seed: int = 0) -> list[Question]:
@@ -48,9 +66,6 @@ def divide(questions: Sequence[Question], test_share: float, seed: int = 0) -> l
     A question's side depends on its words and the seed, not on its place, and questions of the
     same words are on one side. Raises ConfigError for a share that leaves a side empty.
     """
-    if not 0 <= test_share < 1:
-        fix = "give --test_share 0.1, or 0 for no test file"
-        raise ConfigError(explain("--test_share", test_share, "from 0 to below 1", fix))
     keys = sorted({q.key for q in questions if not q.split}, key=lambda key: _rank(key, seed))
     num_test = max(1, round(test_share * len(keys))) if test_share and keys else 0
     if keys and num_test == len(keys):

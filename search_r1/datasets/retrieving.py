@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from search_r1.datasets.question import Question, as_question
 from search_r1.search.client import RetrievalClient
@@ -24,66 +24,65 @@ AT_ONCE = 512
 """Questions that wait for the server at one time."""
 
 
-class Finder(Protocol):
-    """Whatever knows the documents of questions."""
-
-    def find(self, questions: Sequence[Question]) -> list[list[Document]]:
-        """The documents of each question, best first."""
-        ...
+Finder = Callable[[Sequence[Question]], list[list[Document]]]
+"""Gives the documents of each question, best first."""
 
 
-class ServerFinder:
-    """Asks a retrieval server for each question."""
+def server_finder(url: str, topk: int) -> Finder:
+    """Asks a retrieval server, `topk` documents a question.
 
-    def __init__(self, url: str, topk: int) -> None:
-        """`topk` documents a question. Raises ConfigError for an address that is none."""
+    Raises ConfigError for an address that is none; the finder ToolError where nobody answers.
+    """
+    try:
+        client = RetrievalClient(url, topk)
+    except ValueError as error:
+        fix = "give --retriever_url http://HOST:PORT/retrieve"
+        raise ConfigError(explain("--retriever_url", str(error), "an address", fix)) from error
+
+    def find(questions: Sequence[Question]) -> list[list[Document]]:
         try:
-            self._client = RetrievalClient(url, topk)
-        except ValueError as error:
-            fix = "give --retriever_url http://HOST:PORT/retrieve"
-            raise ConfigError(explain("--retriever_url", str(error), "an address", fix)) from error
-
-    def find(self, questions: Sequence[Question]) -> list[list[Document]]:
-        """The server's documents. Raises ToolError where it does not answer."""
-        try:
-            return asyncio.run(self._find([question.text for question in questions]))
+            return asyncio.run(_ask(client, [question.text for question in questions]))
         except SearchError as error:
             fix = "start it (bash retrieval_launch.sh) and name it by --retriever_url"
             raise ToolError(
                 explain("--retriever_url", str(error), "a search server", fix)
             ) from error
 
-    async def _find(self, texts: Sequence[str]) -> list[list[Document]]:
-        found: list[list[Document]] = []
-        async with self._client as client:
-            await client.health()
-            with progress("find documents", "questions", len(texts)) as report:
-                for start in range(0, len(texts), AT_ONCE):
-                    some = texts[start : start + AT_ONCE]
-                    found += await asyncio.gather(*(client.search(text) for text in some))
-                    report(len(found))
-        return found
+    return find
 
 
-class CacheFinder:
-    """Reads caches of hits and takes the passages from their corpus."""
+async def _ask(client: RetrievalClient, texts: Sequence[str]) -> list[list[Document]]:
+    found: list[list[Document]] = []
+    async with client:
+        await client.health()
+        with progress("find documents", "questions", len(texts)) as report:
+            for start in range(0, len(texts), AT_ONCE):
+                some = texts[start : start + AT_ONCE]
+                found += await asyncio.gather(*(client.search(text) for text in some))
+                report(len(found))
+    return found
 
-    def __init__(self, caches: Sequence[Path], corpus: Path, topk: int) -> None:
-        """The first `topk` hits of each question. Raises DataError for an unusable file."""
-        self._hits: dict[str, list[str]] = {}
-        for cache in caches:
-            self._hits |= {as_question(text): ids for text, ids in _read_cache(cache, topk)}
-        self._documents = _read_documents(corpus, {i for ids in self._hits.values() for i in ids})
-        self._names = ", ".join(map(str, caches))
 
-    def find(self, questions: Sequence[Question]) -> list[list[Document]]:
-        """The cached documents. Raises DataError for questions that no cache has."""
-        missing = [question for question in questions if question.text not in self._hits]
+def cache_finder(caches: Sequence[Path], corpus: Path, topk: int) -> Finder:
+    """Reads the first `topk` hits of each question from caches, and the passages from their corpus.
+
+    Raises DataError for an unusable file; the finder for questions that no cache has.
+    """
+    hits: dict[str, list[str]] = {}
+    for cache in caches:
+        hits |= {as_question(text): ids for text, ids in _read_cache(cache, topk)}
+    documents = _read_documents(corpus, {i for ids in hits.values() for i in ids})
+
+    def find(questions: Sequence[Question]) -> list[list[Document]]:
+        missing = [question for question in questions if question.text not in hits]
         if missing:
             got = f"no hits for {len(missing)} of {len(questions)} questions: {missing[0].text!r}"
             fix = "give the caches of these splits, or a server by --retriever_url"
-            raise DataError(explain(self._names, got, "hits for every question", fix))
-        return [[self._documents[i] for i in self._hits[q.text]] for q in questions]
+            names = ", ".join(map(str, caches))
+            raise DataError(explain(names, got, "hits for every question", fix))
+        return [[documents[i] for i in hits[q.text]] for q in questions]
+
+    return find
 
 
 def _read_cache(path: Path, topk: int) -> Iterator[tuple[str, list[str]]]:

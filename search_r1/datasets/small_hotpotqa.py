@@ -20,6 +20,7 @@ from search_r1.datasets.options import HotpotOptions
 from search_r1.datasets.question import Place, read_question
 from verl.data.rows import Record, read_records
 from verl.errors import DataError, explain
+from verl.files import whole_file
 
 NAME = "hotpotqa"
 
@@ -46,8 +47,9 @@ def build(options: HotpotOptions) -> int:
     for name, rows in files.items():
         path = options.local_dir / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        path.write_text("".join(lines), encoding="utf-8")
+        with whole_file(path) as part:
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            part.write_text("".join(lines), encoding="utf-8")
         logging.info("%s: %d rows", path, len(rows))
     return 0
 

@@ -1,4 +1,4 @@
-"""Exact match: the reward of the Search-R1 paper."""
+"""Exact match, the reward of the Search-R1 paper: alone, or less what the way to it cost."""
 
 from search_r1.rewards.interface import RewardFn, RewardInput, RewardOutput, RewardScores
 from search_r1.rewards.normalize import matches_exactly
@@ -16,3 +16,28 @@ def build_em(scores: RewardScores) -> RewardFn:
         return RewardOutput(score, {"em": float(is_correct), "has_answer": 1.0})
 
     return score_em
+
+
+def build_em_cost(scores: RewardScores) -> RewardFn:
+    """Score ``correct_answer`` for a correct answer, less penalties.
+
+    Each search costs ``search_penalty`` and each turn without an action ``invalid_format``; with
+    ``penalise_correct_only`` a wrong answer costs nothing and scores 0, and a correct one no less.
+    """
+
+    def score_em_cost(dialogue: RewardInput) -> RewardOutput:
+        answer = dialogue.answer
+        is_correct = answer is not None and matches_exactly(answer, dialogue.ground_truth)
+        is_charged = is_correct or not scores.penalise_correct_only
+        search_cost = is_charged * scores.search_penalty * dialogue.num_searches
+        invalid_cost = is_charged * scores.invalid_format * dialogue.num_invalid
+        components = {
+            "em": float(is_correct),
+            "has_answer": float(answer is not None),
+            "search_cost": search_cost,
+            "invalid_cost": invalid_cost,
+        }
+        score = is_correct * scores.correct_answer - search_cost - invalid_cost
+        return RewardOutput(max(score, 0.0) if scores.penalise_correct_only else score, components)
+
+    return score_em_cost

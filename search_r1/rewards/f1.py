@@ -24,7 +24,8 @@ def token_f1(answer: str, accepted: Sequence[str]) -> float:
     return max((_f1_of_pair(answer, gold) for gold in accepted), default=0.0)
 
 
-def _components(dialogue: RewardInput) -> dict[str, float]:
+def compared(dialogue: RewardInput) -> dict[str, float]:
+    """The components of a comparison with the accepted answers."""
     answer = dialogue.answer
     given = answer or ""
     return {
@@ -39,7 +40,7 @@ def build_f1(scores: RewardScores) -> RewardFn:
     """Score the token F1 of the answer; no partial scores are read."""
 
     def score_f1(dialogue: RewardInput) -> RewardOutput:
-        components = _components(dialogue)
+        components = compared(dialogue)
         return RewardOutput(components["f1"], components)
 
     return score_f1
@@ -49,7 +50,7 @@ def build_cover_em(scores: RewardScores) -> RewardFn:
     """Score 1 when an accepted answer occurs within the given one; no partial scores are read."""
 
     def score_cover_em(dialogue: RewardInput) -> RewardOutput:
-        components = _components(dialogue)
+        components = compared(dialogue)
         return RewardOutput(components["cover_em"], components)
 
     return score_cover_em

@@ -10,8 +10,8 @@ think with search, information any number of times within, then answer.
 """
 
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum, auto
 
 from search_r1.agent.grammar import (
     SEARCH_R1,
@@ -42,42 +42,19 @@ END_OF_SEQUENCE = (
 """How the supported families end a turn (Qwen, SmolLM, Llama 3, Gemma, Llama 2 and Mistral)."""
 
 
-class _State(Enum):
-    START = auto()
-    IN_THINK = auto()
-    AFTER_THINK = auto()
-    IN_SEARCH = auto()
-    AFTER_SEARCH = auto()
-    AFTER_INFORMATION = auto()
-    IN_ANSWER = auto()
-    AFTER_ANSWER = auto()
-
-
-_OBSERVED = "observed"
-_INSIDE = {_State.IN_THINK, _State.IN_SEARCH, _State.IN_ANSWER}
-_Steps = Mapping[tuple[_State, str], _State]
+# What a dialogue is made of, a letter each: T and t open and close a thought, S and s a call, A and
+# a the answer; O is an observation of documents, x any text, ! what has no place in the form.
+_FORM = re.compile(r"(?:Tx*tSx*sO)*Tx*tAx*a")
+_FORM_WITHIN_THINK = re.compile(r"Tx*(?:Sx*sOx*)*tAx*a")
 
 
 @functools.cache
-def _steps(grammar: Grammar) -> _Steps:
-    """Which tag, or observation, leads from which state to which."""
-    before_search, after_information = (
-        (_State.IN_THINK, _State.IN_THINK)
-        if grammar.acts_in_think
-        else (_State.AFTER_THINK, _State.AFTER_INFORMATION)
-    )
-    steps = {
-        (_State.START, grammar.think.opening): _State.IN_THINK,
-        (_State.AFTER_INFORMATION, grammar.think.opening): _State.IN_THINK,
-        (_State.IN_THINK, grammar.think.closing): _State.AFTER_THINK,
-        (_State.AFTER_SEARCH, _OBSERVED): after_information,
-        (_State.AFTER_THINK, grammar.answer.opening): _State.IN_ANSWER,
-        (_State.IN_ANSWER, grammar.answer.closing): _State.AFTER_ANSWER,
-    }
-    for call in grammar.calls:
-        steps[before_search, call.opening] = _State.IN_SEARCH
-        steps[_State.IN_SEARCH, call.closing] = _State.AFTER_SEARCH
-    return steps
+def _letters(grammar: Grammar) -> Mapping[str, str]:
+    """The letter of each tag that the policy may write."""
+    tags = [("T", "t", grammar.think), ("A", "a", grammar.answer)]
+    tags += [("S", "s", call) for call in grammar.calls]
+    opening = {tag.opening: letter for letter, _, tag in tags}
+    return opening | {tag.closing: letter for _, letter, tag in tags}
 
 
 def _without_end_of_sequence(text: str) -> str:
@@ -89,36 +66,19 @@ def _without_end_of_sequence(text: str) -> str:
     return stripped
 
 
-def _handed_over(text: str, state: _State, grammar: Grammar) -> _State:
-    """Return the state in which the policy takes over after a text it did not write."""
-    closed, opened = handover_patterns(grammar)
-    if closed.search(text):
-        return _State.AFTER_THINK
-    return _State.IN_THINK if opened.search(text) else state
-
-
-def _after_policy(text: str, state: _State, grammar: Grammar) -> _State | None:
-    pattern = tag_pattern(grammar)
-    for part in pattern.split(text):
-        if pattern.fullmatch(part):
-            following = _steps(grammar).get((state, part))
-            if following is None:
-                return None
-            state = following
-        elif part.strip() and state not in _INSIDE:
-            return None
-    return state
-
-
-def _after_segment(origin: Origin, text: str, state: _State, grammar: Grammar) -> _State | None:
-    """Advance over one segment; None when it breaks the form."""
-    if origin == "prompt":
-        return _handed_over(text, state, grammar)
+def _spelled(origin: Origin, text: str, grammar: Grammar) -> str:
+    """The letters of one segment."""
     if origin == "policy":
-        return _after_policy(text, state, grammar)
-    is_documents = information_pattern(grammar).search(text)
-    following = _steps(grammar).get((state, _OBSERVED)) if is_documents else None
-    return None if following is None else _handed_over(text, following, grammar)
+        tags, letters = tag_pattern(grammar), _letters(grammar)
+        parts = (part for part in tags.split(text) if part.strip())
+        return "".join(letters.get(p, "!") if tags.fullmatch(p) else "x" for p in parts)
+    closed, opened = handover_patterns(grammar)
+    handed_over = "Tt" if closed.search(text) else "T" if opened.search(text) else ""
+    if origin == "prompt":
+        return handed_over
+    # Where searches belong to the thinking, it is open already when the documents come.
+    handed_over = handed_over.removeprefix("T") if grammar.acts_in_think else handed_over
+    return ("O" if information_pattern(grammar).search(text) else "!") + handed_over
 
 
 def is_valid_dialogue(segments: Sequence[tuple[Origin, str]], grammar: Grammar = SEARCH_R1) -> bool:
@@ -127,16 +87,12 @@ def is_valid_dialogue(segments: Sequence[tuple[Origin, str]], grammar: Grammar =
     With searches in the thinking it is think[(search → information)*] → answer. An end-of-sequence
     text may follow the answer, not come before it.
     """
-    state = _State.START
-    last = len(segments) - 1
+    letters, last = "", len(segments) - 1
     for index, (origin, text) in enumerate(segments):
-        ending = index == last and origin == "policy"
-        written = _without_end_of_sequence(text) if ending else text
-        following = _after_segment(origin, written, state, grammar)
-        if following is None:
-            return False
-        state = following
-    return state is _State.AFTER_ANSWER
+        is_end = index == last and origin == "policy"
+        letters += _spelled(origin, _without_end_of_sequence(text) if is_end else text, grammar)
+    form = _FORM_WITHIN_THINK if grammar.acts_in_think else _FORM
+    return form.fullmatch(letters) is not None
 
 
 def documents(dialogue: RewardInput) -> Iterator[str]:

@@ -5,10 +5,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from search_r1.agent.grammar import SEARCH_R1, Grammar
-from search_r1.rewards.answers import extract_answer
+from search_r1.agent.grammar import SEARCH_R1, Grammar, answer_pattern
 
 Origin = Literal["prompt", "policy", "observation"]
+
+
+def extract_answer(policy_texts: Sequence[str], grammar: Grammar = SEARCH_R1) -> str | None:
+    """Return the last complete ``<answer>…</answer>`` of the response, stripped; None without one.
+
+    Each policy text is read by itself: neither the prompt's example nor a document can supply an
+    answer, or one half of its tags.
+
+    Example: ``["<search>q</search>", "<answer> Paris </answer>"]`` gives ``"Paris"``.
+    """
+    for text in reversed(policy_texts):
+        found = answer_pattern(grammar).findall(text)
+        if found:
+            return str(found[-1]).strip()
+    return None
 
 
 @dataclass(frozen=True)

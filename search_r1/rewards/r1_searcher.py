@@ -1,9 +1,8 @@
 """The two stages of R1-Searcher (Song et al. 2025): learn to search, then learn to answer."""
 
-from search_r1.rewards.f1 import token_f1
+from search_r1.rewards.f1 import compared
 from search_r1.rewards.format import is_valid_dialogue
 from search_r1.rewards.interface import RewardFn, RewardInput, RewardOutput, RewardScores
-from search_r1.rewards.normalize import matches_exactly
 
 RETRIEVAL_REWARD = 0.5
 FORMAT_REWARD = 0.5
@@ -34,11 +33,5 @@ def build_stage_2(scores: RewardScores) -> RewardFn:
 
 
 def _components(dialogue: RewardInput) -> dict[str, float]:
-    answer = dialogue.answer
-    given = answer or ""
-    return {
-        "em": float(matches_exactly(given, dialogue.ground_truth)),
-        "f1": token_f1(given, dialogue.ground_truth),
-        "has_answer": float(answer is not None),
-        "format_valid": float(is_valid_dialogue(dialogue.segments, dialogue.grammar)),
-    }
+    is_valid = is_valid_dialogue(dialogue.segments, dialogue.grammar)
+    return {**compared(dialogue), "format_valid": float(is_valid)}

@@ -9,8 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from search_r1.rewards.combine import each_alone, load_function, weighted
-from search_r1.rewards.cost import build_em_cost
-from search_r1.rewards.em import build_em
+from search_r1.rewards.em import build_em, build_em_cost
 from search_r1.rewards.f1 import build_cover_em, build_f1
 from search_r1.rewards.format import build_em_format
 from search_r1.rewards.interface import (

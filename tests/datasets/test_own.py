@@ -136,12 +136,16 @@ def test_division_depends_on_words_only() -> None:
     assert [q.split for q in divide([question("x", "dev")], 0.5)] == ["dev"]
 
 
-def test_impossible_share_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All questions for the test file, and one question for two files, are told."""
+@pytest.mark.parametrize("share", [1.0, -0.1])
+def test_impossible_share_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float
+) -> None:
+    """A share outside [0, 1), and one question for two files, are told."""
     file = write(tmp_path / "q.jsonl", [{"question": "a", "answer": "b"}])
     out = ["--local_dir", str(tmp_path / "out")]
-    assert main([file, "--test_share", "1.0", *out]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([file, "--test_share", str(share), *out])
     assert main([file, "--test_share", "0.5", *out]) == 2
     told = capsys.readouterr().err
-    assert "--test_share: got 1.0, expected from 0 to below 1" in told
+    assert f"--test-share: got {share}, expected 0 or more, less than 1" in told
     assert "0.5 of 1 different questions" in told

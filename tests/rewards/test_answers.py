@@ -3,8 +3,7 @@
 import pytest
 
 from search_r1.rewards import REWARDS, RewardInput, RewardScores, build_reward
-from search_r1.rewards.answers import extract_answer
-from search_r1.rewards.interface import Origin
+from search_r1.rewards.interface import Origin, extract_answer
 
 ANSWER_REWARDS = [name for name in REWARDS if not name.startswith("r1_searcher")]
 """Those that pay for the answer alone; R1-Searcher's stages pay for the form as well."""
