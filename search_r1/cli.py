@@ -37,7 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"search-r1: got {name}, expected a command; fix: {fix}\n")
         return 2
     # Commands without a status of their own end with 0, or raise SystemExit.
-    return importlib.import_module(COMMANDS[name][0]).main(others) or 0
+    try:
+        return importlib.import_module(COMMANDS[name][0]).main(others) or 0
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped\n")
+        return 130
 
 
 def usage() -> str:

@@ -20,6 +20,7 @@ import tyro
 from search_r1.plain import shown
 from verl.bounds import FINITE, MAX_SEED, Bounds
 from verl.errors import explain
+from verl.files import is_of_files
 
 __all__ = ["Bounds", "Port", "Seed", "parse", "problems", "run"]
 
@@ -123,6 +124,11 @@ def run(
     except errors as error:
         sys.stderr.write(shown(f"{error}\n"))
         return getattr(error, "exit_code", 2)
+    except OSError as error:
+        if not is_of_files(error):
+            raise
+        sys.stderr.write(f"{error}\n")
+        return 2
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")
         return 130

@@ -1,11 +1,43 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, or grow by whole lines; and whose fault an error is."""
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+def is_of_files(error: OSError) -> bool:
+    """Whether a file or its disk is at fault, which a user can mend, and not a connection."""
+    return error.filename is not None or error.errno in OF_DISKS
+
+
+class Lines:
+    """A file that grows by whole lines; each is the system's to keep once it was appended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("ab", buffering=0)  # what a buffer holds would be lost, or come late
+
+    def append(self, line: str) -> None:
+        """Add a line. Raises OSError, which names the file; no part of the line is left then."""
+        data = f"{line}\n".encode(errors="backslashreplace")
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(end)
+            error.filename = str(self.path)
+            raise
+
+    def close(self) -> None:
+        self._file.close()
 
 
 @contextmanager
@@ -22,9 +54,11 @@ def whole_file(path: Path, *, is_lasting: bool = False) -> Iterator[Path]:
         os.replace(part, path)
         if is_lasting:
             flush(path.parent)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):  # it may not be there, or the disk be read-only
             part.unlink()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
         raise
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from search_r1.evaluation.samples import FAILED, Sample
-from verl.errors import ConfigError, DataError, explain
-from verl.files import whole_file
+from verl.errors import ConfigError, DataError, SaveError, explain
+from verl.files import Lines, whole_file
 
 MANIFEST = "manifest.json"
 SAMPLES = "samples.jsonl"
@@ -46,12 +46,15 @@ class Store:
             part.open("w", encoding="utf-8", errors=LONE_SURROGATES) as file,
         ):
             file.writelines(f"{sample.to_json()}\n" for sample in kept)
-        self._file = (folder / SAMPLES).open("a", encoding="utf-8", errors=LONE_SURROGATES)
+        self._file = Lines(folder / SAMPLES)
 
     def append(self, sample: Sample) -> None:
-        """Write one sample; it survives a kill from here on."""
-        self._file.write(sample.to_json() + "\n")
-        self._file.flush()
+        """Write one sample; it survives a kill from here on. Raises SaveError."""
+        try:
+            self._file.append(sample.to_json())
+        except OSError as error:
+            kept = f"{len(self.finished)} samples are kept: the same command goes on from there"
+            raise SaveError(f"a sample could not be written ({error}); {kept}") from error
         self.finished.add(sample.key)
 
     def __enter__(self) -> Self:

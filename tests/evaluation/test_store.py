@@ -7,7 +7,8 @@ import pytest
 
 from search_r1.evaluation.store import MANIFEST, SAMPLES, Store, differences, read_evaluation
 from tests.evaluation.worlds import sample
-from verl.errors import ConfigError, DataError
+from tests.full_disk import files_up_to
+from verl.errors import ConfigError, DataError, SaveError
 
 WHAT: dict[str, Any] = {"data": {"num_rows": 2}, "decoding": {"n": 1, "temperature": 0.0}}
 
@@ -100,3 +101,14 @@ def test_a_damaged_manifest_is_told(text: str, tmp_path: Path) -> None:
         Store(tmp_path, WHAT)
     with pytest.raises(DataError, match=MANIFEST):
         read_evaluation(tmp_path)
+
+
+def test_a_full_disk_keeps_the_samples_before_it(tmp_path: Path) -> None:
+    """The evaluation stops in one line, and goes on from what it has."""
+    with Store(tmp_path, WHAT) as store:
+        store.append(sample("a#0"))
+        size = (tmp_path / SAMPLES).stat().st_size
+        with files_up_to(size + 20), pytest.raises(SaveError, match="1 samples are kept"):
+            store.append(sample("a#1"))
+    with Store(tmp_path, WHAT) as store:
+        assert store.finished == {("a#0", 0)}

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from verl.config import Config
 from verl.errors import ConfigError, explain
-from verl.files import whole_file
+from verl.files import Lines, whole_file
 from verl.monitor.wandb_tracker import WandbTracker, load
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class JsonlTracker(Tracker):
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "metrics.jsonl"
         self._start = self._path.stat().st_size if self._path.exists() else 0
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = Lines(self._path)
 
     def rewind(self, step: int | None) -> None:
         """Move what is forgotten to `metrics.superseded.jsonl`; a torn last line goes with it."""
@@ -73,12 +73,11 @@ class JsonlTracker(Tracker):
                 file.write(forgotten)
             with whole_file(self._path) as part:
                 part.write_bytes(kept)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = Lines(self._path)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
+        self._file.append(json.dumps({"step": step, **finite}))
 
     def close(self) -> None:
         self._file.close()

@@ -30,6 +30,7 @@ from verl.config.checks import beyond_limits, refuse
 from verl.config.option import option
 from verl.core_algos.losses import loss_weights, weighted_sum
 from verl.errors import ConfigError, UserError, explain
+from verl.files import is_of_files
 from verl.sft.demonstrations import load_demonstrations
 from verl.single_controller.dispatch import split_by_tokens
 from verl.tokenizer_files import check_model, load_tokenizer
@@ -241,6 +242,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_code)
+    except OSError as error:
+        if not is_of_files(error):
+            raise
+        sys.exit(f"{error}")
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; nothing was written\n")
+        sys.exit(130)
 
 
 if __name__ == "__main__":

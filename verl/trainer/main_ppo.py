@@ -13,14 +13,28 @@ from collections.abc import Sequence
 
 from verl.config import cli
 from verl.errors import Interrupted, UserError
+from verl.files import is_of_files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
+    try:
+        return _main(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; trainer.resume_mode=auto goes on from the last checkpoint\n")
+        return 130
+    except OSError as error:
+        if not is_of_files(error):
+            raise
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+def _main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        configs = cli.compose_runs(sys.argv[1:] if argv is None else argv)
+        configs = cli.compose_runs(argv)
     except UserError as error:
         return _answer(error)
     from verl.trainer.run import run  # noqa: PLC0415 - torch, Ray, transformers: seconds

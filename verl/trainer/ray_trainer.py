@@ -32,9 +32,11 @@ from verl.errors import (
     Interrupted,
     RankLost,
     ReplicaLost,
+    SaveError,
     ToolOutage,
     ToolRefused,
 )
+from verl.files import is_of_files
 from verl.monitor.guard import CollapseGuard, Verdict
 from verl.monitor.performance import Timings, speed_metrics
 from verl.monitor.tracking import Tracking
@@ -266,12 +268,15 @@ class RayPPOTrainer:
         try:
             yield
         except KeyboardInterrupt:
-            if not self.stopper.reason:
+            if not self.stopper.reason or self.stopper.is_urgent:
                 raise
             raise Interrupted(self.save_at_the_end(self.stopper.reason)) from None
         except (Interrupted, ToolOutage, ToolRefused) as error:
             raise type(error)(self.save_at_the_end(str(error))) from error
         except Exception as error:
+            if isinstance(error, OSError) and is_of_files(error):
+                reason = f"the run could not write what it has to: {error}"
+                raise Interrupted(self.save_at_the_end(reason)) from error
             self.saver.close(None if isinstance(error, CollapseError) else LOST_RANK_S)
             if self.stopper.reason and isinstance(error, (RankLost, ReplicaLost)):
                 # Slurm signals all processes of a job: their end is no loss to recover from.
@@ -286,7 +291,7 @@ class RayPPOTrainer:
             self.saver.settle()
             if self.saver.last_step != self.finished.step or self.finished.pending is not None:
                 self.save(wait=True)
-        except RankLost as error:
+        except (RankLost, SaveError) as error:
             self.saver.close(LOST_RANK_S)
             logger.error("the last finished step could not be saved: %s", error)
         return self.how_to_go_on(reason)

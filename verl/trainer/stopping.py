@@ -23,7 +23,8 @@ from verl.errors import Interrupted
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+ASKING = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (*ASKING, signal.SIGUSR1)
 JOB_END = "SLURM_JOB_END_TIME"
 """Where Slurm tells a job its end, in seconds since the epoch."""
 MARGIN_S = 15.0
@@ -52,20 +53,24 @@ class Stopper:
     longest_step_s: float = 0.0
     reason: str = ""
     """Why the run was asked to stop; empty while it was not."""
+    is_urgent: bool = False
+    """It was asked twice: nothing is saved any more."""
     _is_interruptible: bool = field(init=False, default=False)
-    _was_terminated: bool = field(init=False, default=False)
+    _was_asked: bool = field(init=False, default=False)
     _previous: dict[int, Any] = field(init=False, default_factory=dict)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take SIGTERM and SIGUSR1 for a request to save and stop; a second SIGTERM ends at once.
+        """Take SIGTERM, SIGUSR1 and Ctrl-C for a request to save and stop.
 
-        Only a process's main thread can listen; elsewhere signals do what they did before.
+        A second SIGTERM or Ctrl-C ends at once. Only a process's main thread can listen; elsewhere
+        signals do what they did before, as one does that is ignored (Ctrl-C, in the background).
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        heard = (one for one in SIGNALS if signal.getsignal(one) != signal.SIG_IGN)
+        self._previous = {number: signal.signal(number, self._receive) for number in heard}
         try:
             yield
         finally:
@@ -77,11 +82,14 @@ class Stopper:
         self._previous = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and self._was_terminated:
+        if number in ASKING and self._was_asked:
+            self.is_urgent = True
             self._restore()
             signal.raise_signal(number)
             return
-        self._was_terminated |= number == signal.SIGTERM
+        self._was_asked |= number in ASKING
+        if number == signal.SIGINT:  # written past the log, whose lock may be held here
+            os.write(2, b"\nsaving what is finished, then stopping; Ctrl-C again ends at once\n")
         self.reason = self.reason or f"the run got {signal.Signals(number).name}"
         if self._is_interruptible:
             self._is_interruptible = False

@@ -10,6 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from verl.config import Config
+from verl.files import whole_file
 from verl.rewards.interface import Reward, RewardManager
 from verl.rollout.retry import Generator, RetryingRollout, refuse_share
 from verl.trainer.metrics import validation_metrics
@@ -81,7 +82,7 @@ def write_dialogues(
 ) -> None:
     """One json line per row: question, gold, dialogue, ending, score."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    with whole_file(path) as part, part.open("w", encoding="utf-8") as file:
         for t, r in zip(trajectories, rewards, strict=True):
             row = {
                 "uid": t.prompt.uid,

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.full_disk import files_up_to
 from tests.verl.trainer.recording import (
     RecordingRanks,
     RecordingReplicas,
@@ -20,7 +22,7 @@ from tests.verl.trainer.recording import (
 from verl.checkpoint import folders
 from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController
-from verl.errors import Interrupted, RankLost, ToolOutage, ToolRefused
+from verl.errors import Interrupted, RankLost, SaveError, ToolOutage, ToolRefused
 from verl.monitor.tracking import JsonlTracker, Tracking
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.types import Sampling, Trajectory
@@ -84,6 +86,14 @@ def build(config: Config, number: int = 0, disturb: Callable[[], None] = lambda:
 
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def fill_the_disk() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "rollouts/step_2.jsonl")
 
 
 def lose_a_tool() -> None:
@@ -178,6 +188,50 @@ def test_ctrl_c_stays_what_it_is(config: Config) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         build(config, 3, ctrl_c).fit()
+
+
+def test_a_second_ctrl_c_ends_at_once(config: Config) -> None:
+    """Who asks twice does not wait for a checkpoint, in whatever the run is busy with."""
+    trainer = build(config, 3, press_ctrl_c)
+    trainer.ranks.save_checkpoint = lambda folder: press_ctrl_c()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert folders.latest(Path(config.trainer.default_local_dir)) is None
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_disk_that_is_full_at_the_metrics_loses_nothing(config: Config, undisturbed: Any) -> None:
+    """A line that does not fit whole is not there at all; the resumed run writes it."""
+    stopped = build(config)
+    file = Path(config.trainer.default_local_dir) / "metrics.jsonl"
+    log = stopped.tracking.log
+
+    def log_on_a_full_disk(metrics: Any, step: int) -> None:
+        with files_up_to(9):
+            log(metrics, step)
+
+    stopped.tracking.log = log_on_a_full_disk
+    with pytest.raises(Interrupted, match=r"metrics\.jsonl.*global_step_1.*resume_mode=auto"):
+        stopped.fit()
+    assert file.read_bytes() == b""
+    build(config).fit()
+    assert logged(config) == undisturbed[0]
+
+
+def test_a_full_disk_names_the_last_checkpoint(config: Config) -> None:
+    """Where what is finished cannot be saved either, the run stops in one line all the same."""
+    config.trainer.save_freq, config.trainer.async_save = 1, False
+    trainer = build(config, 5, fill_the_disk)
+    save = trainer.ranks.save_checkpoint
+
+    def full_from_step_2_on(folder: Path) -> None:
+        if "global_step_1" not in folder.name:
+            raise SaveError("rank 0: No space left on device")
+        save(folder)
+
+    trainer.ranks.save_checkpoint = full_from_step_2_on
+    with pytest.raises(Interrupted, match=r"step_2\.jsonl'; saved .*global_step_1:"):
+        trainer.fit()
 
 
 def test_a_lost_rank_keeps_what_was_written(config: Config) -> None:

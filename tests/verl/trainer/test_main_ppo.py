@@ -3,6 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
+from verl.config import cli
+from verl.trainer import main_ppo
+
 PROGRAM = """
 import sys
 from verl.trainer import main_ppo
@@ -18,3 +23,32 @@ def test_a_mistyped_option_imports_nothing_heavy() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout == "2 []\n", done.stderr
     assert "did you mean trainer.total_epochs?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (KeyboardInterrupt(), 130, "stopped; trainer.resume_mode=auto goes on"),
+        (PermissionError(13, "Permission denied", "runs"), 2, "Permission denied: 'runs'"),
+        (OSError(28, "No space left on device"), 2, "No space left on device"),
+    ],
+)
+def test_what_ends_a_run_from_outside_is_one_line(
+    error: BaseException,
+    status: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A second Ctrl-C, or a disk, in whatever the run was busy with; other errors are bugs."""
+
+    def fail(argv: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "compose_runs", fail)
+    assert main_ppo.main([]) == status
+    found = capsys.readouterr().err
+    assert told in found and found.count("\n") == 1
+    error = ConnectionResetError(104, "reset")
+    with pytest.raises(ConnectionResetError):
+        main_ppo.main([])

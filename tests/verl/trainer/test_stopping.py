@@ -10,7 +10,7 @@ from verl.errors import Interrupted
 from verl.trainer.stopping import MARGIN_S, Stopper, end_of_time
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_waits_for_the_weights_to_be_those_of_a_finished_step(number: int) -> None:
     """Outside of sampling nothing happens until the next check; handlers are put back after."""
     before = signal.getsignal(number)
