@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from search_r1.inference.options import InferenceOptions
 from search_r1.options import Bounds, Port, run
 from search_r1.search.errors import SearchError
-from verl.errors import UserError
+from verl.errors import UserError, explain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,12 @@ class ServingOptions(InferenceOptions):
     others are taken, elsewhere all are until some are given (*: any)"""
     max_body_bytes: Annotated[int, Bounds(64)] = 8 * 2**20
     """longest request body, in bytes"""
+
+    def conflicts(self) -> Iterator[str]:
+        """Those of the agent, and a name that no client could give."""
+        yield from super().conflicts()
+        if not self.name.strip() or not self.name.isprintable():
+            yield explain("--name", repr(self.name), "a printable name", "--name search-r1")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +20,7 @@ from search_r1.inference.opening import opened
 from search_r1.inference.options import InferenceOptions
 from search_r1.inference.terminal import Terminal
 from search_r1.plain import json_line, log
-from verl.errors import ToolError
+from verl.errors import DataError, ToolError, explain
 from verl.types import Status
 
 
@@ -56,12 +57,31 @@ async def ask(options: InferenceOptions, question: str, listener: DialogueListen
 async def ask_file(options: InferenceOptions, file: str, out: Path | None) -> int:
     """Answer every question of a file; returns the exit code, 2 when one failed."""
     questions = read_questions(file)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
+    with _told_of(out):
+        if out is not None:  # found out before a model is loaded
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.open("a").close()
     async with opened(options) as session:
-        target = sys.stdout if out is None else out.open("w", encoding="utf-8")
-        with contextlib.nullcontext(target) if out is None else target:
+        with (
+            _told_of(out),
+            contextlib.nullcontext(sys.stdout)
+            if out is None
+            else out.open("w", encoding="utf-8") as target,
+        ):
             num_failed = await answer_all(questions, session, target)
     if num_failed:
         sys.stderr.write(f"{num_failed} of {len(questions)} dialogues failed: see their «error»\n")
     return 2 if num_failed else 0
+
+
+@contextlib.contextmanager
+def _told_of(out: Path | None) -> Iterator[None]:
+    """Translate what keeps `out` from being written, also out of a group of tasks."""
+    problem = ""
+    try:
+        yield
+    except* OSError as errors:
+        problem = str(errors.exceptions[0])
+    if problem:
+        fix = "name another file, or make room"
+        raise DataError(explain(f"--out {out or ''}", problem, "a file that can be written", fix))

@@ -27,7 +27,7 @@ from verl.agent.dialogue import DialogueAgent
 from verl.checkpoint.exporting import export
 from verl.checkpoint.folders import STEP_NAME, is_complete, step_of
 from verl.config import Config
-from verl.errors import ModelError, explain
+from verl.errors import ConfigError, ModelError, explain
 from verl.model_files import refuse_values_of
 from verl.rollout.interface import RolloutEngine, build_engine
 from verl.tokenizer_files import check_model, check_template, load_tokenizer
@@ -129,6 +129,8 @@ def _first_line(error: Exception) -> str:
 
 def computed_dtype(options: AgentOptions) -> str:
     """bfloat16, float16 or float32: what the engine on this machine computes in."""
+    if options.device == "cuda" and not (options.endpoint or torch.cuda.is_available()):
+        raise ConfigError(explain("--device", "cuda", "a GPU that torch sees", "--device cpu"))
     device = torch.device(device_type(options.device))
     return dtype_name(resolve_dtype(options.dtype, device))
 

@@ -86,8 +86,9 @@ async def opened(options: AgentOptions) -> AsyncIterator[AgentSession]:
         sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
         try:
             async with running_engine(config) as engine:
-                yield AgentSession(agent, engine, tokenizer, sampling, options.seed,
-                            options.max_start_length, options.num_at_once)  # fmt: skip
+                longest = min(options.max_start_length, options.max_prompt_length)
+                yield AgentSession(agent, engine, tokenizer, sampling, options.seed, longest,
+                                   options.num_at_once)  # fmt: skip
         finally:
             await agent.environment.aclose()
 

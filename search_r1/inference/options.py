@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from search_r1.options import Bounds, Seed, problems
 from verl.config import Config
@@ -73,12 +74,30 @@ class AgentOptions:
         if self.adapter and self.endpoint:
             fix = "give the adapter to the server behind --endpoint"
             yield explain("--adapter", "both --adapter and --endpoint", "one of them", fix)
+        if self.endpoint is not None and not _is_http(self.endpoint):
+            fix = "--endpoint http://HOST:PORT, or leave it out"
+            yield explain("--endpoint", repr(self.endpoint), "http:// or https:// and a host", fix)
+        if self.served_model is not None and not self.endpoint:
+            fix = "leave it out, or give --endpoint"
+            yield explain("--served-model", "no --endpoint", "the server whose model it is", fix)
+        if self.tensor_parallel_size > 1 and (self.engine != "vllm" or self.endpoint):
+            fix = "--engine vllm, or leave it out"
+            got = "an endpoint" if self.endpoint else self.engine
+            yield explain("--tensor-parallel-size", got, "vllm, which alone divides a model", fix)
 
     @property
     def num_at_once(self) -> int:
         """Dialogues in the engine: the transformers engine has one key-value cache, so one."""
         is_alone = self.engine == "transformers" and not self.endpoint
         return 1 if is_alone else self.concurrency
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,94 @@
+"""Command lines of the agent that cannot work: one line and status 2 before any model is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from search_r1 import infer, serve
+from search_r1.inference import command, opening
+from search_r1.inference.dialogue import AgentSession
+from tests.fakes import ScriptedEngine
+from tests.inference.scripted import TWO_SEARCHES, session
+
+BASE = ["--model", "/nowhere", "--retriever-url", "empty"]
+AGENT = [
+    ["--endpoint", ""], ["--endpoint", "ftp://host"], ["--endpoint", "host:8000"],
+    ["--endpoint", "http://"], ["--endpoint", "http://host:99999"], ["--served-model", "x"],
+    ["--engine", "transformers", "--tensor-parallel-size", "2"],
+    ["--endpoint", "http://host", "--tensor-parallel-size", "2"],
+    ["--endpoint", "http://host", "--adapter", "a"], ["--temperature", "nan"], ["--top-p", "0"],
+    ["--topk", "0"], ["--max-turns", "-1"], ["--seed", "-1"], ["--concurrency", "inf"],
+    ["--retriever-url", ""], ["--retriever-url", "ftp://host"], ["--device", "mars"],
+]  # fmt: skip
+ASKED = [[""], [" \n"], ["a", "--interactive"], ["--file", "f", "--out", "f"], ["--out", "f"],
+         ["--file", "f", "--out", "./f"], ["a", "--json", "--show-documents"]]  # fmt: skip
+SERVED = [["--name", ""], ["--name", "a\nb"], ["--name", "\x1b[2J"], ["--host", ""],
+          ["--host", "ü" * 80], ["--port", "70000"], ["--port-file", "/nowhere/port"],
+          ["--port-file", "/tmp"], ["--max-body-bytes", "1"]]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("door", "words"),
+    [(door, words) for door in (infer, serve) for words in AGENT]
+    + [(infer, words) for words in ASKED]
+    + [(serve, ["--port", "0", *words]) for words in SERVED],
+)
+def test_what_cannot_work(
+    door: object, words: list[str], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """It says what was got and what is expected."""
+
+    def never(*_: object) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(opening, "_folder", never)
+    main = door.main  # type: ignore[attr-defined]
+    try:
+        status = main([*BASE, *words])
+    except SystemExit as ended:
+        status = ended.code
+    error = capsys.readouterr().err
+    assert status == 2 and "Traceback" not in error
+    assert "expected" in error or "invalid choice" in error
+
+
+@pytest.mark.parametrize("out", ["", "no/such/../file/x", "/proc/nowhere/x"])
+def test_answers_that_could_not_be_written(out: str, tmp_path: Path) -> None:
+    """A folder, or a place where nothing can be made, is found out before the model is loaded."""
+    (tmp_path / "file").touch()
+    questions = tmp_path / "questions.txt"
+    questions.write_text("Who?\n")
+    words = [*BASE, "--file", str(questions), "--out", str(tmp_path / out)]
+    assert infer.main(words) == 2
+
+
+def test_a_full_disk_ends_a_file_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a traceback, though writing fails within a group of tasks."""
+
+    @contextlib.asynccontextmanager
+    async def scripted(_: object) -> AsyncIterator[AgentSession]:
+        yield session(ScriptedEngine(TWO_SEARCHES * 3))
+
+    monkeypatch.setattr(command, "opened", scripted)
+    questions = tmp_path / "questions.txt"
+    questions.write_text("Who?\nWhere?\n")
+    assert infer.main([*BASE, "--file", str(questions), "--out", "/dev/full"]) == 2
+    error = capsys.readouterr().err
+    assert "--out /dev/full: got [Errno 28]" in error and "Traceback" not in error
+
+
+def test_a_gpu_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is told before the model is read; an endpoint wants none here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert infer.main([*BASE, "--device", "cuda", "--dtype", "float32", "a"]) == 2
+    assert "--device: got cuda" in capsys.readouterr().err
