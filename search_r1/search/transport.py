@@ -240,5 +240,5 @@ async def _send(
         ) as answer:
             return Answer(url, answer.status, await answer.read(), answer.headers)
     except (aiohttp.ClientError, TimeoutError) as error:
-        reason = f"does not answer ({type(error).__name__}: {error})"
+        reason = " ".join(f"does not answer ({type(error).__name__}: {error})".split())
         raise Transient(reason.replace(": )", ")")) from error

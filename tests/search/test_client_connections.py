@@ -86,6 +86,59 @@ def test_a_garbled_answer_is_asked_for_at_another_server() -> None:
             assert ask(f"{one},{other}", ASKED["search"][0]) == []
 
 
+def http(headers: bytes = b"", status: bytes = b"200 OK", body: bytes = b"") -> bytes:
+    return b"HTTP/1.1 %b\r\n%b\r\n%b" % (status, headers, body)
+
+
+RAW = (
+    b"", b"\0" * 100, b"SSH-2.0-OpenSSH_9\r\n", b"\x16\x03\x01\x02\x00", b"HTTP/1.1\r\n\r\n",
+    b"HTTP/1.1 abc OK\r\n\r\n", b"HTTP/1.1 99999 OK\r\n\r\n", b"HTTP/9.9 200 OK\r\n\r\n",
+    http(b"Content-Length: -1\r\n"), http(b"Content-Length: abc\r\n"),
+    http(b"Content-Length: 99999999999999999999\r\n", body=b"{}"),
+    http(b"Transfer-Encoding: chunked\r\n", body=b"zz\r\n"),
+    http(b"Transfer-Encoding: chunked\r\n", body=b"-5\r\nabc\r\n0\r\n\r\n"),
+    *(http(b"Content-Encoding: %b\r\nContent-Length: 3\r\n" % name, body=b"abc")
+      for name in (b"gzip", b"deflate", b"br", b"zstd", b"x")),
+    http(b"X: " + b"a" * 100_000 + b"\r\n"), http(b"Bad Header\r\n"), http(b": x\r\n"),
+    http(b"Content-Length: 4\r\nContent-Type: x; charset=nonsense\r\n", body=b"\xff\xfe\xfd\xfc"),
+    http(b"Content-Length: 6000\r\n", body=b"[" + b"1" * 5998 + b"]"),
+    http(b"Location: ::::\r\nContent-Length: 0\r\n", b"301 Moved"),
+    http(b"Retry-After: Tue, 99 Foo 99999 00:00:00 GMT\r\nContent-Length: 0\r\n", b"503 x"),
+    http(b"Retry-After: 9e999\r\nContent-Length: 0\r\n", b"429 x"),
+    http(b"Set-Cookie: \xff=\xfe; a\r\nContent-Length: 0\r\n", b"500 x"),
+    *(http(b"Content-Length: 0\r\n", b"%d x" % status)
+      for status in (100, 101, 204, 304, 402, 407, 418, 451, 599, 600, 999)),
+)  # fmt: skip
+"""What comes of a port where something else listens, or of a server that is broken."""
+
+
+async def from_raw(answer: bytes) -> BaseException | list[Any]:
+    """What a search makes of a server that writes these bytes and closes."""
+
+    async def write(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(65536)
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(write, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        options = {"timeout": 5.0, "max_retries": 1, "backoff": 0.01, "max_retry_after": 0.1}
+        async with RetrievalClient(url, **options) as client:  # type: ignore[arg-type]
+            [found] = await asyncio.gather(client.search("q"), return_exceptions=True)
+            return found
+
+
+def test_whatever_comes_of_a_port_is_told_in_one_line() -> None:
+    """Each is a typed error of one printable line; none is documents or an error of a library."""
+
+    async def play() -> list[BaseException | list[Any]]:
+        return await asyncio.gather(*map(from_raw, RAW))
+
+    for answer, found in zip(RAW, asyncio.run(play()), strict=True):
+        assert isinstance(found, RetrieverRefused | RetrieverUnavailable), (answer[:80], found)
+        assert str(found).isprintable(), answer[:80]
+
+
 def test_a_connection_that_does_not_open_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that answers no SYN does not take the whole time of an attempt."""
     monkeypatch.setattr(transport, "CONNECT_S", 0.2)
