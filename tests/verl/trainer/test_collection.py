@@ -3,6 +3,8 @@
 from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.verl.trainer.recording import RecordingReplicas, prompts, score_by_sample
 from verl.agent.environment import Environment
@@ -10,7 +12,7 @@ from verl.config import Config
 from verl.data import PromptSampler
 from verl.errors import ToolOutage
 from verl.rewards.interface import EachAlone, Reward, RewardFn
-from verl.rollout.retry import RetryingRollout
+from verl.rollout.retry import MAX_VAIN_ROUNDS, RetryingRollout
 from verl.trainer.collection import RolloutCollector
 from verl.trainer.metrics import Timings
 from verl.types import Trajectory
@@ -67,6 +69,47 @@ def test_without_filter_every_group_is_kept() -> None:
     collector.config.algorithm.filter_groups.enable = False
     samples, metrics = collector.collect(1, Timings())
     assert len(samples.trajectories) == 12 and "rollout/kept_groups" not in metrics
+
+
+FOR_GOOD = 10_000
+FAILURES = st.dictionaries(
+    st.tuples(st.integers(0, 3), st.integers(0, 2), st.booleans()),
+    st.sampled_from([1, 2, MAX_VAIN_ROUNDS, FOR_GOOD]),
+    max_size=6,
+)
+"""In how many rounds a trajectory fails, by group, sample, and whether it is the greedy one."""
+
+
+@settings(deadline=None, max_examples=60)
+@given(failures=FAILURES, max_share=st.sampled_from([0.0, 0.3, 0.6, 1.0]))
+def test_after_any_failures_a_step_is_made_of_whole_groups(
+    failures: dict[tuple[int, int, bool], int], max_share: float
+) -> None:
+    """Those that failed for a while are in it, those that failed for good take their group along,
+    and a step that would lose more than the share is not made."""
+    left = {(f"1/{g}", s * (not greedy), greedy): n for (g, s, greedy), n in failures.items()}
+    lost = {group for (group, _, _), num_rounds in left.items() if num_rounds == FOR_GOOD}
+    replicas = RecordingReplicas([])
+
+    def fail(start: Trajectory) -> bool:
+        key = (start.group, start.sample, replicas.requests[-1][1].temperature == 0)
+        left[key] = left.get(key, 0) - 1
+        return left[key] >= 0
+
+    replicas.fail = fail
+    collector = make_collector(replicas)
+    collector.config.algorithm.filter_groups.enable = False
+    collector.config.trainer.max_lost_share = max_share
+    collector.with_greedy = True
+    if lost and (len(lost) == 4 or len(lost) / 4 > max_share):
+        with pytest.raises(ToolOutage, match=rf"{3 * len(lost)} of 12"):
+            collector.collect(1, Timings())
+        return
+    samples, metrics = collector.collect(1, Timings())
+    kept = Counter(t.group for t in samples.trajectories)
+    assert kept == {f"1/{g}": 3 for g in range(4) if f"1/{g}" not in lost}
+    assert len(samples.rewards) == len(samples.greedy_scores) == len(samples.trajectories)
+    assert metrics["fault/trajectories_dropped"] == 3 * len(lost)
 
 
 def test_a_group_with_a_failure_is_left_out_whole() -> None:
