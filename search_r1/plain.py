@@ -8,6 +8,8 @@ import logging
 import re
 from typing import Any
 
+from verl.errors import masked
+
 CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # all but tab and line end
     "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # order of writing, other line ends
@@ -27,11 +29,14 @@ def json_line(value: Any) -> str:
 
 
 class PlainFormatter(logging.Formatter):
-    """Indents further lines of a message, so that none of them passes for another message."""
+    """Indents further lines of a message, so that none of them passes for another message.
+
+    Passwords of addresses are hidden.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
-        return shown(super().format(record)).replace("\n", "\n  ")
+        return masked(shown(super().format(record))).replace("\n", "\n  ")
 
 
 def log(level: int, form: str) -> None:

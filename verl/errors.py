@@ -22,13 +22,30 @@ keeps its traceback. A message names what was got, what was expected, and the fi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+
+PASSWORDS = re.compile(
+    r"(?<=://)[^/?#\s]+@|(?<=[?&])((?:api[_-]?)?key|(?:access_)?token)=[^&#\s'\"]+", re.I
+)
+"""What of an address is a secret: `user:password@`, and keys among its parameters."""
+
+
+def masked(text: str) -> str:
+    """A text for people and files, without the secrets of the addresses in it.
+
+    Example: `masked("http://ann:pw@host/?key=1")` is `http://***@host/?key=***`.
+    """
+    return PASSWORDS.sub(lambda found: f"{found[1]}=***" if found[1] else "***@", text)
 
 
 class UserError(Exception):
-    """Root of the tree; its message is for the user."""
+    """Root of the tree; its message is for the user, and shows no password of an address."""
 
     exit_code = 2
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(masked(message))
 
 
 class ConfigError(UserError):

@@ -18,11 +18,12 @@ from search_r1.evaluation.report import write_report
 from search_r1.evaluation.running import evaluate
 from search_r1.evaluation.store import REPORT
 from search_r1.evaluation.tables import comparison_table, read_all, table
+from search_r1.plain import log
 
 
 def act(options: object) -> int:
     """Do what the command line asks for, and print its report or table."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    log(logging.INFO, "%(levelname)s %(name)s: %(message)s")
     for chatty in ("httpx", "vllm"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()

@@ -16,6 +16,7 @@ from search_r1.evaluation.judging import describe_judge
 from search_r1.evaluation.methods import METHODS
 from search_r1.evaluation.options import EvaluationOptions
 from verl.config import Config
+from verl.errors import masked
 
 FORMAT = 1
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -78,7 +79,7 @@ def _model(options: EvaluationOptions, folder: Path) -> dict[str, Any]:
     if options.adapter:
         model["adapter"] = options.adapter
     if options.endpoint:
-        return model | {"endpoint": options.endpoint, "served_model": options.served_model}
+        return model | {"endpoint": masked(options.endpoint), "served_model": options.served_model}
     files = _hashes(folder, (*WEIGHTS, "config.json"))
     whole = hashlib.sha256("".join(f"{n} {h}\n" for n, h in files.items()).encode())
     return model | {"files": files, "sha256": whole.hexdigest()}

@@ -45,6 +45,8 @@ class AgentOptions:
     """OpenAI-compatible server that generates instead"""
     served_model: str | None = None
     """the model's name at --endpoint; default: --model"""
+    api_key_env: str | None = None
+    """variable with its key; default: OPENAI_API_KEY, for api.openai.com alone"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where the engine computes"""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"

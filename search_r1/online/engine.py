@@ -21,6 +21,7 @@ from search_r1.search.extras import install_command
 from search_r1.search.schema import Document, Hit
 from search_r1.search.timing import stage
 from search_r1.storage import FileStore, MemoryStore, Storage, StorageError
+from verl.errors import masked
 
 T = TypeVar("T")
 NUM_RECENT_ANSWERS = 4096
@@ -79,7 +80,7 @@ class OnlineRetriever:
 
     def _service_facts(self) -> dict[str, Any]:
         """What decides the service's answers; a setting, such as Google's engine id, as a hash."""
-        facts = {"engine": self.name, "url": self._upstream.url}
+        facts = {"engine": self.name, "url": masked(self._upstream.url)}
         setting = self._upstream.setting
         return {**facts, "setting": fingerprint({"setting": setting})} if setting else facts
 

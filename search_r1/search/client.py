@@ -31,6 +31,7 @@ from search_r1.search.schema import Document, from_wire, well_formed
 from search_r1.search.servers import Servers, read_urls
 from search_r1.search.tally import note
 from search_r1.search.transport import Answer, Garbled, Patience, Transport
+from verl.errors import masked
 
 __all__ = ["Document", "EmptyRetrieval", "InMemoryRetrieval", "Retrieval", "RetrievalClient"]
 
@@ -121,7 +122,7 @@ class RetrievalClient:
         self._connect()
 
     def __repr__(self) -> str:
-        return f"RetrievalClient({','.join(self._urls)!r}, topk={self._topk})"
+        return f"RetrievalClient({masked(','.join(self._urls))!r}, topk={self._topk})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings only, so that a client can be sent to another process."""

@@ -18,6 +18,7 @@ import orjson
 from search_r1.retrying import Pauses, Transient, retry_after
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
 from search_r1.search.servers import Server, Servers
+from verl.errors import masked
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -161,9 +162,9 @@ class Transport:
             try:
                 return await self._attempt(http, server, method, path, body, limit, read), attempt
             except Transient as error:
-                failures.add(server.url, error)
-                logger.log(patience.log_level, "retriever %s %s; attempt %d of %d", server.url,
-                           error, attempt + 1, retries + 1)  # fmt: skip
+                failures.add(masked(server.url), error)
+                logger.log(patience.log_level, "retriever %s %s; attempt %d of %d",
+                           masked(server.url), error, attempt + 1, retries + 1)  # fmt: skip
                 if failures.num_garbled > 1 or (failures.num_garbled and attempt == retries):
                     raise RetrieverRefused(f"retriever {server.url} {error}") from error
                 if attempt == retries:

@@ -10,12 +10,12 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from verl.checkpoint import folders
 from verl.config import Config
+from verl.config.cli import public
 from verl.config.known import known_options
 from verl.core_algos.advantages import ADVANTAGES
 from verl.data.rows import file_list
@@ -41,7 +41,7 @@ def identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
     }
     if config.critic.model.path is not None:
         fingerprints["critic"] = fingerprint(config.critic.model.path)
-    return {"config": json.loads(json.dumps(asdict(config))), "fingerprints": fingerprints}
+    return {"config": public(config), "fingerprints": fingerprints}
 
 
 def hash_files(files: str | Sequence[str]) -> str:

@@ -9,10 +9,12 @@ options `--cfg job`, `--config-name`, `--config-dir` and `--multirun` are as Hyd
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize
@@ -26,7 +28,7 @@ from verl.config import Config, overrides
 from verl.config.checks import check
 from verl.config.known import known_options, typed
 from verl.config.presets_source import PRESETS, PresetPath, PresetSource
-from verl.errors import ConfigError, explain
+from verl.errors import ConfigError, explain, masked
 
 DEFAULT_PRESET = "ppo_trainer"
 USAGE = """python3 -m verl.trainer.main_ppo [--config-name PRESET] [--cfg job] [--multirun]
@@ -84,8 +86,13 @@ def write_resolved(config: Config, directory: str | Path) -> Path:
     """Write the configuration as `config.yaml` in `directory` and return that path."""
     path = Path(directory) / "config.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    path.write_text(masked(_to_yaml(OmegaConf.structured(config))), encoding="utf-8")
     return path
+
+
+def public(config: Config) -> dict[str, Any]:
+    """The options as JSON, for checkpoints and trackers: without the passwords of addresses."""
+    return dict(json.loads(masked(json.dumps(asdict(config)))))
 
 
 def _to_yaml(config: DictConfig) -> str:

@@ -148,6 +148,8 @@ class RolloutConfig:
     """Address of the OpenAI-compatible server of name=remote."""
     served_model: str | None = option(None, resume="free")
     """The model's name there; null for the model's path."""
+    api_key_env: str | None = option(None, resume="free")
+    """Variable that holds its key; null sends OPENAI_API_KEY to https://api.openai.com alone."""
     n_agent: int = option(1, resume="experiment", ge=1)
     """Trajectories sampled per prompt (the group size of GRPO)."""
     temperature: float = option(1.0, resume="logged", ge=0, le=10)

@@ -5,7 +5,6 @@ Knows nothing of what the metrics mean, except which few the console shows.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -15,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from verl.config import Config
+from verl.config.cli import public
 from verl.errors import ConfigError, explain
 from verl.files import Lines, whole_file
 from verl.monitor.wandb_tracker import WandbTracker, load
@@ -153,7 +153,7 @@ class Tracking:
             trainer.experiment_name,
             backend_names(trainer.logger),
             trainer.default_local_dir,
-            dataclasses.asdict(config),
+            public(config),
             is_resumed=trainer.resume_mode != "disable",
         )
 

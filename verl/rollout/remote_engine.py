@@ -16,13 +16,14 @@ import httpx
 from pydantic import BaseModel, Field, StrictStr
 
 from verl.config import Config
-from verl.errors import ConfigError, explain
+from verl.errors import ConfigError, explain, masked
 from verl.rollout.interface import RolloutEngine
 from verl.tokenizer_files import load_tokenizer
 from verl.types import Completion, Sampling
 
 logger = logging.getLogger(__name__)
 
+OPENAI, OPENAI_KEY = "https://api.openai.com/", "OPENAI_API_KEY"
 TIMEOUT = 600.0
 """Seconds one completion may take."""
 
@@ -58,14 +59,22 @@ class RemoteEngine(RolloutEngine):
         base_url: str,
         model: str,
         tokenizer: Encoder,
-        api_key_env: str = "OPENAI_API_KEY",
+        api_key_env: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`base_url` with or without `/v1`; the key is read from the variable `api_key_env`."""
+        """`base_url` with or without `/v1`; the key is read from the variable `api_key_env`.
+
+        None sends OPENAI_API_KEY to OpenAI's own address, and nothing elsewhere. Raises ConfigError
+        for a variable that is not set.
+        """
         self.url = base_url.rstrip("/").removesuffix("/v1") + "/v1/completions"
         self._model = model
         self._tokenizer = tokenizer
-        key = os.environ.get(api_key_env)
+        variable = api_key_env or (OPENAI_KEY if base_url.startswith(OPENAI) else "")
+        key = os.environ.get(variable)
+        if api_key_env and not key:
+            expected, fix = "a variable that is set", f"export {api_key_env}=KEY"
+            raise ConfigError(explain("api_key_env", api_key_env, expected, fix))
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._transport = transport
 
@@ -78,7 +87,7 @@ class RemoteEngine(RolloutEngine):
             raise ConfigError(explain(key, "null", "a server's address", f"{key}=http://host:8000"))
         served = section.rollout.served_model or section.model.path
         tokenizer = load_tokenizer(section.model.path)
-        return cls(section.rollout.url, served, tokenizer)
+        return cls(section.rollout.url, served, tokenizer, section.rollout.api_key_env)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Continue `prompt_ids`.
@@ -122,7 +131,7 @@ class RemoteEngine(RolloutEngine):
             text += missing_stop(text, sampling.stop)
         ids = choice.token_ids
         if ids is None:
-            logger.warning("%s returns no token_ids: its text is encoded again", self.url)
+            logger.warning("%s returns no token_ids: its text is encoded again", masked(self.url))
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         given = choice.logprobs.token_logprobs if choice.logprobs else None
         log_probs = [math.nan if p is None else p for p in given or ()]
@@ -136,7 +145,8 @@ class RemoteEngine(RolloutEngine):
                 f"endpoint {self.url}",
                 got,
                 "a completion of token ids",
-                "start an OpenAI-compatible server there (vllm serve MODEL) or correct --endpoint",
+                "start an OpenAI-compatible server there (vllm serve MODEL) or correct --endpoint; "
+                "where it wants a key, name the variable that holds it: --api-key-env",
             )
         )
 

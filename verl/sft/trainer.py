@@ -31,6 +31,7 @@ from verl.config.option import option
 from verl.core_algos.losses import loss_weights, weighted_sum
 from verl.errors import ConfigError, UserError, explain
 from verl.files import is_of_files
+from verl.logs import start_logging
 from verl.sft.demonstrations import load_demonstrations
 from verl.single_controller.dispatch import split_by_tokens
 from verl.tokenizer_files import check_model, load_tokenizer
@@ -236,7 +237,7 @@ def _train(config: SftConfig, part: Path | None) -> list[float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    logging.basicConfig(level=logging.INFO)
+    start_logging(logging.INFO)
     try:
         train(parse(sys.argv[1:] if arguments is None else arguments))
     except UserError as error:

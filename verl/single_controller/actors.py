@@ -11,7 +11,7 @@ import operator
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from verl.errors import UserError
 from verl.single_controller.deaths import DEATHS, broke_collective, cause_of
 from verl.single_controller.reaper import PART, OrphanReaper, sweep
+from verl.training.network import private
 
 GRACE_S = 10.0
 """How long an error waits for the news that it came of another actor's death."""
@@ -56,6 +57,10 @@ class ActorHost:
         context = ray.get_runtime_context()
         gpu_ids = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", []))
         return Place(context.get_node_id(), ray.util.get_node_ip_address(), gpu_ids, os.getpid())
+
+    async def inherit(self, variables: Mapping[str, str]) -> None:
+        """Take up variables of the driver's environment that Ray is not to log."""
+        os.environ |= variables
 
     async def guard(self, mark: str) -> None:
         """Have the processes marked `mark` on this node end with this actor."""
@@ -103,9 +108,18 @@ class RayWorkerGroup:
         self._lost_error = lost
         self._deaths = (*DEATHS, *deaths)
         self._options = list(options)
-        self.hosts = [option.remote() for option in self._options]
+        self.hosts = self._start()
         self._placement = placement
         self._places: list[Place] = []
+
+    def _start(self) -> list[Any]:
+        """New actors, which have the driver's secrets before anything else is asked of them."""
+        hosts = [option.remote() for option in self._options]
+        secrets = private(os.environ)
+        if secrets:
+            for host in hosts:
+                host.inherit.remote(secrets)
+        return hosts
 
     def __len__(self) -> int:
         return len(self.hosts)
@@ -205,7 +219,7 @@ class RayWorkerGroup:
         """
         for host in self.hosts:
             ray.kill(host)
-        self.hosts = [option.remote() for option in self._options]
+        self.hosts = self._start()
         self.gather([host.clear.remote() for host in self.hosts])
         self._places = []
         self.places()

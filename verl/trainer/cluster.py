@@ -31,6 +31,7 @@ from verl.preflight import checks as preflight
 from verl.rollout.interface import engine_takes_adapter
 from verl.training.devices import device_type
 from verl.training.loading import weight_bytes
+from verl.training.network import private
 
 SHARED_SECONDS = 20.0
 """How long a file may take to be seen on another node: network file systems cache folders."""
@@ -153,7 +154,7 @@ def _report(
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = inspect_node.options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
     try:
-        return ray.get(task.remote(config, tools, probe))
+        return ray.get(task.remote(config, tools, probe, private(os.environ)))
     except RayError as error:
         cause = str(error).strip().splitlines()[-1]
         fix = f"use one environment on all nodes, and the project at {ROOT} or installed in it"
@@ -163,8 +164,11 @@ def _report(
 
 
 @ray.remote
-def inspect_node(config: Config, tools: EnvironmentFactory, probe: Path) -> NodeReport:
-    """Models, tools, memory and files as this node sees them."""
+def inspect_node(
+    config: Config, tools: EnvironmentFactory, probe: Path, secrets: Mapping[str, str]
+) -> NodeReport:
+    """Models, tools, memory and files as this node sees them; `secrets`: of the driver."""
+    os.environ |= secrets
     problems = [
         *preflight.model_problems(config),
         *tools(config).preflight(preflight.PROBE_SECONDS),

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from verl.config import cli
 from verl.errors import Interrupted, UserError
 from verl.files import is_of_files
+from verl.logs import start_logging
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    start_logging(logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         configs = cli.compose_runs(argv)

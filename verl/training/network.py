@@ -9,13 +9,34 @@ import psutil
 import torch
 import torch.distributed as dist
 
-FORWARDED = ("NCCL_", "GLOO_", "TORCH_NCCL_", "HF_")
+from verl.errors import masked
+
+NETWORK = ("NCCL_", "GLOO_", "TORCH_NCCL_")
 """Beginnings of the variables of the driver that ranks and engines on all nodes get too."""
+HUB = frozenset(
+    f"HF_{name}"
+    for name in (
+        "HOME", "ENDPOINT", "HUB_CACHE", "ASSETS_CACHE", "XET_CACHE", "DATASETS_CACHE",
+        "MODULES_CACHE", "TOKEN_PATH", "STORED_TOKENS_PATH", "HUB_OFFLINE", "DATASETS_OFFLINE",
+        "HUB_ETAG_TIMEOUT", "HUB_DOWNLOAD_TIMEOUT", "HUB_DISABLE_XET", "HUB_DISABLE_PROGRESS_BARS",
+        "HUB_DISABLE_TELEMETRY", "HUB_DISABLE_IMPLICIT_TOKEN", "HUB_DISABLE_SYMLINKS_WARNING",
+        "HUB_VERBOSITY", "XET_HIGH_PERFORMANCE", "DEBUG",
+    )
+)  # fmt: skip
+"""The hub's variables that they get; each by its name, for Ray logs what it forwards."""
+PRIVATE = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT")
+"""Those that they get by a call of the actor: what travels so is in no log."""
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables about networks and the hub, which mean the same on every node."""
-    return {name: value for name, value in environment.items() if name.startswith(FORWARDED)}
+    named = {k: v for k, v in environment.items() if k.startswith(NETWORK) or k in HUB}
+    return {name: value for name, value in named.items() if masked(value) == value}
+
+
+def private(environment: Mapping[str, str]) -> dict[str, str]:
+    """Secrets of the hub, which no runtime environment may hold."""
+    return {name: environment[name] for name in PRIVATE if name in environment}
 
 
 def address_towards(host: str) -> str:

@@ -44,7 +44,7 @@ def test_ids_go_in_and_sampled_ids_come_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert got == Completion((300, 301), (-0.1, -0.2), "<answer>a</answer>", "stop")
     body = json.loads(seen[0].content)
     assert str(seen[0].url) == "http://host:1/v1/completions"
-    assert seen[0].headers["Authorization"] == "Bearer secret"
+    assert "Authorization" not in seen[0].headers
     assert body["prompt"] == [1, 2, 3]
     assert (body["max_tokens"], body["temperature"], body["top_p"], body["seed"]) == (
         9,
@@ -53,6 +53,47 @@ def test_ids_go_in_and_sampled_ids_come_out(monkeypatch: pytest.MonkeyPatch) -> 
         7,
     )
     assert body["stop"] == list(STOP)
+
+
+@pytest.mark.parametrize(
+    ("url", "variable", "sent"),
+    [
+        ("http://host:1/v1", None, None),
+        ("http://127.0.0.1:8000", None, None),
+        ("https://api.openai.com.evil.org/v1", None, None),
+        ("https://api.openai.com@evil.org/v1", None, None),
+        ("http://api.openai.com/v1", None, None),
+        ("https://api.openai.com/v1", None, "Bearer openai"),
+        ("http://host:1/v1", "OWN_KEY", "Bearer own"),
+        ("https://api.openai.com/v1", "OWN_KEY", "Bearer own"),
+        ("http://host:1/v1", "OPENAI_API_KEY", "Bearer openai"),
+    ],
+)
+def test_a_key_goes_to_the_endpoint_it_is_meant_for(
+    monkeypatch: pytest.MonkeyPatch, url: str, variable: str | None, sent: str | None
+) -> None:
+    """OpenAI's goes to OpenAI alone; another is sent where its variable was named."""
+    monkeypatch.setenv("OPENAI_API_KEY", "openai")
+    monkeypatch.setenv("OWN_KEY", "own")
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(401, text="no")
+
+    transport = httpx.MockTransport(answer)
+    engine = RemoteEngine(url, "m", ByteTokenizer(), variable, transport)
+    with pytest.raises(ConfigError, match="--api-key-env") as caught:
+        asyncio.run(engine.generate([1], SAMPLING))
+    found = seen[0].headers.get("Authorization")
+    assert found == sent or (sent is None and found is not None and "Bearer" not in found)
+    assert "openai:" not in str(caught.value)
+
+
+def test_a_named_key_that_is_not_set_is_refused() -> None:
+    """Before anything is sent without it."""
+    with pytest.raises(ConfigError, match="export NOT_SET=KEY"):
+        RemoteEngine("http://host", "m", ByteTokenizer(), "NOT_SET")
 
 
 def test_text_alone_is_encoded_with_its_stop_string() -> None:

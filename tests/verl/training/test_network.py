@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import psutil
 
-from verl.training.network import address_towards, forwarded, interface_of, interface_variables
+from verl.training.network import (
+    address_towards,
+    forwarded,
+    interface_of,
+    interface_variables,
+    private,
+)
 
 
 def test_loopback_leads_to_itself() -> None:
@@ -31,3 +37,13 @@ def test_variables_of_networks_reach_all_nodes() -> None:
     """What is about networks and the hub is handed on, what is about one machine is not."""
     given = {"NCCL_DEBUG": "INFO", "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "10.0.0.1", "HOME": "/h"}
     assert forwarded(given) == {"NCCL_DEBUG": "INFO", "HF_HUB_OFFLINE": "1"}
+
+
+def test_secrets_are_not_forwarded_but_travel_in_a_call() -> None:
+    """Ray logs runtime environments; a mirror's address goes there only without a password."""
+    secrets = {"HF_TOKEN": "hf_1", "HUGGING_FACE_HUB_TOKEN": "hf_2"}
+    others = {"HF_HOME": "/h", "HF_SOMETHING_NEW": "x", "WANDB_API_KEY": "w", "OPENAI_API_KEY": "o"}
+    mirror = {"HF_ENDPOINT": "https://ann:pw@mirror"}
+    assert forwarded(secrets | others | mirror) == {"HF_HOME": "/h"}
+    assert private(secrets | others | mirror) == secrets | mirror
+    assert forwarded({"HF_ENDPOINT": "https://mirror"}) == {"HF_ENDPOINT": "https://mirror"}
