@@ -150,6 +150,7 @@ def test_a_real_run_leaves_no_secret(ray_folder: Path, tmp_path: Path) -> None:
         arguments = [
             word
             for word in command_of(world, out, "algorithm.adv_estimator=grpo",
+                                   "trainer.n_gpus_per_node=1",
                                    "trainer.total_training_steps=1", "trainer.save_freq=1")
             if not word.startswith("retriever.url")
         ]  # fmt: skip

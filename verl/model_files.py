@@ -28,6 +28,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
 from verl.errors import ModelError, UserError, explain
+from verl.remote_code import trusts_remote_code
 
 FIX = "download it again, or give the model that the files belong to"
 MAPPED_FILES = "model*.safetensors"
@@ -55,6 +56,9 @@ def model_errors(
     # Of a damaged file a parser raises whatever it trips over, tokenizers a bare Exception.
     except Exception as error:
         got = f"{path} ({part + ': ' if part else ''}{one_line(error)})"
+        if "custom code" in str(error):
+            expected = "a model that brings no code of its own, which would act as you"
+            fix = "trust_remote_code=true (--trust-remote-code), once you have read that code"
         raise ModelError(explain(subject, got, expected, fix)) from error
 
 
@@ -92,7 +96,7 @@ def read_config(path: str, subject: str = "model path") -> PretrainedConfig:
             raise Unfit("a folder without config.json")
     with model_errors(path, "config.json", subject), quiet():
         config: PretrainedConfig = AutoConfig.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
+            folder, trust_remote_code=trusts_remote_code(), local_files_only=True
         )
         for name in PARTS:
             found = getattr(config.get_text_config(), name, None) or 0
@@ -122,7 +126,7 @@ def check_weights(
             return int(config.get_text_config().vocab_size)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, device_map="meta", output_loading_info=True,
-            ignore_mismatched_sizes=True, trust_remote_code=False,
+            ignore_mismatched_sizes=True, trust_remote_code=trusts_remote_code(),
         )  # fmt: skip
         lm, report = loaded
         refuse_report(lm, report, needs_head)

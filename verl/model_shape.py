@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from verl.config import ALL_LINEAR
+from verl.remote_code import trusts_remote_code
 from verl.training.models import blocks
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -117,7 +118,9 @@ def read_shape(path: str) -> ModelShape | None:
     Of a mixture of experts nothing is said: a token meets some of its weights only.
     """
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trusts_remote_code()
+        )
         if any(getattr(config, name, None) for name in EXPERTS):
             return None
         return ModelShape.of(config)

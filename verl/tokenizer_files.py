@@ -20,6 +20,7 @@ import psutil
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from verl.model_files import Unfit, check_weights, model_errors, one_line, quiet, read_config
+from verl.remote_code import trusts_remote_code
 
 QUESTION = "Where is Oslo?"
 SAMPLE = QUESTION + "  <answer>1234 Ünïcode\t日本 🙂</answer>\n\ndon't stop HERE, 3.14"
@@ -70,7 +71,7 @@ def _ends(folder: Path, config: PretrainedConfig) -> list[Any]:
 def load_tokenizer(path: str, subject: str = "model path") -> Any:
     """The tokenizer of a model folder or hub name. Raises ModelError."""
     with model_errors(path, "tokenizer", subject):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusts_remote_code())
         # Where files lack, transformers may make one that knows no text.
         if not tokenizer.encode(QUESTION, add_special_tokens=False):
             raise Unfit("no ids come of text")

@@ -33,6 +33,7 @@ from verl.config import Config
 from verl.data import choose, load_rows
 from verl.errors import ToolError, UserError
 from verl.locks import LOCK, exclusive
+from verl.remote_code import set_trust
 from verl.rollout.interface import RolloutEngine
 from verl.types import Sampling
 
@@ -48,6 +49,7 @@ def evaluate(options: EvaluationOptions) -> Path:
     Raises UserError for what the user can mend, before long work where possible. What is
     finished is kept: the same options go on from there.
     """
+    set_trust(options.trust_remote_code)
     out = Path(options.out)
     with exclusive(out, "--out"):
         try:

@@ -25,6 +25,7 @@ from search_r1.inference.retriever import facts_of
 from search_r1.inference.settings import run_config
 from verl.config import Config
 from verl.errors import ModelError, explain
+from verl.remote_code import set_trust
 from verl.types import Sampling
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +79,7 @@ async def opened(options: AgentOptions) -> AsyncIterator[AgentSession]:
     Raises UserError for what the user can mend.
     """
     await facts_of(_retriever(Config(), options))
+    set_trust(options.trust_remote_code)
     options = at_last_step(with_default_model(options))
     with _folder(options) as folder:
         config = _retriever(run_config(options, str(folder)), options)

@@ -23,6 +23,8 @@ class AgentOptions:
 
     model: str = ""
     """model folder, hub name, checkpoint global_step_N, or a run's folder for its last one"""
+    trust_remote_code: bool = False
+    """run the code that the model's folder brings, tools in files included"""
     adapter: str | None = None
     """folder of a LoRA adapter over the model"""
     retriever_url: str = Config().retriever.url

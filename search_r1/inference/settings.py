@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from search_r1.inference.options import SETTINGS_FILE, AgentOptions
 from verl.agent.wording import TEMPLATE_FILE
 from verl.config import Config
+from verl.errors import ModelError, explain
 from verl.model_files import Unfit, model_errors
 
 KINDS = {"template": str, "tools": list, "max_turns": int, "topk": int}
@@ -25,8 +26,11 @@ def run_config(options: AgentOptions, model: str) -> Config:
     """
     config, own = Config(), _own_settings(model)
     config.actor_rollout_ref.model.path = model
+    config.actor_rollout_ref.model.trust_remote_code = options.trust_remote_code
     config.template = _first(options.template, _own_template(model, own), config.template)
     config.agent.tools = list(own.get("tools") or config.agent.tools)
+    if not options.trust_remote_code:
+        _refuse_files(model, config.agent.tools)
     config.max_turns = _first(options.max_turns, own.get("max_turns"), config.max_turns)
     config.retriever.topk = _first(options.topk, own.get("topk"), config.retriever.topk)
     config.retriever.url = options.retriever_url
@@ -43,6 +47,15 @@ def run_config(options: AgentOptions, model: str) -> Config:
     rollout.tensor_model_parallel_size = options.tensor_parallel_size
     rollout.gpu_memory_utilization = options.gpu_memory_utilization
     return config
+
+
+def _refuse_files(model: str, tools: Sequence[str]) -> None:
+    """Refuse tools of a model's own that are files of code. Raises ModelError."""
+    for tool in tools:
+        if ".py" in tool:
+            got, expected = f"the tool {tool}, which is code", "tools that are built in"
+            fix = "--trust-remote-code, once you have read it"
+            raise ModelError(explain(f"{SETTINGS_FILE} of {model}", got, expected, fix))
 
 
 def _own_settings(model: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from verl.checkpoint.exporting import export
 from verl.errors import UserError
+from verl.remote_code import set_trust
 from verl.training.devices import DTYPES
 
 
@@ -23,7 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--adapter", action="store_true", help="write the adapter alone, as peft reads it"
     )
     command.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    command.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code that a model's folder brings"
+    )
     options = parser.parse_args(arguments)
+    set_trust(options.trust_remote_code)
     try:
         out = export(options.step_dir, options.out, options.base, options.dtype, options.adapter)
         print(out)  # noqa: T201

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from verl.checkpoint.folders import MARKER, is_complete
 from verl.errors import ConfigError, explain
 from verl.model_files import check_weights, is_finite, model_errors, refuse_faulty
+from verl.remote_code import trusts_remote_code
 from verl.training.adapters import Adapter, check_base, config_of
 from verl.training.devices import DTYPES
 from verl.training.models import load_causal_lm
@@ -61,7 +62,7 @@ def _write_model(
     """The whole policy: its trained weights, or its base with the adapter merged."""
     source = base or str(step_dir / "huggingface")
     with model_errors(source, "config.json"):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trusts_remote_code())
     named = _read_policy(step_dir / "shards")
     if record is not None:
         adapter = _read_adapter(step_dir, record, base)

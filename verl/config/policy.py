@@ -66,6 +66,8 @@ class ModelConfig(AdapterConfig):
 
     path: str = option(MISSING, resume="free")
     """Folder (or hub name) of a Hugging Face causal language model."""
+    trust_remote_code: bool = option(False, resume="free")
+    """Run the code that the models' folders bring, as some need: whoever wrote it acts as you."""
     enable_gradient_checkpointing: bool = option(True, resume="free")
     """Recompute block activations in backward: less memory, about a third more compute."""
 

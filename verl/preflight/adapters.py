@@ -13,6 +13,8 @@ from verl.checkpoint import folders
 from verl.config import AdapterConfig, Config
 from verl.core_algos.advantages import ADVANTAGES
 from verl.errors import ConfigError, UserError
+from verl.model_files import model_errors
+from verl.remote_code import trusts_remote_code
 from verl.training.adapters import Adapter, check_same
 from verl.training.lora import peft_config
 from verl.training.shards import read_adapters
@@ -48,7 +50,10 @@ def _record(key: str, options: AdapterConfig, path: str) -> dict[str, Any]:
     """What a checkpoint would say about this adapter, from a model without weights."""
     try:
         with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+            code = {"trust_remote_code": trusts_remote_code()}
+            with model_errors(path):
+                config = AutoConfig.from_pretrained(path, **code)
+            lm = AutoModelForCausalLM.from_config(config, **code)
         return Adapter(peft_config(lm, options), {}).record()
-    except (ConfigError, OSError, ValueError) as error:
+    except (UserError, OSError, ValueError) as error:
         raise ConfigError(f"{key}: {error}") from error

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from verl.agent.interface import Agent
 from verl.config import Config
+from verl.remote_code import set_trust
 from verl.rollout.interface import build_engine
 from verl.training.devices import rollout_dtype
 from verl.types import Sampling, Trajectory
@@ -22,6 +23,7 @@ class RolloutReplica:
         self, config: Config, agent_factory: Callable[[Config], Agent], replica: int
     ) -> None:
         """Nothing heavy yet: `engine.start` loads the model."""
+        set_trust(config.actor_rollout_ref.model.trust_remote_code)
         self.config = config
         self.agent = agent_factory(config)
         self.engine = build_engine(config, replica)

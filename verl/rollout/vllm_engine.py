@@ -20,6 +20,7 @@ from verl.config.policy import VLLM_LORA_RANKS
 from verl.errors import ModelError, explain
 from verl.model_files import refuse_faulty
 from verl.packages import vllm_device
+from verl.remote_code import trusts_remote_code
 from verl.rollout.interface import EngineDied, Listener, RolloutEngine, engine_takes_adapter
 from verl.training.devices import device_type, rollout_dtype
 from verl.types import Completion, Sampling
@@ -86,6 +87,7 @@ class VllmSettings:
             "max_model_len": longest,
             "max_num_seqs": 1 if is_alone else self.max_num_seqs,
             "seed": self.seed,
+            "trust_remote_code": trusts_remote_code(),
             "enforce_eager": is_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
             "enable_prefix_caching": not self.deterministic,
             "logprobs_mode": "processed_logprobs",

@@ -32,6 +32,7 @@ from verl.core_algos.losses import loss_weights, weighted_sum
 from verl.errors import ConfigError, UserError, explain
 from verl.files import is_of_files
 from verl.logs import start_logging
+from verl.remote_code import set_trust
 from verl.sft.demonstrations import load_demonstrations
 from verl.single_controller.dispatch import split_by_tokens
 from verl.tokenizer_files import check_model, load_tokenizer
@@ -55,6 +56,8 @@ class SftConfig(AdapterConfig):
 
     model_path: str = MISSING
     """Folder (or hub name) of the model to start from."""
+    trust_remote_code: bool = False
+    """Run the code that the model's folder brings: whoever wrote it acts as you."""
     train_file: str = MISSING
     """Demonstrations, one JSON object a line."""
     output_dir: str = MISSING
@@ -202,6 +205,7 @@ def save(config: SftConfig, engine: FsdpModel, model_config: Any, part: Path | N
 
 def train(config: SftConfig) -> list[float]:
     """The whole run; returns the loss of each step. Its folder is held from the start."""
+    set_trust(config.trust_remote_code)
     if os.environ.get("RANK", "0") != "0":
         return _train(config, None)
     with whole_folder(Path(config.output_dir), "output_dir") as part:

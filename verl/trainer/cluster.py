@@ -28,6 +28,7 @@ from verl.config import Config
 from verl.errors import ConfigError, PreflightError, ResourceError, UserError, explain
 from verl.machine import LARGER_SHARED, SHARED_MEMORY
 from verl.preflight import checks as preflight
+from verl.remote_code import set_trust
 from verl.rollout.interface import engine_takes_adapter
 from verl.training.devices import device_type
 from verl.training.loading import weight_bytes
@@ -169,6 +170,7 @@ def inspect_node(
 ) -> NodeReport:
     """Models, tools, memory and files as this node sees them; `secrets`: of the driver."""
     os.environ |= secrets
+    set_trust(config.actor_rollout_ref.model.trust_remote_code)
     problems = [
         *preflight.model_problems(config),
         *tools(config).preflight(preflight.PROBE_SECONDS),

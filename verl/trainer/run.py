@@ -35,6 +35,7 @@ from verl.locks import exclusive
 from verl.monitor.memory_watch import rank_names, watching
 from verl.monitor.tracking import Tracking
 from verl.preflight.checks import preflight
+from verl.remote_code import set_trust
 from verl.single_controller.reaper import OrphanReaper
 from verl.single_controller.restarts import Restarts
 from verl.tokenizer_files import load_tokenizer, tokenizer_identity
@@ -81,6 +82,7 @@ def prepare(config: Config) -> Prepared:
     Its reward and agent are made here, too, to see that they can be: each attempt and each replica
     makes its own.
     """
+    set_trust(config.actor_rollout_ref.model.trust_remote_code)
     environment = build_environment(config)
     build_reward_manager(config)
     config = preflight(config, environment)

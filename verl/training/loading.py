@@ -30,6 +30,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from verl.machine import HostMemory
 from verl.model_files import MAPPED_FILES, files_of, is_finite, model_errors, refuse_faulty
+from verl.remote_code import trusts_remote_code
 from verl.training.models import load_causal_lm
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ def opened_causal_lm(
 def map_causal_lm(path: str, dtype: torch.dtype, needs_head: bool) -> PreTrainedModel | None:
     """The model in `dtype`, its weights mapped from the files; None where they must be loaded."""
     with model_errors(path):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trusts_remote_code())
         folder = model_folder(path)
         if folder is None:  # a name that is used for the first time here
             folder = Path(snapshot_download(path, allow_patterns=["*.json", MAPPED_FILES]))

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verl.model_files import model_errors, quiet, refuse_report
+from verl.remote_code import trusts_remote_code
 from verl.training.attention import PACKED, SequenceBounds
 from verl.types import TokenBatch
 
@@ -69,7 +70,7 @@ def load_causal_lm(
     with model_errors(path, "weights"), quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=attention, output_loading_info=True,
-            ignore_mismatched_sizes=True, trust_remote_code=False,
+            ignore_mismatched_sizes=True, trust_remote_code=trusts_remote_code(),
         )  # fmt: skip
         lm: PreTrainedModel = loaded[0]
         refuse_report(lm, loaded[1], needs_head)

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 from verl.errors import ConfigError, explain
 from verl.files import whole_file
 from verl.locks import exclusive
+from verl.remote_code import trusts_remote_code
 
 SHARD_BYTES = 4 << 30
 """Weights held in host memory at once, and so the size of one file."""
@@ -113,7 +114,9 @@ def copy_tokenizer(source: str, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     folder = Path(source)
     if not folder.is_dir():
-        AutoTokenizer.from_pretrained(source).save_pretrained(directory)
+        AutoTokenizer.from_pretrained(
+            source, trust_remote_code=trusts_remote_code()
+        ).save_pretrained(directory)
         return
     for path in (path for pattern in COMPANIONS for path in folder.glob(pattern)):
         if path.is_dir():

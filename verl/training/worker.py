@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from verl.config import AdapterConfig, Config, CriticModelConfig, FsdpConfig, ModelConfig
 from verl.core_algos.advantages import ADVANTAGES
 from verl.machine import HostMemory
+from verl.remote_code import set_trust
 from verl.training.actor import DEFAULT_TOKEN_BUDGET, Actor, TokenBudgets
 from verl.training.critic import Critic
 from verl.training.devices import (
@@ -99,6 +100,7 @@ class TrainerWorker:
         master_port: int,
         total_steps: int,
     ) -> None:
+        set_trust(config.actor_rollout_ref.model.trust_remote_code)
         self.config, self.rank, self.world_size = config, rank, world_size
         self.total_steps = total_steps
         self._folder: NodeFolder | None = None

@@ -27,7 +27,7 @@ class CrossEncoder:
         """Load the model; raises SetupError if it is not a classifier with one or two outputs."""
         device = pick_device("reranker_device", config.reranker_device)
         dtype = torch_dtype("reranker_dtype", config.reranker_dtype)
-        check_weights(AutoModelForSequenceClassification, path)
+        check_weights(AutoModelForSequenceClassification, path, trust_remote_code=False)
         self._model: Any = sentence_transformers.CrossEncoder(
             path, device=device, model_kwargs={"dtype": dtype}
         )
@@ -37,7 +37,9 @@ class CrossEncoder:
                 f"--reranker_model {path} has {num_labels} outputs; expected a cross-encoder with "
                 "one, such as BAAI/bge-reranker-base, or with two (no, yes)"
             )
-        limit = longest_input(AutoTokenizer.from_pretrained(path), self._model.config)
+        limit = longest_input(
+            AutoTokenizer.from_pretrained(path, trust_remote_code=False), self._model.config
+        )
         self._model.max_seq_length = min(config.reranker_max_length, limit)
         self._batch_size = config.reranker_batch_size
         self._facts = {

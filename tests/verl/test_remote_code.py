@@ -1,0 +1,160 @@
+"""Code in a model's folder runs where an option said so, and nobody is asked at a terminal."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from search_r1 import cli
+from search_r1.infer import InferOptions
+from search_r1.inference.settings import run_config
+from search_r1.search.backends.settings import EncoderConfig, RerankConfig
+from search_r1.search.encoders.cross_encoder import CrossEncoder
+from search_r1.search.encoders.families import family_of
+from search_r1.search.encoders.loading import explained
+from search_r1.search.encoders.sentence import SentenceEncoder
+from verl.checkpoint import __main__ as checkpoint
+from verl.checkpoint import folders
+from verl.config import Config, ModelConfig
+from verl.errors import UserError
+from verl.model_files import read_config
+from verl.model_shape import read_shape
+from verl.preflight.adapters import _record
+from verl.remote_code import TRUST, set_trust
+from verl.rollout.vllm_engine import VllmSettings
+from verl.sft import trainer as sft
+from verl.tokenizer_files import load_tokenizer
+from verl.training.loading import map_causal_lm
+from verl.training.models import load_causal_lm
+
+CODE = """
+from pathlib import Path
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizer
+Path({acted!r}).touch()
+class Config(PretrainedConfig):
+    model_type = "own"
+class Model(PreTrainedModel):
+    config_class = Config
+class Tokenizer(PreTrainedTokenizer):
+    pass
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose config, model and tokenizer are classes of its own, at a terminal."""
+
+    def asked(prompt: str = "") -> str:
+        raise AssertionError(f"asked: {prompt}")
+
+    monkeypatch.setattr(builtins, "input", asked)
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    monkeypatch.setenv(TRUST, "0")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "own.py").write_text(CODE.format(acted=str(tmp_path / "acted")))
+    kinds = {"AutoConfig": "own.Config", "AutoModel": "own.Model",
+             "AutoModelForCausalLM": "own.Model", "AutoTokenizer": ["own.Tokenizer", None],
+             "AutoModelForSequenceClassification": "own.Model"}  # fmt: skip
+    config = {"model_type": "own", "architectures": ["Model"], "auto_map": kinds}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = {"tokenizer_class": "Tokenizer", "auto_map": kinds}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def fine_tune(path: str) -> object:
+    return sft.train(sft.parse([f"model_path={path}", "train_file=x", f"output_dir={path}.out"]))
+
+
+def export(path: str) -> object:
+    """A checkpoint that brings the folder as its config and tokenizer."""
+    step_dir = Path(path).with_name("global_step_1")
+    (step_dir / "shards").mkdir(parents=True)
+    (step_dir / folders.MARKER).touch()
+    Path(path).rename(step_dir / "huggingface")
+    return checkpoint.main(["export", str(step_dir), "--out", f"{path}.out"])
+
+
+def ask(path: str) -> object:
+    return cli.main(["infer", "q", "--model", path, "--retriever-url", "empty"])
+
+
+def encode(path: str) -> object:
+    return explained(
+        "retriever_model", path,
+        lambda: SentenceEncoder(path, family_of("e5"), EncoderConfig(), None),
+    )  # fmt: skip
+
+
+LOADERS: list[Callable[[str], object]] = [
+    read_config,
+    load_tokenizer,
+    load_causal_lm,
+    lambda path: map_causal_lm(path, torch.float32, True),
+    lambda path: _record("model", ModelConfig(lora_rank=1), path),
+    fine_tune,
+    encode,
+    lambda path: CrossEncoder.open(RerankConfig(reranker_model=path)),
+]
+
+
+@pytest.mark.parametrize("load", LOADERS)
+def test_code_of_a_model_does_not_run(
+    model: Path, tmp_path: Path, load: Callable[[str], object]
+) -> None:
+    """Each loader refuses in one line that names the option, and asks nobody."""
+    with pytest.raises(UserError, match=r"trust[_-]remote[_-]code") as caught:
+        load(str(model))
+    assert not (tmp_path / "acted").exists() and not (tmp_path / "modules").exists()
+    assert "fix:" in str(caught.value) or "set --" in str(caught.value)
+
+
+@pytest.mark.parametrize("command", [export, ask])
+def test_no_command_runs_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    command: Callable[[str], object],
+) -> None:  # fmt: skip
+    """Status 2 and one line."""
+    try:
+        status = command(str(model))
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2 and "trust_remote_code" in capsys.readouterr().err
+    assert not (tmp_path / "acted").exists()
+
+
+def test_an_estimate_does_not_run_it(model: Path, tmp_path: Path) -> None:
+    """Of a model that cannot be read there is no estimate."""
+    assert read_shape(str(model)) is None
+    assert not (tmp_path / "acted").exists()
+
+
+def test_an_option_lets_it_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, in those that it starts, and in vLLM's engine."""
+    config = Config()
+    config.actor_rollout_ref.model.path = str(model)
+    assert VllmSettings(config).arguments()["trust_remote_code"] is False
+    monkeypatch.setenv(TRUST, "")
+    set_trust(True)
+    assert type(read_config(str(model))).__module__.startswith("transformers_modules")
+    assert (tmp_path / "acted").exists()
+    assert VllmSettings(config).arguments()["trust_remote_code"] is True
+
+
+def test_tools_that_a_model_names_are_not_files_of_code(model: Path) -> None:
+    """What a foreign model says of its dialogue is data, unless an option said otherwise."""
+    (model / "search_r1.json").write_text(json.dumps({"tools": ["/x/evil.py:Tool"]}))
+    with pytest.raises(UserError, match="trust-remote-code"):
+        run_config(InferOptions(), str(model))
+    trusting = InferOptions(trust_remote_code=True)
+    assert run_config(trusting, str(model)).agent.tools == ["/x/evil.py:Tool"]
