@@ -5,22 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import ray
-import yaml
 
 from search_r1.plain import PlainFormatter
 from search_r1.search.client import RetrievalClient
-from tests.test_end_to_end import ROOT, command_of, start_world
 from verl.checkpoint.resume import identity
 from verl.config import Config, cli
 from verl.errors import ConfigError, PreflightError, ToolError, explain, masked
@@ -133,38 +128,3 @@ def test_an_actor_has_the_hubs_token_and_ray_logs_it_nowhere(ray_folder: Path) -
         ray.shutdown()
     assert any(ray_folder.rglob("*.log"))
     assert leaks(ray_folder) == []
-
-
-def test_a_real_run_leaves_no_secret(ray_folder: Path, tmp_path: Path) -> None:
-    """Neither in its folder, Ray's, its log and its command lines, nor where it is refused."""
-    preset: dict[str, Any] = {
-        "defaults": ["ppo_trainer", "_self_"],
-        "reward_model": {"judge": {"url": URL}},
-        "actor_rollout_ref": {"rollout": {"name": "transformers", "url": URL}},
-    }
-    out = tmp_path / "run"
-    with start_world(tmp_path / "world") as world:
-        for name, url in (("good", world["url"]), ("bad", URL)):
-            preset["retriever"] = {"url": f"{url}/retrieve"}
-            (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(preset))
-        arguments = [
-            word
-            for word in command_of(world, out, "algorithm.adv_estimator=grpo",
-                                   "trainer.n_gpus_per_node=1",
-                                   "trainer.total_training_steps=1", "trainer.save_freq=1")
-            if not word.startswith("retriever.url")
-        ]  # fmt: skip
-        for name, status in (("good", 0), ("bad", 2)):
-            log = tmp_path / f"{name}.log"
-            with log.open("w") as file:
-                run = subprocess.Popen([*arguments, "-cd", str(tmp_path), "-cn", name],
-                                       cwd=ROOT, stdout=file, stderr=file)  # fmt: skip
-                while run.poll() is None:
-                    assert shown() == []
-                    time.sleep(0.3)
-            assert run.returncode == status, log.read_text()[-6000:]
-            assert leaks(ray_folder, out) == []
-            assert not any(x in log.read_text() for x in (*PLANTED.values(), PASSWORD))
-    assert "***@127.0.0.1" in (tmp_path / "bad.log").read_text()
-    assert "***@127.0.0.1" in (out / "config.yaml").read_text()
-    assert "***@127.0.0.1" in (out / "global_step_1" / "trainer_state.json").read_text()
