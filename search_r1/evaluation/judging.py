@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from search_r1.evaluation.options import EvaluationOptions
@@ -38,10 +38,3 @@ def open_judge(options: EvaluationOptions) -> Judge | None:
         return None if output.components["judge_failed"] else output.score
 
     return score
-
-
-def describe_judge(options: EvaluationOptions) -> Mapping[str, str | None] | None:
-    """Who judges, for the manifest."""
-    if options.judge_url is None:
-        return None
-    return {"model": options.judge_model, "verdict": options.judge_verdict}

@@ -12,7 +12,6 @@ from typing import Any
 
 import verl
 from search_r1.agent.generation import build_environment, words_of
-from search_r1.evaluation.judging import describe_judge
 from search_r1.evaluation.methods import METHODS
 from search_r1.evaluation.options import EvaluationOptions
 from verl.config import Config
@@ -36,6 +35,7 @@ def build_manifest(
 
     Where an endpoint generates, its weights are unknown: it is named, and the tokenizer hashed.
     """
+    judge = {"model": options.judge_model, "verdict": options.judge_verdict}
     return {
         "format": FORMAT,
         "model": _model(options, Path(config.actor_rollout_ref.model.path)),
@@ -50,7 +50,7 @@ def build_manifest(
         "template": _template(options, config),
         "decoding": _decoding(options, config),
         "engine": _engine(options, dtype),
-        "judge": describe_judge(options),
+        "judge": judge if options.judge_url else None,
         "versions": versions(),
     }
 

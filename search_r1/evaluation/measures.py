@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from search_r1.evaluation.samples import FAILED, Sample
 from search_r1.rewards.f1 import token_f1
@@ -21,10 +22,6 @@ NEAR = 0.9
 """Word F1 from which a query counts as the question over again."""
 
 
-def _one(_: Sample) -> float:
-    return 1.0
-
-
 @dataclass(frozen=True)
 class Measure:
     """Σ part / Σ whole over samples; undefined where the wholes sum to 0."""
@@ -33,7 +30,7 @@ class Measure:
     title: str
     """As tables head it."""
     part: Part
-    whole: Part = _one
+    whole: Part = lambda _: 1.0
 
 
 def is_near(query: str, question: str) -> bool:
@@ -57,27 +54,19 @@ def _status(name: str) -> Part:
     return lambda sample: float(sample.status == name)
 
 
-def _hit(sample: Sample) -> float:
-    return float(sample.has_answer_in_documents)
+_hit: Part = attrgetter("has_answer_in_documents")
 
 
-def _miss(sample: Sample) -> float:
-    return 1.0 - _hit(sample)
-
-
-def _judged(sample: Sample) -> float:
-    return float(sample.judge is not None)
-
-
-def _num_searches(sample: Sample) -> float:
-    return float(len(sample.searches))
+def _num_searches(sample: Sample) -> int:
+    return len(sample.searches)
 
 
 MEASURES: tuple[Measure, ...] = (
     Measure("em", "EM", lambda s: s.em),
     Measure("f1", "F1", lambda s: s.f1),
     Measure("cover_em", "cover-EM", lambda s: s.cover_em),
-    Measure("judge", "judge", lambda s: s.judge or 0.0, _judged),
+    Measure("judge", "judge", lambda s: s.judge or 0.0,
+            lambda s: s.judge is not None),
     Measure("answered", "answered", _status("answered")),
     Measure("searches", "searches", _num_searches),
     Measure("turns", "turns", lambda s: s.turns),
@@ -88,7 +77,8 @@ MEASURES: tuple[Measure, ...] = (
             lambda s: s.em),
     Measure("answer_in_documents", "answer in documents", _hit),
     Measure("em_given_hit", "EM given hit", lambda s: s.em * _hit(s), _hit),
-    Measure("em_given_miss", "EM given miss", lambda s: s.em * _miss(s), _miss),
+    Measure("em_given_miss", "EM given miss", lambda s: s.em * (not _hit(s)),
+            lambda s: not _hit(s)),
     Measure("novel_queries", "novel queries", num_novel, _num_searches),
     Measure("repeated_queries", "repeated queries", num_repeated, _num_searches),
     Measure("truncated", "truncated", lambda s: float(s.truncated_turns > 0)),

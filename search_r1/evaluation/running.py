@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Never
 
@@ -13,11 +13,11 @@ from tqdm import tqdm
 
 from search_r1.evaluation.judging import open_judge
 from search_r1.evaluation.manifest import build_manifest
-from search_r1.evaluation.methods import METHODS, Method
+from search_r1.evaluation.methods import METHODS
 from search_r1.evaluation.options import EvaluationOptions
 from search_r1.evaluation.report import write_report
 from search_r1.evaluation.runner import Runner, Task, agent_of, check_rows
-from search_r1.evaluation.samples import FAILED, Sample
+from search_r1.evaluation.samples import FAILED
 from search_r1.evaluation.store import Store
 from search_r1.inference.model import (
     at_last_step,
@@ -28,7 +28,6 @@ from search_r1.inference.model import (
 )
 from search_r1.inference.retriever import NO_RETRIEVER, facts_of
 from search_r1.inference.settings import run_config
-from verl.agent.dialogue import DialogueAgent
 from verl.config import Config
 from verl.data import choose, load_rows
 from verl.errors import ToolError, UserError
@@ -68,7 +67,10 @@ async def _evaluate(options: EvaluationOptions, config: Config) -> None:
     rows = choose(load_rows(options.data, options.prompt_key), options.num_rows, options.seed)
     facts = await facts_of(config) if method.needs_documents else NO_RETRIEVER
     agent = agent_of(load_agent(config), method)
-    runner = build_player(options, agent, method)
+    tokenizer: Any = agent.tokenizer
+    sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
+    judge = open_judge(options)
+    runner = Runner(agent, method, tokenizer, sampling, options.seed, judge, options.untagged)
     check_rows(rows, runner, options.max_start_length)
     manifest = build_manifest(options, config, facts, len(rows), computed_dtype(options))
     tasks = [Task(row, sample) for row in rows for sample in range(options.n)]
@@ -84,14 +86,6 @@ async def _evaluate(options: EvaluationOptions, config: Config) -> None:
             await agent.environment.aclose()
 
 
-def build_player(options: EvaluationOptions, agent: DialogueAgent, method: Method) -> Runner:
-    """What plays one question of this evaluation."""
-    tokenizer: Any = agent.tokenizer
-    sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
-    judge, untagged = open_judge(options), options.untagged
-    return Runner(agent, method, tokenizer, sampling, options.seed, judge, untagged)
-
-
 async def play_all(
     tasks: Sequence[Task], runner: Runner, engine: RolloutEngine, store: Store, concurrency: int
 ) -> None:
@@ -99,46 +93,34 @@ async def play_all(
 
     Raises ToolError when too many fail one after the other.
     """
-    with tqdm(total=len(tasks), desc="evaluate", unit="dialogue") as bar:
-        progress = Progress(store, bar)
-        waiting = iter(tasks)
+    waiting, num_correct, failures = iter(tasks), 0.0, 0
 
-        async def work(waiting: Iterator[Task]) -> None:
-            for task in waiting:
-                progress.add(await runner.play(task, engine))
+    async def work(bar: tqdm[Never]) -> None:
+        nonlocal num_correct, failures
+        for task in waiting:
+            sample = await runner.play(task, engine)
+            store.append(sample)
+            num_correct += sample.em
+            failures = failures + 1 if sample.status == FAILED else 0
+            bar.update()
+            bar.set_postfix(em=f"{num_correct / bar.n:.3f}", refresh=False)
+            if failures >= MAX_FAILURES_IN_A_ROW:
+                raise ToolError(
+                    f"{failures} dialogues failed one after the other, the last with: "
+                    f"{sample.error}; see that the retriever answers, then start the same "
+                    "evaluation again: it goes on and plays failed dialogues anew"
+                )
 
-        try:
+    try:
+        with tqdm(total=len(tasks), desc="evaluate", unit="dialogue") as bar:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(concurrency, len(tasks))):
-                    group.create_task(work(waiting))
-        except* UserError as errors:
-            raise _first(errors) from errors
+                    group.create_task(work(bar))
+    except* UserError as errors:
+        raise _first(errors) from errors
 
 
 def _first(errors: BaseExceptionGroup[UserError]) -> UserError:
     """One of several errors that workers met; they share their cause."""
     found = errors.exceptions[0]
     return _first(found) if isinstance(found, BaseExceptionGroup) else found
-
-
-class Progress:
-    """What has ended so far: stored, counted and shown."""
-
-    def __init__(self, store: Store, bar: tqdm[Never]) -> None:
-        self._store, self._bar = store, bar
-        self._num_correct, self._num_done, self._failures = 0.0, 0, 0
-
-    def add(self, sample: Sample) -> None:
-        """Store one sample. Raises ToolError after too many failures in a row."""
-        self._store.append(sample)
-        self._num_correct += sample.em
-        self._num_done += 1
-        self._failures = self._failures + 1 if sample.status == FAILED else 0
-        self._bar.set_postfix(em=f"{self._num_correct / self._num_done:.3f}", refresh=False)
-        self._bar.update()
-        if self._failures >= MAX_FAILURES_IN_A_ROW:
-            raise ToolError(
-                f"{self._failures} dialogues failed one after the other, the last with: "
-                f"{sample.error}; see that the retriever answers, then start the same evaluation "
-                "again: it goes on and plays failed dialogues anew"
-            )

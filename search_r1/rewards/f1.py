@@ -36,21 +36,16 @@ def compared(dialogue: RewardInput) -> dict[str, float]:
     }
 
 
-def build_f1(scores: RewardScores) -> RewardFn:
+def build_f1(scores: RewardScores, component: str = "f1") -> RewardFn:
     """Score the token F1 of the answer; no partial scores are read."""
 
-    def score_f1(dialogue: RewardInput) -> RewardOutput:
+    def score(dialogue: RewardInput) -> RewardOutput:
         components = compared(dialogue)
-        return RewardOutput(components["f1"], components)
+        return RewardOutput(components[component], components)
 
-    return score_f1
+    return score
 
 
 def build_cover_em(scores: RewardScores) -> RewardFn:
     """Score 1 when an accepted answer occurs within the given one; no partial scores are read."""
-
-    def score_cover_em(dialogue: RewardInput) -> RewardOutput:
-        components = compared(dialogue)
-        return RewardOutput(components["cover_em"], components)
-
-    return score_cover_em
+    return build_f1(scores, "cover_em")

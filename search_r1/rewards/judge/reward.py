@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from search_r1.rewards.interface import RewardInput, RewardOutput
@@ -12,15 +11,6 @@ from search_r1.rewards.judge.options import JudgeOptions
 from search_r1.rewards.judge.verdict import ask
 from search_r1.rewards.normalize import matches_exactly
 from search_r1.storage import FileStore
-
-
-@dataclass(frozen=True)
-class _Case:
-    """One dialogue before the verdict; ``message`` is None where none is needed."""
-
-    is_exact: bool
-    has_answer: bool
-    message: str | None
 
 
 class LlmJudge:
@@ -37,22 +27,25 @@ class LlmJudge:
         self._cache = _open_cache(options.cache_path) if options.cache_path else None
 
     def __call__(self, dialogues: Sequence[RewardInput]) -> list[RewardOutput]:
-        cases = [self._case(dialogue) for dialogue in dialogues]
-        messages = list(dict.fromkeys(c.message for c in cases if c.message is not None))
+        asked = [self._message(dialogue) for dialogue in dialogues]
+        messages = [message for message in dict.fromkeys(asked) if message is not None]
         with (
             JudgeEndpoint(self._options) as endpoint,
             ThreadPoolExecutor(self._options.max_concurrency) as pool,
         ):
             scores = pool.map(lambda message: self._verdict(message, endpoint), messages)
             verdicts = dict(zip(messages, scores, strict=True))
-        return [_output(case, verdicts) for case in cases]
+        return [
+            _output(dialogue.answer, message, verdicts)
+            for dialogue, message in zip(dialogues, asked, strict=True)
+        ]
 
     def check(self) -> None:
         """Ask once about a known answer; raises ValueError when no verdict comes."""
         known = RewardInput(
             ["<answer>the city of Paris</answer>"], [], ["Paris"], question="Capital of France?"
         )
-        message = self._case(known).message
+        message = self._message(known)
         assert message is not None
         try:
             with JudgeEndpoint(self._options) as endpoint:
@@ -64,18 +57,18 @@ class LlmJudge:
                 f"{self._options.verdict} asks: start it, or correct reward_model.judge"
             ) from error
 
-    def _case(self, dialogue: RewardInput) -> _Case:
+    def _message(self, dialogue: RewardInput) -> str | None:
+        """What the judge is asked; None where none is needed."""
         answer = dialogue.answer
         if not answer or matches_exactly(answer, dialogue.ground_truth):
-            return _Case(bool(answer), answer is not None, None)
-        message = ask(
+            return None
+        return ask(
             dialogue.question,
             list(dialogue.ground_truth),
             answer[: self._options.max_answer_chars],
             verdict=self._options.verdict,
             wording=self._options.prompt,
         )
-        return _Case(False, True, message)
 
     def _verdict(self, message: str, endpoint: JudgeEndpoint) -> float | None:
         """The judge's score, None when it gives none; only verdicts are kept."""
@@ -101,14 +94,17 @@ def _open_cache(path: str) -> FileStore:
     return FileStore(path, option)
 
 
-def _output(case: _Case, verdicts: dict[str, float | None]) -> RewardOutput:
-    verdict = float(case.is_exact) if case.message is None else verdicts[case.message]
-    score = float(case.is_exact) if verdict is None else verdict
+def _output(
+    answer: str | None, message: str | None, verdicts: dict[str, float | None]
+) -> RewardOutput:
+    is_exact = float(bool(answer) and message is None)
+    verdict = is_exact if message is None else verdicts[message]
+    score = is_exact if verdict is None else verdict
     components = {
         "judge": score,
-        "em": float(case.is_exact),
-        "has_answer": float(case.has_answer),
-        "judge_asked": float(case.message is not None),
+        "em": is_exact,
+        "has_answer": float(answer is not None),
+        "judge_asked": float(message is not None),
         "judge_failed": float(verdict is None),
     }
     return RewardOutput(score, components)
