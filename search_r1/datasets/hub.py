@@ -7,9 +7,7 @@ are asked here: `/api/datasets/<repo>/tree/main` and `/datasets/<repo>/resolve/m
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-import logging
 import os
 import re
 import shutil
@@ -17,16 +15,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
-from search_r1.retrying import Pauses, retry_after
+from search_r1.retrying import Pauses, Transient, retry_after, try_again
 from search_r1.search.index.progress import Report, progress
 from verl.errors import UserError, explain
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 HUB = "https://huggingface.co"
 CHUNK_BYTES = 1 << 20
@@ -49,8 +48,8 @@ class DownloadError(UserError):
     """A file that cannot be fetched, is not what the hub says, or has no room."""
 
 
-NOT_LISTED = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, ValueError, TypeError,
-              LookupError, AttributeError, RecursionError)  # fmt: skip
+NOT_LISTED = (Transient, httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, ValueError,
+              TypeError, LookupError, AttributeError, RecursionError)  # fmt: skip
 """What a listing raises that cannot be had, or is none."""
 
 
@@ -73,20 +72,9 @@ class Patience:
     pauses: Pauses = PAUSES
     sleep: Callable[[float], None] = time.sleep
 
-    def wait(self, failures: int, error: httpx.HTTPError) -> bool:
-        """Sleep before the next try; False, at once, where none is left or would help."""
-        answer = error.response if isinstance(error, httpx.HTTPStatusError) else None
-        if answer is None:
-            may_pass = isinstance(error, httpx.TransportError)
-            may_pass = may_pass and not isinstance(error, httpx.UnsupportedProtocol)
-        else:
-            may_pass = answer.status_code in BUSY or answer.is_server_error
-        if not may_pass or failures >= self.tries:
-            return False
-        pause = self.pauses.after(failures - 1, retry_after(answer.headers) if answer else 0.0)
-        logger.warning("%s; try %d of %d in %.0f s", _told(error), failures + 1, self.tries, pause)
-        self.sleep(pause)
-        return True
+    def wait_out(self, attempt: Callable[[], T]) -> T:
+        """What `attempt` returns once the hub is back; raises its last Transient."""
+        return try_again(attempt, self.tries - 1, self.pauses, self.sleep)
 
 
 def list_files(repo: str, prefix: str, patience: Patience = Patience()) -> list[HubFile]:
@@ -131,7 +119,7 @@ def fetch(repo: str, file: HubFile, folder: Path, patience: Patience = Patience(
     Raises DownloadError if it cannot be fetched or differs from the hub's SHA-256.
     """
     path = folder / file.path
-    partial = path.with_name(path.name + INCOMPLETE)
+    part = path.with_name(path.name + INCOMPLETE)
     if path.exists():
         if path.stat().st_size != file.size:
             raise DownloadError(
@@ -139,17 +127,17 @@ def fetch(repo: str, file: HubFile, folder: Path, patience: Patience = Patience(
                 "has; it is another file: remove it, or name another folder"
             )
         return path  # it was checked before it got its name
-    if not partial.resolve().is_relative_to(folder.resolve()):
+    if not part.resolve().is_relative_to(folder.resolve()):
         raise DownloadError(
-            f"{partial} is a link to {partial.resolve()}, expected a place in {folder}: remove it"
+            f"{part} is a link to {part.resolve()}, expected a place in {folder}: remove it"
         )
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    partial.touch()
-    with progress(f"fetch {file.path}", "bytes", file.size, partial.stat().st_size) as report:
+    part.parent.mkdir(parents=True, exist_ok=True)
+    part.touch()
+    with progress(f"fetch {file.path}", "bytes", file.size, part.stat().st_size) as report:
         url = f"{_hub()}/datasets/{repo}/resolve/main/{file.path}"
-        _fetch_rest(url, file, partial, report, patience)
-    verify(partial, file)
-    return partial.replace(path)
+        _fetch_rest(url, file, part, report, patience)
+    verify(part, file)
+    return part.replace(path)
 
 
 def have(file: HubFile, folder: Path) -> int:
@@ -209,67 +197,79 @@ def _told(error: object) -> str:
 
 def _tree(repo: str, patience: Patience) -> Iterator[Any]:
     """All entries of a repository, page by page."""
-    url: str | None = f"{_hub()}/api/datasets/{repo}/tree/main?recursive=true"
-    for count in itertools.count(1):
-        if url is None:
-            return
-        if count > MOST_PAGES:
-            raise ValueError(f"more than {MOST_PAGES} pages")
-        body, url = _get(url, patience)
+    url = f"{_hub()}/api/datasets/{repo}/tree/main?recursive=true"
+    for _ in range(MOST_PAGES):
+        body, following = patience.wait_out(partial(_get, url))
         yield from json.loads(body)
+        if following is None:
+            return
+        url = following
+    raise ValueError(f"more than {MOST_PAGES} pages")
 
 
-def _get(url: str, patience: Patience) -> tuple[bytes, str | None]:
-    """The hub's answer, and where the next page is.
-
-    A hub that cannot be connected to at all is rather a wrong address.
-    """
-    for failures in itertools.count(1):
-        try:
-            with _open(url) as answer:
-                body = bytearray()
-                for chunk in answer.iter_raw(CHUNK_BYTES):
-                    body += chunk
-                    if len(body) > MOST_LISTING:
-                        raise ValueError(f"more than {MOST_LISTING} bytes")
-                return bytes(body), answer.links.get("next", {}).get("url")
-        except httpx.HTTPError as error:
-            if isinstance(error, httpx.ConnectError) or not patience.wait(failures, error):
-                raise
-    raise AssertionError("the count has no end")
+def _get(url: str) -> tuple[bytes, str | None]:
+    """The hub's answer, and where the next page is."""
+    body = bytearray()
+    try:
+        with _open(url) as answer:
+            for chunk in answer.iter_raw(CHUNK_BYTES):
+                body += chunk
+                if len(body) > MOST_LISTING:
+                    raise ValueError(f"more than {MOST_LISTING} bytes")
+    except Transient as error:
+        if isinstance(error.__cause__, httpx.ConnectError):  # rather a wrong address
+            raise error.__cause__ from None
+        raise
+    return bytes(body), answer.links.get("next", {}).get("url")
 
 
 @contextmanager
 def _open(url: str, have: int = 0) -> Iterator[httpx.Response]:
-    """The hub's answer as it comes, from byte `have` on; no token of the environment goes along."""
+    """The hub's answer as it comes, from byte `have` on; no token of the environment goes along.
+
+    Raises Transient for what may pass, else an error of httpx.
+    """
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
-    with httpx.stream(
-        "GET", url, headers=headers, timeout=TIMEOUT, follow_redirects=True
-    ) as answer:
-        answer.raise_for_status()
-        yield answer
+    options: Any = {"headers": headers, "timeout": TIMEOUT, "follow_redirects": True}
+    try:
+        with httpx.stream("GET", url, **options) as answer:
+            answer.raise_for_status()
+            yield answer
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code not in BUSY and not error.response.is_server_error:
+            raise
+        raise Transient(_told(error), retry_after(error.response.headers)) from error
+    except httpx.UnsupportedProtocol:
+        raise
+    except httpx.TransportError as error:
+        raise Transient(_told(error)) from error
 
 
-def _fetch_rest(url: str, file: HubFile, partial: Path, report: Report, patience: Patience) -> None:
-    """Ask for what `partial` lacks, again where a connection broke, until it is whole."""
-    failures = 0
-    while (have := partial.stat().st_size) < file.size:
-        error: httpx.HTTPError = httpx.RemoteProtocolError("the answer ended too early")
+def _fetch_rest(url: str, file: HubFile, path: Path, report: Report, patience: Patience) -> None:
+    """Ask for what `path` lacks, again where a connection broke, until it is whole."""
+
+    def attempt() -> None:
+        have, reason = path.stat().st_size, Transient("the answer ended too early")
         try:
-            _append(url, file, partial, have, report)
-        except httpx.HTTPError as raised:
-            error = raised
-        failures = 0 if partial.stat().st_size > have else failures + 1
-        if failures and not patience.wait(failures, error):
-            raise DownloadError(
-                f"{_told(url)} cannot be fetched ({_told(error)}); run the same command again, "
-                "which goes on where this one stopped"
-            )
+            _append(url, file, path, have, report)
+        except Transient as error:
+            reason = error
+        if path.stat().st_size <= have:
+            raise reason
+
+    try:
+        while path.stat().st_size < file.size:
+            patience.wait_out(attempt)
+    except (Transient, httpx.HTTPError) as error:
+        raise DownloadError(
+            f"{_told(url)} cannot be fetched ({_told(error)}); run the same command again, "
+            "which goes on where this one stopped"
+        ) from error
 
 
-def _append(url: str, file: HubFile, partial: Path, have: int, report: Report) -> None:
+def _append(url: str, file: HubFile, path: Path, have: int, report: Report) -> None:
     """Append the bytes from `have` on; a server that knows no ranges starts the file anew."""
-    with _open(url, have) as answer, partial.open("ab") as written:
+    with _open(url, have) as answer, path.open("ab") as written:
         if answer.status_code != httpx.codes.PARTIAL_CONTENT:
             written.truncate(0)
         for chunk in answer.iter_raw(CHUNK_BYTES):

@@ -95,7 +95,9 @@ def _answer(page: Page, with_title: bool) -> dict[str, str]:
 def main() -> None:
     """Answer pages that come over the descriptor until nobody sends any, or memory is out."""
     logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # a page without text is no error
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = MOST_MEMORY if hard == resource.RLIM_INFINITY else min(hard, MOST_MEMORY)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     connection = Connection(int(sys.argv[1]))
     with contextlib.suppress(EOFError, MemoryError):
         while True:

@@ -49,7 +49,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         return server
 
     monkeypatch.setenv("HF_TOKEN", "hf_s3cret")
-    monkeypatch.setattr(Patience, "wait", lambda self, failures, error: False)
+    monkeypatch.setattr(Patience, "wait_out", lambda self, attempt: attempt())
     yield start
     for server in started:
         server.shutdown()
