@@ -10,6 +10,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from verl.config import ALL_LINEAR
+from verl.errors import ModelError
+from verl.model_files import model_errors
 from verl.remote_code import trusts_remote_code
 from verl.training.models import blocks
 
@@ -118,11 +120,11 @@ def read_shape(path: str) -> ModelShape | None:
     Of a mixture of experts nothing is said: a token meets some of its weights only.
     """
     try:
-        config = AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=trusts_remote_code()
-        )
-        if any(getattr(config, name, None) for name in EXPERTS):
-            return None
-        return ModelShape.of(config)
-    except (OSError, ValueError, AttributeError):  # the last, where parts have other names
+        with model_errors(path):
+            config = AutoConfig.from_pretrained(
+                path, local_files_only=True, trust_remote_code=trusts_remote_code()
+            )
+            is_mixture = any(getattr(config, name, None) for name in EXPERTS)
+            return None if is_mixture else ModelShape.of(config)
+    except ModelError:
         return None

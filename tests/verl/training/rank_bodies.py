@@ -35,12 +35,12 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
     answers: dict[str, Any] = {
         "tokens": first.offsets,
         "log_probs": worker.actor.log_probs(first),
-        "ref_log_probs": worker.reference.log_probs(first),
         "metrics": [],
     }
     for seed, lengths in enumerate((LENGTHS, [12], [8, 8, 20])):
         answers["metrics"].append(worker.actor.update(shard_of(rank, size, lengths, seed)))
         answers["metrics"].append(worker.critic.update(shard_of(rank, size, lengths, seed)))
+    answers["ref_log_probs"] = worker.reference.log_probs(first)  # the updates left it as it was
     answers["values"] = worker.critic.values(first)
     worker.save_policy(Path(out) / "weights", "float32")
     # The driver makes the folder and names it when all ranks are done.
