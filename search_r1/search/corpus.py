@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 import numpy.typing as npt
@@ -191,7 +192,7 @@ def _load(path: Path, status: os.stat_result, whole: bool) -> tuple[Offsets, int
         known = np.load(sidecar, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         return None
-    except (ValueError, EOFError, OSError) as error:
+    except (ValueError, EOFError, OSError, TokenError) as error:
         logger.warning("%s is unreadable (%s): scanning again", sidecar, error)
         return None
     is_ours = isinstance(known, np.ndarray) and known.dtype == np.int64 and known.ndim == 1

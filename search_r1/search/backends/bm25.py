@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import bm25s
@@ -28,7 +29,7 @@ logging.getLogger("bm25s").setLevel(logging.INFO)  # it asks for DEBUG by itself
 Scores = npt.NDArray[np.float32]  # (num_documents,)
 METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+")
 POSTINGS = ("data", "indices", "indptr")
-UNREADABLE = (OSError, ValueError, TypeError, AttributeError, LookupError, EOFError,
+UNREADABLE = (TokenError, OSError, ValueError, TypeError, AttributeError, LookupError, EOFError,
               RecursionError, OverflowError, MemoryError)  # fmt: skip
 """What bm25s, numpy and json raise for files of another form."""
 CHECKED = 1 << 16
