@@ -127,7 +127,7 @@ def run(
     except OSError as error:
         if not is_of_files(error):
             raise
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(shown(f"{error}\n"))
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")

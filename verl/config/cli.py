@@ -47,6 +47,14 @@ def compose_runs(argv: Sequence[str]) -> list[Config]:
     the configuration is complete. Raises ConfigError.
     """
     args = _parser().parse_intermixed_args(list(argv))
+    try:
+        return _compose_runs(args)
+    except OmegaConfBaseException as error:  # of ${…}, which are looked up last
+        got, fix = " ".join(str(error).split()), "correct the ${…} of that option"
+        raise ConfigError(explain("options", got, "references to options", fix)) from error
+
+
+def _compose_runs(args: argparse.Namespace) -> list[Config]:
     groups = {path.name for folder in (PRESETS, args.config_dir) for path in _folders(folder)}
     found = []
     runs = overrides.runs(args.overrides) if args.multirun else [(args.overrides, "")]
@@ -152,7 +160,7 @@ def _compose(preset: str, folder: Path, arguments: Sequence[str]) -> DictConfig:
     try:
         with initialize(config_path=None, version_base="1.3"):
             return hydra_compose(name, overrides=list(arguments))
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         cause = " ".join(str(error).partition("Config search path")[0].split())
         fix = f"correct {folder / name}.yaml or the options given"
         raise ConfigError(explain(f"preset {name}", cause, "options of verl/config/", fix)) from (

@@ -64,15 +64,21 @@ def parse(argument: str, may_sweep: bool = False) -> Override:
     key, value = argument.split("=", 1)
     try:
         override = _parser().parse_override(argument)
-    except HydraException as error:
+    except (HydraException, ValueError, RecursionError) as error:  # thousands of digits, or of [
         fix = f"quote it for the parser as well: '{key}=\"…\"'"
         raise ConfigError(
-            explain(key, repr(value), "a value of Hydra's override grammar", fix)
+            explain(key, shown(value), "a value of Hydra's override grammar", fix)
         ) from error
     if override.is_sweep_override() and not may_sweep:
         fix = f"a list is {key}=[{value}]; --multirun makes a run of each"
         raise ConfigError(explain(key, value, "one value", fix))
     return override
+
+
+def shown(value: object) -> str:
+    """A value in an error, up to a length that can be read."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def translate(given: str, value: Any) -> dict[str, Any]:
@@ -111,7 +117,7 @@ def _normalise_one(override: Override, groups: Collection[str]) -> Iterator[str]
 
 def _compat(name: Any) -> dict[str, Any]:
     """The switches that `compat=NAME` stands for; one given after it wins."""
-    if name not in COMPAT_PRESETS:
+    if not isinstance(name, str) or name not in COMPAT_PRESETS:
         known = f"one of {', '.join(COMPAT_PRESETS)}"
         fix = "compat=search_r1, or one switch, such as compat.sampled_validation=true"
         raise ConfigError(explain("compat", repr(name), known, fix))
@@ -139,7 +145,7 @@ def check_type(key: str, value: Any) -> None:
         option = known_options().get(key)
         expected = option.type_name if option else "options of this section"
         fix = f"for example {key}={typed(option.default)}" if option else "see --help"
-        raise ConfigError(explain(key, repr(value), expected, fix)) from error
+        raise ConfigError(explain(key, shown(value), expected, fix)) from error
 
 
 @functools.cache

@@ -37,7 +37,7 @@ PLACEHOLDERS = ("{question}", "{accepted}", "{answer}")
 
 def problems(config: Config) -> Iterator[str]:
     """All that cannot work together, a sentence each."""
-    sections = (_run, _algorithm, _losses, _shaping, _server, _rewards, _stages, _judge)
+    sections = (_lists, _run, _algorithm, _losses, _shaping, _server, _rewards, _stages, _judge)
     rows = itertools.chain.from_iterable(section(config) for section in sections)
     for is_wrong, subject, got, expected, fix in rows:
         if is_wrong:
@@ -46,6 +46,25 @@ def problems(config: Config) -> Iterator[str]:
 
 # Each row is one thing to read: the formatter would give every string a line of its own.
 # fmt: off
+def _lists(config: Config) -> Iterator[Row]:
+    """What a dataclass can only call `Any`, and how many numbers there are."""
+    policy = config.actor_rollout_ref
+    texts = {
+        "data.train_files": config.data.train_files, "data.val_files": config.data.val_files,
+        "trainer.logger": config.trainer.logger,
+        "actor_rollout_ref.model.target_modules": policy.model.target_modules,
+        "critic.model.target_modules": config.critic.model.target_modules,
+    }
+    for key, given in texts.items():
+        parts = [given] if isinstance(given, str) else given
+        is_text = isinstance(parts, list) and all(isinstance(p, str) and p for p in parts)
+        yield (not is_text or not parts, key, repr(given), "a text, or a list of texts",
+               f"leave {key} out" if "files" not in key else f"{key}=FILE.parquet")
+    for key, betas in ((ACTOR, policy.actor.optim.betas), ("critic", config.critic.optim.betas)):
+        yield (len(betas) != 2, f"{key}.optim.betas", list(betas), "two numbers",
+               f"{key}.optim.betas=[0.9,0.999]")
+
+
 def _run(config: Config) -> Iterator[Row]:
     """Budgets hold a dialogue; ranks, engines and the guard have what they need."""
     data, trainer, rollout = config.data, config.trainer, config.actor_rollout_ref.rollout

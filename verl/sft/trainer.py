@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
@@ -28,6 +29,7 @@ from verl.bounds import MAX_SEED
 from verl.config import AdapterConfig, OptimConfig
 from verl.config.checks import beyond_limits, refuse
 from verl.config.option import option
+from verl.config.overrides import shown
 from verl.core_algos.losses import loss_weights, weighted_sum
 from verl.errors import ConfigError, UserError, explain
 from verl.files import is_of_files
@@ -46,6 +48,9 @@ from verl.training.weights import copy_tokenizer, whole_folder, write_weights
 from verl.types import TokenBatch
 
 logger = logging.getLogger(__name__)
+
+MALFORMED = (OmegaConfBaseException, yaml.YAMLError, ValueError, IndexError, RecursionError)
+"""What reading a word of a command line as YAML may raise."""
 
 bounded = functools.partial(option, resume="free")  # a supervised run is never resumed
 
@@ -90,9 +95,9 @@ class SftConfig(AdapterConfig):
     batches after the start."""
     seed: int = bounded(0, ge=0, le=MAX_SEED)
     """Seed of the order."""
-    device: str = "auto"
+    device: str = bounded("auto", choices=("auto", "cuda", "cpu"))
     """auto, cuda, cpu."""
-    compute_dtype: str = "auto"
+    compute_dtype: str = bounded("auto", choices=("auto", *DTYPES))
     """Forward and backward: auto, bfloat16, float16, float32; weights are float32 while
     training."""
     save_dtype: str = bounded("bfloat16", choices=tuple(DTYPES))
@@ -114,8 +119,9 @@ def parse(arguments: Sequence[str]) -> SftConfig:
         for key in sorted(OmegaConf.missing_keys(merged)):
             raise ConfigError(explain(key, "nothing", "a path", f"give {key}=PATH"))
         config = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        raise ConfigError(explain("options", error, "key=value", "see SftConfig")) from error
+    except MALFORMED as error:
+        got = shown(" ".join(str(error).split()))
+        raise ConfigError(explain("options", got, "key=value", "see SftConfig")) from error
     assert isinstance(config, SftConfig)
     refuse(beyond_limits(config))
     return config
@@ -250,7 +256,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         if not is_of_files(error):
             raise
-        sys.exit(f"{error}")
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.stderr.write("stopped; nothing was written\n")
         sys.exit(130)

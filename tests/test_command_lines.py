@@ -1,0 +1,157 @@
+"""Command lines that nobody meant: each is answered by a message and status 2, none by a bug."""
+
+import contextlib
+import dataclasses
+import io
+import random
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from search_r1 import evaluate, infer, mcp_server, options, serve
+from search_r1.datasets import command as data
+from search_r1.datasets import download
+from search_r1.evaluation.options import CompareOptions, EvaluationOptions, TableOptions
+from search_r1.infer import InferOptions
+from search_r1.search import index_builder, retrieval_server
+from search_r1.search.index.build_config import BuildConfig
+from search_r1.serve import ServingOptions
+from verl.sft import rejection_sampling
+from verl.sft import trainer as sft
+from verl.trainer import main_ppo
+
+Main = Callable[[list[str]], int | None]
+COMMANDS: dict[str, tuple[Main, list[str], type]] = {
+    "evaluate": (evaluate.main, ["run", "--model=m", "--data=d", "--out=o"], EvaluationOptions),
+    "compare": (evaluate.main, ["compare", "a", "b"], CompareOptions),
+    "table": (evaluate.main, ["table", "a"], TableOptions),
+    "infer": (infer.main, ["q"], InferOptions),
+    "serve": (serve.main, [], ServingOptions),
+    "mcp": (mcp_server.main, [], mcp_server.McpOptions),
+    "serve-retriever": (retrieval_server.main, [], retrieval_server.ServerOptions),
+    "index": (index_builder.main, ["--corpus_path=c", "--save_dir=s"], BuildConfig),
+    "download": (download.main, ["e5"], download.DownloadOptions),
+    "rejection_sampling": (
+        rejection_sampling.main, ["--rollouts=r", "--out=o"], rejection_sampling.Options,
+    ),
+    **{f"data {name}": (data.main, [name], kind) for name, (kind, _, _) in data.RECIPES.items()},
+}  # fmt: skip
+WORDS = (
+    "",
+    "x",
+    "nan",
+    "-1",
+    "1e999",
+    "9" * 30,
+    "\u2603",
+    "a\nb",
+    "--",
+    "None",
+    "-",
+    "\ud800",
+    "{",
+)
+TYPED = (
+    *WORDS, "9" * 10_000, "[" * 2000, "null", "[1]", "{a: 1}", "[]", "{}", "'", '"', "${x}", "${",
+    "${oc.env:HOME}", "a,b", "range(1,3)", "\0", "=", "\\", "???", "*x", "%", ": :",
+)  # fmt: skip
+ODD = (
+    "", "=", "=1", "x", "x=1", ".=1", "data=1", "data=null", "data.x=1", "~data", "+++a=1", "[=1",
+    "trainer=ppo", "hydra.run.dir=x", "--cfg", "--cfg=x", "--config-name=nope", "--config-dir=/no",
+    "-x", "trainer.seed", "trainer.seed==1", "trainer..seed=1", "trainer.seed.x=1", "\ud800=1",
+    "reward_model.stages=[1]", "reward_model.stages=[{nope: 1}]", "reward_model.weights={em: x}",
+    "trainer.logger={a: b}", "trainer.logger=null", "agent.tools=search", "data.train_files=3",
+    "data.train_files=[]", "compat=nope", "compat=[1]", "+hardware=nope", "x" * 10_000 + "=1",
+    "critic.optim.betas=[0.9]", "critic.optim.betas=[]", "actor_rollout_ref.model.target_modules=3",
+)  # fmt: skip
+"""Words of a training run that are refused whatever else is given."""
+REQUIRED = ["data.train_files=a.parquet", "data.val_files=b.parquet",
+            "actor_rollout_ref.model.path=m"]  # fmt: skip
+
+
+class Nothing:
+    """A module whose every function does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[[object], int]:
+        return lambda options: 0
+
+
+@pytest.fixture(autouse=True)
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Command lines are read, and nothing of what they ask for is done."""
+    imports = types.SimpleNamespace(import_module=lambda name: Nothing())
+    monkeypatch.setattr(options, "importlib", imports)
+    monkeypatch.setitem(sys.modules, "verl.trainer.run", Nothing())  # type: ignore[arg-type]
+    report = rejection_sampling.Report()
+    for module, name, result in (
+        (retrieval_server, "_run", True), (index_builder, "build_index", None),
+        (sft, "train", None), (download, "_run", 0), (download, "_keep", 0),
+        (rejection_sampling, "run", report),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, lambda *_, result=result, **__: result)
+
+
+def status(main: Main, words: Sequence[str]) -> int:
+    """How a command line ends; refusing says why, on a stream that writes as stderr does."""
+    told = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", write_through=True)
+    with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            found = main(list(words)) or 0
+        except SystemExit as end:
+            found = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    text = told.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    assert "Traceback" not in text
+    assert found != 2 or text.strip(), words
+    return found
+
+
+def flags(kind: type) -> Iterator[str]:
+    """Every flag of a dataclass of options, those of its groups included."""
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from flags(hints[field.name])
+        else:
+            yield f"--{field.name}"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_answers_every_word(command: str) -> None:
+    """Wrong types, nothing at all, twice, glued on: a status of 0 or 2, and 2 with a message."""
+    main, base, kind = COMMANDS[command]
+    given = [["--"], [""], ["\ud800"], [*base, "--no-such-flag"], [*base, "--no-such-flag=3"]]
+    for flag in flags(kind):
+        given += [[*base, flag], [*base, flag, "1", flag, "2"], [*base, f"{flag}=1=2"]]
+        given += [[*base, flag, word] for word in WORDS]
+    for words in random.Random(0).sample(given, min(40, len(given))):
+        assert status(main, words) in (0, 2), words
+
+
+def test_every_option_of_a_run_answers_every_word() -> None:
+    """A number, a text, a switch, a list and what may be null: refused or taken, never a bug."""
+    keys = ("trainer.seed", "critic.optim.lr", "trainer.project_name", "agent.tools",
+            "trainer.time_limit", "reward_model.weights", "trainer.val_only")  # fmt: skip
+    given = [f"{key}={word}" for key in keys for word in TYPED]
+    for word in random.Random(0).sample(given, 40):
+        assert status(main_ppo.main, [*REQUIRED, word]) in (0, 2), word
+
+
+@pytest.mark.parametrize("word", ODD)
+def test_an_odd_word_of_a_run_is_refused(
+    word: str,
+) -> None:
+    """What is no option, or no value of one, ends with status 2."""
+    assert status(main_ppo.main, [*REQUIRED, word]) == 2
+
+
+def test_supervised_training_answers_every_word() -> None:
+    """Its words are YAML, which may raise a dozen kinds of errors."""
+    base = ["model_path=m", "train_file=t", "output_dir=o"]
+    given = [
+        f"{field.name}={word}" for field in dataclasses.fields(sft.SftConfig) for word in TYPED
+    ]
+    for word in (*ODD[:8], *random.Random(0).sample(given, 200)):
+        assert status(sft.main, [*base, word]) in (0, 2), word
