@@ -86,10 +86,14 @@ class Bounded(HttpToolsProtocol):
         """Feed the parser; what is too much ends the connection."""
         self._num_bytes += len(data)
         super().data_received(data)
-        if self._num_bytes > (MAX_HEAD_BYTES if self._is_in_head else self.max_bytes):
+        if self._is_in_head:
+            is_too_much = self._num_bytes > MAX_HEAD_BYTES
+        else:  # trailers of a body are headers, too
+            is_too_much = self._num_bytes > self.max_bytes or len(self.headers) > MAX_HEADERS
+        if is_too_much:
             self.send_400_response("The request is too large.")
-        if self._is_under_way:
-            self._stop_timer()
+        if not self._is_in_head and not self.cycle.response_complete:
+            self._stop_timer()  # a request is under way: the application bounds its time
         elif self._timer is None:
             self._timer = self.loop.call_later(HEAD_S, self.timeout_keep_alive_handler)
 
@@ -97,19 +101,11 @@ class Bounded(HttpToolsProtocol):
         super().on_message_begin()
         self._is_in_head, self._num_bytes = True, 0
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if len(self.headers) >= MAX_HEADERS:
-            raise ValueError("too many headers")  # uvicorn answers 400
-        super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
+        if len(self.headers) > MAX_HEADERS:
+            raise ValueError("too many headers")  # uvicorn answers 400
         super().on_headers_complete()
         self._is_in_head = False
-
-    @property
-    def _is_under_way(self) -> bool:
-        """A request has its headers and no answer yet: the application bounds its time."""
-        return not self._is_in_head and not self.cycle.response_complete
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
