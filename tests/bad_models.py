@@ -240,7 +240,7 @@ BAD: Mapping[str, tuple[Change, str]] = {
     "tokenizer without words": (tokenizer(lambda x: {**x, "added_tokens": [], "model": {**x["model"], "vocab": {}, "merges": []}}), "tokenizer: "),
     "tokenizer with merges of nothing": (tokenizer(lambda x: {**x, "model": {**x["model"], "merges": [["no", "such"]]}}), "tokenizer: "),
     "tokenizer with too large an id": (tokenizer(lambda x: {**x, "model": {**x["model"], "vocab": {**x["model"]["vocab"], "zz": 999}}}), "ids up to 999"),
-    "tokenizer with tokens added": (tokenizer(lambda x: {**x, "added_tokens": [*x["added_tokens"], {**x["added_tokens"][0], "id": 300, "content": "<extra>"}]}), "ids up to"),
+    "tokenizer with tokens added": (tokenizer(lambda x: {**x, "added_tokens": [*x["added_tokens"], {**x["added_tokens"][0], "id": 300, "content": "<extra>", "special": False}]}), "ids up to"),
     "tokenizer settings no JSON": (text("tokenizer_config.json", "{"), "tokenizer: "),
     "tokenizer settings a list": (text("tokenizer_config.json", "[]"), "tokenizer: "),
     "tokenizer with code": (then(gone("tokenizer.json"), entry("tokenizer_config.json", "auto_map", {"AutoTokenizer": ["m.T", None]})), "tokenizer: "),

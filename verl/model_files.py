@@ -2,7 +2,7 @@
 
 Names, shapes and dtypes come from the headers of the files; values are looked at where they are
 read anyway (`refuse_values`). What is of text is in `verl.tokenizer_files`. No file of a model runs
-code here.
+code here, unless `trust_remote_code` lets it.
 """
 
 from __future__ import annotations

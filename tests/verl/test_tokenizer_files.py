@@ -181,6 +181,19 @@ def test_a_folder_without_template_or_defaults_passes(copy: Path) -> None:
     check_model("model", str(copy))
 
 
+def test_a_special_token_beyond_the_embedding_passes_unless_it_is_written(copy: Path) -> None:
+    """Gemma 3 of text alone has one for images; an end that has no row would be a fault."""
+
+    def add(found: dict[str, Any]) -> None:
+        token = {**found["added_tokens"][0], "id": ROWS, "content": "<image>", "special": True}
+        found["added_tokens"].append(token)
+
+    in_tokenizer(add)(copy)
+    check_model("model", str(copy))
+    entry("tokenizer_config.json", "eos_token", "<image>")(copy)
+    assert f"ids up to {ROWS} over an embedding of {ROWS} rows" in refusal(copy)
+
+
 def test_a_critic_needs_neither_head_nor_tokenizer(copy: Path, whole: Path) -> None:
     """It brings a head of its own, whatever the folder has; its trunk must be whole, and know all
     tokens that the policy's tokenizer makes."""
