@@ -44,6 +44,7 @@ class Checksums:
     """By what follows the target in their paths: `/vectors.faiss` in a folder, else `` itself."""
     corpus: str = ""
     """Hash of the corpus that an index without a manifest belongs to; empty: not known."""
+    version: int = 1
 
     def save(self, target: Path) -> None:
         """Write them beside `target`, whole or not at all."""
@@ -57,7 +58,7 @@ class Checksums:
         try:
             text = path.read_bytes()
             found = READER.validate_json(text)
-            if found._text() != text:
+            if found._text() != text or found.version != 1:
                 raise ValueError("changed since it was written, or of another version")
         except (OSError, ValueError) as error:
             raise IndexMismatch(_wrong(path, textwrap.shorten(str(error), 300), target)) from error
