@@ -21,6 +21,7 @@ from verl.config import Config, cli
 from verl.errors import ConfigError, PreflightError, ToolError, explain, masked
 from verl.logs import MaskedFormatter
 from verl.single_controller.actors import ActorHost, RayWorkerGroup
+from verl.trainer import main_ppo
 from verl.training.network import forwarded
 
 VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "RETRIEVER_TOKEN",
@@ -128,3 +129,16 @@ def test_an_actor_has_the_hubs_token_and_ray_logs_it_nowhere(ray_folder: Path) -
         ray.shutdown()
     assert any(ray_folder.rglob("*.log"))
     assert leaks(ray_folder) == []
+
+
+def test_a_refused_run_shows_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A retriever's address with a password beside its token ends in one line."""
+    monkeypatch.setenv("RETRIEVER_TOKEN", PLANTED["RETRIEVER_TOKEN"])
+    arguments = ["data.train_files=x", "data.val_files=x", "actor_rollout_ref.model.path=x",
+                 f"retriever.url={URL}", f"trainer.default_local_dir={tmp_path}"]  # fmt: skip
+    assert main_ppo.main(arguments) == 2
+    text = capsys.readouterr().err
+    assert "http://***@127.0.0.1:9/v1 with a user" in text and text.count("\n") == 1
+    assert not any(secret in text for secret in (*PLANTED.values(), PASSWORD))

@@ -119,6 +119,12 @@ class RetrievalClient:
         self._max_batch = max_batch
         self._merge_window = merge_window
         self._token = _token(os.environ.get(TOKEN_VARIABLE) if token is None else token)
+        named = [one for one in self._urls if urllib.parse.urlsplit(one).username is not None]
+        if named and self._token is not None:
+            raise ValueError(
+                f"retriever url {named[0]} with a user, and {TOKEN_VARIABLE} set; expected one of "
+                "them, since a request has room for one"
+            )
         self._connect()
 
     def __repr__(self) -> str:

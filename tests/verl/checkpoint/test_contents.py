@@ -17,12 +17,15 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import LlamaConfig
 
+from example.tiny import tiny_model
+from tests.test_end_to_end import write_rows
 from verl.checkpoint import folders
 from verl.checkpoint.contents import check_contents
 from verl.checkpoint.exporting import export
 from verl.checkpoint.state import read_driver_random, write_driver_random
 from verl.config import Config
 from verl.errors import UserError
+from verl.trainer import main_ppo, run
 from verl.training.shards import ADAPTERS_FILE, random_states
 from verl.training.stored import load_tensors, read_states
 
@@ -245,3 +248,26 @@ def test_an_earlier_checkpoint_is_named(sound: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"resume_mode=.*/global_step_2\)"):
         check_contents(config)
     assert json.loads((tmp_path / "global_step_2" / folders.MARKER).read_text())["files"]
+
+
+def test_a_run_is_told_before_any_work(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a user meets it: status 2 and one line from the command, before Ray is started."""
+    monkeypatch.setattr(run, "start_ray", None)
+    write_rows(tmp_path / "rows.parquet")
+    model = tiny_model(tmp_path / "model")
+    (tmp_path / "run").mkdir()
+    step_dir = Path(shutil.copytree(sound, tmp_path / "run/global_step_3"))
+    os.truncate(step_dir / "shards/__0_0.distcp", 100)
+    rows = tmp_path / "rows.parquet"
+    status = main_ppo.main([
+        f"data.train_files={rows}", f"data.val_files={rows}", "data.train_batch_size=2",
+        f"actor_rollout_ref.model.path={model}", "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n_agent=2",
+        "retriever.url=empty", "trainer.device=cpu", "trainer.n_gpus_per_node=1",
+        f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.resume_mode=auto",
+    ])  # fmt: skip
+    text = capsys.readouterr().err.splitlines()[-1]
+    assert status == 2 and text.startswith(f"checkpoint {step_dir}"), text
+    assert "shards/__0_0.distcp is not there as it was written" in text
