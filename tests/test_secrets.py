@@ -5,17 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import ray
+import yaml
 
 from search_r1.plain import PlainFormatter
 from search_r1.search.client import RetrievalClient
+from tests.test_end_to_end import ROOT, command_of, start_world
 from verl.checkpoint.resume import identity
 from verl.config import Config, cli
 from verl.errors import ConfigError, PreflightError, ToolError, explain, masked
@@ -129,6 +134,30 @@ def test_an_actor_has_the_hubs_token_and_ray_logs_it_nowhere(ray_folder: Path) -
         ray.shutdown()
     assert any(ray_folder.rglob("*.log"))
     assert leaks(ray_folder) == []
+
+
+def test_a_real_run_leaves_no_secret(ray_folder: Path, tmp_path: Path) -> None:
+    """Neither in its folder, Ray's, its log, nor its command lines."""
+    preset: dict[str, Any] = {
+        "defaults": ["ppo_trainer", "_self_"],
+        "reward_model": {"judge": {"url": URL}},
+        "actor_rollout_ref": {"rollout": {"name": "transformers", "url": URL}},
+    }
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(preset))
+    out, log = tmp_path / "run", tmp_path / "log"
+    with start_world(tmp_path / "world") as world, log.open("w") as file:
+        command = command_of(world, out, "algorithm.adv_estimator=grpo",
+                             "trainer.n_gpus_per_node=1", "trainer.total_training_steps=1",
+                             "trainer.save_freq=1", "-cd", str(tmp_path), "-cn", "own")  # fmt: skip
+        run = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+        while run.poll() is None:
+            assert shown() == []
+            time.sleep(0.3)
+    assert run.returncode == 0, log.read_text()[-6000:]
+    assert leaks(ray_folder, out) == []
+    assert not any(secret in log.read_text() for secret in (*PLANTED.values(), PASSWORD))
+    for saved in ("config.yaml", "global_step_1/trainer_state.json"):
+        assert "***@127.0.0.1" in (out / saved).read_text()
 
 
 def test_a_refused_run_shows_no_secret(
