@@ -1,7 +1,9 @@
 """What holds for all tests."""
 
 import os
+import runpy
 import signal
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -18,8 +20,35 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 SLOW = Path(__file__).with_name("slow.txt")
 """What `--fast` leaves out: tests, and files whose fixtures take long. `make slow` writes it."""
 SLOW_S = 2.0
+GUARD = Path(__file__).with_name("network_guard") / "sitecustomize.py"
+TRIED = pytest.StashKey[list[str]]()
+"""Addresses and names beyond this machine that somebody asked for."""
 seconds: Counter[str] = Counter()
 """Of this run, by test (all of its parameters) and, for fixtures, by file."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse every address but this machine's, here and in what the tests start."""
+    if hasattr(config, "workerinput"):
+        return  # a process of xdist has it from its parent's environment
+    descriptor, name = tempfile.mkstemp(prefix="network-tried-")
+    os.close(descriptor)
+    os.environ["NETWORK_TRIED"] = name
+    paths = [str(GUARD.parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    runpy.run_path(str(GUARD))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A suite that tried to leave the machine has failed, whoever swallowed the error."""
+    if hasattr(session.config, "workerinput"):
+        return
+    tried = Path(os.environ["NETWORK_TRIED"])
+    found = sorted(set(tried.read_text(encoding="utf-8").splitlines()))
+    tried.unlink()
+    if found:
+        session.config.stash[TRIED] = found
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,6 +87,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Write the list, or say that it no longer holds."""
     found = sorted(name for name, spent in seconds.items() if spent > SLOW_S)
     config = terminalreporter.config
+    for line in config.stash.get(TRIED, []):
+        terminalreporter.write_line(f"the suite uses no network: {line}", red=True)
     if config.getoption("--record-slow"):
         SLOW.write_text("".join(f"{name}\n" for name in found), encoding="utf-8")
     elif config.getoption("--fast") and found:

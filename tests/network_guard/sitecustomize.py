@@ -1,0 +1,66 @@
+"""Refuses every address that is not this machine's; Python imports it at the start of a process.
+
+`tests/conftest.py` puts this folder on the path of the suite's processes and of what they start.
+What was tried is written to the file that `NETWORK_TRIED` names, so that a caller that swallows the
+error is found too. Names are refused as well: a look-up leaves the machine. A UDP socket may be
+"connected", which sends nothing: Ray asks the kernel for the machine's address so.
+"""
+
+import os
+import socket
+import sys
+
+TRIED = "NETWORK_TRIED"
+RESERVED = (".invalid", ".test", ".example")
+"""Names that nobody has (RFC 2606), which tests may look up in vain."""
+
+
+def is_own(host: str) -> bool:
+    """Whether an address is of this machine: only those can be bound to."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host.partition("%")[0], 0))
+        except OSError:
+            return False
+    return True
+
+
+def is_numeric(host: str) -> bool:
+    """Whether it is an address rather than a name; 127.1 and 0x7f000001 are addresses too."""
+    try:
+        if ":" in host:
+            socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
+        else:
+            socket.inet_aton(host)
+    except (OSError, UnicodeEncodeError):
+        return False
+    return True
+
+
+def refuse(what: str) -> None:
+    """Keep what was tried, and fail."""
+    with open(os.environ[TRIED], "a", encoding="utf-8") as file:
+        file.write(f"{what} by {' '.join(sys.argv[:3])}\n")
+    raise ConnectionRefusedError(f"the suite uses no network: {what}")
+
+
+def guard(event: str, arguments: tuple) -> None:
+    """An audit hook."""
+    if event == "socket.connect":
+        sock, address = arguments
+        if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+            host = address[0]
+            if is_numeric(host) and not is_own(host):
+                refuse(f"connect to {host}:{address[1]}")
+    elif event == "socket.getaddrinfo":
+        host = arguments[0].decode() if isinstance(arguments[0], bytes) else arguments[0]
+        if not host or host.lower() in ("localhost", socket.gethostname()) or is_numeric(host):
+            return
+        if host.endswith(RESERVED):
+            raise socket.gaierror(socket.EAI_NONAME, f"{host} is nobody's name")
+        refuse(f"look-up of {host}")
+
+
+if TRIED in os.environ:
+    sys.addaudithook(guard)
