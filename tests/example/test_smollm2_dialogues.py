@@ -22,8 +22,8 @@ from search_r1.agent.generation import search_agent
 from search_r1.agent.grammar import SEARCH_R1
 from search_r1.agent.tags import TEMPLATES
 from search_r1.rewards.normalize import matches_exactly, normalize_answer
-from search_r1.search.backends.bm25 import Bm25Retriever
-from search_r1.search.corpus import Corpus
+from search_r1.search.backends.bm25 import open_retriever
+from search_r1.search.backends.settings import RetrieverConfig
 from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.search.retrieval import InMemoryRetrieval
 from search_r1.search.schema import Document
@@ -42,7 +42,8 @@ class Bm25:
     def __init__(self, folder: Path, topk: int) -> None:
         corpus = write_data(folder) / "corpus.jsonl"
         built = build_index(BuildConfig("bm25", str(corpus), str(folder / "index")))
-        self.engine = Bm25Retriever.open(built, Corpus.open(str(corpus)))
+        config = RetrieverConfig(corpus_path=str(corpus), index_path=str(built))
+        self.engine = open_retriever(config)
         self.topk = topk
 
     async def search(self, query: str) -> list[Document]:

@@ -9,8 +9,11 @@ error is found too. Names are refused as well: a look-up leaves the machine. A U
 import os
 import socket
 import sys
+import traceback
 
 TRIED = "NETWORK_TRIED"
+CLOUD = ("169.254.169.254", "metadata.google.internal")
+"""Where Ray's head asks which cloud it is in, which no setting of it stops; refused as all are."""
 RESERVED = (".invalid", ".test", ".example")
 """Names that nobody has (RFC 2606), which tests may look up in vain."""
 
@@ -38,10 +41,13 @@ def is_numeric(host: str) -> bool:
     return True
 
 
-def refuse(what: str) -> None:
+def refuse(what: str, host: str) -> None:
     """Keep what was tried, and fail."""
+    if host in CLOUD:
+        raise ConnectionRefusedError(f"the suite is in no cloud: {what}")
     with open(os.environ[TRIED], "a", encoding="utf-8") as file:
-        file.write(f"{what} by {' '.join(sys.argv[:3])}\n")
+        frames = [f"{f.filename}:{f.lineno}" for f in traceback.extract_stack()[-12:-2]]
+        file.write(f"{what} by {' '.join(sys.argv[:3])} at {' '.join(frames)}\n")
     raise ConnectionRefusedError(f"the suite uses no network: {what}")
 
 
@@ -52,14 +58,14 @@ def guard(event: str, arguments: tuple) -> None:
         if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
             host = address[0]
             if is_numeric(host) and not is_own(host):
-                refuse(f"connect to {host}:{address[1]}")
+                refuse(f"connect to {host}:{address[1]}", host)
     elif event == "socket.getaddrinfo":
         host = arguments[0].decode() if isinstance(arguments[0], bytes) else arguments[0]
         if not host or host.lower() in ("localhost", socket.gethostname()) or is_numeric(host):
             return
         if host.endswith(RESERVED):
             raise socket.gaierror(socket.EAI_NONAME, f"{host} is nobody's name")
-        refuse(f"look-up of {host}")
+        refuse(f"look-up of {host}", host)
 
 
 if TRIED in os.environ:

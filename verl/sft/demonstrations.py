@@ -61,14 +61,14 @@ def load_demonstrations(
 
 def _checked(where: str, record: Any) -> dict[str, Any]:
     if isinstance(record, BadRow):
-        raise _malformed(where, record.problem, FORM)
+        raise DataError(record.problem)
     if not isinstance(record, dict):
         raise _malformed(where, TypeError(type(record).__name__), FORM)
     return record
 
 
-def _malformed(where: str, problem: Exception | str, form: str) -> DataError:
-    got = problem if isinstance(problem, str) else f"{type(problem).__name__} {problem}"
+def _malformed(where: str, problem: Exception, form: str) -> DataError:
+    got = f"{type(problem).__name__} {problem}"
     return DataError(explain(where, got, form, "correct the row"))
 
 

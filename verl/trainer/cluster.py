@@ -51,6 +51,7 @@ def start_ray(config: Config) -> None:
         return
     num_cpus = max(len(os.sched_getaffinity(0)), config.num_ranks)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody asked for a report to Ray
     ray.init("local", include_dashboard=False, num_cpus=num_cpus, logging_level=logging.WARNING)
 
 

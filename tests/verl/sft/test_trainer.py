@@ -196,7 +196,7 @@ def test_a_seed_chooses_the_order() -> None:
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ("{", "row 1.*JSONDecodeError"),
+        ("{", "row 1.*Expecting property name"),
         ('{"prompt": []}', "row 1.*segments"),
         ('{"prompt": [], "segments": [{"origin": "model", "text": "x"}]}', "row 1.*model"),
         ('{"prompt": [], "segments": [{"origin": "observation", "text": "x"}]}', "row 1.*policy"),
