@@ -67,8 +67,8 @@ def _checked(where: str, record: Any) -> dict[str, Any]:
     return record
 
 
-def _malformed(where: str, problem: Exception, form: str) -> DataError:
-    got = f"{type(problem).__name__} {problem}"
+def _malformed(where: str, problem: Exception | str, form: str) -> DataError:
+    got = problem if isinstance(problem, str) else f"{type(problem).__name__} {problem}"
     return DataError(explain(where, got, form, "correct the row"))
 
 
