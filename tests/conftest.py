@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     descriptor, name = tempfile.mkstemp(prefix="network-tried-")
     os.close(descriptor)
     os.environ["NETWORK_TRIED"] = name
+    os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # `datasets` counts the reading of local files
     paths = [str(GUARD.parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     runpy.run_path(str(GUARD))

@@ -9,7 +9,6 @@ error is found too. Names are refused as well: a look-up leaves the machine. A U
 import os
 import socket
 import sys
-import traceback
 
 TRIED = "NETWORK_TRIED"
 CLOUD = ("169.254.169.254", "metadata.google.internal")
@@ -46,8 +45,8 @@ def refuse(what: str, host: str) -> None:
     if host in CLOUD:
         raise ConnectionRefusedError(f"the suite is in no cloud: {what}")
     with open(os.environ[TRIED], "a", encoding="utf-8") as file:
-        frames = [f"{f.filename}:{f.lineno}" for f in traceback.extract_stack()[-12:-2]]
-        file.write(f"{what} by {' '.join(sys.argv[:3])} at {' '.join(frames)}\n")
+        test = os.environ.get("PYTEST_CURRENT_TEST", "no test")
+        file.write(f"{what} by {' '.join(sys.argv[:3])} in {test}\n")
     raise ConnectionRefusedError(f"the suite uses no network: {what}")
 
 
