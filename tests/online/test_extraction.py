@@ -8,17 +8,7 @@ from hypothesis import strategies as st
 
 from search_r1.online.extraction import decode, extract
 from search_r1.online.fetch import Page, PageError
-
-SENTENCES = [
-    f"The river Danube passes its place number {i} on the long way to the sea, says the book."
-    for i in range(12)
-]
-ARTICLE = (
-    "<html><head><title>Danube</title><script>var tracker = 'spy';</script></head><body>"
-    "<nav><a href='/'>Home page</a><a href='/login'>Log in</a></nav><article><h1>Danube</h1>"
-    + "".join(f"<p>{sentence}</p>" for sentence in SENTENCES)
-    + "</article><footer>Cookie settings</footer></body></html>"
-)
+from tests.online.article import ARTICLE, SENTENCES
 
 
 def html(body: bytes, charset: str | None = None) -> Page:

@@ -16,17 +16,7 @@ from search_r1.online.fetch import PageError
 from search_r1.online.pages import cut, visit
 from search_r1.search.backends.settings import OnlineConfig
 from search_r1.search.timing import collect
-
-SENTENCES = [
-    f"The river Danube passes its place number {i} on the long way to the sea, says the book."
-    for i in range(12)
-]
-ARTICLE = (
-    "<html><head><title>Danube</title><script>var tracker = 'spy';</script></head><body>"
-    "<nav><a href='/'>Home page</a><a href='/login'>Log in</a></nav><article><h1>Danube</h1>"
-    + "".join(f"<p>{sentence}</p>" for sentence in SENTENCES)
-    + "</article><footer>Cookie settings</footer></body></html>"
-)
+from tests.online.article import ARTICLE, SENTENCES
 
 
 @given(st.text(alphabet="ab \n", max_size=40), st.integers(1, 45))
