@@ -23,7 +23,7 @@ import httpx
 
 from search_r1.retrying import Pauses, Transient, retry_after, try_again
 from search_r1.search.index.progress import Report, progress
-from verl.errors import UserError, explain
+from verl.errors import UserError, explain, masked
 
 T = TypeVar("T")
 
@@ -38,7 +38,6 @@ PLAIN_PATH = re.compile(r"(?=.{1,1000}\Z)\w[\w.-]{0,199}(/\w[\w.-]{0,199})*", re
 """Names that mean the same on every disk: no `..`, root, drive, control character, hidden file."""
 RESERVED = re.compile(r"(?:\A|/)(?:con|prn|aux|nul|com\d|lpt\d)(?:[./]|\Z)", re.IGNORECASE)
 """Devices of Windows, in every folder."""
-USERINFO = re.compile(r"//[^/@\s]*@")
 PAUSES = Pauses(1.0, 30.0, 300.0)
 BUSY = (408, 425, 429)
 """Statuses below 500 that may pass."""
@@ -192,7 +191,7 @@ def _hub() -> str:
 
 def _told(error: object) -> str:
     """The first line, without a password: httpx adds a link to an encyclopaedia of statuses."""
-    return USERINFO.sub("//", str(error).partition("\n")[0])[:300] or type(error).__name__
+    return masked(str(error).partition("\n")[0])[:300] or type(error).__name__
 
 
 def _tree(repo: str, patience: Patience) -> Iterator[Any]:
