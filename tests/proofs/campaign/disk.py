@@ -6,7 +6,6 @@ import contextlib
 import os
 import subprocess
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 SIZE = "3g"
@@ -30,12 +29,7 @@ class SmallDisk:
         self.available = subprocess.run(mount, capture_output=True, check=False).returncode == 0
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.available:
             subprocess.run(["umount", "--lazy", str(self.folder)], check=False)
 
