@@ -50,11 +50,7 @@ class InferOptions(InferenceOptions):
             yield explain("--json", f"--json and {other}", "one of them", f"leave {other} out")
         if self.question is not None and not self.question.strip():
             yield explain("question", "an empty one", "words", "write it in quotes")
-        if (
-            self.out is not None
-            and self.file is not None
-            and self.out.resolve() == (self.file.resolve())
-        ):
+        if self.out and self.file and self.out.resolve() == self.file.resolve():
             yield explain("--out", "the file of --file", "another one", "name a new file")
         if self.out is not None and self.file is None:
             yield explain("--out", "no --file", "a file whose answers it receives", "give both")
