@@ -6,13 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_r1.search.schema import Document, Hit, from_wire, json_parts, to_json, to_wire
+from search_r1.search.schema import Document, Hit, from_wire, json_parts, to_wire, written
 
 TEXTS = st.text(st.characters(exclude_categories=()))  # lone surrogates too
 DOCUMENTS = st.builds(Document, TEXTS, TEXTS, TEXTS, TEXTS)
 HITS = st.lists(
     st.lists(st.builds(Hit, DOCUMENTS, st.floats(allow_nan=False, allow_infinity=False)))
 )
+
+
+def to_json(hits: list[list[Hit]], return_scores: bool, size: int = 99) -> bytes:
+    """The answer, written in parts of so many queries."""
+    return b"".join(json_parts(list(map(written, hits)), return_scores, size))
 
 
 def replaced(value: object) -> object:
@@ -45,4 +50,4 @@ def test_parts_are_the_whole(return_scores: bool, text: str) -> None:
     for num_hits in range(8):
         whole = to_json(hits[:num_hits], return_scores)
         for size in range(1, 9):
-            assert b"".join(json_parts(hits[:num_hits], return_scores, size)) == whole
+            assert to_json(hits[:num_hits], return_scores, size) == whole

@@ -24,7 +24,6 @@ from search_r1.search.schema import (
     Health,
     RetrieveResponse,
     json_parts,
-    to_json,
 )
 from search_r1.search.server.batching import Batcher, Claim
 from search_r1.search.server.config import ServiceConfig
@@ -151,12 +150,11 @@ class Service:
             self.batcher.close(claim)
         hits = [claim.found[query] for query in asked.queries]
         headers = {"Server-Timing": self._timing(claim, start)}
+        longest = max(map(len, hits), default=0)
+        parts = json_parts(hits, asked.return_scores, max(1, WHOLE // max(1, longest)))
         if sum(map(len, hits)) <= WHOLE:
-            body = to_json(hits, asked.return_scores)
-            return Response(body, headers=headers, media_type="application/json")
-        longest = max(map(len, hits))
-        parts = _one_by_one(json_parts(hits, asked.return_scores, max(1, WHOLE // longest)))
-        return StreamingResponse(parts, headers=headers, media_type="application/json")
+            return Response(b"".join(parts), headers=headers, media_type="application/json")
+        return StreamingResponse(_one_by_one(parts), headers=headers, media_type="application/json")
 
     def _timing(self, claim: Claim, start: float) -> str:
         """The value of `Server-Timing`; milliseconds."""

@@ -22,7 +22,7 @@ from sys import getsizeof
 from cachetools import LRUCache
 
 from search_r1.search.errors import Overloaded, SearchError
-from search_r1.search.schema import Hit
+from search_r1.search.schema import Written
 from search_r1.search.server.config import ServiceConfig
 from search_r1.search.server.metrics import Metrics
 from search_r1.search.server.searching import Outcome, Searcher
@@ -34,8 +34,8 @@ LINGER = 1 / 16
 """Share of the last search that an engine waits for more queries ..."""
 MAX_LINGER = 0.05
 """... and at most so long, in s."""
-ENTRY_BYTES, HIT_BYTES = 500, 200
-"""Memory of a cached result, and of each hit in it, beside the characters of their texts."""
+ENTRY_BYTES = 500
+"""Memory of a cached result beside its query and hits."""
 SMOOTHING = 0.2
 """Weight of the last batch in the measured rate."""
 LONGEST_RETRY_S = 60.0
@@ -64,14 +64,14 @@ class Claim:
     """A request's claim on the results of its queries; `done` ends with all, or an error."""
 
     done: asyncio.Future[None]
-    found: dict[str, Sequence[Hit]] = field(default_factory=dict)
+    found: dict[str, Written] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
     """Queries without a result yet."""
     batches: set[Batch] = field(default_factory=set)
     """Searches that answered it."""
     start: float = field(default_factory=time.perf_counter)
 
-    def take(self, job: Job, result: Sequence[Hit], batch: Batch) -> None:
+    def take(self, job: Job, result: Written, batch: Batch) -> None:
         """One result."""
         self.found[job.query] = result
         self.batches.add(batch)
@@ -106,7 +106,7 @@ class Batcher:
         self._metrics = metrics
         # An entry counts as its share of the bytes at least: one number holds both limits.
         self._share = config.cache_bytes // max(1, config.cache_entries)
-        self._cache: LRUCache[tuple[str, int], tuple[int, Sequence[Hit]]] = LRUCache(
+        self._cache: LRUCache[tuple[str, int], tuple[int, Written]] = LRUCache(
             config.cache_bytes if config.cache_entries else 0, getsizeof=itemgetter(0)
         )
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="search")
@@ -252,10 +252,6 @@ class Batcher:
         self._linger = min(LINGER * outcome.elapsed, MAX_LINGER)
 
 
-def num_bytes(query: str, hits: Sequence[Hit]) -> int:
-    """About the memory of a result and its query: a character takes one to four bytes."""
-    total = ENTRY_BYTES + getsizeof(query) + HIT_BYTES * len(hits)
-    for hit in hits:
-        document = hit.document
-        total += getsizeof(document.contents) + getsizeof(document.title) + getsizeof(document.text)
-    return total
+def num_bytes(query: str, hits: Written) -> int:
+    """About the memory of a result and its query."""
+    return ENTRY_BYTES + getsizeof(query) + getsizeof(hits) + sum(map(getsizeof, hits))

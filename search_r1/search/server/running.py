@@ -1,6 +1,7 @@
 """A service on a port: bound early, announced when ready, drained at SIGINT or SIGTERM."""
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -72,6 +73,8 @@ def serve(
     # uvicorn raises the signal again when it is done, which would skip the closing of files; from
     # here on the process ends by itself. Unlike a handler, this also holds while Python finalises.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()  # what is loaded stays: no collection goes through it again
     with contextlib.suppress(KeyboardInterrupt):
         _Server(config, service, port_file, bound.getsockname()[1]).run(sockets=[bound])
     return service.close()

@@ -10,13 +10,13 @@ from typing import Any
 from search_r1.search.backends.base import Retriever, fingerprint
 from search_r1.search.errors import SearchError
 from search_r1.search.recording import Record, Recorder
-from search_r1.search.schema import Document, Hit
+from search_r1.search.schema import Document, Hit, Written, written
 from search_r1.search.timing import Seconds, collect, stage
 from search_r1.storage import FileStore, Key
 
 logger = logging.getLogger(__name__)
 
-Result = list[Hit] | SearchError
+Result = Written | SearchError
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Searcher:
                 with stage("cache_file"):
                     kept = self._look_up(self._disk, queries, k)
             missing = [query for query in queries if query not in kept]
-            results: dict[str, Result] = {**kept}
+            results: dict[str, Result] = {query: written(hits) for query, hits in kept.items()}
             if missing:
                 results |= zip(missing, self._search(missing, k), strict=True)
         elapsed = time.perf_counter() - start
@@ -82,7 +82,7 @@ class Searcher:
         if self._disk is not None or self._recorder is not None:
             seconds = time.perf_counter() - start
             self._writer.submit(self._keep, queries, k, found, seconds).add_done_callback(_report)
-        return list(found)
+        return list(map(written, found))
 
     def _keep(self, queries: list[str], k: int, found: list[list[Hit]], seconds: float) -> None:
         if self._recorder is not None:

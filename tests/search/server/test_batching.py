@@ -1,6 +1,7 @@
 """Batches, queries in flight, abandoned queries, deadlines: over an engine that can be held."""
 
 import asyncio
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -264,3 +265,25 @@ def test_kept_results_are_bounded_in_number_and_bytes(entries: int, limit: int, 
             assert len(engine.calls) == (2 if limit < 9000 or not entries else 1)
 
     asyncio.run(main())
+
+
+def test_kept_results_are_nothing_to_the_garbage_collector() -> None:
+    """Hits as objects took a full collection a second, in which the server answered nobody."""
+    app = create_app(Watched(), ServiceConfig(batch_wait_ms=0))
+
+    async def main() -> None:
+        async with client(app) as http:
+            await ask(http, "a")
+            before = tracked()
+            await ask(http, *map(str, range(300)), topk=100)
+            assert len(app.state.service.batcher._cache) == 301
+            assert tracked() - before < 300
+
+    asyncio.run(main())
+
+
+def tracked() -> int:
+    """Objects that a full collection goes through."""
+    for _ in range(3):  # a tuple is let go one collection after what is in it
+        gc.collect()
+    return len(gc.get_objects())
