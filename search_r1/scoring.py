@@ -21,10 +21,11 @@ from search_r1.rewards import (
     build_judge,
 )
 from search_r1.rewards.interface import Origin as OriginName
+from search_r1.rewards.interface import OwnRewardError
 from search_r1.rewards.judge.options import key_in
 from verl.config import Config
 from verl.config.reward import JudgeConfig, RewardConfig, StageConfig
-from verl.errors import ConfigError
+from verl.errors import ConfigError, PluginError
 from verl.rewards.interface import Reward, RewardManager
 from verl.rewards.stages import Stage, StagedReward
 from verl.types import Origin, Trajectory
@@ -44,7 +45,10 @@ class DialogueReward(RewardManager):
     grammar: Grammar
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        outputs = self.rule([reward_input(t, self.grammar) for t in trajectories])
+        try:
+            outputs = self.rule([reward_input(t, self.grammar) for t in trajectories])
+        except OwnRewardError as error:
+            raise PluginError(str(error)) from error
         return [Reward(output.score, output.components) for output in outputs]
 
 
@@ -60,6 +64,7 @@ def reward_input(trajectory: Trajectory, grammar: Grammar) -> RewardInput:
         num_invalid=int(trajectory.stats.get("invalid_actions", 0)),
         question=str(prompt.extra_info.get("question") or prompt.text),
         grammar=grammar,
+        uid=prompt.uid,
     )
 
 

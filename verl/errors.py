@@ -8,6 +8,7 @@
     ├── ToolError        a service that a tool needs does not answer, or answers something else
     │   ├── ToolOutage   it stayed away too long in mid-run; exit status 4
     │   └── ToolRefused  it refuses what the run asks, or the run itself: no waiting helps
+    ├── PluginError      the user's own reward or agent failed in mid-run; the run was saved
     ├── CollapseError    the collapse guard ended the run; exit status 3
     ├── Interrupted      asked to stop, or out of time, and saved; exit status 75
     ├── SaveError        a checkpoint that could not be written, twice in a row or at the end
@@ -87,6 +88,10 @@ class ToolOutage(ToolError):
 
 class ToolRefused(ToolError):
     """A service that answers, but not this run: a wrong token, a wrong address, a limit."""
+
+
+class PluginError(UserError):
+    """The user's own reward or agent raised, or gave what it must not; the run was saved."""
 
 
 class Interrupted(UserError):

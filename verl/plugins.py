@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 from verl.errors import ConfigError, UserError, explain
 
 Row = TypeVar("Row")
+PREFIX = "plugin_"
+"""How the modules of the user's files are named."""
 
 
 def resolve(option: str, name: str, builtin: Mapping[str, Row]) -> Row:
@@ -77,7 +79,8 @@ def _module(option: str, path: Path) -> ModuleType:
     if not path.is_file():
         fix = f"correct the path; relative ones start at {Path.cwd()}"
         raise ConfigError(explain(option, path, "a Python file that exists", fix))
-    spec = importlib.util.spec_from_file_location(f"plugin_{path.stem}_{abs(hash(path))}", path)
+    name = f"{PREFIX}{path.stem}_{abs(hash(path))}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their own module up there
@@ -95,7 +98,39 @@ def _told(option: str, what: object, expected: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        text = " ".join(str(error).split())
-        got = f"{what} ({type(error).__name__}: {text}; line {place.lineno} of {place.filename})"
+        got = f"{what} ({_words(error)}; line {place.lineno} of {place.filename})"
         fix = "correct it, or install what it imports"
         raise ConfigError(explain(option, got, expected, fix)) from error
+
+
+def _words(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+@contextlib.contextmanager
+def blamed(subject: str, kind: type[UserError], expected: str) -> Iterator[None]:
+    """Make what a file of the user's raises in the body one line, a `kind`; see `own_place`."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        place = own_place(error)
+        if place is None:
+            raise
+        got = f"{_words(error)} ({place})"
+        raise kind(explain(subject, got, expected, "correct it")) from error
+
+
+def own_place(error: BaseException) -> str | None:
+    """The line of a user's file that raised it, itself or in a library that it called.
+
+    None where the fault is ours: no such file was running, or it had called an engine. So are the
+    exceptions that mean something to us, whoever raised them.
+    """
+    if isinstance(error, UserError) or type(error).__module__.startswith("verl."):
+        return None
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith((PREFIX, "verl.rollout.")):
+            is_own = module.startswith(PREFIX)
+            return f"line {line} of {frame.f_code.co_filename}" if is_own else None
+    return None

@@ -2,10 +2,18 @@
 
 import importlib.util
 import inspect
+import math
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from search_r1.rewards.interface import BatchRewardFn, RewardFn, RewardInput, RewardOutput
+from search_r1.rewards.interface import (
+    BatchRewardFn,
+    OwnRewardError,
+    RewardFn,
+    RewardInput,
+    RewardOutput,
+)
 
 
 def each_alone(rule: RewardFn) -> BatchRewardFn:
@@ -41,7 +49,8 @@ def _sum(parts: Mapping[str, RewardOutput], weights: Mapping[str, float]) -> Rew
 def load_function(spec: str) -> RewardFn:
     """The function that ``path/to/file.py:name`` names; it scores a ``RewardInput``.
 
-    It may give a number or a ``RewardOutput``. Raises ValueError that says what is missing.
+    It may give a number or a ``RewardOutput``. Raises ValueError that says what is missing; the
+    function raises OwnRewardError for whatever else it gives or raises.
     """
     path, _, name = spec.rpartition(":")
     if not Path(path).is_file():
@@ -58,8 +67,35 @@ def load_function(spec: str) -> RewardFn:
         expected = "a function of one dialogue in a file that can be imported"
         raise ValueError(f"got reward {spec!r} ({text}), expected {expected}") from error
 
+    def refused(dialogue: RewardInput, got: str) -> OwnRewardError:
+        shown = " ".join(got.split())[:300]
+        return OwnRewardError(
+            f"reward {spec} at {dialogue.uid or 'a dialogue'}: got {shown}, "
+            "expected a finite number, or a RewardOutput of such; fix: correct the function"
+        )
+
     def score_own(dialogue: RewardInput) -> RewardOutput:
-        output = function(dialogue)
-        return output if isinstance(output, RewardOutput) else RewardOutput(float(output))
+        try:
+            given = function(dialogue)
+        except (Exception, SystemExit) as error:  # as above
+            frames = traceback.extract_tb(error.__traceback__)
+            line = ([f for f in frames if f.filename == module.__file__] or frames)[-1].lineno
+            raise refused(dialogue, f"{type(error).__name__} in line {line}: {error}") from error
+        output = given if isinstance(given, RewardOutput) else RewardOutput(given)
+        try:
+            parts = {part: number(value) for part, value in output.components.items()}
+            return RewardOutput(number(output.score), parts)
+        except (AttributeError, OverflowError, TypeError, ValueError) as error:
+            raise refused(dialogue, repr(given)) from error
 
     return score_own
+
+
+def number(given: object) -> float:
+    """What is given, as a float. Raises ValueError for a text, an array or no finite number."""
+    if isinstance(given, str | bytes) or getattr(given, "ndim", 0) != 0:
+        raise ValueError(f"a {type(given).__name__} is no number")
+    found = float(given)  # type: ignore[arg-type]
+    if not math.isfinite(found):
+        raise ValueError(f"{found} is not finite")
+    return found

@@ -45,6 +45,8 @@ class RewardInput:
     """What was asked, where the data say so; else the whole prompt."""
     grammar: Grammar = SEARCH_R1
     """The tags of the dialogue."""
+    uid: str = ""
+    """The name of its question: ``file#row``."""
 
     @property
     def answer(self) -> str | None:
@@ -71,6 +73,10 @@ class RewardOutput:
 
     score: float
     components: Mapping[str, float] = field(default_factory=dict)
+
+
+class OwnRewardError(ValueError):
+    """A user's own function raised, or gave no score."""
 
 
 @dataclass(frozen=True)

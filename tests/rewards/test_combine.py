@@ -1,10 +1,13 @@
 """Sums of rewards and a user's own."""
 
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
 from search_r1.rewards import RewardInput, build_reward
+from search_r1.rewards.interface import OwnRewardError
 
 TEXT = "<answer>Barack Obama</answer>"
 GIVEN = RewardInput([TEXT], [("policy", TEXT)], ["Obama"])
@@ -30,6 +33,71 @@ def test_a_users_own_function_scores(tmp_path: Path) -> None:
     assert build_reward(f"{tmp_path}/own.py:parts")(GIVEN).components == {"a": 1.0}
     both = build_reward("em", weights={f"{tmp_path}/own.py:words": -0.1, "f1": 1.0})(GIVEN)
     assert both.score == pytest.approx(-0.2 + 2 / 3)
+
+
+HEAD = """import math, sys
+import numpy as np
+from fractions import Fraction
+import torch
+from search_r1.rewards import RewardOutput
+def f(dialogue):
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "got"),
+    [
+        ("raise KeyError('a\\nb')", r"KeyError in line 7: .*"),
+        ("return int('x')", r"ValueError in line 7: .*"),
+        ("return f(dialogue)", r"RecursionError in line 7: .*"),
+        ("sys.exit(3)", r"SystemExit in line 7: 3"),
+        ("assert dialogue is None", r"AssertionError in line 7:"),
+        ("return np.linalg.inv([[0.0]])", r"LinAlgError in line 7: .*"),
+        ("return None", "None"),
+        ("return '0.5'", "'0.5'"),
+        ("return b'1'", "b'1'"),
+        ("return math.nan", "nan"),
+        ("return -math.inf", "-inf"),
+        ("return 10**400", "10{299}"),
+        ("return np.array([True])", r"array\(\[ True\]\)"),
+        ("return np.array([True, False])", r"array\(.*\)"),
+        ("return torch.zeros(1)", r"tensor\(\[0.\]\)"),
+        ("return torch.tensor(math.nan)", r"tensor\(nan\)"),
+        ("return [0.5]", r"\[0.5\]"),
+        ("return {'score': 1.0}", r"\{'score': 1.0\}"),
+        ("return 1j", "1j"),
+        ("return f", "<function f at .*>"),
+        ("return 0.5, {}", r"\(0.5, \{\}\)"),
+        ("return RewardOutput(None)", r"RewardOutput\(score=None, .*\)"),
+        ("return RewardOutput(math.nan)", r"RewardOutput\(score=nan, .*\)"),
+        ("return RewardOutput(1.0, {'a': math.nan})", r"RewardOutput\(.*nan.*\)"),
+        ("return RewardOutput(1.0, {'a': 'x'})", r"RewardOutput\(.*'x'.*\)"),
+        ("return RewardOutput(1.0, None)", r"RewardOutput\(.*None\)"),
+        ("return RewardOutput(1.0, 3)", r"RewardOutput\(.*3\)"),
+    ],
+)
+def test_whatever_an_own_function_does_in_mid_run_is_one_line(
+    tmp_path: Path, body: str, got: str
+) -> None:
+    """Told are the file and name, the question, and what it raised or gave; no score is made up."""
+    (tmp_path / "own.py").write_text(f"{HEAD}    {body}\n")
+    reward = build_reward("em", weights={f"{tmp_path}/own.py:f": 1.0, "em": 1.0})
+    with pytest.raises(OwnRewardError) as caught:
+        reward(dataclasses.replace(GIVEN, uid="train#7"))
+    told = f"reward {tmp_path}/own.py:f at train#7: got "
+    expected = ", expected a finite number, or a RewardOutput of such; fix: correct the function"
+    assert re.fullmatch(f"{re.escape(told)}({got}){re.escape(expected)}", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["True", "np.True_", "np.float32(1)", "np.array(1.0)", "torch.tensor(1)", "Fraction(1)", "1"],
+)
+def test_every_kind_of_number_is_a_score(tmp_path: Path, given: str) -> None:
+    """Of Python's, numpy's and torch's single numbers none is refused."""
+    (tmp_path / "own.py").write_text(f"{HEAD}    return {given}\n")
+    score = build_reward(f"{tmp_path}/own.py:f")(GIVEN).score
+    assert (score, type(score)) == (1.0, float)
 
 
 @pytest.mark.parametrize(

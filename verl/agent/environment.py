@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl import plugins
 from verl.agent.interface import Item, Observation, Tool, ToolCall
 from verl.config import Config
-from verl.errors import ToolError
+from verl.errors import ToolError, ToolRefused, explain
 
 TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool,
     "array": list, "object": dict,
 }  # fmt: skip
 """Of JSON schema, as Python reads them."""
+OBSERVATION = "an Observation of items that have texts, or a ToolError"
 Listener = Callable[[ToolCall, Observation], None]
 EnvironmentFactory = Callable[[Config], "Environment"]
 """Makes the tools of a run; processes elsewhere call it by name, each for itself."""
@@ -58,7 +60,12 @@ class Environment:
         arguments = read_arguments(tool, call) if tool else unknown(call, self.tools)
         if tool is None or isinstance(arguments, str):
             return Observation((Item(f"Error: {arguments}"),))
-        observation = await tool.call(**arguments)
+        subject = f"{tool.label}, called with {str(arguments)[:300]}"
+        with plugins.blamed(subject, ToolRefused, OBSERVATION):
+            observation = await tool.call(**arguments)
+        if not is_observation(observation):
+            got = " ".join(repr(observation).split())[:300]
+            raise ToolRefused(explain(subject, got, OBSERVATION, "return one"))
         self.heard(call, observation)
         return observation
 
@@ -70,7 +77,8 @@ class Environment:
     def probe(self, seconds: float) -> tuple[Tool, str] | None:
         """The first tool that does not answer and what is wrong, or None. Raises ToolRefused."""
         for tool in self.active:
-            problem = tool.probe(seconds)
+            with plugins.blamed(f"probe of {tool.label}", ToolRefused, "a text"):
+                problem = tool.probe(seconds)
             if problem:
                 return tool, problem
         return None
@@ -78,11 +86,16 @@ class Environment:
     def preflight(self, seconds: float) -> Iterator[ToolError]:
         """What stands in the way of a run that is to begin."""
         for tool in self.active:
-            yield from tool.preflight(seconds)
+            with plugins.blamed(f"preflight of {tool.label}", ToolRefused, "what is wrong"):
+                yield from tool.preflight(seconds)
 
     def identity(self) -> dict[str, str]:
         """The fingerprints of all tools."""
-        return {name: value for tool in self.active for name, value in tool.identity().items()}
+        found: dict[str, str] = {}
+        for tool in self.active:
+            with plugins.blamed(f"identity of {tool.label}", ToolRefused, "fingerprints by name"):
+                found |= tool.identity()
+        return found
 
     def settings(self) -> dict[str, Any]:
         """What is written beside an exported model."""
@@ -92,6 +105,20 @@ class Environment:
         """Close what the tools opened in this event loop."""
         for tool in self.tools:
             await tool.aclose()
+
+
+def is_observation(found: object) -> bool:
+    """Whether a tool gave what it is to give."""
+    return (
+        isinstance(found, Observation)
+        and isinstance(found.items, tuple | list)
+        and all(
+            isinstance(item, Item)
+            and isinstance(item.text, str)
+            and isinstance(item.title, str | None)
+            for item in found.items
+        )
+    )
 
 
 def no_tools(config: Config) -> Environment:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from verl import plugins
 from verl.agent.interface import Agent
 from verl.config import Config
+from verl.errors import PluginError, explain
 from verl.remote_code import set_trust
 from verl.rollout.interface import build_engine
 from verl.training.devices import rollout_dtype
@@ -33,6 +35,20 @@ class RolloutReplica:
         return rollout_dtype(self.config)
 
     async def rollout(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
-        """Finish `starts`, all at once, in their order; a failed tool is not an exception."""
-        runs = (self.agent.run(start, self.engine, sampling) for start in starts)
-        return list(await asyncio.gather(*runs))
+        """Finish `starts`, all at once, in their order; a failed tool is not an exception.
+
+        Raises PluginError where the user's own agent fails, or gives another trajectory.
+        """
+        return list(await asyncio.gather(*(self._finish(start, sampling) for start in starts)))
+
+    async def _finish(self, start: Trajectory, sampling: Sampling) -> Trajectory:
+        subject = f"agent.name={self.config.agent.name} at {start.prompt.uid}"
+        expected = "the trajectory that it was given, with its group and sample, continued"
+        with plugins.blamed(subject, PluginError, expected):
+            ended = await self.agent.run(start, self.engine, sampling)
+        if not isinstance(ended, Trajectory):
+            raise PluginError(explain(subject, type(ended).__name__, expected, "return it"))
+        if (ended.group, ended.sample) != (start.group, start.sample):
+            got = f"group {ended.group!r}, sample {ended.sample!r}"
+            raise PluginError(explain(subject, got, expected, "keep them: dataclasses.replace"))
+        return ended

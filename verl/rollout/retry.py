@@ -169,7 +169,7 @@ class RetryingRollout:
         finished = self.replicas.generate(starts, sampling)
         for trajectory in finished:
             if trajectory.is_refused:
-                raise ToolRefused(trajectory.error)
+                raise ToolRefused(f"{trajectory.prompt.uid}: {trajectory.error}")
             for name, count in trajectory.faults.items():
                 self.faults[name] += count
         return finished

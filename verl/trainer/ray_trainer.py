@@ -30,6 +30,7 @@ from verl.data import PromptSampler
 from verl.errors import (
     CollapseError,
     Interrupted,
+    PluginError,
     RankLost,
     ReplicaLost,
     SaveError,
@@ -114,8 +115,8 @@ class RayPPOTrainer:
     def fit(self) -> None:
         """Train to `total_steps` updates, validating and saving on the way.
 
-        Raises Interrupted, ToolOutage and ToolRefused when the last finished step was saved, and
-        CollapseError.
+        Raises Interrupted, ToolOutage, ToolRefused and PluginError when the last finished step was
+        saved, and CollapseError.
         """
         with self.stopper.listening(), self.saving_what_is_finished():
             trainer = self.config.trainer
@@ -264,14 +265,14 @@ class RayPPOTrainer:
 
     @contextlib.contextmanager
     def saving_what_is_finished(self) -> Iterator[None]:
-        """Save the last finished step when the body is interrupted, or a tool fails the run."""
+        """Save the last finished step when the body is interrupted, or tool or plugin fail it."""
         try:
             yield
         except KeyboardInterrupt:
             if not self.stopper.reason or self.stopper.is_urgent:
                 raise
             raise Interrupted(self.save_at_the_end(self.stopper.reason)) from None
-        except (Interrupted, ToolOutage, ToolRefused) as error:
+        except (Interrupted, ToolOutage, ToolRefused, PluginError) as error:
             raise type(error)(self.save_at_the_end(str(error))) from error
         except Exception as error:
             if isinstance(error, OSError) and is_of_files(error):

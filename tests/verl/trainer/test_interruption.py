@@ -22,7 +22,7 @@ from tests.verl.trainer.recording import (
 from verl.checkpoint import folders
 from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController
-from verl.errors import Interrupted, RankLost, SaveError, ToolOutage, ToolRefused
+from verl.errors import Interrupted, PluginError, RankLost, SaveError, ToolOutage, ToolRefused
 from verl.monitor.tracking import JsonlTracker, Tracking
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.types import Sampling, Trajectory
@@ -104,6 +104,10 @@ def lose_a_token() -> None:
     raise ToolRefused("refused with 401")
 
 
+def fail_in_own_code() -> None:
+    raise PluginError("reward own.py:f at nq#1: got None")
+
+
 def logged(config: Config) -> list[dict[str, Any]]:
     """All metrics but times."""
     path = Path(config.trainer.default_local_dir) / "metrics.jsonl"
@@ -129,8 +133,9 @@ def undisturbed(config: Config, tmp_path: Path) -> tuple[list[dict[str, Any]], l
 @pytest.mark.parametrize("number", [3, 4], ids=["sampling", "validating"])
 @pytest.mark.parametrize(
     ("disturb", "error"),
-    [(terminate, Interrupted), (lose_a_tool, ToolOutage), (lose_a_token, ToolRefused)],
-)
+    [(terminate, Interrupted), (lose_a_tool, ToolOutage), (lose_a_token, ToolRefused),
+     (fail_in_own_code, PluginError)],
+)  # fmt: skip
 def test_a_run_stopped_anywhere_ends_as_the_undisturbed_one(
     config: Config, undisturbed: Any, number: int, disturb: Any, error: Any
 ) -> None:

@@ -2,18 +2,24 @@
 
 from pathlib import Path
 
+import pytest
+
+from search_r1.scoring import build_reward_manager
 from tests.memory_tracker import MemoryTracker
 from tests.verl.trainer.recording import RecordingRanks, RecordingReplicas, prompts
 from verl.config import Config
 from verl.config.reward import PlateauConfig, StageConfig
 from verl.core_algos.kl import FixedKLController
+from verl.errors import PluginError
 from verl.monitor.tracking import Tracking
-from verl.rewards.interface import EachAlone, Reward
+from verl.rewards.interface import EachAlone, Reward, RewardManager
 from verl.rewards.stages import Stage, StagedReward
 from verl.trainer.ray_trainer import RayPPOTrainer
 
 
-def build(config: Config, total_steps: int) -> tuple[RayPPOTrainer, MemoryTracker]:
+def build(
+    config: Config, total_steps: int, reward: RewardManager | None = None
+) -> tuple[RayPPOTrainer, MemoryTracker]:
     """A run of two stages: the first pays 1 until val/em stood still twice, the second 2."""
     tracker = MemoryTracker()
     stages = [StageConfig("a", plateau=PlateauConfig("val/em", patience=2)), StageConfig("b")]
@@ -22,14 +28,14 @@ def build(config: Config, total_steps: int) -> tuple[RayPPOTrainer, MemoryTracke
         return EachAlone(lambda t: Reward(score + t.sample, {"em": 0.5}))
 
     pairs = zip(stages, (paying(1.0), paying(2.0)), strict=True)
-    reward = StagedReward([Stage(options, paid) for options, paid in pairs])
+    staged = StagedReward([Stage(options, paid) for options, paid in pairs])
     trainer = RayPPOTrainer(
         config=config,
         ranks=RecordingRanks([]),
         replicas=RecordingReplicas([]),
         train_prompts=prompts(8),
         val_prompts=prompts(4),
-        reward_fn=reward,
+        reward_fn=reward or staged,
         kl_controller=FixedKLController(0.001),
         tracking=Tracking("p", "e", [tracker], config.trainer.default_local_dir),
         total_steps=total_steps,
@@ -65,3 +71,34 @@ def test_stages_switch_on_validation_and_survive_a_resume(tmp_path: Path) -> Non
     second, after = build(config_of(tmp_path / "cut"), 5)
     second.fit()
     assert stages_and_scores(before) + stages_and_scores(after) == expected
+
+
+OWN = """from pathlib import Path
+from search_r1.rewards import RewardOutput
+def f(dialogue):
+    seen = Path(__file__).with_name("seen")
+    count = int(seen.read_text()) + 1 if seen.exists() else 1
+    seen.write_text(str(count))
+    score = float(count % 2)
+    return BAD if count == 12 else RewardOutput(score, {"em": score})
+"""
+
+
+@pytest.mark.parametrize("bad", ["None", "float('nan')", "'0.5'", "1 / 0"])
+def test_an_own_reward_that_fails_in_mid_run_costs_its_step_only(tmp_path: Path, bad: str) -> None:
+    """Step 1 is saved; the function mended, the same run goes on with step 2."""
+    config, file = config_of(tmp_path / "run"), tmp_path / "own.py"
+    config.trainer.save_freq, config.trainer.test_freq = -1, -1
+    config.reward_model.name = f"{file}:f"
+    file.write_text(OWN.replace("BAD", bad))
+    stopped, before = build(config, 2, build_reward_manager(config))
+    told = (
+        r"own.py:f at \w+#\d: got .*; fix: .*; saved .*global_step_1: go on with the same command"
+    )
+    with pytest.raises(PluginError, match=told) as caught:
+        stopped.fit()
+    assert "\n" not in str(caught.value)
+    file.write_text(OWN.replace("BAD", "0.0"))
+    resumed, after = build(config, 2, build_reward_manager(config))
+    resumed.fit()
+    assert [step for step, _ in before.records + after.records] == [1, 2]
