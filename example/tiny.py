@@ -36,7 +36,7 @@ def tiny_llama(
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=hidden_size // 4,
-        max_position_embeddings=2048,
+        max_position_embeddings=8192,
         initializer_range=initializer_range,
         tie_word_embeddings=tie_word_embeddings,
         bos_token_id=1,

@@ -7,6 +7,7 @@ of the user ends in one message and exit code 2. See docs/inference.md.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,10 +51,18 @@ class InferOptions(InferenceOptions):
             yield explain("--json", f"--json and {other}", "one of them", f"leave {other} out")
         if self.question is not None and not self.question.strip():
             yield explain("question", "an empty one", "words", "write it in quotes")
-        if self.out and self.file and self.out.resolve() == self.file.resolve():
+        if self.out and self.file and _is_same(self.out, self.file):
             yield explain("--out", "the file of --file", "another one", "name a new file")
         if self.out is not None and self.file is None:
             yield explain("--out", "no --file", "a file whose answers it receives", "give both")
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether two paths name one file, by links too."""
+    try:
+        return one.samefile(other)
+    except OSError:  # one of them is not there yet
+        return os.path.realpath(one) == os.path.realpath(other)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from search_r1.inference.options import InferenceOptions
+from search_r1.inference.options import Dialogues, InferenceOptions
 from search_r1.options import Bounds, Port, run
 from search_r1.search.errors import SearchError
 from verl.errors import UserError, explain
@@ -20,7 +20,7 @@ class ServingOptions(InferenceOptions):
 
     engine: Literal["vllm", "transformers"] = "vllm"
     """what generates"""
-    concurrency: Annotated[int, Bounds(1)] = 256
+    concurrency: Dialogues = 256
     """dialogues at once"""
     name: str = "search-r1"
     """what clients call the model"""

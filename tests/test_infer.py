@@ -59,6 +59,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random model whose folder says how it was trained to talk."""
     folder = tiny_model(tmp_path_factory.mktemp("model"))
     (folder / "search_r1.json").write_text('{"template": "short", "max_turns": 1, "topk": 1}')
+    config = folder / "config.json"  # room for an endless answer
+    config.write_text(config.read_text().replace(": 8192", ": 2097152"))
     return str(folder)
 
 

@@ -4,16 +4,42 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+MOST = 2**30
+"""Characters that are read of a file which must be in memory at once."""
+GIVEN = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+"""Pipes that whoever started this process holds the other end of."""
 OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def is_of_files(error: OSError) -> bool:
     """Whether a file or its disk is at fault, which a user can mend, and not a connection."""
     return error.filename is not None or error.errno in OF_DISKS
+
+
+def regular(path: str | Path) -> Path:
+    """The path of a file with an end. Raises OSError for a device, a named pipe or a folder."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return Path(path)
+
+
+def read_text(path: str | Path, most: int = MOST) -> str:
+    """The text of a file, or of a pipe that was given, in UTF-8.
+
+    Raises ValueError for bytes that are none, OSError also for over `most` characters.
+    """
+    if not str(path).startswith(GIVEN):
+        regular(path)
+    with open(path, encoding="utf-8") as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise OSError(errno.EFBIG, f"more than {most} characters", str(path))
+    return found
 
 
 class Lines:

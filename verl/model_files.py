@@ -105,6 +105,17 @@ def read_config(path: str, subject: str = "model path") -> PretrainedConfig:
         return config
 
 
+def num_positions(config: PretrainedConfig) -> int | None:
+    """Tokens that a model was made for, stretched as its config says; None where none are told."""
+    text = config.get_text_config()
+    positions, scaling = (
+        getattr(text, name, None) for name in ("max_position_embeddings", "rope_parameters")
+    )
+    parts = [scaling or {}, *(scaling or {}).values()]  # of each kind of layer
+    factors = [part.get("factor") or 1 for part in parts if isinstance(part, Mapping)]
+    return int(positions * max(1, *factors)) if isinstance(positions, int) else None
+
+
 def check_weights(
     path: str, config: PretrainedConfig, needs_head: bool, by_transformers: bool,
     subject: str = "model path",

@@ -13,6 +13,7 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from search_r1.datasets.building import make_rows, take_sound, write_rows
@@ -22,6 +23,7 @@ from search_r1.datasets.wording import Style, writer
 from search_r1.search.index.passages import read_folder, write_corpus
 from verl.data.rows import BadRow, Record, read_records
 from verl.errors import ConfigError, DataError, explain
+from verl.files import MOST, regular
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +98,9 @@ def _rank(key: str, seed: int) -> bytes:
 def _read_csv(path: Path, separator: str) -> Iterator[Record]:
     """Rows of a csv with their answers apart. Raises DataError for an unusable file."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, restkey="", strict=True)
+        with regular(path).open(encoding="utf-8-sig", newline="") as file:
+            lines = iter(partial(file.readline, MOST), "")  # csv refuses what is longer
+            reader = csv.DictReader(lines, restkey="", strict=True)
             answers = _answer_column(path, reader.fieldnames or ())
             number = -1
             for number, record in enumerate(reader):

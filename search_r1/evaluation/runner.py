@@ -169,10 +169,12 @@ def check_rows(rows: Sequence[Row], runner: Runner, limit: int) -> None:
     """
     method = runner.method
     room = runner.agent.limits.max_obs_length if method.reads_first else 0
-    lengths = {row.uid: len(render(put(row, method), runner.tokenizer).ids) for row in rows}
+    put_rows = (put(row, method) for row in rows)
+    prompts = (render(row, runner.tokenizer, limit=limit) for row in put_rows)
+    lengths = {prompt.uid: len(prompt.ids) for prompt in prompts}
     overlong = [uid for uid, length in lengths.items() if length + room > limit]
     if overlong:
         longest = max(lengths.values()) + room
         got = f"{len(overlong)} of {len(rows)} prompts over {limit} tokens: {overlong[0]} ..."
-        fix = f"--max-start-length {longest}; every row is scored, so none is left out"
+        fix = f"--max-start-length {longest} or more; every row is scored, so none is left out"
         raise DataError(explain("--max-start-length", got, "prompts that fit", fix))

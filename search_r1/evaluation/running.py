@@ -71,7 +71,7 @@ async def _evaluate(options: EvaluationOptions, config: Config) -> None:
     sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
     judge = open_judge(options)
     runner = Runner(agent, method, tokenizer, sampling, options.seed, judge, options.untagged)
-    check_rows(rows, runner, options.max_start_length)
+    check_rows(rows, runner, min(options.max_start_length, options.max_prompt_length))
     manifest = build_manifest(options, config, facts, len(rows), computed_dtype(options))
     tasks = [Task(row, sample) for row in rows for sample in range(options.n)]
     with Store(Path(options.out), manifest) as store:

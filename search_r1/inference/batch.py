@@ -16,7 +16,11 @@ from search_r1.plain import json_line
 from verl.data import load_rows
 from verl.data.rows import Message
 from verl.errors import DataError, UserError, explain
+from verl.files import read_text
 from verl.types import Status
+
+MOST = 2**28
+"""Characters of a text file: some million questions."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ def read_questions(file: str) -> list[BatchQuestion]:
 
 def _lines(file: Path) -> Iterator[BatchQuestion]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file, MOST)
     except (OSError, ValueError) as error:
         fix = "give a text file in UTF-8, or rows as .parquet or .jsonl"
         raise DataError(explain(f"--file {file}", str(error), "questions", fix)) from error

@@ -21,6 +21,7 @@ from search_r1.inference.options import InferenceOptions
 from search_r1.inference.terminal import Terminal
 from search_r1.plain import json_line, log
 from verl.errors import DataError, ToolError, explain
+from verl.locks import exclusive
 from verl.types import Status
 
 
@@ -57,18 +58,17 @@ async def ask(options: InferenceOptions, question: str, listener: DialogueListen
 async def ask_file(options: InferenceOptions, file: str, out: Path | None) -> int:
     """Answer every question of a file; returns the exit code, 2 when one failed."""
     questions = read_questions(file)
-    with _told_of(out):
-        if out is not None:  # found out before a model is loaded
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.open("a").close()
-    async with opened(options) as session:
-        with (
-            _told_of(out),
-            contextlib.nullcontext(sys.stdout)
-            if out is None
-            else out.open("w", encoding="utf-8") as target,
-        ):
-            num_failed = await answer_all(questions, session, target)
+    # What cannot be written, or another run writes, is found out before a model is loaded.
+    held = contextlib.nullcontext() if out is None else exclusive(out, "--out", lock=out)
+    with held:
+        async with opened(options) as session:
+            with (
+                _told_of(out),
+                contextlib.nullcontext(sys.stdout)
+                if out is None
+                else out.open("w", encoding="utf-8") as target,
+            ):
+                num_failed = await answer_all(questions, session, target)
     if num_failed:
         sys.stderr.write(f"{num_failed} of {len(questions)} dialogues failed: see their «error»\n")
     return 2 if num_failed else 0

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from search_r1.search.schema import Document, well_formed
-from verl.agent.dialogue import CHARS_PER_TOKEN, DialogueAgent
+from verl.agent.dialogue import DialogueAgent
 from verl.agent.interface import Observation, ToolCall, Turn
-from verl.data import Tokenizer, render
+from verl.data import Tokenizer, num_tokens, render
 from verl.data.rows import Message, Row
 from verl.errors import DataError, explain
 from verl.rollout.interface import RolloutEngine
@@ -173,17 +173,13 @@ class AgentSession:
     def render(self, messages: str | Sequence[Message], uid: str = "question") -> Prompt:
         """Messages as token ids. Raises DataError when they are too long."""
         text = messages if isinstance(messages, str) else tuple(messages)
-        said = text if isinstance(text, str) else "".join(m["content"] for m in text)
-        if has_more(self.tokenizer, said, self.max_start_length):
-            raise self._too_long(f"over {2 * self.max_start_length} tokens", "shorten it")
-        prompt = render(Row(uid, 0, text, "asked", ()), self.tokenizer, self.agent.format.schemas)
-        if len(prompt.ids) > self.max_start_length:
-            fix = f"shorten it, or start with --max-start-length {len(prompt.ids)}"
-            raise self._too_long(f"{len(prompt.ids)} tokens", fix)
+        limit, row = self.max_start_length, Row(uid, 0, text, "asked", ())
+        prompt = render(row, self.tokenizer, self.agent.format.schemas, limit)
+        if len(prompt.ids) > limit:
+            got = f"{num_tokens(prompt, limit)} tokens"
+            fix = f"shorten it, or start with --max-start-length {len(prompt.ids)} or more"
+            raise DataError(explain("prompt", got, f"at most {limit}", fix))
         return prompt
-
-    def _too_long(self, got: str, fix: str) -> DataError:
-        return DataError(explain("prompt", got, f"at most {self.max_start_length}", fix))
 
     async def ask(
         self,
@@ -215,16 +211,6 @@ class AgentSession:
         return self.agent.format.parse(
             Completion(last.ids, last.log_probs, last.text, "stop")
         ).answer
-
-
-def has_more(tokenizer: Tokenizer, text: str, limit: int) -> bool:
-    """Whether a beginning of a long text has twice `limit` tokens; False says nothing."""
-    num_chars = CHARS_PER_TOKEN * limit
-    while num_chars < len(text):
-        if len(tokenizer.encode(text[:num_chars], add_special_tokens=False)) > 2 * limit:
-            return True
-        num_chars *= 4
-    return False
 
 
 def query_of(call: ToolCall) -> str:

@@ -15,6 +15,9 @@ SETTINGS_FILE = "search_r1.json"
 """In a model's or adapter's folder: how it was trained to talk."""
 
 _DATA = Config().data
+TURNS, DOCUMENTS = Bounds(0, 10_000), Bounds(1, 10_000)
+Dialogues = Annotated[int, Bounds(1, 16_384)]
+Length = Annotated[int, Bounds(1, 2**24)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +32,11 @@ class AgentOptions:
     """folder of a LoRA adapter over the model"""
     retriever_url: str = Config().retriever.url
     """search server(s), with commas between them, or: empty"""
-    topk: Annotated[int, Bounds(1)] | None = None
+    topk: Annotated[int, DOCUMENTS] | None = None
     """documents a search; default: the model's own"""
     template: str | None = None
     """wording: a name, or a .yaml file, as of `template`; default: the model's own"""
-    max_turns: Annotated[int, Bounds(0)] | None = None
+    max_turns: Annotated[int, TURNS] | None = None
     """searches a dialogue; default: the model's own"""
     temperature: Annotated[float, Bounds(0, 10)] = 0.0
     """0 is greedy"""
@@ -57,15 +60,15 @@ class AgentOptions:
     """GPUs of the engine"""
     gpu_memory_utilization: Annotated[float, Bounds(gt=0, le=1)] = 0.85
     """share of a GPU's memory for vLLM"""
-    concurrency: Annotated[int, Bounds(1)] = 256
+    concurrency: Dialogues = 256
     """dialogues at once"""
-    max_start_length: Annotated[int, Bounds(1)] = _DATA.max_start_length
+    max_start_length: Length = _DATA.max_start_length
     """longest prompt that is accepted"""
-    max_prompt_length: Annotated[int, Bounds(1)] = _DATA.max_prompt_length
-    """context at any turn"""
-    max_response_length: Annotated[int, Bounds(1)] = _DATA.max_response_length
+    max_prompt_length: Length = _DATA.max_prompt_length
+    """context at any turn; with --max-response-length no more than the model's"""
+    max_response_length: Length = _DATA.max_response_length
     """what one turn may sample"""
-    max_obs_length: Annotated[int, Bounds(1)] = _DATA.max_obs_length
+    max_obs_length: Length = _DATA.max_obs_length
     """one observation"""
 
     def __post_init__(self) -> None:
@@ -110,5 +113,5 @@ class InferenceOptions(AgentOptions):
 
     engine: Literal["vllm", "transformers"] = "transformers"
     """what generates"""
-    concurrency: Annotated[int, Bounds(1)] = 32
+    concurrency: Dialogues = 32
     """dialogues at once"""

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from search_r1.inference.options import SETTINGS_FILE, AgentOptions
+from search_r1.inference.options import DOCUMENTS, SETTINGS_FILE, TURNS, AgentOptions
 from verl.agent.wording import TEMPLATE_FILE
 from verl.config import Config
 from verl.errors import ModelError, explain
@@ -16,6 +16,7 @@ from verl.model_files import Unfit, model_errors
 
 KINDS = {"template": str, "tools": list, "max_turns": int, "topk": int}
 """Of what `search_r1.json` may say."""
+BOUNDS = {"max_turns": TURNS, "topk": DOCUMENTS}
 
 
 def run_config(options: AgentOptions, model: str) -> Config:
@@ -66,8 +67,12 @@ def _own_settings(model: str) -> dict[str, Any]:
     with model_errors(model, SETTINGS_FILE, "--model", "what training writes"):
         found = dict(json.loads(file.read_text(encoding="utf-8")))
         for name, kind in KINDS.items():
-            if type(found.get(name)) not in (kind, NoneType):
-                raise Unfit(f"{name}={found[name]!r}")
+            value = found.get(name)
+            is_kind = type(value) in (kind, NoneType)
+            if not is_kind or (value is not None and name in BOUNDS and value not in BOUNDS[name]):
+                raise Unfit(f"{name}={value!r}")
+        if not all(isinstance(tool, str) for tool in found.get("tools") or ()):
+            raise Unfit(f"tools={found['tools']!r}")
         return found
 
 

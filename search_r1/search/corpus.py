@@ -23,7 +23,7 @@ from search_r1.search import checksums
 from search_r1.search.checksums import Checksums, Sums, chosen
 from search_r1.search.errors import CorpusError
 from search_r1.search.schema import Document
-from verl.files import whole_file
+from verl.files import regular, whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Corpus:
         """
         path = Path(path)
         try:
-            with path.open("rb") as file:
+            with regular(path).open("rb") as file:
                 status = os.fstat(file.fileno())
                 if status.st_size == 0:
                     raise CorpusError(f"corpus {path} is empty; {EXPECTED_ROW} on each line")

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 from search_r1.search.backends.base import fingerprint
 from search_r1.search.errors import SetupError
 from search_r1.search.schema import Document, Hit
+from verl.files import MOST, regular
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +99,8 @@ def read_facts(path: str | Path) -> dict[str, Any]:
     """The recorded engine's info(); raises SetupError for a file that is no record."""
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            line = file.readline()
+        with regular(path).open("rb") as file:
+            line = file.readline(MOST)
         header = json.loads(line) if line.endswith(b"\n") else None
     except OSError as error:
         raise SetupError(

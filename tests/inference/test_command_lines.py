@@ -14,6 +14,7 @@ from search_r1.inference import command, opening
 from search_r1.inference.dialogue import AgentSession
 from tests.fakes import ScriptedEngine
 from tests.inference.scripted import TWO_SEARCHES, session
+from verl.locks import exclusive
 
 BASE = ["--model", "/nowhere", "--retriever-url", "empty"]
 AGENT = [
@@ -23,6 +24,8 @@ AGENT = [
     ["--endpoint", "http://host", "--tensor-parallel-size", "2"],
     ["--endpoint", "http://host", "--adapter", "a"], ["--temperature", "nan"], ["--top-p", "0"],
     ["--topk", "0"], ["--max-turns", "-1"], ["--seed", "-1"], ["--concurrency", "inf"],
+    ["--max-prompt-length", "2000000000"], ["--concurrency", "2000000000"],
+    ["--max-turns", "2000000000"], ["--topk", "2000000000"], ["--max-obs-length", "2000000000"],
     ["--retriever-url", ""], ["--retriever-url", "ftp://host"], ["--device", "mars"],
 ]  # fmt: skip
 ASKED = [[""], [" \n"], ["a", "--interactive"], ["--file", "f", "--out", "f"], ["--out", "f"],
@@ -83,6 +86,46 @@ def test_a_full_disk_ends_a_file_in_one_line(
     assert infer.main([*BASE, "--file", str(questions), "--out", "/dev/full"]) == 2
     error = capsys.readouterr().err
     assert "--out /dev/full: got [Errno 28]" in error and "Traceback" not in error
+
+
+def test_answers_of_two_runs_never_mix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is one run's while it lives; what was there is kept. A device is anybody's."""
+
+    @contextlib.asynccontextmanager
+    async def scripted(_: object) -> AsyncIterator[AgentSession]:
+        yield session(ScriptedEngine(TWO_SEARCHES))
+
+    monkeypatch.setattr(command, "opened", scripted)
+    questions, out = tmp_path / "questions.txt", tmp_path / "new" / "answers.jsonl"
+    questions.write_text("Who?\n")
+    words = [*BASE, "--file", str(questions), "--out"]
+    with exclusive(out, "", lock=out):
+        out.write_text("other answers")
+        assert infer.main([*words, str(out)]) == 2
+        assert "which another run is writing to" in capsys.readouterr().err
+        assert out.read_text() == "other answers"
+    assert infer.main([*words, str(out)]) == 0 and "Oslo" in out.read_text()
+    with exclusive(Path("/dev/null"), "", lock=Path("/dev/null")):
+        assert infer.main([*words, "/dev/null"]) == 0
+
+
+def test_a_link_to_the_questions_is_not_written_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Be it a hard or a soft one; links in a circle are told, too."""
+    questions, soft, hard = (tmp_path / name for name in ("q.txt", "soft", "hard"))
+    questions.write_text("Who?\n")
+    soft.symlink_to(questions)
+    hard.hardlink_to(questions)
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for file, out in ((questions, soft), (questions, hard), (tmp_path / "a", tmp_path / "o")):
+        assert infer.main([*BASE, "--file", str(file), "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert "expected" in error and "Traceback" not in error
+    assert questions.read_text() == "Who?\n"
 
 
 def test_a_gpu_that_is_not_there(

@@ -19,7 +19,7 @@ from tests.bad_models import NORM, entry, gone, weights, whole_model
 from verl.checkpoint.exporting import export
 from verl.checkpoint.folders import MARKER
 from verl.config import Config
-from verl.errors import ModelError
+from verl.errors import ConfigError, ModelError
 from verl.rollout.interface import build_engine
 
 
@@ -145,3 +145,16 @@ def test_an_endpoint_needs_a_tokenizer_alone(tmp_path: Path) -> None:
     (path / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     with pytest.raises(ModelError, match="chat template: TemplateError: no"):
         load_agent(config)
+
+
+def test_a_dialogue_longer_than_the_model_is_refused(tmp_path: Path) -> None:
+    """Before any engine starts, with the length that would do; an endpoint's is not known here."""
+    folder = str(tiny_model(tmp_path / "model"))  # of 8192 positions
+    for length, endpoint in ((7692, None), (7693, None), (7693, "http://host")):
+        options = AgentOptions(model=folder, max_prompt_length=length, endpoint=endpoint,
+                               device="cpu", max_response_length=500)  # fmt: skip
+        if length == 7693 and endpoint is None:
+            with pytest.raises(ConfigError, match=r"8192 together.*--max-prompt-length 7692"):
+                load_agent(run_config(options, folder))
+        else:
+            load_agent(run_config(options, folder))

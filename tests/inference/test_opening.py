@@ -164,7 +164,8 @@ def test_a_bad_adapter_is_refused_in_one_line(
 
 @pytest.mark.parametrize(
     "content", ["", "{", "[1]", "null", '{"max_turns": "2"}', '{"topk": 1.5}', '{"template": 5}',
-                '{"tools": "search"}', '{"max_turns": true}']
+                '{"tools": "search"}', '{"max_turns": true}', '{"max_turns": -1}', '{"topk": 0}',
+                '{"tools": [1]}', '{"max_turns": 1000000}']
 )  # fmt: skip
 def test_bad_settings_of_a_model_are_refused_in_one_line(content: str, tmp_path: Path) -> None:
     """`search_r1.json` says how a model was trained to talk."""

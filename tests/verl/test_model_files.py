@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from transformers import GPT2Config, LlamaConfig, MambaConfig, PretrainedConfig
 
 from verl.errors import ModelError
-from verl.model_files import is_finite, refuse_values
+from verl.model_files import is_finite, num_positions, refuse_values
 from verl.rollout.weight_loading import WeightLoading
 
 
@@ -57,3 +58,20 @@ def test_an_engine_s_worker_names_the_weights_that_are_no_numbers() -> None:
     with torch.no_grad():
         model[1].weight[0, 1] = torch.inf
     assert worker.faulty_weights() == ["1.weight"]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LlamaConfig(max_position_embeddings=4096), 4096),
+        (LlamaConfig(max_position_embeddings=4096,
+                     rope_scaling={"rope_type": "linear", "factor": 4.0}), 16384),
+        (LlamaConfig(max_position_embeddings=32768, rope_scaling={
+            "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}), 131072),
+        (GPT2Config(n_positions=1024), 1024),
+        (MambaConfig(), None),
+    ],
+)  # fmt: skip
+def test_positions_are_those_of_the_config(config: PretrainedConfig, expected: int | None) -> None:
+    """Stretched ones count, and a model without positions has no bound."""
+    assert num_positions(config) == expected

@@ -30,10 +30,13 @@ import yaml
 from verl.agent.grammar import Grammar, Tag
 from verl.agent.tags import TagFormat
 from verl.errors import ConfigError, explain
+from verl.files import read_text
 
 SUFFIXES = (".yaml", ".yml")
 TEMPLATE_FILE = "template.yaml"
 """Beside an exported model: the file that its run's `template` named."""
+MOST = 2**20
+"""Characters of a wording."""
 REQUIRED = ("instruction", "invalid_action")
 
 
@@ -45,7 +48,7 @@ def is_file(template: str) -> bool:
 def read_format(path: str | Path) -> TagFormat:
     """The format that a file describes. Raises ConfigError that names the key at fault."""
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(read_text(path, MOST))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         got = " ".join(str(error).split())
         raise ConfigError(explain(f"template={path}", got, "a YAML file", "correct it")) from error

@@ -6,12 +6,14 @@ Files and their format are read in `verl.data.rows`.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jinja2
 import numpy as np
 
+from verl.agent.dialogue import CHARS_PER_TOKEN
 from verl.config import Config
 from verl.data.rows import Row, load_rows
 from verl.errors import DataError, explain
@@ -46,12 +48,15 @@ def choose(rows: Sequence[Row], num_rows: int | None, seed: int) -> list[Row]:
     return [rows[i] for i in sorted(chosen.tolist())]
 
 
-def render(row: Row, tokenizer: Tokenizer, tools: Sequence[Schema] = ()) -> Prompt:
+def render(
+    row: Row, tokenizer: Tokenizer, tools: Sequence[Schema] = (), limit: int = sys.maxsize
+) -> Prompt:
     """The row as token ids to generate from; `tools` go to the chat template.
 
     Messages go through the tokenizer's chat template, with the header of the assistant's turn;
     a tokenizer without template gets their contents joined by newlines, and a plain string is
     taken as it is. Templates write their own special tokens; plain text gets the tokenizer's.
+    Of a text far over `limit` tokens the ids are those of a beginning (`encode_within`).
     """
     templated = not isinstance(row.prompt, str) and bool(tokenizer.chat_template)
     if isinstance(row.prompt, str):
@@ -70,8 +75,26 @@ def render(row: Row, tokenizer: Tokenizer, tools: Sequence[Schema] = ()) -> Prom
             raise DataError(explain(row.uid, got, expected, fix)) from error
     else:
         text = "\n".join(message["content"] for message in row.prompt)
-    ids = tokenizer.encode(text, add_special_tokens=not templated)
+    ids = encode_within(tokenizer, text, limit, add_special_tokens=not templated)
     return Prompt(row.uid, tuple(ids), row.data_source, row.ground_truth, row.extra_info, text)
+
+
+def encode_within(
+    tokenizer: Tokenizer, text: str, limit: int, *, add_special_tokens: bool
+) -> list[int]:
+    """The ids of a text, or of a beginning of it that has over twice `limit`: no more is read."""
+    num_chars = CHARS_PER_TOKEN * limit
+    while True:
+        ids = tokenizer.encode(text[:num_chars], add_special_tokens=add_special_tokens)
+        if num_chars >= len(text) or len(ids) > 2 * limit:
+            return ids
+        num_chars *= 4
+
+
+def num_tokens(prompt: Prompt, limit: int) -> str:
+    """How long a prompt is that was rendered with this limit, in words."""
+    is_cut = len(prompt.ids) > 2 * limit and len(prompt.text) > CHARS_PER_TOKEN * limit
+    return f"over {2 * limit}" if is_cut else str(len(prompt.ids))
 
 
 class PromptDataset(list[Prompt]):
@@ -96,7 +119,7 @@ class PromptDataset(list[Prompt]):
         and when none is left.
         """
         rows = choose(load_rows(files, prompt_key), num_rows, seed)
-        prompts = [render(row, tokenizer, tools) for row in rows]
+        prompts = [render(row, tokenizer, tools, max_start_length) for row in rows]
         kept = [prompt for prompt in prompts if len(prompt.ids) <= max_start_length]
         if len(kept) < len(prompts):
             _report_overlong(prompts, max_start_length, filter_overlong and bool(kept))
@@ -127,7 +150,7 @@ def load_prompts(
 def _report_overlong(prompts: Sequence[Prompt], limit: int, may_drop: bool) -> None:
     """Log the count of over-long prompts, or refuse them with their rows."""
     overlong = [prompt for prompt in prompts if len(prompt.ids) > limit]
-    longest = max(len(prompt.ids) for prompt in overlong)
+    longest = num_tokens(max(overlong, key=lambda prompt: len(prompt.ids)), limit)
     count = f"{len(overlong)} of {len(prompts)} prompts over {limit} tokens (longest {longest})"
     if may_drop:
         logger.warning("left out %s: data.max_start_length=%d", count, limit)

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pyarrow
 import pyarrow.parquet
 
 from verl.errors import DataError, explain
+from verl.files import MOST
 
 ROWS_AT_ONCE = 4096
 """Parquet rows that are Python objects at one time."""
@@ -118,8 +120,9 @@ def read_records(path: str, columns: Sequence[str] = ()) -> Iterator[Record]:
         fix = "convert it, or correct its name"
         raise DataError(explain(path, suffix or "no suffix", ".parquet or .jsonl", fix))
     if not os.path.isfile(path):  # of any text at all, where Path raises
+        got = "not a regular file" if os.path.exists(path) else "no such file"
         fix = "correct the path, or get the file (docs/data.md; example/data has some)"
-        raise DataError(explain(path, "no such file", "a file of questions", fix))
+        raise DataError(explain(path, got, "a file of questions", fix))
     empty = True
     for record in _read_parquet(path, columns) if suffix == ".parquet" else read_jsonl(path):
         empty = False
@@ -166,7 +169,7 @@ def _rows_of(batch: pyarrow.RecordBatch, path: str, start: int) -> Iterator[Reco
 def read_jsonl(path: str) -> Iterator[Record]:
     """The rows of a jsonl file by their lines; blank ones are counted, and left out."""
     with open(path, "rb") as lines:
-        for number, line in enumerate(lines):
+        for number, line in enumerate(iter(partial(lines.readline, MOST), b"")):
             if not line.strip():
                 continue
             try:

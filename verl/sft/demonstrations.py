@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.data import Tokenizer, render
+from verl.data.prompts import encode_within
 from verl.data.rows import BadRow, Row, prompt_of, read_jsonl
 from verl.data.trajectories import TOKENIZER, Vocabulary, fingerprint
 from verl.errors import DataError, explain
@@ -50,7 +51,7 @@ def load_demonstrations(
             _check_tokenizer(where, record[TOKENIZER], own)
             trajectory = _exact_row(where, *row, tokenizer, end_of_turn)
         else:
-            trajectory = _read_row(where, *row, tokenizer, end_of_turn)
+            trajectory = _read_row(where, *row, tokenizer, end_of_turn, max_length)
         if trajectory.num_tokens > max_length:
             fix = "raise max_length or drop the row"
             got, expected = f"{trajectory.num_tokens} tokens", f"at most max_length={max_length}"
@@ -105,8 +106,9 @@ def _exact_row(
 
 
 def _read_row(
-    where: str, file: str, number: int, record: dict[str, Any], tokenizer: Tokenizer, end: str
-) -> Trajectory:
+    where: str, file: str, number: int, record: dict[str, Any], tokenizer: Tokenizer, end: str,
+    limit: int,
+) -> Trajectory:  # fmt: skip
     """A row of text, whose last policy segment gets the end of turn."""
     try:
         messages = prompt_of(record["prompt"])
@@ -118,11 +120,11 @@ def _read_row(
         raise _malformed(where, "a prompt that is none", FORM)
     if not any(parts[i][1] for i in policy):
         raise _malformed(where, "no policy text", FORM)
-    prompt = render(Row(file, number, messages, "sft", ()), tokenizer)
+    prompt = render(Row(file, number, messages, "sft", ()), tokenizer, limit=limit)
     segments = [Segment(Origin.PROMPT, prompt.ids, prompt.text)]
     for index, (origin, text) in enumerate(parts):
         whole = text + end if index == policy[-1] else text
-        ids = tuple(tokenizer.encode(whole, add_special_tokens=False))
+        ids = tuple(encode_within(tokenizer, whole, limit, add_special_tokens=False))
         segments.append(_segment(origin, ids, whole))
     return Trajectory(prompt, segments, group=prompt.uid)
 

@@ -22,6 +22,7 @@ from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SetupError
 from search_r1.search.schema import Document, Hit
 from search_r1.search.tokenization import tokenize
+from verl.files import read_text
 
 logging.getLogger("bm25s").setLevel(logging.INFO)  # it sets itself to DEBUG
 
@@ -111,7 +112,7 @@ def load_rows(path: str | Path, corpus_path: str | None) -> list[Row]:
 def _read(path: Path) -> list[tuple[str, list[Document | str]]]:
     """Questions with their documents, or with the ids of them."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_text(path).split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise SetupError(f"--oracle_path {path} cannot be read ({error}); {EXPECTED}") from error
     rows = []

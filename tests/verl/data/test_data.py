@@ -11,9 +11,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from verl.agent.dialogue import CHARS_PER_TOKEN
 from verl.data import PromptDataset, PromptSampler, choose, load_rows, num_batches, render
+from verl.data.prompts import encode_within
 from verl.data.validation import validate
 from verl.errors import ConfigError, DataError
+from verl.sft.demonstrations import load_demonstrations
 
 
 class ByteTokenizer:
@@ -187,6 +190,37 @@ def test_line_16_overlong_prompts_are_counted_or_refused(
         PromptDataset.load(path, tokenizer, max_start_length=10, filter_overlong=False)
     with pytest.raises(DataError, match="4 of 4 prompts"):
         PromptDataset.load(path, tokenizer, max_start_length=2)
+
+
+class Counting(ByteTokenizer):
+    """Counts the characters that it was given."""
+
+    given = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        self.given += len(text)
+        return list(text.encode())
+
+
+@pytest.mark.parametrize("length", [*range(0, 80, 3), 10**6])
+def test_of_a_long_text_no_more_is_tokenized_than_tells(length: int, tmp_path: Path) -> None:
+    """Whatever fits has all its ids; what does not costs no more than the limit allows."""
+    limit, tokenizer = 2, Counting()
+    text = "q" * length
+    ids = encode_within(tokenizer, text, limit, add_special_tokens=False)
+    assert (len(ids) > limit) is (length > limit)
+    assert length > limit or ids == list(text.encode())
+    assert tokenizer.given <= CHARS_PER_TOKEN * limit
+    if length == 10**6:
+        rows, lines = tmp_path / "r.jsonl", tmp_path / "d.jsonl"
+        write_jsonl(rows, [record("Who?"), record(text)])
+        assert len(PromptDataset.load(str(rows), tokenizer, max_start_length=50)) == 1
+        parts = [{"origin": "policy", "text": text}]
+        for prompt, segments in ((text, [{"origin": "policy", "text": "a"}]), ("Who?", parts)):
+            lines.write_text(json.dumps({"prompt": prompt, "segments": segments}))
+            with pytest.raises(DataError, match="expected at most max_length=50"):
+                load_demonstrations(str(lines), tokenizer, 50)
+        assert tokenizer.given < 10_000
 
 
 def test_subset_is_chosen_by_seed(tmp_path: Path) -> None:
