@@ -20,6 +20,8 @@ MAX_HEAD_BYTES = 64 * 2**10
 MAX_HEADERS = 100
 HEAD_S = 30.0
 """A request's head must arrive in so many seconds after the connection, or after its first byte."""
+SEND_S = 120.0
+"""So long in all, over its pauses, an answer waits for its client to take it."""
 KEEP_ALIVE_S = 75
 ENOUGH = 65_536
 SPARE_DESCRIPTORS = 64
@@ -64,6 +66,9 @@ class Bounded(HttpToolsProtocol):
     most: int
     max_bytes: int
     _timer: asyncio.TimerHandle | None = None
+    _send_timer: asyncio.TimerHandle | None = None
+    _wait_left = _waits_since = 0.0
+    """Seconds that this answer may still wait, and when its last wait began."""
     _is_in_head = True
     """No request has begun, or its headers are not all here."""
     _num_bytes = 0
@@ -71,6 +76,7 @@ class Bounded(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._wait_left = SEND_S
         if len(self.connections) > self.most:
             logger.warning(FULL_TEXT, self.most)
             transport.write(FULL)
@@ -81,6 +87,27 @@ class Bounded(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_timer()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._waits_since = self.loop.time()
+        self._send_timer = self.loop.call_later(self._wait_left, self._give_up)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._wait_left -= self.loop.time() - self._waits_since
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._wait_left = SEND_S
+
+    def _give_up(self) -> None:
+        logger.warning("a client did not take its answer within %g s: it is left", SEND_S)
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser; what is too much ends the connection."""

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
@@ -16,7 +17,7 @@ from fastapi import FastAPI
 from search_r1.search.errors import SetupError
 from search_r1.search.server.app import Service
 from search_r1.search.server.config import TOKEN_VARIABLE
-from search_r1.search.server.connections import configure
+from search_r1.search.server.connections import SEND_S, configure
 from search_r1.search.server.hosts import LOOPBACK, checked
 from search_r1.search.server.http_errors import misdirected
 from verl.files import whole_file
@@ -86,6 +87,8 @@ def listen(bound: socket.socket) -> str:
     Two sockets may be bound to one port, but only one of them listens.
     """
     host, port = bound.getsockname()[:2]
+    if sys.platform == "linux":  # ends a connection, also a closed one, whose peer takes nothing
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SEND_S))
     try:
         bound.listen(BACKLOG)
     except OSError as error:

@@ -1,9 +1,12 @@
 """Connections of a real server: heads, times, numbers, and the port that two servers want."""
 
+import asyncio
 import contextlib
+import json
 import logging
 import resource
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +15,7 @@ import pytest
 import uvicorn
 
 from search_r1.search.errors import SetupError
-from search_r1.search.server import connections
+from search_r1.search.server import connections, running
 from search_r1.search.server.app import create_app
 from search_r1.search.server.connections import MAX_HEADERS, configure, num_connections
 from search_r1.search.server.running import bind, listen
@@ -47,6 +50,24 @@ def exchange(port: int, *parts: bytes, pause: float = 0.0) -> bytes:
                 time.sleep(pause)
             return client.recv(100).partition(b"\r\n")[0]
         return b""
+
+
+NUM_BYTES = 16 << 20
+"""An answer has more, and no system's buffers have room for so many."""
+
+
+@contextlib.contextmanager
+def long_answer(port: int) -> Iterator[socket.socket]:
+    """A client that asked for it."""
+    queries = [f"{i}" + "a" * 85 for i in range(600)]
+    body = json.dumps({"queries": queries, "topk": 100}).encode()
+    head = f"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        client.settimeout(20)
+        client.connect(("127.0.0.1", port))
+        client.sendall(head.encode() + body)
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +131,66 @@ def test_a_slow_request_is_none_of_a_heads(monkeypatch: pytest.MonkeyPatch) -> N
             client.sendall(body)
             assert client.recv(10_000).startswith(OK)
             time.sleep(0.3)
+
+
+@pytest.mark.parametrize("pause", [0.02, 30.0])
+def test_a_client_that_does_not_take_its_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pause: float
+) -> None:
+    """Its connection ends after the seconds allowed, also if it reads a little now and then."""
+    monkeypatch.setattr(connections, "SEND_S", 0.5)
+    connections.logger.filters[0].__init__()  # type: ignore[misc]
+    with served() as port, long_answer(port) as client:
+        ended, taken = time.monotonic() + 10, 0
+        while "take its answer" not in caplog.text and time.monotonic() < ended:
+            taken += len(client.recv(1000)) if pause < 1 else 0
+            time.sleep(0.02)
+        with contextlib.suppress(ConnectionError):
+            while data := client.recv(1 << 20):
+                taken += len(data)
+    assert caplog.text.count("did not take its answer within 0.5 s") == 1
+    assert taken < NUM_BYTES
+
+
+def test_a_client_that_is_slow_takes_all_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts is how long an answer waits, not how long it takes in all."""
+    monkeypatch.setattr(connections, "SEND_S", 10.0)
+    with served() as port, long_answer(port) as client:
+        taken, end = 0, b""
+        while not end.endswith(b"\r\n0\r\n\r\n"):
+            data = client.recv(1 << 20)
+            assert data
+            taken, end = taken + len(data), (end + data)[-10:]
+            time.sleep(0.0005)
+        assert taken > NUM_BYTES
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_USER_TIMEOUT")
+@pytest.mark.parametrize("size", [1 << 10, 1 << 24])
+def test_a_closed_connection_whose_peer_takes_nothing(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """The system ends it: closing waits for what is buffered, for ever."""
+    monkeypatch.setattr(running, "SEND_S", 0.5)
+    ended = threading.Event()
+
+    class Closing(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.WriteTransport)
+            transport.write(b"a" * size)
+            transport.close()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            ended.set()
+
+    async def main() -> None:
+        with bind("127.0.0.1", 0) as bound, socket.socket() as client:
+            listen(bound)
+            async with await asyncio.get_running_loop().create_server(Closing, sock=bound):
+                await asyncio.to_thread(client.connect, bound.getsockname())
+                assert await asyncio.to_thread(ended.wait, 20)
+
+    asyncio.run(main())
 
 
 def test_connections_beyond_the_descriptors(
