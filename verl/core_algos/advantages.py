@@ -102,8 +102,7 @@ def grpo(scores: Tensor, groups: Groups, norm_by_std: bool = True) -> Tensor:
 def rloo(scores: Tensor, groups: Groups) -> Tensor:
     """Score less the mean of the others in its group, (num_seqs,) (Ahmadian et al. 2024)."""
     sizes = groups.sizes(scores)
-    factor = torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0)
-    return difference(scores, groups.mean(scores)) * factor
+    return difference(scores, groups.mean(scores)) * (sizes / (sizes - 1).clamp(min=1))
 
 
 def opo(scores: Tensor, groups: Groups, lengths: Tensor) -> Tensor:

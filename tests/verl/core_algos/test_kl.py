@@ -102,5 +102,6 @@ def test_unknown_estimators_and_targets_are_refused() -> None:
     x = torch.zeros(1)
     with pytest.raises(ValueError, match="'k4'; expected one of kl, k1"):
         kl_penalty(x, x, "k4")
-    with pytest.raises(ValueError, match=r"target=0\.0"):
-        AdaptiveKLController(0.1, target=0.0, horizon=10)
+    for target, horizon in ((0.0, 10), (-1.0, 10), (0.1, 0), (0.1, -1)):
+        with pytest.raises(ValueError, match=f"target={target}, horizon={horizon}"):
+            AdaptiveKLController(0.1, target, horizon)

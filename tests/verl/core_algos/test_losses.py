@@ -19,7 +19,6 @@ from verl.core_algos.losses import (
     value_loss,
     weighted_sum,
 )
-from verl.core_algos.policy_losses import PolicyLossInputs, ppo
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -41,15 +40,18 @@ def test_line_03_observation_log_probs_get_exactly_no_gradient(aggregation: str)
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    """A misspelt aggregation names what exists; a missing length or bound what to give."""
-    x = torch.zeros(1)
+    """A misspelt aggregation names what exists; a missing length what to give."""
     mask, offsets = torch.ones(1, dtype=torch.bool), torch.tensor([0, 1])
     with pytest.raises(ValueError, match="'mean'; expected one of token-mean"):
         loss_weights(mask, offsets, "mean")
     with pytest.raises(ValueError, match="norm_length=None"):
         loss_weights(mask, offsets, "seq-mean-token-sum-norm")
-    with pytest.raises(ValueError, match=r"clip_c=1\.0"):
-        ppo(PolicyLossInputs(x, x, x, x.long(), clip_c=1.0))
+
+
+def test_what_has_no_weight_is_not_read() -> None:
+    """An observation's loss may be infinite or none at all."""
+    losses, weights = torch.tensor([math.nan, 2.0, math.inf]), torch.tensor([0.0, 0.5, 0.0])
+    assert float(weighted_sum(losses, weights)) == 1.0
 
 
 def aggregate_by_loop(losses: Tensor, batch: Batch, aggregation: str, norm_length: int) -> float:

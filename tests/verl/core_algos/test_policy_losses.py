@@ -20,6 +20,7 @@ from verl.core_algos.policy_losses import (
     gpg,
     gspo,
     likelihood_loss,
+    ppo,
 )
 
 
@@ -64,6 +65,13 @@ def test_policy_loss_diagnostics_and_dead_gradients_by_hand() -> None:
     assert log_probs.grad is not None
     assert log_probs.grad.tolist() == pytest.approx([-1.1, 0, -0.5, 0, 0, 0])
     assert not diagnostics.approx_kl.requires_grad
+
+
+def test_a_dual_clip_that_would_bound_every_loss_is_refused() -> None:
+    """At 1 it would stop all gradients of negative advantages."""
+    x = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"clip_c=1\.0"):
+        ppo(PolicyLossInputs(x, x, x, x.long(), clip_c=1.0))
 
 
 def test_policy_loss_at_ratio_one_has_the_policy_gradient() -> None:

@@ -187,16 +187,16 @@ def test_overlong_trajectories_lose_score_by_policy_tokens() -> None:
     config = Config()
     config.algorithm.adv_estimator, config.algorithm.kl_ctrl.kl_coef = "reinforce", 0.0
     shaping = config.algorithm.overlong_buffer
-    shaping.enable, shaping.max_length, shaping.length, shaping.penalty_factor = True, 6, 4, 0.5
+    shaping.enable, shaping.max_length, shaping.length, shaping.penalty_factor = True, 7, 4, 0.5
     batch = prepared(config, samples_of(DIALOGUES, [1, 0, 0, 1]))
     metrics = add_advantages(batch, config, FixedKLController(0.0))
-    #  3, 4, 6 and 4 policy tokens, of which more than 2 cost an eighth each
-    penalties = [0.125, 0.25, 0.5, 0.25]
+    #  3, 4, 6 and 4 policy tokens, of which more than 3 cost an eighth each
+    penalties = [0.0, 0.125, 0.375, 0.125]
     last = batch.offsets[1:] - 1
     expected = [score - penalty for score, penalty in zip([1, 0, 0, 1], penalties, strict=True)]
     assert batch.tokens["advantages"][last].tolist() == pytest.approx(expected)
     assert metrics["reward/overlong_penalty"] == pytest.approx(np.mean(penalties))
-    assert metrics["reward/overlong_share"] == 1.0
+    assert metrics["reward/overlong_share"] == 0.75
 
 
 def test_overlong_bounds_follow_the_budgets() -> None:
@@ -270,27 +270,107 @@ class Ranks:
 
     def update_actor(self, mini: TokenBatch) -> dict[str, float]:
         self.sizes["actor"].append(len(mini))
-        return {}
+        return {"size": float(len(mini))}
 
     def update_critic(self, mini: TokenBatch) -> dict[str, float]:
         self.sizes["critic"].append(len(mini))
         return {}
 
+    def log_probs(self, batch: TokenBatch) -> Tensor:
+        return torch.full((batch.num_tokens,), -1.0)
+
+    def ref_log_probs(self, batch: TokenBatch) -> Tensor:
+        return torch.full((batch.num_tokens,), -2.0)
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        return torch.full((batch.num_tokens,), -3.0)
+
+
+def learner_of(estimator: str = "gae") -> tuple[Learner, Ranks]:
+    config, ranks = Config(), Ranks()
+    config.algorithm.adv_estimator = estimator
+    config.actor_rollout_ref.model.path = "/nowhere"
+    config.data.train_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size = 4
+    return Learner(config, ranks), ranks  # type: ignore[arg-type]
+
 
 def test_policy_and_critic_learn_for_their_own_epochs() -> None:
     """In mini-batches of their own sizes."""
-    config, ranks = Config(), Ranks()
-    config.algorithm.adv_estimator = "gae"
-    config.actor_rollout_ref.model.path = "/nowhere"
-    actor, critic = config.actor_rollout_ref.actor, config.critic
-    actor.ppo_epochs, actor.ppo_mini_batch_size = 3, 4
+    learner, ranks = learner_of()
+    actor, critic = learner.config.actor_rollout_ref.actor, learner.config.critic
+    actor.ppo_epochs = 3
     critic.ppo_epochs, critic.ppo_mini_batch_size = 2, 3
     batch = small([1.0, 0.0, 2.0, 0.0])
     batch.tokens |= {"advantages": torch.ones(batch.num_tokens)}
-    learner = Learner(config, ranks)  # type: ignore[arg-type]
     learner.update_actor(batch, step=1)
     learner.update_critic(batch, step=1)
     assert ranks.sizes == {"actor": [4] * 3, "critic": [3, 1] * 2}
+
+
+@pytest.mark.parametrize(
+    ("estimator", "epochs", "in_loss", "kl_coef", "expected"),
+    [
+        ("grpo", 1, False, 0.0, {}),
+        ("grpo", 2, False, 0.0, {"old_log_probs": -1.0}),
+        ("grpo", 1, True, 0.0, {"ref_log_probs": -2.0}),
+        ("grpo", 1, False, 0.1, {"old_log_probs": -1.0, "ref_log_probs": -2.0}),
+        ("gae", 1, False, 0.0, {"values": -3.0}),
+    ],
+)
+def test_each_pass_is_made_where_it_is_needed_by_the_model_that_it_is_about(
+    estimator: str, epochs: int, in_loss: bool, kl_coef: float, expected: dict[str, float]
+) -> None:
+    """Reference log-probs are the reference's; a single update needs no old ones."""
+    learner, _ = learner_of(estimator)
+    actor = learner.config.actor_rollout_ref.actor
+    actor.ppo_epochs, actor.use_kl_loss, actor.kl_loss_coef = epochs, in_loss, 0.1
+    learner.config.algorithm.kl_ctrl.kl_coef = kl_coef
+    batch = assemble(samples_of([[(1, 0)]] * 4, [0.0] * 4), learner.config)
+    before = set(batch.tokens)
+    learner.add_log_probs(batch)
+    learner.add_values(batch)
+    assert {x: float(batch.tokens[x][0]) for x in set(batch.tokens) - before} == expected
+
+
+@pytest.mark.parametrize(("estimator", "updates"), [("gae", [0, 0, 1]), ("grpo", [1, 1, 1])])
+def test_the_policy_waits_while_a_critic_warms_up(estimator: str, updates: list[int]) -> None:
+    """For that many steps, and only where there is a critic."""
+    learner, ranks = learner_of(estimator)
+    learner.config.trainer.critic_warmup = 2
+    batch = small([1.0, 0.0, 2.0, 0.0])
+    batch.tokens |= {"advantages": torch.ones(batch.num_tokens)}
+    found = []
+    for step in (1, 2, 3):
+        ranks.sizes["actor"].clear()
+        learner.update_actor(batch, step)
+        found.append(len(ranks.sizes["actor"]))
+    assert found == updates
+
+
+@pytest.mark.parametrize(("entropy_coeff", "sizes", "mean"), [(0.0, [2, 0], 2), (0.1, [2, 2], 2)])
+def test_what_has_no_gradient_is_not_asked_for(
+    entropy_coeff: float, sizes: list[int], mean: float
+) -> None:
+    """A mini-batch without any trajectory is still an update, but says nothing of the metrics."""
+    learner, ranks = learner_of("grpo")
+    actor = learner.config.actor_rollout_ref.actor
+    actor.ppo_mini_batch_size, actor.entropy_coeff = 2, entropy_coeff
+    batch = small([1.0, 0.0, 2.0, 0.0])
+    first, *_ = mini_batches(batch, learner.config, 2, 1, step=1)
+    learns = torch.isin(batch.tokens["values"], first.tokens["values"])
+    batch.tokens["advantages"] = (learns & batch.tokens["policy_mask"]).float()
+    assert learner.update_actor(batch, step=1) == {"size": mean}
+    assert ranks.sizes["actor"] == sizes
+
+
+def test_drift_is_looked_at_where_the_guard_is_on() -> None:
+    """What is correct moved from the engine's -1 to -1: not at all."""
+    learner, _ = learner_of("grpo")
+    batch = small([1.0, 0.0, 2.0, 0.0])
+    learner.config.trainer.guard.enable = True
+    assert set(learner.drift(batch).values()) == {0.0}
+    learner.config.trainer.guard.enable = False
+    assert learner.drift(batch) == {}
 
 
 def test_a_step_s_kl_is_weighed_by_the_coefficient_from_before_it() -> None:
