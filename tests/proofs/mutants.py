@@ -30,7 +30,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("verl", "search_r1", "tests", "example", "benchmarks", "scripts", "pyproject.toml")
-ALGORITHMS = "tests/verl/core_algos"
+ALGORITHMS, CHECKPOINTS = "tests/verl/core_algos", "tests/verl/checkpoint"
 HEART: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "verl/core_algos/advantages.py": [f"{ALGORITHMS}/test_advantages.py"],
@@ -58,8 +58,12 @@ HEART: Mapping[str, Sequence[str]] = MappingProxyType(
             "tests/search/test_client.py",
             "tests/search/test_client_connections.py",
         ],
-        "verl/checkpoint/folders.py": ["tests/verl/checkpoint/test_folders.py"],
-        "verl/checkpoint/saver.py": ["tests/verl/checkpoint/test_saver.py"],
+        "verl/checkpoint/folders.py": [
+            f"{CHECKPOINTS}/test_folders.py",
+            f"{CHECKPOINTS}/test_contents.py::test_a_sound_checkpoint_is_read",
+            f"{CHECKPOINTS}/test_contents.py::test_no_damaged_file_is_started_from",
+        ],
+        "verl/checkpoint/saver.py": [f"{CHECKPOINTS}/test_saver.py"],
     }
 )
 """Modules, and the tests that are to notice a change in them."""

@@ -6,9 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.types import (
+    Completion,
     Origin,
     Prompt,
+    Sampling,
     Segment,
+    Status,
     TokenBatch,
     Trajectory,
     balance,
@@ -36,6 +39,48 @@ def test_masks_come_from_the_origin_not_from_ids() -> None:
     assert batch.tokens["input_ids"].tolist() == [1, 2, 5, 0, 5, 7, 7, 0, 7, 7]
     assert batch.tokens["policy_mask"].tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 0, 0]
     assert batch.tokens["response_mask"].tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 1, 1]
+
+
+def test_sequences_begin_where_the_one_before_ends() -> None:
+    """Each keeps its own group and source; the lengths are those of the trajectories."""
+    trajectories = [dialogue((5, 6), group="a"), dialogue((5,), (6, 7, 8), group="b")]
+    batch = TokenBatch.from_trajectories(trajectories)
+    assert batch.offsets.tolist() == [0, 6, 16]
+    assert batch.columns == {"group": ["a", "b"], "data_source": ["geo", "geo"]}
+    assert [s.tolist() for s in batch.sequences("input_ids")] == [t.ids for t in trajectories]
+
+
+def test_columns_of_another_length_are_refused() -> None:
+    """Of tokens, of rows and of objects; nothing is broadcast."""
+    offsets = torch.tensor([0, 2, 3])
+    TokenBatch(offsets, {"x": torch.zeros(3)}, {"x": torch.zeros(2)}, {"x": [1, 2]})
+    for columns in (
+        ({"x": torch.zeros(2)}, {}, {}), ({}, {"x": torch.zeros(3)}, {}), ({}, {}, {"x": [1]})
+    ):  # fmt: skip
+        with pytest.raises(AssertionError, match="x: "):
+            TokenBatch(offsets, *columns)
+
+
+def test_tokens_are_counted_by_origin() -> None:
+    """Two of the prompt, four sampled, four observed; people read all but the prompt."""
+    trajectory = dialogue((5, 6, 7), (8,))
+    trajectory.segments[1:3] = [
+        Segment(Origin.POLICY, (5, 6, 7), "said ", (-0.5,) * 3),
+        Segment(Origin.OBSERVATION, (7, 7), "seen"),
+    ]
+    assert [trajectory.num_tokens_of(origin) for origin in Origin] == [2, 4, 4]
+    assert (trajectory.num_tokens, trajectory.num_policy_tokens) == (10, 4)
+    assert trajectory.text == "said seen"
+
+
+def test_what_is_not_said_is_left_to_the_model() -> None:
+    """The whole distribution is sampled, a dialogue has not ended well, weights are the first."""
+    sampling, started = Sampling(max_tokens=1), start_trajectory(prompt())
+    assert (sampling.temperature, sampling.top_p, sampling.stop, sampling.seed) == (1, 1, (), None)
+    assert (started.status, started.sample, started.seed) == (Status.OUT_OF_TURNS, 0, None)
+    assert not started.is_refused and started.faults == started.stats == {}
+    assert Completion((), (), "", "stop").weight_version == 0
+    assert Segment(Origin.PROMPT, ()).weight_version == 0
 
 
 def test_rollout_log_probs_are_aligned_with_their_tokens() -> None:
@@ -112,3 +157,10 @@ def test_the_longest_sequences_are_divided_first() -> None:
     """In the order of the batch, the long one would come on top of half of the others."""
     assert balance([1, 1, 1, 1, 4], 2) == [[4], [0, 1, 2, 3]]
     assert balance([2, 3, 4, 5, 6, 7], 3) == [[0, 5], [1, 4], [2, 3]]
+
+
+def test_micro_batches_are_filled_by_the_longest_first() -> None:
+    """In the order of the batch the long ones would find no room; empty ones come last."""
+    assert pack([1, 1, 4, 5], 6) == [[0, 3], [1, 2]]
+    assert pack([3, 9, 2, 1], 6, at_least=4) == [[1], [0, 2, 3], [], []]
+    assert pack([], 6, at_least=0) == []

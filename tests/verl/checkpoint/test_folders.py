@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from verl.checkpoint import folders
-from verl.errors import ConfigError
+from verl.errors import ConfigError, ModelError
 
 FORK = multiprocessing.get_context("fork")
 
@@ -148,6 +148,22 @@ def test_what_a_marker_vouches_for_is_on_disk(
         (f"/{folders.MARKER}", "marked"), ("", "marked"), ("replace", ""),
         (str(tmp_path), "unmarked"),
     ]  # fmt: skip
+
+
+def test_files_are_compared_by_content_up_to_a_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That size included; of a larger one its bytes are counted, and tensors have checksums."""
+    monkeypatch.setattr(folders, "HASHED_BYTES", 3)
+    with folders.writing(tmp_path, 1) as folder:
+        (folder / "small").write_text("abc")
+        (folder / "large").write_text("abcd")
+    step_dir = folders.step_folder(tmp_path, 1)
+    (step_dir / "large").write_text("dcba")
+    folders.refuse_changes(step_dir)
+    (step_dir / "small").write_text("cba")
+    with pytest.raises(ModelError, match="small is not there as it was written"):
+        folders.refuse_changes(step_dir)
 
 
 def test_later_steps_of_an_earlier_run_are_set_aside(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What happens to trajectories while the retriever is away, errs or hangs."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from verl.agent.interface import Tool, text_arguments
 from verl.config import Config
 from verl.errors import Interrupted, ToolOutage, ToolRefused
 from verl.rollout import retry as outages
-from verl.rollout.retry import MAX_VAIN_ROUNDS, RetryingRollout, whole_groups
+from verl.rollout.retry import MAX_VAIN_ROUNDS, Outage, RetryingRollout, whole_groups
 from verl.types import Origin, Sampling, Status, TokenBatch, Trajectory, start_trajectory
 
 SAMPLING = Sampling(max_tokens=100)
@@ -139,6 +139,89 @@ def test_an_outage_that_lasts_too_long_ends_the_run() -> None:
     with pytest.raises(ToolOutage, match=r"there:1.*max_outage=0\.05.*start it") as caught:
         rollout.generate(starts(), SAMPLING)
     assert caught.value.exit_code == 4
+
+
+@dataclass
+class Clock:
+    """Time that passes where somebody sleeps, or probes; its zero is anywhere."""
+
+    now: float = -1000.0
+    slept: list[float] = field(default_factory=list)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+@dataclass
+class Slow(Away):
+    """Takes five seconds for each probe, and notes how long it might have taken."""
+
+    clock: Clock = field(default_factory=Clock)
+    allowed: list[float] = field(default_factory=list)
+
+    def probe(self, seconds: float) -> str:
+        self.allowed.append(seconds)
+        self.clock.now += 5.0
+        return super().probe(seconds)
+
+
+def outage_of(tool: Slow, monkeypatch: pytest.MonkeyPatch, began: float | None = None) -> Outage:
+    """On the tool's clock: two seconds between probes, thirty-five between lines."""
+    monkeypatch.setattr(outages, "time", tool.clock)
+    monkeypatch.setattr(outages, "POLL_S", 2.0)
+    monkeypatch.setattr(outages, "LINE_S", 35.0)
+    return Outage(Environment((tool,)), lambda: None, began)
+
+
+@pytest.mark.parametrize(
+    ("max_outage", "allowed", "last_pause", "away"),
+    [
+        (54.0, [30, 30, 30, 30, 26, 19, 12, 5], 2.0, 54),
+        (55.0, [30, 30, 30, 30, 27, 20, 13, 6, 1], 1.0, 60),
+    ],
+)
+def test_an_outage_is_timed_to_the_second(
+    max_outage: float, allowed: list[float], last_pause: float, away: int,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Probes begin every seven seconds and have what is left, a second at least."""
+    tool = Slow(float("inf"), max_outage)
+    with pytest.raises(ToolOutage, match=f"for {away} s, no less than .*={max_outage:g}"):
+        outage_of(tool, monkeypatch).wait(1)
+    assert tool.allowed == allowed
+    assert tool.clock.slept == [2.0] * (len(allowed) - 2) + [last_pause]
+    told = [record.getMessage() for record in caplog.records]
+    assert ["since 5 s" in told[0], "since 40 s" in told[1], len(told)] == [True, True, 2]
+    assert f"up to {max_outage - 5:.0f} s more" in told[0]
+
+
+def test_an_outage_goes_on_from_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool that was back for nothing was away all the time; seconds are those of this wait."""
+    tool = Slow(3, max_outage=100.0)
+    outage = outage_of(tool, monkeypatch, began=tool.clock.now - 60.0)
+    assert outage.wait(1) == 26.0
+    assert tool.allowed == [30, 30, 26, 19]
+    assert outage.wait(1) == 0.0  # it answers at once
+    tool.num_probes = 0
+    with pytest.raises(ToolOutage, match="away for 103 s"):
+        outage.wait(1)
+
+
+def test_seconds_of_an_outage_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of each step, from its first probe to the one that is answered."""
+    tool = Slow(2)
+    outage_of(tool, monkeypatch)
+    replicas = failing(RecordingReplicas([]), {0: 1, 1: 2})
+    rollout = RetryingRollout(replicas, Environment((tool,)))
+    rollout.generate(starts(), SAMPLING)
+    assert rollout.take_faults()["fault/outage_s"] == 19.0
+    tool.num_probes, replicas.fail = 0, failing(RecordingReplicas([]), {0: 2}).fail
+    rollout.generate(starts(), SAMPLING)
+    assert rollout.take_faults()["fault/outage_s"] == 19.0
 
 
 def test_a_run_whose_time_is_over_waits_no_longer() -> None:

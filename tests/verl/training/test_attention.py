@@ -6,11 +6,12 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     GraniteConfig,
@@ -22,6 +23,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from verl.training import attention
 from verl.training.attention import (
     PACKED,
     SequenceBounds,
@@ -29,6 +31,7 @@ from verl.training.attention import (
     attend_with_flash,
     attend_with_torch_varlen,
     cuda_kernel,
+    packed_attention,
 )
 
 LENGTHS = [7, 1, 12, 4]
@@ -74,6 +77,20 @@ def test_a_window_limits_what_a_token_sees() -> None:
         seen = slice(max(0, t - 2), t + 1)
         weights = torch.softmax(0.5 * k[seen, 0] @ q[t, 0], 0)
         torch.testing.assert_close(found[t, 0], weights @ v[seen, 0])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_layer_that_names_no_scale_has_the_usual_one(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One over the root of the head's size; a window goes along, and none is 0 for every kernel."""
+    given = []
+    monkeypatch.setattr(attention, "attend_one_by_one", lambda q, *rest: given.append(rest) or q)
+    heads = torch.zeros(1, 2, 5, 16)
+    bounds = SequenceBounds.of([5], torch.device("cpu"))
+    found, _ = packed_attention(nn.Module(), heads, heads, heads, None, None, bounds, window)
+    assert found.shape == (1, 5, 2, 16)
+    assert given[0][2:] == (bounds, 0.25, window or 0)
 
 
 def test_calling_without_bounds_says_so() -> None:
@@ -131,6 +148,29 @@ def test_torch_kernels_with_and_without_shared_heads_give_the_same(
     bounds = SequenceBounds.of(LENGTHS, torch.device("cpu"))
     expected = attend_one_by_one(query, key, value, bounds, 0.3, window)
     found = attend_with_torch_varlen(query, key, value, bounds, 0.3, window, kernel)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def flash(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int,
+    max_k: int, *, softmax_scale: float, causal: bool, window_size: tuple[int, int],
+    deterministic: bool,
+) -> Tensor:  # fmt: skip
+    """What flash-attn computes: -1 is no window, to the right too, where `causal` sees to it."""
+    assert causal and window_size in ((-1, -1), (2, 0))
+    key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    return varlen_of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
+                          scale=softmax_scale, window_size=(window_size[0], 0))  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_flash_attention_gives_the_same(window: int) -> None:
+    """With a window and without."""
+    torch.manual_seed(0)
+    query, key = torch.randn(sum(LENGTHS), 4, 8), torch.randn(sum(LENGTHS), 2, 8)
+    bounds = SequenceBounds.of(LENGTHS, torch.device("cpu"))
+    expected = attend_one_by_one(query, key, key, bounds, 0.3, window)
+    found = attend_with_flash(query, key, key, bounds, 0.3, window, flash)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -197,3 +237,24 @@ def test_a_folder_named_flash_attn_is_no_kernel(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert cuda_kernel.__wrapped__() is not attend_with_flash
     sys.modules.pop("flash_attn", None)
+
+
+@pytest.mark.parametrize(
+    ("has_flash", "has_varlen", "expected"),
+    [
+        (True, True, attend_with_flash),
+        (False, True, attend_with_torch_varlen),
+        (False, False, attend_one_by_one),
+    ],
+)
+def test_the_fastest_kernel_that_is_installed_is_taken(
+    has_flash: bool, has_varlen: bool, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package of its own, else torch's, else what every torch has."""
+    package = SimpleNamespace(flash_attn_varlen_func=flash) if has_flash else None
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    if not has_varlen:
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+        monkeypatch.delattr(torch.nn.attention, "varlen")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert cuda_kernel.__wrapped__() is expected
