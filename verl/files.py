@@ -51,7 +51,10 @@ class Lines:
 
     def append(self, line: str) -> None:
         """Add a line. Raises OSError, which names the file; no part of the line is left then."""
-        data = f"{line}\n".encode(errors="backslashreplace")
+        self.add(f"{line}\n".encode(errors="backslashreplace"))
+
+    def add(self, data: bytes) -> None:
+        """Add what is as whole as a line, in the same way."""
         end = os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(data) < len(data):

@@ -5,10 +5,15 @@ Knows nothing of what the metrics mean, except which few the console shows.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -16,7 +21,7 @@ from typing import Any, Self
 from verl.config import Config
 from verl.config.cli import public
 from verl.errors import ConfigError, explain
-from verl.files import Lines, whole_file
+from verl.files import Lines, is_of_files, whole_file
 from verl.monitor.wandb_tracker import WandbTracker, load
 
 logger = logging.getLogger(__name__)
@@ -87,24 +92,32 @@ class TensorboardTracker(Tracker):
     """Event files in `directory/tensorboard`."""
 
     def __init__(self, directory: Path) -> None:
-        load("tensorboard", "tensorboard")
-        self._module = load("torch.utils.tensorboard", "tensorboard")
-        self._folder = str(directory / "tensorboard")
-        self._writer = self._module.SummaryWriter(self._folder)
+        """TensorBoard's own writer has a thread that dies, with a traceback, on a full disk."""
+        self._records = load("tensorboard.summary.writer.record_writer", "tensorboard")
+        self._events = load("tensorboard.compat.proto.event_pb2", "tensorboard")
+        folder = directory / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns():019d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = Lines(folder / name)
+        self._add(file_version="brain.Event:2")
 
     def rewind(self, step: int | None) -> None:
         """TensorBoard passes over the steps that come again."""
-        self._writer.close()
         purged = 0 if step is None else step + 1
-        self._writer = self._module.SummaryWriter(self._folder, purge_step=purged)
+        self._add(step=purged, session_log={"status": self._events.SessionLog.START})
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        values = [{"tag": name, "simple_value": value} for name, value in metrics.items()]
+        self._add(step=step, summary={"value": values})
+
+    def _add(self, **event: Any) -> None:
+        record = io.BytesIO()
+        made = self._events.Event(wall_time=time.time(), **event)
+        self._records.RecordWriter(record).write(made.SerializeToString())
+        self._file.add(record.getvalue())
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 _BUILDERS: Mapping[str, Callable[..., Any]] = MappingProxyType(
@@ -142,6 +155,7 @@ class Tracking:
                 expected = f"one of {', '.join(BACKENDS)}"
                 raise ConfigError(explain("trainer.logger", name, expected, "trainer.logger=jsonl"))
         run = project, experiment, Path(directory), config, is_resumed
+        self._warned: list[Tracker] = []
         self._trackers = [_BUILDERS[x](*run) if isinstance(x, str) else x for x in chosen]
 
     @classmethod
@@ -161,7 +175,25 @@ class Tracking:
         """Send one step's metrics to every backend; numbers of any kind become floats."""
         plain = {name: float(value) for name, value in metrics.items()}
         for tracker in self._trackers:
-            tracker.log(plain, step)
+            with self._spared(tracker):
+                tracker.log(plain, step)
+
+    @contextlib.contextmanager
+    def _spared(self, tracker: Tracker) -> Iterator[None]:
+        """Go on without what a tracker cannot write where `metrics.jsonl` has it, and say so once.
+
+        Raises its error where it is the record itself, or there is none.
+        """
+        try:
+            yield
+        except OSError as error:
+            has_record = any(isinstance(one, JsonlTracker) for one in self._trackers)
+            if isinstance(tracker, JsonlTracker) or not (has_record and is_of_files(error)):
+                raise
+            if tracker not in self._warned:
+                logger.warning("%s: %s; the run goes on, metrics.jsonl has what is missing there",
+                               type(tracker).__name__, error)  # fmt: skip
+            self._warned.append(tracker)
 
     def rewind(self, step: int | None) -> None:
         """Forget the steps after `step` everywhere: the run goes on from it.
@@ -169,7 +201,8 @@ class Tracking:
         None forgets what was logged through this object, for a run that begins anew.
         """
         for tracker in self._trackers:
-            tracker.rewind(step)
+            with self._spared(tracker):
+                tracker.rewind(step)
 
     def close(self) -> None:
         """Close every backend."""

@@ -7,10 +7,12 @@ them.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import os
 import secrets
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +31,8 @@ INIT_S = 30.0
 """How long wandb may take to begin a run."""
 FINISH_S = 120.0
 """How long the end of a run waits for uploads."""
+ROOM = 1 << 20
+"""Bytes of its disk, more than those of a step, without which wandb might lose one."""
 
 
 class WandbTracker:
@@ -71,7 +75,9 @@ class WandbTracker:
         self.is_offline = bool(self._run.settings.mode == "offline")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record one step."""
+        """Record one step. Raises OSError where wandb's process would lose it and tell nobody."""
+        if self.is_offline and shutil.disk_usage(self._directory).free < ROOM:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._directory))
         self._run.log(dict(metrics), step=step)
 
     def rewind(self, step: int | None) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.full_disk import files_up_to
 from tests.memory_tracker import MemoryTracker
 from verl.errors import ConfigError
 from verl.monitor.tracking import Tracking, backend_names, compact
@@ -107,3 +108,51 @@ def test_nothing_is_rewritten_where_nothing_comes_again(tmp_path: Path) -> None:
         tracking.rewind(5)
     assert path.stat().st_ino == inode
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def scalars(folder: Path) -> list[tuple[int, float]]:
+    """What TensorBoard itself reads."""
+    module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = module.EventAccumulator(str(folder / "tensorboard")).Reload()
+    return [(event.step, event.value) for event in found.Scalars("a/b")]
+
+
+def test_tensorboard_reads_each_step_once(tmp_path: Path) -> None:
+    """Over two starts, of which the second does the last step again."""
+    pytest.importorskip("tensorboard")
+    with Tracking("p", "e", "tensorboard", tmp_path) as tracking:
+        tracking.rewind(None)
+        tracking.log({"a/b": 0.5, "c": math.nan}, 1)
+        tracking.log({"a/b": 1.5}, 2)
+    with Tracking("p", "e", "tensorboard", tmp_path) as tracking:
+        tracking.rewind(1)
+        tracking.log({"a/b": 2.5}, 2)
+    assert scalars(tmp_path) == [(1, 0.5), (2, 2.5)]
+
+
+def test_tensorboard_on_a_full_disk_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beside metrics.jsonl the run goes on, and TensorBoard too once there is room; alone it ends.
+
+    No half record is left, after which TensorBoard would read no more.
+    """
+    pytest.importorskip("tensorboard")
+    with Tracking("p", "e", ["tensorboard", "jsonl"], tmp_path) as tracking:
+        tracking.log({"a/b": 0.5}, 1)
+        [file] = (tmp_path / "tensorboard").iterdir()
+        with files_up_to(file.stat().st_size + 20):
+            tracking.log({"a/b": 1.5}, 2)
+            tracking.log({}, 3)
+            tracking.rewind(3)
+        tracking.log({"a/b": 3.5}, 4)
+    assert scalars(tmp_path) == [(1, 0.5), (4, 3.5)]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+    [line] = [m for m in caplog.messages if "metrics.jsonl has what is missing" in m]
+    assert str(file) in line
+    with (
+        Tracking("p", "e", "tensorboard", tmp_path) as alone,
+        files_up_to(1),
+        pytest.raises(OSError, match="tfevents"),
+    ):
+        alone.log({"a/b": 1.5}, 2)

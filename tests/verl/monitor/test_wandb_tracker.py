@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from verl.monitor.tracking import Tracking
 from verl.monitor.wandb_tracker import ID_FILE, WandbTracker, run_id, sync_command, why_offline
 
 wandb = pytest.importorskip("wandb")
@@ -65,6 +68,46 @@ def test_no_key_means_offline_with_the_command_to_upload(
     first, last = said(caplog)
     assert first.startswith("wandb: no API key")
     assert last.endswith(f"wandb sync --id {tracker.run_id} {part}")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MB of its own, which only root may make."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk needs root, and the right to mount")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_is_told_once_and_not_left_to_wandb(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """wandb says nothing of what it loses: alone it ends the run, beside metrics.jsonl it does not.
+
+    With room again it gets the steps that follow.
+    """
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(small_disk))
+    filler, full = small_disk / "filler", bytes((3 << 20) + (1 << 19))
+    with Tracking("p", "e", ["wandb", "jsonl"], tmp_path) as both:
+        filler.write_bytes(full)
+        for step in (1, 2):
+            both.log({"loss": 0.5}, step)
+        filler.unlink()
+        both.log({"loss": 0.75}, 3)
+    [line] = [m for m in caplog.messages if "metrics.jsonl has what is missing" in m]
+    assert str(small_disk) in line
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    with Tracking("p", "e", "wandb", tmp_path) as alone:
+        filler.write_bytes(full)
+        with pytest.raises(OSError, match=r"No space left.*disk"):
+            alone.log({"loss": 0.5}, 4)
+    wandb.teardown()
+    files = small_disk.glob("wandb/offline-run-*/run-*.wandb")
+    assert any(b"0.75" in file.read_bytes() for file in files)
 
 
 def test_a_server_out_of_reach_means_offline(
