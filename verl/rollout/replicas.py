@@ -8,6 +8,7 @@ anew, take the present weights, and are asked the same again: the answer is what
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -95,8 +96,9 @@ class RolloutReplicas:
         self._ask("engine.wake_up")
 
     def shutdown(self) -> None:
-        """Stop the engines, by force those that do not answer."""
-        self.group.last_call("engine.shutdown")
+        """Stop the engines, by force those that do not answer, and all where Ctrl-C hurries."""
+        if not isinstance(sys.exception(), KeyboardInterrupt):
+            self.group.last_call("engine.shutdown")
         self.group.shutdown()
 
     def _present(self) -> list[tuple[str, int, bool]]:

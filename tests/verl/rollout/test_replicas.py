@@ -1,9 +1,12 @@
 """The hand-over of weights: what it says of itself, and what happens around it, in which order."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.verl.trainer.recording import (
     RecordingRanks,
@@ -13,6 +16,7 @@ from tests.verl.trainer.recording import (
 )
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
+from verl.errors import RankLost
 from verl.monitor.tracking import Tracking
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.restarts import Restarts
@@ -70,6 +74,34 @@ class OneReplica(RolloutReplicas):
             return [self.fake.generate(*arguments[0])]
         self.log.append(method)
         return [None]
+
+
+class Calls:
+    """A group that notes how it is taken down."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def last_call(self, method: str) -> None:
+        self.log.append(method)
+
+    def shutdown(self) -> None:
+        self.log.append("kill")
+
+
+@pytest.mark.parametrize("ended_by", [None, RankLost, KeyboardInterrupt])
+def test_who_presses_ctrl_c_twice_does_not_wait_for_busy_engines(ended_by: Any) -> None:
+    """They are killed; whatever else ends a run, they are first asked to end in good order."""
+    engines = SlowEngines(Calls(), [], Restarts(0))  # type: ignore[arg-type]
+    with contextlib.suppress(RankLost, KeyboardInterrupt):
+        try:
+            if ended_by is not None:
+                raise ended_by
+        finally:
+            engines.shutdown()
+    assert engines.group.log == [  # type: ignore[attr-defined]
+        *(["engine.shutdown"] if ended_by is not KeyboardInterrupt else []), "kill"
+    ]  # fmt: skip
 
 
 class HandingRanks(RecordingRanks):

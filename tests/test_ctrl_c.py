@@ -1,0 +1,67 @@
+"""Ctrl-C at a terminal, in the middle of a step of a real run: the terminal sends it to all."""
+
+import os
+import pty
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.test_end_to_end import ROOT, command_of, start_world
+from tests.test_stop_and_resume import OPTIONS, rows
+from verl.checkpoint import folders
+from verl.errors import Interrupted
+from verl.single_controller.reaper import own_memory
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm_cpu]
+
+CTRL_C = b"\x03"
+
+
+def read(terminal: int) -> bytes:
+    """What came to the terminal; nothing once nobody is there who writes."""
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:
+        return b""
+
+
+def start(command: list[str]) -> tuple[int, int]:
+    """A process in the foreground of a terminal of its own; its id, and the terminal."""
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(ROOT)
+        os.execv(command[0], command)
+    return process, terminal
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_saves_and_a_second_one_ends(tmp_path: Path, times: int) -> None:
+    """Once: what is finished is saved, status 75. Twice: at once, 130. Both in one line, and of
+    the run's processes and shared memory nothing stays."""
+    out = tmp_path / "run"
+    out.mkdir()
+    with start_world(tmp_path) as world:
+        command = command_of(world, out, *OPTIONS, "trainer.total_training_steps=500")
+        process, terminal = start(command)
+        text = b""
+        while not rows(out):
+            arrived = read(terminal)
+            assert arrived, text[-3000:].decode()
+            text += arrived
+        family = psutil.Process(process).children(recursive=True)
+        memory = {path for child in family for path in own_memory(child)}
+        assert len(family) > 5 and memory
+        os.write(terminal, CTRL_C)
+        while arrived := read(terminal):
+            text += arrived
+            if times == 2 and b"again ends at once" in text and CTRL_C not in text:
+                os.write(terminal, CTRL_C)
+                text += CTRL_C
+        _, status = os.waitpid(process, 0)
+    said = text.decode(errors="replace")
+    assert os.waitstatus_to_exitcode(status) == (Interrupted.exit_code if times == 1 else 130), said
+    assert "Traceback" not in said and "resume_mode=auto" in said
+    assert (folders.latest(out) is not None) == (times == 1)
+    assert not [child for child in family if child.is_running()]
+    assert not [path for path in memory if path.exists()]
