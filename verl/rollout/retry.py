@@ -208,9 +208,10 @@ def refuse_share(
         f"the last ({failed[-1].prompt.uid}) with: {failed[-1].error}; {num_lost} of {num_all} are "
         "lost with them"
     )
-    if num_lost > max_share * num_all or num_lost == num_all:
+    if num_lost / num_all > max_share or num_lost == num_all:
+        enough = f"{math.ceil(1000 * num_lost / num_all) / 1000:g}"
+        allow = "" if num_lost == num_all else f", or allow it: trainer.max_lost_share={enough}"
         raise ToolOutage(
-            f"{told}, more than trainer.max_lost_share={max_share:g}; fix: mend what fails, or "
-            "allow more"
+            f"{told}, more than trainer.max_lost_share={max_share:g}; fix: mend what fails{allow}"
         )
     logger.warning("%s", told)
