@@ -2,6 +2,7 @@
 
     UserError
     ├── ConfigError      an option that is unknown, of the wrong type, or cannot work with others
+    │   └── AnswerInvalid  what an option names answers, but not as it should
     ├── DataError        a file or row of questions that cannot be used
     ├── ModelError       weights or tokenizer that cannot be loaded
     ├── ResourceError    too few devices, or too little disk
@@ -51,6 +52,10 @@ class UserError(Exception):
 
 class ConfigError(UserError):
     """An option that is unknown, of the wrong type, or at odds with another."""
+
+
+class AnswerInvalid(ConfigError):
+    """A server that an option names answers, but not as it should."""
 
 
 class DataError(UserError):

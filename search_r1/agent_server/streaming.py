@@ -14,7 +14,7 @@ from search_r1.agent_server.answers import Envelope, facts, finish_reason
 from search_r1.agent_server.errors import INTERNAL, ApiError
 from search_r1.agent_server.thoughts import Thoughts
 from search_r1.inference.dialogue import DialogueListener, Reply, Search, search_json
-from verl.errors import UserError
+from verl.errors import AnswerInvalid, UserError
 from verl.types import Status
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,8 @@ async def outcome(work: asyncio.Task[Reply]) -> Reply:
     try:
         return checked(await work)
     except UserError as error:
-        raise ApiError(503, str(error), "engine_unavailable") from error
+        status = 502 if isinstance(error, AnswerInvalid) else 503
+        raise ApiError(status, str(error), "engine_unavailable") from error
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import httpx
 
+from search_r1.exchange import Answer, Exchanges
 from search_r1.online.keys import hide
-from search_r1.online.limits import RateLimit, decompress
+from search_r1.online.limits import RateLimit
 from search_r1.online.service import Ask, Call, Credentials, Found, Json, Service
 from search_r1.retrying import Pauses, Transient, retry_after, try_again
 from search_r1.search.backends.settings import OnlineConfig
@@ -53,15 +54,9 @@ class Upstream:
         self.setting = credentials.setting
         self._credentials = credentials
         self._retries = config.online_retries
-        self._timeout = config.online_timeout
         self._sleep = sleep
         self._limit = RateLimit(config.requests_per_second, sleep=sleep)
-        # a redirect is not followed: it would carry the key to another machine
-        self._client = httpx.Client(
-            timeout=config.online_timeout,
-            follow_redirects=False,
-            headers={"Accept-Encoding": "gzip"},
-        )
+        self._exchanges = Exchanges(config.online_timeout, MOST_BYTES)
 
     def ask(self, ask: Ask) -> list[Found]:
         """The results of one request.
@@ -81,48 +76,32 @@ class Upstream:
 
     def close(self) -> None:
         """Close the connections."""
-        self._client.close()
+        self._exchanges.close()
 
     def _try(self, call: Call) -> list[Found]:
         """One request; raises Transient, UpstreamUnavailable or UpstreamRefused."""
         self._limit.wait()
+        method = "GET" if call.body is None else "POST"
+        fields: dict[str, Any] = {"params": call.params or None, "headers": call.headers}
         try:
-            response, body = self._send(call)
+            answer = self._exchanges.send(method, self.url, json=call.body, **fields)
         except httpx.HTTPError as error:  # `from None`: its address may hold the key
             raise Transient(hide(f"{type(error).__name__} {error}")) from None
-        except ValueError as error:  # what cannot be unpacked
+        except ValueError as error:
             raise _Garbage(f"an answer outside its documented form ({error})") from None
-        if response.status_code != 200:
-            raise self._judge(response, body)
+        if answer.status != 200:
+            raise self._judge(answer)
         try:
-            return self.service.read(json.loads(body))
+            return self.service.read(json.loads(answer.body))
         except GARBAGE as error:
-            got = hide(body[:MOST_READ].decode("utf-8", "replace"))[:80]
+            got = hide(answer.body[:MOST_READ].decode("utf-8", "replace"))[:80]
             said = hide(f"{type(error).__name__}: {error}")[:MOST_MESSAGE]
             said = f"an answer outside its documented form ({said}; got {got!r})"
             raise _Garbage(said) from None
 
-    def _send(self, call: Call) -> tuple[httpx.Response, bytes]:
-        """The answer with its body, read within time and size."""
-        method = "GET" if call.body is None else "POST"
-        fields: dict[str, Any] = {"params": call.params or None, "headers": call.headers}
-        end, body = time.monotonic() + self._timeout, bytearray()
-        with self._client.stream(method, self.url, json=call.body, **fields) as response:
-            for chunk in response.iter_raw():  # httpx would unpack any number of times, to any size
-                body += chunk
-                if time.monotonic() > end:
-                    raise Transient(f"no complete answer within {self._timeout:g} s")
-                if len(body) > MOST_BYTES:
-                    break
-        encoding = response.headers.get("Content-Encoding", "")
-        unpacked = decompress(bytes(body), encoding, MOST_BYTES + 1)
-        if max(len(body), len(unpacked)) > MOST_BYTES:
-            raise _Garbage(f"an answer of more than {MOST_BYTES} bytes")
-        return response, unpacked
-
-    def _judge(self, response: httpx.Response, body: bytes) -> Exception:
+    def _judge(self, answer: Answer) -> Exception:
         """What an answer other than 200 means for the next try."""
-        status, said = response.status_code, body[:MOST_READ].decode("utf-8", "replace")
+        status, said = answer.status, answer.body[:MOST_READ].decode("utf-8", "replace")
         limited = status in (408, 425, 429) or status >= 500 or self.service.busy.search(said)
         message = f"{status}: {_message(said)}"
         if not limited or self.service.spent.search(said):
@@ -130,7 +109,7 @@ class Upstream:
                 f"{self.service.name} refused with {message}; check the key in "
                 f"{' and '.join(self.service.variables)} and what is left of its quota"
             )
-        after = retry_after(response.headers)
+        after = retry_after(answer.headers)
         if after > LONGEST_WAIT_S:
             return UpstreamUnavailable(
                 f"{self.service.name} asks to come back in {after:.0f} s, with {message}"

@@ -22,7 +22,7 @@ from search_r1.search.schema import Document
 from tests.agent_server.services import MODEL, serving
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from tests.inference.scripted import SHORT, TWO_SEARCHES, SpellingEngine, session
-from verl.errors import ConfigError
+from verl.errors import AnswerInvalid, ConfigError
 from verl.types import Completion, Sampling
 
 QUESTION = "Capital of Norway?"
@@ -247,12 +247,16 @@ class Broken(ScriptedEngine):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_fails_is_told_apart_from_a_bug(stream: bool) -> None:
-    """503 with its message; 500 without, since that is for the log."""
+    """503 with its message, 502 for garbage; 500 without, since that is for the log."""
     engine = Broken([])
     with serving(session(engine)) as url:
         with pytest.raises(openai.InternalServerError, match="fix: start it") as caught:
             list(ask(url, stream=stream))
         assert (caught.value.status_code, caught.value.code) == (503, "engine_unavailable")
+        engine.failure = AnswerInvalid("endpoint: got {}; fix: correct --endpoint")
+        with pytest.raises(openai.InternalServerError, match="fix: correct") as caught:
+            list(ask(url, stream=stream))
+        assert caught.value.status_code == 502
         engine.failure = RuntimeError("secret")
         with pytest.raises(openai.InternalServerError) as caught:
             list(ask(url, stream=stream))

@@ -22,7 +22,7 @@ class JudgeConfig:
     prompt: str | None = option(None, resume="logged")
     """Your own wording, with {question}, {accepted} and {answer}, which are put in as JSON."""
     timeout: float = option(60.0, resume="logged", gt=0)
-    """Seconds that one request may wait to connect, and for each part of its answer."""
+    """Seconds that one request may take, to the last byte of its answer."""
     max_retries: int = option(3, resume="logged", ge=0)
     """Further tries, with growing pauses, after a failure or a reply that is no verdict."""
     max_concurrency: int = option(32, resume="logged", ge=1)

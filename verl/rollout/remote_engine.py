@@ -6,6 +6,7 @@ of a server that does not, the text is encoded again, which may give other ids t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
@@ -16,7 +17,7 @@ import httpx
 from pydantic import BaseModel, Field, StrictStr
 
 from verl.config import Config
-from verl.errors import ConfigError, explain, masked
+from verl.errors import AnswerInvalid, ConfigError, explain, masked
 from verl.rollout.interface import RolloutEngine
 from verl.tokenizer_files import load_tokenizer
 from verl.types import Completion, Sampling
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 OPENAI, OPENAI_KEY = "https://api.openai.com/", "OPENAI_API_KEY"
 TIMEOUT = 600.0
 """Seconds one completion may take."""
+MOST_BYTES = 64 << 20
+"""Of a completion."""
 
 
 class Encoder(Protocol):
@@ -92,20 +95,25 @@ class RemoteEngine(RolloutEngine):
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Continue `prompt_ids`.
 
-        Raises ConfigError when the endpoint is away, refuses, or answers something else.
+        Raises ConfigError when the endpoint is away or refuses, AnswerInvalid when it answers
+        something else.
         """
         body = self._body(prompt_ids, sampling)
-        async with httpx.AsyncClient(timeout=TIMEOUT, transport=self._transport) as http:
-            try:
-                answer = await http.post(self.url, json=body, headers=self._headers)
-                answer.raise_for_status()
-                choice = _Answer.model_validate_json(answer.content).choices[0]
-            except httpx.HTTPStatusError as error:
-                got = f"{error.response.status_code} {error.response.text[:300]}"
-                raise self._unusable(got) from error
-            except (httpx.TransportError, ValueError) as error:
-                got = f"{type(error).__name__}: {error}"
-                raise self._unusable(" ".join(got.split())) from error
+        try:
+            async with (
+                asyncio.timeout(TIMEOUT),
+                httpx.AsyncClient(timeout=TIMEOUT, transport=self._transport) as http,
+                http.stream("POST", self.url, json=body, headers=self._headers) as answer,
+            ):
+                content = await _read(answer)
+            if not answer.is_success:
+                got = f"{answer.status_code} {content[:300].decode('utf-8', 'replace')}"
+                raise self._unusable(ConfigError, got)
+            choice = _Answer.model_validate_json(content).choices[0]
+        except (httpx.TransportError, TimeoutError) as error:
+            raise self._unusable(ConfigError, f"{type(error).__name__}: {error}") from error
+        except (httpx.DecodingError, ValueError) as error:
+            raise self._unusable(AnswerInvalid, f"{type(error).__name__}: {error}") from error
         return self._completion(choice, sampling)
 
     def _body(self, prompt_ids: Sequence[int], sampling: Sampling) -> dict[str, Any]:
@@ -139,16 +147,26 @@ class RemoteEngine(RolloutEngine):
             log_probs = [math.nan] * len(ids)
         return Completion(tuple(ids), tuple(log_probs), text, reason)
 
-    def _unusable(self, got: str) -> ConfigError:
-        return ConfigError(
+    def _unusable(self, kind: type[ConfigError], got: str) -> ConfigError:
+        return kind(
             explain(
                 f"endpoint {self.url}",
-                got,
+                " ".join(got.split()),
                 "a completion of token ids",
                 "start an OpenAI-compatible server there (vllm serve MODEL) or correct --endpoint; "
                 "where it wants a key, name the variable that holds it: --api-key-env",
             )
         )
+
+
+async def _read(answer: httpx.Response) -> bytes:
+    """The body; raises ValueError for one that is too long."""
+    content = bytearray()
+    async for part in answer.aiter_bytes():
+        content += part
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"more than {MOST_BYTES} bytes")
+    return bytes(content)
 
 
 def missing_stop(text: str, stop: Sequence[str]) -> str:

@@ -4,12 +4,14 @@ Plain httpx rather than the openai client, which reads a key, an organisation an
 environment, follows redirects, and knows no second try for a reply that is no verdict.
 """
 
+import json
 import logging
 import threading
 from typing import Self
 
 import httpx
 
+from search_r1.exchange import Exchanges
 from search_r1.retrying import Pauses, Transient, retry_after, try_again
 from search_r1.rewards.judge.options import JudgeOptions
 from search_r1.rewards.judge.verdict import read
@@ -19,6 +21,8 @@ logger = logging.getLogger(__name__)
 TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """Statuses under which another try may succeed."""
 MAX_PAUSE_S = 30.0
+MOST_BYTES = 8 << 20
+"""Of a completion."""
 
 
 class JudgeFailed(Exception):
@@ -33,12 +37,9 @@ class JudgeEndpoint:
         self.options = options
         self._url = f"{options.url.rstrip('/')}/chat/completions"
         self._pauses = Pauses(options.first_pause, MAX_PAUSE_S, MAX_PAUSE_S)
-        # A redirect is not followed: it would carry the key to another machine.
-        self._client = httpx.Client(
-            headers={"Authorization": f"Bearer {options.api_key}"} if options.api_key else {},
-            timeout=options.timeout,
-            limits=httpx.Limits(max_connections=options.max_concurrency),
-        )
+        key = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+        limits = httpx.Limits(max_connections=options.max_concurrency)
+        self._exchanges = Exchanges(options.timeout, MOST_BYTES, headers=key, limits=limits)
         self._failures = 0
         self._lock = threading.Lock()
 
@@ -48,7 +49,7 @@ class JudgeEndpoint:
 
     def __exit__(self, *_: object) -> None:
         """Close the connections."""
-        self._client.close()
+        self._exchanges.close()
 
     def judge(self, message: str) -> float:
         """The verdict on one message, 0 to 1. Raises JudgeFailed when every try has failed.
@@ -79,17 +80,19 @@ class JudgeEndpoint:
             "max_tokens": self.options.max_tokens,
         }
         try:
-            answer = self._client.post(self._url, json=body)
+            answer = self._exchanges.send("POST", self._url, json=body)
         except httpx.InvalidURL as error:
             raise JudgeFailed(f"{self._url}: {error}") from error
         except httpx.RequestError as error:
             raise Transient(f"{type(error).__name__} {error}".strip()) from error
-        if answer.status_code in TRANSIENT:
-            raise Transient(f"status {answer.status_code}", retry_after(answer.headers))
-        if answer.status_code != 200:
-            raise JudgeFailed(f"{self._url}: status {answer.status_code}: {answer.text[:200]}")
+        except ValueError as error:
+            raise Transient(f"no chat completion: {error}") from error
+        if answer.status in TRANSIENT:
+            raise Transient(f"status {answer.status}", retry_after(answer.headers))
+        if answer.status != 200:
+            raise JudgeFailed(f"{self._url}: status {answer.status}: {answer.text[:200]}")
         try:
-            reply = answer.json()["choices"][0]["message"]["content"]
+            reply = json.loads(answer.body)["choices"][0]["message"]["content"]
             score = read(reply, self.options.verdict)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise Transient(f"no chat completion: {answer.text[:200]}") from error

@@ -31,7 +31,7 @@ class JudgeOptions:
     prompt: str | None = None
     """Own wording with {question}, {accepted} and {answer}."""
     timeout: float = 60.0
-    """Seconds to connect, and for each part of the reply."""
+    """Seconds that one request may take, to the last byte of its answer."""
     max_retries: int = 3
     """Further tries after a failure or a reply that is no verdict."""
     max_concurrency: int = 32

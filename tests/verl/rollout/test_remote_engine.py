@@ -9,8 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.endless import DRIPS, FLOOD, endless
 from tests.fakes import ByteTokenizer
-from verl.errors import ConfigError
+from verl.errors import AnswerInvalid, ConfigError
+from verl.rollout import remote_engine
 from verl.rollout.remote_engine import RemoteEngine, missing_stop
 from verl.types import Completion, Sampling
 
@@ -147,7 +149,7 @@ def test_answers_of_other_types_are_told_in_one_line() -> None:
     for body in (*answers, b"", b"<html>", b"\xff", b"[" * 10_000):
         transport = httpx.MockTransport(lambda _, body=body: httpx.Response(200, content=body))
         engine = RemoteEngine("http://host:1/v1/", "m", ByteTokenizer(), transport=transport)
-        with pytest.raises(ConfigError, match=r"http://host:1/v1/completions: got") as caught:
+        with pytest.raises(AnswerInvalid, match=r"http://host:1/v1/completions: got") as caught:
             asyncio.run(engine.generate([1, 2, 3], SAMPLING))
         assert "\n" not in str(caught.value)
 
@@ -156,3 +158,20 @@ def test_log_probs_that_were_not_given_are_no_numbers() -> None:
     """None for a token, as servers write for the first, is not taken for a log-prob."""
     got = complete({**SOUND, "logprobs": {"token_logprobs": [None]}}, [])
     assert len(got.log_probs) == 1 and math.isnan(got.log_probs[0])
+
+
+@pytest.mark.parametrize("name", DRIPS)
+def test_an_answer_that_drips_has_one_deadline(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Over head and body, however often a byte arrives."""
+    monkeypatch.setattr(remote_engine, "TIMEOUT", 0.4)
+    with endless(*DRIPS[name]) as (url, _), pytest.raises(ConfigError, match="Timeout") as told:
+        asyncio.run(RemoteEngine(url, "m", ByteTokenizer()).generate([1], SAMPLING))
+    assert not isinstance(told.value, AnswerInvalid)
+
+
+def test_an_answer_without_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no answer of an engine, and at most so many bytes of it are read."""
+    monkeypatch.setattr(remote_engine, "MOST_BYTES", 100_000)
+    said = "more than 100000 bytes"
+    with endless(*FLOOD, pause=0.0) as (url, _), pytest.raises(AnswerInvalid, match=said):
+        asyncio.run(RemoteEngine(url, "m", ByteTokenizer()).generate([1], SAMPLING))

@@ -1,0 +1,76 @@
+"""HTTP exchanges of several threads, each within one deadline and a size, whatever is answered.
+
+A client of threads could bound each read alone, and a head that drips is read for hours. Redirects
+are not followed: they would carry a key to another machine.
+"""
+
+import asyncio
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from search_r1.online.limits import decompress
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer, unpacked."""
+
+    status: int
+    headers: httpx.Headers
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        """The body, whatever it is."""
+        return self.body.decode("utf-8", "replace")
+
+
+class Exchanges:
+    """Keeps connections, on an event loop in a thread of its own; safe to use from all others."""
+
+    def __init__(self, seconds: float, most_bytes: int, **settings: Any) -> None:
+        """`seconds` and `most_bytes` of an answer; `settings` are httpx's."""
+        self._seconds, self._most_bytes = seconds, most_bytes
+        self._client = httpx.AsyncClient(timeout=seconds, **settings)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="http")
+        self._thread.start()
+
+    def send(self, method: str, url: str, **fields: Any) -> Answer:
+        """The answer. Raises httpx.HTTPError without one, ValueError for one that is no use."""
+        sent = asyncio.run_coroutine_threadsafe(self._send(method, url, fields), self._loop)
+        answer, most = sent.result(), self._most_bytes
+        encoding = answer.headers.get("Content-Encoding", "")
+        body = decompress(answer.body, encoding, most + 1)
+        if max(len(answer.body), len(body)) > most:
+            raise ValueError(f"more than {most} bytes")
+        return Answer(answer.status, answer.headers, body)
+
+    def close(self) -> None:
+        """Close the connections; a second time does nothing."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _send(self, method: str, url: str, fields: dict[str, Any]) -> Answer:
+        """The answer as it came, or the beginning of one that is too long."""
+        fields["headers"] = {"Accept-Encoding": "gzip", **fields.get("headers", {})}
+        body = bytearray()
+        try:
+            async with (
+                asyncio.timeout(self._seconds),
+                self._client.stream(method, url, **fields) as response,
+            ):
+                async for chunk in response.aiter_raw():  # httpx would unpack to any size
+                    body += chunk
+                    if len(body) > self._most_bytes:
+                        break
+        except TimeoutError as error:
+            raise httpx.ReadTimeout(f"no complete answer within {self._seconds:g} s") from error
+        return Answer(response.status_code, response.headers, bytes(body))
