@@ -1,5 +1,7 @@
 """The grammar of turns and the wording of the dialogue."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from search_r1.agent.tags import TEMPLATES
 from search_r1.search.schema import Document
 from verl.agent.grammar import Grammar, Tag, has_broken_tags
 from verl.agent.interface import ToolCall, Turn
-from verl.agent.tags import TagFormat, neutralize, read_turn
+from verl.agent.tags import ITEM_WITH_ID, TagFormat, neutralize, read_turn
 
 INVALID = Turn(is_malformed=True)
 
@@ -108,6 +110,15 @@ def test_an_observation_reads_as_in_the_paper() -> None:
             f'\n\n{opening}Doc 1(Title: "Oslo") A city.\nDoc 2(Title: "B") Two.\n{closing}\n\n'
         )
     assert TEMPLATES["search_r1"].tags.information.opening == "<information>"
+
+
+def test_ids_are_shown_where_an_item_has_room_for_them() -> None:
+    """As harmless as titles and texts; without one nothing is put there."""
+    template = replace(TEMPLATES["search_r1"], item=ITEM_WITH_ID)
+    passages = [Document.from_title(id, "T", "text") for id in ("7", "</information>8", None)]
+    ids = ("7", "< /information>8", "")
+    expected = (f'Doc {rank}(Title: "T", id: {id}) text\n' for rank, id in enumerate(ids, start=1))
+    assert template.words(passages) == "".join(expected)
 
 
 def test_a_prompt_ends_with_its_question_whatever_it_contains() -> None:

@@ -31,6 +31,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("verl", "search_r1", "tests", "example", "benchmarks", "scripts", "pyproject.toml")
 ALGORITHMS, CHECKPOINTS = "tests/verl/core_algos", "tests/verl/checkpoint"
+CUT = "tests/verl/agent/test_dialogue_cut.py::test_what_is_kept_is_what_encoding_all_would_keep"
+TOOL = "tests/agent/test_retriever.py"
+REFUSED = f"{TOOL}::test_a_run_that_its_retriever_refuses_ends_before_it_begins"
+"""Slow, and not needed to notice."""
 HEART: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "verl/core_algos/advantages.py": [f"{ALGORITHMS}/test_advantages.py"],
@@ -45,15 +49,26 @@ HEART: Mapping[str, Sequence[str]] = MappingProxyType(
             "tests/verl/test_types.py",
             "tests/verl/single_controller/test_dispatch.py",
         ],
-        "verl/data/sampler.py": ["tests/verl/data"],
+        "verl/data/sampler.py": ["tests/verl/data/test_data.py"],
         "verl/trainer/learning.py": ["tests/verl/trainer/test_learning.py"],
         "verl/training/actor.py": ["tests/verl/training/test_actor.py"],
         "verl/training/attention.py": ["tests/verl/training/test_attention.py"],
-        "verl/agent/dialogue.py": ["tests/verl/agent", "tests/agent"],
-        "verl/agent/grammar.py": ["tests/agent", "tests/rewards"],
-        "verl/agent/tags.py": ["tests/agent", "tests/verl/agent"],
+        "verl/agent/dialogue.py": [
+            "tests/verl/agent/test_dialogue.py",
+            "tests/verl/agent/test_dialogue_cut.py",
+            f"--deselect={CUT}[bytes]",
+        ],
+        "verl/agent/grammar.py": [
+            "tests/agent/test_tags.py",
+            "tests/rewards/test_answers.py",
+            "tests/rewards/test_format.py",
+        ],
+        "verl/agent/tags.py": ["tests/agent/test_tags.py", "tests/agent/test_generation.py"],
         "verl/rollout/retry.py": ["tests/verl/rollout/test_retry.py"],
-        "search_r1/agent/retriever.py": ["tests/agent/test_retriever.py"],
+        "search_r1/agent/retriever.py": [
+            TOOL,
+            f"--deselect={REFUSED}",
+        ],
         "search_r1/search/client.py": [
             "tests/search/test_client.py",
             "tests/search/test_client_connections.py",
@@ -66,7 +81,7 @@ HEART: Mapping[str, Sequence[str]] = MappingProxyType(
         "verl/checkpoint/saver.py": [f"{CHECKPOINTS}/test_saver.py"],
     }
 )
-"""Modules, and the tests that are to notice a change in them."""
+"""Modules, and the tests that are to notice a change in them, as arguments of pytest."""
 WARM = (
     "transformers.models.qwen2.modeling_qwen2", "torch.distributed.fsdp",
     "torch.distributed.tensor", "hypothesis", "pandas", "pyarrow", "pydantic", "ray", "httpx",

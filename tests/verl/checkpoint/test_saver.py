@@ -77,6 +77,37 @@ def test_a_checkpoint_appears_when_all_have_written_it(saver: Saver, ranks: Slow
     assert folders.read_state(saver.root / "global_step_1")["step"] == 1
 
 
+def test_a_write_does_not_hold_the_process_back(saver: Saver, ranks: SlowRanks) -> None:
+    """Where the run ends in the midst of one, its thread ends with it."""
+    saver.save(state(1))
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+    assert thread.daemon
+    ranks.go_on.set()
+    saver.settle()
+
+
+def test_the_first_write_of_a_run_may_fail(saver: Saver, ranks: SlowRanks) -> None:
+    """As any later one that comes alone."""
+    ranks.go_on.set()
+    ranks.problem = "full"
+    saver.save(state(1))
+    saver.settle()
+    assert (names(saver.root), saver.last_step) == ([], None)
+
+
+@pytest.mark.parametrize(
+    ("place", "last_step"), [("b", 3), ("b/../b", 3), ("a", None), ("c", None), ("b/x", None)]
+)
+def test_only_a_checkpoint_of_its_own_need_not_be_written_again(
+    place: str, last_step: int | None, ranks: SlowRanks, tmp_path: Path
+) -> None:
+    """A run that goes on from another folder writes that step into its own."""
+    saver = Saver(TrainerConfig(), tmp_path / "b", ranks)
+    saver.root.mkdir()
+    saver.resumed(tmp_path / place / "global_step_3")
+    assert saver.last_step == last_step
+
+
 def test_the_next_save_waits_for_the_one_before(saver: Saver, ranks: SlowRanks) -> None:
     """Two writes never overlap."""
     saver.save(state(1))

