@@ -23,7 +23,7 @@ from tests.apps import running
 from tests.bad_models import whole_model
 from tests.search.server.engines import Watched
 from verl.config import Config, cli
-from verl.config.agent import ServerConfig
+from verl.config.agent import EMPTY, ServerConfig
 from verl.errors import ConfigError, ToolError, ToolRefused
 from verl.trainer.main_ppo import main
 
@@ -179,6 +179,18 @@ def test_a_probe_asks_as_the_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(error, ToolRefused) and other in str(error)
         assert tool.probe(30.0) == ""
     assert {request["topk"] for request in first.requests + second.requests} == {7}
+
+
+@pytest.mark.parametrize("scheme", ["http", "HTTP"])
+def test_only_the_word_for_no_server_is_none(scheme: str) -> None:
+    """Any other address is asked; without a server nothing is wrong."""
+    with running(Scripted(*[(401, b"no")] * 2)) as url:
+        tool = search_tool(url.replace("http", scheme))
+        assert len(list(tool.preflight(30.0))) == 1
+        with pytest.raises(ToolRefused):
+            tool.probe(30.0)
+    for nowhere in (search_tool(EMPTY), SearchTool(EmptyRetrieval())):
+        assert (list(nowhere.preflight(30.0)), nowhere.probe(30.0)) == ([], "")
 
 
 def test_a_probe_takes_no_longer_than_it_may() -> None:
