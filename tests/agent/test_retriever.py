@@ -181,6 +181,15 @@ def test_a_probe_asks_as_the_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {request["topk"] for request in first.requests + second.requests} == {7}
 
 
+@pytest.mark.parametrize("make", [search_tool, visit_tool])
+def test_a_probe_makes_three_attempts(make: Callable[[str], RetrieverTool]) -> None:
+    """One error or two are no outage, and no more time is spent on what is one."""
+    app = Scripted(*[(500, b"x")] * 9)
+    with running(app) as url:
+        assert make(url).probe(30.0) != ""
+    assert len(app.answers) == 9 - 3
+
+
 @pytest.mark.parametrize("scheme", ["http", "HTTP"])
 def test_only_the_word_for_no_server_is_none(scheme: str) -> None:
     """Any other address is asked; without a server nothing is wrong."""
