@@ -195,6 +195,7 @@ class TokenBatch:
         segments = [s for t in trajectories for s in t.segments]
         origins = [int(s.origin) for s in segments for _ in s.ids]
         log_probs = [p for s in segments for p in (s.log_probs or (0.0,) * len(s.ids))]
+        versions = [s.weight_version for s in segments for _ in s.ids]
         origin = torch.tensor(origins, dtype=torch.int64)
         return cls(
             offsets=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int64),
@@ -203,6 +204,7 @@ class TokenBatch:
                 "policy_mask": origin == int(Origin.POLICY),
                 "response_mask": origin != int(Origin.PROMPT),
                 "rollout_log_probs": torch.tensor(log_probs, dtype=torch.float32),
+                "weight_versions": torch.tensor(versions, dtype=torch.int32),
             },
             columns={
                 "group": [t.group for t in trajectories],

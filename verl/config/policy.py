@@ -116,17 +116,35 @@ class ActorConfig:
     """Weight of the penalty on likelihood that good trajectories lose (LLDS; 0.1 is published)."""
     llds_gate: str = option("turn", resume="logged", choices=("turn", "trajectory"))
     """What must have lost likelihood for its tokens to count: turn or trajectory."""
+    old_log_probs: str = option("recompute", resume="logged", choices=("recompute", "engine"))
+    """What the ratio of the loss compares with: recompute (the trainer's log-probs before the
+    step's updates; a pass of its own where a step has several) or engine (those of sampling)."""
     rollout_is: str = option("none", resume="logged", choices="verl.core_algos.mismatch:LEVELS")
-    """Weigh losses by trainer against engine probability: none, token, sequence (product)."""
+    """Weigh losses by trainer against engine probability: none, token, sequence (product),
+    geometric (the product's root by the number of tokens)."""
     rollout_is_threshold: float = option(2.0, resume="logged", gt=0)
-    """Cut of that weight."""
+    """Cut of that weight from above."""
+    rollout_is_floor: float = option(0.0, resume="logged", ge=0)
+    """Cut of that weight from below; 0 cuts nothing."""
+    rollout_mask: str | None = option(
+        None, resume="logged", choices=("token", "sequence", "geometric")
+    )
+    """Level of the ratio that decides what is left out; null takes that of `rollout_is`."""
     rollout_mask_threshold: float | None = option(None, resume="logged", gt=1)
-    """Leave out tokens (sequences) whose ratio is above this, or below its inverse; null: none."""
+    """Leave out tokens (sequences) whose ratio is above this, or below `rollout_mask_floor`; null:
+    none."""
+    rollout_mask_floor: float | None = option(None, resume="logged", ge=0, le=1)
+    """Least ratio that is not left out; null is the inverse of `rollout_mask_threshold`."""
     skip_zero_advantages: bool = option(True, resume="logged")
     """Skip the forward of trajectories whose advantages are all 0 (a group of equal scores): they
     have no gradient. Without effect when KL or entropy is in the loss."""
     state_masking: bool = option(True, resume="experiment")
     """Leave observation tokens out of the loss; false trains on documents too (ablation)."""
+
+    @property
+    def mask_level(self) -> str:
+        """Level of the ratio that decides what is left out of the loss."""
+        return self.rollout_mask or self.rollout_is
 
 
 @dataclass

@@ -131,10 +131,27 @@ def _losses(config: Config) -> Iterator[Row]:
            actor.llds_coef,
            "0, or several updates a step: with one, no likelihood has fallen since sampling",
            "a smaller ppo_mini_batch_size beside it")
-    yield (actor.rollout_mask_threshold is not None and actor.rollout_is == "none",
-           f"{ACTOR}.rollout_mask_threshold", actor.rollout_mask_threshold,
+    mask, level = actor.rollout_mask_threshold, actor.mask_level
+    yield (mask is not None and level == "none",
+           f"{ACTOR}.rollout_mask_threshold", mask,
            "null: with rollout_is=none there is no ratio to bound",
-           f"{ACTOR}.rollout_is=token (or sequence) beside it")
+           f"{ACTOR}.rollout_mask=token (sequence, geometric) beside it")
+    for name, given in (("rollout_mask", actor.rollout_mask),
+                        ("rollout_mask_floor", actor.rollout_mask_floor)):  # fmt: skip
+        yield (mask is None and given is not None, f"{ACTOR}.{name}", given,
+               "null: without rollout_mask_threshold nothing is left out",
+               f"{ACTOR}.rollout_mask_threshold=2 beside it")
+    yield (actor.rollout_is_floor > actor.rollout_is_threshold, f"{ACTOR}.rollout_is_floor",
+           actor.rollout_is_floor,
+           f"at most rollout_is_threshold={actor.rollout_is_threshold}",
+           f"{ACTOR}.rollout_is_floor=0")
+    is_engines = actor.old_log_probs == "engine"
+    yield (is_engines and not actor.state_masking, f"{ACTOR}.old_log_probs", "engine",
+           "recompute: with state_masking=false tokens are learned from that no engine sampled",
+           f"{ACTOR}.old_log_probs=recompute")
+    yield (is_engines and level != "none", f"{ACTOR}.old_log_probs", "engine",
+           "recompute: the engine's own log-probs need no correction by rollout_is or rollout_mask",
+           f"{ACTOR}.rollout_is=none and no rollout_mask, or {ACTOR}.old_log_probs=recompute")
 
 
 def _shaping(config: Config) -> Iterator[Row]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from verl.data.rows import BadRow, read_jsonl
 from verl.errors import ConfigError, DataError, explain
 from verl.files import whole_file
 from verl.rewards.interface import Reward
-from verl.types import Trajectory
+from verl.types import Origin, Segment, Trajectory
 
 HEADER = "run.json"
 TOKENIZER = "tokenizer"
@@ -97,11 +98,18 @@ def _row(step: int, trajectory: Trajectory, reward: Reward) -> dict[str, Any]:
         "score": reward.score,
         "components": dict(reward.components),
         "stats": trajectory.stats,
-        "segments": [
-            {"origin": s.origin.name.lower(), "text": s.text, "ids": list(s.ids)}
-            for s in trajectory.segments
-        ],
+        "segments": [_segment(segment) for segment in trajectory.segments],
     }
+
+
+def _segment(segment: Segment) -> dict[str, Any]:
+    """What was sampled also says by which weights, and with what log-probs (null: not told)."""
+    row: dict[str, Any] = {"origin": segment.origin.name.lower(), "text": segment.text}
+    row["ids"] = list(segment.ids)
+    if segment.origin is Origin.POLICY:
+        row["log_probs"] = [x if math.isfinite(x) else None for x in segment.log_probs]
+        row["weight_version"] = segment.weight_version
+    return row
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -14,6 +14,7 @@ from verl.core_algos.jagged import outcome_to_tokens, segment_sum
 from verl.core_algos.kl import KLController, apply_kl_in_reward, mean_sequence_kl
 from verl.core_algos.losses import loss_weights
 from verl.core_algos.shaping import clip_advantages, overlong_penalty
+from verl.errors import ConfigError, explain
 from verl.monitor.collapse import DRIFT, SHIFT
 from verl.monitor.drift import correct_trajectories, drift_and_shift
 from verl.monitor.performance import WorkCounter
@@ -132,6 +133,19 @@ def with_gradient(mini_batch: TokenBatch) -> TokenBatch:
     return mini_batch.select([i for i, has in enumerate(has_any) if has])
 
 
+def engine_log_probs(batch: TokenBatch) -> Tensor:
+    """(num_tokens,) what the engine said of the tokens it sampled. Raises ConfigError for nothing.
+
+    An engine that does not tell log-probs answers NaN.
+    """
+    found = batch.tokens["rollout_log_probs"]
+    if not bool(found[batch.tokens["policy_mask"]].isfinite().all()):
+        key = "actor_rollout_ref.actor.old_log_probs"
+        expected = "recompute: this engine does not tell the log-probs of what it samples"
+        raise ConfigError(explain(key, "engine", expected, f"{key}=recompute"))
+    return found
+
+
 @dataclass
 class Learner:
     """What the algorithm's options ask of the ranks, for one batch at a time."""
@@ -153,9 +167,11 @@ class Learner:
         """Old and reference log-probs, where an algorithm needs them.
 
         With a single update per step the old policy is the updating one and needs no pass: the
-        ratio is exp(log_prob - log_prob.detach()).
+        ratio is exp(log_prob - log_prob.detach()). Nor do the engine's, where they are the old.
         """
-        if self.config.updates_per_step > 1 or self.config.kl_in_reward:
+        if self.config.actor_rollout_ref.actor.old_log_probs == "engine":
+            batch.tokens["old_log_probs"] = engine_log_probs(batch)
+        elif self.config.updates_per_step > 1 or self.config.kl_in_reward:
             batch.tokens["old_log_probs"] = self.ranks.log_probs(batch)
             self.work.looks("old_log_prob", self.work.policy, batch)
         if self.config.needs_reference:

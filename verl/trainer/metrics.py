@@ -86,6 +86,18 @@ def advantage_metrics(batch: TokenBatch) -> Metrics:
     return {k: v for n, values in found.items() for k, v in spread(f"critic/{n}", values).items()}
 
 
+def staleness_metrics(batch: TokenBatch, version: int) -> Metrics:
+    """By how many weight versions the policy's tokens are older than `version`, the trainer's."""
+    versions = batch.tokens["weight_versions"][batch.tokens["policy_mask"]]
+    ages, counts = np.unique(version - versions.numpy(), return_counts=True)
+    shares = counts / max(1, counts.sum())
+    mean = {"rollout/staleness/mean": float((ages * shares).sum())}
+    return mean | {
+        f"rollout/staleness/share_{age}": float(share)
+        for age, share in zip(ages.tolist(), shares.tolist(), strict=True)
+    }
+
+
 def throughput_metrics(batch: TokenBatch, timings: Timings, num_ranks: int) -> Metrics:
     """Tokens of the step, per second of its phases together, and of the whole step for a rank."""
     tokens = float(batch.num_tokens)

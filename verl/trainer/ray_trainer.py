@@ -47,7 +47,7 @@ from verl.rollout.retry import RetryingRollout
 from verl.trainer.collection import RolloutCollector
 from verl.trainer.groups import TrainerRanks
 from verl.trainer.learning import Learner, add_advantages, assemble
-from verl.trainer.metrics import advantage_metrics, throughput_metrics
+from verl.trainer.metrics import advantage_metrics, staleness_metrics, throughput_metrics
 from verl.trainer.stopping import Stopper, end_of_time
 from verl.trainer.validation import validate
 from verl.training.stored import reading
@@ -188,7 +188,7 @@ class RayPPOTrainer:
             self.learner.add_values(batch)
         with timings.phase("adv"):
             metrics |= add_advantages(batch, self.config, self.kl_controller)
-        metrics |= advantage_metrics(batch)
+        metrics |= advantage_metrics(batch) | staleness_metrics(batch, self.replicas.version)
         with timings.phase("update_critic"):
             metrics |= self.learner.update_critic(batch, self.step)
         with timings.phase("update_actor"):

@@ -119,6 +119,9 @@ class Actor:
         metrics = apply_update(self.engine, "actor", mini_batch, len(micros), _SUMS, sums)
         if "rollout_log_probs" in mini_batch.tokens:
             metrics["actor/rollout_mismatch_max"] = float(reduce_max(peak, self.engine.device))
+        square = metrics.pop(f"actor/{_SQUARE}")
+        mean = metrics["actor/rollout_weight"]
+        metrics["actor/rollout_ess"] = mean**2 / square if square else 0.0
         return metrics
 
     def _loss(self, micro: TokenBatch, inputs: PackedInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,7 +134,7 @@ class Actor:
         if "old_log_probs" in micro.tokens:
             old = columns["old_log_probs"]
         rollout = columns.rollout_log_probs(old)
-        losses, seen = self._policy_losses(log_probs, old, rollout, columns)
+        losses, seen, corrections = self._policy_losses(log_probs, old, rollout, columns)
         pg_loss, zero = weighted_sum(losses, weights), weights.new_zeros(())
         entropy, kl_loss, llds_loss = weighted_sum(entropy, weights), zero, zero
         if config.use_kl_loss and config.kl_loss_coef > 0:
@@ -145,7 +148,8 @@ class Actor:
         loss = loss + config.llds_coef * llds_loss
         mismatch = (old - rollout).abs()
         by_token = (seen.approx_kl, seen.clipped, seen.dual_clipped, mismatch,
-                    kl_penalty(rollout, old, "k3"))  # fmt: skip
+                    kl_penalty(rollout, old, "k3"), corrections, corrections**2,
+                    (corrections == 0).to(losses.dtype))  # fmt: skip
         observed = torch.stack([
             loss, pg_loss, kl_loss, llds_loss, entropy,
             *(weighted_sum(x, weights) for x in by_token), weights.sum(),
@@ -155,8 +159,9 @@ class Actor:
 
     def _policy_losses(
         self, log_probs: Tensor, old: Tensor, rollout: Tensor, columns: Columns
-    ) -> tuple[Tensor, PolicyDiagnostics]:
-        """The chosen policy loss by token, weighed for the engine's mismatch if asked."""
+    ) -> tuple[Tensor, PolicyDiagnostics, Tensor]:
+        """The chosen policy loss by token, weighed for the engine's mismatch if asked; and the
+        weights."""
         config = self.config
         high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
         ids = columns.sequence_ids
@@ -166,14 +171,17 @@ class Actor:
         losses, seen = POLICY_LOSSES[config.policy_loss](inputs)
         weights = importance_weights(
             old, rollout, ids, config.rollout_is, config.rollout_is_threshold,
-            config.rollout_mask_threshold,
+            config.rollout_mask_threshold, floor=config.rollout_is_floor,
+            mask_level=config.rollout_mask, mask_floor=config.rollout_mask_floor,
         )  # fmt: skip
-        return losses * weights, seen
+        return losses * weights, seen, weights
 
 
+_SQUARE = "rollout_weight_squared"
 _SUMS = (
     "loss", "pg_loss", "kl_loss", "llds_loss", "entropy",
-    "ppo_kl", "clip_fraction", "dual_clip_fraction", "rollout_mismatch", "rollout_kl", "weight",
+    "ppo_kl", "clip_fraction", "dual_clip_fraction", "rollout_mismatch", "rollout_kl",
+    "rollout_weight", _SQUARE, "rollout_masked", "weight",
 )  # fmt: skip
 """Sums over tokens, weighted as the loss is."""
 

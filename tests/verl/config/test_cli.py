@@ -22,6 +22,7 @@ REQUIRED = [
     "actor_rollout_ref.model.path=m",
 ]
 
+ENGINES = "actor_rollout_ref.actor.old_log_probs=engine"
 ADAPTIVE = "algorithm.kl_ctrl.type=adaptive"
 
 
@@ -173,7 +174,12 @@ def test_defaults_warn_of_nothing(
         ("critic.cliprange_value=0", "critic.cliprange_value: got 0"),
         ("actor_rollout_ref.actor.llds_coef=-0.1", "actor.llds_coef: got -0.1"),
         ("actor_rollout_ref.actor.rollout_is_threshold=0", "rollout_is_threshold: got 0"),
-        ("actor_rollout_ref.actor.rollout_mask_threshold=4", "rollout_is=token (or sequence)"),
+        ("actor_rollout_ref.actor.rollout_mask_threshold=4", "rollout_mask=token (sequence, geom"),
+        ("actor_rollout_ref.actor.rollout_mask=geometric", "rollout_mask_threshold=2 beside it"),
+        ("actor_rollout_ref.actor.rollout_mask_floor=0.5", "rollout_mask_threshold=2 beside it"),
+        ("actor_rollout_ref.actor.rollout_is_floor=3", "at most rollout_is_threshold=2.0"),
+        (f"{ENGINES} actor_rollout_ref.actor.state_masking=false", "that no engine sampled"),
+        (f"{ENGINES} actor_rollout_ref.actor.rollout_is=token", "need no correction"),
         (f"{ADAPTIVE} algorithm.kl_ctrl.target_kl=0", "kl_ctrl.target_kl: got 0"),
         (f"{ADAPTIVE} algorithm.kl_ctrl.horizon=0", "kl_ctrl.horizon: got 0"),
         (f"{ADAPTIVE} algorithm.kl_ctrl.kl_coef=0", "KL in the reward, of which there is none"),

@@ -13,25 +13,41 @@ from verl.core_algos.mismatch import importance_weights
 ROWS = st.lists(st.tuples(st.floats(-3, 3), st.integers(0, 2)), max_size=15)
 
 
-@pytest.mark.parametrize("level", ["none", "token", "sequence"])
+LEVELS = ("none", "token", "sequence", "geometric")
+
+
+def ratio(level: str, rows: list[tuple[float, int]], row: tuple[float, int]) -> float:
+    """π_old/π_rollout of one token of `rows` (log-ratio, sequence), by a loop."""
+    own = [d for d, i in rows if i == row[1]]
+    total = {"none": 0.0, "token": row[0], "sequence": sum(own), "geometric": sum(own) / len(own)}
+    return math.exp(total[level])
+
+
+@pytest.mark.parametrize("mask_level", [None, *LEVELS[1:]])
+@pytest.mark.parametrize("level", LEVELS)
 @fast
 @given(rows=ROWS)
-def test_weights_are_truncated_ratios(level: str, rows: list[tuple[float, int]]) -> None:
-    """min(ratio, threshold) by a loop; outside the mask's bounds 0."""
+def test_weights_are_cut_ratios(
+    level: str, mask_level: str | None, rows: list[tuple[float, int]]
+) -> None:
+    """Ratios cut above and below by a loop; 0 where the mask's own ratio is outside its bounds."""
     log_ratio = torch.tensor([d for d, _ in rows], dtype=torch.float64)
     ids = torch.tensor([i for _, i in rows], dtype=torch.int64)
-    zeros = torch.zeros_like(log_ratio)
-    got = importance_weights(log_ratio, zeros, ids, level, 2.0)
-    masked = importance_weights(log_ratio, zeros, ids, level, 2.0, 4.0)
-    for weight, kept, (d, i) in zip(got.tolist(), masked.tolist(), rows, strict=True):
-        total = {"none": 0.0, "token": d, "sequence": sum(x for x, j in rows if j == i)}[level]
-        ratio = math.exp(total)
-        assert weight == pytest.approx(min(ratio, 2.0))
-        assert kept == pytest.approx(min(ratio, 2.0) if 0.25 <= ratio <= 4.0 else 0.0)
+    given = (log_ratio, torch.zeros_like(log_ratio), ids, level)
+    cut = importance_weights(*given, 2.0)
+    clipped = importance_weights(*given, 2.0, floor=0.5)
+    masked = importance_weights(*given, 2.0, 4.0, mask_level=mask_level)
+    narrow = importance_weights(*given, 2.0, 1.2, mask_level=mask_level, mask_floor=0.1)
+    for i, row in enumerate(rows):
+        own, other = ratio(level, rows, row), ratio(mask_level or level, rows, row)
+        assert cut[i].item() == pytest.approx(min(own, 2.0))
+        assert clipped[i].item() == pytest.approx(max(0.5, min(own, 2.0)))
+        assert masked[i].item() == pytest.approx(min(own, 2.0) if 0.25 <= other <= 4.0 else 0.0)
+        assert narrow[i].item() == pytest.approx(min(own, 2.0) if 0.1 <= other <= 1.2 else 0.0)
 
 
 def test_unknown_level_is_refused() -> None:
     """The message names the known levels."""
     nothing = torch.zeros(0)
-    with pytest.raises(ValueError, match="none, token, sequence"):
+    with pytest.raises(ValueError, match="none, token, sequence, geometric"):
         importance_weights(nothing, nothing, nothing.long(), "turn", 2.0)

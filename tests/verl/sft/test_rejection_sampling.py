@@ -89,6 +89,20 @@ def test_masks_and_ids_are_those_of_the_run(tmp_path: Path) -> None:
     assert learned.offsets.tolist() == sampled.offsets.tolist()
 
 
+def test_what_was_sampled_says_by_which_weights_and_with_what_log_probs(tmp_path: Path) -> None:
+    """Exactly, so that a loss can be computed again; an engine that tells none leaves null."""
+    open_folder(tmp_path, TOKENIZER)
+    told = Segment(Origin.POLICY, (5, 6), "x", (-0.1, -2.5e-7), weight_version=3)
+    untold = Segment(Origin.POLICY, (5,), "x", (float("nan"),), weight_version=4)
+    made = trajectory("a", observation("docs"), told, untold)
+    write_step(tmp_path, 1, [made], [Reward(1.0)])
+    ((_, row),) = read_rows(tmp_path)
+    prompt, seen, first, second = row["segments"]
+    assert not {"log_probs", "weight_version"} & {*prompt, *seen}
+    assert (first["log_probs"], first["weight_version"]) == ([-0.1, -2.5e-7], 3)
+    assert (second["log_probs"], second["weight_version"]) == ([None], 4)
+
+
 def test_an_end_of_turn_is_added_once(tmp_path: Path) -> None:
     """The last policy segment is closed where the policy did not close it."""
     out = tmp_path / "sft.jsonl"

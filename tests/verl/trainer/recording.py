@@ -15,6 +15,7 @@ class RecordingReplicas:
     """Finishes trajectories at once: sample k of a prompt answers with k + 1 tokens."""
 
     dtype = "float32"
+    version = 0
 
     def __init__(self, log: list[str]) -> None:
         self.log = log

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.verl.jagged_batches import fast
 from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController
+from verl.errors import ConfigError
 from verl.rewards.interface import Reward
 from verl.trainer.collection import Samples
 from verl.trainer.learning import Learner, add_advantages, assemble, less_kl, mini_batches
@@ -391,3 +392,35 @@ def test_advantages_compare_the_trajectories_of_one_prompt() -> None:
     add_advantages(batch, config, FixedKLController(0.0))
     found = batch.tokens["advantages"][batch.tokens["policy_mask"]]
     assert found.tolist() == [-0.5, 0.5, -10.0, 10.0]
+
+
+class NoRanks:
+    """Ranks that are not to be asked for log-probs."""
+
+    def log_probs(self, batch: TokenBatch) -> Tensor:
+        raise AssertionError("a pass for what the engine has told")
+
+    def ref_log_probs(self, batch: TokenBatch) -> Tensor:
+        return torch.zeros(batch.num_tokens)
+
+
+def test_the_engine_s_log_probs_are_the_old_ones_without_a_pass() -> None:
+    """With several updates a step, and with KL in the reward, as with none."""
+    config = Config()
+    config.actor_rollout_ref.actor.old_log_probs = "engine"
+    config.actor_rollout_ref.actor.ppo_mini_batch_size = 1
+    assert config.updates_per_step > 1
+    batch = assemble(samples_of(DIALOGUES, [1.0] * 4), config)
+    Learner(config, NoRanks()).add_log_probs(batch)  # type: ignore[arg-type]
+    old, policy = batch.tokens["old_log_probs"], batch.tokens["policy_mask"]
+    assert old.tolist() == torch.where(policy, -1.0, 0.0).tolist()
+
+
+def test_an_engine_that_tells_no_log_probs_cannot_be_the_old_policy() -> None:
+    """One line instead of a loss that is not a number."""
+    config = Config()
+    config.actor_rollout_ref.actor.old_log_probs = "engine"
+    batch = assemble(samples_of(DIALOGUES, [1.0] * 4), config)
+    batch.tokens["rollout_log_probs"] *= torch.nan
+    with pytest.raises(ConfigError, match=r"does not tell.*old_log_probs=recompute"):
+        Learner(config, NoRanks()).add_log_probs(batch)  # type: ignore[arg-type]

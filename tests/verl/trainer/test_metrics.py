@@ -10,6 +10,7 @@ from verl.trainer.metrics import (
     Timings,
     conduct_metrics,
     rollout_metrics,
+    staleness_metrics,
     throughput_metrics,
 )
 from verl.types import Prompt, Status, TokenBatch, Trajectory
@@ -68,3 +69,20 @@ def test_tokens_of_a_gpu_are_over_the_whole_step() -> None:
     earlier = timings.step
     found = throughput_metrics(batch, timings, 3)["perf/tokens_per_second_per_gpu"]
     assert 12 / 3 / timings.step < found < 12 / 3 / earlier
+
+
+def test_staleness_is_counted_in_versions_of_policy_tokens() -> None:
+    """Prompt and observation tokens have no version: shares are of what was sampled."""
+    batch = TokenBatch(
+        torch.tensor([0, 3, 6]),
+        {
+            "policy_mask": torch.tensor([False, True, True, True, False, True]),
+            "weight_versions": torch.tensor([0, 4, 5, 5, 0, 5], dtype=torch.int32),
+        },
+    )
+    found = staleness_metrics(batch, 5)
+    assert found == {
+        "rollout/staleness/mean": 0.25,
+        "rollout/staleness/share_0": 0.75,
+        "rollout/staleness/share_1": 0.25,
+    }

@@ -1,6 +1,7 @@
 """The policy's log-probs and updates, against plain transformers and hand-written losses."""
 
 import itertools
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,6 +123,26 @@ def test_options_of_the_loss_equal_a_hand_written_loss() -> None:
     norm = torch.stack([p.grad.norm() for p in lm.parameters()]).norm() / num_tokens
     assert found["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert found["actor/llds_loss"] > 0
+
+
+@pytest.mark.parametrize("budget", [1000, 17])
+def test_corrections_are_reported_over_all_tokens(budget: int) -> None:
+    """Mean weight, effective sample size and share left out, in one micro-batch or several."""
+    batch = make_batch(LENGTHS)
+    options = {"rollout_is": "token", "rollout_is_threshold": 1.1, "rollout_is_floor": 0.9,
+               "rollout_mask": "geometric", "rollout_mask_threshold": 1.1}  # fmt: skip
+    found = make_actor(budget, **options).update(batch)
+    c, weights = batch.tokens, []
+    for start, end in itertools.pairwise(batch.offsets.tolist()):
+        log_ratio = (c["old_log_probs"] - c["rollout_log_probs"])[start:end]
+        log_ratio = log_ratio[c["policy_mask"][start:end]]
+        is_kept = 1 / 1.1 <= math.exp(log_ratio.mean()) <= 1.1
+        weights += [min(1.1, max(0.9, math.exp(x))) * is_kept for x in log_ratio.tolist()]
+    n, total, squares = len(weights), sum(weights), sum(w * w for w in weights)
+    assert 0 < weights.count(0.0) < n
+    assert found["actor/rollout_weight"] == pytest.approx(total / n, rel=1e-4)
+    assert found["actor/rollout_ess"] == pytest.approx(total**2 / n / squares, rel=1e-4)
+    assert found["actor/rollout_masked"] == pytest.approx(weights.count(0.0) / n, rel=1e-4)
 
 
 @pytest.mark.parametrize(
