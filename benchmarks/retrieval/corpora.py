@@ -80,18 +80,27 @@ def encoder_folder() -> str:
 
 def prepare(cache: Path, data: Path, model: str, repeated: int = REPEATED) -> None:
     """Make whatever of both corpora and their indexes is missing."""
-    cache.mkdir(parents=True, exist_ok=True)
     real, large = Place(cache, "44k"), Place(cache, "1m")
-    _make(real.corpus, lambda path: _copy(data / "corpus.jsonl", path))
+    prepare_real(real, data, model)
     _make(large.corpus, lambda path: repeat_corpus(real.corpus, path, repeated))
-    for place in (real, large):
-        if not place.bm25.exists():
-            build_index(BuildConfig("bm25", str(place.corpus), str(place.index)))
-    if not real.flat.exists():
-        config = BuildConfig("minilm", str(real.corpus), str(real.index), model)
-        build_index(replace(config, batch_size=128, max_length=MAX_LENGTH))
+    _make_bm25(large)
     check_repetition(real.corpus, large.corpus)
     _make(large.flat, lambda path: repeat_vectors(real.flat, path, len(Corpus.open(large.corpus))))
+
+
+def prepare_real(place: Place, data: Path, model: str, is_dense: bool = True) -> None:
+    """Make whatever of the corpus of real passages and its indexes is missing."""
+    place.cache.mkdir(parents=True, exist_ok=True)
+    _make(place.corpus, lambda path: _copy(data / "corpus.jsonl", path))
+    _make_bm25(place)
+    if is_dense and not place.flat.exists():
+        config = BuildConfig("minilm", str(place.corpus), str(place.index), model)
+        build_index(replace(config, batch_size=128, max_length=MAX_LENGTH))
+
+
+def _make_bm25(place: Place) -> None:
+    if not place.bm25.exists():
+        build_index(BuildConfig("bm25", str(place.corpus), str(place.index)))
 
 
 def questions(data: Path) -> list[str]:

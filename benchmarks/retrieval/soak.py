@@ -148,8 +148,11 @@ def main(argv: list[str] | None = None) -> int:
     add("--server_flags", nargs=argparse.REMAINDER, default=[], help="further flags, at the end")
     args = parser.parse_args(argv)
     model = args.model or corpora.encoder_folder()
-    corpora.prepare(args.cache, args.data, model)
     place, seconds = corpora.Place(args.cache, args.corpus), 60 * args.minutes
+    if args.corpus == "44k":
+        corpora.prepare_real(place, args.data, model, is_dense=args.engine != "bm25")
+    else:
+        corpora.prepare(args.cache, args.data, model)
     questions, threads = corpora.questions(args.data), os.cpu_count() or 1
     flags = ["--cache_entries", str(args.cache_entries), *args.server_flags]
     with serving(args.engine, place, model, threads, *flags) as server:
