@@ -3,33 +3,30 @@
 One run is left alone; the same run then meets faults of every kind, and is begun again by the same
 command wherever it stops. At the end: a table of what each kind of fault did, metrics and weights
 against those of the run that was left alone, the trajectories trained on that a fault had touched,
-and what was left on the machine. Full disks and lost permissions need root; without it they are
-reported as not run.
+and what was left on the machine. Full disks, lost permissions and lost nodes need root, a clock
+that jumps a C compiler; without it they are reported as not run.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 
 from benchmarks.algorithms.runner import BASE
-from example.geography import CORPUS
-from search_r1.search.local_server import LocalServer
-from tests.proofs.campaign.disk import SmallDisk
-from tests.proofs.campaign.faults import AT_THE_RETRIEVER, ON_THE_MACHINE, Kind, plan
-from tests.proofs.campaign.proxy import FaultyProxy
+from tests.proofs.campaign.faults import Kind, plan
 from tests.proofs.campaign.run import Campaign, Effect, Watched, touched
+from tests.proofs.campaign.world import LEGS
 from tests.proofs.kills.__main__ import KillsError, left_over, undisturbed
 from tests.proofs.kills.compare import differences, same_weights
 from tests.proofs.kills.processes import shared_memory
@@ -39,12 +36,14 @@ from tests.test_retriever_failures import searching_model
 OPTIONS = ("trainer.n_gpus_per_node=1", "retriever.timeout=3", "retriever.max_retries=3",
            "trainer.test_freq=0", "trainer.keep_last=2")  # fmt: skip
 """One rank starts sooner than two; a hang is to be noticed within the fault."""
-LEGS = {"machine": ON_THE_MACHINE, "retriever": AT_THE_RETRIEVER}
-"""Faults of the machine leave every figure as it was; those of the retriever leave the rounding
-behind that comes of other requests sharing a batch."""
-NEEDS_ROOT = (Kind.DISK_FULL, Kind.READ_ONLY)
+OF_A_PROCESS = (Kind.KILL, Kind.FREEZE)
+SHARES = {"retriever": 0.71, "machine": 0.27, "nodes": 0.02}
+"""Of the faults; a lost node costs a minute."""
+STEPS = {"retriever": 1.5, "machine": 2.0, "nodes": 4.0}
+"""For each fault, so that the run is not over before its last."""
 
 console = Console(soft_wrap=True)
+AnyTraining = TypeVar("AnyTraining", bound=Training)
 
 
 @dataclass
@@ -78,42 +77,28 @@ class Report:
         self.holds = exact and clean and not lost
 
 
-@contextlib.contextmanager
-def servers(folder: Path) -> Iterator[tuple[LocalServer, LocalServer]]:
-    """The retriever, started, and one over half of its corpus, not started."""
-    half = folder / "other_corpus.jsonl"
-    lines = CORPUS.read_text(encoding="utf-8").splitlines(keepends=True)
-    half.write_text("".join(lines[::2]), encoding="utf-8")
-    flags = ["--retriever_name", "bm25", "--corpus_path"]
-    with LocalServer([*flags, str(CORPUS)]) as server:
-        yield server, LocalServer([*flags, str(half)])
-
-
 def campaign(
     leg: str, num_faults: int, seed: int, out: Path, steps: int, patience: float
 ) -> Report:
     """Both runs of one leg and their comparison. Raises KillsError where one cannot be ended."""
     began, before = time.monotonic(), shared_memory()
     base = Path(searching_model(out / "base"))
-    with (
-        servers(out) as (server, other),
-        FaultyProxy(server.port) as proxy,
-        SmallDisk(out / "disk") as disk,
-    ):
+    make_world, kinds = LEGS[leg]
+    with make_world(out) as world:
 
-        def training(kind: type[Training], folder: Path) -> Training:
-            options = [*OPTIONS, f"trainer.rollout_data_dir={folder / 'rollouts'}"]
-            return kind(folder, command(folder, base, proxy.url, steps, options), patience=patience)
+        def training(kind: type[AnyTraining], folder: Path) -> AnyTraining:
+            options = [*OPTIONS, *world.options, f"trainer.rollout_data_dir={folder / 'rollouts'}"]
+            words = world.command(command(folder, base, world.url, steps, options))
+            return kind(folder, words, patience=patience)
 
-        calm, disturbed = training(Training, out / "calm"), training(Watched, disk.folder / "run")
-        assert isinstance(disturbed, Watched)
-        kinds = [kind for kind in LEGS[leg] if disk.available or kind not in NEEDS_ROOT]
+        possible = [kind for kind in kinds if kind in world.strikes or kind in OF_A_PROCESS]
+        calm, disturbed = training(Training, out / "calm"), training(Watched, world.folder)
         effects = []
         try:
             step_seconds = undisturbed(calm)
             console.print(f"left alone: {steps} steps of {step_seconds:.1f} s")
-            faults = plan(num_faults, seed, kinds, step_seconds)
-            for effect in Campaign(disturbed, proxy, server, other, disk).effects(faults):
+            faults = plan(num_faults, seed, possible, step_seconds)
+            for effect in Campaign(disturbed, world.strikes).effects(faults):
                 console.print(f"{effect.number:4} step {effect.step:4} {effect.kind} "
                               f"{effect.victim}: {effect.outcome} {effect.log}")  # fmt: skip
                 effects.append(effect)
@@ -129,7 +114,7 @@ def campaign(
         return Report(
             leg=leg, seed=seed, seconds=time.monotonic() - began, starts=disturbed.starts,
             steps=steps, effects=effects,
-            not_run=[kind.value for kind in LEGS[leg] if kind not in kinds],
+            not_run=[kind.value for kind in kinds if kind not in possible],
             missing_steps=sorted(set(range(1, steps + 1)) - logged),
             differences=len(list(differences(calm.rows(), rows))),
             same_weights=same_weights(calm.folder / "model", disturbed.folder / "model"),
@@ -144,7 +129,7 @@ def markdown(report: Report) -> str:
     by_kind = Counter((effect.kind, effect.outcome) for effect in report.effects)
     lines = ["| fault | what happened | times |", "| --- | --- | --- |"]
     lines += [f"| {kind} | {outcome} | {n} |" for (kind, outcome), n in sorted(by_kind.items())]
-    lines += [f"| {kind} | not run: needs root | 0 |" for kind in report.not_run]
+    lines += [f"| {kind} | not run: needs root or a compiler | 0 |" for kind in report.not_run]
     lines += [
         "",
         f"{report.leg}: {len(report.effects)} faults, seed {report.seed}, {report.steps} steps, "
@@ -161,22 +146,22 @@ def markdown(report: Report) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns 0 if nothing was lost."""
     parser = argparse.ArgumentParser(description="Faults of every kind over real runs.")
-    parser.add_argument("--faults", type=int, default=200, help="in all, over both legs")
+    parser.add_argument("--faults", type=int, default=200, help="in all, over the legs")
     parser.add_argument("--seed", type=int, default=0, help="of kinds and moments")
     parser.add_argument("--legs", nargs="+", choices=list(LEGS), default=list(LEGS))
-    parser.add_argument("--steps", type=int, help="of each run; 3 for each fault if left out")
+    parser.add_argument("--steps", type=int, help="of each run; enough if left out")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds to wait for a step")
     parser.add_argument("--out", type=Path, default=BASE.parent / "campaign")
     given = parser.parse_args(arguments)
     if given.out.exists():
         sys.exit(f"{given.out} holds another campaign: remove it or give another --out")
-    share = {"machine": 0.3, "retriever": 0.7} if len(given.legs) > 1 else {given.legs[0]: 1.0}
+    whole = sum(SHARES[leg] for leg in given.legs)
     held = True
     for leg in given.legs:
         out = (given.out / leg).resolve()
         out.mkdir(parents=True)
-        num_faults = round(share[leg] * given.faults)
-        steps = given.steps or max(5, 3 * num_faults)
+        num_faults = round(SHARES[leg] / whole * given.faults)
+        steps = given.steps or 5 + round(STEPS[leg] * num_faults)
         try:
             report = campaign(leg, num_faults, given.seed, out, steps, given.patience)
         except KillsError as error:

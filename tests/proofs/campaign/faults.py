@@ -17,6 +17,9 @@ class Kind(StrEnum):
     FREEZE = "SIGSTOP"
     DISK_FULL = "disk full"
     READ_ONLY = "permission lost"
+    CLOCK = "clock jumps"
+    NODE_OFF = "node loses power"
+    NODE_CUT = "node is cut off"
     REFUSES = "retriever answers 503"
     RESETS = "retriever drops connections"
     HANGS = "retriever hangs"
@@ -28,16 +31,17 @@ class Kind(StrEnum):
 
 
 SHARES = {
-    Kind.KILL: 10, Kind.FREEZE: 20, Kind.DISK_FULL: 4, Kind.READ_ONLY: 4, Kind.REFUSES: 12,
-    Kind.RESETS: 12, Kind.HANGS: 8, Kind.GARBAGE: 10, Kind.LIES: 8, Kind.TRUNCATES: 8,
-    Kind.DIES: 6, Kind.OTHER_CORPUS: 2,
+    Kind.KILL: 8, Kind.FREEZE: 12, Kind.DISK_FULL: 4, Kind.READ_ONLY: 4, Kind.CLOCK: 8,
+    Kind.REFUSES: 12, Kind.RESETS: 12, Kind.HANGS: 8, Kind.GARBAGE: 10, Kind.LIES: 8,
+    Kind.TRUNCATES: 8, Kind.DIES: 5, Kind.OTHER_CORPUS: 1, Kind.NODE_OFF: 1, Kind.NODE_CUT: 1,
 }  # fmt: skip
-"""Of a hundred faults. A kill, a full disk and another corpus cost a start of the run each."""
+"""Of about a hundred faults. A kill, a full disk, another corpus and a node cost a start each."""
 AT_THE_RETRIEVER = tuple(kind for kind in Kind if kind.value.startswith("retriever"))
-ON_THE_MACHINE = tuple(kind for kind in Kind if kind not in AT_THE_RETRIEVER)
+OF_A_NODE = tuple(kind for kind in Kind if kind.value.startswith("node"))
+ON_THE_MACHINE = tuple(kind for kind in Kind if kind not in AT_THE_RETRIEVER + OF_A_NODE)
 SECONDS = {
-    Kind.FREEZE: (0.2, 4.0), Kind.HANGS: (0.5, 6.0), Kind.DIES: (0.5, 5.0),
-    Kind.OTHER_CORPUS: (2.0, 4.0),
+    Kind.FREEZE: (0.2, 4.0), Kind.HANGS: (0.5, 6.0), Kind.DIES: (0.5, 5.0), Kind.CLOCK: (0.5, 4.0),
+    Kind.OTHER_CORPUS: (2.0, 4.0), Kind.NODE_OFF: (1.0, 10.0), Kind.NODE_CUT: (6.0, 15.0),
 }  # fmt: skip
 """How long a fault lasts, at least and at most; `SHORT` where nothing is said."""
 SHORT = (0.2, 2.0)
@@ -61,8 +65,8 @@ class Fault:
 def plan(num_faults: int, seed: int, kinds: Sequence[Kind], step_seconds: float) -> list[Fault]:
     """`num_faults` faults of `kinds` by their `SHARES`, at least one of each while they suffice.
 
-    Each comes within two steps' time after a step has ended; a quarter of those on the machine come
-    while a checkpoint is half written.
+    Those at the retriever follow one another; the others come after a step has ended, a quarter of
+    those on the machine while a checkpoint is half written.
     """
     draw = random.Random(seed)
     total = sum(SHARES[kind] for kind in kinds)
@@ -77,8 +81,11 @@ def plan(num_faults: int, seed: int, kinds: Sequence[Kind], step_seconds: float)
 
 def _fault(number: int, kind: Kind, step_seconds: float, draw: random.Random) -> Fault:
     victim = draw.choice(list(Victim)) if kind in (Kind.KILL, Kind.FREEZE) else None
-    saving = kind in ON_THE_MACHINE and draw.random() < 0.25
-    delay = draw.uniform(0, 0.2 if saving else 2 * step_seconds)
-    moment = Moment.SAVING if saving else Moment.STEP
+    moment = Moment.START if kind in AT_THE_RETRIEVER else Moment.STEP
+    if kind is Kind.OTHER_CORPUS:
+        moment = Moment.STEP  # it ends the run, which is to stand again before the next fault
+    if kind in ON_THE_MACHINE and draw.random() < 0.25:
+        moment = Moment.SAVING
+    delay = draw.uniform(0, 0.2 if moment is Moment.SAVING else step_seconds)
     seconds = draw.uniform(*SECONDS.get(kind, SHORT))
     return Fault(number, kind, victim, moment, delay, seconds)

@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from search_r1.search.local_server import LocalServer
-from tests.proofs.campaign.disk import SmallDisk
 from tests.proofs.campaign.faults import Fault, Kind
-from tests.proofs.campaign.proxy import FaultyProxy
-from tests.proofs.kills.__main__ import strike, until_over, wait_for
-from tests.proofs.kills.schedule import Kill
+from tests.proofs.campaign.world import Strike
+from tests.proofs.kills.__main__ import OverError, strike, until_over, wait_for
+from tests.proofs.kills.schedule import Kill, Victim
 from tests.proofs.kills.training import Training
 
-DISK_S = 60.0
-"""How long a full or read-only disk is left to a run that does not stop."""
 TRACEBACK = "Traceback (most recent call last)"
 
 
@@ -69,76 +65,47 @@ class Watched(Training):
 
 @dataclass
 class Campaign:
-    """One run and all that can be done to it."""
+    """One run and what can be done to the world that it stands on."""
 
     training: Watched
-    proxy: FaultyProxy
-    server: LocalServer
-    other: LocalServer
-    """The same service over another corpus; not started."""
-    disk: SmallDisk
+    strikes: Mapping[Kind, Strike]
 
     def strike(self, fault: Fault) -> bool:
         """Do what the fault says and undo it; whether the run can have met it."""
-        match fault.kind:
-            case Kind.KILL:
-                assert fault.victim is not None
-                strike(self.training, Kill(fault.number, fault.victim, fault.moment, fault.delay))
-            case Kind.FREEZE:
-                return self._freeze(fault)
-            case Kind.DISK_FULL:
-                self.disk.fill()
-                self._wait_for_end(DISK_S)
-                self.disk.free()
-            case Kind.READ_ONLY:
-                self.disk.lock(self.training.folder)
-                self._wait_for_end(DISK_S)
-                self.disk.unlock(self.training.folder)
-            case Kind.DIES:
-                self.server.kill()
-                met = self.proxy.break_for(fault.kind, fault.seconds)
-                self.server.start()
-                return met > 0
-            case Kind.OTHER_CORPUS:
-                return self._swap(fault)
-            case _:
-                return self.proxy.break_for(fault.kind, fault.seconds) > 0
-        return True
+        if fault.kind in self.strikes:
+            return self.strikes[fault.kind](fault, self.training)
+        assert fault.victim is not None, f"nothing here does {fault.kind}"
+        if fault.kind is Kind.KILL:
+            strike(self.training, Kill(fault.number, fault.victim, fault.moment, fault.delay))
+            return True
+        return self._freeze(fault, fault.victim)
 
-    def _freeze(self, fault: Fault) -> bool:
-        assert fault.victim is not None
-        victims = self.training.find(fault.victim)
+    def _freeze(self, fault: Fault, victim: Victim) -> bool:
+        victims = self.training.find(victim)
         if not victims:
             return False
-        victim = victims[fault.number % len(victims)]
+        process = victims[fault.number % len(victims)]
         with contextlib.suppress(psutil.NoSuchProcess):
-            victim.suspend()
+            process.suspend()
             time.sleep(fault.seconds)
-            victim.resume()
+            process.resume()
         return True
 
-    def _swap(self, fault: Fault) -> bool:
-        """The server is away for a moment, and another one answers at its address."""
-        with self.other:
-            met = self.proxy.break_for(Kind.DIES, 0.5)
-            self.proxy.port = self.other.port
-            self._wait_for_end(fault.seconds)
-            self.proxy.port = self.server.port
-        return met > 0
-
-    def _wait_for_end(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self.training.status is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-
     def effects(self, faults: Sequence[Fault]) -> Iterator[Effect]:
-        """Do the run under `faults`; yields each and what followed. Raises KillsError."""
+        """Do the run under `faults`; yields each and what followed. Raises KillsError.
+
+        A run that ends well before its last fault ends the campaign.
+        """
         training, open_effect = self.training, None
         training.start()
         for fault in faults:
-            wait_for(training, fault)  # type: ignore[arg-type]
+            with contextlib.suppress(OverError):
+                wait_for(training, fault)
             if open_effect is not None:
                 yield self._settled(*open_effect)
+                open_effect = None
+            if training.status == 0:
+                return
             rows = training.rows()
             step = int(rows[-1]["step"] or 0) if rows else 0
             ends = len(training.ends)

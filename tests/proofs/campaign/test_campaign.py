@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import http.client
 import json
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
-from tests.proofs.campaign.__main__ import LEGS, Report, markdown
+from tests.proofs.campaign.__main__ import SHARES, STEPS, Report, markdown
+from tests.proofs.campaign.clock import Clock
 from tests.proofs.campaign.faults import Kind, plan
 from tests.proofs.campaign.proxy import FaultyProxy
 from tests.proofs.campaign.run import Effect, touched
+from tests.proofs.campaign.world import LEGS
 
 ANSWER = json.dumps({"result": [[{"id": "1"}], [{"id": "2"}]]}).encode()
 
 
 def test_a_plan_follows_from_its_seed_and_holds_every_kind() -> None:
     """The same faults at the same moments; none of the kinds is left out of a full campaign."""
-    for kinds in LEGS.values():
+    assert set(LEGS) == set(SHARES) == set(STEPS)
+    assert {kind for _, kinds in LEGS.values() for kind in kinds} == set(Kind)
+    for _, kinds in LEGS.values():
         faults = plan(100, 3, kinds, 1.0)
         assert faults == plan(100, 3, kinds, 1.0) != plan(100, 4, kinds, 1.0)
         assert [fault.number for fault in faults] == list(range(1, 101))
@@ -103,6 +111,33 @@ def test_a_fault_is_what_its_name_says(
     assert ask(proxy) == (200, ANSWER)
 
 
+SHOW_TIME = """
+import sys, threading, time
+for line in sys.stdin:
+    began = time.monotonic()
+    threading.Event().wait(0.05)
+    print(time.time(), time.monotonic() - began, flush=True)
+"""
+
+
+def test_a_clock_jumps_while_a_process_looks_at_it(tmp_path: Path) -> None:
+    """Wall time is wrong at once, by as much as it was set, and waits take as long as ever."""
+    clock = Clock(tmp_path)
+    if not clock.available:
+        pytest.skip("needs a C compiler")
+    words = clock.command([sys.executable, "-c", SHOW_TIME])
+    with subprocess.Popen(words, stdin=PIPE, stdout=PIPE, text=True, bufsize=1) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for wrong in (0, 86_400, -86_400, 0):
+            clock.set_wrong(wrong)
+            process.stdin.write("\n")
+            wall, waited = (float(word) for word in process.stdout.readline().split())
+            assert wall == pytest.approx(time.time() + wrong, abs=60)
+            assert 0.05 <= waited < 60
+        process.stdin.close()
+
+
 def row(sample: int, *segments: tuple[str, list[int]]) -> str:
     parts = [{"origin": origin, "ids": ids} for origin, ids in segments]
     return json.dumps({"group": "g", "uid": "q", "sample": sample, "segments": parts}) + "\n"
@@ -150,4 +185,4 @@ def test_a_campaign_holds_only_if_nothing_was_lost(found: dict[str, object], hol
     report = Report(**{**values, **found})  # type: ignore[arg-type]
     assert report.holds is holds
     assert ("DOES NOT HOLD" in markdown(report)) is not holds
-    assert "| disk full | not run: needs root | 0 |" in markdown(report)
+    assert "| disk full | not run: needs root or a compiler | 0 |" in markdown(report)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Protocol
 
 import psutil
 from rich.console import Console
@@ -81,6 +82,21 @@ class KillsError(Exception):
     """The run could not be brought to its end."""
 
 
+class OverError(KillsError):
+    """The run ended well before the moment that was waited for."""
+
+
+class Due(Protocol):
+    """What says when it is to come."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def moment(self) -> Moment: ...
+    @property
+    def delay(self) -> float: ...
+
+
 def until_over(training: Training) -> None:
     """Begin the run as often as it takes until it ends well. Raises KillsError if it does not."""
     deadline = time.monotonic() + training.patience
@@ -105,16 +121,19 @@ def undisturbed(training: Training) -> float:
             deadline, rows = time.monotonic() + training.patience, len(training.rows())
         time.sleep(POLL_S)
     if training.status != 0:
-        raise KillsError(f"the undisturbed run failed; see {training.log_path(1)}")
+        what = (
+            f"had no step within {training.patience:.0f} s" if training.status is None else "failed"
+        )
+        raise KillsError(f"the undisturbed run {what}; see {training.log_path(1)}")
     return median(float(row.get("timing_s/step") or 0) for row in training.rows()[1:])
 
 
-def wait_for(training: Training, kill: Kill) -> None:
+def wait_for(training: Training, kill: Due) -> None:
     """Let the run come to the moment of the kill, beginning it again if it is down."""
     rows, deadline = len(training.rows()), time.monotonic() + training.patience
     while time.monotonic() < deadline:
         if training.status == 0:
-            raise KillsError(f"the run ended before kill {kill.number}: give it more --steps")
+            raise OverError(f"the run ended before kill {kill.number}: give it more --steps")
         if training.status is not None:
             training.start()
         if kill.moment is Moment.START:
