@@ -42,14 +42,22 @@ class Family:
     def _watch(self) -> None:
         while not self._closed.wait(POLL_S):
             self.refresh()
+            if not any(map(is_alive, list(self._known.values()))):
+                return  # the dead have no more children
 
     def refresh(self) -> None:
         """Take in the processes that were started since."""
+        children: dict[int, list[psutil.Process]] = {}
+        for process in psutil.process_iter(["ppid"]):  # one look at all, not one for each parent
+            children.setdefault(process.info["ppid"], []).append(process)
         with self._lock:
-            for process in list(self._known.values()):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    for child in process.children():
-                        self._add(child)
+            left = [process for process in self._known.values() if is_alive(process)]
+            while left:
+                for child in children.get(left.pop().pid, []):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        if (child.pid, child.create_time()) not in self._known:
+                            self._add(child)
+                            left.append(child)
 
     def alive(self) -> list[psutil.Process]:
         """All of them that run; the dead that nobody has waited for don't count."""

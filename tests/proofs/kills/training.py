@@ -76,6 +76,9 @@ class Training:
     family: Family | None = None
     relatives: list[Family] = field(default_factory=list)
     """The processes of each start."""
+    known_rows: list[dict[str, float | None]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Bytes of the files that the known rows were read from."""
     num_rows: int = 0
     row_time: float = 0.0
     row_start: int = 0
@@ -109,11 +112,15 @@ class Training:
 
     def rows(self) -> list[dict[str, float | None]]:
         """The metrics logged so far, those of steps that were done again first."""
-        names = ("metrics.superseded.jsonl", "metrics.jsonl")
-        rows = [row for name in names for row in read_rows(self.folder / name)]
+        paths = [self.folder / name for name in ("metrics.superseded.jsonl", "metrics.jsonl")]
+        sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
+        if sizes != self.sizes:  # asked many times a second
+            self.known_rows = [row for path in paths for row in read_rows(path)]
+            self.sizes = sizes
+        rows = self.known_rows
         if len(rows) > self.num_rows:
             self.num_rows, self.row_time, self.row_start = len(rows), time.monotonic(), self.starts
-        return rows
+        return list(rows)
 
     def since_row(self) -> float | None:
         """Seconds since `rows` first saw the last one; None if that was of an earlier start."""
