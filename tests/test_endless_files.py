@@ -18,11 +18,13 @@ from search_r1.search.backends import oracle
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SearchError
 from search_r1.search.recording import read_facts
+from tests.bad_models import whole_model
 from tests.fakes import ByteTokenizer
 from verl.agent.wording import read_format
 from verl.data import load_rows
-from verl.errors import DataError, UserError
+from verl.errors import DataError, ModelError, UserError
 from verl.files import read_text
+from verl.model_files import read_config
 from verl.sft.demonstrations import load_demonstrations
 
 Reader = Callable[[str], object]
@@ -71,6 +73,20 @@ def test_what_has_no_end_is_not_read(name: str, kind: str, tmp_path: Path) -> No
         READERS[name](str(path))
     assert str(path) in str(error.value) and "\n" not in str(error.value)
     assert "expected" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "model.safetensors"])
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_no_file_of_a_model_is_without_end(name: str, kind: str, tmp_path: Path) -> None:
+    """It would be read for ever, or the model be loaded without it."""
+    folder = whole_model(tmp_path / "model", 1_000_000)
+    (folder / name).unlink()
+    if kind == "device":
+        (folder / name).symlink_to("/dev/zero")
+    else:
+        os.mkfifo(folder / name)
+    with pytest.raises(ModelError, match=f"{name}, which is not a regular file"):
+        read_config(str(folder))
 
 
 def test_a_text_is_read_up_to_its_bound(tmp_path: Path) -> None:

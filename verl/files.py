@@ -31,12 +31,14 @@ def regular(path: str | Path) -> Path:
 def read_text(path: str | Path, most: int = MOST) -> str:
     """The text of a file, or of a pipe that was given, in UTF-8.
 
-    Raises ValueError for bytes that are none, OSError also for over `most` characters.
+    Raises ValueError for bytes that are no text, OSError also for over `most` characters.
     """
     if not str(path).startswith(GIVEN):
         regular(path)
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:
         found = file.read(most + 1)
+    if "\0" in found:
+        raise ValueError("a NUL character, which no text has")
     if len(found) > most:
         raise OSError(errno.EFBIG, f"more than {most} characters", str(path))
     return found

@@ -27,7 +27,8 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
-from verl.errors import ModelError, UserError, explain
+from verl.config import DataConfig
+from verl.errors import ConfigError, ModelError, UserError, explain
 from verl.remote_code import trusts_remote_code
 
 FIX = "download it again, or give the model that the files belong to"
@@ -94,6 +95,9 @@ def read_config(path: str, subject: str = "model path") -> PretrainedConfig:
             raise Unfit("a file" if folder.exists() else "no such folder")
         if not (folder / "config.json").is_file():
             raise Unfit("a folder without config.json")
+        for file in folder.iterdir():  # a pipe or device would be read for ever, or left out
+            if file.exists() and not (file.is_file() or file.is_dir()):
+                raise Unfit(f"{file.name}, which is not a regular file")
     with model_errors(path, "config.json", subject), quiet():
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=trusts_remote_code(), local_files_only=True
@@ -114,6 +118,17 @@ def num_positions(config: PretrainedConfig) -> int | None:
     parts = [scaling or {}, *(scaling or {}).values()]  # of each kind of layer
     factors = [part.get("factor") or 1 for part in parts if isinstance(part, Mapping)]
     return int(positions * max(1, *factors)) if isinstance(positions, int) else None
+
+
+def check_context(path: str, data: DataConfig, prompt: str, response: str) -> None:
+    """Raise ConfigError for a dialogue that a model has no positions for; two options set it."""
+    with model_errors(path, "config.json"):
+        most = num_positions(read_config(path))
+    if most is not None and data.max_model_len > most:
+        got = f"{data.max_prompt_length} beside {response} {data.max_response_length}"
+        expected = f"at most {most} together, the context of {path}"
+        fix = f"at most {max(1, most - data.max_response_length)} here, or a shorter response"
+        raise ConfigError(explain(prompt, got, expected, fix))
 
 
 def check_weights(

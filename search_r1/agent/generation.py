@@ -57,8 +57,11 @@ AGENTS: Mapping[str, Callable[[Config], Agent]] = {"dialogue": build_dialogue}
 def build_environment(config: Config) -> Environment:
     """The tools of a run. Raises ConfigError for one that is not there."""
     tools = [
-        plugins.build("agent.tools", name, TOOLS, config, "name") for name in config.agent.tools
+        plugins.build("agent.tools", name, TOOLS, config, "label") for name in config.agent.tools
     ]
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise ConfigError(explain("agent.tools", names, "each tool once", "leave the others out"))
     return Environment(tuple(tools), enabled=config.do_search)
 
 

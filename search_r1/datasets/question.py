@@ -72,6 +72,11 @@ def read_question(record: Any, place: Place) -> Question | BadRow:
         return refuse(column, record.get(column), "an answer, or a list of answers, as text")
     source = str(record.get("data_source") or place.data_source)
     split = str(record.get("split") or place.split)
+    for part, word in (("data_source", source), ("split", split)):
+        if not word.isprintable():
+            return refuse(part, word, "a printable name")
+    if split and not re.fullmatch(r"\w[\w.-]*", split):  # a file is named so
+        return refuse("split", split, "letters, digits and . _ - alone")
     name = _identity(record.get("id"), source, split, place.number)
     extra = {
         key: value

@@ -24,7 +24,7 @@ READ: Literal["read"] = "read"
 class Resampling:
     """The bootstrap over questions."""
 
-    num_resamples: Annotated[int, Bounds(100)] = 2000
+    num_resamples: Annotated[int, Bounds(100, 10**6)] = 2000
     """resamples of the bootstrap"""
     seed: Seed = 0
     """seed of the bootstrap"""
@@ -44,7 +44,7 @@ class EvaluationOptions(AgentOptions):
     """a reply without <answer> is wrong, or read as it stands"""
     num_rows: Annotated[int, Bounds(1)] | None = None
     """only so many rows, chosen by --seed; default: all"""
-    n: Annotated[int, Bounds(1)] = 1
+    n: Annotated[int, Bounds(1, 10_000)] = 1
     """samples a question"""
     pass_k: tuple[Annotated[int, Bounds(1)], ...] = ()
     """report pass@k for these k, at most n"""
@@ -60,7 +60,7 @@ class EvaluationOptions(AgentOptions):
     """what it replies"""
     prompt_key: str = Config().data.prompt_key
     """column that holds the prompt"""
-    num_resamples: Annotated[int, Bounds(100)] = 2000
+    num_resamples: Annotated[int, Bounds(100, 10**6)] = 2000
     """resamples of the bootstrap"""
 
     def conflicts(self) -> Iterator[str]:

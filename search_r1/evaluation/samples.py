@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 FAILED = "failed"
@@ -70,10 +70,25 @@ class Sample:
     @classmethod
     def from_json(cls, line: str) -> Sample:
         """The sample of one line; raises ValueError, KeyError or TypeError for any other text."""
-        fields: dict[str, Any] = json.loads(line)
+        found: dict[str, Any] = json.loads(line)
         searches = tuple(
-            Search(s["query"], tuple(s["documents"]), s["has_answer"]) for s in fields["searches"]
+            Search(s["query"], tuple(s["documents"]), s["has_answer"]) for s in found["searches"]
         )
-        dialogue = tuple((origin, text) for origin, text in fields["dialogue"])
-        truth = tuple(fields["ground_truth"])
-        return cls(**fields | {"searches": searches, "dialogue": dialogue, "ground_truth": truth})
+        dialogue = tuple((origin, text) for origin, text in found["dialogue"])
+        truth = tuple(found["ground_truth"])
+        for name in found.keys() & _KINDS.keys():
+            if not isinstance(found[name], _KINDS[name]):
+                raise TypeError(f"{name}={found[name]!r}")
+        for name in ("em", "f1", "cover_em"):
+            if not 0 <= found[name] <= 1:
+                raise ValueError(f"{name}={found[name]}")
+        return cls(**found | {"searches": searches, "dialogue": dialogue, "ground_truth": truth})
+
+
+_WORDS: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "None": type(None)}
+_KINDS = {
+    one.name: tuple(_WORDS[word] for word in str(one.type).split(" | "))
+    for one in fields(Sample)
+    if not str(one.type).startswith("tuple")
+}
+"""What a sample's fields are, but for lists, as `isinstance` takes it."""

@@ -24,6 +24,14 @@ REPORT = "report.md"
 LONE_SURROGATES = "backslashreplace"
 """How text that is not Unicode is written: as JSON escapes it."""
 
+NEEDED: Sequence[tuple[str, str, Any]] = (
+    ("model", "name", str), ("data", "files", dict), ("data", "num_rows", int),
+    ("retriever", "retriever", str), ("template", "name", str), ("decoding", "n", int),
+    ("decoding", "temperature", int | float), ("decoding", "max_turns", int),
+    ("decoding", "topk", int),
+)  # fmt: skip
+"""What reports and tables say of a manifest."""
+
 Manifest = Mapping[str, Any]
 
 
@@ -93,12 +101,16 @@ def differences(old: Any, new: Any, name: str = "") -> list[str]:
     return [] if old == new else [f"{name}: {old}, now {new}"]
 
 
-def _read_manifest(file: Path) -> Manifest:
-    """The manifest there is. Raises DataError where it is not one."""
+def _read_manifest(file: Path, needed: Sequence[tuple[str, str, Any]] = ()) -> Manifest:
+    """The manifest there is. Raises DataError where it is not one, or lacks what is needed."""
     try:
         found: Manifest = json.loads(file.read_bytes())
         int(found["data"]["num_rows"] * found["decoding"]["n"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        for part, name, kind in needed:
+            value = found[part][name]
+            if not isinstance(value, kind) or (name in ("num_rows", "n") and value < 1):
+                raise TypeError(f"{part}.{name}={value!r}")
+    except (ArithmeticError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         fix = "restore the file, or evaluate again into another folder"
         raise DataError(explain(str(file), repr(error), "a manifest", fix)) from error
     return found
@@ -106,7 +118,7 @@ def _read_manifest(file: Path) -> Manifest:
 
 def _read(file: Path) -> list[Sample]:
     """The samples of a file; a last line that a kill cut short is left out."""
-    *lines, _ = file.read_bytes().split(b"\n") if file.exists() else [b""]
+    *lines, _ = file.read_bytes().split(b"\n") if file.is_file() else [b""]
     samples = []
     for number, line in enumerate(lines):
         try:
@@ -126,10 +138,12 @@ def read_evaluation(folder: Path) -> tuple[Manifest, Sequence[Sample]]:
     if not (folder / MANIFEST).is_file():
         fix = "give the --out of an evaluation"
         raise DataError(explain(str(folder), f"no {MANIFEST}", "an evaluation", fix))
-    manifest = _read_manifest(folder / MANIFEST)
+    manifest = _read_manifest(folder / MANIFEST, NEEDED)
     samples = _read(folder / SAMPLES)
     wanted = manifest["data"]["num_rows"] * manifest["decoding"]["n"]
-    if len(samples) != wanted:
+    num_different = len({sample.key for sample in samples})
+    if not num_different == len(samples) == wanted:
+        got = f"{num_different} samples{' (some twice)' * (num_different < len(samples))}"
         fix = "run the same evaluation again: it goes on where it stopped"
-        raise DataError(explain(str(folder), f"{len(samples)} samples", f"{wanted}", fix))
+        raise DataError(explain(str(folder), got, f"{wanted}", fix))
     return manifest, samples

@@ -19,6 +19,8 @@ from verl.errors import DataError, UserError, explain
 from verl.files import read_text
 from verl.types import Status
 
+ROWS = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
+"""Ends of names of what is no plain text; of some of them it is only told what to give."""
 MOST = 2**28
 """Characters of a text file: some million questions."""
 
@@ -39,7 +41,7 @@ def read_questions(file: str) -> list[BatchQuestion]:
 
     Raises DataError for a file that is missing, malformed or empty.
     """
-    if Path(file).suffix in (".parquet", ".jsonl", ".json", ".csv", ".tsv"):  # told what to give
+    if Path(file).suffix.lower() in ROWS:
         return [BatchQuestion(row.uid, question_of(row), row.prompt) for row in load_rows(file)]
     found = list(_lines(Path(file)))
     if not found:

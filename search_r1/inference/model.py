@@ -28,7 +28,7 @@ from verl.checkpoint.exporting import export
 from verl.checkpoint.folders import STEP_NAME, is_complete, step_of
 from verl.config import Config
 from verl.errors import ConfigError, ModelError, explain
-from verl.model_files import model_errors, num_positions, read_config, refuse_values_of
+from verl.model_files import check_context, refuse_values_of
 from verl.rollout.interface import RolloutEngine, build_engine
 from verl.tokenizer_files import check_model, check_template, load_tokenizer
 from verl.training.devices import device_type, dtype_name, resolve_dtype
@@ -110,26 +110,14 @@ def load_agent(config: Config) -> DialogueAgent:
     if section.rollout.name == "remote":
         check_template(load_tokenizer(section.model.path, subject), section.model.path, subject)
     else:
-        check_context(config)
         by_transformers = section.rollout.name == "transformers"
         check_model(subject, section.model.path, by_transformers=by_transformers)
+        names = ("--max-prompt-length", "--max-response-length")
+        check_context(section.model.path, config.data, *names)
         if not by_transformers and device_type(config.trainer.device) == "cpu":
             # vLLM repacks weights there, and looks at none; other engines are asked afterwards.
             refuse_values_of(section.model.path, subject)
     return build_dialogue(config)
-
-
-def check_context(config: Config) -> None:
-    """Raise ConfigError for a dialogue longer than the model's positions, scaled ones included."""
-    path, data = config.actor_rollout_ref.model.path, config.data
-    with model_errors(path, "config.json", "--model"):
-        most = num_positions(read_config(path, "--model"))
-    if most is not None and data.max_model_len > most:
-        left = most - data.max_response_length
-        got = f"{data.max_prompt_length} beside --max-response-length {data.max_response_length}"
-        expected = f"at most {most} together, the context of {path}"
-        fix = f"--max-prompt-length {left}" if left > 0 else "lower both"
-        raise ConfigError(explain("--max-prompt-length", got, expected, fix))
 
 
 def _no_model(name: str, got: str) -> ModelError:

@@ -84,9 +84,12 @@ class AgentOptions:
         if self.endpoint is not None and not _is_http(self.endpoint):
             fix = "--endpoint http://HOST:PORT, or leave it out"
             yield explain("--endpoint", repr(self.endpoint), "http:// or https:// and a host", fix)
-        if self.served_model is not None and not self.endpoint:
-            fix = "leave it out, or give --endpoint"
-            yield explain("--served-model", "no --endpoint", "the server whose model it is", fix)
+        for name, what in {"served_model": "model", "api_key_env": "key"}.items():
+            value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
+            if value is not None and not (value.strip() and self.endpoint):
+                got = "no --endpoint" if value.strip() else "an empty one"
+                fix = f"leave it out, or give --endpoint and the {what}"
+                yield explain(flag, got, f"the server whose {what} it is", fix)
         if self.tensor_parallel_size > 1 and (self.engine != "vllm" or self.endpoint):
             fix = "--engine vllm, or leave it out"
             got = "an endpoint" if self.endpoint else self.engine
@@ -102,6 +105,8 @@ class AgentOptions:
 def _is_http(url: str) -> bool:
     try:
         parts = urlsplit(url)
+        if any(not letter.isprintable() or letter.isspace() for letter in url):
+            return False
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is none
         return False

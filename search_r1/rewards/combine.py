@@ -62,6 +62,8 @@ def load_function(spec: str) -> RewardFn:
         module_spec.loader.exec_module(module)
         function = getattr(module, name)
         inspect.signature(function).bind(None)
+        if inspect.iscoroutinefunction(function):
+            raise TypeError("an async function, which nobody awaits")
     except (Exception, SystemExit) as error:  # whatever a file of the user's raises
         text = " ".join(f"{type(error).__name__}: {error}".split())
         expected = "a function of one dialogue in a file that can be imported"

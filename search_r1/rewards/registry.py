@@ -70,6 +70,8 @@ def build_batch_reward(
                 f"weights: got {weight} for {part}, expected 0 or more: below 0 a wrong answer "
                 "could score more than a right one; fix: make the cost a function of your own"
             )
+    if weights and not any(weights.values()):
+        raise ValueError(f"weights: got {weights}, expected one above 0: every score would be 0")
     if weights:
         return weighted({part: _build_one(part, scores, judge) for part in weights}, weights)
     return _build_one(name, scores, judge)

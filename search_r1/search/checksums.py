@@ -16,7 +16,7 @@ import orjson
 from pydantic import TypeAdapter
 
 from search_r1.search.errors import IndexMismatch
-from verl.files import whole_file
+from verl.files import regular, whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Checksums:
         """Those of `target`; raises IndexMismatch for a file that is not as `save` wrote it."""
         path = place(target)
         try:
-            text = path.read_bytes()
+            text = regular(path).read_bytes()
             found = READER.validate_json(text)
             if found._text() != text or found.version != 1:
                 raise ValueError("changed since it was written, or of another version")

@@ -56,6 +56,10 @@ def test_csv_becomes_rows(tmp_path: Path) -> None:
         ("", "got columns (none)"),
         ('question,answer\n"x,y\n', "expected a csv file"),
         ("question,answer\n", "got no rows"),
+        ("question,answer,split\na,b,../../x\n", "split: got '../../x', expected letters"),
+        ("question,answer,split\na,b,/tmp/x\n", "split: got '/tmp/x', expected letters"),
+        ("question,answer,split\na,b,..\n", "split: got '..', expected letters"),
+        ("question,answer,data_source\na,b,\x1b[2J\n", "expected a printable name"),
     ],
 )
 def test_unusable_csv_is_told(

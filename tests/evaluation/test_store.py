@@ -1,16 +1,29 @@
 """The folder of an evaluation: what survives, what is refused."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from search_r1.evaluation.store import MANIFEST, SAMPLES, Store, differences, read_evaluation
+from search_r1.evaluation.store import (
+    MANIFEST,
+    NEEDED,
+    SAMPLES,
+    Store,
+    differences,
+    read_evaluation,
+)
 from tests.evaluation.worlds import sample
 from tests.full_disk import files_up_to
 from verl.errors import ConfigError, DataError, SaveError
 
-WHAT: dict[str, Any] = {"data": {"num_rows": 2}, "decoding": {"n": 1, "temperature": 0.0}}
+WHAT: dict[str, Any] = {
+    "data": {"num_rows": 2, "files": {"d": "0"}}, "model": {"name": "m", "sha256": "0"},
+    "decoding": {"n": 1, "temperature": 0.0, "max_turns": 2, "topk": 3}, "method": "agent",
+    "retriever": {"retriever": "bm25"}, "template": {"name": "t"},
+}  # fmt: skip
 
 
 def test_what_was_appended_is_there_after_a_restart(tmp_path: Path) -> None:
@@ -39,7 +52,7 @@ def test_a_line_cut_short_is_left_out(tmp_path: Path, num_bytes: int) -> None:
 def test_odd_text_survives(tmp_path: Path) -> None:
     """Line separators, and half a surrogate pair, which an endpoint may send."""
     odd = sample("a#0", answer="x\u2028y\x85z\ud800")
-    with Store(tmp_path, WHAT | {"data": {"num_rows": 1}}) as store:
+    with Store(tmp_path, WHAT | {"data": WHAT["data"] | {"num_rows": 1}}) as store:
         store.append(odd)
     assert list(read_evaluation(tmp_path)[1]) == [odd]
 
@@ -101,6 +114,44 @@ def test_a_damaged_manifest_is_told(text: str, tmp_path: Path) -> None:
         Store(tmp_path, WHAT)
     with pytest.raises(DataError, match=MANIFEST):
         read_evaluation(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("em", "x"), ("em", math.nan), ("f1", 7), ("cover_em", None), ("turns", "x"), ("uid", [1]),
+     ("status", None), ("data_source", 3), ("judge", "x"), ("ground_truth", None)],
+)  # fmt: skip
+def test_a_sample_of_other_kinds_is_told(field: str, value: object, tmp_path: Path) -> None:
+    """Whatever a line holds, its number is named, and no figure is made of it."""
+    with Store(tmp_path, WHAT) as store:
+        store.append(sample("a#0"))
+    line = json.dumps(json.loads(sample("a#1").to_json()) | {field: value})
+    with (tmp_path / SAMPLES).open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(DataError, match="line 2: got"):
+        read_evaluation(tmp_path)
+
+
+def test_a_sample_that_is_there_twice_is_not_two(tmp_path: Path) -> None:
+    """A question counts once a sample, however often its line was copied."""
+    with Store(tmp_path, WHAT) as store:
+        store.append(sample("a#0"))
+        store.append(sample("a#0"))
+    with pytest.raises(DataError, match=r"got 1 samples .some twice., expected 2"):
+        read_evaluation(tmp_path)
+
+
+@pytest.mark.parametrize(("part", "name", "_"), NEEDED)
+def test_a_manifest_that_lacks_a_part_is_told(
+    part: str, name: str, _: type, tmp_path: Path
+) -> None:
+    """What reports and tables say is there, and of its kind, before they are made."""
+    for value in ({}, {name: None}, {name: [1]}, {name: -1.5}):
+        facts = {key: kept for key, kept in WHAT[part].items() if key != name} | value
+        (tmp_path / MANIFEST).write_text(json.dumps(WHAT | {part: facts}))
+        if (part, name, value) != ("decoding", "temperature", {name: -1.5}):
+            with pytest.raises(DataError, match=MANIFEST):
+                read_evaluation(tmp_path)
 
 
 def test_a_full_disk_keeps_the_samples_before_it(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from verl.locks import exclusive
 BASE = ["--model", "/nowhere", "--retriever-url", "empty"]
 AGENT = [
     ["--endpoint", ""], ["--endpoint", "ftp://host"], ["--endpoint", "host:8000"],
+    ["--endpoint", "http://a b/"], ["--api-key-env", "KEY"], ["--served-model", " "],
     ["--endpoint", "http://"], ["--endpoint", "http://host:99999"], ["--served-model", "x"],
     ["--engine", "transformers", "--tensor-parallel-size", "2"],
     ["--endpoint", "http://host", "--tensor-parallel-size", "2"],

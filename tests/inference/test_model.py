@@ -154,7 +154,7 @@ def test_a_dialogue_longer_than_the_model_is_refused(tmp_path: Path) -> None:
         options = AgentOptions(model=folder, max_prompt_length=length, endpoint=endpoint,
                                device="cpu", max_response_length=500)  # fmt: skip
         if length == 7693 and endpoint is None:
-            with pytest.raises(ConfigError, match=r"8192 together.*--max-prompt-length 7692"):
+            with pytest.raises(ConfigError, match=r"8192 together.* at most 7692 here"):
                 load_agent(run_config(options, folder))
         else:
             load_agent(run_config(options, folder))

@@ -20,6 +20,7 @@ Every text is taken byte for byte, spaces and newlines included: quote it in YAM
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -72,18 +73,24 @@ def _grammar(where: str, content: Any) -> Grammar:
     acts_in_think = values.pop("acts_in_think", False)
     if not isinstance(acts_in_think, bool):
         raise _wrong(f"{where}, acts_in_think", acts_in_think, "true or false", "write one")
-    return Grammar(
+    grammar = Grammar(
         tools=tuple((name, _tag(f"{where}, tools, {name}", pair)) for name, pair in tools.items()),
         acts_in_think=acts_in_think,
         **{name: _tag(f"{where}, {name}", pair) for name, pair in values.items()},
     )
+    tags = (grammar.think, grammar.information, grammar.answer, *grammar.calls)
+    texts = Counter(text for tag in tags for text in (tag.opening, tag.closing))
+    text, times = texts.most_common(1)[0]
+    if times > 1:
+        raise _wrong(where, f"{text} {times} times", "each once", "give each part tags of its own")
+    return grammar
 
 
 def _tag(where: str, pair: Any) -> Tag:
     if (
         not isinstance(pair, list)
         or len(pair) != 2
-        or not all(isinstance(text, str) and text for text in pair)
+        or not all(isinstance(text, str) and text.strip() for text in pair)
     ):
         raise _wrong(where, pair, "two texts, opening and closing", 'as in ["<a>", "</a>"]')
     return Tag(*pair)

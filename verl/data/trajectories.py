@@ -68,7 +68,11 @@ def read_header(directory: str | Path) -> str:
     if not header.is_file():
         expected = f"a folder with {HEADER}, as trainer.rollout_data_dir names it"
         raise DataError(explain("rollouts", directory, expected, "name that folder"))
-    return str(json.loads(header.read_text())[TOKENIZER])
+    try:
+        return str(json.loads(header.read_bytes())[TOKENIZER])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        fix = "restore it, or name a folder that a run wrote"
+        raise DataError(explain(str(header), repr(error), "what a run writes", fix)) from error
 
 
 def read_rows(directory: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:

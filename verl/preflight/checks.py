@@ -21,7 +21,7 @@ from huggingface_hub import constants, get_token, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from verl.agent.environment import Environment
-from verl.config import Config
+from verl.config import Config, DataConfig
 from verl.data.rows import load_rows
 from verl.errors import (
     ConfigError,
@@ -32,6 +32,7 @@ from verl.errors import (
     UserError,
     explain,
 )
+from verl.model_files import check_context
 from verl.monitor.tracking import backend_names
 from verl.preflight.adapters import adapter_problems
 from verl.preflight.memory.check import look, memory_problems, settle_offload
@@ -78,16 +79,18 @@ def preflight(config: Config, environment: Environment) -> Config:
 def model_problems(config: Config) -> Iterator[UserError]:
     """The policy's weights, and the critic's where they are others."""
     path = config.actor_rollout_ref.model.path
-    yield from _model("actor_rollout_ref.model.path", path)
+    yield from _model("actor_rollout_ref.model.path", path, data=config.data)
     other = config.critic.model.path
     if config.algorithm.adv_estimator == "gae" and other not in (None, path):
         yield from _model("critic.model.path", str(other), path)
 
 
-def _model(key: str, path: str, policy: str | None = None) -> Iterator[UserError]:
+def _model(
+    key: str, path: str, policy: str | None = None, data: DataConfig | None = None
+) -> Iterator[UserError]:
     """A whole model in a folder or the hub's cache, or a name that the hub knows.
 
-    `policy`: whose tokens a critic reads.
+    `policy`: whose tokens a critic reads. `data`: the lengths that must fit the context.
     """
     is_name = re.fullmatch(r"\w[\w.-]{0,95}(/[\w.-]{1,96})?", path) and not Path(path).exists()
     problem = _hub_problem(path) if is_name else ""
@@ -100,7 +103,10 @@ def _model(key: str, path: str, policy: str | None = None) -> Iterator[UserError
         if not is_name or is_cached(path):  # else the ranks look at what they download
             folder, own = (name and str(model_folder(name) or name) for name in (path, policy))
             check_model(key, str(folder), needs_head=policy is None, tokenizer_of=own)
-    except ModelError as error:
+            if data is not None:
+                names = ("data.max_prompt_length", "data.max_response_length")
+                check_context(str(folder), data, *names)
+    except (ConfigError, ModelError) as error:
         yield error
 
 

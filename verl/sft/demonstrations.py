@@ -112,7 +112,9 @@ def _read_row(
     """A row of text, whose last policy segment gets the end of turn."""
     try:
         messages = prompt_of(record["prompt"])
-        parts = [(ORIGINS[part["origin"]], str(part["text"])) for part in record["segments"]]
+        parts = [(ORIGINS[part["origin"]], part["text"]) for part in record["segments"]]
+        if not all(isinstance(text, str) for _, text in parts):
+            raise TypeError("a text that is none")
     except (KeyError, TypeError, ValueError) as error:
         raise _malformed(where, error, FORM) from error
     policy = [i for i, (origin, _) in enumerate(parts) if origin is Origin.POLICY]

@@ -34,7 +34,7 @@ def check_files(config: RetrieverConfig, index: Path, corpus: Corpus | None) -> 
 def locate(config: RetrieverConfig, index_name: str) -> Path:
     """The index itself, when `index_path` is it or the folder around it."""
     command = build_command(str(config.corpus_path), "<folder>", config.retriever_name)
-    if config.index_path is None:
+    if not config.index_path:
         raise SetupError(
             f"--retriever_name {config.retriever_name} without --index_path; build an index "
             f"first: `{command}`"

@@ -180,7 +180,12 @@ def test_a_prompt_that_the_template_refuses_is_told_with_its_row() -> None:
 def test_a_demonstration_that_cannot_be_is_told(tmp_path: Path) -> None:
     """Supervised training reads its lines by the same reader, which tells the row."""
     path, tokenizer = tmp_path / "d.jsonl", ByteTokenizer()
-    for line in (*ROWS.values(), b'{"prompt": [{}], "segments": []}', b'{"prompt": "x"}'):
+    for line in (
+        *ROWS.values(),
+        b'{"prompt": [{}], "segments": []}',
+        b'{"prompt": "x"}',
+        b'{"prompt": "x", "segments": [{"origin": "policy", "text": null}]}',
+    ):
         path.write_bytes(line + b"\n")
         with pytest.raises(DataError, match="row 0"):
             load_demonstrations(str(path), tokenizer, 100)

@@ -13,7 +13,14 @@ from tests.verl.trainer.recording import RecordingReplicas, prompts, score_by_sa
 from verl.agent.environment import Environment
 from verl.config import Config
 from verl.data import PromptSampler
-from verl.data.trajectories import fingerprint, open_folder, read_rows, write_step
+from verl.data.trajectories import (
+    HEADER,
+    fingerprint,
+    open_folder,
+    read_header,
+    read_rows,
+    write_step,
+)
 from verl.errors import ConfigError, DataError
 from verl.rewards.interface import EachAlone, Reward
 from verl.rollout.retry import RetryingRollout
@@ -206,6 +213,14 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         load_demonstrations(str(out), OtherBytes(), 100)
     with pytest.raises(ConfigError, match="another tokenizer"):
         open_folder(tmp_path, OtherBytes())
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{}", "[" * 100_000, "\0"])
+def test_a_folder_of_rollouts_with_a_damaged_header_is_told(text: str, tmp_path: Path) -> None:
+    """It is named, and what a run writes is expected."""
+    (tmp_path / HEADER).write_text(text)
+    with pytest.raises(DataError, match=f"{HEADER}: got .*expected what a run writes"):
+        read_header(tmp_path)
 
 
 @pytest.mark.parametrize(
