@@ -23,6 +23,12 @@ PURE = {
     "verl/types.py": {"torch", "numpy"},
     "verl/agent/grammar.py": {"functools", "re"},
 }
+TOP_LEVEL = {
+    "verl", "search_r1", "scripts", "example", "docs", "tests", "benchmarks", "train_ppo.sh",
+    "train_grpo.sh", "retrieval_launch.sh", "infer.py", "setup.py", "pyproject.toml", "Makefile",
+    "requirements.txt", "requirements.lock", "requirements.sha256", "README.md", "LICENSE",
+    "ATTRIBUTIONS.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", ".ci",
+}  # fmt: skip
 SHARED = ("verl.errors", "verl.bounds", "verl.files", "verl.machine")
 """Of verl, what the retriever has in common with the trainer."""
 HEAVY = {"torch", "ray", "numpy", "transformers", "search_r1"}
@@ -167,3 +173,13 @@ def test_every_file_says_what_lives_in_it() -> None:
     """Each module of the product opens with its docstring."""
     product = [p for p in sources() if p.relative_to(ROOT).parts[0] != "tests"]
     assert [str(p) for p in product if not ast.get_docstring(ast.parse(p.read_text()))] == []
+
+
+def test_the_top_level_holds_nothing_but_the_project() -> None:
+    """What a run left where it was begun is not committed with the change that it was run for."""
+    words = ["git", "-C", str(ROOT), "ls-files"]
+    listed = subprocess.run(words, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    found = {line.partition("/")[0] for line in listed.stdout.splitlines()}
+    assert found <= TOP_LEVEL | {name for name in found if name.startswith((".git", ".pre-commit"))}
