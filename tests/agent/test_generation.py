@@ -136,6 +136,21 @@ def test_line_05_a_spent_budget_ends_the_trajectory() -> None:
     assert done.status is Status.ANSWERED
 
 
+def test_line_05_no_request_is_over_any_budget() -> None:
+    """The engine is given what the budget holds, to the token; what would pass it is left out."""
+    script = ["<search>oslo</search>", "hm", "<answer>a</answer>"]
+    whole, _ = play(script, max_turns=3)
+    for budget in range(len(PROMPT.ids) - 1, whole.num_tokens + 1):
+        held = len(PROMPT.ids)
+        for segment in whole.segments[1:]:
+            added = 0 if segment.origin is Origin.POLICY else len(segment.ids)
+            if held + added > budget:
+                break
+            held += len(segment.ids)
+        done, _ = play(script, max_turns=3, max_prompt_length=budget)
+        assert done.ids == whole.ids[:held], budget
+
+
 @pytest.mark.parametrize("limit", [60, 90, 130, 160, 500])
 def test_line_06_observations_are_trimmed_before_they_are_wrapped(limit: int) -> None:
     """Every observation fits, keeps its closing tag, and has whole passages where they fit."""
@@ -180,7 +195,8 @@ def test_line_07_documents_never_act() -> None:
 
 
 def test_line_12_each_turn_of_each_trajectory_has_a_seed_of_its_own() -> None:
-    """Seeds differ between turns and trajectories, repeat for the same, and may be absent."""
+    """Seeds of 31 bits, other for each turn and trajectory, the same again; or none at all."""
+    assert 0 <= derived_seed(1, 0) < 2**31
     script = ["<search>oslo</search>"] * 3
     seeds = [[r.sampling.seed for r in play(script, seed=s)[1].requests] for s in (1, 2, 1)]
     assert len({*seeds[0], *seeds[1]}) == 6

@@ -55,6 +55,7 @@ HEART: Mapping[str, Sequence[str]] = MappingProxyType(
         "verl/training/attention.py": ["tests/verl/training/test_attention.py"],
         "verl/agent/dialogue.py": [
             "tests/verl/agent/test_dialogue.py",
+            "tests/agent/test_generation.py",
             "tests/verl/agent/test_dialogue_cut.py",
             f"--deselect={CUT}[bytes]",
         ],
