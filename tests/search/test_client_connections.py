@@ -1,6 +1,7 @@
 """Connections that open slowly or end without a word, answers that are none, and proxies."""
 
 import asyncio
+import contextlib
 import shutil
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from search_r1.search import client as client_module
 from search_r1.search import transport
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
@@ -23,10 +25,10 @@ DOCUMENT = b'{"document": {"id": "1", "contents": "t\\nx"}}'
 
 
 class Says:
-    """An application that gives these bodies in turn, the last for ever, with status 200."""
+    """An application that gives these bodies in turn, the last for ever, with one status."""
 
-    def __init__(self, *bodies: bytes) -> None:
-        self.bodies = list(bodies)
+    def __init__(self, *bodies: bytes, status: int = 200) -> None:
+        self.bodies, self.status = list(bodies), status
         self.num_asked = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -35,7 +37,7 @@ class Says:
         self.num_asked += 1
         body = self.bodies.pop(0) if len(self.bodies) > 1 else self.bodies[0]
         length = (b"content-length", str(len(body)).encode())
-        await send({"type": "http.response.start", "status": 200, "headers": [length]})
+        await send({"type": "http.response.start", "status": self.status, "headers": [length]})
         await send({"type": "http.response.body", "body": body})
 
 
@@ -137,6 +139,44 @@ def test_whatever_comes_of_a_port_is_told_in_one_line() -> None:
     for answer, found in zip(RAW, asyncio.run(play()), strict=True):
         assert isinstance(found, RetrieverRefused | RetrieverUnavailable), (answer[:80], found)
         assert str(found).isprintable(), answer[:80]
+
+
+@pytest.mark.parametrize("asked", [*ASKED, "health"])
+def test_every_question_ends_at_the_deadline(asked: str) -> None:
+    """Whatever the time of one attempt is, of a server that takes the request and is silent."""
+
+    async def silent(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    what = ASKED[asked][0] if asked in ASKED else RetrievalClient.health
+    start = time.monotonic()
+    with running(silent) as url, pytest.raises(RetrieverUnavailable):
+        ask(url, what, timeout=60.0, deadline=0.3)
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_each_server_is_asked_for_its_health_once(num_servers: int) -> None:
+    """Whoever asks wants to know how things are, not to wait until they are well."""
+    apps = [Says(b"busy", status=503) for _ in range(num_servers)]
+    with contextlib.ExitStack() as stack:
+        urls = [stack.enter_context(running(app)) for app in apps]
+        with pytest.raises(RetrieverUnavailable):
+            ask(",".join(urls), RetrievalClient.health, max_retries=5)
+    assert [app.num_asked for app in apps] == [1] * num_servers
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="options of Linux")
+def test_a_socket_notices_a_dead_peer_by_the_system() -> None:
+    """Ten seconds after a byte that nobody acknowledged, and as soon where nothing is sent."""
+    address = (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1))
+    with client_module._open_socket(address) as made:
+        assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        names = ("TCP_USER_TIMEOUT", "TCP_KEEPIDLE", "TCP_KEEPINTVL")
+        options = [getattr(socket, name) for name in names]
+        found = [made.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+    assert found == [10_000, 5, 5]
 
 
 def test_a_connection_that_does_not_open_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
