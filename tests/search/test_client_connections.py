@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import shutil
 import socket
 import subprocess
@@ -165,6 +166,18 @@ def test_each_server_is_asked_for_its_health_once(num_servers: int) -> None:
         with pytest.raises(RetrieverUnavailable):
             ask(",".join(urls), RetrievalClient.health, max_retries=5)
     assert [app.num_asked for app in apps] == [1] * num_servers
+
+
+def test_what_nobody_closed_goes_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    """A client in a notebook, whose loop ended with it: aiohttp would log two errors."""
+
+    async def play(url: str) -> None:
+        await RetrievalClient(url, 1).search("q")
+
+    with running(Says(EMPTY)) as url:
+        asyncio.run(play(url))
+        gc.collect()
+    assert "nclosed" not in caplog.text
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="options of Linux")
