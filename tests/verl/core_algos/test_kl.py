@@ -53,6 +53,15 @@ def test_kl_estimators_follow_their_formulas(kind: str) -> None:
     assert got.tolist() == pytest.approx([KL_BY_HAND[kind](d) for d in differences], abs=1e-9)
 
 
+@pytest.mark.parametrize("kind", ["low_var_kl", "k3"])
+def test_k3_pulls_at_nothing_beyond_its_limits(kind: str) -> None:
+    """Where exp would be infinite its gradient would be none at all, and spoil the whole step."""
+    log_probs = torch.tensor([-1000.0, -100.0, 0.5, 100.0, 1000.0], requires_grad=True)
+    kl_penalty(log_probs, torch.zeros(5), kind).sum().backward()
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == pytest.approx([0, 0, 1 - math.exp(-0.5), 0, 0])
+
+
 def test_kl_estimators_are_right_on_average() -> None:
     """k1 and k3 average, over the policy's distribution, to the exact KL."""
     policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)

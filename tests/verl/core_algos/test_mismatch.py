@@ -51,3 +51,11 @@ def test_unknown_level_is_refused() -> None:
     nothing = torch.zeros(0)
     with pytest.raises(ValueError, match="none, token, sequence, geometric"):
         importance_weights(nothing, nothing, nothing.long(), "turn", 2.0)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_ratio_beyond_float32_is_bounded(level: str) -> None:
+    """At 20 nats to either side, however far the threshold is: exp(200) is infinite."""
+    log_ratio, ids = torch.tensor([-200.0, 200.0]), torch.tensor([0, 1])
+    got = importance_weights(log_ratio, torch.zeros(2), ids, level, 1e10)
+    assert got.tolist() == pytest.approx([math.exp(-20), math.exp(20)])
