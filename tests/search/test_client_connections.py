@@ -144,7 +144,7 @@ def test_whatever_comes_of_a_port_is_told_in_one_line() -> None:
 
 @pytest.mark.parametrize("asked", [*ASKED, "health"])
 def test_every_question_ends_at_the_deadline(asked: str) -> None:
-    """Whatever the time of one attempt is, of a server that takes the request and is silent."""
+    """Not before it, and whatever an attempt may take, where a server is silent."""
 
     async def silent(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -154,7 +154,7 @@ def test_every_question_ends_at_the_deadline(asked: str) -> None:
     start = time.monotonic()
     with running(silent) as url, pytest.raises(RetrieverUnavailable):
         ask(url, what, timeout=60.0, deadline=0.3)
-    assert time.monotonic() - start < 30
+    assert 0.25 < time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
