@@ -6,6 +6,7 @@ from hypothesis import given
 
 from tests.verl.jagged_batches import CLOSE, Batch, batches, fast
 from verl.core_algos.jagged import (
+    has_policy_token,
     last_policy_token,
     masked_whiten,
     outcome_to_tokens,
@@ -29,6 +30,7 @@ def test_jagged_helpers_agree_with_loops(batch: Batch) -> None:
     torch.testing.assert_close(found, torch.tensor(by_token, dtype=torch.float64), **CLOSE)
     last = [p[-1] if p else -1 for p in batch.policy_positions()]
     assert last_policy_token(batch.mask, batch.offsets).tolist() == last
+    assert has_policy_token(batch.mask, batch.offsets).tolist() == [x >= 0 for x in last]
     scores = torch.arange(1.0, batch.num_seqs + 1)
     expected = torch.zeros(batch.mask.numel())
     for i, position in enumerate(last):

@@ -59,3 +59,11 @@ def test_a_ratio_beyond_float32_is_bounded(level: str) -> None:
     log_ratio, ids = torch.tensor([-200.0, 200.0]), torch.tensor([0, 1])
     got = importance_weights(log_ratio, torch.zeros(2), ids, level, 1e10)
     assert got.tolist() == pytest.approx([math.exp(-20), math.exp(20)])
+
+
+@pytest.mark.parametrize("mask_floor", [None, 1.0])
+def test_a_ratio_at_the_bounds_of_a_mask_is_within(mask_floor: float | None) -> None:
+    """Where engine and trainer agree, no mask leaves a token out."""
+    zeros, ids = torch.zeros(2), torch.tensor([0, 1])
+    got = importance_weights(zeros, zeros, ids, "token", 2.0, 1.0, mask_floor=mask_floor)
+    assert got.tolist() == [1.0, 1.0]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.verl.jagged_batches import CLOSE, Batch, batches, fast, ppo_losses
+from verl.config import ActorConfig
 from verl.core_algos.jagged import sequence_ids
 from verl.core_algos.losses import loss_weights, weighted_sum
 from verl.core_algos.policy_losses import (
@@ -231,3 +232,12 @@ def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite(
     losses.sum().backward()
     assert log_probs.grad is not None and bool(log_probs.grad.isfinite().all())
     assert bool(losses.isfinite().all())
+
+
+def test_ratios_are_bounded_at_20_nats_and_clipped_as_the_options_have_it() -> None:
+    """What a caller leaves out is what a run has that sets nothing."""
+    old, ids = torch.zeros(3), torch.zeros(3, dtype=torch.int64)
+    inputs = PolicyLossInputs(torch.tensor([-200.0, 0.0, 200.0]), old, old, ids)
+    assert inputs.ratio.tolist() == pytest.approx([math.exp(-20), 1.0, math.exp(20)])
+    low, high, ceiling = inputs.clip_low, inputs.clip_high, inputs.clip_c
+    assert (low, high, ceiling) == (ActorConfig.clip_ratio, low, ActorConfig.clip_ratio_c)

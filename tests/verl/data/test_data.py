@@ -278,8 +278,10 @@ def test_sampler_refuses_what_cannot_work() -> None:
     """A batch larger than the data, and a state of other data, are told."""
     with pytest.raises(ConfigError, match=r"data\.train_batch_size: got 9, expected at most the 8"):
         PromptSampler(8, 9)
-    with pytest.raises(ConfigError, match="resumed data order: got 8 num_rows"):
-        PromptSampler(8, 4).load_state_dict(PromptSampler(9, 4).state_dict())
+    for rows, size, said in ((9, 4, "8 num_rows"), (7, 4, "8 num_rows"), (8, 3, "4 batch_size"),
+                             (8, 5, "4 batch_size")):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"resumed data order: got {said}"):
+            PromptSampler(8, 4).load_state_dict(PromptSampler(rows, size).state_dict())
 
 
 def test_num_batches_covers_the_epochs() -> None:

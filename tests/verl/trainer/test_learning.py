@@ -333,6 +333,40 @@ def test_each_pass_is_made_where_it_is_needed_by_the_model_that_it_is_about(
     assert {x: float(batch.tokens[x][0]) for x in set(batch.tokens) - before} == expected
 
 
+class Counted:
+    """A counter of work that remembers what was said to it."""
+
+    policy, reference, critic = "policy", "reference", "critic"
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str, int]] = []
+
+    def looks(self, phase: str, model: str, batch: TokenBatch) -> None:
+        self.done.append((phase, model, len(batch)))
+
+    learns = looks
+
+
+def test_all_work_of_the_ranks_is_counted() -> None:
+    """Each pass and each mini-batch, under its phase and for its model."""
+    learner, _ = learner_of()
+    config, counted = learner.config, Counted()
+    learner.work = counted  # type: ignore[assignment]
+    config.algorithm.kl_ctrl.kl_coef = 0.1
+    config.actor_rollout_ref.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size = 2, 3
+    batch = small([1.0, 0.0, 2.0, 0.0])
+    batch.tokens["advantages"] = torch.ones(batch.num_tokens)
+    learner.add_log_probs(batch)
+    learner.add_values(batch)
+    learner.update_critic(batch, step=1)
+    learner.update_actor(batch, step=1)
+    assert counted.done == [
+        ("old_log_prob", "policy", 4), ("old_log_prob", "reference", 4), ("values", "critic", 4),
+        ("update_critic", "critic", 3), ("update_critic", "critic", 1),
+        ("update_actor", "policy", 2), ("update_actor", "policy", 2),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("estimator", "updates"), [("gae", [0, 0, 1]), ("grpo", [1, 1, 1])])
 def test_the_policy_waits_while_a_critic_warms_up(estimator: str, updates: list[int]) -> None:
     """For that many steps, and only where there is a critic."""
