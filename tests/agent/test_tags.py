@@ -99,6 +99,7 @@ def test_ordinary_text_stays_as_it_is() -> None:
     """Comparisons, unknown tags and arrows are not touched."""
     for text in ("a < b and c > d", "<b>bold</b>", "<informational>", "if x<s: y", "->"):
         assert neutralize(text, SEARCH_R1) == text
+    assert neutralize("a b", SEARCH_R1, ["a", ""]) == "a b"  # tokens that no space could break
 
 
 def test_an_observation_reads_as_in_the_paper() -> None:

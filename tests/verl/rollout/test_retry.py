@@ -159,56 +159,55 @@ class Clock:
 
 @dataclass
 class Slow(Away):
-    """Takes five seconds for each probe, and notes how long it might have taken."""
+    """Takes four seconds for each probe, and notes how long it might have taken."""
 
     clock: Clock = field(default_factory=Clock)
     allowed: list[float] = field(default_factory=list)
 
     def probe(self, seconds: float) -> str:
         self.allowed.append(seconds)
-        self.clock.now += 5.0
+        self.clock.now += 4.0
         return super().probe(seconds)
 
 
 def outage_of(tool: Slow, monkeypatch: pytest.MonkeyPatch, began: float | None = None) -> Outage:
-    """On the tool's clock: two seconds between probes, thirty-five between lines."""
+    """On the tool's clock, with two seconds between probes."""
     monkeypatch.setattr(outages, "time", tool.clock)
     monkeypatch.setattr(outages, "POLL_S", 2.0)
-    monkeypatch.setattr(outages, "LINE_S", 35.0)
     return Outage(Environment((tool,)), lambda: None, began)
 
 
 @pytest.mark.parametrize(
     ("max_outage", "allowed", "last_pause", "away"),
     [
-        (54.0, [30, 30, 30, 30, 26, 19, 12, 5], 2.0, 54),
-        (55.0, [30, 30, 30, 30, 27, 20, 13, 6, 1], 1.0, 60),
+        (52.0, [30, 30, 30, 30, 28, 22, 16, 10, 4], 2.0, 52),
+        (53.0, [30, 30, 30, 30, 29, 23, 17, 11, 5, 1], 1.0, 57),
     ],
 )
 def test_an_outage_is_timed_to_the_second(
     max_outage: float, allowed: list[float], last_pause: float, away: int,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """Probes begin every seven seconds and have what is left, a second at least."""
+    """Probes begin every six seconds and have what is left; a line comes after each thirty."""
     tool = Slow(float("inf"), max_outage)
     with pytest.raises(ToolOutage, match=f"for {away} s, no less than .*={max_outage:g}"):
         outage_of(tool, monkeypatch).wait(1)
     assert tool.allowed == allowed
     assert tool.clock.slept == [2.0] * (len(allowed) - 2) + [last_pause]
     told = [record.getMessage() for record in caplog.records]
-    assert ["since 5 s" in told[0], "since 40 s" in told[1], len(told)] == [True, True, 2]
-    assert f"up to {max_outage - 5:.0f} s more" in told[0]
+    assert ["since 4 s" in told[0], "since 34 s" in told[1], len(told)] == [True, True, 2]
+    assert f"up to {max_outage - 4:.0f} s more" in told[0]
 
 
 def test_an_outage_goes_on_from_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool that was back for nothing was away all the time; seconds are those of this wait."""
     tool = Slow(3, max_outage=100.0)
     outage = outage_of(tool, monkeypatch, began=tool.clock.now - 60.0)
-    assert outage.wait(1) == 26.0
-    assert tool.allowed == [30, 30, 26, 19]
+    assert outage.wait(1) == 22.0
+    assert tool.allowed == [30, 30, 28, 22]
     assert outage.wait(1) == 0.0  # it answers at once
     tool.num_probes = 0
-    with pytest.raises(ToolOutage, match="away for 103 s"):
+    with pytest.raises(ToolOutage, match="away for 102 s"):
         outage.wait(1)
 
 
@@ -219,10 +218,10 @@ def test_seconds_of_an_outage_are_counted(monkeypatch: pytest.MonkeyPatch) -> No
     replicas = failing(RecordingReplicas([]), {0: 1, 1: 2})
     rollout = RetryingRollout(replicas, Environment((tool,)))
     rollout.generate(starts(), SAMPLING)
-    assert rollout.take_faults()["fault/outage_s"] == 19.0
+    assert rollout.take_faults()["fault/outage_s"] == 16.0
     tool.num_probes, replicas.fail = 0, failing(RecordingReplicas([]), {0: 2}).fail
     rollout.generate(starts(), SAMPLING)
-    assert rollout.take_faults()["fault/outage_s"] == 19.0
+    assert rollout.take_faults()["fault/outage_s"] == 16.0
 
 
 def test_a_run_whose_time_is_over_waits_no_longer() -> None:
