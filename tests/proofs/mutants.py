@@ -76,6 +76,7 @@ HEART: Mapping[str, Sequence[str]] = MappingProxyType(
         ],
         "verl/checkpoint/folders.py": [
             f"{CHECKPOINTS}/test_folders.py",
+            f"{CHECKPOINTS}/test_saver.py",
             f"{CHECKPOINTS}/test_contents.py::test_a_sound_checkpoint_is_read",
             f"{CHECKPOINTS}/test_contents.py::test_no_damaged_file_is_started_from",
         ],

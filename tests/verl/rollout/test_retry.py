@@ -311,6 +311,23 @@ def test_a_share_of_what_is_lost_is_allowed(num_failed: int, ends: bool) -> None
         assert len(whole_groups(everyone, failed, "step 3", 0.02)) == 100 - 2 * num_failed
 
 
+def test_a_loss_is_told_with_its_last_failure_and_what_would_allow_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As the end of the run, and, where it is allowed, as a line in its log."""
+    everyone = [start_trajectory(p, group=str(i // 2)) for i, p in enumerate(prompts(100))]
+    failed = [everyone[0], everyone[2], everyone[4]]
+    for number, trajectory in enumerate(failed):
+        trajectory.error = f"error {number}"
+    told = f"the last ({failed[-1].prompt.uid}) with: error 2; 6 of 100 are lost"
+    with pytest.raises(ToolOutage) as caught:
+        whole_groups(everyone, failed, "step 3", 0.05)
+    assert told in str(caught.value) and "step 3: 3 trajectories" in str(caught.value)
+    assert str(caught.value).endswith("or allow it: trainer.max_lost_share=0.06")
+    assert len(whole_groups(everyone, failed, "step 3", 0.06)) == 94
+    assert told in caplog.text
+
+
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=30),
     data=st.data(),
