@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from verl.checkpoint import folders
+from verl.checkpoint.folders import Part
 from verl.checkpoint.saver import SavePlan, Saver
 from verl.checkpoint.state import RunState
 from verl.config import TrainerConfig
@@ -161,6 +162,24 @@ def test_the_last_save_of_a_run_may_not_fail(saver: Saver, ranks: SlowRanks) -> 
     """An interrupted run does not say it was saved when it was not."""
     ranks.problem = "full"
     with pytest.raises(SaveError, match="there is none before it"):
+        saver.save(state(1), wait=True)
+    assert names(saver.root) == []
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_an_interrupted_write_leaves_nothing(
+    saver: Saver, ranks: SlowRanks, begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while ranks write, or before there is a folder, goes on as what it is."""
+
+    def interrupted(*_: object) -> Part:
+        raise KeyboardInterrupt
+
+    if begins:
+        monkeypatch.setattr(ranks, "save_checkpoint", interrupted)
+    else:
+        monkeypatch.setattr(folders, "begin", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         saver.save(state(1), wait=True)
     assert names(saver.root) == []
 
