@@ -97,6 +97,19 @@ def test_loss_and_gradient_equal_a_hand_written_loss(high: float | None, bound: 
     assert found["actor/rollout_mismatch_max"] == pytest.approx(mismatch.max().item(), rel=1e-4)
 
 
+def test_losses_are_reported_as_they_are_and_the_rest_by_token() -> None:
+    """Weights that do not sum to 1, as Dr.GRPO's, make another loss, and no other entropy."""
+    single, double = make_batch(LENGTHS), make_batch(LENGTHS)
+    double.tokens["loss_weights"] = 2 * double.tokens["loss_weights"]
+    options = {"entropy_coeff": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.1, "llds_coef": 0.1}
+    once, twice = (make_actor(**options).update(batch) for batch in (single, double))
+    for name in ("loss", "pg_loss", "kl_loss", "llds_loss", "grad_norm"):
+        assert twice[f"actor/{name}"] == pytest.approx(2 * once[f"actor/{name}"], rel=1e-4)
+    for name in ("entropy", "ppo_kl", "clip_fraction", "rollout_mismatch", "rollout_kl"):
+        assert twice[f"actor/{name}"] == pytest.approx(once[f"actor/{name}"], rel=1e-4)
+    assert once["actor/pg_loss"] != 0 != once["actor/entropy"]
+
+
 def test_options_of_the_loss_equal_a_hand_written_loss() -> None:
     """GPG weighed by truncated sequence ratios, with LLDS gated by turn, by loops and autograd."""
     batch = make_batch(LENGTHS)
