@@ -13,6 +13,7 @@ import contextlib
 import difflib
 import gc
 import importlib
+import math
 import os
 import random
 import shutil
@@ -90,8 +91,8 @@ WARM = (
     "aiohttp", "hydra", "yaml", "fastapi", "uvicorn", "tyro", "peft", "bm25s",
 )  # fmt: skip
 """Imported once, before a process is forked for each mutant, as are the plugins of pytest."""
-TIMEOUT_S = 120.0
-"""A mutant whose tests take longer is found: it hangs."""
+TIMEOUT_S, TIMES = 20.0, 5.0
+"""A mutant whose tests take that and so many times as long as without it is found: it hangs."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,8 @@ def warm_up() -> None:
     gc.freeze()
 
 
-def passes(tests: Sequence[str]) -> bool:
-    """Whether the tests pass, in a process of their own; one that takes too long does not."""
+def passes(tests: Sequence[str], seconds: float) -> bool:
+    """Whether the tests pass, in a process of their own, and in so many seconds."""
     pid = os.fork()
     if pid == 0:
         os.setsid()
@@ -183,7 +184,7 @@ def passes(tests: Sequence[str]) -> bool:
             os.dup2(nowhere.fileno(), 1)
             os.dup2(nowhere.fileno(), 2)
         os._exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
@@ -208,15 +209,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for module in given.modules:
             path = folder / module
             original = path.read_text(encoding="utf-8")
-            if not passes(HEART[module]):
+            start = time.monotonic()
+            if not passes(HEART[module], math.inf):
                 sys.exit(f"{module}: {' '.join(HEART[module])} fail without any change")
+            seconds = TIMEOUT_S + TIMES * (time.monotonic() - start)
             mutants = list(mutants_of(module, original))
             draw = random.Random(f"{given.seed} {module}")
             chosen = draw.sample(mutants, min(given.sample or len(mutants), len(mutants)))
             before = len(survivors)
             for mutant in chosen:
                 path.write_text(mutant.code, encoding="utf-8")
-                if passes(HEART[module]):
+                if passes(HEART[module], seconds):
                     survivors.append(mutant)
                     say(f"{module}:{mutant.line} {mutant.operator}\n{mutant.diff(original)}")
             path.write_text(original, encoding="utf-8")
