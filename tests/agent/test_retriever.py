@@ -181,6 +181,13 @@ def test_a_probe_asks_as_the_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {request["topk"] for request in first.requests + second.requests} == {7}
 
 
+def test_every_address_that_refuses_is_told() -> None:
+    """So that a user mends all of them at once."""
+    with running(Scripted(*[(401, b"no")] * 2)) as url:
+        found = list(search_tool(f"{url}, {url}/retrieve").preflight(30.0))
+    assert [type(error) for error in found] == [ToolRefused] * 2
+
+
 @pytest.mark.parametrize("make", [search_tool, visit_tool])
 def test_a_probe_makes_three_attempts(make: Callable[[str], RetrieverTool]) -> None:
     """One error or two are no outage, and no more time is spent on what is one."""
