@@ -39,7 +39,7 @@ OPTIONS = ("trainer.n_gpus_per_node=1", "retriever.timeout=3", "retriever.max_re
 OF_A_PROCESS = (Kind.KILL, Kind.FREEZE)
 SHARES = {"retriever": 0.71, "machine": 0.27, "nodes": 0.02}
 """Of the faults; a lost node costs a minute."""
-STEPS = {"retriever": 1.5, "machine": 2.0, "nodes": 4.0}
+STEPS = {"retriever": 0.7, "machine": 1.6, "nodes": 4.0}
 """For each fault, so that the run is not over before its last."""
 
 console = Console(soft_wrap=True)
