@@ -41,7 +41,7 @@ OF_A_NODE = tuple(kind for kind in Kind if kind.value.startswith("node"))
 ON_THE_MACHINE = tuple(kind for kind in Kind if kind not in AT_THE_RETRIEVER + OF_A_NODE)
 SECONDS = {
     Kind.FREEZE: (0.2, 4.0), Kind.HANGS: (0.5, 6.0), Kind.DIES: (0.5, 5.0), Kind.CLOCK: (0.5, 4.0),
-    Kind.OTHER_CORPUS: (2.0, 4.0), Kind.NODE_OFF: (1.0, 10.0), Kind.NODE_CUT: (6.0, 15.0),
+    Kind.NODE_OFF: (1.0, 10.0), Kind.NODE_CUT: (6.0, 15.0),
 }  # fmt: skip
 """How long a fault lasts, at least and at most; `SHORT` where nothing is said."""
 SHORT = (0.2, 2.0)

@@ -59,8 +59,16 @@ class Watched(Training):
         if self.process is not None:
             log = self.log_path(self.starts)
             text = log.read_text(errors="replace")
-            self.ends.append((self.process.wait(), TRACEBACK in text, log.name))
+            self.ends.append((self.process.wait(), ends_badly(text), log.name))
         super().start()
+
+
+def ends_badly(log: str) -> bool:
+    """Whether the run itself printed a traceback.
+
+    vLLM logs one of its own, marked with its process, when its engine core was killed.
+    """
+    return any(line.startswith(TRACEBACK) for line in log.replace("\r", "\n").split("\n"))
 
 
 @dataclass

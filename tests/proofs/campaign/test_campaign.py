@@ -20,7 +20,7 @@ from tests.proofs.campaign.__main__ import SHARES, STEPS, Report, markdown
 from tests.proofs.campaign.clock import Clock
 from tests.proofs.campaign.faults import Kind, plan
 from tests.proofs.campaign.proxy import FaultyProxy
-from tests.proofs.campaign.run import Effect, touched
+from tests.proofs.campaign.run import Effect, ends_badly, touched
 from tests.proofs.campaign.world import LEGS
 
 ANSWER = json.dumps({"result": [[{"id": "1"}], [{"id": "2"}]]}).encode()
@@ -154,6 +154,20 @@ def test_an_observation_of_a_fault_is_found_and_another_sample_is_not(tmp_path: 
     sample = row(1, ("policy", [7]), ("observation", [9]))
     (disturbed / "step_1.jsonl").write_text(error + sample)
     assert touched(calm, disturbed) == ["step_1 q/0"]
+
+
+@pytest.mark.parametrize(
+    ("log", "is_bad"),
+    [
+        ("train: 1%\nTraceback (most recent call last):\n", True),
+        ("train: 1%\rTraceback (most recent call last):\n", True),
+        ("(ActorHost pid=1) ERROR [async_llm.py] Traceback (most recent call last):\n", False),
+        ("the checkpoint of step 8 could not be written\n", False),
+    ],
+)
+def test_a_traceback_is_the_run_s_own(log: str, is_bad: bool) -> None:
+    """vLLM writes one into the log when its engine core is killed, and the run goes on."""
+    assert ends_badly(log) is is_bad
 
 
 def effect(**changes: object) -> Effect:

@@ -21,7 +21,7 @@ from tests.proofs.campaign.proxy import FaultyProxy
 
 DAY_S = 86_400
 UNTIL_ENDED_S = 60.0
-"""How long a full or read-only disk is left to a run that does not stop."""
+"""How long a full or read-only disk, or another corpus, is left to a run that does not stop."""
 
 
 class Run(Protocol):
@@ -84,7 +84,7 @@ def retriever(out: Path) -> Iterator[World]:
             with other:
                 met = proxy.break_for(Kind.DIES, 0.5)
                 proxy.port = other.port
-                wait_for_end(run, fault.seconds)
+                wait_for_end(run, UNTIL_ENDED_S)
                 proxy.port = server.port
             return met > 0
 
