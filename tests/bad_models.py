@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -173,6 +174,12 @@ BAD: Mapping[str, tuple[Change, str]] = {
     "layers 0": (config("num_hidden_layers", 0), "no place for"),
     "layers -1": (config("num_hidden_layers", -1), "no place for"),
     "layers a billion": (config("num_hidden_layers", 10**9), "num_hidden_layers=1000000000"),
+    "eps below 0": (config("rms_norm_eps", -1.0), "rms_norm_eps=-1.0"),
+    "eps not a number": (config("rms_norm_eps", math.nan), "rms_norm_eps=nan"),
+    "rope of nothing": (
+        config("rope_scaling", {"rope_type": "linear", "factor": 0.0}), "factor=0.0 of its rotary",
+    ),
+    "theta 0": (config("rope_theta", 0), "rope_theta=0 of its rotary"),
     "layers a word": (config("num_hidden_layers", "two"), "config.json: "),
     "heads 0": (config("num_attention_heads", 0), "config.json: "),
     "heads 3": (config("num_attention_heads", 3), "config.json: "),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -106,17 +107,34 @@ def read_config(path: str, subject: str = "model path") -> PretrainedConfig:
             found = getattr(config.get_text_config(), name, None) or 0
             if found > MOST_PARTS:
                 raise Unfit(f"{name}={found}")
+        refuse_numbers(config.get_text_config())
         return config
+
+
+def refuse_numbers(text: PretrainedConfig) -> None:
+    """Raise Unfit for numbers under which every answer would be noise, or not a number."""
+    for name, value in text.to_dict().items():
+        is_small = not isinstance(value, int | float) or 0 <= value < 1  # never true of NaN
+        if name.endswith(("_eps", "_epsilon")) and not is_small:
+            raise Unfit(f"{name}={value}")
+    for part in rotations(text):
+        for name, least in {"factor": 1.0, "rope_theta": 1.0}.items():
+            value = part.get(name)
+            if isinstance(value, int | float) and not least <= value < math.inf:
+                raise Unfit(f"{name}={value} of its rotary positions")
+
+
+def rotations(text: PretrainedConfig) -> list[Mapping[str, Any]]:
+    """The parameters of its rotary positions, where layers differ those of each kind."""
+    scaling = getattr(text, "rope_parameters", None) or {}
+    return [part for part in (scaling, *scaling.values()) if isinstance(part, Mapping)]
 
 
 def num_positions(config: PretrainedConfig) -> int | None:
     """Tokens that a model was made for, stretched as its config says; None where none are told."""
     text = config.get_text_config()
-    positions, scaling = (
-        getattr(text, name, None) for name in ("max_position_embeddings", "rope_parameters")
-    )
-    parts = [scaling or {}, *(scaling or {}).values()]  # of each kind of layer
-    factors = [part.get("factor") or 1 for part in parts if isinstance(part, Mapping)]
+    positions = getattr(text, "max_position_embeddings", None)
+    factors = [part.get("factor") or 1 for part in rotations(text)]
     return int(positions * max(1, *factors)) if isinstance(positions, int) else None
 
 

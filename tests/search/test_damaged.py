@@ -280,6 +280,7 @@ CORPORA = {
 CORPUS_KEPT_SIZE = {name: ANY_FILE[name] for name in ("flip-middle", "flip-last", "zeros")}
 ORACLES = {
     "garbage": text("}{"),
+    "nul": text("\0"),
     "no-question": text('{"documents": []}'),
     "question-number": text('{"question": 1, "documents": []}'),
     "no-documents": text('{"question": "a"}'),

@@ -30,7 +30,7 @@ class ServerConfig:
     url: str = option("http://127.0.0.1:8000/retrieve", resume="free")
     """Its address, or several with commas between them that stand in for each other;
     `empty` for no documents at all (a control)."""
-    topk: int = option(3, resume="experiment", ge=1)
+    topk: int = option(3, resume="experiment", ge=1, le=10_000)
     """Documents per query."""
     timeout: float = option(60.0, resume="free", gt=0)
     """Seconds one request may take."""

@@ -85,7 +85,7 @@ class ActorConfig:
     `ppo_max_token_len_per_gpu` is null."""
     ppo_max_token_len_per_gpu: int | None = option(None, resume="free", ge=1)
     """Token budget of one packed forward on one rank; null derives it, or takes 16,384."""
-    ppo_epochs: int = option(1, resume="experiment", ge=1)
+    ppo_epochs: int = option(1, resume="experiment", ge=1, le=1000)
     """Passes over a step's trajectories."""
     grad_clip: float = option(1.0, resume="logged", gt=0)
     """Gradient norm bound."""
@@ -239,7 +239,7 @@ class CriticConfig:
     """As the actor's; null for twice the actor's."""
     ppo_mini_batch_size: int | None = option(None, resume="experiment", ge=1)
     """Trajectories per critic step; null for the actor's."""
-    ppo_epochs: int = option(1, resume="experiment", ge=1)
+    ppo_epochs: int = option(1, resume="experiment", ge=1, le=1000)
     """Passes over a step's trajectories."""
     grad_clip: float = option(1.0, resume="logged", gt=0)
     """Gradient norm bound."""

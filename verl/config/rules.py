@@ -72,6 +72,8 @@ def _run(config: Config) -> Iterator[Row]:
     start, seen = data.max_start_length, data.max_obs_length
     batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
     engine_size = rollout.tensor_model_parallel_size
+    yield (not trainer.default_local_dir.strip(), "trainer.default_local_dir",
+           repr(trainer.default_local_dir), "a folder", "leave it out, or name one: . for this one")
     yield (start > longest, "data.max_start_length",
            f"{start}, more than data.max_prompt_length={longest}", "a prompt that fits the context",
            "raise data.max_prompt_length or lower data.max_start_length")

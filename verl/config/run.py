@@ -30,7 +30,7 @@ class Config:
     agent: AgentConfig = field(default_factory=AgentConfig)
     retriever: ServerConfig = field(default_factory=ServerConfig)
     compat: CompatConfig = field(default_factory=CompatConfig)
-    max_turns: int = option(2, resume="experiment", ge=0)
+    max_turns: int = option(2, resume="experiment", ge=0, le=10_000)
     """Turns of a trajectory that may call tools; a last turn without follows."""
     do_search: bool = option(True, resume="experiment")
     """False runs without tools and their servers: a call is then an invalid action."""

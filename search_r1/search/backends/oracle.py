@@ -113,7 +113,7 @@ def _read(path: Path) -> list[tuple[str, list[Document | str]]]:
     """Questions with their documents, or with the ids of them."""
     try:
         lines = read_text(path).split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise SetupError(f"--oracle_path {path} cannot be read ({error}); {EXPECTED}") from error
     rows = []
     for number, line in enumerate(lines, start=1):
