@@ -134,6 +134,8 @@ def nodes(out: Path) -> Iterator[World]:
         return
     shutil.copy(CORPUS, out / "corpus.jsonl")
     with two_machines(out) as (first, second):
+        # The second machine takes the cable along; the head's address is to stay.
+        first.run("ip", "address", "add", f"{first.address}/32", "dev", "lo")
         multinode.start_retriever(first, out)
         multinode.start_retriever(second, out)
         multinode.start_cluster(first, second)
