@@ -179,7 +179,10 @@ BAD: Mapping[str, tuple[Change, str]] = {
     "rope of nothing": (
         config("rope_scaling", {"rope_type": "linear", "factor": 0.0}), "factor=0.0 of its rotary",
     ),
-    "theta 0": (config("rope_theta", 0), "rope_theta=0 of its rotary"),
+    "theta 0": (
+        config("rope_parameters", {"rope_type": "default", "rope_theta": 0}),
+        "rope_theta=0 of its rotary",
+    ),
     "layers a word": (config("num_hidden_layers", "two"), "config.json: "),
     "heads 0": (config("num_attention_heads", 0), "config.json: "),
     "heads 3": (config("num_attention_heads", 3), "config.json: "),

@@ -20,7 +20,11 @@ from verl.rollout.interface import RolloutEngine
 from verl.types import Completion, Sampling
 
 ROWS = [row(i, "nq" if i % 2 else "hotpotqa") for i in range(20)]
-WHAT = {"data": {"num_rows": 20}, "decoding": {"n": 2}}
+WHAT = {
+    "data": {"num_rows": 20, "files": {}}, "model": {"name": "m"}, "template": {"name": "t"},
+    "decoding": {"n": 2, "temperature": 0.0, "max_turns": 2, "topk": 1},
+    "retriever": {"retriever": "empty"},
+}  # fmt: skip
 
 
 @dataclass

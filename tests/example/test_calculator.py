@@ -84,7 +84,7 @@ class Scripted:
 class Replicas:
     """Plays with the run's own agent."""
 
-    dtype = "float32"
+    dtype, version = "float32", 0
 
     def __init__(self, agent: DialogueAgent) -> None:
         self.agent = agent

@@ -33,11 +33,12 @@ class Scripted:
         path = url.removeprefix(URL)
         self.num_asked[path] += 1
 
-        async def read() -> bytes:
-            return b"{}"
+        async def parts() -> AsyncIterator[bytes]:
+            yield b"{}"
 
         status = 500 if self.is_away or path == "/bad" else 200
-        yield SimpleNamespace(status=status, headers={}, read=read)
+        content = SimpleNamespace(iter_any=parts)
+        yield SimpleNamespace(status=status, headers={}, content=content)
 
     async def ask(self, path: str, **options: Any) -> int:
         """How many attempts an exchange makes, answered or not."""

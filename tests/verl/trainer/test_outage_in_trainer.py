@@ -68,7 +68,7 @@ class LastWords:
 class Engines(InProcess):
     """What the trainer asks of replicas; while one group of step 2 is sampled the server stops."""
 
-    dtype = "float32"
+    dtype, version = "float32", 0
 
     def __init__(self, server: Server, stops: bool, then: str | None) -> None:
         super().__init__(server.url, 60.0)
