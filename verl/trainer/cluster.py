@@ -232,7 +232,8 @@ def shared_memory_problems(config: Config) -> list[UserError]:
     """Room for the weights that ranks hand to engines through the node's shared memory."""
     if engine_takes_adapter(config) or not SHARED_MEMORY.is_dir():
         return []
-    needed = weight_bytes(config.actor_rollout_ref.model.path)
+    versions = 2 if config.actor_rollout_ref.rollout.max_staleness else 1
+    needed = versions * weight_bytes(config.actor_rollout_ref.model.path)
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free >= needed:
         return []

@@ -108,6 +108,9 @@ def test_shared_memory_must_hold_the_weights(tmp_path: Path) -> None:
     [problem] = shared_memory_problems(config)
     assert "8192.0 GiB for the weights" in str(problem)
     section = config.actor_rollout_ref
+    stale = replace(section, rollout=replace(section.rollout, max_staleness=1))
+    [problem] = shared_memory_problems(replace(config, actor_rollout_ref=stale))
+    assert "16384.0 GiB for the weights" in str(problem)  # engines still read the version before
     adapted = replace(section, model=replace(section.model, lora_rank=8))
     assert shared_memory_problems(replace(config, actor_rollout_ref=adapted)) == []
 

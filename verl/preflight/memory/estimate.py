@@ -151,8 +151,9 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
     """Processes before they load anything, a step's trajectories, and weights on their way.
 
     Weights lie in a folder in shared memory that stays: whole tensors are gathered one at a time
-    and collected up to SHARD_BYTES by the first rank of a node, and each file is written beside
-    the one it replaces. Of an adapter, that alone travels.
+    and collected up to SHARD_BYTES by the first rank of a node. Room is kept for a file more, and
+    with `max_staleness` for a whole version that engines still read. Of an adapter, that alone
+    travels.
     """
     rank, engine, driver = PROCESSES["gpu" if on_gpu else "cpu"]
     local = config.trainer.n_gpus_per_node
@@ -172,7 +173,10 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
         return
     size, largest = item * policy.parameters(), max(policy.tensors())
     yield Need(Memory.SHARED, "weights for the engines", size, LOADED)
-    yield Need(Memory.SHARED, "their next file", min(size, SHARD_BYTES), sync)
+    if config.actor_rollout_ref.rollout.max_staleness:
+        yield Need(Memory.SHARED, "the version before them", size, LOADED)
+    else:
+        yield Need(Memory.SHARED, "their next file", min(size, SHARD_BYTES), sync)
     yield Need(Memory.HOST, "weights being written", min(size, SHARD_BYTES), sync)
     yield Need(Memory.DEVICE, "largest tensor, whole", (FLOAT + item) * largest, sync)
 

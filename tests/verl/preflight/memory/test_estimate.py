@@ -139,6 +139,15 @@ def test_what_needs_more_is_estimated_so(key: str, less: Any, more: Any) -> None
     assert amounts[0] < amounts[1]
 
 
+def test_sampling_ahead_keeps_the_version_before_in_shared_memory() -> None:
+    """A whole one: engines may still read it while the next is written."""
+    of_turns, ahead = (of(options(**{f"{ROLLOUT}.max_staleness": k})) for k in (0, 1))
+    size = held(of_turns, "weights for the engines", Memory.SHARED)
+    assert held(ahead, "the version before them", Memory.SHARED) == size
+    assert ahead.total(Memory.SHARED, Phase.UPDATE_ACTOR) == 2 * size
+    assert of_turns.total(Memory.SHARED, Phase.UPDATE_ACTOR) == size
+
+
 def test_loading_needs_no_memory_of_its_own() -> None:
     """Ranks read the rows they keep: the node's peak is not while it loads, whatever the model."""
     for ranks in (1, 4):
