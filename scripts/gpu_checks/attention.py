@@ -13,6 +13,8 @@ from verl.training import attention
 from verl.training.attention import SequenceBounds, VarlenKernel
 
 LENGTHS = [1, 17, 300, 128, 513]
+SHARED = [(0, 130), (130, 131), (130, 400), (130, 643), (0, 17)]
+"""A prompt, three responses behind it, and a sequence by itself."""
 BOUNDS = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Largest error by the largest value: a few roundings of the format."""
 KERNELS = {
@@ -48,13 +50,17 @@ def kernels() -> dict[str, VarlenKernel]:
 
 
 def compare(report: Report, name: str, kernel: VarlenKernel, dtype: torch.dtype) -> None:
-    """Grouped heads or as many of each, windows or none, heads of 64 and 128."""
+    """Sequences or responses to one prompt, grouped heads or as many of each, windows or none,
+    heads of 64 and 128."""
     device = torch.device(report.device)
-    bounds = SequenceBounds.of(LENGTHS, device)
+    rows = (SequenceBounds.of(LENGTHS, device), SequenceBounds.of_spans(SHARED, device))
     worst = {"forward": 0.0, "backward": 0.0}
-    for kv_heads, window, size in itertools.product((2, 8), (0, 64), (64, 128)):
+    cases = itertools.product(rows, (2, 8), (0, 64), (64, 128))
+    for bounds, kv_heads, window, size in cases:
         generator = torch.Generator().manual_seed(kv_heads + window + size)
-        shapes = [(sum(LENGTHS), heads, size) for heads in (8, kv_heads, kv_heads, 8)]
+        tokens, keys = sum(bounds.lengths), sum(bounds.num_keys)
+        shapes = [(tokens, 8, size), (keys, kv_heads, size), (keys, kv_heads, size),
+                  (tokens, 8, size)]  # fmt: skip
         drawn = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
         pairs = zip(
             run(kernel, drawn, bounds, window),

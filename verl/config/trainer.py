@@ -83,6 +83,10 @@ class TrainerConfig:
     """Forward and backward: auto (bfloat16 where the device has units for it, else float16 on GPUs
     and float32 on CPU), bfloat16, float16 (with a scaled loss), float32. Master weights are float32
     always."""
+    share_prompts: bool = option(True, resume="logged")
+    """Compute the prompt of a group once in passes and updates, where that spares a twentieth of a
+    step's tokens or more: the same gradient but for rounding. false computes it for each
+    trajectory."""
     n_gpus_per_node: int = option(8, resume="free", ge=1)
     """Training ranks per node (on CPU: processes)."""
     trace: bool = option(False, resume="free")

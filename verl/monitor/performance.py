@@ -16,8 +16,11 @@ from verl.config import Config, CriticModelConfig, ModelConfig
 from verl.machine import GB
 from verl.model_shape import read_shape
 from verl.monitor.flops import ModelFlops
+from verl.packing import Packing
+from verl.training.actor import TokenBudgets
 from verl.training.devices import PeakMemory
 from verl.training.models import LOGITS_PER_CHUNK
+from verl.training.worker import actor_budgets, critic_budgets
 from verl.types import Metrics, TokenBatch
 
 PHASES_OF_RANKS = (
@@ -88,9 +91,13 @@ class Work:
 
 
 class WorkCounter:
-    """Counts the FLOPs that the ranks are asked for; none of a model whose shape is unknown."""
+    """Counts the FLOPs that the ranks are asked for; none of a model whose shape is unknown.
+
+    Copies of a prompt that the ranks need not compute are not counted.
+    """
 
     def __init__(self, config: Config) -> None:
+        self.config = config
         section, critic = config.actor_rollout_ref, config.critic
         self.policy = model_flops(section.model, section.model.path, is_critic=False)
         self.critic = model_flops(critic.model, config.critic_path, is_critic=True)
@@ -100,7 +107,9 @@ class WorkCounter:
     def looks(self, phase: str, model: ModelFlops | None, batch: TokenBatch) -> None:
         """A forward of `model` over the batch."""
         if model is not None:
-            self._done[phase] += Work(model.forward(*sizes(model, batch)))
+            spared = self._spared(batch, self._budgets(model).inference)
+            done = model.forward(*sizes(model, batch)) - model.forward(spared, 0)
+            self._done[phase] += Work(done)
 
     def learns(self, phase: str, model: ModelFlops | None, mini_batch: TokenBatch) -> None:
         """Forward and backward of `model` over the mini-batch."""
@@ -108,7 +117,17 @@ class WorkCounter:
             lengths, num_targets = sizes(model, mini_batch)
             in_chunks = not model.is_critic and num_targets * model.shape.vocab > LOGITS_PER_CHUNK
             again = model.recomputed(lengths, num_targets if in_chunks else 0)
-            self._done[phase] += Work(model.update(lengths, num_targets), again)
+            spared = self._spared(mini_batch, self._budgets(model).update)
+            self._done[phase] += Work(
+                model.update(lengths, num_targets) - model.update(spared, 0),
+                again - model.recomputed(spared),
+            )
+
+    def _budgets(self, model: ModelFlops) -> TokenBudgets:
+        return (critic_budgets if model.is_critic else actor_budgets)(self.config)
+
+    def _spared(self, batch: TokenBatch, budget: int) -> list[int]:
+        return Packing.of(batch).spared(self.config.num_ranks, budget)
 
     def take(self) -> dict[str, Work]:
         """What was done since the last call, by phase."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.types import TokenBatch, balance
+from verl.packing import Packing
+from verl.types import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,12 @@ class Split:
 
 
 def split_by_tokens(batch: TokenBatch, num_ranks: int) -> Split:
-    """Divide sequences over ranks so that token counts are nearly equal.
+    """Divide sequences over ranks so that nearly as many tokens are computed by each.
 
     A rank may be left without sequences when there are fewer of them than ranks; it still takes
     part in every collective call with an empty shard.
     """
-    parts = balance(batch.lengths.tolist(), num_ranks)
+    parts = Packing.of(batch).over_ranks(num_ranks)
     return Split(parts, [batch.select(part) for part in parts])
 
 

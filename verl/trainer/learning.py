@@ -18,6 +18,7 @@ from verl.errors import ConfigError, explain
 from verl.monitor.collapse import DRIFT, SHIFT
 from verl.monitor.drift import correct_trajectories, drift_and_shift
 from verl.monitor.performance import WorkCounter
+from verl.packing import share_prompts
 from verl.trainer.collection import Samples
 from verl.trainer.groups import TrainerRanks
 from verl.trainer.metrics import mean_by_key
@@ -27,7 +28,8 @@ from verl.types import Metrics, TokenBatch
 def assemble(samples: Samples, config: Config) -> TokenBatch:
     """The jagged batch with scores; `loss_mask` says which tokens are learned from.
 
-    Where the critic learns from more tokens than the policy, `value_mask` says from which.
+    Where the critic learns from more tokens than the policy, `value_mask` says from which. Prompts
+    of groups are marked to be computed once.
     """
     batch = TokenBatch.from_trajectories(samples.trajectories)
     masking = config.actor_rollout_ref.actor.state_masking
@@ -39,6 +41,8 @@ def assemble(samples: Samples, config: Config) -> TokenBatch:
     batch.rows["scores"] = torch.tensor(scores, dtype=torch.float64)
     if samples.greedy_scores:
         batch.rows["greedy_scores"] = torch.tensor(samples.greedy_scores, dtype=torch.float64)
+    if config.trainer.share_prompts:
+        share_prompts(batch)
     return batch
 
 

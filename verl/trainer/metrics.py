@@ -12,6 +12,7 @@ import numpy as np
 from verl.data.trajectories import num_calls
 from verl.monitor.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
 from verl.monitor.performance import Timings as Timings
+from verl.packing import spared_share
 from verl.rewards.interface import Reward
 from verl.types import Metrics, Origin, Status, TokenBatch, Trajectory
 
@@ -141,6 +142,7 @@ def throughput_metrics(batch: TokenBatch, timings: Timings, num_gpus: int) -> Me
     tokens = float(batch.num_tokens)
     return {
         "perf/total_num_tokens": tokens,
+        "perf/shared_token_share": spared_share(batch),
         "perf/throughput": tokens / max(timings.of_phases, 1e-9),
         "perf/tokens_per_second_per_gpu": tokens / max(timings.step, 1e-9) / num_gpus,
     }

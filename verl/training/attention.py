@@ -4,13 +4,16 @@ Importing this module registers `PACKED` with transformers. A model whose attent
 implementation is `PACKED` takes batch size 1, `position_ids` that restart at each sequence, and
 the `SequenceBounds` of the row as the keyword `bounds`, which transformers hands through to every
 layer. No mask is built: transformers has none for a name it does not know.
+
+Responses to one prompt may follow one copy of it. All else of a layer is by token; only here a
+response looks at the prompt, whose keys and values are copied in front of its own.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,26 +25,64 @@ from transformers import AttentionInterface
 PACKED = "verl_packed"
 
 
+Span = tuple[int, int]
+"""First and end position of a run of tokens. Where the first is not 0, the tokens before it are
+those of the last run that began at 0, which has just so many."""
+
+
 @dataclass(frozen=True)
 class SequenceBounds:
-    """Where the sequences of a packed row begin and end."""
+    """Where the runs of tokens of a packed row begin and end, and what each of them sees."""
 
-    lengths: tuple[int, ...]
-    """Tokens of each sequence, all positive."""
+    spans: tuple[Span, ...]
+    """Positions of each run's tokens; a run sees itself and what is before it."""
     cu_seqlens: Tensor
-    """(num_seqs + 1,) int32 on the model's device."""
+    """(num_spans + 1,) int32 on the model's device: where the runs are in the row."""
+    cu_keys: Tensor
+    """The same of what each run sees, in what `keys_of` gives."""
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device) -> SequenceBounds:
-        """Bounds of sequences with these lengths."""
-        total = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(tuple(lengths), total.to(device))
+    def of(cls, lengths: Sequence[int], device: torch.device) -> SequenceBounds:
+        """Bounds of whole sequences with these lengths."""
+        return cls.of_spans([(0, length) for length in lengths], device)
+
+    @classmethod
+    def of_spans(cls, spans: Sequence[Span], device: torch.device) -> SequenceBounds:
+        """Bounds of runs with these positions."""
+        queries, keys = (
+            torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+            for sizes in ([end - start for start, end in spans], [end for _, end in spans])
+        )
+        return cls(tuple(spans), queries, keys)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each run, all positive."""
+        return [end - start for start, end in self.spans]
+
+    @property
+    def num_keys(self) -> list[int]:
+        """Tokens that each run sees the last of."""
+        return [end for _, end in self.spans]
 
     @property
     def position_ids(self) -> Tensor:
-        """(1, num_tokens) positions, restarting at 0 for each sequence."""
+        """(1, num_tokens) positions in the sequences."""
         device = self.cu_seqlens.device
-        return torch.cat([torch.arange(n, device=device) for n in self.lengths])[None]
+        return torch.cat([torch.arange(*span, device=device) for span in self.spans])[None]
+
+    def keys_of(self, x: Tensor) -> Tensor:
+        """Keys or values `x` (num_tokens, ...) with those of the prompt before each response."""
+        if all(start == 0 for start, _ in self.spans):
+            return x
+        parts: list[Tensor] = []
+        for (start, _), part in zip(self.spans, x.split(self.lengths), strict=True):
+            if start == 0:
+                prompt = part
+            else:
+                parts.append(prompt)
+            parts.append(part)
+        return torch.cat(parts)
 
 
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, SequenceBounds, float, int], Tensor]
@@ -50,32 +91,36 @@ VarlenKernel = Callable[[Tensor, Tensor, Tensor, SequenceBounds, float, int], Te
 def attend_one_by_one(
     query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int
 ) -> Tensor:
-    """Causal attention of each sequence by itself: no padding and no mask over the whole row.
+    """Causal attention of each run by itself: no padding and no mask over the whole row.
 
-    `query` is (num_tokens, heads, head_dim), `key` and `value` have the key-value heads;
-    `window` 0 means unlimited. Returns the shape of `query`.
+    `query` is (num_tokens, heads, head_dim), `key` and `value` are what `keys_of` gives of the
+    key-value heads; `window` 0 means unlimited. Returns the shape of `query`.
     """
     if query.is_cuda:  # the kernel there that needs no length x length matrix shares no heads
         key, value = with_heads_of(query, key), with_heads_of(query, value)
+    sizes = (bounds.lengths, bounds.num_keys, bounds.num_keys)
     parts = [
-        torch.split(x.transpose(0, 1)[None], list(bounds.lengths), dim=2)
-        for x in (query, key, value)
+        torch.split(x.transpose(0, 1)[None], size, dim=2)
+        for x, size in zip((query, key, value), sizes, strict=True)
     ]
     outputs = [
         scaled_dot_product_attention(
             q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
-            **_mask(q.shape[2], window, q.device),
+            **_mask(q.shape[2], k.shape[2], window, q.device),
         )
         for q, k, v in zip(*parts, strict=True)
     ]  # fmt: skip
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
-def _mask(length: int, window: int, device: torch.device) -> dict[str, Any]:
-    if not 0 < window < length:
+def _mask(length: int, num_keys: int, window: int, device: torch.device) -> dict[str, Any]:
+    """What lets the last `length` of `num_keys` tokens see those before them, `window` at most."""
+    before = num_keys - length
+    if not before and not 0 < window < length:
         return {"is_causal": True}
-    ones = torch.ones(length, length, dtype=torch.bool, device=device)
-    return {"attn_mask": ones.tril() & ones.triu(1 - window)}
+    ones = torch.ones(length, num_keys, dtype=torch.bool, device=device)
+    seen = ones.tril(before)
+    return {"attn_mask": seen & ones.triu(before + 1 - window) if window else seen}
 
 
 def with_heads_of(query: Tensor, x: Tensor) -> Tensor:
@@ -93,9 +138,9 @@ def attend_with_flash(
         from flash_attn import flash_attn_varlen_func  # noqa: PLC0415 - optional, CUDA only
 
         kernel = flash_attn_varlen_func
-    cu, longest = bounds.cu_seqlens, max(bounds.lengths)
     found: Tensor = kernel(
-        query, key, value, cu, cu, longest, longest, softmax_scale=scale, causal=True,
+        query, key, value, bounds.cu_seqlens, bounds.cu_keys,
+        max(bounds.lengths), max(bounds.num_keys), softmax_scale=scale, causal=True,
         window_size=(window - 1, 0) if window else (-1, -1),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
@@ -116,9 +161,9 @@ def attend_with_torch_varlen(
         shares_heads = {"enable_gqa": query.shape[1] != key.shape[1]}
     else:
         key, value = with_heads_of(query, key), with_heads_of(query, value)
-    cu, longest = bounds.cu_seqlens, max(bounds.lengths)
     found: Tensor = kernel(
-        query, key, value, cu, cu, longest, longest, scale=scale,
+        query, key, value, bounds.cu_seqlens, bounds.cu_keys,
+        max(bounds.lengths), max(bounds.num_keys), scale=scale,
         window_size=(window - 1 if window else -1, 0), **shares_heads,
     )  # fmt: skip
     return found
@@ -172,6 +217,7 @@ def packed_attention(
     kernel = cuda_kernel() if query.is_cuda and half else attend_one_by_one
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    key, value = bounds.keys_of(key), bounds.keys_of(value)
     return kernel(query, key, value, bounds, scale, sliding_window or 0)[None], None
 
 

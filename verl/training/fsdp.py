@@ -20,9 +20,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from verl.config import OptimConfig
+from verl.packing import Packing
 from verl.training.loading import fill_shards, take_values
 from verl.training.loss_scale import LossScale
-from verl.types import TokenBatch, pack
+from verl.types import TokenBatch
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -182,14 +183,14 @@ class FsdpModel:
                 module.reshard()
 
     def micro_batches(self, batch: TokenBatch, budget: int) -> list[tuple[list[int], TokenBatch]]:
-        """Micro-batches of at most `budget` tokens, as (sequence indices, sequences).
+        """Micro-batches of at most `budget` computed tokens, as (sequence indices, sequences).
 
         All ranks get the same number, so some may be empty.
         """
-        lengths = batch.lengths.tolist()
-        needed = len(pack(lengths, budget)) if lengths else 0
+        packing, every = Packing.of(batch), range(len(batch))
+        needed = len(packing.micro_batches(every, budget)) if len(batch) else 0
         count = int(reduce_max(torch.tensor([float(needed)]), self.device)[0])
-        bins = pack(lengths, budget, at_least=max(count, 1))
+        bins = packing.micro_batches(every, budget, at_least=max(count, 1))
         return [(indices, batch.select(indices)) for indices in bins]
 
     def backward(self, loss: Tensor) -> None:

@@ -7,6 +7,7 @@ only. Prompt and observation tokens never reach a head, so they cost no logits.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from verl.model_files import model_errors, quiet, refuse_report
+from verl.packing import Packing
 from verl.remote_code import trusts_remote_code
-from verl.training.attention import PACKED, SequenceBounds
+from verl.training.attention import PACKED, SequenceBounds, Span
 from verl.types import TokenBatch
 
 LOGITS_PER_CHUNK = 1 << 26
@@ -26,13 +28,22 @@ LOGITS_PER_CHUNK = 1 << 26
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """One forward: the tokens of all sequences in a row, and the tokens that are asked for."""
+    """One forward: the tokens of all sequences in a row, and the tokens that are asked for.
+
+    A prompt that several sequences share is there once, with their responses behind it:
+
+    Example: of P P A B and P P C the row holds P P A B C; A and C are asked of its second token.
+    """
 
     input_ids: Tensor
-    """(1, num_tokens)."""
+    """(1, num_tokens) the tokens that are computed."""
     bounds: SequenceBounds
     target_positions: Tensor
-    """(num_targets,) flat positions of the tokens asked for; never a sequence's first."""
+    """(num_targets,) where in the batch the tokens asked for are; never a sequence's first."""
+    targets: Tensor
+    """(num_targets,) ids of the tokens asked for."""
+    before_targets: Tensor
+    """(num_targets,) where in the row is the token before each of them."""
 
     @classmethod
     def of(cls, batch: TokenBatch, mask: Tensor, device: torch.device) -> PackedInputs:
@@ -41,21 +52,50 @@ class PackedInputs:
         A batch without tokens becomes two dummy tokens of which none is asked for, so that a rank
         with nothing to do still takes part in collectives.
         """
-        lengths = [n for n in batch.lengths.tolist() if n > 0]
-        if not lengths:
-            dummy = torch.zeros(1, 2, dtype=torch.int64, device=device)
+        if not batch.num_tokens:
             nothing = torch.zeros(0, dtype=torch.int64, device=device)
-            return cls(dummy, SequenceBounds.of([2], device), nothing)
-        bounds = SequenceBounds.of(lengths, device)
-        targets = mask.bool().clone()
-        targets[torch.tensor([0, *lengths[:-1]]).cumsum(0)] = False
-        ids = batch.tokens["input_ids"].to(device)
-        return cls(ids[None], bounds, targets.nonzero()[:, 0].to(device))
+            dummy = torch.zeros(1, 2, dtype=torch.int64, device=device)
+            return cls(dummy, SequenceBounds.of([2], device), nothing, nothing, nothing)
+        starts = batch.offsets[:-1]
+        is_target = mask.bool().clone()
+        is_target[starts[batch.lengths > 0]] = False
+        positions = is_target.nonzero()[:, 0]
+        ids = batch.tokens["input_ids"]
+        spans, computed, row_of = laid_out(Packing.of(batch), starts.tolist(), batch.num_tokens)
+        return cls(
+            ids[computed][None].to(device), SequenceBounds.of_spans(spans, device),
+            positions.to(device), ids[positions].to(device), row_of[positions - 1].to(device),
+        )  # fmt: skip
 
-    @property
-    def targets(self) -> Tensor:
-        """(num_targets,) ids of the tokens asked for."""
-        return self.input_ids[0, self.target_positions]
+
+def laid_out(
+    packing: Packing, starts: Sequence[int], num_tokens: int
+) -> tuple[list[Span], Tensor, Tensor]:
+    """How sequences that begin at `starts` of a flat batch go into a row.
+
+    Returns the runs of the row, the flat position of each of its tokens, (num_computed,), and where
+    in the row each token of the batch is, (num_tokens,).
+    """
+    spans: list[Span] = []
+    places: list[Tensor] = []
+    families = packing.families(range(len(packing.lengths)))
+    for family in families:
+        first, shared = starts[family.members[0]], family.shared
+        if shared:
+            spans.append((0, shared))
+            places.append(torch.arange(first, first + shared))
+        for sequence, length in zip(family.members, family.lengths, strict=True):
+            if length:
+                spans.append((shared, length))
+                places.append(torch.arange(starts[sequence] + shared, starts[sequence] + length))
+    computed = torch.cat(places)
+    row_of = torch.empty(num_tokens, dtype=torch.int64)
+    row_of[computed] = torch.arange(len(computed))
+    for family in families:
+        first, *others = (starts[i] for i in family.members)
+        for start in others:
+            row_of[start : start + family.shared] = row_of[first : first + family.shared]
+    return spans, computed, row_of
 
 
 def load_causal_lm(
@@ -85,7 +125,7 @@ def states(trunk: nn.Module, inputs: PackedInputs) -> Tensor:
         use_cache=False,
         bounds=inputs.bounds,
     ).last_hidden_state
-    return hidden[0, inputs.target_positions - 1]
+    return hidden[0, inputs.before_targets]
 
 
 class LogProbModel(nn.Module):

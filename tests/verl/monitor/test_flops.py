@@ -18,10 +18,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.verl.training.ranks import VOCAB, make_batch
+from tests.verl.training.ranks import VOCAB, make_batch, make_groups
 from verl.config import AdapterConfig
 from verl.model_shape import ModelShape
 from verl.monitor.flops import ModelFlops, peak_flops
+from verl.packing import SHARED, Packing, common_prompts
 from verl.training.attention import PACKED
 from verl.training.lora import AdaptedModel, Role
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
@@ -77,6 +78,24 @@ def test_a_policy_costs_what_torch_counts(name: str) -> None:
     assert 0 < wanted < sum(LENGTHS) - len(LENGTHS)
     expected = flops.forward(LENGTHS, wanted), flops.backward(LENGTHS, wanted)
     assert counted(LogProbModel(lm), 1.0) == expected
+
+
+def test_a_shared_prompt_costs_what_torch_counts() -> None:
+    """A forward less those of the copies that are spared, attention apart: the counter sees the
+    whole rectangle of a response and its keys."""
+    lm, shape = build(CONFIGS["qwen2, tied"])
+    batch = make_groups([(7, [5, 2, 10]), (4, [1])])
+    batch.rows[SHARED] = common_prompts(batch)
+    mask = batch.tokens["policy_mask"]
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        LogProbModel(lm)(PackedInputs.of(batch, mask, torch.device("cpu")), 1.0)
+    flops, lengths, wanted = ModelFlops(shape), batch.lengths.tolist(), int(mask.sum())
+    found = flops.forward(lengths, wanted) - flops.forward(Packing.of(batch).spared(1, 100), 0)
+    rectangles = sum(q * k for q, k in [(7, 7), (5, 12), (2, 9), (10, 17), (5, 5)])
+    per_pair = 4 * shape.layers * shape.query_size
+    assert attention(counter) == per_pair * rectangles
+    halves = per_pair // 2 * (7**2 + 5**2 + sum((7 + r) ** 2 - 7**2 for r in (5, 2, 10)))
+    assert found == counter.get_total_flops() - attention(counter) + halves
 
 
 def test_a_critic_has_a_value_for_a_head() -> None:

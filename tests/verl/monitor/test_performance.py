@@ -13,6 +13,7 @@ from tests.verl.trainer.recording import RecordingRanks
 from tests.verl.training.ranks import VOCAB
 from verl.config import Config
 from verl.monitor.performance import Timings, Work, speed_metrics
+from verl.packing import SHARED
 from verl.trainer.learning import Learner
 from verl.training.devices import PeakMemory
 from verl.types import TokenBatch
@@ -52,10 +53,10 @@ def config(tmp_path: Path) -> Config:
     return config
 
 
-def done(config: Config) -> dict[str, Work]:
+def done(config: Config, seen: TokenBatch | None = None) -> dict[str, Work]:
     """What a step over the batch comes to."""
     learner = Learner(config, RecordingRanks([]))  # type: ignore[arg-type]
-    seen = batch()
+    seen = seen or batch()
     learner.add_log_probs(seen)
     learner.add_values(seen)
     learner.update_critic(seen, 1)
@@ -77,6 +78,18 @@ def test_what_is_spared_is_not_counted(config: Config) -> None:
     config.algorithm.kl_ctrl.kl_coef = 0.0
     once = forward([5, 6], VOCAB * (3 + 2))
     assert done(config) == {"update_actor": Work(3 * once)}
+
+
+@pytest.mark.parametrize(("num_ranks", "copies"), [(1, 2), (2, 1)])
+def test_a_prompt_that_is_shared_is_counted_as_often_as_it_is_computed(
+    config: Config, num_ranks: int, copies: int
+) -> None:
+    """Once for each rank that has members of the group: by the look, and by the update."""
+    seen = batch()
+    seen.rows[SHARED], seen.columns["group"] = torch.tensor([2, 2, 2]), ["g"] * 3
+    config.trainer.n_gpus_per_node = num_ranks
+    once = forward(LENGTHS, VOCAB * sum(WANTED)) - forward([2] * copies, 0)
+    assert done(config, seen) == {"old_log_prob": Work(once), "update_actor": Work(3 * once)}
 
 
 def test_a_step_of_ppo_has_a_critic_too(config: Config) -> None:

@@ -15,6 +15,7 @@ from tests.verl.jagged_batches import fast
 from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController
 from verl.errors import ConfigError
+from verl.packing import SHARED
 from verl.rewards.interface import Reward
 from verl.trainer.collection import Samples
 from verl.trainer.learning import Learner, add_advantages, assemble, less_kl, mini_batches
@@ -458,3 +459,12 @@ def test_an_engine_that_tells_no_log_probs_cannot_be_the_old_policy() -> None:
     batch.tokens["rollout_log_probs"] *= torch.nan
     with pytest.raises(ConfigError, match=r"does not tell.*old_log_probs=recompute"):
         Learner(config, NoRanks()).add_log_probs(batch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_prompts_of_groups_are_shared_unless_that_is_off(is_on: bool) -> None:
+    """Two of every six tokens are the prompt, which both of a group have."""
+    config = Config()
+    config.trainer.share_prompts = is_on
+    batch = assemble(samples_of([[(4, 0)]] * 4, [0.0] * 4), config)
+    assert (SHARED in batch.rows) is is_on

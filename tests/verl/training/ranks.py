@@ -80,6 +80,23 @@ def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:
     )
 
 
+def make_groups(groups: list[tuple[int, list[int]]], seed: int = 0) -> TokenBatch:
+    """As `make_batch`, of groups given by the tokens of their prompt and of their responses."""
+    members = [(f"g{i}", p, r) for i, (p, responses) in enumerate(groups) for r in responses]
+    batch = make_batch([p + r for _, p, r in members], seed)
+    ids, mask = batch.tokens["input_ids"], batch.tokens["policy_mask"]
+    batch.tokens["response_mask"] = torch.ones_like(mask)
+    prompts: dict[str, Tensor] = {}
+    for start, (group, prompt, _) in zip(batch.offsets.tolist(), members, strict=False):
+        own = slice(start, start + prompt)
+        ids[own] = prompts.setdefault(group, ids[own].clone())
+        batch.tokens["response_mask"][own] = mask[own] = False
+        mask[start + prompt] = True  # what the policy says first follows the prompt
+    batch.tokens["loss_weights"] = loss_weights(mask, batch.offsets, "token-mean")
+    batch.columns["group"] = [group for group, _, _ in members]
+    return batch
+
+
 _world: list[ProcessPoolExecutor] = []
 """The session's processes, one for each rank: importing torch and our code takes each seconds.
 

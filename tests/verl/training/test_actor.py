@@ -11,8 +11,9 @@ from torch import Tensor
 
 from example.tiny import tiny_llama
 from tests.verl.training.operations import Seen
-from tests.verl.training.ranks import VOCAB, make_batch
+from tests.verl.training.ranks import VOCAB, make_batch, make_groups
 from verl.config import ActorConfig, Config, OptimConfig
+from verl.packing import SHARED, common_prompts
 from verl.trainer.learning import with_gradient
 from verl.training.actor import Actor, Columns, TokenBudgets, apply_update
 from verl.training.attention import PACKED
@@ -206,6 +207,31 @@ def test_gradient_accumulation_equals_the_unsplit_batch(options: dict[str, objec
     assert many == pytest.approx(one, rel=1e-4, abs=1e-6)
     for name, x in weights(whole).items():
         torch.testing.assert_close(weights(split)[name], x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.1},
+        {"policy_loss": "gspo", "rollout_is": "sequence", "llds_coef": 0.1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("budget", [1000, 25])
+def test_an_update_with_shared_prompts_is_the_same_update(
+    options: dict[str, object], budget: int
+) -> None:
+    """Groups whole in a micro-batch, or divided: metrics, log-probs and weights do not change."""
+    plain, shared = (make_groups([(7, [5, 1, 12]), (9, [3, 8]), (4, [6])]) for _ in range(2))
+    shared.rows[SHARED] = common_prompts(shared)
+    apart, together = make_actor(budget, **options), make_actor(budget, **options)
+    torch.testing.assert_close(together.log_probs(shared), apart.log_probs(plain))
+    metrics = [actor.update(b) for actor, b in ((apart, plain), (together, shared))]
+    counts = [m.pop("actor/num_micro_batches") for m in metrics]
+    assert counts == ([1, 1] if budget == 1000 else [4, 3])
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
+    for name, x in weights(apart).items():
+        torch.testing.assert_close(weights(together)[name], x, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,14 @@ from verl.training.attention import (
 )
 
 LENGTHS = [7, 1, 12, 4]
+rows = pytest.mark.parametrize(
+    "bounds",
+    [
+        SequenceBounds.of(LENGTHS, torch.device("cpu")),
+        SequenceBounds.of_spans([(0, 5), (5, 7), (5, 12), (5, 6), (0, 4)], torch.device("cpu")),
+    ],
+    ids=["whole sequences", "a shared prompt"],
+)
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -101,14 +109,20 @@ def test_calling_without_bounds_says_so() -> None:
 
 
 def by_hand(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float, left: int
-) -> Tensor:
-    """Causal attention as its definition has it, for as many key heads as queries."""
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, scale: float,
+    left: int,
+) -> Tensor:  # fmt: skip
+    """Causal attention as its definition has it, for as many key heads as queries.
+
+    The last query of a sequence sees its last key.
+    """
     assert query.shape[1] == key.shape[1] == value.shape[1], "the kernel shares no heads"
     found = torch.zeros_like(query)
-    for start, end in itertools.pairwise(cu_seqlens.tolist()):
+    bounds = zip(*(itertools.pairwise(cu.tolist()) for cu in (cu_seq_q, cu_seq_k)), strict=True)
+    for (start, end), (first, last) in bounds:
         for t, head in itertools.product(range(start, end), range(query.shape[1])):
-            seen = slice(start if left < 0 else max(start, t - left), t + 1)
+            own = last - end + t
+            seen = slice(first if left < 0 else max(first, own - left), own + 1)
             weights = torch.softmax(scale * key[seen, head] @ query[t, head], 0)
             found[t, head] = weights @ value[seen, head]
     return found
@@ -120,8 +134,9 @@ def varlen_of_2_11(
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:  # fmt: skip
     """With the signature of torch 2.11's."""
-    assert window_size[1] == 0 and scale is not None and max_q == max_k == 12
-    return by_hand(query, key, value, cu_seq_k, scale, window_size[0])
+    assert window_size[1] == 0 and scale is not None
+    assert (max_q, max_k) == (cu_seq_q.diff().max(), cu_seq_k.diff().max())
+    return by_hand(query, key, value, cu_seq_q, cu_seq_k, scale, window_size[0])
 
 
 def varlen_of_2_12(
@@ -131,21 +146,21 @@ def varlen_of_2_12(
 ) -> Tensor:  # fmt: skip
     """With that of 2.12 and newer: heads are shared if asked for."""
     if enable_gqa:
-        key, value = (torch.cat([x] * 2, 2).view(*query.shape) for x in (key, value))
+        key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
     return varlen_of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale,
                           window_size=window_size)  # fmt: skip
 
 
+@rows
 @pytest.mark.parametrize("kernel", [varlen_of_2_11, varlen_of_2_12])
 @pytest.mark.parametrize(("key_heads", "window"), [(2, 0), (2, 3), (2, 4), (4, 0)])
 def test_torch_kernels_with_and_without_shared_heads_give_the_same(
-    kernel: Callable[..., Tensor], key_heads: int, window: int
+    kernel: Callable[..., Tensor], key_heads: int, window: int, bounds: SequenceBounds
 ) -> None:
     """Grouped-query models also run where the kernel takes as many key heads as queries only."""
     torch.manual_seed(0)
-    query = torch.randn(sum(LENGTHS), 4, 8)
-    key, value = (torch.randn(sum(LENGTHS), key_heads, 8) for _ in range(2))
-    bounds = SequenceBounds.of(LENGTHS, torch.device("cpu"))
+    query = torch.randn(sum(bounds.lengths), 4, 8)
+    key, value = (torch.randn(sum(bounds.num_keys), key_heads, 8) for _ in range(2))
     expected = attend_one_by_one(query, key, value, bounds, 0.3, window)
     found = attend_with_torch_varlen(query, key, value, bounds, 0.3, window, kernel)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -163,12 +178,13 @@ def flash(
                           scale=softmax_scale, window_size=(window_size[0], 0))  # fmt: skip
 
 
+@rows
 @pytest.mark.parametrize("window", [0, 3, 4])
-def test_flash_attention_gives_the_same(window: int) -> None:
+def test_flash_attention_gives_the_same(window: int, bounds: SequenceBounds) -> None:
     """With a window and without."""
     torch.manual_seed(0)
-    query, key = torch.randn(sum(LENGTHS), 4, 8), torch.randn(sum(LENGTHS), 2, 8)
-    bounds = SequenceBounds.of(LENGTHS, torch.device("cpu"))
+    query = torch.randn(sum(bounds.lengths), 4, 8)
+    key = torch.randn(sum(bounds.num_keys), 2, 8)
     expected = attend_one_by_one(query, key, key, bounds, 0.3, window)
     found = attend_with_flash(query, key, key, bounds, 0.3, window, flash)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -5,9 +5,10 @@ import torch
 
 from example.tiny import HIDDEN_SIZE, tiny_llama
 from tests.verl.training.operations import Seen
-from tests.verl.training.ranks import VOCAB, make_batch
+from tests.verl.training.ranks import VOCAB, make_batch, make_groups
 from verl.config import CriticConfig, OptimConfig
 from verl.core_algos.losses import loss_weights
+from verl.packing import SHARED, common_prompts
 from verl.training.actor import TokenBudgets
 from verl.training.attention import PACKED
 from verl.training.critic import Critic
@@ -61,6 +62,15 @@ def test_value_loss_by_hand_and_learning() -> None:
     losses = [critic.update(batch)["critic/vf_loss"] for _ in range(3)]
     assert losses[0] == pytest.approx(float(0.5 * worst[mask].mean()), rel=1e-4)
     assert losses[2] < losses[0]
+
+
+def test_values_and_updates_with_shared_prompts_are_the_same() -> None:
+    """Of states behind a prompt that is computed once."""
+    plain, shared = (make_groups([(7, [5, 1, 12]), (9, [3, 8])]) for _ in range(2))
+    shared.rows[SHARED] = common_prompts(shared)
+    apart, together = make_critic(), make_critic()
+    torch.testing.assert_close(together.values(shared), apart.values(plain), rtol=1e-4, atol=1e-5)
+    assert together.update(shared) == pytest.approx(apart.update(plain), rel=1e-4, abs=1e-6)
 
 
 def test_a_mask_of_its_own_makes_the_critic_learn_from_observations() -> None:

@@ -140,7 +140,8 @@ def _leave_meta(model: nn.Module, dtype: torch.dtype) -> None:
 def _inputs(work: Pass) -> PackedInputs:
     """Every token but the first is asked for."""
     full, rest = divmod(work.tokens, work.longest)
-    lengths = (work.longest,) * full + ((rest,) if rest else ())
-    bounds = SequenceBounds(lengths, torch.zeros(len(lengths) + 1, dtype=torch.int32))
-    ids = torch.zeros(1, work.tokens, dtype=torch.int64)
-    return PackedInputs(ids, bounds, torch.arange(1, work.tokens))
+    spans = ((0, work.longest),) * full + (((0, rest),) if rest else ())
+    nowhere = torch.zeros(len(spans) + 1, dtype=torch.int32)
+    ids, targets = torch.zeros(1, work.tokens, dtype=torch.int64), torch.arange(1, work.tokens)
+    bounds = SequenceBounds(spans, nowhere, nowhere)
+    return PackedInputs(ids, bounds, targets, ids[0, targets], targets - 1)

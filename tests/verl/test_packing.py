@@ -1,0 +1,123 @@
+"""Dividing sequences: over ranks, in micro-batches, and behind one copy of a group's prompt."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.verl.training.ranks import make_groups
+from verl.packing import SHARED, Packing, common_prompts, share_prompts, spared_share
+from verl.types import TokenBatch, balance, pack
+
+groups_strategy = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=5)), max_size=6
+)
+Groups = list[tuple[int, list[int]]]
+
+
+def shared(groups: Groups) -> Packing:
+    """The packing of groups given by the tokens of their prompt and of their responses."""
+    members = [(i, p, p + r) for i, (p, responses) in enumerate(groups) for r in responses]
+    return Packing([n for _, _, n in members], [p for _, p, _ in members],
+                   [f"g{i}" for i, _, _ in members])  # fmt: skip
+
+
+def computed_by_hand(packing: Packing, indices: list[int]) -> int:
+    prompts = {packing.groups[i]: packing.shared[i] for i in indices}
+    return sum(prompts.values()) + sum(packing.lengths[i] - packing.shared[i] for i in indices)
+
+
+@given(groups_strategy, st.integers(1, 40), st.integers(1, 4))
+def test_micro_batches_hold_each_sequence_once_within_the_budget(
+    groups: Groups, budget: int, at_least: int
+) -> None:
+    """What is computed is counted, and only a lone over-long sequence exceeds the budget."""
+    packing = shared(groups)
+    bins = packing.micro_batches(range(len(packing.lengths)), budget, at_least)
+    assert sorted(i for b in bins for i in b) == list(range(len(packing.lengths)))
+    assert len(bins) >= at_least
+    for b in bins:
+        assert packing.num_tokens(b) == computed_by_hand(packing, b)
+        assert packing.num_tokens(b) <= budget or len(b) == 1
+
+
+@given(groups_strategy, st.integers(1, 5))
+def test_ranks_get_each_sequence_once_and_never_more_than_without_sharing(
+    groups: Groups, num_ranks: int
+) -> None:
+    """The slowest rank computes no more than if sequences were divided by their length."""
+    packing = shared(groups)
+    parts = packing.over_ranks(num_ranks)
+    assert len(parts) == num_ranks
+    assert sorted(i for part in parts for i in part) == list(range(len(packing.lengths)))
+    alone = balance(packing.lengths, num_ranks)
+    slowest = max(packing.num_tokens(part) for part in parts)
+    assert slowest <= max(sum(packing.lengths[i] for i in part) for part in alone)
+
+
+@given(st.lists(st.integers(0, 12), max_size=12), st.integers(1, 4), st.integers(1, 30))
+def test_without_shared_prompts_sequences_go_as_ever(
+    lengths: list[int], num_ranks: int, budget: int
+) -> None:
+    """By the rules of `balance` and `pack` alone."""
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    packing = Packing.of(TokenBatch(offsets))
+    assert packing.over_ranks(num_ranks) == balance(lengths, num_ranks)
+    every = range(len(lengths))
+    assert packing.micro_batches(every, budget, 2) == pack(lengths, budget, 2)
+    assert packing.spared(num_ranks, budget) == []
+
+
+def test_groups_stay_whole_where_they_fit() -> None:
+    """Three groups of 6 + 3 · 2 tokens: one a micro-batch of 12, two a micro-batch of 24."""
+    packing = shared([(6, [2, 2, 2])] * 3)
+    every = range(9)
+    assert packing.micro_batches(every, 12) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert packing.micro_batches(every, 24) == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
+    assert packing.over_ranks(3) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert packing.spared(3, 24) == [6] * 6
+
+
+def test_a_group_is_divided_where_it_is_too_large() -> None:
+    """For the budget, and for one of two ranks: 10 tokens each beat 16 and none."""
+    packing = shared([(4, [3, 3, 3, 3])])
+    assert packing.num_tokens(range(4)) == 16
+    assert packing.micro_batches(range(4), 15) == [[0, 1], [2, 3]]
+    assert packing.over_ranks(2) == [[0, 1], [2, 3]]
+    assert packing.spared(2, 15) == [4, 4]
+
+
+def test_copied_keys_take_a_part_of_the_budget() -> None:
+    """One-token responses behind a long prompt: 108 tokens are computed, with 908 copied keys."""
+    packing = shared([(100, [1] * 8)])
+    assert packing.num_tokens(range(8)) == 108
+    assert packing.micro_batches(range(8), 227) == [list(range(8))]
+    assert packing.micro_batches(range(8), 226) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_prompts_are_compared_by_their_ids() -> None:
+    """Only what all of a group begin with is shared, and each member keeps a token of its own."""
+    batch = make_groups([(5, [3, 4]), (6, [2, 2, 2]), (4, [5])])
+    ids, starts = batch.tokens["input_ids"], batch.offsets.tolist()
+    ids[starts[3] + 2] += 1  # in the second group's second prompt
+    assert common_prompts(batch).tolist() == [5, 5, 2, 2, 2, 4]
+    batch.tokens["response_mask"][starts[0] : starts[1]] = False  # it never said anything
+    assert common_prompts(batch).tolist()[:2] == [5, 5]
+    batch.columns["group"] = ["same"] * 6
+    assert set(common_prompts(batch).tolist()) == {0}
+
+
+@pytest.mark.parametrize(("prompt", "is_worth_it"), [(3, False), (4, True)])
+def test_prompts_are_shared_where_that_spares_enough(prompt: int, is_worth_it: bool) -> None:
+    """3 of 62 tokens are less than a twentieth, 4 of 64 are more."""
+    batch = make_groups([(prompt, [28, 28])])
+    share_prompts(batch)
+    assert (SHARED in batch.rows) is is_worth_it
+    assert spared_share(batch) == pytest.approx(prompt / (2 * prompt + 56) * is_worth_it)
+
+
+def test_nothing_is_shared_of_a_batch_without_sequences() -> None:
+    """A step whose trajectories were all lost."""
+    batch = make_groups([(3, [28, 28])]).select([])
+    share_prompts(batch)
+    assert spared_share(batch) == 0 and SHARED not in batch.rows

@@ -1,0 +1,106 @@
+"""A group's prompt computed once, against every sequence computed by itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from tests.verl.training.ranks import VOCAB, make_batch, make_groups
+from verl.packing import SHARED, common_prompts
+from verl.training.attention import PACKED
+from verl.training.models import LogProbModel, PackedInputs, ValueModel
+from verl.types import TokenBatch
+
+GROUPS = [(7, [5, 1, 12]), (4, [6]), (9, [3, 8, 2, 2]), (1, [4, 4])]
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2,
+}  # fmt: skip
+ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "window of 6": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=6)),
+}
+
+
+def build(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A random model, all of which computes in `dtype`: transformers' norms would in float32."""
+    torch.manual_seed(0)
+    lm = ARCHITECTURES[name]()
+    lm.set_attn_implementation(PACKED)
+    for part in list(lm.modules()):
+        for label, norm in list(part.named_children()):
+            if type(norm).__name__.endswith("RMSNorm"):
+                setattr(part, label, nn.RMSNorm(SIZES["hidden_size"], norm.variance_epsilon))
+    return lm.to(dtype).train()
+
+
+def answers(module: nn.Module, batch: TokenBatch, *arguments: Any) -> list[Tensor]:
+    """What the module says of the policy's tokens, and the gradient of all weights."""
+    inputs = PackedInputs.of(batch, batch.tokens["policy_mask"], torch.device("cpu"))
+    found = module(inputs, *arguments)
+    outputs = found if isinstance(found, tuple) else (found,)
+    weights = torch.linspace(-1, 2, len(outputs[0]), dtype=outputs[0].dtype)
+    loss = sum((output * weights).sum() for output in outputs)
+    gradients = torch.autograd.grad(loss, list(module.parameters()))
+    return [*outputs, torch.cat([gradient.flatten() for gradient in gradients])]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("is_critic", [False, True], ids=["policy", "critic"])
+def test_a_shared_prompt_changes_no_gradient(
+    name: str, is_critic: bool, dtype: torch.dtype, bound: float
+) -> None:
+    """Log-probs, entropies, values and the gradient of each weight, but for rounding."""
+    lm, batch = build(name, dtype), make_groups(GROUPS)
+    module, arguments = LogProbModel(lm), (0.7, True)
+    if is_critic:
+        module, arguments = ValueModel(lm), ()
+        nn.init.normal_(module.value_head.weight)
+        module.value_head.to(dtype)
+    apart = answers(module, batch, *arguments)
+    batch.rows[SHARED] = common_prompts(batch)
+    together = answers(module, batch, *arguments)
+    lm.gradient_checkpointing_enable({"use_reentrant": False})
+    recomputed = answers(module, batch, *arguments)
+    for expected, *found in zip(apart, together, recomputed, strict=True):
+        assert expected.any()
+        for one in found:
+            assert (one - expected).norm() <= bound * expected.norm()
+
+
+def test_a_row_holds_a_prompt_once() -> None:
+    """Prompts, responses behind them, and where each token that is asked for finds its state."""
+    batch = make_groups([(2, [2, 1]), (3, [2])])
+    batch.rows[SHARED] = common_prompts(batch)
+    a, b, c, d, _, _, e, f, g, h, i, j = batch.tokens["input_ids"].tolist()
+    inputs = PackedInputs.of(batch, torch.ones(12), torch.device("cpu"))
+    assert inputs.input_ids[0].tolist() == [a, b, c, d, e, f, g, h, i, j]
+    assert inputs.bounds.spans == ((0, 2), (2, 4), (2, 3), (0, 5))
+    assert inputs.bounds.position_ids[0].tolist() == [0, 1, 2, 3, 2, 0, 1, 2, 3, 4]
+    assert inputs.target_positions.tolist() == [1, 2, 3, 5, 6, 8, 9, 10, 11]
+    assert inputs.targets.tolist() == [b, c, d, b, e, g, h, i, j]
+    assert inputs.before_targets.tolist() == [0, 1, 2, 0, 1, 5, 6, 7, 8]
+
+
+def test_sequences_without_tokens_take_no_place() -> None:
+    """Neither do they shift what the others are asked."""
+    full, sparse = make_batch([4, 3]), make_batch([4, 3])
+    sparse.offsets = torch.tensor([0, 0, 4, 4, 7, 7])
+    sparse.columns["group"] = ["g"] * 5
+    one, other = (PackedInputs.of(b, torch.ones(7), torch.device("cpu")) for b in (full, sparse))
+    assert one.bounds.spans == other.bounds.spans == ((0, 4), (0, 3))
+    assert torch.equal(one.before_targets, other.before_targets)
+    assert one.target_positions.tolist() == other.target_positions.tolist() == [1, 2, 3, 5, 6]
