@@ -120,6 +120,8 @@ class PretendCuda(TorchDispatchMode):
             return torch.empty(source.shape, dtype=dtype, device="cpu")
 
     def _to_device(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        if not kwargs.get("non_blocking"):
+            self._wait("copy to device")
         self.costs.bytes_to_device += source.nbytes
         dtype = kwargs.get("dtype") or source.dtype
         with self.fake:

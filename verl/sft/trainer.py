@@ -167,14 +167,14 @@ def batches(
 def train_step(engine: FsdpModel, batch: TokenBatch, budget: int) -> tuple[float, StepResult]:
     """One update; returns the mean negative log-prob (nats) of the batch's policy tokens."""
     shard = split_by_tokens(batch, dist.get_world_size()).shards[dist.get_rank()]
-    total = torch.zeros(1)
+    losses = []
     for _, micro in engine.micro_batches(shard, budget):
         inputs = PackedInputs.of(micro, micro.tokens["policy_mask"], engine.device)
         log_probs, _ = engine.forward(inputs, 1.0)
         loss = -weighted_sum(log_probs, Columns(micro, inputs)["loss_weights"])
         engine.backward(loss)
-        total += loss.detach().cpu()
-    loss_value = float(reduce_sum(total, engine.device))
+        losses.append(loss.detach())
+    loss_value = float(reduce_sum(torch.stack(losses).sum(), engine.device))
     return loss_value, engine.step(is_finite=bool(np.isfinite(loss_value)))
 
 

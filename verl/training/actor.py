@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from verl.core_algos.policy_losses import (
     PolicyLossInputs,
     likelihood_loss,
 )
+from verl.training.devices import sent
 from verl.training.fsdp import FsdpModel, reduce_max, reduce_sum
 from verl.training.models import PackedInputs
 from verl.types import Metrics, TokenBatch
@@ -47,27 +49,34 @@ def at_targets(
     engine: FsdpModel, batch: TokenBatch, budget: int, forward: Callable[[PackedInputs], Tensor]
 ) -> Tensor:
     """What `forward` answers for each token in the loss, (num_tokens,) float32; else 0."""
-    result = torch.zeros(batch.num_tokens)
+    result, places, found = torch.zeros(batch.num_tokens), [], []
     for indices, micro in engine.micro_batches(batch, budget):
         inputs = PackedInputs.of(micro, loss_mask(micro), engine.device)
-        found = forward(inputs)
-        if indices:
-            result[batch.positions(indices)[inputs.target_positions.cpu()]] = found.cpu()
+        found.append(forward(inputs))
+        places.append(batch.positions(indices)[inputs.target_positions])
     engine.reshard()
+    result[torch.cat(places)] = torch.cat(found).cpu()  # once: each copy would wait for the device
     return result
 
 
 def apply_update(
-    engine: FsdpModel, model: str, mini_batch: TokenBatch, num_micro_batches: int,
-    names: Sequence[str], sums: Tensor,
+    engine: FsdpModel, model: str, mini_batch: TokenBatch,
+    micros: Sequence[tuple[list[int], TokenBatch]], names: Sequence[str], rows: Sequence[Tensor],
 ) -> Metrics:  # fmt: skip
     """One optimizer step with the gradient at hand; metrics are over all ranks.
 
-    `sums` of this rank, by `names`: losses are reported as they are, others as means over the
-    tokens that were seen, by their `weight`.
+    `rows` are the sums of this rank's `micros`, by `names`, the loss first, on the device: the host
+    has waited for none of them. Losses are reported as they are, others as means over the tokens
+    that were seen, by their `weight`.
     """
-    total = reduce_sum(sums, engine.device)
-    step = engine.step(is_finite=bool(total.isfinite().all()))
+    total = reduce_sum(torch.stack(rows).sum(0), engine.device)
+    is_finite = bool(total.isfinite().all())
+    if not is_finite:
+        for row, (_, micro) in zip(torch.stack(rows)[:, 0].tolist(), micros, strict=True):
+            if not math.isfinite(row):
+                groups = micro.columns.get("group")
+                logger.warning("%s loss %s on groups %s", model, row, groups)
+    step = engine.step(is_finite=is_finite)
     if step.is_faulty:
         logger.warning("%s update skipped: gradient norm %s on groups %s", model, step.grad_norm,
                        mini_batch.columns.get("group"))  # fmt: skip
@@ -77,7 +86,7 @@ def apply_update(
     return {
         **{f"{model}/{name}": x for name, x in means.items()},
         **step.metrics(model),
-        f"{model}/num_micro_batches": float(num_micro_batches),
+        f"{model}/num_micro_batches": float(len(micros)),
     }
 
 
@@ -107,18 +116,17 @@ class Actor:
         is the old one.
         """
         micros = self.engine.micro_batches(mini_batch, self.budgets.update)
-        sums, peak = torch.zeros(len(_SUMS)), torch.zeros(1)
+        rows, peaks = [], []
         for _, micro in micros:
             inputs = PackedInputs.of(micro, loss_mask(micro), self.engine.device)
             loss, observed, mismatch = self._loss(micro, inputs)
-            if not torch.isfinite(loss):
-                logger.warning("loss %s on groups %s", loss.item(), micro.columns.get("group"))
             self.engine.backward(loss)
-            sums += observed
-            peak = torch.maximum(peak, mismatch)
-        metrics = apply_update(self.engine, "actor", mini_batch, len(micros), _SUMS, sums)
+            rows.append(observed)
+            peaks.append(mismatch)
+        metrics = apply_update(self.engine, "actor", mini_batch, micros, _SUMS, rows)
         if "rollout_log_probs" in mini_batch.tokens:
-            metrics["actor/rollout_mismatch_max"] = float(reduce_max(peak, self.engine.device))
+            peak = reduce_max(torch.stack(peaks).amax(0, keepdim=True), self.engine.device)
+            metrics["actor/rollout_mismatch_max"] = float(peak)
         square = metrics.pop(f"actor/{_SQUARE}")
         mean = metrics["actor/rollout_weight"]
         metrics["actor/rollout_ess"] = mean**2 / square if square else 0.0
@@ -153,9 +161,8 @@ class Actor:
         observed = torch.stack([
             loss, pg_loss, kl_loss, llds_loss, entropy,
             *(weighted_sum(x, weights) for x in by_token), weights.sum(),
-        ]).detach().cpu()  # fmt: skip
-        peak = mismatch.max().reshape(1).cpu() if len(mismatch) else torch.zeros(1)
-        return loss, observed, peak
+        ]).detach()  # fmt: skip
+        return loss, observed, mismatch.max() if len(mismatch) else zero
 
     def _policy_losses(
         self, log_probs: Tensor, old: Tensor, rollout: Tensor, columns: Columns
@@ -197,9 +204,8 @@ class Columns:
         return self._at_targets(self.micro.tokens[name])
 
     def _at_targets(self, column: Tensor) -> Tensor:
-        """The values of a column (num_tokens,) at the targets."""
-        positions = self.inputs.target_positions
-        return column.to(positions.device)[positions]
+        """The values of a column (num_tokens,) of the host at the targets."""
+        return sent(column[self.inputs.target_positions], self.inputs.targets.device)
 
     @property
     def sequence_ids(self) -> Tensor:
@@ -210,7 +216,7 @@ class Columns:
     def turns(self) -> Tensor:
         """Which run of neighbouring tokens each belongs to: an observation parts two turns."""
         breaks = self.inputs.target_positions.diff(prepend=self.inputs.target_positions[:1]) > 1
-        return breaks.long().cumsum(0)
+        return sent(breaks.long().cumsum(0), self.inputs.targets.device)
 
     def rollout_log_probs(self, old_log_probs: Tensor) -> Tensor:
         """The engine's log-probs; where it sampled nothing, or did not say, the trainer's own.

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from verl.training.devices import sent
+
 PACKED = "verl_packed"
 
 
@@ -50,7 +52,7 @@ class SequenceBounds:
     def of_spans(cls, spans: Sequence[Span], device: torch.device) -> SequenceBounds:
         """Bounds of runs with these positions."""
         queries, keys = (
-            torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+            sent(torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32), device)
             for sizes in ([end - start for start, end in spans], [end for _, end in spans])
         )
         return cls(tuple(spans), queries, keys)
@@ -68,8 +70,8 @@ class SequenceBounds:
     @property
     def position_ids(self) -> Tensor:
         """(1, num_tokens) positions in the sequences."""
-        device = self.cu_seqlens.device
-        return torch.cat([torch.arange(*span, device=device) for span in self.spans])[None]
+        positions = torch.cat([torch.arange(*span) for span in self.spans])[None]
+        return sent(positions, self.cu_seqlens.device)
 
     def keys_of(self, x: Tensor) -> Tensor:
         """Keys or values `x` (num_tokens, ...) with those of the prompt before each response."""

@@ -45,13 +45,13 @@ class Critic:
         Needs the token columns `values` (the old ones), `returns` and `loss_weights`.
         """
         micros = self.engine.micro_batches(as_critic_sees(mini_batch), self.budgets.update)
-        sums = torch.zeros(len(_SUMS))
+        rows = []
         for _, micro in micros:
             inputs = PackedInputs.of(micro, loss_mask(micro), self.engine.device)
             loss, observed = self._loss(micro, inputs)
             self.engine.backward(loss)
-            sums += observed
-        return apply_update(self.engine, "critic", mini_batch, len(micros), _SUMS, sums)
+            rows.append(observed)
+        return apply_update(self.engine, "critic", mini_batch, micros, _SUMS, rows)
 
     def _loss(self, micro: TokenBatch, inputs: PackedInputs) -> tuple[Tensor, Tensor]:
         """This micro-batch's share of the loss and of the metrics `_SUMS`."""
@@ -62,4 +62,4 @@ class Critic:
         loss = weighted_sum(value_loss(values, old, returns, bound), weights)
         is_clipped = ((values.detach() - old).abs() > bound).float()
         observed = [weighted_sum(x, weights) for x in (values, returns, is_clipped)]
-        return loss, torch.stack([loss, *observed, weights.sum()]).detach().cpu()
+        return loss, torch.stack([loss, *observed, weights.sum()]).detach()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from verl.config import Config
 from verl.errors import ResourceError, explain
@@ -110,6 +111,11 @@ def make_deterministic() -> None:
     """
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """`x` of the host on the device; the host goes on before it has arrived."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def cores_of(num_engine_cores: int, is_engine: bool) -> list[int]:

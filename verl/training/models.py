@@ -20,6 +20,7 @@ from verl.model_files import model_errors, quiet, refuse_report
 from verl.packing import Packing
 from verl.remote_code import trusts_remote_code
 from verl.training.attention import PACKED, SequenceBounds, Span
+from verl.training.devices import sent
 from verl.types import TokenBatch
 
 LOGITS_PER_CHUNK = 1 << 26
@@ -39,7 +40,8 @@ class PackedInputs:
     """(1, num_tokens) the tokens that are computed."""
     bounds: SequenceBounds
     target_positions: Tensor
-    """(num_targets,) where in the batch the tokens asked for are; never a sequence's first."""
+    """(num_targets,) where in the batch the tokens asked for are, never a sequence's first; these
+    stay on the host."""
     targets: Tensor
     """(num_targets,) ids of the tokens asked for."""
     before_targets: Tensor
@@ -53,9 +55,9 @@ class PackedInputs:
         with nothing to do still takes part in collectives.
         """
         if not batch.num_tokens:
-            nothing = torch.zeros(0, dtype=torch.int64, device=device)
             dummy = torch.zeros(1, 2, dtype=torch.int64, device=device)
-            return cls(dummy, SequenceBounds.of([2], device), nothing, nothing, nothing)
+            nothing, nowhere = dummy[0, :0], torch.zeros(0, dtype=torch.int64)
+            return cls(dummy, SequenceBounds.of([2], device), nowhere, nothing, nothing)
         starts = batch.offsets[:-1]
         is_target = mask.bool().clone()
         is_target[starts[batch.lengths > 0]] = False
@@ -63,8 +65,8 @@ class PackedInputs:
         ids = batch.tokens["input_ids"]
         spans, computed, row_of = laid_out(Packing.of(batch), starts.tolist(), batch.num_tokens)
         return cls(
-            ids[computed][None].to(device), SequenceBounds.of_spans(spans, device),
-            positions.to(device), ids[positions].to(device), row_of[positions - 1].to(device),
+            sent(ids[computed][None], device), SequenceBounds.of_spans(spans, device),
+            positions, sent(ids[positions], device), sent(row_of[positions - 1], device),
         )  # fmt: skip
 
 
