@@ -202,7 +202,7 @@ def build_engine(config: SftConfig, lm: Any, device: torch.device) -> FsdpModel:
 def save(config: SftConfig, engine: FsdpModel, model_config: Any, part: Path | None) -> None:
     """Write the Hugging Face folder; rank 0, which has `part`, writes, all ranks give shards."""
     adapter = policy_adapter(engine) if config.has_adapter else None
-    named = policy_weights(engine)
+    named = policy_weights(engine, config.save_dtype)
     if part is not None:
         write_weights(part, named, model_config, config.save_dtype)
         copy_tokenizer(config.model_path, part)

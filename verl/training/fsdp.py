@@ -270,24 +270,27 @@ class FsdpModel:
         return found
 
     def full_parameters(
-        self, prefix: str = "", keep: Callable[[str], bool] = bool
-    ) -> Iterator[tuple[str, Tensor]]:
+        self, prefix: str = "", keep: Callable[[str], bool] = bool,
+        dtype: torch.dtype | None = None,
+    ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
         """Name and whole tensor of each parameter below `prefix` that `keep` accepts, in turn.
 
-        Every rank must run the iteration to its end; tied parameters come once.
+        As `dtype`, or as they are kept. Every rank must run the iteration to its end; tied
+        parameters come once.
         """
         self.reshard()
         for name, parameter in self.module.named_parameters():
             if name.startswith(prefix) and keep(name):
-                yield name.removeprefix(prefix), self._whole(parameter)
+                yield name.removeprefix(prefix), self._whole(parameter, dtype)
 
     def full_learned(self) -> dict[str, Tensor]:
         """Name and whole tensor of each parameter that is trained here, on every rank."""
         self.reshard()
         return {name: self._whole(parameter) for name, parameter in self.learned().items()}
 
-    def _whole(self, parameter: Tensor) -> Tensor:
-        tensor = parameter.detach()
+    def _whole(self, parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        # The shard is cast, not the whole: half of the bytes go between ranks.
+        tensor = parameter.detach().to(dtype or parameter.dtype)
         tensor = tensor.to(self.device) if tensor.device != self.device else tensor
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -171,13 +171,14 @@ def policy_adapter(engine: FsdpModel) -> Adapter:
     return engine.view.adapter(engine.full_learned())
 
 
-def policy_weights(engine: FsdpModel) -> Iterator[tuple[str, Tensor]]:
+def policy_weights(engine: FsdpModel, dtype: str) -> Iterator[tuple[str, Tensor]]:
     """Name and whole tensor of each weight of the policy, its adapter merged if it has one.
 
-    Every rank must run the iteration to its end.
+    To be written as `dtype`; merged weights come in that of the sum. Every rank must run the
+    iteration to its end.
     """
     if not isinstance(engine.view, RoleView):
-        yield from engine.full_parameters(prefix="lm.")
+        yield from engine.full_parameters(prefix="lm.", dtype=getattr(torch, dtype))
         return
     adapter = policy_adapter(engine)
     named = engine.full_parameters(prefix="lm.", keep=lambda name: base_name(name) is not None)

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -32,17 +33,34 @@ MODEL_FILES = ("config.json", "adapter_config.json")
 """One of these is in each folder that is written here."""
 
 
-def shards(named: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Group tensors, in order, into dictionaries of at most SHARD_BYTES (or a single tensor)."""
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in named:
-        if shard and size + tensor.nbytes > SHARD_BYTES:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.nbytes
-    yield shard
+@dataclass
+class Layout:
+    """Which of several writers writes which tensor, and into which file.
+
+    The same for all who place the same tensors in the same order. The files that they hold at once
+    have at most SHARD_BYTES together, or a single tensor each.
+    """
+
+    num_writers: int = 1
+    index: dict[str, str] = field(default_factory=dict)
+    """The file of each tensor."""
+    num_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._totals = [0] * self.num_writers
+        self._files = [(0, 0)] * self.num_writers  # number and bytes of each one's last file
+
+    def place(self, name: str, num_bytes: int) -> tuple[int, str]:
+        """The writer of the next tensor, which is the one with the least to write, and its file."""
+        writer = min(range(self.num_writers), key=self._totals.__getitem__)
+        number, size = self._files[writer]
+        if size and size + num_bytes > SHARD_BYTES // self.num_writers:
+            number, size = number + 1, 0
+        self._files[writer] = number, size + num_bytes
+        self._totals[writer] += num_bytes
+        self.num_bytes += num_bytes
+        self.index[name] = f"model-{number * self.num_writers + writer + 1:05d}.safetensors"
+        return writer, self.index[name]
 
 
 @contextlib.contextmanager
@@ -68,42 +86,63 @@ def whole_folder(out: Path, option: str) -> Iterator[Path]:
 
 
 def write_weights(
-    directory: Path, named: Iterable[tuple[str, Tensor]], config: PretrainedConfig, dtype: str
-) -> float:
+    directory: Path, named: Iterable[tuple[str, Tensor]], config: PretrainedConfig, dtype: str,
+    writer: int = 0, num_writers: int = 1,
+) -> float:  # fmt: skip
     """Write tensors as `dtype` (float32, bfloat16, float16) with the model's config.
 
-    Each file appears whole or not at all, and the old files of a reused directory disappear.
-    Returns the seconds in which files were written, without those in which tensors came.
+    Several processes may write a new folder together: each is given all tensors, in one order, and
+    writes its part; the first writes the rest. Each file appears whole or not at all, and where one
+    process writes, the old files of a reused directory disappear. Returns the seconds in which this
+    process wrote files, without those in which tensors came.
     """
     directory.mkdir(parents=True, exist_ok=True)
     target = getattr(torch, dtype)
-    index: dict[str, str] = {}
-    total, seconds = 0, 0.0
-    cast = ((name, tensor.to("cpu", target).contiguous()) for name, tensor in named)
-    for number, shard in enumerate(shards(cast)):
-        name = f"model-{number + 1:05d}.safetensors"
-        start = time.perf_counter()
-        with whole_file(directory / name) as part:
-            save_file(shard, part, metadata={"format": "pt"})
-        seconds += time.perf_counter() - start
-        index |= dict.fromkeys(shard, name)
-        total += sum(t.nbytes for t in shard.values())
+    layout, seconds = Layout(num_writers), 0.0
+    held: dict[str, Tensor] = {}
+    current = ""
+    for name, tensor in named:
+        owner, file = layout.place(name, tensor.numel() * target.itemsize)
+        if owner != writer:
+            continue
+        if file != current:
+            seconds += _write_file(directory / current, held)
+            held, current = {}, file
+        held[name] = tensor.to("cpu", target).contiguous()
+    seconds += _write_file(directory / current, held)
+    if writer > 0:
+        return seconds
+    index = layout.index
     if len(set(index.values())) == 1:  # beside an index, transformers would take this file alone
-        os.replace(directory / name, directory / "model.safetensors")
+        os.replace(directory / current, directory / "model.safetensors")
         index = dict.fromkeys(index, "model.safetensors")
-    _write_index(directory, index, total)
+    if num_writers == 1:
+        _remove_stale(directory, index)
+    _write_index(directory, index, layout.num_bytes)
     config.dtype = dtype
     config.save_pretrained(directory)
     return seconds
 
 
-def _write_index(directory: Path, index: dict[str, str], total: int) -> None:
+def _write_file(path: Path, tensors: dict[str, Tensor]) -> float:
+    """The seconds that it takes; nothing is written without tensors."""
+    start = time.perf_counter()
+    if tensors:
+        with whole_file(path) as part:
+            save_file(tensors, part, metadata={"format": "pt"})
+    return time.perf_counter() - start
+
+
+def _remove_stale(directory: Path, index: dict[str, str]) -> None:
     files = set(index.values())
     for stale in directory.glob("model*.safetensors"):
         if stale.name not in files:
             stale.unlink()
+
+
+def _write_index(directory: Path, index: dict[str, str], total: int) -> None:
     path = directory / "model.safetensors.index.json"
-    if len(files) == 1:
+    if len(set(index.values())) == 1:
         path.unlink(missing_ok=True)
         return
     path.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}))

@@ -218,7 +218,7 @@ class TrainerWorker:
         With `is_adapter`, write the adapter alone as peft's folder. `directory` is on a file system
         that the first rank sees.
         """
-        self._write_policy(Path(directory), dtype, is_adapter, is_writer=self.rank == 0)
+        self._write_policy(Path(directory), dtype, is_adapter, writer=self.rank, num_writers=1)
 
     def share_policy(
         self, directory: str | Path, version: int, needed: Sequence[int], dtype: str,
@@ -227,29 +227,33 @@ class TrainerWorker:
         """As `save_policy`, but into a folder of each node's memory that goes with its rank.
 
         There `version` gets a folder of its own, and of those before only the `needed` ones stay.
-        Returns the seconds in which this rank wrote files.
+        All ranks of a node write, each its part. Returns the seconds in which this one did.
         """
-        is_writer = self.rank % self.config.trainer.n_gpus_per_node == 0
-        if is_writer:
+        num_writers = self.config.trainer.n_gpus_per_node
+        writer = self.rank % num_writers
+        if writer == 0:
             self._folder = self._folder or NodeFolder(Path(directory))
             self._folder.keep({str(one) for one in needed})
-        return self._write_policy(Path(directory, str(version)), dtype, is_adapter, is_writer)
+        dist.barrier()  # the folder is there
+        folder = Path(directory, str(version))
+        return self._write_policy(folder, dtype, is_adapter, writer, num_writers)
 
     def _write_policy(
-        self, directory: Path, dtype: str, is_adapter: bool, is_writer: bool
+        self, directory: Path, dtype: str, is_adapter: bool, writer: int, num_writers: int
     ) -> float:
-        """Every rank gives its shards; writers write them. Returns the seconds of the writing."""
+        """Every rank gives its shards; the first writers write them. Returns their seconds."""
         seconds = 0.0
         if is_adapter:
             adapter = policy_adapter(self.actor.engine)
-            if is_writer:
+            if writer == 0:
                 start = time.perf_counter()
                 adapter.write(directory)
                 seconds = time.perf_counter() - start
         else:
-            named = policy_weights(self.actor.engine)
-            if is_writer:
-                seconds = write_weights(directory, named, self.model_config, dtype)
+            named = policy_weights(self.actor.engine, dtype)
+            if writer < num_writers:
+                parts = (writer, num_writers)
+                seconds = write_weights(directory, named, self.model_config, dtype, *parts)
             else:
                 for _ in named:  # each tensor is gathered by all ranks together
                     pass

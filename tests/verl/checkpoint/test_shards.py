@@ -83,6 +83,15 @@ def test_line_21_a_resumed_run_goes_on_as_if_never_stopped(
     assert all(torch.equal(after[name], x) for name, x in before.items())
 
 
+@pytest.mark.parametrize("size", ["one", "two"])
+def test_engines_are_given_the_weights_that_are_saved(runs: SimpleNamespace, size: str) -> None:
+    """All ranks write a part each, cast before it is gathered: the same bits as if after."""
+    saved = load_file(runs.root / size / "weights/model.safetensors")
+    shared = getattr(runs, size)[0]["shared"]
+    assert shared.keys() == saved.keys()
+    assert all(torch.equal(shared[name], x.bfloat16()) for name, x in saved.items())
+
+
 def test_export_is_a_folder_that_transformers_loads(runs: SimpleNamespace, tmp_path: Path) -> None:
     """The export of two ranks' shards holds the weights they saved, without any rank."""
     out = export(runs.root / "two/global_step_3", tmp_path / "hf", dtype="float32")

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 
 from tests.verl.training.ranks import make_batch, tiny_config
@@ -24,6 +26,11 @@ LENGTHS = [14, 9, 17, 6, 11]
 
 def shard_of(rank: int, size: int, lengths: list[int], seed: int) -> Any:
     return split_by_tokens(make_batch(lengths, seed), size).shards[rank]
+
+
+def whole_policy(folder: Path) -> dict[str, Tensor]:
+    """The weights in a folder of safetensors, all files read together."""
+    return {k: x for path in folder.glob("*.safetensors") for k, x in load_file(path).items()}
 
 
 def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, Any]:
@@ -43,6 +50,8 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
     answers["ref_log_probs"] = worker.reference.log_probs(first)  # the updates left it as it was
     answers["values"] = worker.critic.values(first)
     worker.save_policy(Path(out) / "weights", "float32")
+    worker.share_policy(Path(out) / "shared", 3, [], "bfloat16", is_adapter=False)
+    answers["shared"] = whole_policy(Path(out) / "shared" / "3") if rank == 0 else {}
     # The driver makes the folder and names it when all ranks are done.
     answers["problems"] = worker.save_checkpoint(Path(out) / "global_step_3.tmp")
     answers["drawn"] = draw()

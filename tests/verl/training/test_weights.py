@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from verl.training import weights
-from verl.training.weights import write_weights
+from verl.training.weights import Layout, write_weights
 
 
 def test_only_the_writing_is_timed(tmp_path: Path) -> None:
@@ -37,3 +37,27 @@ def test_what_takes_several_files_is_read_back_whole(
         assert (tmp_path / "model.safetensors").exists() is (size > 64)
         found = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
         assert all(torch.equal(found[name], x) for name, x in lm.state_dict().items())
+
+
+def test_several_writers_write_one_model(tmp_path: Path) -> None:
+    """Each writes its part; together it is what transformers reads, evenly divided."""
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
+                         num_attention_heads=2)  # fmt: skip
+    lm = LlamaForCausalLM(config)
+    for writer in (2, 0, 1):
+        named = lm.state_dict().items()
+        write_weights(tmp_path, named, config, "float32", writer, num_writers=3)
+    found = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(found[name], x) for name, x in lm.state_dict().items())
+    sizes = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
+    assert len(sizes) == 3 and max(sizes) < 2 * min(sizes)
+
+
+def test_what_writers_hold_is_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many they are: each file of four writers has a quarter of SHARD_BYTES at most."""
+    monkeypatch.setattr(weights, "SHARD_BYTES", 400)
+    layout, sizes = Layout(4), dict[str, int]()
+    for i in range(100):
+        _, file = layout.place(str(i), 1 + 7 * i % 60)
+        sizes[file] = sizes.get(file, 0) + 1 + 7 * i % 60
+    assert max(sizes.values()) <= 100 and len(layout.index) == 100

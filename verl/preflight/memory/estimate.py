@@ -151,8 +151,8 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
     """Processes before they load anything, a step's trajectories, and weights on their way.
 
     Weights lie in a folder in shared memory that stays: whole tensors are gathered one at a time
-    and collected up to SHARD_BYTES by the first rank of a node. Room is kept for a file more, and
-    with `max_staleness` for a whole version that engines still read. Of an adapter, that alone
+    and collected up to SHARD_BYTES by the ranks of a node together. Room is kept for that, and with
+     `max_staleness` for a whole version that engines still read. Of an adapter, that alone
     travels.
     """
     rank, engine, driver = PROCESSES["gpu" if on_gpu else "cpu"]
