@@ -5,7 +5,7 @@ A folder with a `modules.json` is used as it declares; a plain checkpoint as its
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,9 @@ QUERY_PROMPTS, PASSAGE_PROMPTS = ("query",), ("passage", "document", "corpus")
 """Names under which a folder keeps its prefixes."""
 CPU_BATCH, GPU_BATCH = 16, 64
 """A CPU gains nothing from larger batches, but computes their padding."""
+QUERY_TOKENS = 512
+"""Of a batch on a CPU, padding included: a server's memory stays what its largest batch took, which
+would grow with the longest queries that happen to meet."""
 DPR = ("DPRContextEncoder", "DPRQuestionEncoder")
 """Architectures that have a (projected) first token as their pooler's output and nothing else."""
 POOLER: dict[str, Any] = {
@@ -108,7 +111,8 @@ class SentenceEncoder:
                 f"{self.name} encodes passages only (dpr has two encoders); expected the "
                 "encoder of questions too: set --query_model"
             )
-        return self._encode(queries, self.query_prefix, self._query_length)
+        most = QUERY_TOKENS if self._device == "cpu" else None
+        return self._encode(queries, self.query_prefix, self._query_length, most)
 
     def encode_passages(self, passages: Sequence[str]) -> Vectors:
         """(num_passages, dim) float32."""
@@ -128,7 +132,9 @@ class SentenceEncoder:
         }
 
     @torch.inference_mode()
-    def _encode(self, texts: Sequence[str], prefix: str, max_length: int) -> Vectors:
+    def _encode(
+        self, texts: Sequence[str], prefix: str, max_length: int, max_tokens: int | None = None
+    ) -> Vectors:
         """Embed in batches of about equal length; the answer is in the order of `texts`.
 
         The library's own `encode` tokenizes each batch apart and sorts by characters: measured, 7 %
@@ -147,8 +153,8 @@ class SentenceEncoder:
         rows = tokenizer(prefixed, truncation=True, max_length=max_length)["input_ids"]
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
         found = []
-        for start in range(0, len(order), self._batch_size):
-            ids = [torch.tensor(rows[row]) for row in order[start : start + self._batch_size]]
+        for batch in batches([len(rows[row]) for row in order], self._batch_size, max_tokens):
+            ids = [torch.tensor(rows[row]) for row in order[batch]]
             masks = [torch.ones_like(row) for row in ids]
             tokens = pad_sequence(ids, True, tokenizer.pad_token_id or 0).to(self._device)
             mask = pad_sequence(masks, True).to(self._device)
@@ -216,6 +222,21 @@ class SentenceEncoder:
         """One model of these modules, in float32 from the transformer's output on."""
         parts = [transformer, Widen(), *others]
         return SentenceTransformer(modules=parts, device=self._device).eval()
+
+
+def batches(
+    lengths: Sequence[int], max_rows: int, max_tokens: int | None = None
+) -> Iterator[slice]:
+    """Divide rows, the longest first, into batches of so many rows, and tokens with padding.
+
+    A row that is longer than `max_tokens` is a batch of its own.
+    """
+    start = 0
+    while start < len(lengths):
+        fitting = max_tokens // max(lengths[start], 1) if max_tokens else max_rows
+        end = start + max(1, min(max_rows, fitting))
+        yield slice(start, end)
+        start = end
 
 
 class PassageDpr(Transformer):

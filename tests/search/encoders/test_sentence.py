@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer, DPRContextEncoder, DPRQuestionEncoder
 
 from search_r1.search.backends.settings import EncoderConfig
 from search_r1.search.encoder import open_encoder
 from search_r1.search.encoders.interface import Encoder
+from search_r1.search.encoders.sentence import batches
 from search_r1.search.errors import SetupError
 
 TEXTS = [
@@ -263,3 +266,21 @@ def test_compiled_encoder(make_model: MakeModel) -> None:
     for texts in (TEXTS[:1], TEXTS):
         expected = plain.encode_queries(texts)
         assert compiled.encode_queries(texts) == pytest.approx(expected, abs=1e-5)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 90), max_size=60),
+    max_rows=st.integers(1, 20),
+    max_tokens=st.none() | st.integers(1, 600),
+)
+def test_no_batch_is_larger_than_its_bounds(
+    lengths: list[int], max_rows: int, max_tokens: int | None
+) -> None:
+    """All rows in order, none twice; a server's memory is what its largest batch takes."""
+    lengths = sorted(lengths, reverse=True)
+    found = list(batches(lengths, max_rows, max_tokens))
+    assert [n for batch in found for n in lengths[batch]] == lengths
+    for batch in found:
+        rows = lengths[batch]
+        assert 1 <= len(rows) <= max_rows
+        assert max_tokens is None or len(rows) == 1 or len(rows) * rows[0] <= max_tokens
