@@ -12,7 +12,7 @@ export PYTHONPATH := $(CURDIR)
 # The tests start some hundred processes, each of which would compile our code anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench licences campaign mutants coverage demo install lock slow test test-all test-fast test-gpu-wheels chromium slurm lint format clean
+.PHONY: bench licences campaign mutants coverage demo docs install lock slow test test-all test-fast test-gpu-wheels chromium slurm lint format clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/.installed: pyproject.toml requirements.lock scripts/install.py
@@ -22,7 +22,14 @@ $(VENV)/.installed: pyproject.toml requirements.lock scripts/install.py
 $(VENV)/.installed-lucene: pyproject.toml scripts/install.py
 	$(PYTHON) scripts/install.py $(VENV) $(INSTALL_ARGS) --with lucene
 
+$(VENV)/.installed-docs: pyproject.toml scripts/install.py
+	$(PYTHON) scripts/install.py $(VENV) $(INSTALL_ARGS) --with docs
+
 install: $(VENV)/.installed
+
+# The site of README and docs/ in build/site: it needs no network.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m mkdocs build
 
 lock: $(VENV)/.installed
 	$(BIN)/pip install -q uv
@@ -57,7 +64,7 @@ campaign: $(VENV)/.installed
 mutants: $(VENV)/.installed
 	$(BIN)/pip install -q cosmic-ray && nice $(BIN)/python -m tests.proofs.mutants --seed $(SEED)
 
-test-all: chromium slurm $(VENV)/.installed-lucene
+test-all: chromium slurm $(VENV)/.installed-lucene $(VENV)/.installed-docs
 	$(BIN)/python -m pytest -m "not gpu and not gpu_wheels"
 
 # vLLM's GPU wheels, oldest and newest allowed (20 GB, minutes), need no card: all nightly.

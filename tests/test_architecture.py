@@ -27,6 +27,7 @@ TOP_LEVEL = {
     "verl", "search_r1", "scripts", "example", "docs", "tests", "benchmarks", "train_ppo.sh",
     "train_grpo.sh", "retrieval_launch.sh", "infer.py", "setup.py", "pyproject.toml", "Makefile",
     "requirements.txt", "requirements.lock", "requirements.sha256", "README.md", "LICENSE",
+    "README_zh.md", "mkdocs.yml",
     "ATTRIBUTIONS.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", ".ci",
 }  # fmt: skip
 SHARED = ("verl.errors", "verl.bounds", "verl.files", "verl.machine")

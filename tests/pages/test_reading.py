@@ -1,0 +1,104 @@
+"""README, quick start and the page of own files, typed as they stand, block by block.
+
+The hub is a server of this machine with small files under the published names; what else stands in
+for a GPU, hours or a cluster is the table of `stand_ins.py`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+
+from example.tiny import tiny_model
+from search_r1.datasets.catalogue import HUB
+from search_r1.datasets.download import ITEMS
+from tests.datasets.collection import records
+from tests.hub import serving_hub
+from tests.pages.stand_ins import lay_out
+from tests.pages.terminal import Terminal
+from tests.search.encoders.conftest import SIZES, save_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    """A fresh checkout, and a tiny model for what every training ends with."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    lay_out(ROOT, folder)
+    variables = {
+        "STAND_IN_MODEL": str(tiny_model(tmp_path / "model")),
+        "ENTRY": "tests.pages.trainer",
+        "PYTHONPATH": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path / "home"),
+    }
+    found = Terminal(folder, variables)
+    found.type_in(f"PATH={folder}/.venv/bin:$PATH")
+    yield found
+    found.end()
+
+
+def published(folder: Path) -> dict[str, bytes]:
+    """What the hub has under the names of the paper's recipe, a few rows of each."""
+    rows = [{"id": str(i), "contents": f'"What {i}"\nwhat is nq train {i}.'} for i in range(9)]
+    corpus = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    index = faiss.IndexFlatIP(SIZES["hidden_size"])
+    vectors = np.random.default_rng(0).standard_normal((len(rows), SIZES["hidden_size"]))
+    index.add(vectors.astype(np.float32))
+    whole = faiss.serialize_index(index).tobytes()
+    save_model(folder, "bert")
+    model = {f"intfloat/e5-base-v2/{f.name}": f.read_bytes() for f in folder.iterdir()}
+    card = ["---", "configs:", "- config_name: nq", "  data_files:"]
+    questions = {}
+    for split in ("train", "dev", "test"):
+        card += [f"  - split: {split}", f"    path: nq/{split}.jsonl"]
+        lines = "".join(json.dumps(row) + "\n" for row in records("nq", split))
+        questions[f"datasets/{HUB}/nq/{split}.jsonl"] = lines.encode()
+    return {
+        f"datasets/{ITEMS['corpus'].repo}/wiki-18.jsonl.gz": gzip.compress(corpus),
+        f"datasets/{ITEMS['e5'].repo}/part_aa": whole[:100],
+        f"datasets/{ITEMS['e5'].repo}/part_ab": whole[100:],
+        f"datasets/{HUB}/README.md": "\n".join([*card, "---", ""]).encode(),
+        **questions,
+        **model,
+    }
+
+
+@pytest.mark.slow
+def test_readme(terminal: Terminal, tmp_path: Path) -> None:
+    """From `make demo` to the last line of Python, the paper's recipe included."""
+    with serving_hub(published(tmp_path / "e5-base-v2")) as address:
+        terminal.variables |= {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
+        said = terminal.read(ROOT / "README.md")
+    assert "stand-in: trained Qwen/Qwen2.5-3B" in said
+    assert "stand-in: trained meta-llama/Llama-3.2-3B" in said
+    assert "Submitted batch job 1" in said and "calling code" in said
+    for made in ("data/wiki-18/e5_Flat.index", "runs/evaluation/nq/metrics.json",
+                 "runs/base/metrics.json", "runs/from-python/model"):  # fmt: skip
+        assert (terminal.checkout / made).exists(), made
+
+
+def test_quick_start(terminal: Terminal) -> None:
+    """Model, retriever, training, page, evaluation and a question, without any hub."""
+    said = terminal.read(ROOT / "docs" / "quickstart.md")
+    assert "stand-in: trained models/SmolLM2-135M-Instruct" in said
+    assert (terminal.checkout / "runs" / "first.html").is_file()
+    assert (terminal.checkout / "runs" / "first-evaluation" / "metrics.json").is_file()
+
+
+@pytest.mark.slow
+def test_own_files(terminal: Terminal) -> None:
+    """Own questions, texts, reward and tool: each is read, and what the page finds is found."""
+    said = terminal.read(ROOT / "docs" / "own.md")
+    assert "A sett may be a century old" in said
+    assert said.count("stand-in: trained") == 3

@@ -1,0 +1,68 @@
+"""In the trainer's place (`ENTRY`) where a test is about what a page tells a reader to type.
+
+It reads the options as the trainer does, the rows, tools, reward and retriever that they name,
+plays one dialogue in which every tool is called, and leaves what a run leaves: what a GPU makes of
+them is beyond a test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from search_r1.agent.generation import build_environment, check_prompts, words_of
+from search_r1.scoring import build_reward_manager
+from tests.fakes import ByteTokenizer, ScriptedEngine
+from verl.agent.dialogue import DialogueAgent, Limits
+from verl.config import Config, cli
+from verl.data import load_prompts
+from verl.monitor.tracking import Tracking
+from verl.trainer import main_ppo
+from verl.types import Sampling, Trajectory, start_trajectory
+
+
+async def play(config: Config) -> Trajectory:
+    """One dialogue of the run's first question: each tool once, then an answer."""
+    environment = build_environment(config)
+    words = words_of(config, environment.tools)
+    files = config.data.train_files
+    prompts = load_prompts(config, files, None, ByteTokenizer())  # type: ignore[arg-type]
+    assert len(prompts) >= min(3, config.data.train_batch_size)
+    check_prompts(words, prompts)
+    query = str(prompts[0].extra_info["question"])
+    turns = [f"<think> a </think> {words.tags.tool(t.name).wrap(query)}" for t in environment.tools]
+    engine = ScriptedEngine([*turns, words.tags.answer.wrap("an answer")])
+    limits = Limits(max_turns=len(turns), max_prompt_length=10**6, max_obs_length=10**5)
+    agent = DialogueAgent(limits, words, environment, ByteTokenizer())  # type: ignore[arg-type]
+    try:
+        return await agent.run(start_trajectory(prompts[0]), engine, Sampling(max_tokens=10**4))
+    finally:
+        await environment.aclose()
+
+
+def stand_in(config: Config) -> None:
+    """What a run leaves: metrics of a step, its options, and a model that was there before."""
+    played = asyncio.run(play(config))
+    assert not played.error, played.error
+    (reward,) = build_reward_manager(config)([played])
+    out = Path(config.trainer.default_local_dir)
+    with Tracking.from_config(config, []) as tracking:
+        tracking.log({"critic/score/mean": reward.score}, 1)
+    shutil.copytree(os.environ["STAND_IN_MODEL"], out / "model", dirs_exist_ok=True)
+    cli.write_resolved(config, out)
+
+
+def main() -> None:
+    """A run's command line; `--cfg` and `--help` are the trainer's own."""
+    if "--cfg" in sys.argv:
+        sys.exit(main_ppo.main(sys.argv[1:]))
+    config = cli.compose(sys.argv[1:])
+    stand_in(config)
+    sys.stdout.write(f"stand-in: trained {config.actor_rollout_ref.model.path}\n")
+
+
+if __name__ == "__main__":
+    main()
