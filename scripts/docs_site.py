@@ -12,6 +12,8 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
+from markdown.extensions.toc import slugify_unicode
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("*.md", "docs/**/*.md", "example/**/*.md")
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
@@ -27,6 +29,7 @@ def on_config(config: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
     config["docs_dir"] = str(folder)
+    config["mdx_configs"]["toc"]["slugify"] = slugify_unicode  # anchors of Chinese headings
     config["nav"] = [with_folders(entry) for entry in config["nav"]]
     return config
 

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
     [
         ROOT / "README.md",
+        ROOT / "README_zh.md",
         ROOT / "CONTRIBUTING.md",
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "example").rglob("*.md"),
