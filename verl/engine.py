@@ -17,6 +17,8 @@ from verl.types import Completion, Sampling
 
 Listener = Callable[[str], None]
 """Hears new text of a completion."""
+INTERRUPTED = "interrupted"
+"""The finish reason of a completion that `RolloutEngine.interrupt` ended."""
 
 
 class EngineDied(Exception):
@@ -36,6 +38,8 @@ class RolloutEngine(ABC):
     """Whether `update_weights` works; without it the engine cannot be trained with."""
     takes_adapters: ClassVar[bool] = False
     """Whether `update_weights` also takes a LoRA adapter by itself; else it is merged before."""
+    can_interrupt: ClassVar[bool] = False
+    """Whether `interrupt` works, which `rollout.interrupt_turns` needs."""
 
     @classmethod
     def from_config(cls, config: Config, replica: int) -> Self:
@@ -69,6 +73,11 @@ class RolloutEngine(ABC):
         of the adapter before. Completions carry `version` from now on; no request is running.
         """
         raise NotImplementedError(f"{type(self).__name__} takes no weights")
+
+    async def interrupt(self) -> None:
+        """End what is being sampled: each completion has the tokens so far, be it none, and says
+        that it is INTERRUPTED. Nothing new is asked for until this has returned."""
+        raise NotImplementedError(f"{type(self).__name__} interrupts nothing")
 
     async def sleep(self) -> None:
         """Give device memory to the trainer; weights may be dropped."""

@@ -8,6 +8,7 @@ token ids. This module knows nothing of engines, tools, Ray or configuration fil
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -61,8 +62,11 @@ class Completion:
     log_probs: tuple[float, ...]
     text: str
     finish_reason: str
-    """`stop` (a stop string or end of sequence) or `length`."""
+    """`stop` (a stop string or end of sequence), `length`, or `verl.engine.INTERRUPTED`."""
     weight_version: int = 0
+    """Of the weights that sampled it; the last ones where several did."""
+    weight_versions: tuple[int, ...] = ()
+    """Of each token, where several did."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,14 @@ class Segment:
     text: str = ""
     log_probs: tuple[float, ...] = ()
     weight_version: int = 0
+    weight_versions: tuple[int, ...] = ()
+    """As those of a completion."""
+
+    @property
+    def version_runs(self) -> list[tuple[int, int]]:
+        """(version, number of tokens) of each stretch that the same weights sampled, in order."""
+        runs = [(v, len(list(same))) for v, same in itertools.groupby(self.weight_versions)]
+        return runs or [(self.weight_version, len(self.ids))]
 
     def __post_init__(self) -> None:
         expected = len(self.ids) if self.origin is Origin.POLICY else 0
@@ -95,16 +107,20 @@ class Segment:
             f"a {self.origin.name} segment of {len(self.ids)} ids carries {expected} log-probs, "
             f"got {len(self.log_probs)}"
         )
+        assert len(self.weight_versions) in (0, len(self.ids)), "a version for each token, or none"
 
 
 @dataclass(frozen=True)
 class TurnTimes:
     """When a turn was asked for, had the weights that it waited for, and ended; seconds since the
-    epoch, by the clock of the replica's machine."""
+    epoch, by the clock of the replica's machine. Of a turn that new weights cut, one for each part.
+    """
 
     asked: float
     began: float
     ended: float
+    turn: int = 0
+    """The number of the turn."""
 
 
 @dataclass
@@ -209,7 +225,7 @@ class TokenBatch:
         segments = [s for t in trajectories for s in t.segments]
         counts = torch.tensor([len(s.ids) for s in segments], dtype=torch.int64)
         origins = torch.tensor([int(s.origin) for s in segments], dtype=torch.int64)
-        versions = torch.tensor([s.weight_version for s in segments], dtype=torch.int32)
+        runs = torch.tensor([r for s in segments for r in s.version_runs], dtype=torch.int32)
         origin = origins.repeat_interleave(counts)
         log_probs = [p for s in segments for p in (s.log_probs or (0.0,) * len(s.ids))]
         return cls(
@@ -219,7 +235,7 @@ class TokenBatch:
                 "policy_mask": origin == int(Origin.POLICY),
                 "response_mask": origin != int(Origin.PROMPT),
                 "rollout_log_probs": torch.tensor(log_probs, dtype=torch.float32),
-                "weight_versions": versions.repeat_interleave(counts),
+                "weight_versions": runs[:, 0].repeat_interleave(runs[:, 1]),
             },
             columns={
                 "group": [t.group for t in trajectories],

@@ -293,4 +293,5 @@ def _policy_segment(completion: Completion) -> Segment:
         completion.text,
         completion.log_probs,
         completion.weight_version,
+        completion.weight_versions,
     )

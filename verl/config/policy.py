@@ -188,6 +188,9 @@ class RolloutConfig:
     """Folder `schedule` of another run: the weights that sampled a turn there sample it here."""
     partial: bool = option(True, resume="logged")
     """Let a trajectory go on with newer weights at its next turn; false keeps it to one version."""
+    interrupt_turns: bool = option(False, resume="logged")
+    """Have engines take new weights at once: turns that are being sampled end where they are and
+    are continued by them; false lets turns end first."""
     dtype: str = option("auto", resume="logged", choices=("auto", "bfloat16", "float16", "float32"))
     """auto (what the trainer computes in), bfloat16, float16, float32."""
     max_num_seqs: int | None = option(None, resume="free", ge=1)

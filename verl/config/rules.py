@@ -111,6 +111,10 @@ def _engines(config: Config) -> Iterator[Row]:
            f"a divisor of {holder}={per_node}", f"{ROLLOUT}.tensor_model_parallel_size=1")
     yield (is_split and rollout.name == "remote", key, trainer.rollout_gpus,
            f"0: {ROLLOUT}.name=remote is a server with devices of its own", f"{key}=0")
+    must_wait = not rollout.partial or rollout.max_staleness == 0
+    yield (rollout.interrupt_turns and must_wait, f"{ROLLOUT}.interrupt_turns", "true",
+           "false: without max_staleness, or with partial=false, no weights come in a turn",
+           f"{ROLLOUT}.max_staleness=1 and partial=true beside it")
 
 
 def _algorithm(config: Config) -> Iterator[Row]:

@@ -114,6 +114,8 @@ def _segment(segment: Segment) -> dict[str, Any]:
     if segment.origin is Origin.POLICY:
         row["log_probs"] = [x if math.isfinite(x) else None for x in segment.log_probs]
         row["weight_version"] = segment.weight_version
+        if segment.weight_versions:
+            row["weight_versions"] = list(segment.weight_versions)
     return row
 
 

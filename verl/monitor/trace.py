@@ -65,12 +65,11 @@ class Trace:
         row = next((i for i, free in enumerate(rows) if free <= times[0].asked), len(rows))
         rows[row:] = [times[-1].ended, *rows[row + 1 :]]
         about = {"group": trajectory.group, "sample": trajectory.sample, "step": step}
-        for number, turn in enumerate(times):
-            if number:
-                before = times[number - 1].ended
-                yield _span("tool", process, 1 + row, before, turn.asked, **about)
+        for before, turn in zip([times[0], *times], times, strict=False):
+            if turn.turn != before.turn:
+                yield _span("tool", process, 1 + row, before.ended, turn.asked, **about)
             yield _span("weights", process, 1 + row, turn.asked, turn.began, **about)
-            yield _span(f"turn {number}", process, 1 + row, turn.began, turn.ended, **about)
+            yield _span(f"turn {turn.turn}", process, 1 + row, turn.began, turn.ended, **about)
 
 
 def busy(trajectories: Sequence[Trajectory]) -> list[tuple[float, float]]:

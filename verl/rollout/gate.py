@@ -1,12 +1,12 @@
-"""When a replica takes up new weights: between turns, or between trajectories."""
+"""When a replica takes up new weights: at once, between turns, or between trajectories."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
-from verl.rollout.schedule import Schedule, Turn
+from verl.rollout.schedule import Part, Schedule
 
 
 class WeightGate:
@@ -17,8 +17,15 @@ class WeightGate:
     the turns that older weights are to sample, which go before it, and turns for their weights.
     """
 
-    def __init__(self, schedule: Schedule | None = None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule | None = None,
+        interrupt: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`interrupt` ends what samples, for a change that does not wait; a schedule says itself
+        where turns end."""
         self._schedule = schedule
+        self._interrupt = None if schedule else interrupt
         self.version = 0
         """Of the weights that are sampled from."""
         self._num_sampling = 0
@@ -27,23 +34,26 @@ class WeightGate:
         self._changed, self._drained = asyncio.Event(), asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def sampling(self, at_least: int = 0, turn: Turn | None = None) -> AsyncIterator[None]:
+    async def sampling(
+        self, at_least: int = 0, part: Part | None = None
+    ) -> AsyncIterator[int | None]:
         """Sample in the body, from weights of version `at_least` or later, which stay the same.
 
-        A `turn` that is in the schedule is sampled by the weights that it has there.
+        A `part` of a turn that is in the schedule is sampled by the weights that it has there; the
+        body gets the number of the turn's tokens where it ends, if it is cut there.
         """
-        planned = None
-        if self._schedule is not None and turn is not None:
-            planned = self._schedule.version(turn)
+        planned, until = None, None
+        if self._schedule is not None and part is not None:
+            planned, until = self._schedule.version(part), self._schedule.until(part)
         while self._is_too_early(at_least, planned):
             await self._changed.wait()
         self._num_sampling += 1
         try:
-            yield
+            yield until
         finally:
             self._num_sampling -= 1
-            if self._schedule is not None and turn is not None:
-                self._schedule.done(turn)
+            if self._schedule is not None and part is not None:
+                self._schedule.done(part)
             if not self._num_sampling:
                 self._drained.set()
 
@@ -58,6 +68,8 @@ class WeightGate:
         async with self._changes:
             self._is_changing = True
             try:
+                if self._interrupt and self._num_sampling and version > self.version:
+                    await self._interrupt()
                 while self._num_sampling or self._is_awaited(version):
                     self._drained.clear()
                     await self._drained.wait()

@@ -12,6 +12,7 @@ from typing import Any
 
 from verl import plugins
 from verl.config import Config
+from verl.engine import INTERRUPTED as INTERRUPTED
 from verl.engine import EngineDied as EngineDied
 from verl.engine import Listener as Listener
 from verl.engine import RolloutEngine as RolloutEngine
@@ -68,3 +69,7 @@ def engine_problems(config: Config) -> Iterator[ConfigError]:
         key = "actor_rollout_ref.rollout.merge_adapter"
         expected = f"true or null, since {NAME}={rollout.name} takes whole weights only"
         yield ConfigError(explain(key, "false", expected, f"{key}=null"))
+    if rollout.interrupt_turns and not chosen.can_interrupt:
+        key = "actor_rollout_ref.rollout.interrupt_turns"
+        expected = f"false: {NAME}={rollout.name} cannot end a turn before its time"
+        yield ConfigError(explain(key, "true", expected, f"{key}=false, or {NAME}=vllm"))

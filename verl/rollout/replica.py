@@ -6,7 +6,9 @@ A plain class, hosted by a Ray actor in training and used directly in tests.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from verl import plugins
 from verl.agent.interface import Agent
@@ -17,6 +19,7 @@ from verl.rollout.gate import WeightGate
 from verl.rollout.interface import build_engine
 from verl.rollout.schedule import of_replica
 from verl.rollout.turns import BusyClock, TurnEngine
+from verl.tokenizer_files import load_tokenizer
 from verl.training.devices import device_type, keep_to_cores, rollout_dtype
 from verl.types import Sampling, Trajectory
 
@@ -35,7 +38,9 @@ class RolloutReplica:
         self.agent = agent_factory(config)
         self.engine = build_engine(config, replica)
         self.replica, self.clock = replica, BusyClock()
-        self.gate = WeightGate(of_replica(config.actor_rollout_ref.rollout.replay, replica))
+        rollout = config.actor_rollout_ref.rollout
+        interrupt = (lambda: self.engine.interrupt()) if rollout.interrupt_turns else None
+        self.gate = WeightGate(of_replica(rollout.replay, replica), interrupt)
 
     def dtype(self) -> str:
         """What the engine computes in, for those who write weights for it."""
@@ -61,7 +66,7 @@ class RolloutReplica:
         return self.clock.take_share()
 
     async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
-        """Have the engine take new weights as soon as what it samples now is whole."""
+        """Have the engine take new weights as soon as what it samples now is whole, or cut."""
         async with self.gate.changing(version):
             # Ray may begin calls in another order; then newer weights are there already.
             if version > self.gate.version:
@@ -71,13 +76,19 @@ class RolloutReplica:
         self, starts: Sequence[Trajectory], sampling: Sampling, version: int,
         gate: WeightGate | None,
     ) -> list[Trajectory]:  # fmt: skip
-        is_greedy = sampling.temperature == 0
+        held, is_greedy = (self.engine, self.clock, gate, version), sampling.temperature == 0
         engines = [
-            TurnEngine(self.engine, self.clock, gate, version, (one.group, one.sample, is_greedy))
-            for one in starts
+            TurnEngine(*held, (one.group, one.sample, is_greedy), self._decode) for one in starts
         ]
         pairs = zip(starts, engines, strict=True)
         return list(await asyncio.gather(*(self._finish(*pair, sampling) for pair in pairs)))
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self.config.actor_rollout_ref.model.path)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(ids))
 
     async def _finish(
         self, start: Trajectory, engine: TurnEngine, sampling: Sampling

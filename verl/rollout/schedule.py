@@ -8,7 +8,7 @@ replicas samples every turn by the version that sampled it then, whatever takes 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -20,26 +20,35 @@ from verl.types import Origin, Trajectory
 
 FOLDER = "schedule"
 REPLAY = "actor_rollout_ref.rollout.replay"
-Turn = tuple[str, int, bool, int]
-"""Group, number in it, whether it is the greedy one of ReMax, and the number of the turn."""
+Part = tuple[str, int, bool, int, int]
+"""Group, number in it, whether it is the greedy one of ReMax, the number of the turn, and how many
+of its tokens were there before: 0 unless new weights cut the turn."""
 
 
 class Row(BaseModel, frozen=True):
-    """One trajectory: the versions of its turns, in order, and where it was sampled."""
+    """One trajectory: the version that each turn began with, in order, and where it was sampled."""
 
     group: str
     sample: int
     greedy: bool
     replica: int
     versions: tuple[int, ...]
+    cuts: tuple[tuple[int, int, int], ...] = ()
+    """Number of a turn, and the version that continued it after so many tokens: turn, tokens,
+    version."""
 
 
 def row_of(trajectory: Trajectory, greedy: bool) -> Row:
     """What is recorded of a trajectory."""
-    spoken = (s for s in trajectory.segments if s.origin is Origin.POLICY)
-    versions = tuple(segment.weight_version for segment in spoken)
+    versions, cuts = list[int](), list[tuple[int, int, int]]()
+    for turn, segment in enumerate(s for s in trajectory.segments if s.origin is Origin.POLICY):
+        (first, num_tokens), *later = segment.version_runs
+        versions.append(first)
+        for version, num_more in later:
+            cuts.append((turn, num_tokens, version))
+            num_tokens += num_more
     return Row(group=trajectory.group, sample=trajectory.sample, greedy=greedy,
-               replica=trajectory.replica, versions=versions)  # fmt: skip
+               replica=trajectory.replica, versions=tuple(versions), cuts=tuple(cuts))  # fmt: skip
 
 
 def write(directory: Path, step: int, rows: Iterable[Row]) -> None:
@@ -72,22 +81,31 @@ class Schedule:
     """What one replica is to repeat."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self._versions: Mapping[Turn, int] = {
-            (row.group, row.sample, row.greedy, number): version
-            for row in rows
-            for number, version in enumerate(row.versions)
-        }
-        self._left: dict[int, set[Turn]] = defaultdict(set)
-        for turn, version in self._versions.items():
-            self._left[version].add(turn)
+        self._versions: dict[Part, int] = {}
+        self._ends: dict[Part, int] = {}
+        for row in rows:
+            name = (row.group, row.sample, row.greedy)
+            begun = {turn: (*name, turn, 0) for turn in range(len(row.versions))}
+            self._versions |= {begun[turn]: version for turn, version in enumerate(row.versions)}
+            for turn, num_tokens, version in row.cuts:
+                self._ends[begun[turn]] = num_tokens
+                begun[turn] = (*name, turn, num_tokens)
+                self._versions[begun[turn]] = version
+        self._left: dict[int, set[Part]] = defaultdict(set)
+        for part, version in self._versions.items():
+            self._left[version].add(part)
 
-    def version(self, turn: Turn) -> int | None:
-        """Of the weights of a turn; None where nothing was recorded."""
-        return self._versions.get(turn)
+    def version(self, part: Part) -> int | None:
+        """Of the weights of a part of a turn; None where nothing was recorded."""
+        return self._versions.get(part)
 
-    def done(self, turn: Turn) -> None:
-        """That turn was sampled, or failed."""
-        self._left[self._versions.get(turn, 0)].discard(turn)
+    def until(self, part: Part) -> int | None:
+        """The number of the turn's tokens where that part ends; None where it ends the turn."""
+        return self._ends.get(part)
+
+    def done(self, part: Part) -> None:
+        """That part was sampled, or failed."""
+        self._left[self._versions.get(part, 0)].discard(part)
 
     def is_over_before(self, version: int) -> bool:
         """Whether all turns of older weights were sampled."""

@@ -17,7 +17,8 @@ from transformers import DynamicCache
 
 from verl.config import Config
 from verl.model_files import refuse_values
-from verl.rollout.interface import Listener, RolloutEngine
+from verl.rollout.interface import INTERRUPTED, Listener, RolloutEngine
+from verl.rollout.parts import cut_at_stop
 from verl.tokenizer_files import load_tokenizer
 from verl.training.devices import device_type, rollout_dtype
 from verl.training.models import load_causal_lm
@@ -31,6 +32,7 @@ class TransformersEngine(RolloutEngine):
     """One transformers model; requests wait for each other."""
 
     takes_weights = True
+    can_interrupt = True
 
     def __init__(self, path: str, device: str, dtype: str, seed: int | None = None) -> None:
         """`path`: folder or hub name; `dtype`: bfloat16, float16 or float32.
@@ -44,6 +46,8 @@ class TransformersEngine(RolloutEngine):
         self._own = torch.Generator()
         self._own.seed() if seed is None else self._own.manual_seed(seed)
         self._lock = threading.Lock()
+        self._running: set[threading.Event] = set()
+        """One for each request, set when it is to end."""
         self._forget()
 
     @classmethod
@@ -101,9 +105,10 @@ class TransformersEngine(RolloutEngine):
         """
         loop = asyncio.get_running_loop()
         is_over = threading.Event()
+        self._running.add(is_over)
 
         def hear(text: str) -> None:
-            if not is_over.is_set():
+            if is_over in self._running:
                 listener(text)
 
         def tell(text: str) -> None:
@@ -114,6 +119,12 @@ class TransformersEngine(RolloutEngine):
                 self._generate, list(prompt_ids), sampling, tell, is_over.is_set
             )
         finally:
+            self._running.discard(is_over)
+            is_over.set()
+
+    async def interrupt(self) -> None:
+        """End each request with the token at hand; those that wait for their turn have none."""
+        for is_over in self._running:
             is_over.set()
 
     def _generate(
@@ -127,6 +138,8 @@ class TransformersEngine(RolloutEngine):
             ids: list[int] = []
             log_probs: list[float] = []
             text, told, reason = "", 0, "length"
+            if is_over():
+                return Completion((), (), "", INTERRUPTED, self.weight_version)
             for token, log_prob in self._samples(prompt_ids, sampling):
                 ids.append(token)
                 log_probs.append(log_prob)
@@ -137,7 +150,10 @@ class TransformersEngine(RolloutEngine):
                 if is_stopped or token in self._end_ids():
                     reason = "stop"
                     break
-                if len(ids) == sampling.max_tokens or is_over():
+                if len(ids) == sampling.max_tokens:
+                    break
+                if is_over():
+                    reason = INTERRUPTED
                     break
             return Completion(tuple(ids), tuple(log_probs), text, reason, self.weight_version)
 
@@ -187,9 +203,3 @@ def processed_log_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     before = ordered.exp().cumsum(-1) - ordered.exp()
     outside = order[before >= sampling.top_p]
     return log_probs.index_fill(0, outside, -torch.inf).log_softmax(-1)
-
-
-def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """`text` up to the end of the stop string that ends first, and whether there is one."""
-    ends = [text.index(tag) + len(tag) for tag in stop if tag in text]
-    return (text[: min(ends)], True) if ends else (text, False)

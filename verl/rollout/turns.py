@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from verl.engine import Listener, RolloutEngine
 from verl.rollout.gate import WeightGate
+from verl.rollout.parts import Ask, Decode, Parts
 from verl.types import Completion, Sampling, TurnTimes
 
 
@@ -37,33 +38,48 @@ class TurnEngine(RolloutEngine):
 
     def __init__(
         self, engine: RolloutEngine, clock: BusyClock, gate: WeightGate | None, at_least: int,
-        name: tuple[str, int, bool] = ("", 0, False),
+        name: tuple[str, int, bool] = ("", 0, False), decode: Decode = str,
     ) -> None:  # fmt: skip
-        """`name`: group, number and whether greedy, by which a schedule knows its turns."""
+        """`name`: group, number and whether greedy, by which a schedule knows its turns; `decode`
+        makes the text of a turn that new weights cut."""
         self._engine, self._clock = engine, clock
         self._gate, self._at_least, self._name = gate, at_least, name
+        self._decode, self._num_turns = decode, 0
         self.times: list[TurnTimes] = []
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        async with self._turn():
-            return await self._engine.generate(prompt_ids, sampling)
+        return await self._turn(prompt_ids, sampling, self._engine.generate)
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, listener: Listener
     ) -> Completion:
-        async with self._turn():
-            return await self._engine.stream(prompt_ids, sampling, listener)
+        async def ask(ids: Sequence[int], sampling: Sampling) -> Completion:
+            return await self._engine.stream(ids, sampling, listener)
+
+        return await self._turn(prompt_ids, sampling, ask)
+
+    async def _turn(self, prompt_ids: Sequence[int], sampling: Sampling, ask: Ask) -> Completion:
+        """One turn, by several weights where new ones interrupt it."""
+        parts, number = Parts(prompt_ids, sampling, self._decode), self._num_turns
+        self._num_turns += 1
+        while True:
+            async with self._held(number, parts.num_tokens) as until:
+                whole = await parts.go_on(ask, until)
+            if whole is not None:
+                return whole
 
     @contextlib.asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        asked = time.time()
-        turn, gate = (*self._name, len(self.times)), self._gate
-        held = gate.sampling(self._at_least, turn) if gate else contextlib.nullcontext()
-        async with held:
+    async def _held(self, number: int, num_tokens: int) -> AsyncIterator[int | None]:
+        """Hold the weights for the part of a turn that begins after so many of its tokens; gives
+        the number after which a schedule has it end."""
+        asked, gate = time.time(), self._gate
+        part = (*self._name, number, num_tokens)
+        held = gate.sampling(self._at_least, part) if gate else contextlib.nullcontext()
+        async with held as until:
             began = time.time()
             self._clock.change(+1)
             try:
-                yield
+                yield until
             finally:
                 self._clock.change(-1)
-                self.times.append(TurnTimes(asked, began, time.time()))
+                self.times.append(TurnTimes(asked, began, time.time(), number))

@@ -21,7 +21,13 @@ from verl.errors import ModelError, explain
 from verl.model_files import refuse_faulty
 from verl.packages import vllm_device
 from verl.remote_code import trusts_remote_code
-from verl.rollout.interface import EngineDied, Listener, RolloutEngine, engine_takes_adapter
+from verl.rollout.interface import (
+    INTERRUPTED,
+    EngineDied,
+    Listener,
+    RolloutEngine,
+    engine_takes_adapter,
+)
 from verl.training.devices import device_type, rollout_dtype
 from verl.types import Completion, Sampling
 
@@ -43,6 +49,7 @@ MIN_BATCHED_TOKENS = 8192
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 WORKER_EXTENSION = "verl.rollout.weight_loading.WeightLoading"
 SHUTDOWN_TIMEOUT = 30.0
+POLL_S = 0.01
 Answer = TypeVar("Answer")
 
 
@@ -144,11 +151,13 @@ class VllmEngine(RolloutEngine):
 
     takes_weights = True
     takes_adapters = True
+    can_interrupt = True
 
     def __init__(self, config: Config, replica: int = 0) -> None:
         self.settings = VllmSettings(config, replica)
         self.weight_version = 0
         self._numbers = itertools.count()
+        self._running: set[str] = set()
         self._adapter: Any = None
         self._has_weights = True
         self._llm: Any = None
@@ -212,11 +221,23 @@ class VllmEngine(RolloutEngine):
         prompt = self._vllm.TokensPrompt(prompt_token_ids=list(prompt_ids))
         request = str(next(self._numbers))
         running = self._llm.generate(prompt, parameters, request, lora_request=self._adapter)
-        output = await self._answer(_last(running, listener))
+        self._running.add(request)
+        try:
+            output = await self._answer(_last(running, listener))
+        finally:
+            self._running.discard(request)
         ids = tuple(output.token_ids)
         log_probs = tuple(step[i].logprob for step, i in zip(output.logprobs, ids, strict=True))
         assert version == self.weight_version, "weights changed while a request was running"
-        return Completion(ids, log_probs, output.text, output.finish_reason, version)
+        reason = INTERRUPTED if output.finish_reason == "abort" else output.finish_reason
+        return Completion(ids, log_probs, output.text, reason, version)
+
+    async def interrupt(self) -> None:
+        """Abort all requests: vLLM answers each with what it has. Of one on its way in it does not
+        know yet, so that it is asked again."""
+        while self._running:
+            await self._answer(self._llm.abort(list(self._running)))
+            await asyncio.sleep(POLL_S)
 
     async def _answer(self, call: Awaitable[Answer]) -> Answer:
         """What `call` gives. Raises EngineDied when the engine core ends before it gave anything.

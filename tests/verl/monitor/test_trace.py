@@ -21,7 +21,7 @@ TURNS = st.lists(st.integers(0, 50), min_size=3, max_size=9).map(sorted)
 def trajectory(marks: list[int], replica: int = 0) -> Trajectory:
     """Of turns that are asked for, begin and end at these times."""
     whole = marks[: len(marks) // 3 * 3]
-    times = [TurnTimes(*map(float, whole[i : i + 3])) for i in range(0, len(whole), 3)]
+    times = [TurnTimes(*map(float, whole[i : i + 3]), turn=i // 3) for i in range(0, len(whole), 3)]
     start = start_trajectory(Prompt("q", (1,), "nq", ("a",)), group="1/0")
     start.replica, start.turn_times = replica, times
     return start

@@ -16,12 +16,14 @@ from tests.verl.rollout.engines import (
 )
 from verl.config import Config
 from verl.errors import ConfigError
+from verl.rollout.gate import WeightGate
 from verl.rollout.interface import (
     build_engine,
     engine_class,
     engine_problems,
     engine_takes_adapter,
 )
+from verl.rollout.turns import BusyClock, TurnEngine
 from verl.types import Completion, Sampling
 
 TOLERANCE = 1e-3
@@ -95,6 +97,47 @@ def test_requests_at_once_get_what_each_gets_alone(running: Running) -> None:
 
     alone = [running.generate(prompt, seed=n).ids for n, prompt in enumerate(prompts)]
     assert [c.ids for c in running.loop.run_until_complete(together())] == alone
+
+
+def test_a_turn_goes_on_with_new_weights_from_the_tokens_it_has(
+    running: Running, tmp_path: Path
+) -> None:
+    """Each token's log-prob is that of the weights that sampled it, given all before it, and none
+    of the first part is lost. Who had no token yet begins with the new weights."""
+    save_model(tmp_path, seed=5)
+    prompt, heard = running.tokenizer.encode("The capital of France is " * 20), asyncio.Event()
+    free = running.generate(prompt, seed=0, max_tokens=100)
+
+    async def play() -> list[Completion]:
+        gate = WeightGate(interrupt=running.engine.interrupt)
+        decode = running.tokenizer.decode
+        turns = [
+            asyncio.create_task(
+                TurnEngine(running.engine, BusyClock(), gate, 0, decode=decode).stream(
+                    prompt, Sampling(100, seed=seed), lambda text: heard.set() if text else None
+                )
+            )
+            for seed in range(3)
+        ]
+        await heard.wait()
+        async with gate.changing(5):
+            await running.engine.update_weights(str(tmp_path), 5)
+        return list(await asyncio.gather(*turns))
+
+    cut, *others = running.loop.run_until_complete(play())
+    for one in (cut, *others):
+        versions = one.weight_versions or (one.weight_version,) * len(one.ids)
+        num_old = versions.count(0)
+        assert versions == (0,) * num_old + (5,) * (100 - num_old) and num_old < 100
+        for folder, begin, end in ((running.folder, 0, num_old), (tmp_path, num_old, 100)):
+            ids = [*prompt, *one.ids[:end]]
+            exact = exact_log_probs(model_in(folder), ids, len(prompt) + begin)
+            assert one.log_probs[begin:end] == pytest.approx(exact, abs=TOLERANCE)
+        assert one.text == running.tokenizer.decode(one.ids)
+        assert one.finish_reason == "length"
+    num_old = cut.weight_versions.count(0)
+    assert num_old > 0 and cut.ids[:num_old] == free.ids[:num_old]
+    assert cut.ids != free.ids
 
 
 def test_it_wakes_from_sleep_with_the_weights_that_come_next(running: Running) -> None:
@@ -172,6 +215,17 @@ def test_an_engine_that_takes_no_weights_is_refused_for_training(tmp_path: Path)
     assert "got 'vlm'" in problem and "did you mean 'vllm'?" in problem
     with pytest.raises(ConfigError, match=r"rollout\.url"):
         build_engine(tiny_config(tmp_path, "remote"))
+
+
+def test_an_engine_that_cannot_interrupt_is_refused_where_it_must(tmp_path: Path) -> None:
+    """Before any work; without that option it is as good as any."""
+    (tmp_path / "own.py").write_text(OWN)
+    config = tiny_config(tmp_path, f"{tmp_path}/own.py:Parrot")
+    config.actor_rollout_ref.rollout.interrupt_turns = True
+    (problem,) = refusals(config)
+    assert "interrupt_turns" in problem and "\n" not in problem
+    config.actor_rollout_ref.rollout.name = "vllm"
+    assert refusals(config) == []
 
 
 def test_an_adapter_alone_is_refused_where_the_engine_takes_whole_weights(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_rows_come_back_of_one_replica_and_the_last_writing_of_a_step(tmp_path: 
     assert list(schedule.read(folder)) == [row(0), row(1, (3,))]
     mine = schedule.of_replica(str(folder), 0)
     assert mine is not None and schedule.of_replica(None, 0) is None
-    assert [mine.version(("1/0", s, False, n)) for s, n in ((0, 0), (0, 1), (0, 2), (1, 0))] == [
+    assert [mine.version(("1/0", s, False, n, 0)) for s, n in ((0, 0), (0, 1), (0, 2), (1, 0))] == [
         1, 2, None, None
     ]  # fmt: skip
 
@@ -31,7 +31,7 @@ def test_rows_come_back_of_one_replica_and_the_last_writing_of_a_step(tmp_path: 
 def test_older_weights_are_awaited_until_each_of_their_turns_was_sampled() -> None:
     """Also by a turn that is tried twice, which counts once."""
     plan = Schedule([row(0, (1, 1, 2))])
-    turns = [("1/0", 0, False, n) for n in range(3)]
+    turns = [("1/0", 0, False, n, 0) for n in range(3)]
     seen = [plan.is_over_before(2)]
     for turn in (turns[0], turns[0], turns[1]):
         plan.done(turn)
@@ -48,6 +48,24 @@ def test_a_row_has_the_version_of_each_turn() -> None:
         start.segments.append(Segment(Origin.OBSERVATION, (8,), "d"))
     expected = Row(group="2/1", sample=3, greedy=True, replica=1, versions=(4, 5))
     assert schedule.row_of(start, greedy=True) == expected
+
+
+def test_a_turn_that_weights_cut_is_repeated_in_its_parts() -> None:
+    """Where each part ends, and by which weights it is sampled; whole turns end by themselves."""
+    start = start_trajectory(Prompt("q", (1,), "nq", ("a",)), group="2/1")
+    start.segments.append(Segment(Origin.POLICY, (7,), "x", (-1.0,), 4))
+    versions = (4, 4, 5, 7, 7)
+    cut = Segment(Origin.POLICY, (8,) * 5, "y", (-1.0,) * 5, 7, versions)
+    start.segments.append(cut)
+    row = schedule.row_of(start, greedy=False)
+    assert row.versions == (4, 4) and row.cuts == ((1, 2, 5), (1, 3, 7))
+    plan, name = Schedule([Row.model_validate_json(row.model_dump_json())]), ("2/1", 0, False)
+    parts = [(*name, 0, 0), (*name, 1, 0), (*name, 1, 2), (*name, 1, 3)]
+    assert [plan.version(part) for part in parts] == [4, 4, 5, 7]
+    assert [plan.until(part) for part in parts] == [None, 2, 3, None]
+    for part in parts[:2]:
+        plan.done(part)
+    assert plan.is_over_before(5) and not plan.is_over_before(6)
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,20 @@ import pytest
 
 from tests.verl.rollout.local_group import LocalGroup
 from tests.verl.trainer.recording import prompts
+from verl.agent.dialogue import _policy_segment
 from verl.agent.environment import Environment
 from verl.config import Config
 from verl.data import PromptSampler
 from verl.rewards.interface import EachAlone, Reward
 from verl.rollout import schedule
-from verl.rollout.interface import RolloutEngine
+from verl.rollout.interface import INTERRUPTED, RolloutEngine
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.rollout.retry import RetryingRollout
 from verl.single_controller.restarts import Restarts
 from verl.trainer.collection import RolloutCollector
 from verl.trainer.metrics import Timings
-from verl.types import Completion, Origin, Sampling, Segment, Status, Trajectory
+from verl.types import Completion, Origin, Sampling, Status, Trajectory
 
 pytestmark = pytest.mark.asynchrony
 NUM_ROWS, BATCH, GROUP = 8, 3, 2
@@ -48,27 +49,38 @@ class Folders:
 
 
 class TickingEngine(RolloutEngine):
-    """Takes some turns of the loop for everything, and says by which weights a token was made."""
+    """Takes some turns of the loop for everything; tokens follow from weights, seed and place."""
 
     takes_weights = True
+    can_interrupt = True
 
     def __init__(self, draw: random.Random, folders: Folders) -> None:
         self._draw, self._folders = draw, folders
-        self.weight_version, self.num_running = 0, 0
+        self.weight_version, self.num_running, self._num_interrupts = 0, 0, 0
 
-    async def _work(self) -> None:
-        for _ in range(self._draw.randrange(12)):
+    async def _work(self, most: int = 12) -> None:
+        for _ in range(self._draw.randrange(most)):
             await asyncio.sleep(0)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        version = self.weight_version
+        version, before, reason = self.weight_version, self._num_interrupts, "length"
+        source = random.Random(f"{version} {sampling.seed}")
+        ids: list[int] = []
         self.num_running += 1
         try:
-            await self._work()
+            while len(ids) < sampling.max_tokens:
+                await self._work(most=7)
+                if self._num_interrupts > before:
+                    reason = INTERRUPTED
+                    break
+                ids.append(source.randrange(1000))
         finally:
             self.num_running -= 1
         assert self.weight_version == version, "weights changed under a request"
-        return Completion((version,), (-1.0,), "x", "stop", version)
+        return Completion(tuple(ids), (-1.0,) * len(ids), "x" * len(ids), reason, version)
+
+    async def interrupt(self) -> None:
+        self._num_interrupts += 1
 
     async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
         for _ in range(2):
@@ -78,6 +90,13 @@ class TickingEngine(RolloutEngine):
         self.weight_version = version
 
 
+class Letters:
+    """Decodes every id as one letter."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "x" * len(ids)
+
+
 class TurningAgent:
     """Takes one to three turns, with a tool between them that answers after a while."""
 
@@ -85,12 +104,10 @@ class TurningAgent:
         self._draw, self._broken_share = draw, broken_share
 
     async def run(self, start: Trajectory, engine: RolloutEngine, sampling: Sampling) -> Trajectory:
-        segments = list(start.segments)
-        for _ in range(random.Random(start.seed).randint(1, 3)):
-            said = await engine.generate((1,), sampling)
-            segments.append(
-                Segment(Origin.POLICY, said.ids, said.text, said.log_probs, said.weight_version)
-            )
+        segments, planned = list(start.segments), random.Random(start.seed)
+        for turn in range(planned.randint(1, 3)):
+            request = Sampling(planned.randint(1, 4), seed=start.seed and start.seed + turn)
+            segments.append(_policy_segment(await engine.generate((1,), request)))
             for _ in range(self._draw.randrange(9)):
                 await asyncio.sleep(0)
         broke = self._draw.random() < self._broken_share
@@ -127,6 +144,7 @@ def world(
     config.actor_rollout_ref.model.path = "nowhere"
     rollout = config.actor_rollout_ref.rollout
     rollout.max_staleness, rollout.partial, rollout.n_agent = staleness, seed % 2 == 0, GROUP
+    rollout.interrupt_turns = seed % 4 == 0
     rollout.replay = None if replay is None else str(replay / schedule.FOLDER)
     config.data.train_batch_size = BATCH
     config.algorithm.filter_groups.enable = with_filter
@@ -135,6 +153,7 @@ def world(
     for number in range(1 + seed % 3):
         hosts.append(RolloutReplica(config, lambda _: TurningAgent(draw, broken), number))
         hosts[-1].engine = TickingEngine(draw, folders)
+        hosts[-1]._tokenizer = Letters()
     group: Any = LocalGroup(hosts, draw)
     replicas = RolloutReplicas(group, [], Restarts(0), overlaps=staleness > 0)
     collector = RolloutCollector(
@@ -149,13 +168,13 @@ def world(
 def ages(step: int, trajectories: Sequence[Trajectory]) -> set[int]:
     """By how many versions the tokens are older than the weights that step starts with."""
     spoken = (s for t in trajectories for s in t.segments if s.origin is Origin.POLICY)
-    return {step - segment.weight_version for segment in spoken}
+    return {step - version for segment in spoken for version, _ in segment.version_runs}
 
 
 @pytest.mark.parametrize("staleness", range(5))
 def test_what_a_step_trains_on_is_no_older_than_max_staleness(staleness: int) -> None:
-    """Over 1,000 schedules in all: any delays, 1 to 3 replicas, weights between turns or between
-    batches, with and without dynamic sampling, tools that break; and the bound is reached."""
+    """Over 1,000 schedules in all: any delays, 1 to 3 replicas, weights at once, between turns or
+    between batches, with and without dynamic sampling, tools that break. The bound is reached."""
     seen: set[int] = set()
     for seed in range(200):
         filters, broken = seed % 5 == 0, 0.1 * (seed % 7 == 0)
@@ -207,18 +226,21 @@ def undisturbed(seed: int) -> Counter[str]:
     return Counter(rows[row].uid for _ in range(9) for row in sampler.next_batch())
 
 
-def versions(trajectories: Sequence[Trajectory]) -> dict[tuple[str, int], list[int]]:
-    """The weights of each turn."""
+def told(trajectories: Sequence[Trajectory]) -> dict[tuple[str, int], list[Any]]:
+    """The tokens of each turn, and the weights of each stretch of them."""
     return {
-        (t.group, t.sample): [s.weight_version for s in t.segments if s.origin is Origin.POLICY]
+        (t.group, t.sample): [
+            (s.ids, s.version_runs) for s in t.segments if s.origin is Origin.POLICY
+        ]
         for t in trajectories
     }
 
 
 def test_a_recorded_schedule_is_repeated_whatever_takes_how_long(tmp_path: Path) -> None:
-    """Each turn by the weights that sampled it then: other delays change nothing, and neither does
-    that the recorded run was killed and resumed in its middle. Without the schedule they do."""
-    num_alike = 0
+    """Each token by the weights that sampled it then: other delays change nothing, and neither does
+    that the recorded run was killed and resumed in its middle. Without the schedule they do. Turns
+    that new weights cut are cut at the same tokens."""
+    num_alike = num_cut = 0
     for seed in range(0, 60, 2):
         out, played = tmp_path / str(seed), list[Trajectory]()
         state: tuple[Any, Any] | None = None
@@ -236,9 +258,10 @@ def test_a_recorded_schedule_is_repeated_whatever_takes_how_long(tmp_path: Path)
             again = [t for step in range(1, 9) for t in run.step(step, ticks=3)]
         with world(seed, staleness=2, out=out / "c", delays=seed + 99) as run:
             free = [t for step in range(1, 9) for t in run.step(step, ticks=3)]
-        assert versions(again) == versions(played)
-        num_alike += versions(free) == versions(played)
-    assert num_alike < 10
+        assert told(again) == told(played)
+        num_alike += told(free) == told(played)
+        num_cut += any(len(runs) > 1 for turns in told(played).values() for _, runs in turns)
+    assert num_alike < 10 < num_cut
 
 
 def test_after_a_rollback_nothing_comes_from_the_weights_that_collapsed() -> None:
