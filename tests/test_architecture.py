@@ -33,7 +33,16 @@ TOP_LEVEL = {
 SHARED = ("verl.errors", "verl.bounds", "verl.files", "verl.machine")
 """Of verl, what the retriever has in common with the trainer."""
 HEAVY = {"torch", "ray", "numpy", "transformers", "search_r1"}
-STANDARD = {"collections", "dataclasses", "types", "typing", "enum", "heapq", "itertools", "__future__"}
+STANDARD = {
+    "__future__",
+    "collections",
+    "dataclasses",
+    "enum",
+    "heapq",
+    "itertools",
+    "types",
+    "typing",
+}
 
 
 def sources() -> list[Path]:

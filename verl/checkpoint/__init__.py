@@ -7,6 +7,7 @@ A checkpoint is the folder `global_step_N`:
     adapters.json      with adapters only: their options, and the base that they need
     ranks/             schedule and random states of each rank, random states of the driver
     huggingface/       config and tokenizer of the policy
+    ahead.jsonl        with max_staleness only: trajectories that are finished for later steps
     trainer_state.json the driver's state: step, data position, KL controller …
     COMPLETE           written last; a folder without it is not a checkpoint
     HEALTHY            the collapse guard trusts it; the newest of these is never deleted

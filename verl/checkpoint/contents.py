@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verl.checkpoint import folders
+from verl.checkpoint import ahead, folders
 from verl.checkpoint.state import DRIVER_FILE, RunState
 from verl.config import Config
 from verl.errors import ModelError
@@ -24,6 +24,7 @@ def check_contents(config: Config) -> None:
     try:
         folders.refuse_changes(step_dir)
         RunState.read(step_dir)
+        ahead.read(step_dir)
         read_adapters(step_dir)
         if (step_dir / DRIVER_FILE).exists():
             read_states(step_dir / DRIVER_FILE)

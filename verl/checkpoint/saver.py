@@ -96,10 +96,13 @@ class Saver:
     """What is being written in the background."""
     _num_failures: int = field(init=False, default=0)
 
-    def save(self, state: RunState, wait: bool = False) -> None:
+    def save(
+        self, state: RunState, wait: bool = False, beside: Callable[[Path], None] | None = None
+    ) -> None:
         """Write the checkpoint of a state; with `wait`, or without `async_save`, to its end.
 
-        The one before is waited for. Raises SaveError when writing failed twice in a row, or at
+        `beside` writes something else into its folder, also in the background. The one before is
+        waited for. Raises SaveError when writing failed twice in a row, or at
         once with `wait`.
         """
         self.settle()
@@ -111,10 +114,10 @@ class Saver:
             write_driver_random(part.folder)
             if self.config.async_save and not wait and self._can_copy():
                 self.ranks.start_checkpoint(part.folder)
-                self._pending = part, _in_background(self._finish, part)
+                self._pending = part, _in_background(lambda: self._finish(part, beside))
             else:
                 self.ranks.save_checkpoint(part.folder)
-                self._written(self._publish(part))
+                self._written(self._publish(part, beside))
         except (OSError, SaveError) as error:
             self._failed(state.step, part, error, is_final=wait)
         except BaseException:
@@ -160,11 +163,13 @@ class Saver:
             abandon(part)
             raise
 
-    def _finish(self, part: Part) -> Path:
+    def _finish(self, part: Part, beside: Callable[[Path], None] | None) -> Path:
         self.ranks.finish_checkpoint()
-        return self._publish(part)
+        return self._publish(part, beside)
 
-    def _publish(self, part: Part) -> Path:
+    def _publish(self, part: Part, beside: Callable[[Path], None] | None) -> Path:
+        if beside is not None:
+            beside(part.folder)
         folder = folders.publish(part)
         self.longest_s = max(self.longest_s, time.monotonic() - part.began)
         return folder
@@ -237,13 +242,13 @@ def _score(step_dir: Path) -> float | None:
         return None
 
 
-def _in_background(work: Callable[[Part], Path], part: Part) -> Future[Path]:
-    """Run `work(part)` in a thread that does not hold the process back from ending."""
+def _in_background(work: Callable[[], Path]) -> Future[Path]:
+    """Run `work` in a thread that does not hold the process back from ending."""
     done: Future[Path] = Future()
 
     def run() -> None:
         try:
-            done.set_result(work(part))
+            done.set_result(work())
         except BaseException as error:  # noqa: BLE001 (raised again where the result is asked for)
             done.set_exception(error)
 

@@ -36,6 +36,8 @@ class RunState:
     """Metrics of a step that was learned from but not yet validated and logged."""
     ahead: Sequence[Mapping[str, Any]] = field(default_factory=list)
     """Prompts that were drawn, and perhaps being sampled, for later steps."""
+    version: int | None = None
+    """Of the weights that engines were given after the step."""
 
     @classmethod
     def read(cls, step_dir: Path) -> Self:

@@ -16,12 +16,13 @@ from verl.config import Config
 from verl.errors import PluginError, explain
 from verl.remote_code import set_trust
 from verl.rollout.gate import WeightGate
+from verl.rollout.in_flight import names_of
 from verl.rollout.interface import build_engine
 from verl.rollout.schedule import of_replica
 from verl.rollout.turns import BusyClock, TurnEngine
 from verl.tokenizer_files import load_tokenizer
 from verl.training.devices import device_type, keep_to_cores, rollout_dtype
-from verl.types import Sampling, Trajectory
+from verl.types import Name, Sampling, Trajectory
 
 
 class RolloutReplica:
@@ -38,6 +39,8 @@ class RolloutReplica:
         self.agent = agent_factory(config)
         self.engine = build_engine(config, replica)
         self.replica, self.clock = replica, BusyClock()
+        self._finished: dict[Name, Trajectory] = {}
+        """Those whose call is not answered yet, since others of it go on."""
         rollout = config.actor_rollout_ref.rollout
         interrupt = (lambda: self.engine.interrupt()) if rollout.interrupt_turns else None
         self.gate = WeightGate(of_replica(rollout.replay, replica), interrupt)
@@ -56,10 +59,18 @@ class RolloutReplica:
         another trajectory.
         """
         rollout = self.config.actor_rollout_ref.rollout
-        if rollout.partial or rollout.replay is not None:
-            return await self._finish_all(starts, sampling, version, self.gate)
-        async with self.gate.sampling(version):
-            return await self._finish_all(starts, sampling, version, None)
+        try:
+            if rollout.partial or rollout.replay is not None:
+                return await self._finish_all(starts, sampling, version, self.gate)
+            async with self.gate.sampling(version):
+                return await self._finish_all(starts, sampling, version, None)
+        finally:
+            for name in names_of(starts, sampling):
+                self._finished.pop(name, None)
+
+    def finished(self) -> dict[Name, Trajectory]:
+        """What is finished of calls that are not answered yet."""
+        return dict(self._finished)
 
     def busy_share(self) -> float:
         """For which share of the time since the last call a request was running."""
@@ -76,11 +87,10 @@ class RolloutReplica:
         self, starts: Sequence[Trajectory], sampling: Sampling, version: int,
         gate: WeightGate | None,
     ) -> list[Trajectory]:  # fmt: skip
-        held, is_greedy = (self.engine, self.clock, gate, version), sampling.temperature == 0
-        engines = [
-            TurnEngine(*held, (one.group, one.sample, is_greedy), self._decode) for one in starts
-        ]
-        pairs = zip(starts, engines, strict=True)
+        held = self.engine, self.clock, gate, version
+        names = names_of(starts, sampling)
+        pairs = [(start, TurnEngine(*held, name, self._decode))
+                 for start, name in zip(starts, names, strict=True)]  # fmt: skip
         return list(await asyncio.gather(*(self._finish(*pair, sampling) for pair in pairs)))
 
     @functools.cached_property
@@ -103,4 +113,5 @@ class RolloutReplica:
             got = f"group {ended.group!r}, sample {ended.sample!r}"
             raise PluginError(explain(subject, got, expected, "keep them: dataclasses.replace"))
         ended.replica, ended.turn_times = self.replica, engine.times
+        self._finished[engine.name] = ended
         return ended

@@ -11,7 +11,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +25,10 @@ from verl.single_controller.deaths import cause_of
 from verl.single_controller.dispatch import split_groups
 from verl.single_controller.restarts import Restarts
 from verl.training.node_folder import new_path, on_node
-from verl.types import Sampling, Trajectory
+from verl.types import Name, Sampling, Trajectory
+
+PATIENCE_S = 30.0
+"""Within which a replica says what it has finished."""
 
 
 class Policy(Protocol):
@@ -76,9 +79,13 @@ class RolloutReplicas(Engines):
         """Replica and version of each call that brings weights and is not answered yet."""
         self.dtype = str(self._ask("dtype")[0])
 
-    def start(self, starts: Sequence[Trajectory], sampling: Sampling) -> InFlight:
-        """Ask for `starts`, those of one group of one replica, by the present weights or later."""
-        flight = InFlight(starts, sampling)
+    def start(
+        self, starts: Sequence[Trajectory], sampling: Sampling,
+        finished: Mapping[int, Trajectory] | None = None,
+    ) -> InFlight:  # fmt: skip
+        """Ask for `starts`, those of one group of one replica, by the present weights or later; for
+        those that are not `finished`."""
+        flight = InFlight(starts, sampling, dict(finished or {}))
         self._flights.append(flight)
         self._submit(flight)
         return flight
@@ -88,6 +95,23 @@ class RolloutReplicas(Engines):
         self._until(lambda: not flight.calls)
         self._flights.remove(flight)
         return flight.in_order()
+
+    def unanswered(self) -> Callable[[], Mapping[Name, Trajectory]]:
+        """Ask for what is finished in calls that are not answered yet, for that of the slowest is
+        awaited; a replica that is lost, or silent, has nothing."""
+        asked = {self.group.submit(i, "finished"): i for i in range(len(self.group))}
+        end = time.monotonic() + PATIENCE_S
+
+        def wait() -> dict[Name, Trajectory]:
+            found: dict[Name, Trajectory] = {}
+            with contextlib.suppress(ReplicaLost):
+                while asked and time.monotonic() < end:
+                    for call, answer in self.group.answers(asked).items():
+                        found |= answer
+                        del asked[call]
+            return found
+
+        return wait
 
     def abandon(self, flight: InFlight) -> None:
         """Stop what is still sampled of it."""
@@ -164,12 +188,13 @@ class RolloutReplicas(Engines):
                 self._submit(flight)
 
     def _submit(self, flight: InFlight) -> None:
-        """Ask for those of a flight that are not finished."""
-        left = flight.left
-        parts = split_groups([flight.starts[i].group for i in left], len(self.group))
+        """Ask for those of a flight that are not finished, each where it would be asked for with
+        all others: a schedule knows turns by their replica."""
+        left = set(flight.left)
+        parts = split_groups([start.group for start in flight.starts], len(self.group))
         flight.calls = {}
         for replica, part in enumerate(parts):
-            positions = [left[i] for i in part]
+            positions = [i for i in part if i in left]
             starts = [flight.starts[i] for i in positions]
             given = (starts, flight.sampling, self.version)
             flight.calls[self.group.submit(replica, "rollout", *given)] = replica, positions

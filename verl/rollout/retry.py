@@ -17,7 +17,7 @@ from verl.agent.environment import Environment
 from verl.agent.interface import Tool
 from verl.errors import ToolOutage, ToolRefused
 from verl.rollout.in_flight import Engines, InFlight
-from verl.types import Metrics, Sampling, Status, Trajectory
+from verl.types import Metrics, Name, Sampling, Status, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +98,12 @@ class RetryingRollout(Engines):
     served: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of what the tools served when the run began; empty compares nothing."""
 
-    def start(self, starts: Sequence[Trajectory], sampling: Sampling) -> InFlight:
-        """Begin to finish `starts`, and return at once."""
-        return self.replicas.start(starts, sampling)
+    def start(
+        self, starts: Sequence[Trajectory], sampling: Sampling,
+        finished: Mapping[int, Trajectory] | None = None,
+    ) -> InFlight:  # fmt: skip
+        """Begin to finish `starts`, and return at once; some, by position, may be `finished`."""
+        return self.replicas.start(starts, sampling, finished)
 
     def finish(self, flight: InFlight) -> list[Trajectory]:
         """Wait until all are finished; one that failed is sampled again as it was started.
@@ -146,6 +149,10 @@ class RetryingRollout(Engines):
                 f"{', '.join(changed)}, expected the fingerprints of its start; fix: serve what "
                 "was served before and resume, or begin a new run"
             )
+
+    def unanswered(self) -> Callable[[], Mapping[Name, Trajectory]]:
+        """Ask for what is finished of flights that are not; see `Engines`."""
+        return self.replicas.unanswered()
 
     def abandon(self, flight: InFlight) -> None:
         """Nobody waits for these any more."""

@@ -21,8 +21,8 @@ from verl.types import Origin, Trajectory
 FOLDER = "schedule"
 REPLAY = "actor_rollout_ref.rollout.replay"
 Part = tuple[str, int, bool, int, int]
-"""Group, number in it, whether it is the greedy one of ReMax, the number of the turn, and how many
-of its tokens were there before: 0 unless new weights cut the turn."""
+"""A trajectory's name, the number of a turn, and how many of its tokens were there before: 0 unless
+new weights cut the turn."""
 
 
 class Row(BaseModel, frozen=True):

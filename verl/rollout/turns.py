@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from verl.engine import Listener, RolloutEngine
 from verl.rollout.gate import WeightGate
 from verl.rollout.parts import Ask, Decode, Parts
-from verl.types import Completion, Sampling, TurnTimes
+from verl.types import Completion, Name, Sampling, TurnTimes
 
 
 class BusyClock:
@@ -38,12 +38,12 @@ class TurnEngine(RolloutEngine):
 
     def __init__(
         self, engine: RolloutEngine, clock: BusyClock, gate: WeightGate | None, at_least: int,
-        name: tuple[str, int, bool] = ("", 0, False), decode: Decode = str,
+        name: Name = ("", 0, False), decode: Decode = str,
     ) -> None:  # fmt: skip
         """`name`: group, number and whether greedy, by which a schedule knows its turns; `decode`
         makes the text of a turn that new weights cut."""
         self._engine, self._clock = engine, clock
-        self._gate, self._at_least, self._name = gate, at_least, name
+        self._gate, self._at_least, self.name = gate, at_least, name
         self._decode, self._num_turns = decode, 0
         self.times: list[TurnTimes] = []
 
@@ -73,7 +73,7 @@ class TurnEngine(RolloutEngine):
         """Hold the weights for the part of a turn that begins after so many of its tokens; gives
         the number after which a schedule has it end."""
         asked, gate = time.time(), self._gate
-        part = (*self._name, number, num_tokens)
+        part = (*self.name, number, num_tokens)
         held = gate.sampling(self._at_least, part) if gate else contextlib.nullcontext()
         async with held as until:
             began = time.time()

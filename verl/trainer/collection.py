@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoint import ahead
+from verl.checkpoint.ahead import Finished
 from verl.config import Config
 from verl.core_algos.jagged import ROUNDING
 from verl.data import PromptSampler
 from verl.data.trajectories import write_step
 from verl.rewards.interface import Reward, RewardManager
 from verl.rollout import schedule
-from verl.rollout.in_flight import InFlight
+from verl.rollout.in_flight import InFlight, names_of
 from verl.rollout.retry import RetryingRollout, whole_groups
 from verl.trainer.metrics import Timings, reward_metrics, rollout_metrics
 from verl.trainer.validation import trajectory_seed
-from verl.types import Metrics, Prompt, Sampling, Status, Trajectory, start_trajectory
+from verl.types import Metrics, Name, Prompt, Sampling, Status, Trajectory, start_trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +106,10 @@ class RolloutCollector:
     """Drawn and not taken yet, in order."""
     drawn: tuple[int, int] = (0, 0)
     """`step` and `first` of the last batch that was drawn."""
+    _taking: list[PromptBatch] = field(default_factory=list)
+    """Those that the present step has taken."""
+    _resumed: dict[Name, Finished] = field(default_factory=dict)
+    """What a checkpoint had of batches that are not started yet."""
     _taken: list[schedule.Row] = field(default_factory=list)
 
     def collect(self, step: int, timings: Timings) -> tuple[Samples, Metrics]:
@@ -116,6 +123,7 @@ class RolloutCollector:
         sampled, kept, rounds = Samples(), Samples(), 0
         everyone: list[Trajectory] = []
         num_kept = 0
+        self._taking = []
         while rounds == 0 or (
             filters.enable and num_kept < size and rounds < filters.max_num_gen_batches
         ):
@@ -148,6 +156,7 @@ class RolloutCollector:
         with timings.phase("gen"):
             self.start_ahead(step)
             batch = self.batches.popleft()
+            self._taking.append(batch)
             trajectories, *greedy = [self.rollout.finish(flight) for flight in batch.flights]
             baseline = greedy[0] if greedy else []
         if self.config.actor_rollout_ref.rollout.max_staleness > 0:
@@ -166,7 +175,7 @@ class RolloutCollector:
     def start_ahead(self, step: int) -> None:
         """Have a batch for this step, and those of the next `max_staleness` steps behind it."""
         most = self.config.actor_rollout_ref.rollout.max_staleness
-        for batch in self.batches:
+        for batch in itertools.islice(self.batches, most + 1):  # a resumed run may have more
             if not batch.flights:
                 self._start(batch)
         while len(self.batches) <= most:
@@ -189,10 +198,47 @@ class RolloutCollector:
         """The batches that are drawn and not taken yet."""
         return [batch.state_dict() for batch in self.batches]
 
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Go on with the batches that a run had drawn."""
+    def writer(
+        self, batches: Sequence[Mapping[str, Any]], newest: int
+    ) -> Callable[[Path], None] | None:
+        """What writes those of `batches`, of a `state_dict`, that are finished by now, sampled by
+        weights up to the version `newest`, into a checkpoint: in any thread, and whenever."""
+        named = {(batch["step"], batch["first"]) for batch in batches}
+        known = [b for b in (*self._taking, *self.batches) if (b.step, b.first) in named]
+        flights = [flight for batch in known for flight in batch.flights]
+        if not flights:
+            return None
+        found = {f.names[i]: one for f in flights for i, one in f.finished.items()}
+        wanted = {name for flight in flights for name in flight.names}
+        unanswered = self.rollout.unanswered()
+
+        def write(step_dir: Path) -> None:
+            late = unanswered()
+            ahead.write(step_dir, found | {n: late[n] for n in late if n in wanted}, newest)
+
+        return write
+
+    def load_state_dict(
+        self,
+        state: Sequence[Mapping[str, Any]],
+        finished: Mapping[Name, Finished] | None = None,
+        version: int = 0,
+    ) -> None:
+        """Go on with the batches that a run had drawn, and with what it had finished of them.
+
+        The next step is to be trained with the weights of `version`: what would be too old for its
+        own step, since `max_staleness` is another now, is sampled again.
+        """
         self.batches = deque(PromptBatch(**batch) for batch in state)
         self.drawn = max(((b.step, b.first) for b in self.batches), default=self.drawn)
+        most = self.config.actor_rollout_ref.rollout.max_staleness
+        oldest = {f"{batch.step}/{position}": version + number - most
+                  for number, batch in enumerate(self.batches)
+                  for position, _ in enumerate(batch.rows, batch.first)}  # fmt: skip
+        self._resumed = {
+            name: one for name, one in (finished or {}).items()
+            if one.group in oldest and min(one.versions, default=version) >= oldest[one.group]
+        }  # fmt: skip
 
     def _start(self, batch: PromptBatch) -> None:
         """Begin to sample a batch: each trajectory has a seed of its own."""
@@ -212,7 +258,16 @@ class RolloutCollector:
                 for position, row in enumerate(batch.rows, batch.first)
                 for sample in range(n)
             ]
-            batch.flights.append(self.rollout.start(starts, sampling))
+            finished = self._finished(starts, sampling)
+            batch.flights.append(self.rollout.start(starts, sampling, finished))
+
+    def _finished(self, starts: Sequence[Trajectory], sampling: Sampling) -> dict[int, Trajectory]:
+        """By position, those that a checkpoint had."""
+        if not self._resumed:
+            return {}
+        rows = [self._resumed.pop(name, None) for name in names_of(starts, sampling)]
+        found = {i: row.of_start(starts[i]) for i, row in enumerate(rows) if row is not None}
+        return {i: one for i, one in found.items() if one is not None}
 
     def _greedy_scores(self, greedy: Sequence[Trajectory], samples: Samples) -> list[float]:
         """The score of each trajectory's greedy counterpart."""

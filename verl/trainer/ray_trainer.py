@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from verl.agent.environment import Environment
 from verl.agent.wording import TEMPLATE_FILE, is_file
-from verl.checkpoint import folders
+from verl.checkpoint import ahead, folders
 from verl.checkpoint.saver import LOST_RANK_S, SavePlan, Saver, is_due
 from verl.checkpoint.state import RunState, read_driver_random
 from verl.config import Config
@@ -254,6 +254,7 @@ class RayPPOTrainer:
         """Where the run stands now; see `RunState` for `score` and `pending`."""
         return RunState(
             step=self.step,
+            version=self.replicas.version,
             sampler=self.sampler.state_dict(),
             ahead=self.collector.state_dict(),
             kl_coef=self.kl_controller.value,
@@ -269,7 +270,8 @@ class RayPPOTrainer:
         self.watch.saved(self.finished.step)
         self.finished = replace(self.finished, guard=self.watch.state_dict())
         self.save_plan.saved()
-        self.saver.save(self.finished, wait)
+        newest = self.finished.version or 0
+        self.saver.save(self.finished, wait, self.collector.writer(self.finished.ahead, newest))
 
     def save_trusted(self) -> None:
         """Write a checkpoint that a rollback may go back to from now on."""
@@ -325,10 +327,12 @@ class RayPPOTrainer:
         if folder is not None:
             state = self.load(folder)
             self.step, self.best = state.step, state.best
-            self.replicas.version = state.step
+            version = state.step + 1 if state.version is None else state.version
+            self.replicas.version = version - 1
+            finished = ahead.read(folder)
             with reading(folder / folders.STATE_FILE):
                 self.sampler.load_state_dict(state.sampler)
-                self.collector.load_state_dict(state.ahead)
+                self.collector.load_state_dict(state.ahead, finished, version)
                 if state.guard is not None:
                     self.watch.load_state_dict(state.guard)
             if state.guard is not None:

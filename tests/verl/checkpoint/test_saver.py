@@ -78,6 +78,18 @@ def test_a_checkpoint_appears_when_all_have_written_it(saver: Saver, ranks: Slow
     assert folders.read_state(saver.root / "global_step_1")["step"] == 1
 
 
+def test_what_lies_beside_is_written_with_the_ranks_part(saver: Saver, ranks: SlowRanks) -> None:
+    """In the background, when they have written theirs; before anybody can resume from it."""
+    saver.save(state(1), beside=lambda folder: (folder / "own").touch())
+    (part,) = saver.root.iterdir()
+    assert not (part / "own").exists()
+    ranks.go_on.set()
+    saver.settle()
+    saver.save(state(2), wait=True, beside=lambda folder: (folder / "own").touch())
+    listed = [(saver.root / name / folders.MARKER).read_text() for name in names(saver.root)]
+    assert len(listed) == 2 and all('"own"' in text for text in listed)
+
+
 def test_a_write_does_not_hold_the_process_back(saver: Saver, ranks: SlowRanks) -> None:
     """Where the run ends in the midst of one, its thread ends with it."""
     saver.save(state(1))

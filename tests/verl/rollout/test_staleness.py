@@ -17,6 +17,7 @@ from tests.verl.rollout.local_group import LocalGroup
 from tests.verl.trainer.recording import prompts
 from verl.agent.dialogue import _policy_segment
 from verl.agent.environment import Environment
+from verl.checkpoint import ahead
 from verl.config import Config
 from verl.data import PromptSampler
 from verl.rewards.interface import EachAlone, Reward
@@ -28,7 +29,7 @@ from verl.rollout.retry import RetryingRollout
 from verl.single_controller.restarts import Restarts
 from verl.trainer.collection import RolloutCollector
 from verl.trainer.metrics import Timings
-from verl.types import Completion, Origin, Sampling, Status, Trajectory
+from verl.types import Completion, Origin, Sampling, Status, Trajectory, start_trajectory
 
 pytestmark = pytest.mark.asynchrony
 NUM_ROWS, BATCH, GROUP = 8, 3, 2
@@ -69,7 +70,7 @@ class TickingEngine(RolloutEngine):
         self.num_running += 1
         try:
             while len(ids) < sampling.max_tokens:
-                await self._work(most=7)
+                await self._work(most=5)
                 if self._num_interrupts > before:
                     reason = INTERRUPTED
                     break
@@ -146,7 +147,7 @@ def world(
     rollout.max_staleness, rollout.partial, rollout.n_agent = staleness, seed % 2 == 0, GROUP
     rollout.interrupt_turns = seed % 4 == 0
     rollout.replay = None if replay is None else str(replay / schedule.FOLDER)
-    config.data.train_batch_size = BATCH
+    config.data.train_batch_size, config.trainer.max_lost_share = BATCH, 0.5
     config.algorithm.filter_groups.enable = with_filter
     config.algorithm.filter_groups.max_num_gen_batches = 3
     hosts = []
@@ -198,26 +199,82 @@ def test_prompts_are_those_of_the_synchronous_run_in_its_order(staleness: int) -
             assert not second.collector.batches  # nothing was begun that no step takes
 
 
+@dataclass
+class Saved:
+    """A checkpoint, as far as it is of sampling."""
+
+    folder: Path
+    state: list[Any]
+    sampler: dict[str, Any]
+    version: int
+
+    @classmethod
+    def of(cls, run: World, folder: Path) -> Saved:
+        run.group.run(20)  # while the last step is trained
+        state, version = run.collector.state_dict(), run.replicas.version
+        write = run.collector.writer(state, version)
+        folder.mkdir(parents=True)
+        if write is not None:
+            write(folder)
+        return cls(folder, state, run.collector.sampler.state_dict(), version)
+
+    def resume(self, run: World) -> None:
+        run.collector.sampler.load_state_dict(self.sampler)
+        run.collector.load_state_dict(self.state, ahead.read(self.folder), self.version)
+        run.replicas.version = self.version - 1
+        run.replicas.update_weights(run.folders)
+
+
 @pytest.mark.parametrize("with_filter", [False, True])
-def test_a_killed_run_takes_up_what_it_had_drawn(with_filter: bool) -> None:
+def test_a_killed_run_takes_up_what_it_had_drawn(with_filter: bool, tmp_path: Path) -> None:
     """Every row is trained on as often as without the kills; no group is begun twice."""
     for seed in range(20):
         taken: list[Trajectory] = []
-        state: tuple[Any, Any] | None = None
+        saved: Saved | None = None
         for start in range(1, 10, 3):  # three processes, each killed in its fourth step
             with world(seed, staleness=2, with_filter=with_filter) as run:
-                if state is not None:
-                    run.collector.sampler.load_state_dict(state[0])
-                    run.collector.load_state_dict(state[1])
+                if saved is not None:
+                    saved.resume(run)
                 for step in range(start, start + 3):
                     taken += run.step(step)
-                state = run.collector.sampler.state_dict(), run.collector.state_dict()
+                saved = Saved.of(run, tmp_path / f"{seed}/{start}")
                 if start < 7:
                     run.collector.collect(start + 3, Timings())
         groups = Counter(t.group for t in taken)
         assert set(groups.values()) == {GROUP}
         if not with_filter:
             assert Counter(t.prompt.uid for t in taken if t.sample == 0) == undisturbed(seed)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (4, 4), (4, 1), (3, 0)])
+def test_a_resumed_run_trains_on_what_was_finished(before: int, after: int, tmp_path: Path) -> None:
+    """Not one of them is sampled again, and the bound holds, also for another max_staleness."""
+    num_kept = num_all = 0
+    for seed in range(20):
+        with world(seed, before, broken=0.1 * (seed % 5 == 0)) as run:
+            for step in range(1, 5):
+                run.step(step, ticks=20)
+            saved = Saved.of(run, tmp_path / str(seed))
+        kept = ahead.read(saved.folder)
+        with world(seed, after, delays=seed + 99) as run:
+            saved.resume(run)
+            assert saved.version == 5
+            for step in range(5, 5 + before):
+                found = run.step(step, ticks=5)
+                assert ages(step, found) <= set(range(after + 1)), (seed, step)
+                for one in found:
+                    row = kept.get((one.group, one.sample, False))
+                    num_all += 1
+                    if row is not None and min(row.versions) >= step - after:
+                        assert one == row.of_start(start_of(one))
+                        num_kept += 1
+    assert num_kept > num_all / 6 or before > after
+
+
+def start_of(trajectory: Trajectory) -> Trajectory:
+    """What it was begun from."""
+    one = trajectory
+    return start_trajectory(one.prompt, one.group, one.sample, one.seed)
 
 
 def undisturbed(seed: int) -> Counter[str]:
@@ -243,17 +300,14 @@ def test_a_recorded_schedule_is_repeated_whatever_takes_how_long(tmp_path: Path)
     num_alike = num_cut = 0
     for seed in range(0, 60, 2):
         out, played = tmp_path / str(seed), list[Trajectory]()
-        state: tuple[Any, Any] | None = None
+        saved: Saved | None = None
         for first in (1, 5):
             with world(seed, staleness=2, out=out, delays=seed + first) as run:
-                if state is not None:
-                    run.collector.sampler.load_state_dict(state[0])
-                    run.collector.load_state_dict(state[1])
-                    run.replicas.version = 4  # as a resumed run counts on
-                    run.replicas.update_weights(run.folders)
+                if saved is not None:
+                    saved.resume(run)
                 for step in range(first, first + 4):
                     played += run.step(step, ticks=11)
-                state = run.collector.sampler.state_dict(), run.collector.state_dict()
+                saved = Saved.of(run, out / str(first))
         with world(seed, staleness=2, out=out / "b", replay=out, delays=seed + 99) as run:
             again = [t for step in range(1, 9) for t in run.step(step, ticks=3)]
         with world(seed, staleness=2, out=out / "c", delays=seed + 99) as run:
