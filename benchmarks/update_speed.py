@@ -1,4 +1,7 @@
-"""`python -m benchmarks.update_speed MODEL ROLLOUTS`: the update with shared prompts and without.
+"""`python -m benchmarks.update_speed MODEL ROLLOUTS`: what makes the update on a CPU fast.
+
+Three ways: each trajectory by itself with attention in its own format (`apart`), with short runs
+attended to in float32 (`float32`), and with the prompts of groups computed once too (`shared`).
 
 One rank on the CPU, with the environment that a run gives it, updates MODEL on the trajectories of
 a run's `trainer.rollout_data_dir`, one optimizer step for each step of the run. Ways take turns, so
@@ -31,11 +34,13 @@ from verl.rewards.interface import Reward
 from verl.trainer.collection import Samples
 from verl.trainer.groups import cpu_env
 from verl.trainer.learning import add_advantages, assemble, mini_batches
+from verl.training import attention
 from verl.training.worker import TrainerWorker
 from verl.types import Origin, Prompt, Segment, TokenBatch, Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]
-WAYS = {"apart": False, "shared": True}
+WAYS = {"apart": (False, 0), "float32": (False, attention.SHORT), "shared": (True, attention.SHORT)}
+"""Whether prompts are shared, and up to how many keys attention is computed in float32."""
 
 console = Console(soft_wrap=True)
 
@@ -87,12 +92,13 @@ def measure(model: Path, folder: Path, budget: int, rounds: int) -> None:
     config = options(model, budget)
     worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), 1000)
     samples, prepared = steps(folder), {}
-    for way, is_shared in WAYS.items():
+    for way, (is_shared, _) in WAYS.items():
         config.trainer.share_prompts = is_shared
         prepared[way] = list(batches(samples, config))
         assert all((SHARED in batch.rows) is is_shared for batch in prepared[way])
     for number in range(-1, rounds):  # the first round warms up
         for way, minis in prepared.items():
+            attention.SHORT = WAYS[way][1]
             for mini in minis:
                 began = time.perf_counter()
                 metrics = worker.actor.update(mini)
@@ -117,7 +123,8 @@ def report(rows: list[dict[str, Any]]) -> None:
             f"{way}: {rates[way]:.0f} tokens/s, median of {len(own)} updates of "
             f"{tokens / len(own):.0f} tokens; computed {computed / tokens:.3f} of them"
         )
-    console.print(f"shared / apart: {rates['shared'] / rates['apart']:.3f}")
+    for way in list(WAYS)[1:]:
+        console.print(f"{way} / apart: {rates[way] / rates['apart']:.3f}")
 
 
 def main() -> None:

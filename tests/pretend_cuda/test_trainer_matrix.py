@@ -58,3 +58,18 @@ def test_a_group_without_gloo_is_found_out(outcomes: dict[str, Any]) -> None:
     """The defect that this tier was made for: the norm of offloaded gradients, reduced by NCCL."""
     found = outcomes["grpo-param-2-bfloat16-only_nccl"]
     assert "No backend type associated with device type cpu" in found["error"]
+
+
+@pytest.mark.parametrize("phase", ["log_probs", "values", "update_critic", "update_actor"])
+def test_no_micro_batch_is_waited_for(phase: str, outcomes: dict[str, Any]) -> None:
+    """The host waits for their number before the first, and after the last for what they found."""
+    waits = {
+        "copy to device in training/fsdp.py:_reduce": 1,
+        "copy to host in training/fsdp.py:_reduce": 1,
+    }
+    if phase.startswith("update"):
+        waits["copy to host in training/fsdp.py:_reduce"] += 1 + (phase == "update_actor")
+        waits["item in training/fsdp.py:step"] = 1
+    else:
+        waits["copy to host in training/actor.py:at_targets"] = 1
+    assert outcomes["ppo-none-8-bfloat16"]["phases"][phase]["costs"]["syncs"] == waits

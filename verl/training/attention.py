@@ -19,12 +19,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from verl.training.devices import sent
 
 PACKED = "verl_packed"
+HALF = (torch.bfloat16, torch.float16)
 
 
 Span = tuple[int, int]
@@ -105,24 +106,72 @@ def attend_one_by_one(
         torch.split(x.transpose(0, 1)[None], size, dim=2)
         for x, size in zip((query, key, value), sizes, strict=True)
     ]
-    outputs = [
-        scaled_dot_product_attention(
-            q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
-            **_mask(q.shape[2], k.shape[2], window, q.device),
-        )
-        for q, k, v in zip(*parts, strict=True)
-    ]  # fmt: skip
+    outputs = [_attend(q, k, v, scale, window) for q, k, v in zip(*parts, strict=True)]
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
-def _mask(length: int, num_keys: int, window: int, device: torch.device) -> dict[str, Any]:
-    """What lets the last `length` of `num_keys` tokens see those before them, `window` at most."""
+SHORT = 256
+"""Keys up to which kernels read them in one piece, whatever a mask hides."""
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+    """Attention of one run, whose last token sees the last key; (1, heads, length, head_dim)."""
+    length, num_keys = query.shape[2], key.shape[2]
     before = num_keys - length
-    if not before and not 0 < window < length:
-        return {"is_causal": True}
-    ones = torch.ones(length, num_keys, dtype=torch.bool, device=device)
-    seen = ones.tril(before)
-    return {"attn_mask": seen & ones.triu(before + 1 - window) if window else seen}
+    is_causal = not 0 < window < num_keys
+    if is_causal and before < length and num_keys > SHORT:
+        # Kernels leave out what a causal square hides, and compute all that a mask does.
+        query, hidden = pad(query, (0, 0, before, 0)), before
+    else:
+        is_causal, hidden = is_causal and not before, 0
+    mask = None if is_causal else _mask(length, num_keys, window, query)
+    if not query.is_cuda and num_keys <= SHORT and query.dtype in HALF:
+        attended: Tensor = AttentionInFloat32.apply(query, key, value, scale, mask)
+        return attended
+    options = {"is_causal": is_causal, "attn_mask": mask, "scale": scale}
+    shares_heads = query.shape[1] != key.shape[1]
+    found = scaled_dot_product_attention(query, key, value, enable_gqa=shares_heads, **options)
+    return found[:, :, hidden:]
+
+
+def _mask(length: int, num_keys: int, window: int, like: Tensor) -> Tensor:
+    """0 where the last `length` of `num_keys` tokens see those before them, `window` at most; else
+    minus infinity."""
+    before = num_keys - length
+    seen = torch.ones(length, num_keys, dtype=torch.bool, device=like.device).tril(before)
+    seen = seen.triu(before + 1 - window) if window else seen
+    return torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, -torch.inf)
+
+
+class AttentionInFloat32(torch.autograd.Function):
+    """Attention of 16-bit tensors on the CPU, computed in float32 and kept in 16 bits.
+
+    With few keys torch's kernel takes two thirds of the time for float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
+    ) -> Tensor:
+        """Causal where there is no mask."""
+        ctx.options = {"attn_mask": None if mask is None else mask.float(), "scale": scale}
+        inputs = (query, key, value)
+        found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(x.float() for x in inputs), 0.0, mask is None, **ctx.options
+        )
+        output: Tensor = found.to(query.dtype)
+        ctx.save_for_backward(*inputs, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Of query, key and value."""
+        *kept, sums = ctx.saved_tensors
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(x.float() for x in (gradient, *kept)), sums, 0.0,
+            ctx.options["attn_mask"] is None, **ctx.options,
+        )  # fmt: skip
+        return *(x.to(kept[0].dtype) for x in found), None, None
 
 
 def with_heads_of(query: Tensor, x: Tensor) -> Tensor:
@@ -215,8 +264,8 @@ def packed_attention(
     """
     assert bounds is not None, f"{PACKED} needs `bounds`: call the model with a SequenceBounds"
     assert attention_mask is None, f"{PACKED} takes no mask, got {attention_mask.shape}"
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    kernel = cuda_kernel() if query.is_cuda and half else attend_one_by_one
+    has_kernel = query.is_cuda and query.dtype in HALF
+    kernel = cuda_kernel() if has_kernel else attend_one_by_one
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     key, value = bounds.keys_of(key), bounds.keys_of(value)

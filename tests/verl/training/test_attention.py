@@ -190,6 +190,45 @@ def test_flash_attention_gives_the_same(window: int, bounds: SequenceBounds) -> 
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def at_once(
+    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, window: int
+) -> Tensor:
+    """Attention of a whole row by one matrix, in float64, with a key for each query."""
+    owner = [(p, r) for r, (start, end) in enumerate(bounds.spans) for p in range(start, end)]
+    seen = [(p, r) for r, (_, end) in enumerate(bounds.spans) for p in range(end)]
+    sees = torch.tensor([
+        [ours == theirs and own - (window or own + 1) < at <= own for at, theirs in seen]
+        for own, ours in owner
+    ])  # fmt: skip
+    q, k, v = (x.double().transpose(0, 1) for x in (query, key, value))
+    scores = (0.3 * q @ k.mT).masked_fill(~sees, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 7, 300])
+@pytest.mark.parametrize("spans", [[(0, 40), (40, 300)], [(0, 9), (9, 30), (9, 11), (0, 20)]])
+def test_long_and_short_runs_are_attended_to_alike(
+    spans: list[tuple[int, int]], window: int, dtype: torch.dtype
+) -> None:
+    """Whichever way a run's length chooses: output and gradients are those of one matrix."""
+    torch.manual_seed(0)
+    bounds = SequenceBounds.of_spans(spans, torch.device("cpu"))
+    sizes = (sum(bounds.lengths), sum(bounds.num_keys), sum(bounds.num_keys))
+    drawn = [torch.randn(size, 2, 16).to(dtype).requires_grad_() for size in sizes]
+    upstream = torch.randn(sizes[0], 2, 16).to(dtype)
+    found = attend_one_by_one(*drawn, bounds, 0.3, window)
+    expected = at_once(*drawn, bounds, window)
+    pairs = zip(
+        [found, *torch.autograd.grad(found, drawn, upstream)],
+        [expected, *torch.autograd.grad(expected, drawn, upstream.double())], strict=True,
+    )  # fmt: skip
+    for one, other in pairs:
+        assert (one.double() - other).norm() < (
+            1e-5 if dtype.itemsize == 4 else 1e-2
+        ) * other.norm()
+
+
 class Recorder:
     """Notes how it is called, by the names of a signature that the call must fit."""
 
