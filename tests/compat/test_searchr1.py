@@ -1,7 +1,6 @@
 """The short API: what its arguments become, and its code as printed, run on the CPU."""
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from example.tiny import tiny_model
 from search_r1.rewards import RewardInput, RewardScores, build_reward
 from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.trainer import Trainer
+from tests.vllm_servers import Served
 from verl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -135,14 +135,15 @@ def test_a_backend_that_cannot_be_is_refused(given: dict[str, Any], told: str, w
         DenseRetriever(**{"index_path": world / "index", "embedding_model": "hash", **given})
 
 
-def test_devices_are_ranks(world: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As many as are named; a server for rollouts is said to be unused."""
+def test_devices_are_ranks_and_servers_engines(world: Path) -> None:
+    """As many ranks as are named; the servers of rollouts are those of `rollout.url`."""
     assert trainer(world, devices=[0, 1]).config.trainer.n_gpus_per_node == 2
     assert trainer(world, devices="cuda:3").config.trainer.n_gpus_per_node == 1
     assert trainer(world, devices="cpu").config.trainer.device == "cpu"
-    with caplog.at_level(logging.WARNING):
-        trainer(world, vllm_server="http://127.0.0.1:8001")
-    assert "vllm_server=http://127.0.0.1:8001 is not used" in caplog.text
+    assert not trainer(world).config.is_external
+    for given in ("http://a:8001", ("http://a:8001", "http://b:8001")):
+        config = trainer(world, vllm_server=given).config
+        assert config.servers == ([given] if isinstance(given, str) else list(given))
 
 
 def test_questions_become_rows(
@@ -181,7 +182,7 @@ trainer = SearchR1Trainer(
     },
     max_search_turns=1,
     devices=[0],
-    vllm_server="http://localhost:8001",
+    vllm_server=SERVER,
     overrides=SMALL,
 )
 history = trainer.train(train_data="train.jsonl", num_iterations=2, batch_size=2)
@@ -198,14 +199,19 @@ SMALL = [
 @pytest.mark.slow
 @pytest.mark.vllm_cpu
 def test_the_code_as_printed_trains(world: Path) -> None:
-    """Dense retrieval, ranks and engine for real, from questions to a model."""
+    """Dense retrieval, ranks and a server of vLLM for real, from questions to a model."""
     tiny_model(world / "model")
-    (world / "program.py").write_text(f"SMALL = {SMALL!r}\n{PROGRAM}")
     paths = [str(ROOT), str(ROOT / "search_r1" / "compat"), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=world, capture_output=True, text=True, timeout=590,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )  # fmt: skip
+    server = Served(world / "model", world / "server.log", 460).start()
+    try:
+        server.wait()
+        (world / "program.py").write_text(f"SMALL, SERVER = {SMALL!r}, {server.url!r}\n{PROGRAM}")
+        done = subprocess.run(
+            [sys.executable, "program.py"], cwd=world, capture_output=True, text=True, timeout=590,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )  # fmt: skip
+    finally:
+        server.kill()
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert done.stdout.endswith("[1, 2] runs/searchr1/grpo-model/model\n"), done.stdout
     run = world / "runs" / "searchr1" / "grpo-model"

@@ -160,10 +160,15 @@ class RolloutConfig:
     name: str = option("vllm", resume="logged")
     """The engine: vllm, transformers (small models, one request at a time), remote (a server that
     takes no new weights: not for training), or path/file.py:Name (docs/rollout_engines.md)."""
-    url: str | None = option(None, resume="free")
-    """Address of the OpenAI-compatible server of name=remote."""
+    url: Any = option(None, resume="free")
+    """Addresses of vLLM servers that you started: each is an engine, and reads each new version of
+    the weights (docs/placement.md). With name=remote, the address of any OpenAI-compatible server.
+    """
+    weights_dir: str | None = option(None, resume="free")
+    """Folder that ranks write new weights into, and the servers of `url` read them from, by the
+    same path; null is this machine's shared memory, for servers on it."""
     served_model: str | None = option(None, resume="free")
-    """The model's name there; null for the model's path."""
+    """The model's name there; null takes whichever it is, with name=remote the model's path."""
     api_key_env: str | None = option(None, resume="free")
     """Variable that holds its key; null sends OPENAI_API_KEY to https://api.openai.com alone."""
     n_agent: int = option(1, resume="experiment", ge=1)

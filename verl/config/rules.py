@@ -38,8 +38,8 @@ PLACEHOLDERS = ("{question}", "{accepted}", "{answer}")
 
 def problems(config: Config) -> Iterator[str]:
     """All that cannot work together, a sentence each."""
-    sections = (_lists, _run, _engines, _algorithm, _losses, _shaping, _server, _rewards, _stages,
-                _judge)  # fmt: skip
+    sections = (_lists, _run, _engines, _servers, _algorithm, _losses, _shaping, _server, _rewards,
+                _stages, _judge)  # fmt: skip
     rows = itertools.chain.from_iterable(section(config) for section in sections)
     for is_wrong, subject, got, expected, fix in rows:
         if is_wrong:
@@ -57,6 +57,8 @@ def _lists(config: Config) -> Iterator[Row]:
         "actor_rollout_ref.model.target_modules": policy.model.target_modules,
         "critic.model.target_modules": config.critic.model.target_modules,
     }
+    if policy.rollout.url is not None:
+        texts[f"{ROLLOUT}.url"] = policy.rollout.url
     for key, given in texts.items():
         parts = [given] if isinstance(given, str) else given
         is_text = isinstance(parts, list) and all(isinstance(p, str) and p for p in parts)
@@ -115,6 +117,37 @@ def _engines(config: Config) -> Iterator[Row]:
     yield (rollout.interrupt_turns and must_wait, f"{ROLLOUT}.interrupt_turns", "true",
            "false: without max_staleness, or with partial=false, no weights come in a turn",
            f"{ROLLOUT}.max_staleness=1 and partial=true beside it")
+
+
+def _servers(config: Config) -> Iterator[Row]:
+    """Servers that the user started: what the run does not decide, and where weights go."""
+    trainer, rollout, key = config.trainer, config.actor_rollout_ref.rollout, f"{ROLLOUT}.url"
+    yield (rollout.weights_dir is not None and not config.is_external, f"{ROLLOUT}.weights_dir",
+           rollout.weights_dir, f"null: without {key} no server reads weights",
+           f"{ROLLOUT}.weights_dir=null")
+    if not config.is_external:
+        return
+    addresses = [str(one).rstrip("/").removesuffix("/v1") for one in config.servers]
+    yield (not all(one.startswith(HTTP) for one in addresses), key, rollout.url,
+           "addresses that begin with http:// or https://", f"{key}=[http://host:8000]")
+    yield (len(set(addresses)) < len(addresses), key, rollout.url,
+           "each server once: it is one engine", "leave the second out")
+    yield (rollout.name != "vllm", f"{ROLLOUT}.name", rollout.name,
+           f"vllm: the servers of {key} are vLLM's", f"{key}=null, or {ROLLOUT}.name=vllm")
+    yield (trainer.nnodes > 1 and rollout.weights_dir is None, f"{ROLLOUT}.weights_dir", "null",
+           "a folder that the ranks of all nodes and the servers share",
+           f"{ROLLOUT}.weights_dir=/shared/weights")
+    yield (trainer.deterministic, "trainer.deterministic", True,
+           f"false: the servers of {key} batch requests as they like",
+           "trainer.deterministic=false")
+    for name, given, usual in (("trainer.rollout_gpus", trainer.rollout_gpus, 0),
+                               (f"{ROLLOUT}.num_replicas", rollout.num_replicas, None),
+                               (f"{ROLLOUT}.tensor_model_parallel_size",
+                                rollout.tensor_model_parallel_size, 1)):  # fmt: skip
+        word = "null" if usual is None else usual
+        yield (given != usual, name, given,
+               f"{word}: the servers of {key} have devices of their own, and are an engine each",
+               f"{name}={word}")
 
 
 def _algorithm(config: Config) -> Iterator[Row]:

@@ -120,6 +120,24 @@ class Config:
         return self.trainer.rollout_gpus > 0
 
     @property
+    def is_external(self) -> bool:
+        """Engines are servers that the user started, and that take new weights."""
+        rollout = self.actor_rollout_ref.rollout
+        return rollout.url is not None and rollout.name != "remote"
+
+    @property
+    def servers(self) -> list[str]:
+        """Addresses of the servers, an engine each; none where the run starts its own."""
+        url = self.actor_rollout_ref.rollout.url
+        given = url if isinstance(url, list) else [str(url)]
+        return given if self.is_external else []
+
+    @property
+    def shares_devices(self) -> bool:
+        """Engines lie on the ranks' devices, where on GPUs one side sleeps."""
+        return not self.is_split and not self.is_external
+
+    @property
     def engine_gpus_per_node(self) -> int:
         """GPUs of a node that engines lie on: their own, or the ranks'."""
         return self.trainer.rollout_gpus or self.trainer.n_gpus_per_node
@@ -143,6 +161,8 @@ class Config:
     def num_engines(self, on_gpu: bool) -> int:
         """Rollout engines over all nodes."""
         rollout = self.actor_rollout_ref.rollout
+        if self.is_external:
+            return len(self.servers)
         return rollout.num_replicas or (self.engine_slots if on_gpu else self.trainer.nnodes)
 
     def max_num_seqs(self, on_gpu: bool) -> int:

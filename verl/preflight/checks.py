@@ -36,6 +36,7 @@ from verl.model_files import check_context
 from verl.monitor.tracking import backend_names
 from verl.preflight.adapters import adapter_problems
 from verl.preflight.memory.check import look, memory_problems, settle_offload
+from verl.preflight.servers import server_problems
 from verl.rollout import schedule
 from verl.rollout.interface import engine_problems
 from verl.tokenizer_files import check_model
@@ -64,6 +65,7 @@ def preflight(config: Config, environment: Environment) -> Config:
         _questions,
         schedule.problems,
         lambda _: environment.preflight(PROBE_SECONDS),
+        server_problems,
         _devices,
         _disk,
         _tracking,

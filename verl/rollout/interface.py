@@ -1,7 +1,7 @@
 """Which `RolloutEngine` a run uses, and whether a run can be trained with it.
 
 `actor_rollout_ref.rollout.name` chooses one: a name of `ENGINES`, or `path/file.py:Name`, a class
-derived from `verl.engine.RolloutEngine`.
+derived from `verl.engine.RolloutEngine`. With `rollout.url` it is vLLM's server behind an address.
 """
 
 from __future__ import annotations
@@ -25,12 +25,25 @@ ENGINES = {
     "transformers": "verl.rollout.transformers_engine:TransformersEngine",
 }
 """Built-in engines; a module is imported when its engine is chosen."""
-NAME = "actor_rollout_ref.rollout.name"
+SERVER = "verl.rollout.vllm_server:VllmServer"
+"""The engine behind each address of `rollout.url`."""
+NAME, URL = "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.url"
 
 
 def engine_class(name: str) -> type[RolloutEngine]:
     """The class that `actor_rollout_ref.rollout.name` names. Raises ConfigError."""
-    found: Any = plugins.resolve(NAME, name, ENGINES)
+    return _imported(plugins.resolve(NAME, name, ENGINES))
+
+
+def chosen_class(config: Config) -> type[RolloutEngine]:
+    """The class of a run's engines. Raises ConfigError."""
+    if config.is_external:
+        return _imported(SERVER)
+    return engine_class(config.actor_rollout_ref.rollout.name)
+
+
+def _imported(found: Any) -> type[RolloutEngine]:
+    """A class, or the one at the place `module:Name`."""
     if isinstance(found, str):
         module, _, attribute = found.partition(":")
         found = getattr(importlib.import_module(module), attribute)
@@ -40,7 +53,7 @@ def engine_class(name: str) -> type[RolloutEngine]:
 
 def build_engine(config: Config, replica: int = 0) -> RolloutEngine:
     """The engine that `config` chooses, not started yet."""
-    return engine_class(config.actor_rollout_ref.rollout.name).from_config(config, replica)
+    return chosen_class(config).from_config(config, replica)
 
 
 def engine_takes_adapter(config: Config) -> bool:
@@ -49,25 +62,29 @@ def engine_takes_adapter(config: Config) -> bool:
     merges = section.rollout.merge_adapter
     if merges is None:
         is_slower = device_type(config.trainer.device) == "cpu"
-        merges = is_slower or not engine_class(section.rollout.name).takes_adapters
+        merges = is_slower or not chosen_class(config).takes_adapters
     return section.model.has_adapter and not merges
 
 
 def engine_problems(config: Config) -> Iterator[ConfigError]:
     """Why the chosen engine cannot be trained with."""
-    rollout = config.actor_rollout_ref.rollout
+    name = config.actor_rollout_ref.rollout.name
     try:
-        chosen = engine_class(rollout.name)
+        chosen = chosen_class(config)
     except ConfigError as error:
         yield error
         return
     if not chosen.takes_weights:
         expected = "an engine that takes new weights after each step"
-        fix = f"{NAME}=vllm; a fixed model is measured by search-r1 evaluate --endpoint"
-        yield ConfigError(explain(NAME, rollout.name, expected, fix))
+        fix = (
+            f"{NAME}=vllm, with {URL} for vLLM servers of your own (docs/placement.md); "
+            "a fixed model is measured by search-r1 evaluate --endpoint"
+        )
+        yield ConfigError(explain(NAME, name, expected, fix))
     elif engine_takes_adapter(config) and not chosen.takes_adapters:
         key = "actor_rollout_ref.rollout.merge_adapter"
-        expected = f"true or null, since {NAME}={rollout.name} takes whole weights only"
+        what = f"a server of {URL}" if config.is_external else f"{NAME}={name}"
+        expected = f"true or null, since {what} takes whole weights only"
         yield ConfigError(explain(key, "false", expected, f"{key}=null"))
     if rollout.interrupt_turns and not chosen.can_interrupt:
         key = "actor_rollout_ref.rollout.interrupt_turns"

@@ -1,7 +1,8 @@
 """An engine behind an OpenAI-compatible `/v1/completions` that takes token ids as prompt.
 
-It cannot be given new weights, so it is for inference only. vLLM's server returns the sampled ids;
-of a server that does not, the text is encoded again, which may give other ids than were sampled.
+It cannot be given new weights, so it is for inference only (`vllm_server` has the engine that can).
+vLLM's server returns the sampled ids; of a server that does not, the text is encoded again, which
+may give other ids than were sampled.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ TIMEOUT = 600.0
 """Seconds one completion may take."""
 MOST_BYTES = 64 << 20
 """Of a completion."""
+COMPLETIONS = "/v1/completions"
 
 
 class Encoder(Protocol):
@@ -37,21 +39,25 @@ class Encoder(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
 
-class _LogProbs(BaseModel):
+class LogProbs(BaseModel):
+    """Of the sampled tokens."""
+
     token_logprobs: list[float | None] | None = None
 
 
-class _Choice(BaseModel):
+class Choice(BaseModel):
     """What is read of a completion; a value of another type is no completion."""
 
     text: StrictStr
     finish_reason: Any = None
     token_ids: list[Annotated[int, Field(strict=True, ge=0)]] | None = None
-    logprobs: _LogProbs | None = None
+    logprobs: LogProbs | None = None
 
 
-class _Answer(BaseModel):
-    choices: Annotated[list[_Choice], Field(min_length=1)]
+class Answer(BaseModel):
+    """What a completion's request is answered with."""
+
+    choices: Annotated[list[Choice], Field(min_length=1)]
 
 
 class RemoteEngine(RolloutEngine):
@@ -70,15 +76,10 @@ class RemoteEngine(RolloutEngine):
         None sends OPENAI_API_KEY to OpenAI's own address, and nothing elsewhere. Raises ConfigError
         for a variable that is not set.
         """
-        self.url = base_url.rstrip("/").removesuffix("/v1") + "/v1/completions"
+        self.url = root_of(base_url) + COMPLETIONS
         self._model = model
         self._tokenizer = tokenizer
-        variable = api_key_env or (OPENAI_KEY if base_url.startswith(OPENAI) else "")
-        key = os.environ.get(variable)
-        if api_key_env and not key:
-            expected, fix = "a variable that is set", f"export {api_key_env}=KEY"
-            raise ConfigError(explain("api_key_env", api_key_env, expected, fix))
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = key_headers(base_url, api_key_env)
         self._transport = transport
 
     @classmethod
@@ -98,41 +99,25 @@ class RemoteEngine(RolloutEngine):
         Raises ConfigError when the endpoint is away or refuses, AnswerInvalid when it answers
         something else.
         """
-        body = self._body(prompt_ids, sampling)
+        body = {"model": self._model, **request_body(prompt_ids, sampling)}
         try:
             async with (
                 asyncio.timeout(TIMEOUT),
                 httpx.AsyncClient(timeout=TIMEOUT, transport=self._transport) as http,
                 http.stream("POST", self.url, json=body, headers=self._headers) as answer,
             ):
-                content = await _read(answer)
+                content = await read_body(answer)
             if not answer.is_success:
                 got = f"{answer.status_code} {content[:300].decode('utf-8', 'replace')}"
                 raise self._unusable(ConfigError, got)
-            choice = _Answer.model_validate_json(content).choices[0]
+            choice = Answer.model_validate_json(content).choices[0]
         except (httpx.TransportError, TimeoutError) as error:
             raise self._unusable(ConfigError, f"{type(error).__name__}: {error}") from error
         except (httpx.DecodingError, ValueError) as error:
             raise self._unusable(AnswerInvalid, f"{type(error).__name__}: {error}") from error
         return self._completion(choice, sampling)
 
-    def _body(self, prompt_ids: Sequence[int], sampling: Sampling) -> dict[str, Any]:
-        return {
-            "model": self._model,
-            "prompt": list(prompt_ids),
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "stop": list(sampling.stop),
-            "seed": sampling.seed,
-            "logprobs": 0,
-            # Extensions of vLLM; without them the stop string and the ids are restored here.
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-            "return_token_ids": True,
-        }
-
-    def _completion(self, choice: _Choice, sampling: Sampling) -> Completion:
+    def _completion(self, choice: Choice, sampling: Sampling) -> Completion:
         text = choice.text
         reason = "length" if choice.finish_reason == "length" else "stop"
         if reason == "stop":
@@ -159,7 +144,39 @@ class RemoteEngine(RolloutEngine):
         )
 
 
-async def _read(answer: httpx.Response) -> bytes:
+def root_of(base_url: str) -> str:
+    """A server's address without the `/v1` that it may be given with."""
+    return base_url.rstrip("/").removesuffix("/v1")
+
+
+def key_headers(base_url: str, api_key_env: str | None) -> dict[str, str]:
+    """What shows a server the key of the variable `api_key_env`; see `RemoteEngine`."""
+    variable = api_key_env or (OPENAI_KEY if base_url.startswith(OPENAI) else "")
+    key = os.environ.get(variable)
+    if api_key_env and not key:
+        expected, fix = "a variable that is set", f"export {api_key_env}=KEY"
+        raise ConfigError(explain("api_key_env", api_key_env, expected, fix))
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def request_body(prompt_ids: Sequence[int], sampling: Sampling) -> dict[str, Any]:
+    """A request for one completion, of whichever model the server has."""
+    return {
+        "prompt": list(prompt_ids),
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "stop": list(sampling.stop),
+        "seed": sampling.seed,
+        "logprobs": 0,
+        # Extensions of vLLM; without them the stop string and the ids are restored here.
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "return_token_ids": True,
+    }
+
+
+async def read_body(answer: httpx.Response) -> bytes:
     """The body; raises ValueError for one that is too long."""
     content = bytearray()
     async for part in answer.aiter_bytes():

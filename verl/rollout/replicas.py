@@ -57,13 +57,15 @@ class RolloutReplicas(Engines):
         overlaps: bool = False,
         hang_timeout: float | None = None,
         empty_cache: Callable[[], None] = lambda: None,
+        weights_root: Path | None = None,
     ) -> None:
         """Actor i hosts `RolloutReplica(*arguments[i])`, now and after a loss.
 
         Where they do not share the ranks' devices, engines never sleep. Where it `overlaps`, they
         sample while the ranks train: they do not sleep either, and nobody waits until they have
         taken new weights. `empty_cache` has the ranks give back device memory that they keep for
-        reuse, before engines take theirs; `hang_timeout` is in seconds.
+        reuse, before engines take theirs; `hang_timeout` is in seconds. Weights are handed over in
+        `weights_root`, or in each node's memory.
         """
         self.group = group
         self.takes_adapter = takes_adapter
@@ -73,7 +75,7 @@ class RolloutReplicas(Engines):
         self._arguments = list(arguments)
         self._empty_cache = empty_cache
         self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
-        self._weights = new_path()
+        self._weights = new_path(weights_root)
         self._flights: list[InFlight] = []
         self._adopting: dict[Any, tuple[int, int]] = {}
         """Replica and version of each call that brings weights and is not answered yet."""

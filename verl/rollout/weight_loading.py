@@ -1,8 +1,12 @@
-"""What runs inside vLLM's workers: loading new weights in place, completely."""
+"""What runs inside vLLM's workers: loading new weights in place, completely.
+
+A server that the user starts for a run has it by `--worker-extension-cls` (`vllm_server`).
+"""
 
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -23,6 +27,10 @@ class WeightLoading:
         """Show that this process is alive."""
         return True
 
+    def can_read(self, path: str) -> bool:
+        """Whether this process sees the file `path`."""
+        return Path(path).is_file()
+
     def faulty_weights(self) -> list[str]:
         """Names of weights with values that are no finite numbers; on CPU vLLM hides some."""
         named = self.model_runner.get_model().named_parameters()
@@ -34,6 +42,8 @@ class WeightLoading:
         A head that is tied to the embedding has no tensor in the folder, so vLLM's reload passes
         it over; on CPU the head keeps a packed copy of its weight, which has to be made anew.
         """
+        if not Path(weights_dir).is_dir():  # vLLM would take it for a model of the hub
+            raise FileNotFoundError(f"no folder {weights_dir}")
         self.reload_weights(weights_path=weights_dir)
         head = getattr(self.model_runner.get_model(), "lm_head", None)
         if head is not None and hasattr(head, "quant_method"):

@@ -97,7 +97,12 @@ def anchored(config: Config, use_gpu: bool) -> Config:
     critic_model = critic.model
     if critic_model.path is not None:
         critic_model = replace(critic_model, path=_absolute(critic_model.path))
-    rollout = replace(section.rollout, name=plugins.absolute(section.rollout.name))
+    weights = section.rollout.weights_dir
+    rollout = replace(
+        section.rollout,
+        name=plugins.absolute(section.rollout.name),
+        weights_dir=None if weights is None else str(Path(weights).absolute()),
+    )
     agent = replace(
         config.agent,
         name=plugins.absolute(config.agent.name),
@@ -211,6 +216,11 @@ def file_problems(config: Config, probe: Path) -> list[UserError]:
         probe.with_name(f"{probe.name}-{uuid.uuid4().hex}").touch()
     except OSError as error:
         problems.append(ResourceError(explain(key, f"{probe.parent} ({error})", expected, fix)))
+    weights = config.actor_rollout_ref.rollout.weights_dir
+    if weights is not None and not Path(weights).is_dir():
+        subject, wanted = "actor_rollout_ref.rollout.weights_dir", "a folder that every node sees"
+        got, other = f"{weights} (no such folder)", "name one of a shared file system"
+        problems.append(ResourceError(explain(subject, got, wanted, other)))
     resumed = Path(config.trainer.resume_mode)
     if config.trainer.resume_mode not in ("disable", "auto") and not resumed.absolute().is_dir():
         got, expected = f"{resumed} (no such folder)", "a checkpoint that every node sees"
@@ -230,7 +240,8 @@ def appears(path: Path, seconds: float | None = None) -> bool:
 
 def shared_memory_problems(config: Config) -> list[UserError]:
     """Room for the weights that ranks hand to engines through the node's shared memory."""
-    if engine_takes_adapter(config) or not SHARED_MEMORY.is_dir():
+    elsewhere = config.actor_rollout_ref.rollout.weights_dir is not None
+    if elsewhere or engine_takes_adapter(config) or not SHARED_MEMORY.is_dir():
         return []
     versions = 2 if config.actor_rollout_ref.rollout.max_staleness else 1
     needed = versions * weight_bytes(config.actor_rollout_ref.model.path)

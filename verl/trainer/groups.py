@@ -176,13 +176,14 @@ def build_groups(
     guard_nodes(ranks, reaper.mark)
     places = ranks.places()
     rollout = config.actor_rollout_ref.rollout
-    per_replica = rollout.tensor_model_parallel_size if use_gpu else 0
+    has_gpus = use_gpu and not config.is_external
+    per_replica = rollout.tensor_model_parallel_size if has_gpus else 0
     theirs = gpus_beside(placement, own_gpus) if use_gpu and own_gpus else places
     replicas = create_rollout_group(theirs, num_replicas, per_replica, env, (EngineDied,))
     replicas.places()
     arguments = [(config, agent_factory, replica) for replica in range(num_replicas)]
     replicas_built = replicas.start_build(RolloutReplica, arguments)
-    must_wait = use_gpu and not config.is_split
+    must_wait = use_gpu and config.shares_devices
     if must_wait:
         start_engines(replicas, replicas_built, then_sleep=True)
     address = (places[0].host, ranks.free_port())
@@ -199,17 +200,18 @@ def build_groups(
         arguments,
         restarts,
         takes_adapter=engine_takes_adapter(config),
-        shares_devices=not config.is_split,
+        shares_devices=config.shares_devices,
         overlaps=rollout.max_staleness > 0,
         hang_timeout=trainer.hang_timeout,
-        empty_cache=(lambda: None) if config.is_split else trainer_ranks.empty_cache,
+        empty_cache=trainer_ranks.empty_cache if config.shares_devices else (lambda: None),
+        weights_root=None if rollout.weights_dir is None else Path(rollout.weights_dir),
     )
 
 
 def refuse_crowded_cards(config: Config, use_gpu: bool) -> None:
     """Raise ConfigError for engines that sample while ranks train on their GPUs, and for more
     engines than GPUs hold."""
-    if not use_gpu:
+    if not use_gpu or config.is_external:
         return
     rollout, section = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
     if rollout.max_staleness and not config.is_split:

@@ -28,10 +28,14 @@ KEEPER = 'exec 3<&0; (cat <&3 > /dev/null; exec rm -rf -- "$1") &'
 end does. It is no child of the owner: Ray kills a worker's children before the worker."""
 
 
-def new_path() -> Path:
-    """A path that is free on every machine; nothing is made."""
-    root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path("/tmp")
-    return root / f"{PREFIX}{uuid.uuid4().hex}"
+def memory() -> Path:
+    """Where a machine keeps files in its memory."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path("/tmp")
+
+
+def new_path(root: Path | None = None) -> Path:
+    """A path that is free on every machine, in its memory or in `root`; nothing is made."""
+    return (root or memory()) / f"{PREFIX}{uuid.uuid4().hex}"
 
 
 def on_node(path: Path, node_id: str) -> Path:
@@ -47,7 +51,8 @@ class NodeFolder:
         self.path = path
         sweep(path.parent)
         part = path.with_name("." + path.name)
-        part.mkdir(mode=0o700)
+        # In a folder that the user named, others may read what the user's umask lets them.
+        part.mkdir(mode=0o700 if path.parent == memory() else 0o777)
         self._lock = os.open(part / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         part.rename(path)  # seen by others only when it is locked

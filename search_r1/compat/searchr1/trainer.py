@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -22,8 +21,6 @@ from verl.data.rows import read_records
 from verl.errors import ConfigError, explain
 from verl.model_files import num_positions
 
-logger = logging.getLogger(__name__)
-
 ALGORITHMS = {
     "ppo": ("ppo_trainer", "gae"),
     "grpo": ("grpo_trainer", "grpo"),
@@ -33,10 +30,6 @@ ALGORITHMS = {
 COSTS = ("search_penalty", "invalid_format")
 TAGS = 32
 """Tokens that a passage takes beside its text: its number, its title, the marks around it."""
-UNUSED = (
-    "vllm_server=%s is not used: a run has engines of its own, whose weights change with each "
-    "step; stop it, if it holds their GPU"
-)
 UNKNOWN = ["data.train_files=later", "data.val_files=later"]
 
 
@@ -51,7 +44,7 @@ class SearchR1Trainer:
         reward_config: Mapping[str, float] | None = None,
         max_search_turns: int = 2,
         devices: int | str | Sequence[int | str] | None = None,
-        vllm_server: str | None = None,
+        vllm_server: str | Sequence[str] | None = None,
         output_dir: str | Path | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
@@ -59,9 +52,9 @@ class SearchR1Trainer:
 
         `search_backend`: a `DenseRetriever`, an address, or what `search_r1.Trainer` takes.
         `reward_config`: amounts that are added to a dialogue's score, so that a penalty is below 0;
-        None is exact match. `devices`: how many, or which; None takes every GPU. `vllm_server`
-        stays unused: a run has engines of its own, whose weights change with each step.
-        `overrides`: `key=value` options, which win.
+        None is exact match. `devices`: how many, or which; None takes every GPU. `vllm_server`:
+        addresses of vLLM servers that sample, and take each step's weights (docs/placement.md);
+        None starts engines on the `devices`. `overrides`: `key=value` options, which win.
         """
         preset, estimator = algorithm_of(rl_algorithm)
         words = ["--config-name", preset, "actor_rollout_ref.model.path=later", *UNKNOWN]
@@ -79,7 +72,8 @@ class SearchR1Trainer:
         self._visible = place(config, devices)
         give_room(config, search_backend)
         if vllm_server is not None:
-            logger.warning(UNUSED, vllm_server)
+            given = vllm_server if isinstance(vllm_server, str) else list(vllm_server)
+            config.actor_rollout_ref.rollout.url = given
         self.config = cli.checked(config, overrides)
         self.search_backend = search_backend
 

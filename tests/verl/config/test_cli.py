@@ -23,6 +23,7 @@ REQUIRED = [
 ]
 
 ENGINES = "actor_rollout_ref.actor.old_log_probs=engine"
+URL = "[http://a:1,http://b:2]"
 RECOMPUTED = "actor_rollout_ref.actor.old_log_probs=recompute"
 ADAPTIVE = "algorithm.kl_ctrl.type=adaptive"
 
@@ -165,6 +166,20 @@ def test_defaults_warn_of_nothing(
         (
             "trainer.rollout_gpus=1 actor_rollout_ref.rollout.name=remote",
             "trainer.rollout_gpus: got 1, expected 0: actor_rollout_ref.rollout.name=remote",
+        ),
+        *(
+            (f"actor_rollout_ref.rollout.url={url} {more}", subject)
+            for url, more, subject in (
+                ("[a:1]", "", "expected addresses that begin with http://"),
+                ("7", "", "rollout.url: got 7, expected a text"),
+                ("[http://a:1,http://a:1/v1]", "", "expected each server once"),
+                (URL, "actor_rollout_ref.rollout.name=transformers", "rollout.name: got transf"),
+                (URL, "trainer.nnodes=2", "weights_dir: got null, expected a folder"),
+                (URL, "trainer.deterministic=true", "trainer.deterministic: got True, expected f"),
+                (URL, "trainer.rollout_gpus=1", "rollout_gpus: got 1, expected 0: the servers"),
+                (URL, "actor_rollout_ref.rollout.num_replicas=2", "num_replicas: got 2, expected"),
+                ("null", "actor_rollout_ref.rollout.weights_dir=w", "weights_dir: got w, expected"),
+            )
         ),
         ("actor_rollout_ref.actor.kl_loss_type=kk", "kl_loss_type"),
         ("trainer.logger=[console,foo]", "trainer.logger: got [console,foo]"),

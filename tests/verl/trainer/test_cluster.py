@@ -90,6 +90,20 @@ def test_a_checkpoint_to_resume_from_is_looked_for_on_each_node(tmp_path: Path) 
         assert file_problems(config, probe) == []
 
 
+def test_the_folder_of_the_weights_is_looked_for_on_each_node(tmp_path: Path) -> None:
+    """By one path, whichever folder the driver was started in."""
+    url = "actor_rollout_ref.rollout.url=http://a:1"
+    config = config_with(url, f"actor_rollout_ref.rollout.weights_dir={tmp_path}/weights")
+    with probe_file(tmp_path / "run") as probe:
+        [problem] = file_problems(config, probe)
+        assert f"rollout.weights_dir: got {tmp_path}/weights (no such folder)" in str(problem)
+        (tmp_path / "weights").mkdir()
+        assert file_problems(config, probe) == []
+    config = config_with(url, "actor_rollout_ref.rollout.weights_dir=weights")
+    found = anchored(config, use_gpu=False).actor_rollout_ref.rollout.weights_dir
+    assert found == str(Path("weights").absolute())
+
+
 def test_other_versions_on_a_node_are_told() -> None:
     """Ray compares itself and Python; torch, transformers and vLLM must agree as well."""
     versions = {"torch": "2.13.0", "vllm": "0.32.0"}

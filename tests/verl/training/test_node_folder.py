@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
+from verl.training import node_folder
 from verl.training.node_folder import LOCK, PREFIX, NodeFolder, new_path, on_node, sweep
 
 OWNER = """
@@ -74,6 +76,20 @@ def test_only_what_has_no_owner_is_swept(tmp_path: Path) -> None:
     left_there = sorted(p.name for p in tmp_path.iterdir())
     assert left_there == [f".{PREFIX}young", "other", living.path.name]
     living.close()
+
+
+def test_a_folder_that_the_user_named_has_the_users_permissions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a server of another account may read it; in a machine's memory nobody else may."""
+    for root, mode in ((tmp_path / "other", 0o700), (tmp_path, 0o755)):
+        monkeypatch.setattr(node_folder, "memory", lambda: tmp_path / "other")
+        root.mkdir(exist_ok=True)
+        before = os.umask(0o022)
+        folder = NodeFolder(new_path(root))
+        os.umask(before)
+        assert folder.path.parent == root and folder.path.stat().st_mode & 0o777 == mode
+        folder.close()
 
 
 def test_paths_are_new_each_time() -> None:

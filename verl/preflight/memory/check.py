@@ -143,7 +143,7 @@ def hint(short: Shortage, found: Estimate) -> str:
     if short.memory is Memory.SHARED:
         return HINTS["shared"]
     if short.memory is Memory.HOST:
-        return HINTS["cpu" if found.engine is None else "host"]
+        return HINTS["host" if found.most(Memory.DEVICE) else "cpu"]
     if short.what != found.peak(short.memory):
         return HINTS["cache"]
     if short.memory is Memory.ENGINE:

@@ -71,7 +71,7 @@ class Estimate:
 
     needs: tuple[Need, ...]
     engine: EngineMemory | None
-    """Of one engine on GPUs; None on CPU."""
+    """Of one engine on GPUs; None on CPU, and for servers with devices of their own."""
 
     def at(self, memory: Memory, phase: Phase) -> list[Need]:
         """What is held there then, the largest first; the host holds its shared memory too."""
@@ -124,14 +124,19 @@ def estimate(config: Config, setting: Setting) -> Estimate:
     policy, dtype = setting.policy, config.actor_rollout_ref.rollout.dtype
     item = DTYPES[setting.compute_dtype if dtype == "auto" else dtype].itemsize
     needs = [*node_needs(config, policy, item, setting.on_gpu), *rank_needs(config, setting)]
+    if config.actor_rollout_ref.rollout.weights_dir is not None:
+        needs = [need for need in needs if need.memory is not Memory.SHARED]
     if not setting.on_gpu:
-        needs += cpu_engine_needs(config, policy, item)
+        if not config.is_external:
+            needs += cpu_engine_needs(config, policy, item)
         local = config.trainer.n_gpus_per_node
         return Estimate(tuple(_on_host(need, local) for need in needs), None)
+    needs.append(Need(Memory.DEVICE, "rank's context", CONTEXT))
+    if config.is_external:
+        return Estimate(tuple(needs), None)
     device_bytes = min((device.total for device in setting.machine.devices), default=0)
     engine = engine_memory(config, policy, item, device_bytes)
     needs += gpu_engine_needs(config, policy, item, engine.share)
-    needs.append(Need(Memory.DEVICE, "rank's context", CONTEXT))
     return Estimate(tuple(needs), engine)
 
 
@@ -156,6 +161,8 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
     travels.
     """
     rank, engine, driver = PROCESSES["gpu" if on_gpu else "cpu"]
+    if config.is_external:  # all that runs here is what asks a server
+        engine = PROCESSES["cpu"][0]
     local = config.trainer.n_gpus_per_node
     replicas = -(-config.num_engines(on_gpu) // config.trainer.nnodes)
     for what, size in (

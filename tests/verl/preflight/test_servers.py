@@ -1,0 +1,121 @@
+"""The servers of a run are asked before it starts; what they lack is told with what starts them."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.verl.rollout.engines import tiny_config
+from tests.verl.rollout.vllm_double import VllmDouble
+from verl.config import Config
+from verl.preflight.servers import is_here, server_problems
+from verl.rollout.vllm_server import EXTENSION
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the ranks are is where the driver is."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def config_of(folder: Path, url: str = "http://127.0.0.1:8000", **rollout: Any) -> Config:
+    """A run with one server."""
+    config = tiny_config(folder / "model")
+    config.actor_rollout_ref.rollout.url = [url]
+    for name, value in {"weights_dir": str(folder / "weights"), **rollout}.items():
+        setattr(config.actor_rollout_ref.rollout, name, value)
+    return config
+
+
+def problems(config: Config, server: VllmDouble) -> list[str]:
+    return [str(one) for one in server_problems(config, httpx.MockTransport(server))]
+
+
+def test_a_server_that_fits_is_asked_and_left_as_it_is(tmp_path: Path) -> None:
+    """On a card or on the CPU; the token file that it was to see is gone afterwards."""
+    for server in (VllmDouble(), VllmDouble(device="cpu"), VllmDouble(extension="")):
+        assert problems(config_of(tmp_path), server) == []
+        assert "/update_weight_version" not in server.paths()
+        assert list((tmp_path / "weights").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("server", "told"),
+    [
+        (VllmDouble(is_away=True), "got ConnectError: refused, expected a server that answers"),
+        (VllmDouble(max_model_len=100), "at most 100 tokens, expected 528"),
+        (VllmDouble(dtype="torch.bfloat16"), "got dtype torch.bfloat16, expected float32"),
+        (VllmDouble(device="cpu", extension=""), "a server on the CPU with its own"),
+        (VllmDouble(broken={"/weight_info": 404}), "404 for /weight_info, expected a vLLM server"),
+        (VllmDouble(broken={"/v1/models": 500}), "500 for /v1/models"),
+    ],
+    ids=["away", "short", "dtype", "cpu", "plain", "broken"],
+)
+def test_what_a_start_mends_comes_with_the_command(
+    server: VllmDouble, told: str, tmp_path: Path
+) -> None:
+    """In one line; the command fits all that the run needs."""
+    (line,) = problems(config_of(tmp_path), server)
+    assert told in line and "\n" not in line
+    assert "actor_rollout_ref.rollout.url http://127.0.0.1:8000: got" in line
+    start = "python -m vllm.entrypoints.openai.api_server --model"
+    command = f"VLLM_SERVER_DEV_MODE=1 {start} {tmp_path / 'model'} --port 8000"
+    rest = "--max-model-len 528 --dtype float32 --logprobs-mode processed_logprobs"
+    assert f"{command} {rest} --worker-extension-cls {EXTENSION}" in line
+
+
+def test_log_probs_are_those_that_are_sampled_from(tmp_path: Path) -> None:
+    """vLLM's default leaves temperature out, which is the same at temperature 1 alone."""
+    warm = config_of(tmp_path, temperature=0.8)
+    (line,) = problems(warm, VllmDouble())
+    assert "got --logprobs-mode raw_logprobs, expected processed_logprobs" in line
+    assert problems(warm, VllmDouble(logprobs_mode="processed_logprobs")) == []
+    (line,) = problems(config_of(tmp_path), VllmDouble(logprobs_mode="raw_logits"))
+    assert "raw_logits" in line
+
+
+def test_the_named_model_must_be_served(tmp_path: Path) -> None:
+    """Without a name it is whichever the server has."""
+    assert problems(config_of(tmp_path, served_model="policy"), VllmDouble()) == []
+    (line,) = problems(config_of(tmp_path, served_model="other"), VllmDouble())
+    assert "['policy'], expected rollout.served_model=other" in line
+    assert "--served-model-name other" in line
+
+
+def test_a_key_is_that_of_the_named_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that wants one, and a variable that is not set, are told with the option."""
+    monkeypatch.setenv("OWN_KEY", "secret")
+    server = VllmDouble(key="secret")
+    assert problems(config_of(tmp_path, api_key_env="OWN_KEY"), server) == []
+    (line,) = problems(config_of(tmp_path), server)
+    assert "401 for /v1/models, expected its key" in line and "api_key_env=NAME" in line
+    (line,) = problems(config_of(tmp_path, api_key_env="NOT_SET"), server)
+    assert "export NOT_SET=KEY" in line
+
+
+def test_a_server_must_see_the_folder_of_the_weights(tmp_path: Path) -> None:
+    """One on another machine needs a shared one, named; one that does not see it is refused."""
+    (line,) = problems(config_of(tmp_path), VllmDouble(sees_files=False))
+    assert f"does not see {tmp_path / 'weights'}" in line and "weights_dir=/shared" in line
+    far = config_of(tmp_path, "http://192.0.2.1:8000", weights_dir=None)
+    (line,) = problems(far, VllmDouble())
+    assert "got another machine" in line and "weights_dir=/shared" in line
+    far.actor_rollout_ref.rollout.weights_dir = str(tmp_path / "shared")
+    assert problems(far, VllmDouble()) == []
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    """Before any server is asked."""
+    (tmp_path / "file").touch()
+    server = VllmDouble()
+    (line,) = problems(config_of(tmp_path, weights_dir=str(tmp_path / "file" / "w")), server)
+    assert "rollout.weights_dir: got" in line and server.asked == []
+
+
+def test_this_machine_is_known_by_its_names() -> None:
+    """Any name or address of it; nobody else's."""
+    assert is_here("127.0.0.1") and is_here("localhost")
+    assert not is_here("192.0.2.1") and not is_here("no-such-host.invalid")

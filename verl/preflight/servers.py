@@ -1,0 +1,211 @@
+"""The vLLM servers that a run is to sample with, asked before it starts.
+
+Each must answer, hold the longest trajectory, compute in the run's format, and take new weights
+from the folder that the ranks write.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pydantic import BaseModel
+
+from verl.config import Config
+from verl.errors import ConfigError, ResourceError, UserError, explain, masked
+from verl.rollout.interface import URL
+from verl.rollout.remote_engine import key_headers, root_of
+from verl.rollout.vllm_server import EXTENSION, FACTS, WEIGHTS_DIR, ServerFacts, WeightInfo
+from verl.training.devices import device_type, rollout_dtype
+from verl.training.loading import weight_bytes
+from verl.training.node_folder import NodeFolder, new_path
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 60.0
+"""A server looks at its whole system before it first tells its settings."""
+CPU_START = ("python", "-m", "vllm.entrypoints.openai.api_server", "--model")
+"""What `vllm serve` is; the command itself does not start in vLLM's CPU build."""
+PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
+
+
+class _Model(BaseModel):
+    id: str
+    max_model_len: int
+
+
+class _Models(BaseModel):
+    data: list[_Model]
+
+
+def server_problems(
+    config: Config, transport: httpx.BaseTransport | None = None
+) -> Iterator[UserError]:
+    """What stands in the way of training with the servers of `rollout.url`; none without any."""
+    if not config.is_external:
+        return
+    problem = _folder_problem(config)
+    if problem is not None:
+        yield problem
+        return
+    for url in config.servers:
+        try:
+            yield from _Asked(config, root_of(url), transport).problems()
+        except ConfigError as error:  # of the key
+            yield error
+
+
+def _folder_problem(config: Config) -> ResourceError | None:
+    """Why `weights_dir` cannot take the versions of the weights that are held at once."""
+    given = config.actor_rollout_ref.rollout.weights_dir
+    if given is None:
+        return None
+    folder = Path(given).absolute()
+    versions = 2 if config.actor_rollout_ref.rollout.max_staleness else 1
+    needed = versions * weight_bytes(config.actor_rollout_ref.model.path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        NodeFolder(new_path(folder)).close()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        fix = f"{WEIGHTS_DIR}=/shared/weights, a folder that can be written and locked"
+        return ResourceError(explain(WEIGHTS_DIR, f"{folder} ({error})", "a folder", fix))
+    if free >= needed:
+        return None
+    got, expected = f"{free / 2**30:.1f} GiB free", f"{needed / 2**30:.1f} GiB for the weights"
+    return ResourceError(explain(f"{WEIGHTS_DIR}={folder}", got, expected, "name another folder"))
+
+
+class _Asked:
+    """One server, with what it is asked."""
+
+    def __init__(self, config: Config, url: str, transport: httpx.BaseTransport | None) -> None:
+        self.config, self.url = config, url
+        self.rollout = config.actor_rollout_ref.rollout
+        headers = key_headers(url, self.rollout.api_key_env)
+        self.http = httpx.Client(headers=headers, timeout=ANSWER_S, transport=transport)
+
+    def problems(self) -> Iterator[ConfigError]:
+        """Of one server; what follows from another is left out."""
+        with self.http:
+            try:
+                models = _Models.model_validate_json(self._get("/v1/models"))
+                WeightInfo.model_validate_json(self._get("/weight_info"))
+                facts = ServerFacts.model_validate_json(self._get(FACTS))
+            except httpx.HTTPStatusError as error:
+                yield self._refused(error.response)
+            except httpx.HTTPError as error:
+                yield self._wrong(f"{type(error).__name__}: {error}", "a server that answers")
+            except ValueError as error:
+                got = f"another answer ({str(error).splitlines()[0]})"
+                yield self._wrong(got, "a vLLM server, 0.32 or newer")
+            else:
+                yield from self._unfit(models.data, facts)
+
+    def _get(self, path: str) -> bytes:
+        return self.http.get(self.url + path).raise_for_status().content
+
+    def _refused(self, answer: httpx.Response) -> ConfigError:
+        path, status = answer.url.path, answer.status_code
+        if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            fix = "name the variable that holds it: actor_rollout_ref.rollout.api_key_env=NAME"
+            subject = f"{URL} {self.url}"
+            return ConfigError(explain(subject, f"{status} for {path}", "its key", fix))
+        expected = "a vLLM server, 0.32 or newer, in development mode, which takes weights"
+        return self._wrong(f"{status} for {path}", expected)
+
+    def _wrong(self, got: str, expected: str) -> ConfigError:
+        """A problem that starting the server in the way of this run mends."""
+        return ConfigError(explain(f"{URL} {self.url}", got, expected, f"start it: {self.command}"))
+
+    @property
+    def command(self) -> str:
+        """What starts a server that fits."""
+        port, rollout = httpx.URL(self.url).port or 80, self.rollout
+        model, longest = self.config.actor_rollout_ref.model.path, self.config.data.max_model_len
+        is_cpu = device_type(self.config.trainer.device) == "cpu"
+        words = [*(CPU_START if is_cpu else ("vllm", "serve")), model,
+                 "--port", str(port), "--max-model-len", str(longest),
+                 "--dtype", rollout_dtype(self.config), "--logprobs-mode", PROCESSED,
+                 "--worker-extension-cls", EXTENSION]  # fmt: skip
+        if rollout.served_model is not None:
+            words += ["--served-model-name", rollout.served_model]
+        return f"VLLM_SERVER_DEV_MODE=1 {shlex.join(words)}"
+
+    def _unfit(self, models: list[_Model], facts: ServerFacts) -> Iterator[ConfigError]:
+        """What the server's settings lack."""
+        served, names = self.rollout.served_model, [model.id for model in models]
+        if not names or (served is not None and served not in names):
+            expected = "a model" if served is None else f"rollout.served_model={served}"
+            yield self._wrong(f"the models {names}", expected)
+            return
+        model = models[0 if served is None else names.index(served)]
+        longest, dtype = self.config.data.max_model_len, rollout_dtype(self.config)
+        if model.max_model_len < longest:
+            got = f"at most {model.max_model_len} tokens"
+            expected = f"{longest}: data.max_prompt_length and max_response_length"
+            yield self._wrong(got, expected)
+        # The driver of a cluster may lack the GPUs that decide what `auto` is.
+        is_known = self.config.trainer.device != "auto" or not os.environ.get("RAY_ADDRESS")
+        if is_known and facts.dtype.removeprefix("torch.") != dtype:
+            expected = f"{dtype}, what the run computes in (actor_rollout_ref.rollout.dtype)"
+            yield self._wrong(f"dtype {facts.dtype}", expected)
+        is_plain = self.rollout.temperature == 1 and self.rollout.top_p == 1
+        if facts.logprobs_mode != PROCESSED and not (is_plain and facts.logprobs_mode == RAW):
+            expected = f"{PROCESSED}: those of the distribution that is sampled from"
+            yield self._wrong(f"--logprobs-mode {facts.logprobs_mode}", expected)
+        if facts.device == "cpu" and not facts.loads_in_place:
+            expected = "our way of loading: vLLM's own leaves a tied head as it was on CPU"
+            yield self._wrong(f"a server on the CPU with {facts.extension or 'its own'}", expected)
+            return
+        yield from self._blind(facts)
+        logger.info("server %s: %s, %d tokens, %s", masked(self.url), model.id,
+                    model.max_model_len, dtype)  # fmt: skip
+
+    def _blind(self, facts: ServerFacts) -> Iterator[ConfigError]:
+        """Whether the server sees what is written here; without our way of loading it cannot tell,
+        and the first weights, before anything is sampled, show it."""
+        given = self.rollout.weights_dir
+        key, fix = f"{URL} {self.url}", f"{WEIGHTS_DIR}=/shared/weights, which both see so"
+        if given is None and os.environ.get("RAY_ADDRESS"):
+            return  # the ranks may be elsewhere
+        if given is None and not is_here(httpx.URL(self.url).host):
+            expected = "a server on this machine: weights go through its memory"
+            yield ConfigError(explain(key, "another machine", expected, fix))
+        elif facts.loads_in_place:
+            root = None if given is None else Path(given).absolute()
+            with closing(NodeFolder(new_path(root))) as folder:
+                token = folder.path / "token"
+                token.touch()
+                body = {"method": "can_read", "kwargs": {"path": str(token)}}
+                answer = self.http.post(f"{self.url}/collective_rpc", json=body)
+            if not answer.is_success or "False" in answer.text:
+                got = f"a server that does not see {folder.path.parent}, or may not read there"
+                yield ConfigError(explain(key, got, "one folder for ranks and servers", fix))
+
+
+def is_here(host: str) -> bool:
+    """Whether a name or address is one of this machine."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, address) for family, _, _, _, address in found)
+
+
+def _can_bind(family: int, address: Any) -> bool:
+    """Only an address of one's own can be bound."""
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
