@@ -69,6 +69,7 @@ def engine_takes_adapter(config: Config) -> bool:
 def engine_problems(config: Config) -> Iterator[ConfigError]:
     """Why the chosen engine cannot be trained with."""
     name = config.actor_rollout_ref.rollout.name
+    what = f"a server of {URL}" if config.is_external else f"{NAME}={name}"
     try:
         chosen = chosen_class(config)
     except ConfigError as error:
@@ -83,10 +84,11 @@ def engine_problems(config: Config) -> Iterator[ConfigError]:
         yield ConfigError(explain(NAME, name, expected, fix))
     elif engine_takes_adapter(config) and not chosen.takes_adapters:
         key = "actor_rollout_ref.rollout.merge_adapter"
-        what = f"a server of {URL}" if config.is_external else f"{NAME}={name}"
         expected = f"true or null, since {what} takes whole weights only"
         yield ConfigError(explain(key, "false", expected, f"{key}=null"))
-    if rollout.interrupt_turns and not chosen.can_interrupt:
+    if config.actor_rollout_ref.rollout.interrupt_turns and not chosen.can_interrupt:
         key = "actor_rollout_ref.rollout.interrupt_turns"
-        expected = f"false: {NAME}={rollout.name} cannot end a turn before its time"
-        yield ConfigError(explain(key, "true", expected, f"{key}=false, or {NAME}=vllm"))
+        expected = f"false: {what} cannot end a turn before its time"
+        yield ConfigError(
+            explain(key, "true", expected, f"{key}=false, or {NAME}=vllm without {URL}")
+        )
