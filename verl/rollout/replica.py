@@ -18,7 +18,7 @@ from verl.remote_code import set_trust
 from verl.rollout.gate import WeightGate
 from verl.rollout.in_flight import names_of
 from verl.rollout.interface import build_engine
-from verl.rollout.schedule import of_replica
+from verl.rollout.schedule import of_run
 from verl.rollout.turns import BusyClock, TurnEngine
 from verl.tokenizer_files import load_tokenizer
 from verl.training.devices import device_type, keep_to_cores, rollout_dtype
@@ -43,7 +43,7 @@ class RolloutReplica:
         """Those whose call is not answered yet, since others of it go on."""
         rollout = config.actor_rollout_ref.rollout
         interrupt = (lambda: self.engine.interrupt()) if rollout.interrupt_turns else None
-        self.gate = WeightGate(of_replica(rollout.replay, replica), interrupt)
+        self.gate = WeightGate(of_run(rollout.replay), interrupt)
 
     def dtype(self) -> str:
         """What the engine computes in, for those who write weights for it."""
@@ -59,6 +59,7 @@ class RolloutReplica:
         another trajectory.
         """
         rollout = self.config.actor_rollout_ref.rollout
+        self.gate.begin(names_of(starts, sampling))
         try:
             if rollout.partial or rollout.replay is not None:
                 return await self._finish_all(starts, sampling, version, self.gate)
@@ -76,9 +77,14 @@ class RolloutReplica:
         """For which share of the time since the last call a request was running."""
         return self.clock.take_share()
 
-    async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
-        """Have the engine take new weights as soon as what it samples now is whole, or cut."""
-        async with self.gate.changing(version):
+    async def update_weights(
+        self, folder: str, version: int, is_adapter: bool = False, num_calls: int = 0
+    ) -> None:
+        """Have the engine take new weights as soon as what it samples now is whole, or cut.
+
+        `num_calls` of `rollout` were made before this one.
+        """
+        async with self.gate.changing(version, num_calls):
             # Ray may begin calls in another order; then newer weights are there already.
             if version > self.gate.version:
                 await self.engine.update_weights(folder, version, is_adapter)
@@ -105,8 +111,11 @@ class RolloutReplica:
     ) -> Trajectory:
         subject = f"agent.name={self.config.agent.name} at {start.prompt.uid}"
         expected = "the trajectory that it was given, with its group and sample, continued"
-        with plugins.blamed(subject, PluginError, expected):
-            ended = await self.agent.run(start, engine, sampling)
+        try:
+            with plugins.blamed(subject, PluginError, expected):
+                ended = await self.agent.run(start, engine, sampling)
+        finally:
+            self.gate.end(engine.name)
         if not isinstance(ended, Trajectory):
             raise PluginError(explain(subject, type(ended).__name__, expected, "return it"))
         if (ended.group, ended.sample) != (start.group, start.sample):

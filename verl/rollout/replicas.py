@@ -11,6 +11,7 @@ import contextlib
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,6 +78,8 @@ class RolloutReplicas(Engines):
         self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
         self._weights = new_path(weights_root)
         self._flights: list[InFlight] = []
+        self._num_calls: Counter[int] = Counter()
+        """For trajectories, of each replica since it was started."""
         self._adopting: dict[Any, tuple[int, int]] = {}
         """Replica and version of each call that brings weights and is not answered yet."""
         self.dtype = str(self._ask("dtype")[0])
@@ -200,11 +203,13 @@ class RolloutReplicas(Engines):
             starts = [flight.starts[i] for i in positions]
             given = (starts, flight.sampling, self.version)
             flight.calls[self.group.submit(replica, "rollout", *given)] = replica, positions
+            self._num_calls[replica] += 1
 
     def _adopt(self) -> None:
         """Have every replica take the present weights when it can."""
         for replica, present in enumerate(self._present()):
-            call = self.group.submit(replica, "update_weights", *present)
+            given = (*present, self._num_calls[replica])
+            call = self.group.submit(replica, "update_weights", *given)
             self._adopting[call] = replica, self.version
 
     def _settle(self, most: int) -> None:
@@ -238,6 +243,7 @@ class RolloutReplicas(Engines):
         """New actors and engines, with the present weights if there were any yet."""
         self._empty_cache()
         self._adopting.clear()
+        self._num_calls.clear()
         self.group.restart()
         try:
             self.group.gather(self.group.start_build(RolloutReplica, self._arguments))

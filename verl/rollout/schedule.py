@@ -1,13 +1,12 @@
 """Which weights sampled each turn of a run: recorded by the trainer, repeated by the replicas.
 
 The folder `schedule/` of a run with `rollout.max_staleness` has one jsonl file a step, a row for
-each trajectory that the step took. With `rollout.replay` another run of the same options and
-replicas samples every turn by the version that sampled it then, whatever takes how long now.
+each trajectory that the step took. With `rollout.replay` another run of the same options samples
+every turn by the version that sampled it then, whatever takes how long now.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from verl.config import Config
 from verl.errors import ConfigError, explain
 from verl.files import whole_file
-from verl.types import Origin, Trajectory
+from verl.types import Name, Origin, Trajectory
 
 FOLDER = "schedule"
 REPLAY = "actor_rollout_ref.rollout.replay"
@@ -78,22 +77,24 @@ def read(folder: Path) -> Iterator[Row]:
 
 
 class Schedule:
-    """What one replica is to repeat."""
+    """What a replica is to repeat of the trajectories that it is asked for."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self._versions: dict[Part, int] = {}
         self._ends: dict[Part, int] = {}
+        self._parts: dict[Name, list[Part]] = {}
         for row in rows:
             name = (row.group, row.sample, row.greedy)
             begun = {turn: (*name, turn, 0) for turn in range(len(row.versions))}
-            self._versions |= {begun[turn]: version for turn, version in enumerate(row.versions)}
+            versions = {begun[turn]: version for turn, version in enumerate(row.versions)}
             for turn, num_tokens, version in row.cuts:
                 self._ends[begun[turn]] = num_tokens
                 begun[turn] = (*name, turn, num_tokens)
-                self._versions[begun[turn]] = version
-        self._left: dict[int, set[Part]] = defaultdict(set)
-        for part, version in self._versions.items():
-            self._left[version].add(part)
+                versions[begun[turn]] = version
+            self._versions |= versions
+            self._parts[name] = list(versions)
+        self._left: dict[Part, int] = {}
+        """Those that are to come, of trajectories on their way."""
 
     def version(self, part: Part) -> int | None:
         """Of the weights of a part of a turn; None where nothing was recorded."""
@@ -103,32 +104,32 @@ class Schedule:
         """The number of the turn's tokens where that part ends; None where it ends the turn."""
         return self._ends.get(part)
 
+    def begin(self, name: Name) -> None:
+        """All parts of a trajectory are to come."""
+        self._left |= {part: self._versions[part] for part in self._parts.get(name, ())}
+
     def done(self, part: Part) -> None:
         """That part was sampled, or failed."""
-        self._left[self._versions.get(part, 0)].discard(part)
+        self._left.pop(part, None)
+
+    def end(self, name: Name) -> None:
+        """No part of that trajectory comes any more, be they fewer than it had then."""
+        for part in self._parts.get(name, ()):
+            self.done(part)
 
     def is_over_before(self, version: int) -> bool:
-        """Whether all turns of older weights were sampled."""
-        return not any(turns and older < version for older, turns in self._left.items())
+        """Whether no turn of older weights is to come."""
+        return all(other >= version for other in self._left.values())
 
 
-def of_replica(folder: str | None, replica: int) -> Schedule | None:
-    """What the replica of that number repeats; None where nothing is."""
-    if folder is None:
-        return None
-    return Schedule(row for row in read(Path(folder)) if row.replica == replica)
+def of_run(folder: str | None) -> Schedule | None:
+    """What is repeated; None where nothing is."""
+    return None if folder is None else Schedule(read(Path(folder)))
 
 
 def problems(config: Config) -> Iterator[ConfigError]:
     """Why the recorded schedule cannot be repeated."""
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.replay is None:
-        return
     try:
-        last = max(row.replica for row in read(Path(rollout.replay)))
+        of_run(config.actor_rollout_ref.rollout.replay)
     except ConfigError as error:
         yield error
-        return
-    if rollout.num_replicas is not None and last >= rollout.num_replicas:
-        got, fix = f"a run of {last + 1} replicas", "the options of the run that was recorded"
-        yield ConfigError(explain(REPLAY, got, f"one of {rollout.num_replicas}", fix))

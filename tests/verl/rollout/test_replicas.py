@@ -40,7 +40,7 @@ class FakeReplica:
     ) -> list[Trajectory]:
         return self.fake.generate(starts, sampling)
 
-    async def update_weights(self, folder: str, version: int, is_adapter: bool) -> None:
+    async def update_weights(self, folder: str, version: int, is_adapter: bool, n: int) -> None:
         self.log.append("update_weights")
         await asyncio.sleep(0.03)
 

@@ -15,28 +15,32 @@ def row(replica: int = 0, versions: tuple[int, ...] = (1, 2)) -> Row:
     return Row(group="1/0", sample=replica, greedy=False, replica=replica, versions=versions)
 
 
-def test_rows_come_back_of_one_replica_and_the_last_writing_of_a_step(tmp_path: Path) -> None:
-    """A step that is run again replaces what it had; each replica repeats its own."""
+def test_rows_come_back_with_the_last_writing_of_a_step(tmp_path: Path) -> None:
+    """A step that is run again replaces what it had."""
     schedule.write(tmp_path, 1, [row(0, (9,))])
     schedule.write(tmp_path, 1, [row(0), row(1, (3,))])
     folder = tmp_path / schedule.FOLDER
     assert list(schedule.read(folder)) == [row(0), row(1, (3,))]
-    mine = schedule.of_replica(str(folder), 0)
-    assert mine is not None and schedule.of_replica(None, 0) is None
-    assert [mine.version(("1/0", s, False, n, 0)) for s, n in ((0, 0), (0, 1), (0, 2), (1, 0))] == [
-        1, 2, None, None
-    ]  # fmt: skip
+    plan = schedule.of_run(str(folder))
+    assert plan is not None and schedule.of_run(None) is None
+    parts = [("1/0", 0, False, 0, 0), ("1/0", 0, False, 1, 0), ("1/0", 0, False, 2, 0),
+             ("1/0", 1, False, 0, 0), ("1/0", 0, True, 0, 0)]  # fmt: skip
+    assert [plan.version(part) for part in parts] == [1, 2, None, 3, None]
 
 
-def test_older_weights_are_awaited_until_each_of_their_turns_was_sampled() -> None:
-    """Also by a turn that is tried twice, which counts once."""
-    plan = Schedule([row(0, (1, 1, 2))])
+def test_older_weights_are_awaited_until_each_turn_of_those_asked_for_was_sampled() -> None:
+    """Also by a turn that is tried twice, which counts once; the next version waits for all."""
+    plan = Schedule([row(0, (1, 1, 2)), row(1, (1,))])
+    seen = [plan.is_over_before(3)]
+    plan.begin(("1/0", 0, False))
     turns = [("1/0", 0, False, n, 0) for n in range(3)]
-    seen = [plan.is_over_before(2)]
     for turn in (turns[0], turns[0], turns[1]):
-        plan.done(turn)
         seen.append(plan.is_over_before(2))
-    assert seen == [False, False, False, True] and not plan.is_over_before(3)
+        plan.done(turn)
+    assert seen == [True, False, False, False]
+    assert plan.is_over_before(2) and not plan.is_over_before(3)
+    plan.end(("1/0", 0, False))  # with fewer turns than it had then
+    assert plan.is_over_before(3)
 
 
 def test_a_row_has_the_version_of_each_turn() -> None:
@@ -63,6 +67,7 @@ def test_a_turn_that_weights_cut_is_repeated_in_its_parts() -> None:
     parts = [(*name, 0, 0), (*name, 1, 0), (*name, 1, 2), (*name, 1, 3)]
     assert [plan.version(part) for part in parts] == [4, 4, 5, 7]
     assert [plan.until(part) for part in parts] == [None, 2, 3, None]
+    plan.begin(name)
     for part in parts[:2]:
         plan.done(part)
     assert plan.is_over_before(5) and not plan.is_over_before(6)
@@ -83,14 +88,3 @@ def test_what_is_no_schedule_is_refused_in_a_line(
     (problem,) = schedule.problems(config)
     assert isinstance(problem, ConfigError) and error in str(problem)
     assert "\n" not in str(problem)
-
-
-def test_a_schedule_of_more_replicas_is_refused(tmp_path: Path) -> None:
-    """The third replica's trajectories would go elsewhere."""
-    schedule.write(tmp_path, 1, [row(2)])
-    config = Config()
-    config.actor_rollout_ref.rollout.replay = str(tmp_path / schedule.FOLDER)
-    assert not list(schedule.problems(config))
-    config.actor_rollout_ref.rollout.num_replicas = 2
-    (problem,) = schedule.problems(config)
-    assert "a run of 3 replicas, expected one of 2" in str(problem)

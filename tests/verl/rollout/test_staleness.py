@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -137,10 +138,13 @@ class World:
 @contextmanager
 def world(
     seed: int, staleness: int, num_steps: int = 9, with_filter: bool = False, broken: float = 0.0,
-    out: Path = Path("/nonexistent"), replay: Path | None = None, delays: int | None = None,
+    out: Path | None = None, replay: Path | None = None, delays: int | None = None,
+    num_replicas: int | None = None,
 ) -> Iterator[World]:  # fmt: skip
     """Sampling of the prompts of `seed`, with delays drawn from it too unless from `delays`."""
     draw, config, folders = random.Random(seed if delays is None else delays), Config(), Folders()
+    kept = ExitStack()
+    out = out or Path(kept.enter_context(tempfile.TemporaryDirectory()))
     config.trainer.default_local_dir = str(out)
     config.actor_rollout_ref.model.path = "nowhere"
     rollout = config.actor_rollout_ref.rollout
@@ -151,7 +155,7 @@ def world(
     config.algorithm.filter_groups.enable = with_filter
     config.algorithm.filter_groups.max_num_gen_batches = 3
     hosts = []
-    for number in range(1 + seed % 3):
+    for number in range(num_replicas or 1 + seed % 3):
         hosts.append(RolloutReplica(config, lambda _: TurningAgent(draw, broken), number))
         hosts[-1].engine = TickingEngine(draw, folders)
         hosts[-1]._tokenizer = Letters()
@@ -162,8 +166,9 @@ def world(
         PromptSampler(NUM_ROWS, BATCH, seed=seed), EachAlone(lambda t: Reward(draw.random() > 0.6)),
         last_step=num_steps,
     )  # fmt: skip
-    yield World(collector, replicas, group, folders)
-    group.close()
+    with kept:
+        yield World(collector, replicas, group, folders)
+        group.close()
 
 
 def ages(step: int, trajectories: Sequence[Trajectory]) -> set[int]:
@@ -277,10 +282,41 @@ def start_of(trajectory: Trajectory) -> Trajectory:
     return start_trajectory(one.prompt, one.group, one.sample, one.seed)
 
 
-def undisturbed(seed: int) -> Counter[str]:
-    """How often nine steps train on each row, from the order of the data alone."""
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_what_is_started_is_trained_on_or_counted(staleness: int, tmp_path: Path) -> None:
+    """Tools that break some trajectories for good, and a kill: each epoch has every row once, less
+    the groups that were left out, and those are the ones that the metrics count."""
+    num_dropped = 0
+    for seed in range(20):
+        trained: list[Trajectory] = []
+        saved: Saved | None = None
+        counted = 0.0
+        for first in (1, 5):
+            with world(seed, staleness, num_steps=8, broken=0.4) as run:
+                run.collector.config.trainer.max_lost_share = 0.99
+                if saved is None:
+                    run.replicas.update_weights(run.folders)
+                else:
+                    saved.resume(run)
+                for step in range(first, first + 4):
+                    samples, metrics = run.collector.collect(step, Timings())
+                    trained += samples.trajectories
+                    counted += metrics["fault/trajectories_dropped"]
+                    run.replicas.update_weights(run.folders)
+                saved = Saved.of(run, tmp_path / f"{seed}/{first}")
+        assert set(Counter(t.group for t in trained).values()) == {GROUP}
+        rows = Counter(t.prompt.uid for t in trained if t.sample == 0)
+        missing = undisturbed(seed, num_steps=8) - rows
+        assert rows <= undisturbed(seed, num_steps=8)
+        assert missing.total() * GROUP == counted == 8 * BATCH * GROUP - len(trained)
+        num_dropped += int(counted)
+    assert num_dropped > 0
+
+
+def undisturbed(seed: int, num_steps: int = 9) -> Counter[str]:
+    """How often so many steps train on each row, from the order of the data alone."""
     sampler, rows = PromptSampler(NUM_ROWS, BATCH, seed=seed), prompts(NUM_ROWS)
-    return Counter(rows[row].uid for _ in range(9) for row in sampler.next_batch())
+    return Counter(rows[row].uid for _ in range(num_steps) for row in sampler.next_batch())
 
 
 def told(trajectories: Sequence[Trajectory]) -> dict[tuple[str, int], list[Any]]:
@@ -294,9 +330,9 @@ def told(trajectories: Sequence[Trajectory]) -> dict[tuple[str, int], list[Any]]
 
 
 def test_a_recorded_schedule_is_repeated_whatever_takes_how_long(tmp_path: Path) -> None:
-    """Each token by the weights that sampled it then: other delays change nothing, and neither does
-    that the recorded run was killed and resumed in its middle. Without the schedule they do. Turns
-    that new weights cut are cut at the same tokens."""
+    """Each token by the weights that sampled it then: other delays change nothing, nor another
+    number of replicas, and neither does that the recorded run was killed and resumed in its middle.
+    Without the schedule they do. Turns that new weights cut are cut at the same tokens."""
     num_alike = num_cut = 0
     for seed in range(0, 60, 2):
         out, played = tmp_path / str(seed), list[Trajectory]()
@@ -308,7 +344,9 @@ def test_a_recorded_schedule_is_repeated_whatever_takes_how_long(tmp_path: Path)
                 for step in range(first, first + 4):
                     played += run.step(step, ticks=11)
                 saved = Saved.of(run, out / str(first))
-        with world(seed, staleness=2, out=out / "b", replay=out, delays=seed + 99) as run:
+        with world(
+            seed, staleness=2, out=out / "b", replay=out, delays=seed + 99, num_replicas=2
+        ) as run:
             again = [t for step in range(1, 9) for t in run.step(step, ticks=3)]
         with world(seed, staleness=2, out=out / "c", delays=seed + 99) as run:
             free = [t for step in range(1, 9) for t in run.step(step, ticks=3)]
