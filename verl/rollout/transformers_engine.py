@@ -34,15 +34,19 @@ class TransformersEngine(RolloutEngine):
     takes_weights = True
     can_interrupt = True
 
-    def __init__(self, path: str, device: str, dtype: str, seed: int | None = None) -> None:
+    def __init__(
+        self, path: str, device: str, dtype: str, seed: int | None = None, caches: bool = True
+    ) -> None:
         """`path`: folder or hub name; `dtype`: bfloat16, float16 or float32.
 
-        `seed` is of requests that bring none, once for all of them.
+        `seed` is of requests that bring none, once for all of them. With `caches` the last bits of
+        a request depend on the one before, which it may continue.
         """
         self.path, self.device, self.dtype = path, device, getattr(torch, dtype)
         self.weight_version = 0
         self.model: Any = None
         self.tokenizer: Any = None
+        self._caches = caches
         self._own = torch.Generator()
         self._own.seed() if seed is None else self._own.manual_seed(seed)
         self._lock = threading.Lock()
@@ -55,7 +59,8 @@ class TransformersEngine(RolloutEngine):
         """The engine of a training run; replicas differ in their seed."""
         section, trainer = config.actor_rollout_ref, config.trainer
         device = device_type(trainer.device)
-        return cls(section.model.path, device, rollout_dtype(config), trainer.seed + replica)
+        caches, seed = not trainer.deterministic, trainer.seed + replica
+        return cls(section.model.path, device, rollout_dtype(config), seed, caches)
 
     async def start(self) -> None:
         """Load model and tokenizer; raises ModelError when they are not there."""
@@ -135,6 +140,8 @@ class TransformersEngine(RolloutEngine):
         is_over: Callable[[], bool],
     ) -> Completion:
         with self._lock:
+            if not self._caches:
+                self._forget()
             ids: list[int] = []
             log_probs: list[float] = []
             text, told, reason = "", 0, "length"

@@ -122,6 +122,23 @@ def test_requests_at_once_do_not_share_a_cache(model: LlamaForCausalLM) -> None:
     assert [completion.ids for completion in asyncio.run(both())] == alone
 
 
+@pytest.mark.parametrize("caches", [True, False])
+def test_without_a_cache_no_request_depends_on_the_one_before(
+    model: LlamaForCausalLM, caches: bool
+) -> None:
+    """To the last bit, as `trainer.deterministic` asks: a context that the cache holds in part is
+    added up in another order."""
+    engine = TransformersEngine("", "cpu", "float32", caches=caches)
+    engine.model, engine.tokenizer = model, Latin()
+    prompt, differs = list(PROMPT), False
+    for _ in range(8):
+        expected = generate(of(model), prompt, Sampling(6, seed=2))
+        got = generate(engine, prompt, Sampling(6, seed=2))
+        differs |= got.log_probs != expected.log_probs
+        prompt = [*prompt, *expected.ids, *b" and then?"]
+    assert differs is caches
+
+
 def test_a_sampled_end_of_sequence_is_kept() -> None:
     """It ends the completion and is the last of its ids."""
     model = tiny_llama(258, eos_token_id=EOS)
