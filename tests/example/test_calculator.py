@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from search_r1.agent.generation import build_dialogue, build_environment
 from search_r1.scoring import build_reward_manager
 from tests.fakes import cut_at_stop, texts
 from tests.memory_tracker import MemoryTracker
+from tests.verl.trainer.local_run import LocalRanks
 from tests.verl.training.ranks import free_port
 from verl.agent.dialogue import DialogueAgent
 from verl.config import Config, cli
@@ -51,22 +51,6 @@ def test_arithmetic_and_nothing_else(expression: str, expected: str) -> None:
     """A mistake is an observation; names, calls and powers are not computed."""
     [item] = asyncio.run(Calculator().call(expression)).items
     assert item.text.partition(" (<unknown>")[0] == expected
-
-
-class Local:
-    """The actors of a group, here one rank in this process."""
-
-    def __init__(self, worker: TrainerWorker) -> None:
-        self.worker = worker
-
-    def __len__(self) -> int:
-        return 1
-
-    def scatter(self, method: str, shards: Sequence[Any], *more: Any) -> list[Any]:
-        return [attrgetter(method)(self.worker)(shard, *more) for shard in shards]
-
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        return [attrgetter(method)(self.worker)(*arguments)]
 
 
 class Scripted:
@@ -129,7 +113,7 @@ def ranks(config: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerRa
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
     worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), total_steps=3)
-    yield TrainerRanks(Local(worker))  # type: ignore[arg-type]
+    yield TrainerRanks(LocalRanks(worker))  # type: ignore[arg-type]
     dist.destroy_process_group()
 
 

@@ -1,0 +1,197 @@
+"""A whole run in this process: one real rank, engines of transformers, the shipped trainer.
+
+Nothing runs beside anything else: what comes first is decided by delays that are drawn, so that a
+test says what happens when things take longer or shorter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.memory_tracker import MemoryTracker
+from tests.verl.rollout.local_group import LocalGroup
+from tests.verl.training.ranks import free_port
+from verl.config import Config, cli
+from verl.core_algos.kl import FixedKLController
+from verl.monitor.tracking import Tracking
+from verl.preflight.memory.offload import settled
+from verl.rewards.interface import Reward
+from verl.rollout.interface import RolloutEngine
+from verl.rollout.replica import RolloutReplica
+from verl.rollout.replicas import RolloutReplicas
+from verl.rollout.transformers_engine import TransformersEngine
+from verl.single_controller.actors import Place
+from verl.single_controller.restarts import Restarts
+from verl.trainer.groups import TrainerRanks
+from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.training.worker import TrainerWorker
+from verl.types import Completion, Origin, Prompt, Sampling, Segment, Status, Trajectory
+
+PROMPTS = [Prompt(f"nq#{i}", (5 + i, 20 + i, 11), "nq", ("gold",)) for i in range(6)]
+
+
+class Killed(BaseException):
+    """The end of a process that nothing in it notices."""
+
+
+class LocalRanks:
+    """The actors of a group of ranks, here one rank in this process."""
+
+    def __init__(self, worker: TrainerWorker) -> None:
+        self.worker = worker
+
+    def __len__(self) -> int:
+        return 1
+
+    def places(self) -> list[Place]:
+        return [Place("here", "localhost", ())]
+
+    def scatter(self, method: str, shards: Sequence[Any], *more: Any) -> list[Any]:
+        return [attrgetter(method)(self.worker)(shard, *more) for shard in shards]
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return [attrgetter(method)(self.worker)(*arguments)]
+
+
+async def pause(draw: random.Random, longest: int) -> None:
+    """Some turns of the loop."""
+    for _ in range(draw.randrange(longest)):
+        await asyncio.sleep(0)
+
+
+class Letters:
+    """Decodes every id as one letter."""
+
+    eos_token_id = 2
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "x" * len(ids)
+
+
+class InlineEngine(TransformersEngine):
+    """Computes in the event loop, after a delay."""
+
+    draw: random.Random
+
+    async def start(self) -> None:
+        self.model, self.tokenizer = self._load(self.path), Letters()
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        await pause(self.draw, 5)
+        return self._generate(list(prompt_ids), sampling, lambda text: None, lambda: False)
+
+    async def update_weights(self, folder: str, version: int, is_adapter: bool = False) -> None:
+        await pause(self.draw, 5)
+        self._forget()
+        self.model, self.weight_version = self._load(folder), version
+
+
+class TalkingAgent:
+    """One to four turns, with a tool between them that answers after a while."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw = draw
+
+    async def run(self, start: Trajectory, engine: RolloutEngine, sampling: Sampling) -> Trajectory:
+        assert start.seed is not None
+        done = replace(start, segments=list(start.segments), status=Status.ANSWERED)
+        for turn in range(1 + start.seed % 4):
+            wanted = replace(sampling, max_tokens=4, seed=start.seed + turn)
+            said = await engine.generate(done.ids, wanted)
+            spoken = (said.ids, said.text, said.log_probs, said.weight_version)
+            await pause(self._draw, 200)
+            heard = Segment(Origin.OBSERVATION, (30 + said.ids[-1] % 5, 12))
+            done.segments += [Segment(Origin.POLICY, *spoken), heard]
+            done.stats["turns"] = turn + 1.0
+        return done
+
+
+def score(trajectory: Trajectory) -> Reward:
+    """By what was said."""
+    spoken = (s.ids for s in trajectory.segments if s.origin is Origin.POLICY)
+    value = sum(map(sum, spoken)) % 4 / 3
+    return Reward(value, {"em": value})
+
+
+def run_config(model: str, out: Path, *options: str) -> Config:
+    """Two updates a step on four trajectories, as a user would ask for them."""
+    actor = "actor_rollout_ref.actor"
+    return settled(cli.compose([
+        "data.train_files=none.parquet", "data.val_files=none.parquet", "data.train_batch_size=2",
+        "data.max_response_length=16", "actor_rollout_ref.rollout.n_agent=2",
+        f"{actor}.ppo_mini_batch_size=2", f"{actor}.optim.lr=1e-2",
+        f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.rollout.name=transformers",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+        "critic.model.enable_gradient_checkpointing=false", "trainer.deterministic=true",
+        "trainer.device=cpu", "trainer.compute_dtype=float32", "trainer.n_gpus_per_node=1",
+        "trainer.save_freq=0", "trainer.test_freq=0", "trainer.val_before_train=false",
+        "trainer.guard.enable=false", "trainer.async_save=false",
+        f"trainer.default_local_dir={out}", *options,
+    ]))  # fmt: skip
+
+
+@contextmanager
+def local_ranks(config: Config, num_steps: int) -> Iterator[TrainerRanks]:
+    """One rank; the process is as before in the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            patch.setenv(name, "")
+        updates = num_steps * config.updates_per_step
+        worker = TrainerWorker(config, 0, 1, "127.0.0.1", free_port(), updates)
+        torch.set_num_threads(1)  # threads that share so little wait for each other
+        try:
+            yield TrainerRanks(LocalRanks(worker))  # type: ignore[arg-type]
+        finally:
+            worker.shutdown()
+            torch.use_deterministic_algorithms(False)
+
+
+def engine_of(config: Config, draw: random.Random, number: int = 0) -> InlineEngine:
+    """A started engine."""
+    engine = InlineEngine.from_config(config, number)
+    engine.draw = draw
+    asyncio.run(engine.start())
+    return engine
+
+
+def train(
+    config: Config, num_steps: int, delays: int, num_replicas: int = 1, killed_in: int = 0
+) -> list[dict[str, float]]:
+    """Run the shipped trainer, be it killed in a step; returns the metrics of its steps."""
+    draw, tracker, hosts = random.Random(delays), MemoryTracker(), []
+    for number in range(num_replicas):
+        hosts.append(RolloutReplica(config, lambda _: TalkingAgent(draw), number))
+        hosts[-1].engine = engine_of(config, draw, number)
+
+    def judge(trajectory: Trajectory) -> Reward:
+        if trajectory.group.startswith(f"{killed_in}/"):
+            raise Killed
+        return score(trajectory)
+
+    group: Any = LocalGroup(hosts, draw)
+    is_ahead = config.actor_rollout_ref.rollout.max_staleness > 0
+    replicas = RolloutReplicas(group, [], Restarts(0), overlaps=is_ahead)
+    with local_ranks(config, num_steps) as ranks:
+        trainer = RayPPOTrainer(
+            config=config, ranks=ranks, replicas=replicas, train_prompts=PROMPTS,
+            val_prompts=PROMPTS, reward_fn=judge, kl_controller=FixedKLController(0.01),
+            total_steps=num_steps,
+            tracking=Tracking("p", "e", [tracker], config.trainer.default_local_dir),
+        )  # fmt: skip
+        try:
+            trainer.fit()
+        except Killed:
+            assert killed_in
+        finally:
+            group.close()
+    return [row for step, row in tracker.records if step > 0]

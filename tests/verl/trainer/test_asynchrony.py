@@ -1,0 +1,139 @@
+"""Theorems of asynchronous runs, over a real rank and real engines, bit for bit in float32."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.proofs.kills.compare import is_computed, same_weights
+from tests.verl.trainer.local_run import (
+    PROMPTS,
+    TalkingAgent,
+    engine_of,
+    local_ranks,
+    run_config,
+    score,
+    train,
+)
+from tests.verl.training.ranks import save_tiny
+from verl.config import Config
+from verl.core_algos.kl import FixedKLController
+from verl.data import PromptSampler
+from verl.rollout import schedule
+from verl.trainer.collection import Samples
+from verl.trainer.learning import Learner, add_advantages, assemble
+from verl.trainer.metrics import advantage_metrics, reward_metrics, rollout_metrics
+from verl.trainer.validation import trajectory_seed
+from verl.types import Metrics, Sampling, Trajectory, start_trajectory
+
+pytestmark = pytest.mark.asynchrony
+
+ALGORITHMS = {
+    "grpo": ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true"],
+    "ppo": ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-2"],
+}
+NUM_STEPS = 3
+Plain = Callable[[str], tuple[list[Metrics], Path]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The policy that all runs start from."""
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+def plain_loop(config: Config, num_steps: int) -> list[Metrics]:
+    """The synchronous algorithm, one thing after the other: draw, sample, score, learn, hand over.
+
+    Weights go to `model/`. Nothing of the collector, the replicas, the gate or the trainer is used.
+    """
+    seed, folder = config.trainer.seed, Path(config.trainer.default_local_dir)
+    engine, agent = engine_of(config, random.Random(0)), TalkingAgent(random.Random(0))
+    sampler = PromptSampler(len(PROMPTS), config.data.train_batch_size, seed=seed)
+    size, kl = config.actor_rollout_ref.rollout.n_agent, FixedKLController(0.01)
+    sampling, rows = Sampling(config.data.max_response_length), []
+
+    async def play(starts: Sequence[Trajectory]) -> list[Trajectory]:
+        return [await agent.run(start, engine, sampling) for start in starts]
+
+    with local_ranks(config, num_steps) as ranks:
+        learner = Learner(config, ranks)
+        for step in range(1, num_steps + 1):
+            ranks.save_policy(folder / "model", "float32")
+            asyncio.run(engine.update_weights(str(folder / "model"), step))
+            ended = asyncio.run(play([
+                start_trajectory(
+                    PROMPTS[row], f"{step}/{place}", n, trajectory_seed(seed, step, place, n)
+                )
+                for place, row in enumerate(sampler.next_batch()) for n in range(size)
+            ]))  # fmt: skip
+            rewards = [score(trajectory) for trajectory in ended]
+            batch = assemble(Samples(ended, rewards), config)
+            learner.add_log_probs(batch)
+            learner.add_values(batch)
+            found = add_advantages(batch, config, kl) | advantage_metrics(batch)
+            found |= learner.update_critic(batch, step) | learner.update_actor(batch, step)
+            found |= rollout_metrics(ended) | reward_metrics(rewards)
+            found["perf/total_num_tokens"] = float(batch.num_tokens)
+            rows.append(found)
+        ranks.save_policy(folder / "model", "float32")
+    return rows
+
+
+@pytest.fixture(scope="module")
+def plain(model: str, tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """The plain loop of an algorithm, done once: its metrics and its folder."""
+
+    @cache
+    def found(algorithm: str) -> tuple[list[Metrics], Path]:
+        out = tmp_path_factory.mktemp(algorithm)
+        return plain_loop(run_config(model, out, *ALGORITHMS[algorithm]), NUM_STEPS), out
+
+    return found
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_without_staleness_a_run_is_the_plain_loop(
+    model: str, plain: Plain, algorithm: str, num_replicas: int, tmp_path: Path
+) -> None:
+    """Every metric of every step and the trained weights, whatever takes how long."""
+    config = run_config(model, tmp_path, *ALGORITHMS[algorithm])
+    rows = train(config, NUM_STEPS, delays=num_replicas, num_replicas=num_replicas)
+    expected, folder = plain(algorithm)
+    fresh = {"rollout/staleness/mean": 0.0, "rollout/staleness/share_0": 1.0}
+    assert computed(rows) == [row | fresh for row in expected]
+    assert same_weights(folder / "model", tmp_path / "model")
+    assert len({row["actor/grad_norm"] for row in rows}) == NUM_STEPS
+
+
+def test_a_schedule_cut_by_a_kill_is_repeated_to_the_same_weights(
+    model: str, tmp_path: Path
+) -> None:
+    """Recorded over a kill and a resume, repeated in one go with other delays and replicas."""
+    num_steps, out = 6, tmp_path / "recorded"
+    options = [*ALGORITHMS["ppo"], "actor_rollout_ref.rollout.max_staleness=2"]
+    saving = run_config(model, out, *options, "trainer.save_freq=2", "trainer.resume_mode=auto")
+    train(saving, num_steps, delays=1, num_replicas=2, killed_in=4)
+    rest = train(saving, num_steps, delays=2, num_replicas=2)
+    assert len(rest) == 4  # from the checkpoint of step 2
+    replay = f"actor_rollout_ref.rollout.replay={out / schedule.FOLDER}"
+    again = train(run_config(model, tmp_path / "again", *options, replay), num_steps, delays=3)
+    free = train(run_config(model, tmp_path / "free", *options), num_steps, delays=3)
+    assert computed(rest) == computed(again[2:]) != computed(free[2:])
+    assert same_weights(out / "model", tmp_path / "again" / "model")
+    assert not same_weights(out / "model", tmp_path / "free" / "model")
+    shares = [
+        x for row in rest for name, x in row.items() if name.startswith("rollout/staleness/s")
+    ]
+    assert any(0 < share < 1 for share in shares)  # of a batch of several versions
+
+
+def computed(rows: Sequence[Metrics]) -> list[Metrics]:
+    """Without what clocks and machines make."""
+    return [{name: x for name, x in row.items() if is_computed(name)} for row in rows]

@@ -1,0 +1,168 @@
+"""What a batch of several weight versions learns, against a loop over its tokens in float64."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import product
+from pathlib import Path
+from statistics import fmean, pstdev
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from example.tiny import tiny_llama
+from verl.config import ActorConfig, Config
+from verl.core_algos.advantages import STD_EPSILON
+from verl.core_algos.kl import FixedKLController
+from verl.core_algos.mismatch import LEVELS
+from verl.rewards.interface import Reward
+from verl.trainer.collection import Samples
+from verl.trainer.learning import Learner, add_advantages, assemble, mini_batches
+from verl.training.actor import Actor, TokenBudgets
+from verl.training.models import PackedInputs
+from verl.types import Origin, Prompt, Segment, TokenBatch, Trajectory, start_trajectory
+
+pytestmark = pytest.mark.asynchrony
+
+GROUP = 3
+CUT = {"rollout_is_threshold": 1.1}
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "truncate": CUT,
+    "clip": {**CUT, "rollout_is_floor": 0.9},
+    "mask": {**CUT, "rollout_mask_threshold": 1.15},
+    "mask with a floor": {"rollout_mask_threshold": 1.1, "rollout_mask_floor": 0.8},
+}
+
+
+def dialogue(group: int, sample: int, draw: random.Random, is_mixed: bool) -> Trajectory:
+    """One to three turns with an observation after each, each turn by another version."""
+    start = start_trajectory(Prompt(f"q{group}", (1, 2, 3), "nq", ("a",)), f"4/{group}", sample)
+    for version in range(draw.randint(1, 3)):
+        ids = tuple(draw.randrange(90) for _ in range(draw.randint(1, 4)))
+        log_probs = tuple(-draw.random() for _ in ids)
+        spoken = Segment(Origin.POLICY, ids, "x", log_probs, 2 + version * is_mixed)
+        start.segments += [spoken, Segment(Origin.OBSERVATION, (7, 8), "d")]
+    return start
+
+
+class Ranks:
+    """Ranks whose present weights say a little else of each token than those that sampled."""
+
+    def __init__(self, spread: float) -> None:
+        self._spread = spread
+
+    def log_probs(self, batch: TokenBatch) -> Tensor:
+        noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1))
+        return batch.tokens["rollout_log_probs"] + self._spread * noise
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """Four groups of three in one mini-batch, sampled up to two versions ahead."""
+    tiny_llama(97).config.save_pretrained(tmp_path)
+    config = Config()
+    config.actor_rollout_ref.model.path = str(tmp_path)
+    config.actor_rollout_ref.rollout.max_staleness = 2
+    config.actor_rollout_ref.rollout.n_agent = GROUP
+    config.actor_rollout_ref.actor.ppo_epochs = 2  # with one, old log-probs are not needed
+    config.algorithm.adv_estimator, config.algorithm.kl_ctrl.kl_coef = "grpo", 0.0
+    return config
+
+
+def learned_from(config: Config, is_mixed: bool = True) -> TokenBatch:
+    """The mini-batch as a step makes it."""
+    draw = random.Random(5)
+    dialogues = [dialogue(g, n, draw, is_mixed) for g in range(4) for n in range(GROUP)]
+    rewards = [Reward(draw.random()) for _ in dialogues]
+    batch = assemble(Samples(dialogues, rewards), config)
+    versions = batch.tokens["weight_versions"][batch.tokens["policy_mask"]].unique()
+    assert len(versions) == (3 if is_mixed else 1)
+    ranks: Any = Ranks(0.08)
+    Learner(config, ranks).add_log_probs(batch)
+    add_advantages(batch, config, FixedKLController(0.0))
+    return mini_batches(batch, config, len(batch), 1, step=4)[0]
+
+
+def loss_of(actor: ActorConfig, batch: TokenBatch, log_probs: Tensor) -> Tensor:
+    """What the shipped actor makes of a mini-batch whose tokens have these log-probs."""
+    device = torch.device("cpu")
+    inputs = PackedInputs.of(batch, batch.tokens["loss_mask"], device)
+    found = log_probs[inputs.target_positions], torch.zeros(len(inputs.target_positions))
+    engine: Any = SimpleNamespace(device=device, forward=lambda *_: found)
+    loss, _, _ = Actor(engine, actor, TokenBudgets())._loss(batch, inputs)
+    return loss
+
+
+def correction(actor: ActorConfig, own: float, all_own: list[float]) -> float:
+    """The weight of a token whose log-ratio is `own`, of a sequence with such log-ratios."""
+    if actor.rollout_is == "none":
+        return 1.0
+    logs = {"token": own, "sequence": sum(all_own), "geometric": fmean(all_own)}
+    ratio = math.exp(logs[actor.rollout_is])
+    high, low = actor.rollout_mask_threshold, actor.rollout_mask_floor
+    if high is not None and not (1 / high if low is None else low) <= ratio <= high:
+        return 0.0
+    return max(actor.rollout_is_floor, min(actor.rollout_is_threshold, ratio))
+
+
+def plain_loss(
+    actor: ActorConfig, batch: TokenBatch, log_probs: Tensor
+) -> tuple[Tensor, set[float]]:
+    """The loss by a loop over sequences and their tokens; and the corrections that it used."""
+    groups, scores = batch.columns["group"], batch.rows["scores"].tolist()
+    total, used = log_probs.new_zeros(()), set[float]()
+    old, rollout = (batch.tokens[f"{name}_log_probs"].double() for name in ("old", "rollout"))
+    num_tokens = int(batch.tokens["policy_mask"].sum())
+    for i, (start, end) in enumerate(zip(batch.offsets[:-1], batch.offsets[1:], strict=True)):
+        peers = [score for score, group in zip(scores, groups, strict=True) if group == groups[i]]
+        spread = pstdev(peers) * math.sqrt(GROUP / (GROUP - 1))
+        advantage = (scores[i] - fmean(peers)) / (spread + STD_EPSILON)
+        own = [t for t in range(start, end) if batch.tokens["policy_mask"][t]]
+        logs = [float(old[t] - rollout[t]) for t in own]
+        for t, log in zip(own, logs, strict=True):
+            ratio = (log_probs[t] - old[t]).exp()
+            loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+            if advantage < 0:
+                loss = loss.clamp(max=-3.0 * advantage)
+            used.add(correction(actor, log, logs))
+            total = total + correction(actor, log, logs) * loss / num_tokens
+    return total, used
+
+
+@pytest.mark.parametrize(
+    ("level", "kind"), [("none", "truncate"), *product(LEVELS[1:], CORRECTIONS)]
+)
+def test_loss_and_gradient_are_those_of_a_loop_over_tokens(
+    config: Config, level: str, kind: str
+) -> None:
+    """With the engine's log-probs as the old ones (level none), and with those of the present
+    weights and each correction, which does something in each case."""
+    actor = config.actor_rollout_ref.actor
+    if level != "none":
+        actor.old_log_probs, actor.rollout_is = "recompute", level
+        for name, value in CORRECTIONS[kind].items():
+            setattr(actor, name, value)
+    mini = learned_from(config)
+    rollout, old = mini.tokens["rollout_log_probs"], mini.tokens["old_log_probs"]
+    assert torch.equal(old, rollout) is (level == "none")
+    moved = torch.randn(len(rollout), generator=torch.Generator().manual_seed(2))
+    log_probs = (rollout.double() + 0.6 * moved).requires_grad_()
+    expected, used = plain_loss(actor, mini, log_probs)
+    (gradient,) = torch.autograd.grad(expected, log_probs)
+    loss = loss_of(actor, mini, log_probs)
+    (found,) = torch.autograd.grad(loss, log_probs)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-9)
+    assert gradient.any() and (level == "none" or len(used) > 1)
+
+
+def test_a_groups_advantage_does_not_care_who_sampled_its_members(config: Config) -> None:
+    """It is that of their scores, the same as if one version had sampled all of them."""
+    mixed, alike = learned_from(config), learned_from(config, is_mixed=False)
+    assert torch.equal(mixed.rows["scores"], alike.rows["scores"])
+    assert torch.equal(mixed.tokens["advantages"], alike.tokens["advantages"])
+    assert mixed.tokens["advantages"].any()
