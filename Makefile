@@ -4,6 +4,8 @@ VENV ?= .venv
 ALGO ?= grpo
 SEED ?= 0
 FAULTS ?= 200
+STALENESS ?= 0
+ASYNC ?= 0
 GPU_WHEELS ?= .gpu-wheels
 BIN := $(VENV)/bin
 # Tests in two processes, file by file, the slow ones first.
@@ -40,7 +42,8 @@ licences: $(VENV)/.installed
 
 demo:
 	@start=$$(date +%s); $(MAKE) --no-print-directory $(VENV)/.installed && \
-	exec $(BIN)/python -m scripts.demo --algorithm $(ALGO) --seed $(SEED) --started-at $$start $(DEMO_ARGS)
+	exec $(BIN)/python -m scripts.demo --algorithm $(ALGO) --seed $(SEED) --staleness $(ASYNC) \
+	--started-at $$start $(DEMO_ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(TWO)
@@ -58,7 +61,7 @@ coverage: $(VENV)/.installed
 
 # Real runs under faults of every kind; full disks and lost permissions need root.
 campaign: $(VENV)/.installed
-	$(BIN)/python -m tests.proofs.campaign --faults $(FAULTS) --seed $(SEED)
+	$(BIN)/python -m tests.proofs.campaign --faults $(FAULTS) --seed $(SEED) --staleness $(STALENESS)
 
 # Small changes of the heart of the code, and whether its tests notice.
 mutants: $(VENV)/.installed

@@ -113,6 +113,14 @@ def choose_device(wanted: str, has_card: bool, installed: str) -> str:
     return device
 
 
+def check_staleness(staleness: int, device: str) -> None:
+    """Raise ResourceError where nothing can be sampled ahead, before any work."""
+    if staleness and device == "cuda":
+        expected = "0: engine and trainer share the one GPU that the demo takes"
+        fix = "leave ASYNC out, or train with trainer.rollout_gpus: docs/asynchrony.md"
+        raise ResourceError(explain("--staleness", staleness, expected, fix))
+
+
 @dataclass
 class Demo:
     """One run of the demo: where it writes, and how long each phase took."""
@@ -123,6 +131,8 @@ class Demo:
     out: Path
     started_at: float
     extra: Sequence[str] = ()
+    staleness: int = 0
+    """Steps that training samples ahead."""
     seconds: dict[str, float] = field(default_factory=dict)
     console: Console = field(default_factory=Console)
 
@@ -187,6 +197,7 @@ class Demo:
             f"trainer.seed={self.seed}",
             *OPTIONS[self.algorithm],
             *ON_DEVICE[self.device],
+            f"actor_rollout_ref.rollout.max_staleness={self.staleness}",
             *extra,
             *self.extra,
         ]
@@ -208,6 +219,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--algorithm", choices=sorted(OPTIONS), default="grpo")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--staleness", type=int, choices=range(9), default=0, help="steps to sample ahead"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo")
     parser.add_argument("--started-at", type=float, default=time.time(), help="unix time of start")
@@ -215,6 +229,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         device = choose_device(arguments.device, torch.cuda.is_available(), vllm_device())
+        check_staleness(arguments.staleness, device)
     except ResourceError as error:
         sys.exit(f"make demo: {error}")
     fresh_directory(arguments.out)
@@ -226,6 +241,7 @@ def main() -> None:
         arguments.out.resolve(),
         arguments.started_at,
         arguments.extra,
+        arguments.staleness,
     )
     try:
         demo.run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -26,6 +27,11 @@ def series(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
     """Steps and values of one metric, where it was logged."""
     found = [(int(row["step"]), float(row[key])) for row in rows if key in row]
     return [step for step, _ in found], [value for _, value in found]
+
+
+def mean(rows: Sequence[Row], key: str) -> float:
+    """Of one metric, over the steps where it was logged."""
+    return round(fmean(series(rows, key)[1]), 3)
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
@@ -69,6 +75,9 @@ def summarise(
         "val_em_empty_retriever": series(empty, "val/em")[1][-1],
         "val_valid_search_last": last["val/env/valid_searches"],
         "val_rows": int(last["val/num_rows"]),
+        "trainer_busy_share": mean(rows, "perf/trainer_busy_share"),
+        "engine_busy_share": mean(rows, "perf/engine_busy_share"),
+        "staleness": mean(rows, "rollout/staleness/mean"),
         "wall_s": round(wall_s, 1),
         "phases_s": {name: round(value, 1) for name, value in seconds.items()},
     }
@@ -104,6 +113,11 @@ def render(summary: Row, out: Path) -> str:
 | … with an empty retriever | {summary["val_em_empty_retriever"]:.3f} |
 
 Searches per question: {summary["val_valid_search_last"]:.2f}. Wall time {summary["wall_s"]:.0f} s.
+
+Of a step the trainer was busy for {summary["trainer_busy_share"]:.2f} and idle for
+{1 - summary["trainer_busy_share"]:.2f} of the time, the engine busy for
+{summary["engine_busy_share"]:.2f} and idle for {1 - summary["engine_busy_share"]:.2f}; tokens were
+{summary["staleness"]:.2f} weight versions old when they were trained on.
 
 | phase | time |
 | --- | --- |

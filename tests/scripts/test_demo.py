@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from scripts import demo
-from scripts.demo import Demo, choose_device
+from scripts.demo import Demo, check_staleness, choose_device
 from verl.config import cli
 from verl.errors import ResourceError
 
@@ -61,3 +61,19 @@ def test_both_phases_compute_on_the_chosen_device(
     rollout = config.actor_rollout_ref.rollout
     expected = (0.4, True) if device == "cuda" else (0.6, None)
     assert (rollout.gpu_memory_utilization, rollout.enforce_eager) == expected
+    assert rollout.max_staleness == 0
+
+
+def test_ahead_of_training_where_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ASYNC=K` is `max_staleness` of the training; on the one card it is refused at once."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(demo, "run", lambda command, *_: commands.append(command))
+    Demo("grpo", 0, "cpu", tmp_path, 0.0, staleness=2).train(tmp_path, "empty", tmp_path)
+    config = cli.compose([f"actor_rollout_ref.model.path={tmp_path}", *commands[0][2:]])
+    assert config.actor_rollout_ref.rollout.max_staleness == 2
+    check_staleness(2, "cpu")
+    check_staleness(0, "cuda")
+    with pytest.raises(ResourceError, match="got 2, expected 0"):
+        check_staleness(2, "cuda")

@@ -27,13 +27,18 @@ def validation(em: float, single: float, two_hop: float) -> dict[str, float]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Two steps: EM from 0 to 1 on two held-out questions, 0.5 without documents."""
-    training = {"critic/score/mean": 0.5, "env/valid_searches": 1.0}
+    training = {
+        "critic/score/mean": 0.5,
+        "env/valid_searches": 1.0,
+        "rollout/staleness/mean": 0.5,
+        "perf/trainer_busy_share": 0.75,
+    }
     write_rows(
         tmp_path / "metrics.jsonl",
         [
             {"step": 0, **validation(0.0, 0.0, 0.0)},
-            {"step": 1, **training},
-            {"step": 2, **training, **validation(1.0, 1.0, 1.0)},
+            {"step": 1, **training, "perf/engine_busy_share": 0.25},
+            {"step": 2, **training, "perf/engine_busy_share": 0.5, **validation(1.0, 1.0, 1.0)},
         ],
     )
     write_rows(tmp_path / "empty" / "metrics.jsonl", [{"step": 0, **validation(0.5, 0.5, 0.5)}])
@@ -63,10 +68,14 @@ def test_summary_and_report(run: Path) -> None:
         "val_em_last": 1.0,
         "val_em_empty_retriever": 0.5,
         "val_valid_search_last": 1.5,
+        "trainer_busy_share": 0.75,
+        "engine_busy_share": 0.375,
+        "staleness": 0.5,
         "wall_s": 9.0,
     }
     assert {name: summary[name] for name in expected} == expected
     report = (run / "report.md").read_text()
+    assert "trainer was busy for 0.75 and idle for\n0.25" in report
     assert "step 0" in report
     assert "step 2" in report
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
