@@ -8,6 +8,10 @@ long as those of a service on the net: log-normal, median 0.5 s, 99th percentile
 Each way has two runs for a seed: one that validates says after how many steps the EM is reached;
 one that does only at its end says how long so many steps take. What is sampled ahead during a
 validation would otherwise look as if it had cost nothing.
+
+`python -m benchmarks.asynchrony --steps 200 --staleness 4` asks whether it lasts: for each seed one
+run of so many steps, which has collapsed where the guard says so, or where a validation is below
+three quarters of the best so far. `lasting.json` has the figures, the exit status says it.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Self
 
 import httpx
 from fastapi import FastAPI, Request, Response
@@ -36,15 +41,20 @@ from tests.apps import running
 
 SIGMA = math.log(10) / 2.3263
 """Of the latency's logarithm: the 99th percentile is ten times the median."""
+COLLAPSED = 2.0
+"""`guard/health` of a collapse."""
+KEPT_SHARE = 0.75
+"""Of the best EM so far: a validation below it is a collapse, as in tests.proofs.collapse."""
+LONG = ("trainer.test_freq=10", "trainer.guard.action=warn")
 UNVALIDATED = ("trainer.test_freq=-1", "trainer.val_before_train=false")
 STUDENT_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
 """95 % quantiles by degrees of freedom."""
 console = Console(soft_wrap=True, highlight=False)
 
 
-def delayed(target: str, median: float) -> FastAPI:
+def delayed(target: str, median: float, seed: int = 0) -> FastAPI:
     """A server in front of the one at `target`, whose searches take longer."""
-    app, draw = FastAPI(), random.Random(0)
+    app, draw = FastAPI(), random.Random(seed)
     client = httpx.AsyncClient(base_url=target, timeout=60)
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])
@@ -61,9 +71,9 @@ def delayed(target: str, median: float) -> FastAPI:
 
 
 @contextlib.contextmanager
-def slow_retriever(median: float) -> Iterator[str]:
+def slow_retriever(median: float, seed: int = 0) -> Iterator[str]:
     """The address of such a server over the example's corpus."""
-    with retriever() as url, running(delayed(url.removesuffix("/retrieve"), median)) as slow:
+    with retriever() as url, running(delayed(url.removesuffix("/retrieve"), median, seed)) as slow:
         yield f"{slow}/retrieve"
 
 
@@ -132,6 +142,56 @@ def compare(out: Path, seeds: Sequence[int], least: float) -> dict[str, object]:
     }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Course:
+    """What became of one long run."""
+
+    seed: int
+    steps: int
+    em: list[float]
+    """Of each validation, before the first step and every ten steps."""
+    collapses: list[int]
+    """Steps that the guard calls a collapse, or whose EM is far below the best so far."""
+    skipped_updates: float
+    """Sum over steps of the share of updates that were not finite."""
+    staleness: float
+    """Mean age of the tokens that were trained on, in versions."""
+    seconds: float
+
+    @classmethod
+    def of(cls, seed: int, folder: Path) -> Self:
+        """From the run's folder."""
+        rows, em, collapses = rows_of(folder), list[float](), list[int]()
+        for row in rows:
+            em += [row["val/em"]] if "val/em" in row else []
+            fell = "val/em" in row and row["val/em"] < KEPT_SHARE * max(em)
+            if fell or row.get("guard/health") == COLLAPSED:
+                collapses.append(int(row["step"]))
+        steps = [row for row in rows if "timing_s/step" in row]
+        return cls(
+            seed, len(steps), em, collapses,
+            skipped_updates=sum(row.get("actor/skipped_updates", 0.0) for row in steps),
+            staleness=fmean(row["rollout/staleness/mean"] for row in steps),
+            seconds=sum(row["timing_s/step"] for row in steps),
+        )  # fmt: skip
+
+
+def lasting(given: argparse.Namespace, out: Path) -> int:
+    """One long run a seed; 0 if none collapsed."""
+    courses = []
+    length = f"trainer.total_training_steps={given.steps}"
+    with slow_retriever(given.median) as url:
+        for seed in given.seeds:
+            folder = out / f"long_{given.steps}" / f"seed_{seed}"
+            run(folder, seed, url, given.staleness, [*LONG, length, *given.extra])
+            courses.append(Course.of(seed, folder))
+            console.print(courses[-1])
+    found = {"staleness": given.staleness, "median_s": given.median, "options": given.extra,
+             "runs": [asdict(course) for course in courses]}  # fmt: skip
+    (out / "lasting.json").write_text(json.dumps(found, indent=1) + "\n")
+    return int(any(course.collapses for course in courses))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="benchmarks.asynchrony", description=__doc__)
@@ -141,11 +201,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--median", type=float, default=0.5, help="seconds of a search; 0: no delay"
     )
     parser.add_argument("--em", type=float, default=0.9, help="held-out EM that both must reach")
+    parser.add_argument("--steps", type=int, help="one run of so many steps: does it collapse?")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "benchmarks" / "asynchrony")
     parser.add_argument("extra", nargs="*", help="further options of all runs, key=value")
     given = parser.parse_args(arguments)
     out = given.out.resolve() / f"median_{given.median:g}_staleness_{given.staleness}"
     prepare()
+    if given.steps is not None:
+        return lasting(given, out)
     with slow_retriever(given.median) as url:
         for seed in given.seeds:
             for way, staleness in (("sync", 0), ("async", given.staleness)):
