@@ -5,6 +5,11 @@ command wherever it stops. At the end: a table of what each kind of fault did, m
 against those of the run that was left alone, the trajectories trained on that a fault had touched,
 and what was left on the machine. Full disks, lost permissions and lost nodes need root, a clock
 that jumps a C compiler; without it they are reported as not run.
+
+With `--staleness K` (`make campaign STALENESS=K`) the runs sample K steps ahead. Then two runs
+differ by timing alone, so a third repeats the schedule of the disturbed one undisturbed, and it is
+this one's metrics and weights that must be the same; the prompts of each step are still those of
+the run that was left alone, and no token is older than K versions.
 """
 
 from __future__ import annotations
@@ -25,13 +30,14 @@ from rich.console import Console
 
 from benchmarks.algorithms.runner import BASE
 from tests.proofs.campaign.faults import Kind, plan
-from tests.proofs.campaign.run import Campaign, Effect, Watched, touched
+from tests.proofs.campaign.run import Campaign, Effect, Watched, oldest, other_prompts, touched
 from tests.proofs.campaign.world import LEGS
 from tests.proofs.kills.__main__ import KillsError, left_over, undisturbed
 from tests.proofs.kills.compare import differences, same_weights
 from tests.proofs.kills.processes import shared_memory
 from tests.proofs.kills.training import Training, command
 from tests.test_retriever_failures import searching_model
+from verl.rollout import schedule
 
 OPTIONS = ("trainer.n_gpus_per_node=1", "retriever.timeout=3", "retriever.max_retries=3",
            "trainer.test_freq=0", "trainer.keep_last=2")  # fmt: skip
@@ -59,7 +65,7 @@ class Report:
     not_run: list[str]
     missing_steps: list[int]
     differences: int
-    """Metrics that are not those of the run that was left alone."""
+    """Metrics that are not those of the run that was left alone, or repeated the schedule."""
     same_weights: bool
     touched: list[str]
     """Trajectories trained on that a fault had touched."""
@@ -67,32 +73,41 @@ class Report:
     """Checkpoints that were taken up although they were never whole."""
     left: list[str]
     """Processes and shared memory that outlived the run."""
+    other_prompts: list[str] = field(default_factory=list)
+    """Steps that trained on other prompts than those of the run that was left alone."""
+    staleness: int = 0
+    oldest: int = 0
+    """By how many versions a token that was trained on was older than the weights of its step."""
     holds: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Rounding is allowed to faults of the retriever alone."""
-        lost = self.missing_steps or self.touched or self.broken or self.left
+        lost = self.missing_steps or self.touched or self.broken or self.left or self.other_prompts
+        lost = lost or self.oldest > self.staleness
         exact = self.leg == "retriever" or (self.same_weights and not self.differences)
         clean = not any(effect.traceback for effect in self.effects)
         self.holds = exact and clean and not lost
 
 
 def campaign(
-    leg: str, num_faults: int, seed: int, out: Path, steps: int, patience: float
+    leg: str, num_faults: int, seed: int, out: Path, steps: int, patience: float, staleness: int
 ) -> Report:
-    """Both runs of one leg and their comparison. Raises KillsError where one cannot be ended."""
+    """The runs of one leg and their comparison. Raises KillsError where one cannot be ended."""
     began, before = time.monotonic(), shared_memory()
     base = Path(searching_model(out / "base"))
     make_world, kinds = LEGS[leg]
     with make_world(out) as world:
 
-        def training(kind: type[AnyTraining], folder: Path) -> AnyTraining:
+        def training(kind: type[AnyTraining], folder: Path, *more: str) -> AnyTraining:
             options = [*OPTIONS, *world.options, f"trainer.rollout_data_dir={folder / 'rollouts'}"]
+            options += [f"actor_rollout_ref.rollout.max_staleness={staleness}", *more]
             words = world.command(command(folder, base, world.url, steps, options))
             return kind(folder, words, patience=patience)
 
         possible = [kind for kind in kinds if kind in world.strikes or kind in OF_A_PROCESS]
         calm, disturbed = training(Training, out / "calm"), training(Watched, world.folder)
+        replay = f"actor_rollout_ref.rollout.replay={world.folder / schedule.FOLDER}"
+        same = training(Training, out / "repeated", replay) if staleness else calm
         effects = []
         try:
             step_seconds = undisturbed(calm)
@@ -102,10 +117,12 @@ def campaign(
                 console.print(f"{effect.number:4} step {effect.step:4} {effect.kind} "
                               f"{effect.victim}: {effect.outcome} {effect.log}")  # fmt: skip
                 effects.append(effect)
-            left = left_over(calm, before) + left_over(disturbed, before)
+            if same is not calm:
+                console.print(f"schedule repeated: {undisturbed(same):.1f} s a step")
+            left = [line for run in (calm, disturbed, same) for line in left_over(run, before)]
         finally:
-            calm.stop()
-            disturbed.stop()
+            for run in (calm, disturbed, same):
+                run.stop()
             for log in disturbed.folder.glob("start_*.log"):
                 shutil.copy(log, out)
         rows = disturbed.rows()
@@ -116,11 +133,13 @@ def campaign(
             steps=steps, effects=effects,
             not_run=[kind.value for kind in kinds if kind not in possible],
             missing_steps=sorted(set(range(1, steps + 1)) - logged),
-            differences=len(list(differences(calm.rows(), rows))),
-            same_weights=same_weights(calm.folder / "model", disturbed.folder / "model"),
-            touched=touched(calm.folder / "rollouts", disturbed.folder / "rollouts"),
+            differences=len(list(differences(same.rows(), rows))),
+            same_weights=same_weights(same.folder / "model", disturbed.folder / "model"),
+            touched=touched(same.folder / "rollouts", disturbed.folder / "rollouts"),
             broken=[name for name in disturbed.resumed() if name not in whole],
-            left=left,
+            left=sorted(set(left)), staleness=staleness,
+            other_prompts=other_prompts(calm.folder / "rollouts", disturbed.folder / "rollouts"),
+            oldest=oldest(disturbed.folder / "rollouts"),
         )  # fmt: skip
 
 
@@ -137,7 +156,9 @@ def markdown(report: Report) -> str:
         f"{len(report.missing_steps)}; metrics that differ: {report.differences}; weights "
         f"{'the same, bit for bit' if report.same_weights else 'not the same bit for bit'}; "
         f"trajectories trained on that a fault had touched: {len(report.touched)}; broken "
-        f"checkpoints taken up: {len(report.broken)}; left on the machine: "
+        f"checkpoints taken up: {len(report.broken)}; steps with other prompts: "
+        f"{len(report.other_prompts)}; oldest token: {report.oldest} versions, of "
+        f"{report.staleness} allowed; left on the machine: "
         f"{', '.join(report.left) or 'nothing'}. {'HOLDS' if report.holds else 'DOES NOT HOLD'}.",
     ]
     return "\n".join(lines) + "\n"
@@ -149,6 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--faults", type=int, default=200, help="in all, over the legs")
     parser.add_argument("--seed", type=int, default=0, help="of kinds and moments")
     parser.add_argument("--legs", nargs="+", choices=list(LEGS), default=list(LEGS))
+    parser.add_argument("--staleness", type=int, default=0, help="max_staleness of the runs")
     parser.add_argument("--steps", type=int, help="of each run; enough if left out")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds to wait for a step")
     parser.add_argument("--out", type=Path, default=BASE.parent / "campaign")
@@ -163,7 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_faults = round(SHARES[leg] / whole * given.faults)
         steps = given.steps or 5 + round(STEPS[leg] * num_faults)
         try:
-            report = campaign(leg, num_faults, given.seed, out, steps, given.patience)
+            report = campaign(
+                leg, num_faults, given.seed, out, steps, given.patience, given.staleness
+            )
         except KillsError as error:
             sys.exit(str(error))
         (out / "report.json").write_text(json.dumps(asdict(report), indent=1) + os.linesep)

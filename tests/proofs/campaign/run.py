@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -156,9 +158,32 @@ def touched(calm: Path, disturbed: Path) -> list[str]:
     return found
 
 
-def _rows(path: Path) -> list[dict[str, object]]:
+def other_prompts(calm: Path, disturbed: Path) -> list[str]:
+    """Steps whose prompts, groups and samples are not the same in both folders."""
+    return [path.stem for path in sorted(calm.glob("step_*.jsonl"))
+            if _starts(path) != _starts(disturbed / path.name)]  # fmt: skip
+
+
+def _starts(path: Path) -> Counter[tuple[object, ...]]:
+    return Counter((*_key(row), row["uid"]) for row in _rows(path))
+
+
+def oldest(rollouts: Path) -> int:
+    """By how many versions a token was older than the weights that its step began with.
+
+    Those have the step's number. Prompts and observations have no version.
+    """
+    ages = [0]
+    for path in rollouts.glob("step_*.jsonl"):
+        for row in _rows(path):
+            versions = [s["weight_version"] for s in row["segments"] if "weight_version" in s]
+            ages += [row["step"] - version for version in versions]
+    return max(ages)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _key(row: dict[str, object]) -> tuple[object, object]:
+def _key(row: dict[str, Any]) -> tuple[object, object]:
     return row["group"], row["sample"]

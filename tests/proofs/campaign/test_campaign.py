@@ -20,7 +20,7 @@ from tests.proofs.campaign.__main__ import SHARES, STEPS, Report, markdown
 from tests.proofs.campaign.clock import Clock
 from tests.proofs.campaign.faults import Kind, plan
 from tests.proofs.campaign.proxy import FaultyProxy
-from tests.proofs.campaign.run import Effect, ends_badly, touched
+from tests.proofs.campaign.run import Effect, ends_badly, oldest, other_prompts, touched
 from tests.proofs.campaign.world import LEGS
 
 ANSWER = json.dumps({"result": [[{"id": "1"}], [{"id": "2"}]]}).encode()
@@ -156,6 +156,23 @@ def test_an_observation_of_a_fault_is_found_and_another_sample_is_not(tmp_path: 
     assert touched(calm, disturbed) == ["step_1 q/0"]
 
 
+def test_other_prompts_and_old_tokens_are_found(tmp_path: Path) -> None:
+    """A row that is missing or doubled; the age of the oldest of the policy's tokens."""
+    calm, disturbed = tmp_path / "calm", tmp_path / "disturbed"
+    for folder in (calm, disturbed):
+        folder.mkdir()
+        (folder / "step_1.jsonl").write_text(row(0) + row(1))
+        (folder / "step_2.jsonl").write_text(row(0) + row(1))
+    (disturbed / "step_1.jsonl").write_text(row(1) + row(0))
+    assert other_prompts(calm, disturbed) == [] and oldest(disturbed) == 0
+    (disturbed / "step_2.jsonl").write_text(row(0) + row(0))
+    (calm / "step_3.jsonl").write_text(row(0))
+    assert other_prompts(calm, disturbed) == ["step_2", "step_3"]
+    spoken = [{"origin": "prompt"}, {"origin": "policy", "weight_version": 5}]
+    (disturbed / "step_7.jsonl").write_text(json.dumps({"step": 7, "segments": spoken}) + "\n")
+    assert oldest(disturbed) == 2
+
+
 @pytest.mark.parametrize(
     ("log", "is_bad"),
     [
@@ -184,6 +201,9 @@ def effect(**changes: object) -> Effect:
         ({"leg": "retriever", "differences": 1, "same_weights": False}, True),
         ({"touched": ["step_1 q/0"]}, False),
         ({"missing_steps": [3]}, False),
+        ({"other_prompts": ["step_3"]}, False),
+        ({"staleness": 2, "oldest": 2}, True),
+        ({"staleness": 2, "oldest": 3}, False),
         ({"broken": ["global_step_1"]}, False),
         ({"left": ["process 1: rank"]}, False),
         ({"effects": [effect(status=1, traceback=True)]}, False),
