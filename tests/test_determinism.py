@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from benchmarks.asynchrony import slow_retriever
+from tests.proofs.kills.__main__ import undisturbed
 from tests.proofs.kills.compare import differences, is_computed, read_rows, same_weights
+from tests.proofs.kills.training import Training, command
 from tests.test_end_to_end import start_world, train
+from tests.test_retriever_failures import searching_model
+from verl.rollout import schedule
 
 pytestmark = pytest.mark.vllm_cpu
 
@@ -55,3 +61,43 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(
     unbroken = [row for row in read_rows(first / "metrics.jsonl") if row["step"] in (4, 5)]
     assert list(differences(unbroken, rows)) == []
     assert same_weights(first / "model", rest / "model")
+
+
+AHEAD = (
+    "actor_rollout_ref.rollout.max_staleness=2", "actor_rollout_ref.rollout.num_replicas=2",
+    "trainer.n_gpus_per_node=1", "trainer.save_freq=3",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.asynchrony
+def test_a_schedule_cut_by_a_kill_is_repeated_bit_for_bit(tmp_path: Path) -> None:
+    """PPO two steps ahead on two engines, killed in its fifth step and resumed from its third; then
+    once more by its schedule, in one go, with searches that take longer and shorter."""
+    base, recorded = Path(searching_model(tmp_path / "base")), tmp_path / "recorded"
+    with slow_retriever(0.05, seed=1) as url:
+        run = Training(recorded, command(recorded, base, url, 8, AHEAD))
+        try:
+            run.start()
+            while len([row for row in run.rows() if row["step"]]) < 4 and run.status is None:
+                time.sleep(0.02)
+            assert run.status is None
+            run.stop()
+            undisturbed(run)
+        finally:
+            run.stop()
+    assert run.resumed() == ["global_step_3"]
+    replay = f"actor_rollout_ref.rollout.replay={recorded / schedule.FOLDER}"
+    with slow_retriever(0.05, seed=2) as url:
+        folder = tmp_path / "repeated"
+        again = Training(folder, command(folder, base, url, 8, [*AHEAD, replay]))
+        try:
+            undisturbed(again)
+        finally:
+            again.stop()
+    rows = read_rows(recorded / "metrics.jsonl")
+    assert list(differences(rows, again.rows())) == []
+    assert same_weights(recorded / "model", folder / "model")
+    steps = [row for row in rows if row["step"]]
+    assert len(steps) == 8
+    assert any(0 < (row.get("rollout/staleness/share_0") or 0) < 1 for row in steps)
