@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +20,7 @@ from pydantic import AliasPath, BaseModel, Field
 
 from verl.config import Config
 from verl.errors import AnswerInvalid, ConfigError, explain, masked
-from verl.rollout.interface import URL, EngineDied, RolloutEngine
+from verl.rollout.interface import INTERRUPTED, URL, EngineDied, RolloutEngine
 from verl.rollout.remote_engine import (
     COMPLETIONS,
     Answer,
@@ -41,6 +42,7 @@ CONNECT_S = 30.0
 HEALTH_S = 60.0
 """Longest that a living server takes to say that it lives."""
 POLL_S = 2.0
+ABORT_S = 0.02
 KEEP_S = 1.0
 """An idle connection is used again within this: vLLM's server closes it after 5 s."""
 EXACT = {
@@ -89,6 +91,7 @@ class VllmServer(RolloutEngine):
     """One server; it is neither started nor ended here, nor does it sleep."""
 
     takes_weights = True
+    can_interrupt = True
 
     def __init__(
         self,
@@ -109,6 +112,8 @@ class VllmServer(RolloutEngine):
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._http: httpx.AsyncClient | None = None
         self.weight_version, self._weights = 0, ""
+        self._running: set[str] = set()
+        self._is_interrupting = False
 
     @classmethod
     def from_config(cls, config: Config, replica: int) -> Self:
@@ -151,7 +156,7 @@ class VllmServer(RolloutEngine):
         # Prefixes are cached by the salt: those of other weights are never found.
         body = {**self._model, **request_body(prompt_ids, sampling), **EXACT, "cache_salt": weights}
         async with self._slots:
-            choice = self._choice(await self._tell("POST", COMPLETIONS, body))
+            choice = self._choice(await self._complete(body))
             await self._refuse_others(weights)
         assert version == self.weight_version, "weights changed while a request was running"
         return _completion(choice, version)
@@ -181,6 +186,27 @@ class VllmServer(RolloutEngine):
         await self._tell("POST", "/update_weight_version", {"new_version": weights})
         self.weight_version, self._weights = version, weights
 
+    async def interrupt(self) -> None:
+        """Abort our requests: vLLM answers each with what it has. Of one on its way it does not
+        know yet, so that it is asked again."""
+        self._is_interrupting = True
+        try:
+            while self._running:
+                await self._tell("POST", "/abort_requests", {"request_ids": sorted(self._running)})
+                await asyncio.sleep(ABORT_S)
+        finally:
+            self._is_interrupting = False
+
+    async def _complete(self, body: dict[str, Any]) -> bytes:
+        """The answer to a request, which has a name while it runs."""
+        name = uuid.uuid4().hex
+        known = f"cmpl-{name}-0"  # vLLM's own name for the first prompt of a request
+        self._running.add(known)
+        try:
+            return await self._tell("POST", COMPLETIONS, {**body, "request_id": name})
+        finally:
+            self._running.discard(known)
+
     async def probe(self) -> None:
         """Return when the server shows that it lives, or raise EngineDied."""
         if self._http is not None and not await self._lives():
@@ -196,10 +222,11 @@ class VllmServer(RolloutEngine):
             choice = Answer.model_validate_json(content).choices[0]
         except ValueError as error:
             raise self._invalid(f"{type(error).__name__}: {error}") from error
-        if choice.finish_reason not in ("stop", "length"):  # as a server that ends gives
+        is_cut = choice.finish_reason == "abort" and self._is_interrupting
+        if not is_cut and choice.finish_reason not in ("stop", "length"):  # the server ends
             raise EngineDied(f"{masked(self.url)} ended a request: {choice.finish_reason}")
         given = (choice.logprobs and choice.logprobs.token_logprobs) or []
-        if None in given or not given or len(given) != len(choice.token_ids or ()):
+        if None in given or choice.token_ids is None or len(given) != len(choice.token_ids):
             raise self._invalid("a completion without ids and log-probs of its tokens")
         return choice
 
@@ -255,6 +282,5 @@ def _completion(choice: Choice, version: int) -> Completion:
     """What was sampled; the stop string that ended the text is part of it."""
     assert choice.token_ids is not None and choice.logprobs is not None
     log_probs = tuple(p for p in choice.logprobs.token_logprobs or () if p is not None)
-    return Completion(
-        tuple(choice.token_ids), log_probs, choice.text, choice.finish_reason, version
-    )
+    reason = INTERRUPTED if choice.finish_reason == "abort" else str(choice.finish_reason)
+    return Completion(tuple(choice.token_ids), log_probs, choice.text, reason, version)

@@ -1,6 +1,7 @@
 """A server that the user started as an engine: what it is asked, and what its answers lead to."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from tests.verl.rollout.vllm_double import VllmDouble
 from verl.config import Config
 from verl.errors import AnswerInvalid, ConfigError
 from verl.rollout import vllm_server
-from verl.rollout.interface import EngineDied, build_engine, engine_problems
+from verl.rollout.interface import INTERRUPTED, EngineDied, build_engine, engine_problems
 from verl.rollout.vllm_server import VllmServer
 from verl.types import Completion, Sampling
 
@@ -177,6 +178,38 @@ def test_no_more_is_asked_at_once_than_it_decodes() -> None:
     server = VllmDouble()
     asyncio.run(many())
     assert most == 2 and server.paths().count("/v1/completions") == 7
+
+
+def test_new_weights_end_what_is_sampled() -> None:
+    """Each of our requests gives the tokens that it has; one that began late is asked again."""
+    cut: set[str] = set()
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        path, body = request.url.path, json.loads(request.content or b"null")
+        if path == "/abort_requests":
+            cut.update(body["request_ids"] if server.paths().count(path) else [])
+        elif path == "/v1/completions":
+            while f"cmpl-{body['request_id']}-0" not in cut:
+                await asyncio.sleep(0.001)
+        return server(request)
+
+    async def both() -> list[Completion]:
+        engine = VllmServer("http://a", transport=httpx.MockTransport(answer))
+        await engine.start()
+        await engine.update_weights(FOLDER, 3)
+        asked = [asyncio.create_task(engine.generate([i], SAMPLING)) for i in range(2)]
+        await asyncio.sleep(0.01)
+        await engine.interrupt()
+        return await asyncio.gather(*asked)
+
+    server = VllmDouble()
+    server.choice |= {"finish_reason": "abort", "text": "so"}
+    for one in asyncio.run(both()):
+        assert (one.ids, one.text, one.finish_reason) == ((7, 8), "so", INTERRUPTED)
+    assert len(cut) == 2 and server.paths().count("/abort_requests") > 1
+    server.choice |= {"token_ids": [], "logprobs": {"token_logprobs": []}, "text": ""}
+    cut.clear()
+    assert [one.ids for one in asyncio.run(both())] == [(), ()]
 
 
 def test_each_address_is_an_engine() -> None:
