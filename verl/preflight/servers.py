@@ -105,7 +105,7 @@ class _Asked:
             except httpx.HTTPError as error:
                 yield self._wrong(f"{type(error).__name__}: {error}", "a server that answers")
             except ValueError as error:
-                got = f"another answer ({str(error).splitlines()[0]})"
+                got = f"another answer ({' '.join(str(error).split())[:200]})"
                 yield self._wrong(got, "a vLLM server, 0.32 or newer")
             else:
                 yield from self._unfit(models.data, facts)

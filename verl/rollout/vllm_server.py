@@ -59,7 +59,7 @@ class ServerFacts(BaseModel):
     logprobs_mode: str = Field(
         validation_alias=AliasPath("vllm_config", "model_config", "logprobs_mode")
     )
-    device: str = Field(validation_alias=AliasPath("vllm_config", "device_config", "device_type"))
+    device: str | None = Field(validation_alias=AliasPath("vllm_config", "device_config", "device"))
     extension: str = Field(
         validation_alias=AliasPath("vllm_config", "parallel_config", "worker_extension_cls")
     )

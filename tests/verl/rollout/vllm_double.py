@@ -49,7 +49,7 @@ class VllmDouble:
         if path == "/server_info":
             parts = {
                 "model_config": {"dtype": self.dtype, "logprobs_mode": self.logprobs_mode},
-                "device_config": {"device_type": self.device},
+                "device_config": {"device": self.device},
                 "parallel_config": {"worker_extension_cls": self.extension},
             }
             return {"vllm_config": parts}
