@@ -21,7 +21,7 @@ from verl.model_shape import ModelShape
 from verl.monitor.flops import ModelFlops
 from verl.preflight.memory.engines import kv_bytes
 from verl.preflight.memory.ranks import has_critic
-from verl.training.worker import actor_budgets, critic_budgets
+from verl.training.budgets import actor_budgets, critic_budgets
 
 ITEM = 2
 """Bytes of a weight or cached value that engines hold."""

@@ -27,7 +27,7 @@ from verl.core_algos.kl import FixedKLController
 from verl.monitor.tracking import Tracking
 from verl.preflight.memory.offload import settled
 from verl.rollout.in_flight import Engines
-from verl.trainer.groups import TrainerRanks
+from verl.trainer.ranks import TrainerRanks
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.training.worker import TrainerWorker
 from verl.types import Completion, Origin, Prompt, Sampling, TokenBatch, Trajectory

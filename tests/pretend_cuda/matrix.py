@@ -16,7 +16,12 @@ STEPS: list[dict[str, Any]] = [
 ]  # fmt: skip
 ONLY_NCCL = {"algorithm": "grpo", "offload": "param", "world": 2, "dtype": "bfloat16",
              "budget": 512, "micro_batches": 1, "only_nccl": True}  # fmt: skip
-CASES = [*STEPS, ONLY_NCCL]
+APART: list[dict[str, Any]] = [
+    {"algorithm": "critic", "offload": offload, "world": world, "dtype": "bfloat16", "budget": 512,
+     "micro_batches": 1}
+    for offload, world in (("none", 1), ("none", 2), ("param", 2), ("optimizer", 2))
+]  # fmt: skip
+CASES = [*STEPS, ONLY_NCCL, *APART]
 
 
 def name(case: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.pretend_cuda.matrix import CASES, OFFLOADS, STEPS, name
+from tests.pretend_cuda.matrix import APART, CASES, OFFLOADS, STEPS, name
 from tests.pretend_cuda.trials import Outcomes
 
 pytestmark = pytest.mark.pretend_cuda
@@ -22,14 +22,14 @@ def outcomes(matrix: Outcomes) -> dict[str, Any]:
     return dict(zip(map(name, CASES), matrix, strict=True))
 
 
-@pytest.mark.parametrize("case", STEPS, ids=name)
+@pytest.mark.parametrize("case", [*STEPS, *APART], ids=name)
 def test_a_step_runs_and_leaves_nothing_on_the_device(
     case: dict[str, Any], outcomes: dict[str, Any]
 ) -> None:
     """Every pass and update works with the devices that a card has, and frees what it took."""
     found = outcomes[name(case)]
     assert not found["error"]
-    assert "update_actor" in found["phases"]
+    assert {"update_actor", "update_critic"} & set(found["phases"])
     left = {phase: cost["left"] for phase, cost in found["phases"].items() if cost["left"]}
     assert left == {}
 
@@ -46,6 +46,14 @@ def test_offloaded_state_is_not_on_the_device(outcomes: dict[str, Any]) -> None:
     held = {offload: outcomes[f"ppo-{offload}-2-bfloat16"]["held"] for offload in OFFLOADS}
     assert held["param"] < 0.05 * held["none"]
     assert held["none"] > held["reference"] > held["optimizer"]
+
+
+def test_a_critic_on_a_card_of_its_own_takes_it_off_the_actors(outcomes: dict[str, Any]) -> None:
+    """GRPO's rank and the critic's hold together what PPO's rank does."""
+    together = outcomes["ppo-none-2-bfloat16"]["held"]
+    apart = [outcomes[f"{kind}-none-2-bfloat16"]["held"] for kind in ("grpo", "critic")]
+    assert sum(apart) == pytest.approx(together, rel=0.01)
+    assert outcomes["critic-param-2-bfloat16"]["held"] < 0.05 * apart[1]
 
 
 def test_more_ranks_hold_less(outcomes: dict[str, Any]) -> None:

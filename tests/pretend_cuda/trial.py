@@ -31,8 +31,11 @@ from verl.core_algos.losses import loss_weights
 from verl.preflight.memory.offload import settled
 from verl.sft import trainer as sft
 from verl.training import models
-from verl.training import worker as trainer_worker
+from verl.training import rank as trainer_rank
+from verl.training.critic_worker import CriticWorker
+from verl.training.devices import join_process_group
 from verl.training.loading import Placeholder, replace_parameters
+from verl.training.worker import TrainerWorker
 from verl.types import TokenBatch
 
 LONGEST, PROMPT = 1500, 300
@@ -73,7 +76,7 @@ class Case:
     """One trial."""
 
     algorithm: str
-    """grpo, ppo, lora (GRPO with an adapter) or sft."""
+    """grpo, ppo, lora (GRPO with an adapter), critic (a rank of PPO's critic alone) or sft."""
     offload: str = "none"
     """none, param, optimizer or reference."""
     world: int = 1
@@ -92,7 +95,9 @@ class Case:
         config = Config()
         section = config.actor_rollout_ref
         section.model.path = "pretended"
-        config.algorithm.adv_estimator = "gae" if self.algorithm == "ppo" else "grpo"
+        is_ppo = self.algorithm in ("ppo", "critic")
+        config.algorithm.adv_estimator = "gae" if is_ppo else "grpo"
+        config.critic.n_gpus_per_node = self.world if self.algorithm == "critic" else None
         config.trainer.n_gpus_per_node, config.trainer.device = self.world, "cuda"
         config.trainer.compute_dtype = self.dtype
         section.actor.use_kl_loss = True
@@ -159,16 +164,19 @@ class Trial:
         return result
 
     def run(self) -> None:
-        if self.case.algorithm == "sft":
-            self.supervised()
-        else:
-            self.reinforced()
+        match self.case.algorithm:
+            case "sft":
+                self.supervised()
+            case "critic":
+                self.valued()
+            case _:
+                self.reinforced()
 
     def reinforced(self) -> None:
         """What a step asks of a rank."""
         config, world = self.case.config(), self.case.world
         with self.mode:
-            worker = trainer_worker.TrainerWorker(config, 0, world, "127.0.0.1", 1, 100)
+            worker = TrainerWorker(config, 0, world, "127.0.0.1", 1, 100)
         self.see(worker.engines.values())
         batch = make_batch(self.case)
         self.phase("log_probs", lambda: worker.actor.log_probs(batch))
@@ -184,6 +192,18 @@ class Trial:
         self.outcome.held = self.ledger.live
         worker.shutdown()
 
+    def valued(self) -> None:
+        """What a step asks of a critic on devices of its own."""
+        with self.mode:
+            worker = CriticWorker(self.case.config(), 0, self.case.world, "127.0.0.1", 1, 100)
+        self.see(worker.engines.values())
+        batch = make_batch(self.case)
+        self.phase("values", lambda: worker.critic.values(batch))
+        found = self.phase("update_critic", lambda: worker.critic.update(batch))
+        self.outcome.metrics = {name: float(value) for name, value in found.items()}
+        self.outcome.held = self.ledger.live
+        worker.shutdown()
+
     def supervised(self) -> None:
         """A step of supervised fine-tuning."""
         device = torch.device("cuda", 0)
@@ -192,7 +212,7 @@ class Trial:
             device="cuda", compute_dtype=self.case.dtype,
         )  # fmt: skip
         with self.mode:
-            trainer_worker.join_process_group(device, 0, self.case.world)
+            join_process_group(device, 0, self.case.world)
             lm = sft.load_causal_lm("pretended")
             engine = sft.build_engine(config, lm, device)
         self.see([engine])
@@ -261,7 +281,7 @@ def card(case: Case, mode: PretendCuda) -> Iterator[None]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (dist, "init_process_group", fake_join),
-        (trainer_worker, "opened_causal_lm", fake_open),
+        (trainer_rank, "opened_causal_lm", fake_open),
         (sft, "load_causal_lm", fake_load),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in replaced]

@@ -4,6 +4,7 @@ A checkpoint is the folder `global_step_N`:
 
     shards/            what is trained of actor and critic: weights or adapters, and their
                        optimizer state (distributed checkpoint)
+    critic/            the critic's shards, ranks and adapters.json, where it had devices of its own
     adapters.json      with adapters only: their options, and the base that they need
     ranks/             schedule and random states of each rank, random states of the driver
     huggingface/       config and tokenizer of the policy

@@ -8,7 +8,7 @@ from verl.checkpoint import ahead, folders
 from verl.checkpoint.state import DRIVER_FILE, RunState
 from verl.config import Config
 from verl.errors import ModelError
-from verl.training.shards import rank_file, read_adapters
+from verl.training.shards import folders_of, rank_file, read_adapters
 from verl.training.stored import ShardReader, read_states
 
 
@@ -28,8 +28,9 @@ def check_contents(config: Config) -> None:
         read_adapters(step_dir)
         if (step_dir / DRIVER_FILE).exists():
             read_states(step_dir / DRIVER_FILE)
-        read_states(rank_file(step_dir, 0))
-        ShardReader(step_dir / "shards").read_metadata()
+        for folder in folders_of(step_dir):
+            read_states(rank_file(folder, 0))
+            ShardReader(folder / "shards").read_metadata()
     except ModelError as error:
         step = folders.step_of(step_dir)
         earlier = [p for p in folders.all_complete(step_dir.parent) if folders.step_of(p) < step]

@@ -32,7 +32,7 @@ MAX_FAILURES = 2
 
 
 class Ranks(Protocol):
-    """What saving needs of the training ranks; see `verl.trainer.groups.TrainerRanks`."""
+    """What saving needs of the training ranks; see `verl.trainer.ranks.TrainerRanks`."""
 
     def save_checkpoint(self, directory: Path) -> None: ...
 

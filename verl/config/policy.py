@@ -245,6 +245,11 @@ class CriticConfig:
 
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    n_gpus_per_node: int | None = option(None, resume="free", ge=1)
+    """GPUs of a node (on CPU: processes) for the critic alone, which then works while the actor
+    does; null: it shares the actor's."""
+    nnodes: int | None = option(None, resume="free", ge=1)
+    """Nodes that hold those GPUs; null for as many as `trainer.nnodes`."""
     ppo_micro_batch_size: int | None = option(None, resume="free", ge=1)
     """As the actor's."""
     ppo_max_token_len_per_gpu: int | None = option(None, resume="free", ge=1)

@@ -38,8 +38,8 @@ PLACEHOLDERS = ("{question}", "{accepted}", "{answer}")
 
 def problems(config: Config) -> Iterator[str]:
     """All that cannot work together, a sentence each."""
-    sections = (_lists, _run, _engines, _servers, _algorithm, _losses, _shaping, _server, _rewards,
-                _stages, _judge)  # fmt: skip
+    sections = (_lists, _run, _engines, _servers, _critic, _algorithm, _losses, _shaping, _server,
+                _rewards, _stages, _judge)  # fmt: skip
     rows = itertools.chain.from_iterable(section(config) for section in sections)
     for is_wrong, subject, got, expected, fix in rows:
         if is_wrong:
@@ -148,6 +148,21 @@ def _servers(config: Config) -> Iterator[Row]:
         yield (given != usual, name, given,
                f"{word}: the servers of {key} have devices of their own, and are an engine each",
                f"{name}={word}")
+
+
+def _critic(config: Config) -> Iterator[Row]:
+    """Devices of a critic's own, where there is one, and enough for each of its ranks to do."""
+    critic, name, key = config.critic, config.algorithm.adv_estimator, "critic.n_gpus_per_node"
+    ranks, batch = config.num_critic_ranks, critic.ppo_mini_batch_size
+    batch = batch or config.actor_rollout_ref.actor.ppo_mini_batch_size
+    has_own = config.has_own_critic
+    yield (has_own and not ADVANTAGES[name].needs_critic, key, critic.n_gpus_per_node,
+           f"null: {name} has no critic", f"{key}=null, or algorithm.adv_estimator=gae")
+    yield (critic.nnodes is not None and not has_own, "critic.nnodes", critic.nnodes,
+           f"null: with {key}=null the critic is where the actor is", f"{key}=1 beside it")
+    yield (has_own and batch < ranks and not config.trainer.val_only, "critic.ppo_mini_batch_size",
+           batch, f"one trajectory or more for each of the critic's {ranks} ranks",
+           f"critic.ppo_mini_batch_size={ranks}, or fewer {key}")
 
 
 def _algorithm(config: Config) -> Iterator[Row]:

@@ -101,7 +101,7 @@ class Config:
     def shares_base(self) -> bool:
         """Policy and critic are adapters of one base, which is loaded once."""
         policy, critic = self.actor_rollout_ref.model, self.critic.model
-        is_same = critic.path in (None, policy.path)
+        is_same = critic.path in (None, policy.path) and not self.has_own_critic
         return policy.has_adapter and critic.has_adapter and is_same
 
     @property
@@ -111,8 +111,29 @@ class Config:
 
     @property
     def num_ranks(self) -> int:
-        """Training ranks over all nodes."""
+        """Training ranks over all nodes; of a critic on devices of its own, the actor's alone."""
         return self.trainer.n_gpus_per_node * self.trainer.nnodes
+
+    @property
+    def has_own_critic(self) -> bool:
+        """The critic has ranks and devices of its own, beside those of the actor."""
+        return self.critic.n_gpus_per_node is not None
+
+    @property
+    def critic_gpus_per_node(self) -> int:
+        """GPUs of a node that a critic has for itself."""
+        return self.critic.n_gpus_per_node or 0
+
+    @property
+    def critic_nodes(self) -> int:
+        """Nodes that a critic on devices of its own lies on."""
+        return self.critic.nnodes or self.trainer.nnodes
+
+    @property
+    def num_critic_ranks(self) -> int:
+        """Ranks that hold a critic: its own, or the actor's."""
+        own = self.critic_gpus_per_node * self.critic_nodes
+        return own or self.num_ranks
 
     @property
     def is_split(self) -> bool:
@@ -150,8 +171,15 @@ class Config:
 
     @property
     def gpus_per_node(self) -> int:
-        """GPUs of a node that ranks and engines have together."""
-        return self.trainer.n_gpus_per_node + self.trainer.rollout_gpus
+        """GPUs of a node that ranks, engines and a critic of its own have together, at most."""
+        trainer = self.trainer
+        return trainer.n_gpus_per_node + trainer.rollout_gpus + self.critic_gpus_per_node
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the run, over all nodes."""
+        per_node = self.trainer.n_gpus_per_node + self.trainer.rollout_gpus
+        return per_node * self.trainer.nnodes + self.critic_gpus_per_node * self.critic_nodes
 
     @property
     def num_trajectories(self) -> int:

@@ -39,6 +39,8 @@ AGAIN = 0.5
 RECENT_S = 120.0
 """How old a report may be to explain the loss of a process."""
 ADVICE = {
+    "critic rank": "fewer critic.n_gpus_per_node, a smaller critic.ppo_max_token_len_per_gpu, or "
+                   "critic.model.lora_rank=32",
     "rank": "fewer trainer.n_gpus_per_node, a smaller ppo_max_token_len_per_gpu, lora_rank=32, or "
             "fsdp_config.*_offload=false",
     "replica": "rollout.cpu_kv_cache_gib, or a larger rollout.tensor_model_parallel_size",
@@ -113,9 +115,9 @@ class HostWatch:
         }
 
 
-def rank_names(places: Sequence[Place], node_id: str) -> dict[int, str]:
+def rank_names(places: Sequence[Place], node_id: str, kind: str = "rank") -> dict[int, str]:
     """The number of each rank on this node, by the id of its process."""
-    return {place.pid: f"rank {i}" for i, place in enumerate(places) if place.node_id == node_id}
+    return {place.pid: f"{kind} {i}" for i, place in enumerate(places) if place.node_id == node_id}
 
 
 def describe(memory: HostMemory, found: Sequence[Usage]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -17,16 +17,19 @@ from verl.machine import GB
 from verl.model_shape import read_shape
 from verl.monitor.flops import ModelFlops
 from verl.packing import Packing
+from verl.single_controller.actors import Call
 from verl.training.actor import TokenBudgets
+from verl.training.budgets import actor_budgets, critic_budgets
 from verl.training.devices import PeakMemory
 from verl.training.models import LOGITS_PER_CHUNK
-from verl.training.worker import actor_budgets, critic_budgets
 from verl.types import Metrics, TokenBatch
 
 PHASES_OF_RANKS = (
     "old_log_prob", "values", "update_critic", "update_actor", "guard", "update_weights",
 )  # fmt: skip
 """The phases of a step after which the ranks say how much memory they took."""
+PHASES_OF_CRITIC = {"values": "critic.values", "update_critic": "critic.update"}
+"""Those in which the critic works, and what its ranks are called for."""
 
 
 class Timings:
@@ -39,6 +42,8 @@ class Timings:
     def __init__(self, take_peak: Callable[[], PeakMemory | None] = lambda: None) -> None:
         """`take_peak` gives the peak since its last call, None where devices have no memory."""
         self.seconds: dict[str, float] = defaultdict(float)
+        self.beside: dict[str, float] = {}
+        """Seconds of what was done while the phases went on, in none of them."""
         self.peaks: dict[str, PeakMemory] = {}
         self.spans: list[tuple[str, float, float]] = []
         """Name, begin and end of each phase, in seconds since the epoch."""
@@ -55,7 +60,12 @@ class Timings:
         finally:
             self.seconds[name] += time.perf_counter() - start
             self.spans.append((name, begin, time.time()))
-        if name in PHASES_OF_RANKS and (peak := self._take_peak()) is not None:
+        if name in PHASES_OF_RANKS:
+            self.note_peak(name, self._take_peak())
+
+    def note_peak(self, name: str, peak: PeakMemory | None) -> None:
+        """Keep the peak of a phase, or of what was done beside."""
+        if peak is not None:
             self.peaks[name] = peak
 
     @property
@@ -70,7 +80,8 @@ class Timings:
 
     def metrics(self) -> Metrics:
         """`timing_s/NAME`, and `perf/device_memory_gb/PHASE/...` where devices have memory."""
-        found = {f"timing_s/{n}": s for n, s in {**self.seconds, "step": self.step}.items()}
+        seconds = {**self.seconds, **self.beside, "step": self.step}
+        found = {f"timing_s/{name}": s for name, s in seconds.items()}
         for name, peak in self.peaks.items():
             found[f"perf/device_memory_gb/{name}/allocated"] = peak.allocated / GB
             found[f"perf/device_memory_gb/{name}/reserved"] = peak.reserved / GB
@@ -154,17 +165,32 @@ def sizes(model: ModelFlops, batch: TokenBatch) -> tuple[list[int], int]:
     return batch.lengths.tolist(), int(mask.sum())
 
 
+def critic_seconds(calls: Mapping[str, Sequence[Call]]) -> dict[str, float]:
+    """Seconds of the critic's values and updates, by phase, of the rank that took longest.
+
+    `calls`: what each rank was called for in a step.
+    """
+    return {
+        phase: max(
+            sum(c.end - c.begin for c in made if c.method == method) for made in calls.values()
+        )
+        for phase, method in PHASES_OF_CRITIC.items()
+    }
+
+
 def speed_metrics(
-    work: Mapping[str, Work], seconds: Mapping[str, float], num_ranks: int, peak: float | None
-) -> Metrics:
+    work: Mapping[str, Work], seconds: Mapping[str, float], num_ranks: tuple[int, int],
+    peak: float | None,
+) -> Metrics:  # fmt: skip
     """`perf/tflops/NAME` of a rank, and utilisations where a card's FLOP/s at most, `peak`, are
-    known. NAME is the phase, of an update what learned.
+    known. NAME is the phase, of an update what learned; `num_ranks`: of the actor, of the critic.
 
     MFU counts what the maths needs, HFU what was computed again too (PaLM, appendix B).
     """
     found: Metrics = {}
     for phase, done in work.items():
-        name, rank_seconds = phase.removeprefix("update_"), num_ranks * max(seconds[phase], 1e-9)
+        size = num_ranks[phase in PHASES_OF_CRITIC]
+        name, rank_seconds = phase.removeprefix("update_"), size * max(seconds[phase], 1e-9)
         found[f"perf/tflops/{name}"] = done.model / rank_seconds / 1e12
         if peak is not None:
             found[f"perf/mfu/{name}"] = done.model / rank_seconds / peak

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from verl.files import Lines
 from verl.monitor.performance import Timings
+from verl.single_controller.actors import Call
 from verl.types import Trajectory
 
 Event = dict[str, Any]
 TRAINER, ENGINE_ROW = 0, 0
 """The trainer's process number (replica i has 1 + i), and a replica's row for its engine."""
+WAITS = "finish_checkpoint"
+"""A rank's call that goes on while it does other things."""
 
 
 class Trace:
@@ -29,13 +32,18 @@ class Trace:
         self._rows: dict[int, list[float]] = {}
         """When each row of a replica is free again."""
 
-    def add_step(self, step: int, timings: Timings, trajectories: Sequence[Trajectory]) -> None:
-        """The phases of a step, and the trajectories that it took, whenever they were sampled."""
+    def add_step(
+        self, step: int, timings: Timings, trajectories: Sequence[Trajectory],
+        calls: Mapping[str, Sequence[Call]],
+    ) -> None:  # fmt: skip
+        """The phases of a step, the trajectories that it took, whenever they were sampled, and what
+        each training rank was called for since the step before, as it measured it."""
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         begin = [] if self._path.exists() else ["["]
-        events = (json.dumps(event) + "," for event in self._events(step, timings, trajectories))
+        made = [*self._events(step, timings, trajectories), *_ranks(step, calls)]
+        events = (json.dumps(event) + "," for event in made)
         with contextlib.closing(Lines(self._path)) as file:
             file.append("\n".join([*begin, *events]))
 
@@ -83,6 +91,15 @@ def busy(trajectories: Sequence[Trajectory]) -> list[tuple[float, float]]:
     return stretches
 
 
+def _ranks(step: int, calls: Mapping[str, Sequence[Call]]) -> Iterator[Event]:
+    """A row for each rank, below the trainer's phases; waiting for a file is no work."""
+    for row, (name, made) in enumerate(calls.items(), 1):
+        yield _row_name(TRAINER, row, name)
+        for call in made:
+            if call.method != WAITS:
+                yield _span(call.method, TRAINER, row, call.begin, call.end, step=step)
+
+
 def _span(name: str, process: int, row: int, begin: float, end: float, **about: Any) -> Event:
     return {"name": name, "ph": "X", "pid": process, "tid": row, "ts": round(1e6 * begin),
             "dur": round(1e6 * (end - begin)), "args": about}  # fmt: skip
@@ -90,3 +107,8 @@ def _span(name: str, process: int, row: int, begin: float, end: float, **about: 
 
 def _name(process: int, name: str) -> Event:
     return {"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}}
+
+
+def _row_name(process: int, row: int, name: str) -> Event:
+    about = {"name": name}
+    return {"name": "thread_name", "ph": "M", "pid": process, "tid": row, "args": about}

@@ -160,20 +160,25 @@ def _devices(config: Config) -> Iterator[UserError]:
     """Enough devices here; on a running cluster (RAY_ADDRESS) Ray's placement tells."""
     trainer, own = config.trainer, config.trainer.rollout_gpus
     key, num_ranks = "trainer.n_gpus_per_node", trainer.n_gpus_per_node
+    critic = config.critic_gpus_per_node
+    wanted = {"trainer.rollout_gpus": own, "critic.n_gpus_per_node": critic}
+    beside = {name: number for name, number in wanted.items() if number}
     if os.environ.get("RAY_ADDRESS"):
         return
     num_gpus = torch.cuda.device_count()
-    if trainer.nnodes > 1:
-        fix = "start a Ray cluster and export RAY_ADDRESS (docs/multinode.md), or nnodes=1"
-        got = f"{trainer.nnodes} without RAY_ADDRESS"
-        yield ResourceError(explain("trainer.nnodes", got, "1 node, or a cluster", fix))
+    on_nodes = {"trainer.nnodes": trainer.nnodes, "critic.nnodes": config.critic.nnodes or 1}
+    for name, nodes in on_nodes.items():
+        if nodes > 1:
+            fix = "start a Ray cluster and export RAY_ADDRESS (docs/multinode.md), or nnodes=1"
+            got = f"{nodes} without RAY_ADDRESS"
+            yield ResourceError(explain(name, got, "1 node, or a cluster", fix))
     if trainer.device == "cuda" or (trainer.device == "auto" and num_gpus):
-        if num_gpus < num_ranks + own:
-            beside = f" and trainer.rollout_gpus={own}" if own else ""
+        if num_gpus < config.gpus_per_node:
             fix = f"set {key}={num_gpus}" if num_gpus else "set trainer.device=cpu, or add a GPU"
-            if own and num_gpus:
-                fix = f"lower them to {num_gpus} together, or trainer.rollout_gpus=0"
-            got = f"{num_ranks}{beside} with {num_gpus} GPUs here"
+            if beside and num_gpus:
+                fix = f"lower them to {num_gpus} together, or leave out {' and '.join(beside)}"
+            given = " and ".join([str(num_ranks), *(f"{k}={n}" for k, n in beside.items())])
+            got = f"{given} with {num_gpus} GPUs here"
             yield ResourceError(explain(key, got, "as many", fix))
         return
     num_cores = os.cpu_count() or 1
@@ -181,8 +186,8 @@ def _devices(config: Config) -> Iterator[UserError]:
         cores_of(own, is_engine=False)
     except ResourceError as error:
         yield error
-    if num_ranks > max(2, num_cores):
-        got = f"{num_ranks} ranks with no GPU and {num_cores} cores"
+    if num_ranks + critic > max(2, num_cores):
+        got = f"{num_ranks + critic} ranks with no GPU and {num_cores} cores"
         expected = "a GPU each, or on CPU at most one rank per core"
         yield ResourceError(explain(key, got, expected, f"set {key}=1"))
 

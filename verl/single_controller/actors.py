@@ -11,9 +11,10 @@ import operator
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -30,8 +31,12 @@ NODE_GRACE_S = 60.0
 """The same where a rank could not reach another: Ray needs as long to give up a node."""
 POLL_S = 5.0
 """Between two looks at actors that are busy."""
+KEPT_CALLS = 1000
+"""Calls that an actor remembers, where nobody asks for them."""
 LAST_CALL_S = 30.0
 """How long actors may take to end in good order before they are killed."""
+Answers = Callable[[], list[Any]]
+"""Waits for the answers of calls that were begun, in the order of the actors."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,14 @@ class Place:
     host: str
     gpu_ids: tuple[str, ...]
     pid: int = 0
+
+
+class Call(NamedTuple):
+    """One call of a hosted object, as its actor saw it; seconds since the epoch there."""
+
+    method: str
+    begin: float
+    end: float
 
 
 def here() -> Place:
@@ -57,6 +70,7 @@ class ActorHost:
 
     def __init__(self) -> None:
         self.hosted: Any = None
+        self._calls: deque[Call] = deque(maxlen=KEPT_CALLS)
         self._reaper: OrphanReaper | None = None
 
     async def place(self) -> Place:
@@ -87,8 +101,16 @@ class ActorHost:
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method, plain or async, of the hosted object; `part.method` of a part of it."""
+        begin = time.time()
         result = operator.attrgetter(method)(self.hosted)(*args)
-        return await result if inspect.isawaitable(result) else result
+        answer = await result if inspect.isawaitable(result) else result
+        self._calls.append(Call(method, begin, time.time()))
+        return answer
+
+    async def take_calls(self) -> list[Call]:
+        """What was called here since the last time, in order of ending; not the very oldest."""
+        calls, self._calls = list(self._calls), deque(maxlen=KEPT_CALLS)
+        return calls
 
 
 class RayWorkerGroup:
@@ -150,12 +172,22 @@ class RayWorkerGroup:
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """The same call on every actor."""
-        return self.gather([self.submit(i, method, *args) for i in range(len(self))])
+        return self.begin(method, *args)()
 
     def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
         """The call with `shards[i]` first on actor i."""
+        return self.begin_scatter(method, shards, *args)()
+
+    def begin(self, method: str, *args: Any) -> Answers:
+        """Begin the same call on every actor."""
+        calls = [self.submit(i, method, *args) for i in range(len(self))]
+        return lambda: self.gather(calls)
+
+    def begin_scatter(self, method: str, shards: Sequence[Any], *args: Any) -> Answers:
+        """Begin the call with `shards[i]` first on actor i."""
         assert len(shards) == len(self), f"{len(shards)} shards for {len(self)} actors"
-        return self.gather([self.submit(i, method, s, *args) for i, s in enumerate(shards)])
+        calls = [self.submit(i, method, s, *args) for i, s in enumerate(shards)]
+        return lambda: self.gather(calls)
 
     def gather(self, calls: Sequence[Any], check: Callable[[], None] = lambda: None) -> list[Any]:
         """The answers to `calls`, one call per actor, in their order.
@@ -186,6 +218,10 @@ class RayWorkerGroup:
                 self._raise(error, asked, asked[call])
         check()
         return answers
+
+    def take_calls(self) -> list[list[Call]]:
+        """What each actor was called for since the last time."""
+        return self.gather([host.take_calls.remote() for host in self.hosts])
 
     def is_done(self, call: Any) -> bool:
         """Whether a call was answered, or failed."""

@@ -55,8 +55,8 @@ def reserve(
         remove_placement_group(placement)
         raise ResourceError(
             f"the Ray cluster could not place {wanted} in {timeout_s:.0f} s: {describe_nodes()}; "
-            "add nodes (docs/multinode.md), lower trainer.n_gpus_per_node, trainer.rollout_gpus or "
-            "trainer.nnodes, or wait longer with trainer.node_timeout"
+            "add nodes (docs/multinode.md), lower trainer.n_gpus_per_node, trainer.rollout_gpus, "
+            "critic.n_gpus_per_node or trainer.nnodes, or wait longer with trainer.node_timeout"
         )
     return placement
 
@@ -79,9 +79,13 @@ def nodes_of(placement: PlacementGroup) -> dict[str, str]:
 
 
 def create_trainer_group(
-    placement: PlacementGroup, num_ranks: int, use_gpu: bool, env: Mapping[str, str]
-) -> RayWorkerGroup:
-    """One actor per training rank in what was reserved, in order; a GPU each if `use_gpu`."""
+    placement: PlacementGroup, num_ranks: int, use_gpu: bool, env: Mapping[str, str],
+    name: str = "rank",
+) -> RayWorkerGroup:  # fmt: skip
+    """One actor per training rank in what was reserved, in order; a GPU each if `use_gpu`.
+
+    `name`: what users call one of them.
+    """
     per_node = num_ranks // placement.bundle_count
     options = []
     for rank in range(num_ranks):
@@ -96,7 +100,7 @@ def create_trainer_group(
                 scheduling_strategy=strategy,
             )
         )
-    return RayWorkerGroup(options, "rank", RankLost, placement)
+    return RayWorkerGroup(options, name, RankLost, placement)
 
 
 def gpus_beside(placement: PlacementGroup, engine_gpus: int) -> list[Place]:

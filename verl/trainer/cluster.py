@@ -49,7 +49,8 @@ def start_ray(config: Config) -> None:
         refuse_job_folder(config)
         join(address)
         return
-    num_cpus = max(len(os.sched_getaffinity(0)), config.num_ranks)
+    ranks = config.num_ranks + (config.num_critic_ranks if config.has_own_critic else 0)
+    num_cpus = max(len(os.sched_getaffinity(0)), ranks)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody asked for a report to Ray
     ray.init("local", include_dashboard=False, num_cpus=num_cpus, logging_level=logging.WARNING)

@@ -1,28 +1,26 @@
-"""A run's two groups of Ray actors, training ranks and rollout replicas, and how they are started.
+"""A run's groups of Ray actors, training ranks and rollout replicas, and how they are started.
 
-Both hide how work is divided: the trainer passes whole batches and gets whole answers.
+`TrainerRanks` and `RolloutReplicas` hide how work is divided over them.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
-from torch import Tensor
+from ray.util.placement_group import PlacementGroup
 
 from verl.agent.environment import EnvironmentFactory
 from verl.agent.interface import Agent
 from verl.config import Config
-from verl.errors import ConfigError, SaveError, explain
-from verl.monitor.flops import peak_flops
+from verl.errors import ConfigError, explain
 from verl.rollout.interface import EngineDied, engine_takes_adapter
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import RayWorkerGroup
-from verl.single_controller.dispatch import join_tokens, split_by_tokens
 from verl.single_controller.placement import (
     create_rollout_group,
     create_trainer_group,
@@ -34,121 +32,12 @@ from verl.single_controller.placement import (
 from verl.single_controller.reaper import MARK, OrphanReaper
 from verl.single_controller.restarts import Restarts
 from verl.trainer.cluster import JOB_CONFIG, anchored, check_nodes, uses_gpus
-from verl.training.devices import DETERMINISTIC_ENV, PeakMemory
+from verl.trainer.ranks import TrainerRanks
+from verl.training.critic_worker import CriticWorker
+from verl.training.devices import DETERMINISTIC_ENV
 from verl.training.network import forwarded
-from verl.training.node_folder import on_node
+from verl.training.rank import TrainingRank
 from verl.training.worker import TrainerWorker
-from verl.types import Metrics, TokenBatch
-
-
-class TrainerRanks:
-    """FSDP ranks that hold actor, reference and critic."""
-
-    def __init__(self, group: RayWorkerGroup) -> None:
-        self.group = group
-
-    def _per_token(self, method: str, batch: TokenBatch) -> Tensor:
-        split = split_by_tokens(batch, len(self.group))
-        return join_tokens(self.group.scatter(method, split.shards), split, batch)
-
-    def log_probs(self, batch: TokenBatch) -> Tensor:
-        """The actor's log-probs, (num_tokens,), 0 outside the loss mask."""
-        return self._per_token("actor.log_probs", batch)
-
-    def ref_log_probs(self, batch: TokenBatch) -> Tensor:
-        """The reference's log-probs, (num_tokens,), 0 outside the loss mask."""
-        return self._per_token("reference.log_probs", batch)
-
-    def values(self, batch: TokenBatch) -> Tensor:
-        """The critic's values, (num_tokens,), 0 outside the loss mask."""
-        return self._per_token("critic.values", batch)
-
-    def update_actor(self, mini_batch: TokenBatch) -> Metrics:
-        """One optimizer step of the policy; metrics are global, the same on every rank."""
-        return self._update("actor.update", mini_batch)
-
-    def update_critic(self, mini_batch: TokenBatch) -> Metrics:
-        """One optimizer step of the critic; metrics are global, the same on every rank."""
-        return self._update("critic.update", mini_batch)
-
-    def _update(self, method: str, mini_batch: TokenBatch) -> Metrics:
-        split = split_by_tokens(mini_batch, len(self.group))
-        return dict(self.group.scatter(method, split.shards)[0])
-
-    def save_policy(
-        self, directory: Path, dtype: str = "bfloat16", is_adapter: bool = False
-    ) -> None:
-        """Write the policy once, as a Hugging Face folder, or its adapter as peft's folder."""
-        self.group.call("save_policy", str(directory.absolute()), dtype, is_adapter)
-
-    def share_policy(
-        self, directory: Path, version: int, needed: Sequence[int], dtype: str, is_adapter: bool
-    ) -> float:
-        """Write the policy, or its adapter, on each node for its engines (`replicas.Policy`).
-
-        Returns the seconds of writing files, of the node that took longest.
-        """
-        folders = [str(on_node(directory, place.node_id)) for place in self.group.places()]
-        given = (version, needed, dtype, is_adapter)
-        seconds: list[float] = self.group.scatter("share_policy", folders, *given)
-        return max(seconds)
-
-    def save_checkpoint(self, directory: Path) -> None:
-        """Every rank writes its shards below `directory`. Raises SaveError."""
-        raise_first(self.group.call("save_checkpoint", str(directory.absolute())))
-
-    def start_checkpoint(self, directory: Path) -> None:
-        """Every rank copies its shards to host memory and begins to write them."""
-        self.group.call("start_checkpoint", str(directory.absolute()))
-
-    def finish_checkpoint(self) -> None:
-        """Wait until what `start_checkpoint` began is written. Raises SaveError."""
-        raise_first(self.group.call("finish_checkpoint"))
-
-    def checkpoint_bytes(self) -> int:
-        """Bytes of all ranks' shards."""
-        return sum(num_bytes for _, num_bytes, _ in self.group.call("checkpoint_room"))
-
-    def can_copy_checkpoint(self) -> bool:
-        """Whether each host has the memory for a copy of the shards of its ranks."""
-        room, needed = self.group.call("checkpoint_room"), Counter[str]()
-        for host, num_bytes, _ in room:
-            needed[host] += num_bytes
-        return all(needed[host] < 0.8 * available for host, _, available in room)
-
-    def load_checkpoint(self, directory: Path) -> None:
-        """Every rank reads its shards from `directory`."""
-        self.group.call("load_checkpoint", str(directory.absolute()))
-
-    def scale_lr(self, scale: float) -> None:
-        """Actor and critic learn at `scale` times their configured rates from now on."""
-        self.group.call("scale_lr", scale)
-
-    def empty_cache(self) -> None:
-        """Give back the devices' memory that torch keeps for reuse."""
-        self.group.call("empty_cache")
-
-    def take_peak_memory(self) -> PeakMemory | None:
-        """The most that any rank held of its device since the last call; None on CPU."""
-        peaks = [peak for peak in self.group.call("take_peak_memory") if peak is not None]
-        if not peaks:
-            return None
-        return PeakMemory(max(p.allocated for p in peaks), max(p.reserved for p in peaks))
-
-    def peak_flops(self) -> float | None:
-        """FLOP/s of a rank's card at most; None where that is not known, as on CPU."""
-        return peak_flops(*self.group.call("card")[0])
-
-    def shutdown(self) -> None:
-        """End the ranks."""
-        self.group.shutdown()
-
-
-def raise_first(problems: Sequence[str]) -> None:
-    """Raise SaveError with the first rank's problem, if any rank had one."""
-    for rank, problem in enumerate(problems):
-        if problem:
-            raise SaveError(problem if problem.startswith("rank ") else f"rank {rank}: {problem}")
 
 
 def build_groups(
@@ -163,39 +52,35 @@ def build_groups(
     use_gpu = uses_gpus(config)
     refuse_crowded_cards(config, use_gpu)
     config = anchored(config, use_gpu)
-    trainer = config.trainer
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     own_gpus, num_replicas = trainer.rollout_gpus, config.num_engines(use_gpu)
-    placement = reserve(config.num_ranks, trainer.nnodes, use_gpu, trainer.node_timeout, own_gpus)
-    nodes = nodes_of(placement)
+    rooms = reserve_ranks(config, use_gpu)
+    nodes = {node: address for room in rooms for node, address in nodes_of(room).items()}
     check_nodes(config, tools, nodes)
     threads = gpu_threads(nodes, config.gpus_per_node) if use_gpu else cpu_env()
     env = forwarded(os.environ) | threads | {MARK: reaper.mark}
     if config.trainer.deterministic:
         env |= DETERMINISTIC_ENV
-    ranks = create_trainer_group(placement, config.num_ranks, use_gpu, env)
-    guard_nodes(ranks, reaper.mark)
-    places = ranks.places()
-    rollout = config.actor_rollout_ref.rollout
+    ranks = TrainerRanks(*create_ranks(config, rooms, use_gpu, env))
+    guard_nodes(ranks.groups, reaper.mark)
+    places = ranks.group.places()
     has_gpus = use_gpu and not config.is_external
     per_replica = rollout.tensor_model_parallel_size if has_gpus else 0
-    theirs = gpus_beside(placement, own_gpus) if use_gpu and own_gpus else places
+    theirs = gpus_beside(rooms[0], own_gpus) if use_gpu and own_gpus else places
     replicas = create_rollout_group(theirs, num_replicas, per_replica, env, (EngineDied,))
     replicas.places()
     arguments = [(config, agent_factory, replica) for replica in range(num_replicas)]
     replicas_built = replicas.start_build(RolloutReplica, arguments)
+    begun = begin_ranks(ranks, ranks.groups[1:], CriticWorker, config, total_updates)
     must_wait = use_gpu and config.shares_devices
     if must_wait:
         start_engines(replicas, replicas_built, then_sleep=True)
-    address = (places[0].host, ranks.free_port())
-    size = config.num_ranks
-    ranks_built = ranks.start_build(
-        TrainerWorker, [(config, rank, size, *address, total_updates) for rank in range(size)]
-    )
+    begun += begin_ranks(ranks, [ranks.group], TrainerWorker, config, total_updates)
     if not must_wait:
         start_engines(replicas, replicas_built, then_sleep=False)
-    ranks.gather(ranks_built)
-    trainer_ranks = TrainerRanks(ranks)
-    return trainer_ranks, RolloutReplicas(
+    for group, built in begun:
+        group.gather(built)
+    return ranks, RolloutReplicas(
         replicas,
         arguments,
         restarts,
@@ -203,7 +88,7 @@ def build_groups(
         shares_devices=config.shares_devices,
         overlaps=rollout.max_staleness > 0,
         hang_timeout=trainer.hang_timeout,
-        empty_cache=trainer_ranks.empty_cache if config.shares_devices else (lambda: None),
+        empty_cache=ranks.empty_cache if config.shares_devices else (lambda: None),
         weights_root=None if rollout.weights_dir is None else Path(rollout.weights_dir),
     )
 
@@ -225,12 +110,53 @@ def refuse_crowded_cards(config: Config, use_gpu: bool) -> None:
         raise ConfigError(explain(key, number, expected, f"{key}=null"))
 
 
-def guard_nodes(ranks: RayWorkerGroup, mark: str) -> None:
+def guard_nodes(groups: Sequence[RayWorkerGroup], mark: str) -> None:
     """Start a reaper of orphans on each node but the driver's, which has the run's own."""
-    places = ranks.places()
-    own = ray.get_runtime_context().get_node_id()
-    others = [i for i in first_of_nodes(places) if places[i].node_id != own]
-    ranks.gather([ranks.hosts[i].guard.remote(mark) for i in others])
+    guarded = {ray.get_runtime_context().get_node_id()}
+    for group in groups:
+        places = group.places()
+        others = [i for i in first_of_nodes(places) if places[i].node_id not in guarded]
+        group.gather([group.hosts[i].guard.remote(mark) for i in others])
+        guarded |= {places[i].node_id for i in others}
+
+
+def reserve_ranks(config: Config, use_gpu: bool) -> list[PlacementGroup]:
+    """Room for the actor's ranks, with the engines' GPUs beside them, and for a critic's own."""
+    trainer, seconds = config.trainer, config.trainer.node_timeout
+    actor = reserve(config.num_ranks, trainer.nnodes, use_gpu, seconds, trainer.rollout_gpus)
+    if not config.has_own_critic:
+        return [actor]
+    return [actor, reserve(config.num_critic_ranks, config.critic_nodes, use_gpu, seconds)]
+
+
+def create_ranks(
+    config: Config, rooms: Sequence[PlacementGroup], use_gpu: bool, env: Mapping[str, str]
+) -> list[RayWorkerGroup]:
+    """A group of actors in each room."""
+    kinds = (("rank", config.num_ranks), ("critic rank", config.num_critic_ranks))
+    return [
+        create_trainer_group(room, size, use_gpu, env, name)
+        for room, (name, size) in zip(rooms, kinds, strict=False)
+    ]
+
+
+def begin_ranks(
+    ranks: TrainerRanks, groups: Sequence[RayWorkerGroup], kind: type[TrainingRank],
+    config: Config, total_updates: int,
+) -> list[tuple[RayWorkerGroup, list[Any]]]:  # fmt: skip
+    """Begin to build ranks, which meet at the first of their group; groups and Ray references."""
+    begun = []
+    for group in groups:
+        others = [
+            place.node_id for one in ranks.groups if one is not group for place in one.places()
+        ]
+        address = (group.places()[0].host, group.free_port())
+        arguments = [
+            (config, rank, len(group), *address, total_updates, others.count(place.node_id))
+            for rank, place in enumerate(group.places())
+        ]
+        begun.append((group, group.start_build(kind, arguments)))
+    return begun
 
 
 def start_engines(replicas: RayWorkerGroup, built: Sequence[object], then_sleep: bool) -> None:

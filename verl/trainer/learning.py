@@ -17,12 +17,15 @@ from verl.core_algos.shaping import clip_advantages, overlong_penalty
 from verl.errors import ConfigError, explain
 from verl.monitor.collapse import DRIFT, SHIFT
 from verl.monitor.drift import correct_trajectories, drift_and_shift
-from verl.monitor.performance import WorkCounter
+from verl.monitor.performance import Timings, WorkCounter
 from verl.packing import share_prompts
 from verl.trainer.collection import Samples
-from verl.trainer.groups import TrainerRanks
 from verl.trainer.metrics import mean_by_key
+from verl.trainer.ranks import TrainerRanks
 from verl.types import Metrics, TokenBatch
+
+WAIT = "wait_critic"
+"""The phase in which nothing is left to do but to wait for a critic on devices of its own."""
 
 
 def assemble(samples: Samples, config: Config) -> TokenBatch:
@@ -182,22 +185,49 @@ class Learner:
             batch.tokens["ref_log_probs"] = self.ranks.ref_log_probs(batch)
             self.work.looks("old_log_prob", self.work.reference, batch)
 
-    def add_values(self, batch: TokenBatch) -> None:
-        """The critic's view of the states, for estimators that ask for it."""
-        if self.advantage.needs_critic:
-            batch.tokens["values"] = self.ranks.values(batch)
-            self.work.looks("values", self.work.critic, batch)
+    @property
+    def has_critic_beside(self) -> bool:
+        """A critic on devices of its own works while the actor does."""
+        return self.ranks.has_own_critic and self.advantage.needs_critic
 
-    def update_critic(self, batch: TokenBatch, step: int) -> Metrics:
-        """The value function's epochs over the batch."""
+    def look(self, batch: TokenBatch, timings: Timings) -> None:
+        """Log-probs, and the critic's view of the states for estimators that ask for it."""
+        begun = self.ranks.begin_values(batch) if self.has_critic_beside else None
+        with timings.phase("old_log_prob"):
+            self.add_log_probs(batch)
+        with timings.phase("values" if begun is None else WAIT):
+            if self.advantage.needs_critic:
+                batch.tokens["values"] = (begun or self.ranks.begin_values(batch))()
+                self.work.looks("values", self.work.critic, batch)
+        if begun is not None:
+            timings.note_peak("values", self.ranks.take_critic_peak())
+
+    def update(self, batch: TokenBatch, step: int, timings: Timings) -> Metrics:
+        """The epochs of critic and actor over the batch; neither needs what the other learns."""
+        begin = self.ranks.begin_update_critic
+        if not self.has_critic_beside:
+            with timings.phase("update_critic"):
+                found = [begin(mini)() for mini in self.minis_of_critic(batch, step)]
+            with timings.phase("update_actor"):
+                return mean_by_key(found) | self.update_actor(batch, step)
+        begun = [begin(mini) for mini in self.minis_of_critic(batch, step)]
+        with timings.phase("update_actor"):
+            metrics = self.update_actor(batch, step)
+        with timings.phase(WAIT):
+            found = [answer() for answer in begun]
+        timings.note_peak("update_critic", self.ranks.take_critic_peak())
+        return mean_by_key(found) | metrics
+
+    def minis_of_critic(self, batch: TokenBatch, step: int) -> list[TokenBatch]:
+        """What the value function's epochs over the batch learn from, in order."""
         if not self.advantage.needs_critic:
-            return {}
+            return []
         critic = self.config.critic
         size = critic.ppo_mini_batch_size or self.config.actor_rollout_ref.actor.ppo_mini_batch_size
         minis = mini_batches(batch, self.config, size, critic.ppo_epochs, step)
         for mini in minis:
             self.work.learns("update_critic", self.work.critic, mini)
-        return mean_by_key([self.ranks.update_critic(mini) for mini in minis])
+        return minis
 
     def update_actor(self, batch: TokenBatch, step: int) -> Metrics:
         """The policy's epochs over the batch; none while the critic warms up."""

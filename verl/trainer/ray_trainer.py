@@ -39,14 +39,13 @@ from verl.errors import (
 )
 from verl.files import is_of_files
 from verl.monitor.guard import CollapseGuard, Verdict
-from verl.monitor.performance import Timings, speed_metrics
+from verl.monitor.performance import Timings, critic_seconds, speed_metrics
 from verl.monitor.trace import Trace
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import RewardFn, RewardManager, adapted
 from verl.rollout.replicas import RolloutReplicas
 from verl.rollout.retry import RetryingRollout
 from verl.trainer.collection import RolloutCollector
-from verl.trainer.groups import TrainerRanks
 from verl.trainer.learning import Learner, add_advantages, assemble
 from verl.trainer.metrics import (
     advantage_metrics,
@@ -54,6 +53,7 @@ from verl.trainer.metrics import (
     staleness_metrics,
     throughput_metrics,
 )
+from verl.trainer.ranks import TrainerRanks
 from verl.trainer.stopping import Stopper, end_of_time
 from verl.trainer.validation import validate
 from verl.training.stored import reading
@@ -189,31 +189,28 @@ class RayPPOTrainer:
         with self.stopper.interruptible():
             samples, metrics = self.collector.collect(self.step, timings)
         batch = assemble(samples, self.config)
-        with timings.phase("old_log_prob"):
-            self.learner.add_log_probs(batch)
-        with timings.phase("values"):
-            self.learner.add_values(batch)
+        self.learner.look(batch, timings)
         with timings.phase("adv"):
             metrics |= add_advantages(batch, self.config, self.kl_controller)
         metrics |= advantage_metrics(batch) | staleness_metrics(batch, self.replicas.version)
-        with timings.phase("update_critic"):
-            metrics |= self.learner.update_critic(batch, self.step)
-        with timings.phase("update_actor"):
-            metrics |= self.learner.update_actor(batch, self.step)
+        metrics |= self.learner.update(batch, self.step, timings)
         with timings.phase("guard"):
             metrics |= self.learner.drift(batch)
         with timings.phase("update_weights"):
             parts = self.update_weights()
         timings.seconds |= {f"update_weights/{part}": s for part, s in parts.items()}
-        self.trace.add_step(self.step, timings, samples.trajectories)
+        calls = self.ranks.take_calls()
+        if self.learner.has_critic_beside:
+            timings.beside |= critic_seconds(calls)
+        self.trace.add_step(self.step, timings, samples.trajectories, calls)
         return {**metrics, **self.performance(batch, timings), **self.faults()}
 
     def performance(self, batch: TokenBatch, timings: Timings) -> Metrics:
         """How fast the step was, and what it took of the devices."""
-        num_ranks, work = self.config.num_ranks, self.learner.work.take()
-        speed = speed_metrics(work, timings.seconds, num_ranks, self.peak_flops)
-        num_gpus = self.config.gpus_per_node * self.config.trainer.nnodes
-        own = throughput_metrics(batch, timings, num_gpus)
+        ranks = (self.config.num_ranks, self.config.num_critic_ranks)
+        seconds = timings.seconds | timings.beside
+        speed = speed_metrics(self.learner.work.take(), seconds, ranks, self.peak_flops)
+        own = throughput_metrics(batch, timings, self.config.num_gpus)
         busy = busy_metrics(timings, self.replicas.busy_share())
         return {**own, **speed, **busy, **timings.metrics()}
 

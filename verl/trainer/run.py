@@ -127,7 +127,11 @@ def processes(
                 restarts,
             )
             node_id = ray.get_runtime_context().get_node_id()
-            host_memory.names = rank_names(ranks.group.places(), node_id)
+            host_memory.names = {
+                process: name
+                for group in ranks.groups
+                for process, name in rank_names(group.places(), node_id, group.name).items()
+            }
             try:
                 yield RayPPOTrainer(
                     config=config,

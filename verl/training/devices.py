@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +134,11 @@ def cores_of(num_engine_cores: int, is_engine: bool) -> list[int]:
 
 def keep_to_cores(num_engine_cores: int, is_engine: bool) -> None:
     """Have this process, and those that it starts, compute on its side's cores alone."""
-    cores = cores_of(num_engine_cores, is_engine)
+    keep_to(cores_of(num_engine_cores, is_engine))
+
+
+def keep_to(cores: Sequence[int]) -> None:
+    """Have this process, and those that it starts, compute on these cores alone."""
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
             os.sched_setaffinity(int(thread), cores)
@@ -141,9 +146,20 @@ def keep_to_cores(num_engine_cores: int, is_engine: bool) -> None:
     torch.set_num_threads(len(cores))
 
 
-def share_threads(num_processes: int) -> None:
-    """Give this process its share of the machine's cores for computing on the CPU."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
+def share_threads(num_processes: int, num_beside: int = 0, comes_first: bool = True) -> None:
+    """Give this process its share of the cores that it may use, for computing on the CPU.
+
+    `num_processes` compute together. `num_beside` others do something else meanwhile: where there
+    is a core for each, they have cores of their own, the last or, unless the processes asked for
+    come first, the first.
+    """
+    cores, together = sorted(os.sched_getaffinity(0)), num_processes + num_beside
+    if num_beside and len(cores) >= together:
+        first = num_processes if comes_first else num_beside
+        cut = len(cores) * first // together
+        keep_to(cores[:cut] if comes_first else cores[cut:])
+        together = num_processes
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // together))
 
 
 def join_process_group(device: torch.device, rank: int, world_size: int) -> None:

@@ -30,6 +30,8 @@ from verl.training.stored import load_tensors, read_states, reading, reason
 from verl.training.weights import copy_tokenizer
 
 ADAPTERS_FILE = "adapters.json"
+CRITIC_FOLDER = "critic"
+"""Below a checkpoint, the files of a critic that had devices of its own, as those beside it."""
 
 
 @dataclass
@@ -41,7 +43,10 @@ class ShardWriter:
     _problem: str = field(init=False, default="")
 
     def start(
-        self, directory: Path, engines: Mapping[str, FsdpModel], model_config: PretrainedConfig
+        self,
+        directory: Path,
+        engines: Mapping[str, FsdpModel],
+        model_config: PretrainedConfig | None,
     ) -> None:
         """Copy this rank's shards to host memory and begin to write them; training may go on."""
         assert self._shards is None, "the checkpoint before is still being written: call finish"
@@ -72,7 +77,7 @@ class ShardWriter:
 
 
 def save_shards(
-    directory: Path, engines: Mapping[str, FsdpModel], model_config: PretrainedConfig
+    directory: Path, engines: Mapping[str, FsdpModel], model_config: PretrainedConfig | None
 ) -> str:
     """Write this rank's part of all engines; every rank calls it with the same directory.
 
@@ -98,7 +103,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _write_own(
-    directory: Path, engines: Mapping[str, FsdpModel], model_config: PretrainedConfig
+    directory: Path, engines: Mapping[str, FsdpModel], model_config: PretrainedConfig | None
 ) -> str:
     """Write the small files of this rank; what went wrong, or an empty text."""
     schedules = {name: {"last_epoch": engine.num_done} for name, engine in engines.items()}
@@ -112,33 +117,53 @@ def _write_own(
             records = _adapter_records(engines)
             if records:
                 (directory / ADAPTERS_FILE).write_text(json.dumps(records, indent=1) + "\n")
-            model_config.save_pretrained(directory / "huggingface")
-            copy_tokenizer(str(model_config.name_or_path), directory / "huggingface")
+            if model_config is not None:
+                model_config.save_pretrained(directory / "huggingface")
+                copy_tokenizer(str(model_config.name_or_path), directory / "huggingface")
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
         return reason(error)
     return ""
 
 
 def load_shards(directory: Path, engines: Mapping[str, FsdpModel]) -> None:
-    """Take up what `save_shards` wrote, whatever number of ranks wrote it.
+    """Take up what `save_shards` wrote, whatever number of ranks wrote it, and beside whatever.
 
     A rank that did not exist then keeps its random states. Raises ConfigError when the adapters, or
     the base below them, are not those of the checkpoint, and ModelError when its files cannot be
     used.
     """
-    check_same(read_adapters(directory), _adapter_records(engines))
-    load_tensors(_tensors(engines), directory / "shards")
-    own = rank_file(directory, dist.get_rank())
-    state = read_states(own if own.exists() else rank_file(directory, 0))
+    saved = read_adapters(directory)
+    check_same({name: saved[name] for name in engines if name in saved}, _adapter_records(engines))
+    homes = {name: folder_of(directory, name) for name in engines}
+    for number, folder in enumerate(dict.fromkeys(homes.values())):
+        here = {name: engine for name, engine in engines.items() if homes[name] == folder}
+        _load_from(folder, here, with_random=number == 0)
+    dist.barrier()
+
+
+def _load_from(folder: Path, engines: Mapping[str, FsdpModel], with_random: bool) -> None:
+    load_tensors(_tensors(engines), folder / "shards")
+    own = rank_file(folder, dist.get_rank())
+    state = read_states(own if own.exists() else rank_file(folder, 0))
     with reading(own):
         for name, engine in engines.items():
             engine.num_done = int(state["schedules"][name]["last_epoch"])
             scale = state.get("loss_scales", {}).get(name)  # older checkpoints, and other formats
             if engine.loss_scale is not None and scale is not None:
                 engine.loss_scale.load_state_dict(scale)
-        if own.exists():
+        if own.exists() and with_random:
             set_random_states(state["random"])
-    dist.barrier()
+
+
+def folders_of(directory: Path) -> list[Path]:
+    """The folders of a checkpoint that hold shards: its own, and that of a critic by itself."""
+    return list(dict.fromkeys(folder_of(directory, name) for name in ("actor", "critic")))
+
+
+def folder_of(directory: Path, name: str) -> Path:
+    """Where a checkpoint has the shards of an engine."""
+    apart = directory / CRITIC_FOLDER
+    return apart if name == "critic" and apart.is_dir() else directory
 
 
 def _adapter_records(engines: Mapping[str, FsdpModel]) -> dict[str, Any]:
@@ -152,9 +177,11 @@ def read_adapters(step_dir: Path) -> dict[str, Any]:
 
     Raises ModelError.
     """
-    path = step_dir / ADAPTERS_FILE
-    with reading(path):
-        return dict(json.loads(path.read_text())) if path.exists() else {}
+    found: dict[str, Any] = {}
+    for path in (folder / ADAPTERS_FILE for folder in folders_of(step_dir)):
+        with reading(path):
+            found |= json.loads(path.read_text()) if path.exists() else {}
+    return found
 
 
 def rank_file(directory: Path, rank: int) -> Path:

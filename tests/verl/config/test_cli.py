@@ -181,6 +181,20 @@ def test_defaults_warn_of_nothing(
                 ("null", "actor_rollout_ref.rollout.weights_dir=w", "weights_dir: got w, expected"),
             )
         ),
+        (
+            "critic.n_gpus_per_node=4 algorithm.adv_estimator=rloo "
+            "actor_rollout_ref.rollout.n_agent=5",
+            "critic.n_gpus_per_node: got 4, expected null: rloo has no critic; fix",
+        ),
+        ("critic.n_gpus_per_node=-1", "critic.n_gpus_per_node: got -1, expected 1 or more"),
+        (
+            "critic.nnodes=2",
+            "critic.nnodes: got 2, expected null: with critic.n_gpus_per_node=null",
+        ),
+        (
+            "critic.n_gpus_per_node=4 critic.ppo_mini_batch_size=3",
+            "critic.ppo_mini_batch_size: got 3, expected one trajectory or more for each of the",
+        ),
         ("actor_rollout_ref.actor.kl_loss_type=kk", "kl_loss_type"),
         ("trainer.logger=[console,foo]", "trainer.logger: got [console,foo]"),
         ("trainer.save_freq=-2", "trainer.save_freq"),

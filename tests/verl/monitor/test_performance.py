@@ -12,8 +12,9 @@ from example.tiny import tiny_llama
 from tests.verl.trainer.recording import RecordingRanks
 from tests.verl.training.ranks import VOCAB
 from verl.config import Config
-from verl.monitor.performance import Timings, Work, speed_metrics
+from verl.monitor.performance import Timings, Work, critic_seconds, speed_metrics
 from verl.packing import SHARED
+from verl.single_controller.actors import Call
 from verl.trainer.learning import Learner
 from verl.training.devices import PeakMemory
 from verl.types import TokenBatch
@@ -57,10 +58,8 @@ def done(config: Config, seen: TokenBatch | None = None) -> dict[str, Work]:
     """What a step over the batch comes to."""
     learner = Learner(config, RecordingRanks([]))  # type: ignore[arg-type]
     seen = seen or batch()
-    learner.add_log_probs(seen)
-    learner.add_values(seen)
-    learner.update_critic(seen, 1)
-    learner.update_actor(seen, 1)
+    learner.look(seen, Timings())
+    learner.update(seen, 1, Timings())
     found = learner.work.take()
     assert learner.work.take() == {}
     return found
@@ -128,7 +127,7 @@ def test_utilisation_is_a_share_of_what_the_cards_could_have_done() -> None:
     """6e12 FLOPs in 3 s on 4 cards of 1e12 FLOP/s are 0.5 TFLOP/s each, half of the peak."""
     work = {"update_actor": Work(6e12, 3e12), "values": Work(3e12)}
     seconds = {"update_actor": 3.0, "values": 1.5, "gen": 9.0}
-    assert speed_metrics(work, seconds, 4, 1e12) == pytest.approx({
+    assert speed_metrics(work, seconds, (4, 4), 1e12) == pytest.approx({
         "perf/tflops/actor": 0.5, "perf/mfu/actor": 0.5, "perf/hfu/actor": 0.75,
         "perf/tflops/values": 0.5, "perf/mfu/values": 0.5,
     })  # fmt: skip
@@ -136,9 +135,26 @@ def test_utilisation_is_a_share_of_what_the_cards_could_have_done() -> None:
 
 def test_without_a_known_card_there_is_no_utilisation() -> None:
     """On CPU, say: the speed alone."""
-    assert speed_metrics({"values": Work(3e12)}, {"values": 1.5}, 1, None) == {
+    assert speed_metrics({"values": Work(3e12)}, {"values": 1.5}, (1, 1), None) == {
         "perf/tflops/values": 2.0
     }
+
+
+def test_a_critic_on_devices_of_its_own_has_its_own_seconds_and_ranks() -> None:
+    """Those of its slowest rank, which are in the metrics and not in what the phases took."""
+    calls = {
+        "rank 0": [Call("actor.update", 0.0, 9.0)],
+        "critic rank 0": [Call("critic.values", 1.0, 2.0), Call("critic.update", 2.0, 4.0)],
+        "critic rank 1": [Call("critic.update", 2.0, 3.5), Call("critic.update", 4.0, 5.0)],
+    }
+    seconds = critic_seconds(calls)
+    assert seconds == {"values": 1.0, "update_critic": 2.5}
+    work = {"update_critic": Work(5e12), "update_actor": Work(9e12)}
+    found = speed_metrics(work, {**seconds, "update_actor": 9.0}, (1, 2), None)
+    assert found == {"perf/tflops/critic": 1.0, "perf/tflops/actor": 1.0}
+    timings = Timings()
+    timings.beside |= seconds
+    assert timings.of_phases == 0.0 and timings.metrics()["timing_s/update_critic"] == 2.5
 
 
 def peaks(*gigabytes: float) -> Iterator[PeakMemory]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from verl.monitor.performance import Timings
 from verl.monitor.trace import Trace, busy
+from verl.single_controller.actors import Call
 from verl.types import Prompt, Trajectory, TurnTimes, start_trajectory
 
 TURNS = st.lists(st.integers(0, 50), min_size=3, max_size=9).map(sorted)
@@ -38,7 +39,8 @@ def test_a_trace_has_phases_engines_and_turns_and_goes_on_after_a_resume(tmp_pat
         timings, trace = Timings(), Trace(tmp_path)
         with timings.phase("gen"):
             pass
-        trace.add_step(step, timings, [trajectory([1, 2, 3, 5, 5, 6]), trajectory([1, 1, 4], 1)])
+        dialogues = [trajectory([1, 2, 3, 5, 5, 6]), trajectory([1, 1, 4], 1)]
+        trace.add_step(step, timings, dialogues, {})
     spans = [e for e in events(tmp_path) if e["ph"] == "X"]
     assert [e["name"] for e in spans if e["pid"] == 0] == ["gen", "gen"]
     first = [e for e in spans if e["pid"] == 1 and e["tid"] > 0][:5]
@@ -51,9 +53,30 @@ def test_a_trace_has_phases_engines_and_turns_and_goes_on_after_a_resume(tmp_pat
     assert names == {"trainer", "replica 0", "replica 1"}
 
 
+def test_each_rank_has_a_row_of_what_it_was_called_for(tmp_path: Path) -> None:
+    """Beside the trainer's phases, by the rank's own clock; waiting for a file is not work."""
+    trace = Trace(tmp_path)
+    learns, waits = Call("actor.update", 7.0, 7.5), Call("finish_checkpoint", 6.0, 9.0)
+    for step in (1, 2):
+        calls = {"rank 0": [waits, learns], "critic rank 0": [Call("critic.values", 2.0, 4.0)]}
+        trace.add_step(step, Timings(), [], calls)
+    found = events(tmp_path)
+    rows = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    spans = [(rows[e["tid"]], e["name"], e["ts"], e["dur"], e["args"]["step"])
+             for e in found if e["ph"] == "X" and e["pid"] == 0]  # fmt: skip
+    assert spans == [
+        row
+        for step in (1, 2)
+        for row in (
+            ("rank 0", "actor.update", 7e6, 5e5, step),
+            ("critic rank 0", "critic.values", 2e6, 2e6, step),
+        )
+    ]
+
+
 def test_without_a_folder_nothing_is_written() -> None:
     """A run that does not trace pays for no file."""
-    Trace(None).add_step(1, Timings(), [trajectory([1, 2, 3])])
+    Trace(None).add_step(1, Timings(), [trajectory([1, 2, 3])], {})
 
 
 @settings(deadline=None, max_examples=60)
@@ -62,7 +85,7 @@ def test_a_row_holds_one_dialogue_at_a_time(all_marks: list[list[int]]) -> None:
     """Rows are used again when they are free; viewers would nest what overlaps."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Trace(Path(folder))
-        trace.add_step(1, Timings(), [trajectory(marks) for marks in all_marks])
+        trace.add_step(1, Timings(), [trajectory(marks) for marks in all_marks], {})
         found = events(Path(folder))
     spans = [e for e in found if e["ph"] == "X" and e["tid"] > 0]
     for _, row in itertools.groupby(sorted(spans, key=lambda e: e["tid"]), lambda e: e["tid"]):

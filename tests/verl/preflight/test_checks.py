@@ -172,8 +172,22 @@ def test_gpus_of_ranks_and_of_engines_add_up(
     (found,) = problems(cli.compose([*given, "trainer.rollout_gpus=3"]))
     assert found == (
         "trainer.n_gpus_per_node: got 4 and trainer.rollout_gpus=3 with 6 GPUs here, expected as "
-        "many; fix: lower them to 6 together, or trainer.rollout_gpus=0"
+        "many; fix: lower them to 6 together, or leave out trainer.rollout_gpus"
     )
+
+
+def test_gpus_of_a_critic_of_its_own_add_up(
+    sound: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of actor, engines and critic together; several nodes need a cluster."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 6)
+    given = [*sound, "trainer.device=cuda", "trainer.n_gpus_per_node=2", "trainer.rollout_gpus=2",
+             "trainer.memory_preflight=off", "algorithm.adv_estimator=gae"]  # fmt: skip
+    preflight(cli.compose([*given, "critic.n_gpus_per_node=2"]))
+    (found,) = problems(cli.compose([*given, "critic.n_gpus_per_node=3"]))
+    assert "got 2 and trainer.rollout_gpus=2 and critic.n_gpus_per_node=3 with 6 GPUs" in found
+    (found,) = problems(cli.compose([*given, "critic.n_gpus_per_node=2", "critic.nnodes=2"]))
+    assert "critic.nnodes: got 2 without RAY_ADDRESS" in found
 
 
 def test_on_cpu_engines_leave_the_ranks_a_core(sound: list[str]) -> None:

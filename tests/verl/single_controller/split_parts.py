@@ -35,9 +35,22 @@ class Part:
 class Rank(Part):
     """Takes what `TrainerWorker` takes."""
 
-    def __init__(self, config: Config, *_: Any) -> None:
-        super().__init__(config, "ranks", "engines")
+    side = "ranks"
+
+    def __init__(self, config: Config, rank: int, size: int, *rest: Any) -> None:
+        super().__init__(config, self.side, "engines")
+        self.number, self.beside = (rank, size), rest[-1]
         self.load()
+
+    def facts(self) -> tuple[int, int, int]:
+        """Number, ranks of the group, and ranks of the other one on this node."""
+        return *self.number, self.beside
+
+
+class Critic(Rank):
+    """Takes what `CriticWorker` takes."""
+
+    side = "critics"
 
 
 class Replica(Part):

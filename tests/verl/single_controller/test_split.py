@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.verl.single_controller.split_parts import Rank, Replica
+from tests.verl.single_controller.split_parts import Critic, Rank, Replica
 from verl.config import Config
 from verl.single_controller import placement
 from verl.single_controller.actors import Place, RayWorkerGroup
@@ -20,14 +20,14 @@ from verl.single_controller.reaper import MARK
 from verl.single_controller.restarts import Restarts
 from verl.trainer import groups
 
-NODES, RANKS, OWN = 2, 1, 2
-"""Nodes, and on each of them GPUs of ranks and of engines."""
+NODES, RANKS, OWN, CRITIC = 2, 1, 2, 1
+"""Nodes, and on each of them GPUs of the actor's ranks, of engines and of a critic's ranks."""
 
 
 @pytest.fixture
 def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ray over two nodes of logical GPUs."""
-    cards = RANKS + OWN
+    cards = RANKS + OWN + CRITIC
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(cards))))
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -53,20 +53,26 @@ def users(group: RayWorkerGroup) -> list[tuple[str, str]]:
 def test_no_card_is_used_by_a_rank_and_an_engine(
     two_nodes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every card has one user, an engine's lie on one node; both sides load at the same time."""
+    """Every card has one user, an engine's lie on one node; all sides load at the same time."""
     config = Config()
     config.trainer.device, config.trainer.nnodes = "cuda", NODES
     config.trainer.n_gpus_per_node, config.trainer.rollout_gpus = RANKS, OWN
+    config.critic.n_gpus_per_node = CRITIC
     config.trainer.default_local_dir = str(tmp_path)
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
     for name, replaced in {"check_nodes": lambda *_: None, "guard_nodes": lambda *_: None,
-                           "TrainerWorker": Rank, "RolloutReplica": Replica}.items():  # fmt: skip
+                           "TrainerWorker": Rank, "CriticWorker": Critic,
+                           "RolloutReplica": Replica}.items():  # fmt: skip
         monkeypatch.setattr(groups, name, replaced)
     given: Any = (lambda _: None, lambda _: None, 1, SimpleNamespace(mark="test"), Restarts(0))
     ranks, replicas = groups.build_groups(config, *given)
     try:
-        every = [(node["NodeID"], str(card)) for node in ray.nodes() for card in range(RANKS + OWN)]
-        assert Counter(users(ranks.group) + users(replicas.group)) == Counter(every)
+        every = [(node["NodeID"], str(card)) for node in ray.nodes() for card in range(4)]
+        found = [user for group in (*ranks.groups, replicas.group) for user in users(group)]
+        assert Counter(found) == Counter(every)
+        assert (
+            ranks.critic_group.call("facts") == [(0, 2, 1), (1, 2, 1)] == ranks.group.call("facts")
+        )
         assert [len(cards) for cards in replicas.group.call("cards")] == [2, 2]
         # In one, vLLM would start its tensor parallel workers as Ray actors on the ranks' cards.
         assert replicas.group.call("is_in_placement_group") == [False, False]
@@ -74,7 +80,7 @@ def test_no_card_is_used_by_a_rank_and_an_engine(
         replicas.sleep()
     finally:
         replicas.group.shutdown()
-        ranks.group.shutdown()
+        ranks.shutdown()
 
 
 @pytest.mark.parametrize(("size", "devices"), [(1, ["6", "7", "4", "5"]), (2, ["6,7", "4,5"])])

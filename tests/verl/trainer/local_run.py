@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
@@ -32,7 +32,7 @@ from verl.rollout.replicas import RolloutReplicas
 from verl.rollout.transformers_engine import TransformersEngine
 from verl.single_controller.actors import Place
 from verl.single_controller.restarts import Restarts
-from verl.trainer.groups import TrainerRanks
+from verl.trainer.ranks import TrainerRanks
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.training.worker import TrainerWorker
 from verl.types import Completion, Origin, Prompt, Sampling, Segment, Status, Trajectory
@@ -47,11 +47,16 @@ class Killed(BaseException):
 class LocalRanks:
     """The actors of a group of ranks, here one rank in this process."""
 
+    name = "rank"
+
     def __init__(self, worker: TrainerWorker) -> None:
         self.worker = worker
 
     def __len__(self) -> int:
         return 1
+
+    def take_calls(self) -> list[list[Any]]:
+        return [[]]
 
     def places(self) -> list[Place]:
         return [Place("here", "localhost", ())]
@@ -59,8 +64,16 @@ class LocalRanks:
     def scatter(self, method: str, shards: Sequence[Any], *more: Any) -> list[Any]:
         return [attrgetter(method)(self.worker)(shard, *more) for shard in shards]
 
+    def begin_scatter(self, method: str, shards: Sequence[Any]) -> Callable[[], list[Any]]:
+        found = self.scatter(method, shards)
+        return lambda: found
+
     def call(self, method: str, *arguments: Any) -> list[Any]:
         return [attrgetter(method)(self.worker)(*arguments)]
+
+    def begin(self, method: str, *arguments: Any) -> Callable[[], list[Any]]:
+        found = self.call(method, *arguments)
+        return lambda: found
 
 
 async def pause(draw: random.Random, longest: int) -> None:

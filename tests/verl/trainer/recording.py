@@ -1,13 +1,14 @@
 """Groups that record what the driver asks of them, instead of Ray actors."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from verl.rewards.interface import Reward
 from verl.rollout.in_flight import Engines
+from verl.single_controller.actors import Call
 from verl.training.devices import PeakMemory
 from verl.types import Origin, Prompt, Sampling, Segment, Status, TokenBatch, Trajectory
 
@@ -66,17 +67,23 @@ class RecordingRanks:
     def ref_log_probs(self, batch: TokenBatch) -> torch.Tensor:
         return self._zeros("ref_log_probs", batch)
 
-    def values(self, batch: TokenBatch) -> torch.Tensor:
-        return self._zeros("values", batch)
+    has_own_critic = False
+
+    def begin_values(self, batch: TokenBatch) -> Callable[[], torch.Tensor]:
+        found = self._zeros("values", batch)
+        return lambda: found
 
     def update_actor(self, mini: TokenBatch) -> dict[str, float]:
         self.log.append("update_actor")
         self.mini_batches.append(mini)
         return {"actor/pg_loss": 0.0}
 
-    def update_critic(self, mini: TokenBatch) -> dict[str, float]:
+    def begin_update_critic(self, mini: TokenBatch) -> Callable[[], dict[str, float]]:
         self.log.append("update_critic")
-        return {"critic/vf_loss": 0.0}
+        return lambda: {"critic/vf_loss": 0.0}
+
+    def take_calls(self) -> dict[str, list[Call]]:
+        return {"rank 0": []}
 
     def save_checkpoint(self, directory: Path) -> None:
         self.log.append(f"save {directory.name.partition('.')[0]}")

@@ -24,6 +24,7 @@ from tests.verl.training.ranks import save_tiny
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.data import PromptSampler
+from verl.monitor.performance import Timings
 from verl.rollout import schedule
 from verl.trainer.collection import Samples
 from verl.trainer.learning import Learner, add_advantages, assemble
@@ -74,10 +75,9 @@ def plain_loop(config: Config, num_steps: int) -> list[Metrics]:
             ]))  # fmt: skip
             rewards = [score(trajectory) for trajectory in ended]
             batch = assemble(Samples(ended, rewards), config)
-            learner.add_log_probs(batch)
-            learner.add_values(batch)
+            learner.look(batch, Timings())
             found = add_advantages(batch, config, kl) | advantage_metrics(batch)
-            found |= learner.update_critic(batch, step) | learner.update_actor(batch, step)
+            found |= learner.update(batch, step, Timings())
             found |= rollout_metrics(ended) | reward_metrics(rewards)
             found["perf/total_num_tokens"] = float(batch.num_tokens)
             rows.append(found)

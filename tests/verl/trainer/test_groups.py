@@ -1,74 +1,18 @@
-"""What the driver makes of the answers of all ranks: checkpoints, memory, cards, seconds."""
+"""How a run's processes are placed and started."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from tests.verl.training.ranks import make_batch
+from tests.verl.trainer.test_ranks import Answers
 from verl.config import Config
-from verl.errors import ConfigError, SaveError
+from verl.errors import ConfigError
 from verl.single_controller.actors import Place
 from verl.single_controller.restarts import Restarts
 from verl.trainer import groups
-from verl.trainer.groups import TrainerRanks, refuse_crowded_cards
-from verl.training.devices import PeakMemory
-
-
-class Answers:
-    """A group whose ranks give the same answers to whatever is called."""
-
-    def __init__(self, answers: Sequence[Any]) -> None:
-        self.answers = answers
-
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        return list(self.answers)
-
-    def scatter(self, method: str, shards: Sequence[Any], *arguments: Any) -> list[Any]:
-        return list(self.answers)
-
-    def places(self) -> list[Place]:
-        return [Place("node", "host", ()) for _ in self.answers]
-
-
-@pytest.mark.parametrize(("second_host", "fits"), [(79, True), (81, False)])
-def test_a_copy_must_fit_on_every_host(second_host: int, fits: bool) -> None:
-    """Shards of a host's ranks add up; a fifth of its free memory is left alone."""
-    room = [("a", 10, 100), ("a", 10, 100), ("b", second_host - 40, 100), ("b", 40, 100)]
-    assert TrainerRanks(Answers(room)).can_copy_checkpoint() is fits
-
-
-def test_one_rank_that_could_not_write_fails_the_checkpoint(tmp_path: Path) -> None:
-    """The error names the rank and its reason; where all wrote there is none."""
-    TrainerRanks(Answers(["", ""])).finish_checkpoint()
-    failing = TrainerRanks(Answers(["", "OSError: No space left on device"]))
-    for save in (failing.finish_checkpoint, lambda: failing.save_checkpoint(tmp_path)):
-        with pytest.raises(SaveError, match="rank 1: OSError: No space left"):
-            save()
-
-
-def test_the_peak_is_that_of_the_worst_rank() -> None:
-    """Of each figure, which may be another rank's; ranks on CPU have none."""
-    answers = [PeakMemory(3, 8), PeakMemory(5, 6)]
-    assert TrainerRanks(Answers(answers)).take_peak_memory() == PeakMemory(5, 8)
-    assert TrainerRanks(Answers([None, None])).take_peak_memory() is None
-
-
-@pytest.mark.parametrize(
-    ("card", "peak"), [(("NVIDIA H200", "bfloat16"), 989e12), (("", "float32"), None)]
-)
-def test_the_ranks_know_what_their_card_can_do(card: tuple[str, str], peak: float | None) -> None:
-    """The driver need not have one itself."""
-    assert TrainerRanks(Answers([card, card])).peak_flops() == peak
-
-
-def test_the_weights_are_written_when_the_slowest_node_is_done(tmp_path: Path) -> None:
-    """Ranks that write nothing say 0."""
-    ranks = TrainerRanks(Answers([1.5, 0.0, 2.5, 0.0]))
-    assert ranks.share_policy(tmp_path, 1, [], "bfloat16", is_adapter=False) == 2.5
+from verl.trainer.groups import refuse_crowded_cards
 
 
 class Built(Exception):
@@ -105,33 +49,23 @@ def test_each_node_but_the_drivers_has_a_watchdog_of_its_own(
     assert guarded == [(2, "mark"), (4, "mark")]
 
 
-class Recorded(Answers):
-    """A group of one rank that remembers what was called."""
+def test_a_node_of_both_groups_has_one_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the critic's ranks, those on nodes without ranks of the actor start one."""
+    guarded: list[str] = []
 
-    def __init__(self, answer: Any) -> None:
-        super().__init__([answer])
-        self.called: list[str] = []
+    def group(name: str, nodes: str) -> Any:
+        def host(rank: int) -> SimpleNamespace:
+            return SimpleNamespace(
+                guard=SimpleNamespace(remote=lambda _: guarded.append(f"{name} {rank}"))
+            )
 
-    def __len__(self) -> int:
-        return 1
+        hosts, places = map(host, range(len(nodes))), [Place(node, "host", ()) for node in nodes]
+        return SimpleNamespace(places=lambda: places, hosts=list(hosts), gather=list)
 
-    def scatter(self, method: str, shards: Sequence[Any], *arguments: Any) -> list[Any]:
-        self.called.append(method)
-        return super().scatter(method, shards, *arguments)
-
-
-def test_each_question_goes_to_the_model_that_it_is_about() -> None:
-    """Reference log-probs are the reference's, not the actor's."""
-    batch = make_batch([3, 2])
-    recorded = Recorded(torch.zeros(batch.num_tokens))
-    ranks = TrainerRanks(recorded)  # type: ignore[arg-type]
-    for question in (ranks.log_probs, ranks.ref_log_probs, ranks.values):
-        question(batch)
-    recorded.answers = [{}]
-    ranks.update_actor(batch)
-    ranks.update_critic(batch)
-    assert recorded.called == ["actor.log_probs", "reference.log_probs", "critic.values",
-                               "actor.update", "critic.update"]  # fmt: skip
+    context = SimpleNamespace(get_node_id=lambda: "a")
+    monkeypatch.setattr(groups.ray, "get_runtime_context", lambda: context)
+    groups.guard_nodes([group("rank", "abb"), group("critic rank", "abbcc")], "mark")
+    assert guarded == ["rank 1", "critic rank 3"]
 
 
 @pytest.mark.parametrize(("use_gpu", "per_replica", "replicas"), [(True, 2, 2), (False, 0, 1)])
@@ -150,7 +84,7 @@ def test_an_engine_has_as_many_gpus_as_its_tensors_are_divided_over(
     config.trainer.n_gpus_per_node = 4
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
     for name, answer in {
-        "uses_gpus": use_gpu, "anchored": config, "reserve": None, "nodes_of": [],
+        "uses_gpus": use_gpu, "anchored": config, "reserve": None, "nodes_of": {},
         "check_nodes": None, "guard_nodes": None, "gpu_threads": {},
         "create_trainer_group": Answers(["rank"]),
     }.items():  # fmt: skip

@@ -1,8 +1,9 @@
 """From scores to advantages: shaping, clipping, and what `compat` brings back."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +16,12 @@ from tests.verl.jagged_batches import fast
 from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController
 from verl.errors import ConfigError
+from verl.monitor.performance import Timings
 from verl.packing import SHARED
 from verl.rewards.interface import Reward
 from verl.trainer.collection import Samples
 from verl.trainer.learning import Learner, add_advantages, assemble, less_kl, mini_batches
+from verl.training.devices import PeakMemory
 from verl.types import Origin, Prompt, Segment, TokenBatch, Trajectory
 
 PROMPT = Prompt("nq#0", (1, 2), "nq", ("gold",))
@@ -265,27 +268,44 @@ def test_mini_batches_are_each_epoch_s_own_permutation() -> None:
 
 
 class Ranks:
-    """Ranks that remember the mini-batches that they were to learn from."""
+    """Ranks that remember the mini-batches that they were to learn from, and what came when."""
+
+    has_own_critic = False
 
     def __init__(self) -> None:
         self.sizes: dict[str, list[int]] = {"actor": [], "critic": []}
+        self.log: list[str] = []
 
     def update_actor(self, mini: TokenBatch) -> dict[str, float]:
         self.sizes["actor"].append(len(mini))
+        self.log.append("actor")
         return {"size": float(len(mini))}
 
-    def update_critic(self, mini: TokenBatch) -> dict[str, float]:
+    def begin_update_critic(self, mini: TokenBatch) -> Callable[[], dict[str, float]]:
         self.sizes["critic"].append(len(mini))
-        return {}
+        self.log.append("critic begins")
+        return self.answer({"value": 2.0 * len(mini)})
+
+    def answer(self, found: Any) -> Callable[[], Any]:
+        def answer() -> Any:
+            self.log.append("critic is waited for")
+            return found
+
+        return answer
 
     def log_probs(self, batch: TokenBatch) -> Tensor:
+        self.log.append("log-probs")
         return torch.full((batch.num_tokens,), -1.0)
 
     def ref_log_probs(self, batch: TokenBatch) -> Tensor:
         return torch.full((batch.num_tokens,), -2.0)
 
-    def values(self, batch: TokenBatch) -> Tensor:
-        return torch.full((batch.num_tokens,), -3.0)
+    def begin_values(self, batch: TokenBatch) -> Callable[[], Tensor]:
+        self.log.append("values begin")
+        return self.answer(torch.full((batch.num_tokens,), -3.0))
+
+    def take_critic_peak(self) -> PeakMemory:
+        return PeakMemory(1, 2)
 
 
 def learner_of(estimator: str = "gae") -> tuple[Learner, Ranks]:
@@ -304,8 +324,7 @@ def test_policy_and_critic_learn_for_their_own_epochs() -> None:
     critic.ppo_epochs, critic.ppo_mini_batch_size = 2, 3
     batch = small([1.0, 0.0, 2.0, 0.0])
     batch.tokens |= {"advantages": torch.ones(batch.num_tokens)}
-    learner.update_actor(batch, step=1)
-    learner.update_critic(batch, step=1)
+    assert learner.update(batch, 1, Timings()) == {"size": 4.0, "value": 4.0}
     assert ranks.sizes == {"actor": [4] * 3, "critic": [3, 1] * 2}
 
 
@@ -329,8 +348,7 @@ def test_each_pass_is_made_where_it_is_needed_by_the_model_that_it_is_about(
     learner.config.algorithm.kl_ctrl.kl_coef = kl_coef
     batch = assemble(samples_of([[(1, 0)]] * 4, [0.0] * 4), learner.config)
     before = set(batch.tokens)
-    learner.add_log_probs(batch)
-    learner.add_values(batch)
+    learner.look(batch, Timings())
     assert {x: float(batch.tokens[x][0]) for x in set(batch.tokens) - before} == expected
 
 
@@ -357,10 +375,8 @@ def test_all_work_of_the_ranks_is_counted() -> None:
     config.actor_rollout_ref.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size = 2, 3
     batch = small([1.0, 0.0, 2.0, 0.0])
     batch.tokens["advantages"] = torch.ones(batch.num_tokens)
-    learner.add_log_probs(batch)
-    learner.add_values(batch)
-    learner.update_critic(batch, step=1)
-    learner.update_actor(batch, step=1)
+    learner.look(batch, Timings())
+    learner.update(batch, 1, Timings())
     assert counted.done == [
         ("old_log_prob", "policy", 4), ("old_log_prob", "reference", 4), ("values", "critic", 4),
         ("update_critic", "critic", 3), ("update_critic", "critic", 1),

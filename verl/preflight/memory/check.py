@@ -28,7 +28,14 @@ from verl.preflight.memory.estimate import (
     free_memory,
 )
 from verl.preflight.memory.needs import AWAKE, Memory
-from verl.preflight.memory.offload import OPTIONS, choose, everything, open_choices, settled
+from verl.preflight.memory.offload import (
+    OPTIONS,
+    choose,
+    everything,
+    of_a_rank,
+    open_choices,
+    settled,
+)
 from verl.training.devices import device_type, dtype_name, resolve_dtype
 
 logger = logging.getLogger(__name__)
@@ -42,6 +49,8 @@ HINTS = {
     "awake": "a smaller rollout.gpu_memory_utilization, a larger "
              f"rollout.tensor_model_parallel_size, {LESS_HELD}",
     "asleep": f"{LESS_WORK}, {LESS_HELD}",
+    "critic": "more critic.n_gpus_per_node, a smaller critic.ppo_max_token_len_per_gpu, "
+              "critic.model.fsdp_config.param_offload=true, critic.model.lora_rank=32",
     "engine": "a smaller rollout.gpu_memory_utilization",
     "shared": LARGER_SHARED,
     "host": "fsdp_config.param_offload and optimizer_offload=false, model.lora_rank=32, more nodes",
@@ -93,7 +102,7 @@ def settle_offload(config: Config, setting: Setting | None) -> Config:
                        "estimated; to keep it on them: OFFLOAD=false (train_*.sh), or %s=false",
                        line, "=false ".join(keys))  # fmt: skip
         return chosen
-    without, needed = (estimate(one, seen).most(Memory.DEVICE) for one in (settled(config), chosen))
+    without, needed = (of_a_rank(estimate(one, seen)) for one in (settled(config), chosen))
     free = amount(free_memory(seen.machine)[Memory.DEVICE])
     otherwise = "" if needed == without else f", and would need {amount(without)} otherwise"
     logger.info("%s; each GPU needs %s of %s free%s", line, amount(needed), free, otherwise)
@@ -148,6 +157,8 @@ def hint(short: Shortage, found: Estimate) -> str:
         return HINTS["cache"]
     if short.memory is Memory.ENGINE:
         return HINTS["engine"]
+    if short.memory is Memory.CRITIC:
+        return HINTS["critic"]
     return HINTS["awake" if short.what in AWAKE else "asleep"]
 
 

@@ -21,6 +21,7 @@ from verl.preflight.memory.needs import (
     FLOAT,
     LOADED,
     PROCESSES,
+    WHILE,
     Memory,
     Need,
     Phase,
@@ -115,7 +116,7 @@ def free_memory(machine: Machine) -> dict[Memory, int]:
         free[Memory.SHARED] = machine.shared_free
     if machine.devices:
         least = min(device.free for device in machine.devices)
-        free |= {Memory.DEVICE: least, Memory.ENGINE: least}
+        free |= dict.fromkeys((Memory.DEVICE, Memory.ENGINE, Memory.CRITIC), least)
     return free
 
 
@@ -129,9 +130,10 @@ def estimate(config: Config, setting: Setting) -> Estimate:
     if not setting.on_gpu:
         if not config.is_external:
             needs += cpu_engine_needs(config, policy, item)
-        local = config.trainer.n_gpus_per_node
-        return Estimate(tuple(_on_host(need, local) for need in needs), None)
+        return Estimate(tuple(_on_host(need, config) for need in needs), None)
     needs.append(Need(Memory.DEVICE, "rank's context", CONTEXT))
+    if config.has_own_critic:
+        needs.append(Need(Memory.CRITIC, "critic rank's context", CONTEXT))
     if config.is_external:
         return Estimate(tuple(needs), None)
     device_bytes = min((device.total for device in setting.machine.devices), default=0)
@@ -143,12 +145,17 @@ def estimate(config: Config, setting: Setting) -> Estimate:
 def rank_needs(config: Config, setting: Setting) -> list[Need]:
     """What one rank holds of its device (and, where it offloads, all of a node's of the host)."""
     policy, critic, dtype = setting.policy, setting.critic, setting.compute_dtype
-    item, ranks, local = DTYPES[dtype].itemsize, config.num_ranks, config.trainer.n_gpus_per_node
+    item = DTYPES[dtype].itemsize
     models = held_models(config, policy, critic, item)
     if not setting.on_gpu:  # offloading has no effect there
         models = [replace(model, offload=FsdpConfig()) for model in models]
-    found = [need for model in models for need in shard_needs(model, ranks, local)]
-    found += [need for model in models for need in gathered_needs(model, ranks, item)]
+    found: list[Need] = []
+    for model in models:
+        ranks, local = config.num_ranks, config.trainer.n_gpus_per_node
+        if model.memory is Memory.CRITIC:
+            ranks, local = config.num_critic_ranks, config.critic_gpus_per_node
+        found += shard_needs(model, ranks, local)
+        found += gathered_needs(model, ranks, item)
     return [*found, *activation_needs(config, policy, critic, dtype)]
 
 
@@ -163,7 +170,7 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
     rank, engine, driver = PROCESSES["gpu" if on_gpu else "cpu"]
     if config.is_external:  # all that runs here is what asks a server
         engine = PROCESSES["cpu"][0]
-    local = config.trainer.n_gpus_per_node
+    local = config.trainer.n_gpus_per_node + config.critic_gpus_per_node
     replicas = -(-config.num_engines(on_gpu) // config.trainer.nnodes)
     for what, size in (
         ("processes of the ranks", local * rank),
@@ -188,9 +195,17 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
     yield Need(Memory.DEVICE, "largest tensor, whole", (FLOAT + item) * largest, sync)
 
 
-def _on_host(need: Need, local: int) -> Need:
-    """On CPU a rank's device is the host, which all ranks of the node share."""
-    if need.memory is not Memory.DEVICE:
+def _on_host(need: Need, config: Config) -> Need:
+    """On CPU a rank's device is the host, which all ranks of the node share.
+
+    Ranks of the critic's own hold what they need while the actor's hold theirs.
+    """
+    if need.memory not in (Memory.DEVICE, Memory.CRITIC):
         return need
-    factor = 1.0 if need.phases == ALWAYS else CPU_HEAP
-    return replace(need, memory=Memory.HOST, bytes=int(factor * local * need.bytes))
+    factor, phases = 1.0 if need.phases == ALWAYS else CPU_HEAP, need.phases
+    local = config.trainer.n_gpus_per_node
+    if need.memory is Memory.CRITIC:
+        local = config.critic_gpus_per_node
+        phases = phases.union(*(WHILE.get(phase, ()) for phase in phases))
+    size = int(factor * local * need.bytes)
+    return replace(need, memory=Memory.HOST, bytes=size, phases=phases)

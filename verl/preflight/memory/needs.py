@@ -37,6 +37,8 @@ class Memory(enum.StrEnum):
     """Of a rank, which an engine may share."""
     ENGINE = "engine's GPU"
     """Of an engine alone (`trainer.rollout_gpus`)."""
+    CRITIC = "critic's GPU"
+    """Of a rank of the critic alone (`critic.n_gpus_per_node`)."""
     HOST = "host"
     """Of one node, all its processes together; every byte of a run on CPU."""
     SHARED = "/dev/shm"
@@ -44,6 +46,12 @@ class Memory(enum.StrEnum):
 
 
 ALWAYS = frozenset(Phase)
+WHILE = {
+    Phase.VALUES: {Phase.LOG_PROBS, Phase.REF_LOG_PROBS},
+    Phase.UPDATE_CRITIC: {Phase.UPDATE_ACTOR, Phase.STEP_ACTOR},
+    Phase.STEP_CRITIC: {Phase.UPDATE_ACTOR, Phase.STEP_ACTOR},
+}
+"""Phases of the actor in which a critic on devices of its own may be in one of its own."""
 AWAKE = frozenset({Phase.GENERATE, Phase.SYNC})
 """Phases in which engines hold their share of the devices."""
 ASLEEP = ALWAYS - AWAKE

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from verl.config import Config
-from verl.preflight.memory.estimate import CLOSE, Setting, estimate, free_memory
+from verl.preflight.memory.estimate import CLOSE, Estimate, Setting, estimate, free_memory
 from verl.preflight.memory.needs import Memory
 from verl.preflight.memory.ranks import has_critic
 
@@ -84,5 +84,10 @@ def choose(config: Config, setting: Setting) -> Config:
     needs = [(way, estimate(way, setting)) for way in ways]
     held = [(way, found) for way, found in needs if found.most(Memory.HOST) <= free[Memory.HOST]]
     limit = CLOSE * free[Memory.DEVICE]
-    fitting = (way for way, found in held if found.most(Memory.DEVICE) <= limit)
+    fitting = (way for way, found in held if of_a_rank(found) <= limit)
     return next(fitting, held[-1][0] if held else ways[0])
+
+
+def of_a_rank(found: Estimate) -> int:
+    """Bytes of the GPU of a rank, the actor's or a critic's own, that holds most."""
+    return max(found.most(Memory.DEVICE), found.most(Memory.CRITIC))

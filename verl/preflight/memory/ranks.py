@@ -10,7 +10,7 @@ from verl.core_algos.advantages import ADVANTAGES
 from verl.model_shape import ModelShape
 from verl.preflight.memory.needs import ALWAYS, FLOAT, Memory, Need, Phase, pinned
 from verl.preflight.memory.trial import Pass, activation_bytes
-from verl.training.worker import actor_budgets, critic_budgets
+from verl.training.budgets import actor_budgets, critic_budgets
 
 MOMENTS = 2
 """AdamW's tensors for each learned value, float32."""
@@ -34,6 +34,8 @@ class HeldModel:
     """In which gradients are made."""
     step: Phase | None = None
     """In which the optimizer uses them."""
+    memory: Memory = Memory.DEVICE
+    """Whose devices it is on: the actor's, or the critic's own."""
 
     @property
     def updates(self) -> frozenset[Phase]:
@@ -44,6 +46,11 @@ class HeldModel:
 def has_critic(config: Config) -> bool:
     """Whether the ranks hold a critic too."""
     return ADVANTAGES[config.algorithm.adv_estimator].needs_critic
+
+
+def critic_memory(config: Config) -> Memory:
+    """What a critic's tensors are held in."""
+    return Memory.CRITIC if config.has_own_critic else Memory.DEVICE
 
 
 def held_models(
@@ -78,8 +85,8 @@ def held_models(
         frozen = item * critic.parameters() if adapted else 0
         learned = head if adapted else critic.parameters(with_head=False) + critic.hidden
         found.append(
-            HeldModel("critic", critic, adapted, frozen, learned, own.fsdp_config,
-                      critics, Phase.UPDATE_CRITIC, Phase.STEP_CRITIC)
+            HeldModel("critic", critic, adapted, frozen, learned, own.fsdp_config, critics,
+                      Phase.UPDATE_CRITIC, Phase.STEP_CRITIC, critic_memory(config))
         )  # fmt: skip
     return found
 
@@ -103,12 +110,12 @@ def shard_needs(model: HeldModel, num_ranks: int, local: int) -> Iterator[Need]:
         for what, size in held.items():
             yield Need(Memory.HOST, f"{model.name}: {what}", int(size))
         return
-    yield Need(Memory.DEVICE, f"{model.name}: weights", weights)
+    yield Need(model.memory, f"{model.name}: weights", weights)
     if learned and model.step is not None:
         between = model.offload.optimizer_offload
         phases = frozenset({model.step}) if between else ALWAYS
-        yield Need(Memory.DEVICE, f"{model.name}: gradients", gradients, model.updates)
-        yield Need(Memory.DEVICE, f"{model.name}: moments", moments, phases)
+        yield Need(model.memory, f"{model.name}: gradients", gradients, model.updates)
+        yield Need(model.memory, f"{model.name}: moments", moments, phases)
         if between:
             yield Need(Memory.HOST, f"{model.name}: moments", int(moments * on_host))
 
@@ -124,10 +131,10 @@ def gathered_needs(model: HeldModel, num_ranks: int, item: int) -> Iterator[Need
     root, block, layers = model.shape.root(model.has_head), model.shape.block, model.shape.layers
     blocks = layers if num_ranks == 1 else min(3, layers)
     size = item * (root + blocks * block)
-    yield Need(Memory.DEVICE, f"{model.name}: gathered", size, model.forward)
+    yield Need(model.memory, f"{model.name}: gathered", size, model.forward)
     if model.update is not None and not model.frozen:
         size, phases = (item + 2 * FLOAT) * block, frozenset({model.update})
-        yield Need(Memory.DEVICE, f"{model.name}: gradients not yet spread", size, phases)
+        yield Need(model.memory, f"{model.name}: gradients not yet spread", size, phases)
 
 
 def activation_needs(
@@ -137,9 +144,9 @@ def activation_needs(
     section, own = config.actor_rollout_ref, config.critic
     minis, longest = section.actor.ppo_mini_batch_size, config.data.max_model_len
 
-    def tokens(budget: int, trajectories: int) -> int:
+    def tokens(budget: int, trajectories: int, ranks: int = config.num_ranks) -> int:
         """Of the largest micro-batch: the budget, or all there is, or one whole trajectory."""
-        return max(longest, min(budget, -(-trajectories // config.num_ranks) * longest))
+        return max(longest, min(budget, -(-trajectories // ranks) * longest))
 
     budgets, every = actor_budgets(config), config.num_trajectories
     forward = Pass(
@@ -151,23 +158,24 @@ def activation_needs(
         forward, tokens=tokens(budgets.update, minis), learns=True, recompute=recompute
     )
     looks = {Phase.LOG_PROBS, *([Phase.REF_LOG_PROBS] if config.needs_reference else [])}
-    yield _activations(forward, *looks)
-    yield _activations(update, Phase.UPDATE_ACTOR)
+    yield _activations(Memory.DEVICE, forward, *looks)
+    yield _activations(Memory.DEVICE, update, Phase.UPDATE_ACTOR)
     if not has_critic(config):
         return
     budgets, minis = critic_budgets(config), own.ppo_mini_batch_size or minis
+    ranks, memory = config.num_critic_ranks, critic_memory(config)
     forward = Pass(
-        critic, tokens(budgets.inference, every), longest, dtype,
+        critic, tokens(budgets.inference, every, ranks), longest, dtype,
         is_critic=True, lora_rank=own.model.lora_rank,
     )  # fmt: skip
     recompute = own.model.enable_gradient_checkpointing
     update = replace(
-        forward, tokens=tokens(budgets.update, minis), learns=True, recompute=recompute
+        forward, tokens=tokens(budgets.update, minis, ranks), learns=True, recompute=recompute
     )
-    yield _activations(forward, Phase.VALUES)
-    yield _activations(update, Phase.UPDATE_CRITIC)
+    yield _activations(memory, forward, Phase.VALUES)
+    yield _activations(memory, update, Phase.UPDATE_CRITIC)
 
 
-def _activations(work: Pass, *phases: Phase) -> Need:
+def _activations(memory: Memory, work: Pass, *phases: Phase) -> Need:
     what = "activations" if work.is_critic else "activations and logits"
-    return Need(Memory.DEVICE, what, activation_bytes(work), frozenset(phases))
+    return Need(memory, what, activation_bytes(work), frozenset(phases))

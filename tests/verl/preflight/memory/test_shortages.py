@@ -75,6 +75,54 @@ def test_an_engine_of_its_own_takes_nothing_of_a_rank() -> None:
     assert any(line.startswith("  engine's GPU") and "KV cache" in line for line in lines)
 
 
+def test_a_critic_on_gpus_of_its_own_takes_nothing_of_the_actors() -> None:
+    """The actor's card has what a run without critic has there, and the critic's its own needs.
+
+    The oracle is PPO on shared cards, whose needs are those of both.
+    """
+    here, config = machine(8, 79, 1024), run(4, "gae")
+    together = estimate(config, setting("Qwen2.5-7B", here))
+    config.critic.n_gpus_per_node = 4
+    apart = estimate(config, setting("Qwen2.5-7B", here))
+    actor_alone = changed(
+        config, {"algorithm.adv_estimator": "grpo", "critic.n_gpus_per_node": None}
+    )
+    alone = estimate(actor_alone, setting("Qwen2.5-7B", here))
+    for phase in Phase:
+        assert apart.total(Memory.DEVICE, phase) == alone.total(Memory.DEVICE, phase)
+        own = [need for need in apart.at(Memory.CRITIC, phase) if "context" not in need.what]
+        both = {(need.what, need.bytes) for need in together.at(Memory.DEVICE, phase)}
+        assert {(need.what, need.bytes) for need in own} <= both
+    assert apart.most(Memory.CRITIC) > apart.total(Memory.CRITIC, Phase.GENERATE) > 20 * GIB
+    full = Machine(here.host, here.shared_free, (DeviceMemory(80 * GIB, 70 * GIB),))
+    small = changed(config, {"critic.n_gpus_per_node": 1})
+    found = estimate(small, setting("Qwen2.5-7B", here))
+    (short,) = [s for s in found.shortages(small, full, REFUSED) if s.memory is Memory.CRITIC]
+    assert hint(short, found).startswith("more critic.n_gpus_per_node")
+    assert "critic's GPU needs about" in shortage_line(short, found)
+
+
+def test_on_cpu_actor_and_critic_hold_their_needs_at_the_same_time() -> None:
+    """With processes of its own, the critic's backward is beside the actor's, not after it."""
+    here, config = machine(8, 79, 1024), run(1, "gae")
+    shape = shape_of("Qwen2.5-0.5B")
+    shared, apart = (
+        estimate(
+            changed(config, {"critic.n_gpus_per_node": own}),
+            Setting(shape, shape, False, here, "float32"),
+        )
+        for own in (None, 1)
+    )
+    at = [
+        found.total(Memory.HOST, Phase.UPDATE_CRITIC, with_guesses=False)
+        for found in (shared, apart)
+    ]
+    assert at[0] == at[1]
+    for phase in (Phase.UPDATE_ACTOR, Phase.LOG_PROBS):
+        totals = [f.total(Memory.HOST, phase, with_guesses=False) for f in (shared, apart)]
+        assert totals[1] > totals[0]
+
+
 def test_an_engine_that_finds_less_than_its_share_is_found() -> None:
     """As vLLM itself would refuse to start: what is free of its card decides, to the byte."""
     here, config = machine(8, 80, 1024), run(4)

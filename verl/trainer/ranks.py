@@ -1,0 +1,167 @@
+"""A run's training ranks as the trainer sees them: whole batches in, whole answers out."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from verl.errors import SaveError
+from verl.monitor.flops import peak_flops
+from verl.single_controller.actors import Call, RayWorkerGroup
+from verl.single_controller.dispatch import join_tokens, split_by_tokens
+from verl.training.devices import PeakMemory
+from verl.training.node_folder import on_node
+from verl.types import Metrics, TokenBatch
+
+
+class TrainerRanks:
+    """FSDP ranks that hold actor, reference and critic, which may have ranks of its own."""
+
+    def __init__(self, group: RayWorkerGroup, own_critic: RayWorkerGroup | None = None) -> None:
+        self.group, self.has_own_critic = group, own_critic is not None
+        self.critic_group = group if own_critic is None else own_critic
+        self.groups = [group] if own_critic is None else [group, own_critic]
+
+    def log_probs(self, batch: TokenBatch) -> Tensor:
+        """The actor's log-probs, (num_tokens,), 0 outside the loss mask."""
+        return begin_per_token(self.group, "actor.log_probs", batch)()
+
+    def ref_log_probs(self, batch: TokenBatch) -> Tensor:
+        """The reference's log-probs, (num_tokens,), 0 outside the loss mask."""
+        return begin_per_token(self.group, "reference.log_probs", batch)()
+
+    def begin_values(self, batch: TokenBatch) -> Callable[[], Tensor]:
+        """Begin the critic's values, (num_tokens,), 0 outside the loss mask; the answer waits."""
+        return begin_per_token(self.critic_group, "critic.values", batch)
+
+    def update_actor(self, mini_batch: TokenBatch) -> Metrics:
+        """One optimizer step of the policy; metrics are global, the same on every rank."""
+        return begin_update(self.group, "actor.update", mini_batch)()
+
+    def begin_update_critic(self, mini_batch: TokenBatch) -> Callable[[], Metrics]:
+        """Begin an optimizer step of the critic; the answer waits, and is as `update_actor`'s."""
+        return begin_update(self.critic_group, "critic.update", mini_batch)
+
+    def take_calls(self) -> dict[str, list[Call]]:
+        """What each rank did since the last time, by the rank's name."""
+        return {
+            f"{group.name} {number}": calls
+            for group in self.groups
+            for number, calls in enumerate(group.take_calls())
+        }
+
+    def save_policy(
+        self, directory: Path, dtype: str = "bfloat16", is_adapter: bool = False
+    ) -> None:
+        """Write the policy once, as a Hugging Face folder, or its adapter as peft's folder."""
+        self.group.call("save_policy", str(directory.absolute()), dtype, is_adapter)
+
+    def share_policy(
+        self, directory: Path, version: int, needed: Sequence[int], dtype: str, is_adapter: bool
+    ) -> float:
+        """Write the policy, or its adapter, on each node for its engines (`replicas.Policy`).
+
+        Returns the seconds of writing files, of the node that took longest.
+        """
+        folders = [str(on_node(directory, place.node_id)) for place in self.group.places()]
+        given = (version, needed, dtype, is_adapter)
+        seconds: list[float] = self.group.scatter("share_policy", folders, *given)
+        return max(seconds)
+
+    def save_checkpoint(self, directory: Path) -> None:
+        """Every rank writes its shards below `directory`. Raises SaveError."""
+        self._raise_first(self._on_all("save_checkpoint", str(directory.absolute())))
+
+    def start_checkpoint(self, directory: Path) -> None:
+        """Every rank copies its shards to host memory and begins to write them."""
+        self._on_all("start_checkpoint", str(directory.absolute()))
+
+    def finish_checkpoint(self) -> None:
+        """Wait until what `start_checkpoint` began is written. Raises SaveError."""
+        self._raise_first(self._on_all("finish_checkpoint"))
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of all ranks' shards."""
+        return sum(num_bytes for _, num_bytes, _ in itertools.chain(*self._room()))
+
+    def can_copy_checkpoint(self) -> bool:
+        """Whether each host has the memory for a copy of the shards of its ranks."""
+        room, needed = list(itertools.chain(*self._room())), Counter[str]()
+        for host, num_bytes, _ in room:
+            needed[host] += num_bytes
+        return all(needed[host] < 0.8 * available for host, _, available in room)
+
+    def _room(self) -> list[list[Any]]:
+        return self._on_all("checkpoint_room")
+
+    def _on_all(self, method: str, *args: Any) -> list[list[Any]]:
+        """The same call on every rank at once; the answers of each group."""
+        return [answers() for answers in [group.begin(method, *args) for group in self.groups]]
+
+    def _raise_first(self, problems: Sequence[Sequence[str]]) -> None:
+        for group, found in zip(self.groups, problems, strict=True):
+            raise_first(found, group.name)
+
+    def load_checkpoint(self, directory: Path) -> None:
+        """Every rank reads its shards from `directory`."""
+        self._on_all("load_checkpoint", str(directory.absolute()))
+
+    def scale_lr(self, scale: float) -> None:
+        """Actor and critic learn at `scale` times their configured rates from now on."""
+        self._on_all("scale_lr", scale)
+
+    def empty_cache(self) -> None:
+        """Give back the memory that torch keeps for reuse of the devices that engines may share."""
+        self.group.call("empty_cache")
+
+    def take_peak_memory(self) -> PeakMemory | None:
+        """The most that any rank held of its device since the last call; None on CPU."""
+        return most(self.group.call("take_peak_memory"))
+
+    def take_critic_peak(self) -> PeakMemory | None:
+        """The same of a critic's own ranks."""
+        return most(self.critic_group.call("take_peak_memory"))
+
+    def peak_flops(self) -> float | None:
+        """FLOP/s of a rank's card at most; None where that is not known, as on CPU."""
+        return peak_flops(*self.group.call("card")[0])
+
+    def shutdown(self) -> None:
+        """End the ranks."""
+        for group in self.groups:
+            group.shutdown()
+
+
+def begin_per_token(group: RayWorkerGroup, method: str, batch: TokenBatch) -> Callable[[], Tensor]:
+    """Divide a batch over a group's ranks; the answer waits for a value for each token."""
+    split = split_by_tokens(batch, len(group))
+    answers = group.begin_scatter(method, split.shards)
+    return lambda: join_tokens(answers(), split, batch)
+
+
+def begin_update(
+    group: RayWorkerGroup, method: str, mini_batch: TokenBatch
+) -> Callable[[], Metrics]:
+    """Divide a mini-batch over a group's ranks; the answer waits for the metrics of its update."""
+    answers = group.begin_scatter(method, split_by_tokens(mini_batch, len(group)).shards)
+    return lambda: dict(answers()[0])
+
+
+def most(found: Sequence[PeakMemory | None]) -> PeakMemory | None:
+    """The larger of each figure; None where there is none."""
+    peaks = [peak for peak in found if peak is not None]
+    if not peaks:
+        return None
+    return PeakMemory(max(p.allocated for p in peaks), max(p.reserved for p in peaks))
+
+
+def raise_first(problems: Sequence[str], name: str = "rank") -> None:
+    """Raise SaveError with the first rank's problem, if any rank had one."""
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise SaveError(problem if problem.startswith("rank ") else f"{name} {rank}: {problem}")
