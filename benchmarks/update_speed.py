@@ -52,7 +52,7 @@ def options(model: Path, budget: int) -> Config:
     section.model.path, section.model.enable_gradient_checkpointing = str(model), False
     section.actor.ppo_max_token_len_per_gpu = budget
     section.actor.optim.lr = 3e-5
-    config.algorithm.adv_estimator = "grpo"
+    config.algorithm.adv_estimator, config.algorithm.kl_ctrl.kl_coef = "grpo", 0.0
     config.trainer.n_gpus_per_node, config.trainer.device = 1, "cpu"
     return settled(config)
 

@@ -61,7 +61,7 @@ def at_targets(
 
 def apply_update(
     engine: FsdpModel, model: str, mini_batch: TokenBatch,
-    micros: Sequence[tuple[list[int], TokenBatch]], names: Sequence[str], rows: Sequence[Tensor],
+    micros: Sequence[tuple[list[int], TokenBatch]], names: Sequence[str], rows: list[Tensor],
 ) -> Metrics:  # fmt: skip
     """One optimizer step with the gradient at hand; metrics are over all ranks.
 

@@ -118,20 +118,19 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int
     """Attention of one run, whose last token sees the last key; (1, heads, length, head_dim)."""
     length, num_keys = query.shape[2], key.shape[2]
     before = num_keys - length
-    is_causal = not 0 < window < num_keys
-    if is_causal and before < length and num_keys > SHORT:
+    is_limited = 0 < window < num_keys
+    if 0 < before < length and num_keys > SHORT and not is_limited:
         # Kernels leave out what a causal square hides, and compute all that a mask does.
-        query, hidden = pad(query, (0, 0, before, 0)), before
-    else:
-        is_causal, hidden = is_causal and not before, 0
-    mask = None if is_causal else _mask(length, num_keys, window, query)
+        query = pad(query, (0, 0, before, 0))
+        return _attend(query, key, value, scale, window)[:, :, before:]
+    mask = _mask(length, num_keys, window, query) if before or is_limited else None
     if not query.is_cuda and num_keys <= SHORT and query.dtype in HALF:
-        attended: Tensor = AttentionInFloat32.apply(query, key, value, scale, mask)
+        attended: Tensor = AttentionInFloat32.apply(query, key, value, scale, mask)  # type: ignore[no-untyped-call]
         return attended
-    options = {"is_causal": is_causal, "attn_mask": mask, "scale": scale}
-    shares_heads = query.shape[1] != key.shape[1]
-    found = scaled_dot_product_attention(query, key, value, enable_gqa=shares_heads, **options)
-    return found[:, :, hidden:]
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
 
 
 def _mask(length: int, num_keys: int, window: int, like: Tensor) -> Tensor:
@@ -164,7 +163,7 @@ class AttentionInFloat32(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Of query, key and value."""
         *kept, sums = ctx.saved_tensors
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
