@@ -15,7 +15,7 @@ from typing import Any
 from markdown.extensions.toc import slugify_unicode
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("*.md", "docs/**/*.md", "example/**/*.md")
+PAGES = ("*.md", "docs/**/*.md", "docs/site.css", "example/**/*.md")
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
 
 

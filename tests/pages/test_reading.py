@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
     variables = {
         "STAND_IN_MODEL": str(tiny_model(tmp_path / "model")),
         "ENTRY": "tests.pages.trainer",
+        "PATH": f"{folder}/.venv/bin:{os.environ['PATH']}",
         "PYTHONPATH": str(folder),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -43,7 +45,6 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
         "HF_HOME": str(tmp_path / "home"),
     }
     found = Terminal(folder, variables)
-    found.type_in(f"PATH={folder}/.venv/bin:$PATH")
     yield found
     found.end()
 
