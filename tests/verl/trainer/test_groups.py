@@ -129,3 +129,6 @@ def test_engines_that_share_cards_cannot_sample_ahead() -> None:
     refuse_crowded_cards(config, use_gpu=False)
     config.trainer.rollout_gpus = 1
     refuse_crowded_cards(config, use_gpu=True)
+    config.trainer.rollout_gpus = 0
+    config.actor_rollout_ref.rollout.url = ["http://a:1"]  # a server has cards of its own
+    refuse_crowded_cards(config, use_gpu=True)

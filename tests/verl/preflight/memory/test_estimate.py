@@ -209,3 +209,15 @@ def test_pinned_shards_are_rounded_one_by_one() -> None:
     """Three shards of 7 values of 4 bytes are 16 bytes each: 12 bytes, rounded up."""
     assert pinned([7], 4, shards=3) == 16
     assert pinned([7, 7], 4, shards=3) == 32
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_servers_of_the_users_hold_nothing_here(on_gpu: bool) -> None:
+    """Neither on the ranks' devices nor on the host; weights in a named folder are in no memory."""
+    usual = {f"{ROLLOUT}.url": ["http://a:1"]}
+    own, theirs = of(options(), on_gpu=on_gpu), of(changed(options(), usual), on_gpu=on_gpu)
+    assert theirs.engine is None and not [n for n in theirs.needs if n.what.startswith("engine")]
+    assert theirs.most(Memory.HOST) < own.most(Memory.HOST)
+    assert held(theirs, "weights for the engines", Memory.SHARED)
+    elsewhere = changed(options(), {**usual, f"{ROLLOUT}.weights_dir": "/shared"})
+    assert of(elsewhere, on_gpu=on_gpu).most(Memory.SHARED) == 0
