@@ -14,6 +14,8 @@ from typing import Any
 
 from markdown.extensions.toc import slugify_unicode
 
+from scripts.messages import MARK, table
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("*.md", "docs/**/*.md", "docs/site.css", "example/**/*.md")
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
@@ -28,6 +30,8 @@ def on_config(config: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         target = folder / source.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
+    listed = folder / "docs" / "messages.md"
+    listed.write_text(listed.read_text(encoding="utf-8").replace(MARK, table()), encoding="utf-8")
     config["docs_dir"] = str(folder)
     config["mdx_configs"]["toc"]["slugify"] = slugify_unicode  # anchors of Chinese headings
     config["nav"] = [with_folders(entry) for entry in config["nav"]]

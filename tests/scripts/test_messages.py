@@ -1,0 +1,32 @@
+"""The list of messages is what the code would say."""
+
+import ast
+
+from scripts.messages import messages, rows
+
+MODULE = """
+def check(key, path, ok):
+    got, fix = f"{path} (no such folder)", "correct it"
+    if ok:
+        raise ConfigError(explain(key, got, "a folder", fix))
+    yield (not ok, "max_turns", 0, "1 or more", "set max_turns=2")
+    raise SetupError(f"index {path} is gone; expected " "a file: build it")
+    raise ValueError("no message for users")
+"""
+
+
+def test_explained_rows_and_raised_texts_are_found() -> None:
+    """Names stand for their texts, what is only known at run time for three dots."""
+    assert sorted(messages(ast.parse(MODULE))) == [
+        "index … is gone; expected a file: build it",
+        "max_turns: got 0, expected 1 or more; fix: set max_turns=2",
+        "…: got … (no such folder), expected a folder; fix: correct it",
+    ]
+
+
+def test_our_sources_have_hundreds() -> None:
+    """Those of the trainer and of the servers."""
+    modules = [module for _, module in rows()]
+    assert len(modules) > 300 and {"verl/config/rules.py", "search_r1/search/servers.py"} <= {
+        *modules
+    }
