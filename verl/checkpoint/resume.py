@@ -19,6 +19,7 @@ from verl.config.cli import public
 from verl.config.known import known_options
 from verl.core_algos.advantages import ADVANTAGES
 from verl.data.rows import file_list
+from verl.data.trajectories import record_files
 from verl.errors import ConfigError
 from verl.training.adapters import fingerprint
 from verl.training.stored import reading
@@ -33,8 +34,10 @@ def identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
 
     `served`: the fingerprints of what the tools serve, empty where they give none.
     """
+    recorded = config.data.rollouts
+    learned = config.data.train_files if recorded is None else record_files(recorded)
     fingerprints = {
-        "data": hash_files(config.data.train_files),
+        "data": hash_files(learned),
         "validation": hash_files(config.data.val_files),
         "model": fingerprint(config.actor_rollout_ref.model.path),
         **served,

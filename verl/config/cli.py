@@ -114,10 +114,21 @@ def _plain(value: Any) -> Any:
 
 
 def _checked(config: DictConfig) -> Config:
+    _settle_record(config)
     _refuse_missing(config)
     run = cast(Config, OmegaConf.to_object(config))
     check(run)
     return run
+
+
+def _settle_record(config: DictConfig) -> None:
+    """A run that learns from recorded trajectories has neither questions nor validations."""
+    if config.data.rollouts is None:
+        return
+    config.data.train_files, config.data.val_files = [], []
+    config.trainer.val_before_train = False
+    if config.trainer.test_freq == -1:
+        config.trainer.test_freq = 0
 
 
 def _set_apart(config: DictConfig, label: str) -> None:

@@ -36,6 +36,12 @@ class DataConfig:
     """Tokens of one observation, wrapping included."""
     shuffle_train_dataloader: bool = option(True, resume="experiment")
     """Shuffle training rows every epoch, by `trainer.seed`."""
+    rollouts: str | None = option(None, resume="free")
+    """Learn from the trajectories that a run kept in this folder, its
+    `trainer.rollout_data_dir`, step by step, without engines, questions or tools
+    (docs/offline.md); null samples them."""
+    rescore: bool = option(False, resume="experiment")
+    """Score them by `reward_model`, and not as they were when they were recorded."""
     prompt_key: str = option("prompt", resume="experiment")
     """Column that holds the chat messages (or a plain string for base models)."""
     filter_overlong_prompts: bool = option(True, resume="experiment")

@@ -38,8 +38,8 @@ PLACEHOLDERS = ("{question}", "{accepted}", "{answer}")
 
 def problems(config: Config) -> Iterator[str]:
     """All that cannot work together, a sentence each."""
-    sections = (_lists, _run, _engines, _servers, _critic, _algorithm, _losses, _shaping, _server,
-                _rewards, _stages, _judge)  # fmt: skip
+    sections = (_lists, _run, _recorded, _engines, _servers, _critic, _algorithm, _losses, _shaping,
+                _server, _rewards, _stages, _judge)  # fmt: skip
     rows = itertools.chain.from_iterable(section(config) for section in sections)
     for is_wrong, subject, got, expected, fix in rows:
         if is_wrong:
@@ -62,7 +62,9 @@ def _lists(config: Config) -> Iterator[Row]:
     for key, given in texts.items():
         parts = [given] if isinstance(given, str) else given
         is_text = isinstance(parts, list) and all(isinstance(p, str) and p for p in parts)
-        yield (not is_text or not parts, key, repr(given), "a text, or a list of texts",
+        is_read = "_files" not in key or config.samples
+        is_none = is_read and not parts
+        yield (not is_text or is_none, key, repr(given), "a text, or a list of texts",
                f"leave {key} out" if "files" not in key else f"{key}=FILE.parquet")
     for key, betas in ((ACTOR, policy.actor.optim.betas), ("critic", config.critic.optim.betas)):
         yield (len(betas) != 2, f"{key}.optim.betas", list(betas), "two numbers",
@@ -101,6 +103,26 @@ def _run(config: Config) -> Iterator[Row]:
     yield (goes_back and trainer.save_freq < 1, "trainer.save_freq", trainer.save_freq,
            "1 or more: a rollback needs checkpoints to go back to",
            "trainer.save_freq=10, or trainer.guard.action=stop")
+
+
+def _recorded(config: Config) -> Iterator[Row]:
+    """Nothing samples where trajectories were recorded."""
+    data, trainer, rollout = config.data, config.trainer, config.actor_rollout_ref.rollout
+    key, is_recorded = "data.rollouts", not config.samples
+    yield (data.rescore and not is_recorded, "data.rescore", True,
+           f"false: scores are those of a record only with {key}", f"{key}=FOLDER beside it")
+    needs_greedy = ADVANTAGES[config.algorithm.adv_estimator].needs_greedy
+    yield (data.rescore and needs_greedy, "data.rescore", True,
+           "false: of greedy trajectories, scores alone were recorded", "data.rescore=false")
+    idle = {"trainer.val_only": trainer.val_only, "trainer.rollout_gpus": trainer.rollout_gpus,
+            "trainer.rollout_data_dir": trainer.rollout_data_dir,
+            f"{ROLLOUT}.replay": rollout.replay}
+    for name, given in idle.items():
+        yield (is_recorded and bool(given), name, given,
+               f"nothing: {key} learns from what was sampled, without engines", "leave it out")
+    yield (is_recorded and trainer.test_freq > 0, "trainer.test_freq", trainer.test_freq,
+           f"0: with {key} there are no engines to validate with",
+           "trainer.test_freq=0, and search-r1 evaluate for the trained model")
 
 
 def _engines(config: Config) -> Iterator[Row]:

@@ -44,6 +44,11 @@ class Config:
         return self.do_search and self.max_turns > 0
 
     @property
+    def samples(self) -> bool:
+        """Engines sample what is learned from: it is not read from a record."""
+        return self.data.rollouts is None
+
+    @property
     def kl_in_reward(self) -> bool:
         """KL to the reference is taken off the reward: it has weight and is not in the loss."""
         return not self.actor_rollout_ref.actor.use_kl_loss and self.algorithm.kl_ctrl.kl_coef > 0

@@ -1,7 +1,8 @@
 """Scored training trajectories on disk, exact to the token: one jsonl file a step.
 
-`run.json` in the same folder says which tokenizer the ids belong to. A step that is run again,
-after a resume, replaces its file. `verl.sft.rejection_sampling` reads them.
+`run.json` in the same folder says which tokenizer the ids belong to, and which weights the run
+began with. A step that is run again, after a resume, replaces its file. They are read by
+`verl.sft.rejection_sampling`, and by runs that learn from them again (`data.rollouts`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,11 +20,23 @@ from verl.data.rows import BadRow, read_jsonl
 from verl.errors import ConfigError, DataError, explain
 from verl.files import whole_file
 from verl.rewards.interface import Reward
-from verl.types import Origin, Segment, Trajectory
+from verl.types import Origin, Prompt, Segment, Status, Trajectory
 
 HEADER = "run.json"
-TOKENIZER = "tokenizer"
-"""The key of a tokenizer's fingerprint, here and in demonstrations."""
+TOKENIZER, MODEL = "tokenizer", "model"
+"""The keys of fingerprints: of the tokenizer, here and in demonstrations; of the first weights."""
+STEP = re.compile(r"step_(\d+)\.jsonl")
+WRITTEN = "a row as trainer.rollout_data_dir writes it"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A trajectory that was kept, with what it was scored."""
+
+    trajectory: Trajectory
+    reward: Reward
+    greedy_score: float | None = None
+    """That of the greedy trajectory of its prompt, where an algorithm sampled one."""
 
 
 class Vocabulary(Protocol):
@@ -36,11 +51,14 @@ def fingerprint(tokenizer: Vocabulary) -> str:
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
 
-def open_folder(directory: str | Path, tokenizer: Vocabulary) -> None:
-    """Make the folder for a run's trajectories. Raises ConfigError for another tokenizer's."""
+def open_folder(directory: str | Path, tokenizer: Vocabulary, model: str = "") -> None:
+    """Make the folder for a run's trajectories; `model`: the fingerprint of its first weights.
+
+    Raises ConfigError for a folder with trajectories of another tokenizer.
+    """
     folder = Path(directory)
-    header = {TOKENIZER: fingerprint(tokenizer)}
-    if (folder / HEADER).is_file() and json.loads((folder / HEADER).read_text()) != header:
+    header = {TOKENIZER: fingerprint(tokenizer), MODEL: model}
+    if (folder / HEADER).is_file() and read_header(folder) != header[TOKENIZER]:
         got = f"{directory}, with trajectories of another tokenizer"
         fix = "name another folder, or delete it"
         raise ConfigError(explain("trainer.rollout_data_dir", got, "a folder of its own", fix))
@@ -55,22 +73,67 @@ def open_folder(directory: str | Path, tokenizer: Vocabulary) -> None:
 
 
 def write_step(
-    directory: str | Path, step: int, trajectories: Sequence[Trajectory], rewards: Sequence[Reward]
+    directory: str | Path,
+    step: int,
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[Reward],
+    greedy_scores: Sequence[float] = (),
 ) -> None:
     """Write one step's trajectories with their scores; the file appears whole or not at all."""
-    rows = [_row(step, t, r) for t, r in zip(trajectories, rewards, strict=True)]
-    write_lines(Path(directory) / f"step_{step:08d}.jsonl", rows)
+    baselines: Sequence[float | None] = greedy_scores or [None] * len(trajectories)
+    parts = zip(trajectories, rewards, baselines, strict=True)
+    rows = [_row(step, len(trajectories), Recorded(*part)) for part in parts]
+    write_lines(path_of(directory, step), rows)
+
+
+def path_of(directory: str | Path, step: int) -> Path:
+    """Where the trajectories of a step are."""
+    return Path(directory) / f"step_{step:08d}.jsonl"
+
+
+def recorded_steps(directory: str | Path) -> list[int]:
+    """The steps that a folder has, in order."""
+    names = (STEP.fullmatch(path.name) for path in Path(directory).glob("step_*.jsonl"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def record_files(directory: str | Path) -> list[str]:
+    """All that a folder holds of a run."""
+    return [str(path) for path in sorted(Path(directory).glob("[!.]*.json*"))]
+
+
+def read_step(directory: str | Path, step: int) -> list[Recorded]:
+    """One step's trajectories as they were written. Raises DataError for less, or something else.
+
+    Log-probs that the engine did not tell are NaN.
+    """
+    path = path_of(directory, step)
+    found = [(where, row, _recorded(where, row)) for where, row in _rows_of(path)]
+    sizes = {row.get("step_size") for _, row, _ in found} | {len(found)}
+    if len(sizes) > 1 or not found:
+        written = max((size for size in sizes if isinstance(size, int)), default=0)
+        got = f"{len(found)} trajectories"
+        fix = "copy the file again, or leave it and those of later steps out"
+        expected = f"the {written} that the step had" if written > len(found) else "a whole step"
+        raise DataError(explain(str(path), got, expected, fix))
+    return [one for _, _, one in found]
 
 
 def read_header(directory: str | Path) -> str:
     """The fingerprint of the tokenizer that made the folder's ids. Raises DataError."""
+    return read_fingerprints(directory)[TOKENIZER]
+
+
+def read_fingerprints(directory: str | Path) -> Mapping[str, str]:
+    """Those of the tokenizer and, where it is known, of the first weights. Raises DataError."""
     header = Path(directory) / HEADER
     if not header.is_file():
         expected = f"a folder with {HEADER}, as trainer.rollout_data_dir names it"
         raise DataError(explain("rollouts", directory, expected, "name that folder"))
     try:
-        return str(json.loads(header.read_bytes())[TOKENIZER])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        found = json.loads(header.read_bytes())
+        return {TOKENIZER: str(found[TOKENIZER]), MODEL: str(found.get(MODEL, ""))}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         fix = "restore it, or name a folder that a run wrote"
         raise DataError(explain(str(header), repr(error), "what a run writes", fix)) from error
 
@@ -78,10 +141,14 @@ def read_header(directory: str | Path) -> str:
 def read_rows(directory: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every row of every step, in order, with its place. Raises DataError for a malformed one."""
     for path in sorted(Path(directory).glob("step_*.jsonl")):
-        for number, row in read_jsonl(str(path)):
-            if isinstance(row, BadRow):
-                raise DataError(f"{row.problem}, or delete the file")
-            yield f"{path} line {number + 1}", row
+        yield from _rows_of(path)
+
+
+def _rows_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, row in read_jsonl(str(path)):
+        if isinstance(row, BadRow):
+            raise DataError(f"{row.problem}, or delete the file")
+        yield f"{path} line {number + 1}", row
 
 
 def num_calls(stats: Mapping[str, float]) -> float:
@@ -89,19 +156,24 @@ def num_calls(stats: Mapping[str, float]) -> float:
     return stats.get("valid_actions", 0.0) - stats.get("answered", 0.0)
 
 
-def _row(step: int, trajectory: Trajectory, reward: Reward) -> dict[str, Any]:
+def _row(step: int, step_size: int, recorded: Recorded) -> dict[str, Any]:
+    trajectory, reward = recorded.trajectory, recorded.reward
     prompt = trajectory.prompt
     return {
         "step": step,
+        "step_size": step_size,
         "uid": prompt.uid,
         "data_source": prompt.data_source,
         "question": prompt.extra_info.get("question", ""),
         "ground_truth": list(prompt.ground_truth),
+        "extra_info": dict(prompt.extra_info),
         "group": trajectory.group,
         "sample": trajectory.sample,
+        "seed": trajectory.seed,
         "status": trajectory.status.value,
         "score": reward.score,
         "components": dict(reward.components),
+        "greedy_score": recorded.greedy_score,
         "stats": trajectory.stats,
         "segments": [_segment(segment) for segment in trajectory.segments],
     }
@@ -119,7 +191,40 @@ def _segment(segment: Segment) -> dict[str, Any]:
     return row
 
 
+def _recorded(where: str, row: Any) -> Recorded:
+    """What `_row` wrote. Raises DataError for anything else."""
+    try:
+        segments = [_read_segment(one) for one in row["segments"]]
+        start, greedy = segments[0], row["greedy_score"]
+        prompt = Prompt(
+            row["uid"], start.ids, row["data_source"], tuple(row["ground_truth"]),
+            dict(row["extra_info"]), start.text,
+        )  # fmt: skip
+        trajectory = Trajectory(
+            prompt, segments, Status(row["status"]), dict(row["stats"]),
+            group=row["group"], sample=row["sample"], seed=row["seed"],
+        )  # fmt: skip
+        reward = Reward(float(row["score"]), dict(row["components"]))
+        return Recorded(trajectory, reward, None if greedy is None else float(greedy))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        fix = "restore the file; one of an earlier version cannot be learned from: record again"
+        got = f"{type(error).__name__} {error}"
+        raise DataError(explain(where, got, WRITTEN, fix)) from error
+
+
+def _read_segment(row: Mapping[str, Any]) -> Segment:
+    origin, ids = Origin[row["origin"].upper()], tuple(map(int, row["ids"]))
+    if origin is not Origin.POLICY:
+        return Segment(origin, ids, row["text"])
+    log_probs = tuple(math.nan if x is None else float(x) for x in row["log_probs"])
+    versions = tuple(map(int, row.get("weight_versions", ())))
+    if len(log_probs) != len(ids) or len(versions) not in (0, len(ids)):
+        raise ValueError(f"{len(log_probs)} log_probs, {len(versions)} versions of {len(ids)} ids")
+    return Segment(origin, ids, row["text"], log_probs, int(row["weight_version"]), versions)
+
+
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """One JSON line a row, under the final name only when complete."""
+    """One JSON line a row, under the final name only when complete; what JSON lacks as its text."""
     with whole_file(path) as part:
-        part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
+        part.write_text(text, encoding="utf-8")

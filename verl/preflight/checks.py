@@ -57,13 +57,12 @@ def preflight(config: Config, environment: Environment) -> Config:
 
     Raises PreflightError with every problem found.
     """
-    problems: list[UserError] = list(engine_problems(config))
+    problems: list[UserError] = list(engine_problems(config)) if config.samples else []
     if problems:  # what memory is needed depends on the engine
         raise PreflightError(problems)
     problems = list(model_problems(config))
     checks: list[Callable[[Config], Iterable[UserError]]] = [
-        _questions,
-        schedule.problems,
+        *((_questions, schedule.problems) if config.samples else ()),
         lambda _: environment.preflight(PROBE_SECONDS),
         server_problems,
         _devices,

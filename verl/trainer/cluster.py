@@ -241,7 +241,7 @@ def appears(path: Path, seconds: float | None = None) -> bool:
 
 def shared_memory_problems(config: Config) -> list[UserError]:
     """Room for the weights that ranks hand to engines through the node's shared memory."""
-    elsewhere = config.actor_rollout_ref.rollout.weights_dir is not None
+    elsewhere = config.actor_rollout_ref.rollout.weights_dir is not None or not config.samples
     if elsewhere or engine_takes_adapter(config) or not SHARED_MEMORY.is_dir():
         return []
     versions = 2 if config.actor_rollout_ref.rollout.max_staleness else 1

@@ -65,6 +65,19 @@ class Samples:
         return [group for group, s in scores.items() if not math.isclose(min(s), max(s), **close)]
 
 
+def chosen(sampled: Samples, config: Config, step: int, rounds: int) -> tuple[Samples, Metrics]:
+    """What a step learns from, of all that was sampled for it in so many batches."""
+    if not config.algorithm.filter_groups.enable:
+        return sampled, {}
+    size = config.data.train_batch_size
+    groups = sampled.groups_with_reward_variance()[:size]
+    counts = {"rollout/gen_batches": float(rounds), "rollout/kept_groups": float(len(groups))}
+    if not groups:
+        logger.warning("step %d: every group of %d batches has equal scores", step, rounds)
+        groups = sampled.groups()[:size]
+    return sampled.select(set(groups)), counts
+
+
 @dataclass
 class PromptBatch:
     """Prompts that are sampled together; `step` and `first` number their groups and seeds.
@@ -120,7 +133,7 @@ class RolloutCollector:
         all of those are of equal scores, the step takes one batch of them.
         """
         filters, size = self.config.algorithm.filter_groups, self.config.data.train_batch_size
-        sampled, kept, rounds = Samples(), Samples(), 0
+        sampled, rounds = Samples(), 0
         everyone: list[Trajectory] = []
         num_kept = 0
         self._taking = []
@@ -130,9 +143,7 @@ class RolloutCollector:
             found, batch = self._sample_batch(step, timings)
             everyone += batch
             sampled.extend(found)
-            groups = found.groups_with_reward_variance()[: size - num_kept]
-            kept.extend(found.select(set(groups)))
-            num_kept, rounds = num_kept + len(groups), rounds + 1
+            num_kept, rounds = num_kept + len(found.groups_with_reward_variance()), rounds + 1
         self.rollout.sleep()
         if self._taken:
             schedule.write(Path(self.config.trainer.default_local_dir), step, self._taken)
@@ -140,16 +151,12 @@ class RolloutCollector:
         if self.config.trainer.rollout_data_dir is not None:
             with timings.phase("rollout_data"):
                 directory = self.config.trainer.rollout_data_dir
-                write_step(directory, step, sampled.trajectories, sampled.rewards)
+                write_step(directory, step, sampled.trajectories, sampled.rewards,
+                           sampled.greedy_scores)  # fmt: skip
         metrics = {**rollout_metrics(everyone), **reward_metrics(sampled.rewards)}
         metrics |= self.rollout.take_faults()
-        if not filters.enable:
-            return sampled, metrics
-        metrics |= {"rollout/gen_batches": float(rounds), "rollout/kept_groups": float(num_kept)}
-        if not num_kept:
-            logger.warning("step %d: every group of %d batches has equal scores", step, rounds)
-            return sampled.select(set(sampled.groups()[:size])), metrics
-        return kept, metrics
+        kept, counts = chosen(sampled, self.config, step, rounds)
+        return kept, metrics | counts
 
     def _sample_batch(self, step: int, timings: Timings) -> tuple[Samples, list[Trajectory]]:
         """One batch of prompts: its scored trajectories, and all of them, failed ones too."""

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from verl.agent.environment import EnvironmentFactory
+from verl.agent.environment import EnvironmentFactory, no_tools
 from verl.agent.interface import Agent
 from verl.config import Config
 from verl.errors import ConfigError, explain
 from verl.rollout.interface import EngineDied, engine_takes_adapter
+from verl.rollout.no_engines import NoEngines
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import RayWorkerGroup
@@ -34,10 +36,52 @@ from verl.single_controller.restarts import Restarts
 from verl.trainer.cluster import JOB_CONFIG, anchored, check_nodes, uses_gpus
 from verl.trainer.ranks import TrainerRanks
 from verl.training.critic_worker import CriticWorker
-from verl.training.devices import DETERMINISTIC_ENV
+from verl.training.devices import DETERMINISTIC_ENV, rollout_dtype
 from verl.training.network import forwarded
 from verl.training.rank import TrainingRank
 from verl.training.worker import TrainerWorker
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Training ranks that have their places and are not built yet."""
+
+    config: Config
+    """For processes elsewhere (`anchored`)."""
+    use_gpu: bool
+    room: PlacementGroup
+    """The actor's ranks are in it, and the engines' own GPUs."""
+    env: Mapping[str, str]
+    ranks: TrainerRanks
+
+
+def place_ranks(config: Config, tools: EnvironmentFactory, reaper: OrphanReaper) -> Placed:
+    """Reserve what the run takes of each node, look at the nodes, and start the ranks' actors."""
+    use_gpu = uses_gpus(config)
+    config = anchored(config, use_gpu)
+    rooms = reserve_ranks(config, use_gpu)
+    nodes = {node: address for room in rooms for node, address in nodes_of(room).items()}
+    check_nodes(config, tools, nodes)
+    threads = gpu_threads(nodes, config.gpus_per_node) if use_gpu else cpu_env()
+    env = forwarded(os.environ) | threads | {MARK: reaper.mark}
+    if config.trainer.deterministic:
+        env |= DETERMINISTIC_ENV
+    ranks = TrainerRanks(*create_ranks(config, rooms, use_gpu, env))
+    guard_nodes(ranks.groups, reaper.mark)
+    return Placed(config, use_gpu, rooms[0], env, ranks)
+
+
+def build_ranks(
+    config: Config, total_updates: int, reaper: OrphanReaper
+) -> tuple[TrainerRanks, NoEngines]:
+    """The actors of a run that learns from recorded trajectories."""
+    placed = place_ranks(config, no_tools, reaper)
+    config, ranks = placed.config, placed.ranks
+    begun = begin_ranks(ranks, ranks.groups[1:], CriticWorker, config, total_updates)
+    begun += begin_ranks(ranks, [ranks.group], TrainerWorker, config, total_updates)
+    for group, built in begun:
+        group.gather(built)
+    return ranks, NoEngines(rollout_dtype(config))
 
 
 def build_groups(
@@ -49,24 +93,15 @@ def build_groups(
     restarts: Restarts,
 ) -> tuple[TrainerRanks, RolloutReplicas]:
     """Place and build all actors; engines and ranks load together where no GPU is shared."""
-    use_gpu = uses_gpus(config)
-    refuse_crowded_cards(config, use_gpu)
-    config = anchored(config, use_gpu)
+    refuse_crowded_cards(config, uses_gpus(config))
+    placed = place_ranks(config, tools, reaper)
+    config, use_gpu, env, ranks = placed.config, placed.use_gpu, placed.env, placed.ranks
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     own_gpus, num_replicas = trainer.rollout_gpus, config.num_engines(use_gpu)
-    rooms = reserve_ranks(config, use_gpu)
-    nodes = {node: address for room in rooms for node, address in nodes_of(room).items()}
-    check_nodes(config, tools, nodes)
-    threads = gpu_threads(nodes, config.gpus_per_node) if use_gpu else cpu_env()
-    env = forwarded(os.environ) | threads | {MARK: reaper.mark}
-    if config.trainer.deterministic:
-        env |= DETERMINISTIC_ENV
-    ranks = TrainerRanks(*create_ranks(config, rooms, use_gpu, env))
-    guard_nodes(ranks.groups, reaper.mark)
     places = ranks.group.places()
     has_gpus = use_gpu and not config.is_external
     per_replica = rollout.tensor_model_parallel_size if has_gpus else 0
-    theirs = gpus_beside(rooms[0], own_gpus) if use_gpu and own_gpus else places
+    theirs = gpus_beside(placed.room, own_gpus) if use_gpu and own_gpus else places
     replicas = create_rollout_group(theirs, num_replicas, per_replica, env, (EngineDied,))
     replicas.places()
     arguments = [(config, agent_factory, replica) for replica in range(num_replicas)]

@@ -26,7 +26,6 @@ from verl.checkpoint.saver import LOST_RANK_S, SavePlan, Saver, is_due
 from verl.checkpoint.state import RunState, read_driver_random
 from verl.config import Config
 from verl.core_algos.kl import KLController
-from verl.data import PromptSampler
 from verl.errors import (
     CollapseError,
     Interrupted,
@@ -43,9 +42,9 @@ from verl.monitor.performance import Timings, critic_seconds, speed_metrics
 from verl.monitor.trace import Trace
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import RewardFn, RewardManager, adapted
+from verl.rollout.no_engines import NoEngines
 from verl.rollout.replicas import RolloutReplicas
 from verl.rollout.retry import RetryingRollout
-from verl.trainer.collection import RolloutCollector
 from verl.trainer.learning import Learner, add_advantages, assemble
 from verl.trainer.metrics import (
     advantage_metrics,
@@ -54,6 +53,7 @@ from verl.trainer.metrics import (
     throughput_metrics,
 )
 from verl.trainer.ranks import TrainerRanks
+from verl.trainer.recorded import collector_of
 from verl.trainer.stopping import Stopper, end_of_time
 from verl.trainer.validation import validate
 from verl.training.stored import reading
@@ -69,7 +69,7 @@ class RayPPOTrainer:
 
     config: Config
     ranks: TrainerRanks
-    replicas: RolloutReplicas
+    replicas: RolloutReplicas | NoEngines
     train_prompts: Sequence[Prompt]
     val_prompts: Sequence[Prompt]
     reward_fn: RewardFn | RewardManager
@@ -87,16 +87,8 @@ class RayPPOTrainer:
     """`metric`, `value` and `step` of the best validation so far."""
     finished: RunState = field(init=False)
     """Where the run stood after the last finished step, which is what a checkpoint holds."""
-    sampler: PromptSampler = field(init=False)
 
     def __post_init__(self) -> None:
-        data = self.config.data
-        self.sampler = PromptSampler(
-            len(self.train_prompts),
-            data.train_batch_size,
-            shuffle=data.shuffle_train_dataloader,
-            seed=self.config.trainer.seed,
-        )
         self.directory = Path(self.config.trainer.default_local_dir)
         self.saver = Saver(
             self.config.trainer, self.directory, self.ranks, self.identity,
@@ -113,8 +105,8 @@ class RayPPOTrainer:
             self.replicas, self.environment, self.stopper.check,
             served=self.identity.get("fingerprints", {}),
         )  # fmt: skip
-        self.collector = RolloutCollector(
-            self.config, self.rollout, self.train_prompts, self.sampler, self.reward,
+        self.collector = collector_of(
+            self.config, self.rollout, self.train_prompts, self.reward,
             with_greedy=self.learner.advantage.needs_greedy, last_step=self.total_steps,
         )  # fmt: skip
         self.finished = self.state()
@@ -252,7 +244,7 @@ class RayPPOTrainer:
         return RunState(
             step=self.step,
             version=self.replicas.version,
-            sampler=self.sampler.state_dict(),
+            sampler=self.collector.sampler.state_dict(),
             ahead=self.collector.state_dict(),
             kl_coef=self.kl_controller.value,
             reward=self.reward.state_dict(),
@@ -328,7 +320,7 @@ class RayPPOTrainer:
             self.replicas.version = version - 1
             finished = ahead.read(folder)
             with reading(folder / folders.STATE_FILE):
-                self.sampler.load_state_dict(state.sampler)
+                self.collector.sampler.load_state_dict(state.sampler)
                 self.collector.load_state_dict(state.ahead, finished, version)
                 if state.guard is not None:
                     self.watch.load_state_dict(state.guard)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from search_r1.agent.generation import (
 from search_r1.agent.retriever import WithToken
 from search_r1.scoring import build_reward_manager
 from verl.agent.environment import Environment
+from verl.checkpoint import folders
 from verl.checkpoint.contents import check_contents
 from verl.checkpoint.resume import check_resume, identity
 from verl.config import Config, cli
@@ -37,16 +39,21 @@ from verl.monitor.tracking import Tracker, Tracking
 from verl.plugins import Carried
 from verl.preflight.checks import preflight
 from verl.remote_code import set_trust
+from verl.rewards.interface import EachAlone, Reward, RewardManager
 from verl.single_controller.reaper import OrphanReaper
 from verl.single_controller.restarts import Restarts
 from verl.tokenizer_files import load_tokenizer, tokenizer_identity
 from verl.trainer.cluster import start_ray
-from verl.trainer.groups import build_groups
+from verl.trainer.groups import build_groups, build_ranks
 from verl.trainer.ray_trainer import RayPPOTrainer
+from verl.trainer.recorded import check_record
 from verl.trainer.supervision import supervise
 from verl.types import Prompt
 
 logger = logging.getLogger(__name__)
+
+Prompts = tuple[Sequence[Prompt], Sequence[Prompt]]
+"""Those to train on, and those to validate with."""
 
 
 def build_kl_controller(config: Config) -> KLController:
@@ -77,35 +84,59 @@ class Prepared:
     total_steps: int
 
 
+def build_reward(config: Config) -> RewardManager:
+    """The run's reward; none where every score was recorded."""
+    if not (config.samples or config.data.rescore):
+        return EachAlone(lambda trajectory: Reward(math.nan))
+    return build_reward_manager(config)
+
+
 def prepare(config: Config) -> Prepared:
     """Check everything that a run needs, decide what is left to its machine, read its questions.
 
     Its reward and agent are made here, too, to see that they can be: each attempt and each replica
-    makes its own.
+    makes its own. A run that learns from recorded trajectories asks no tool and reads no questions.
     """
     set_trust(config.actor_rollout_ref.model.trust_remote_code)
-    environment = build_environment(config)
-    build_reward_manager(config)
+    environment = replace(build_environment(config), enabled=config.do_search and config.samples)
+    build_reward(config)
     config = preflight(config, environment)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
     made_with = identity(config, {**environment.identity(), **tokenizer_identity(tokenizer)})
     check_contents(config)
     check_resume(config, made_with)
     cli.write_resolved(config, config.trainer.default_local_dir)
-    data = config.data
-    format = build_format(config, environment, tokenizer)
-    train_prompts, val_prompts = (
+    model = made_with["fingerprints"]["model"]
+    prompts: Prompts = ([], [])
+    if config.samples:
+        prompts = read_prompts(config, environment, tokenizer)
+        build_agent(config)
+        total_steps = count_steps(config, len(prompts[0]))
+    else:
+        total_steps = check_record(config, tokenizer, model, step_before(config))
+    if config.trainer.rollout_data_dir is not None:
+        open_folder(config.trainer.rollout_data_dir, tokenizer, model)
+    return Prepared(config, environment, made_with, *prompts, total_steps)
+
+
+def step_before(config: Config) -> int:
+    """The step that a run goes on from; 0 where it begins."""
+    trainer = config.trainer
+    folder = folders.resolve(trainer.resume_mode, Path(trainer.default_local_dir))
+    return 0 if folder is None else folders.step_of(folder)
+
+
+def read_prompts(config: Config, environment: Environment, tokenizer: Any) -> Prompts:
+    """The questions to train on and to validate with. Raises DataError or ConfigError."""
+    data, format = config.data, build_format(config, environment, tokenizer)
+    train, val = (
         load_prompts(config, files, num_rows, tokenizer, format.schemas)
         for files, num_rows in (
             (data.train_files, data.train_data_num), (data.val_files, data.val_data_num)
         )
     )  # fmt: skip
-    build_agent(config)
-    check_prompts(format, itertools.chain(train_prompts, val_prompts))
-    total_steps = count_steps(config, len(train_prompts))
-    if config.trainer.rollout_data_dir is not None:
-        open_folder(config.trainer.rollout_data_dir, tokenizer)
-    return Prepared(config, environment, made_with, train_prompts, val_prompts, total_steps)
+    check_prompts(format, itertools.chain(train, val))
+    return train, val
 
 
 @contextlib.contextmanager
@@ -118,13 +149,17 @@ def processes(
     with OrphanReaper() as reaper, watching(config) as host_memory:
         start_ray(config)
         try:
-            ranks, replicas = build_groups(
-                config,
-                WithToken(Carried(build_agent)),
-                WithToken(Carried(build_environment)),
-                updates,
-                reaper,
-                restarts,
+            ranks, replicas = (
+                build_groups(
+                    config,
+                    WithToken(Carried(build_agent)),
+                    WithToken(Carried(build_environment)),
+                    updates,
+                    reaper,
+                    restarts,
+                )
+                if config.samples
+                else build_ranks(config, updates, reaper)
             )
             node_id = ray.get_runtime_context().get_node_id()
             host_memory.names = {
@@ -139,7 +174,7 @@ def processes(
                     replicas=replicas,
                     train_prompts=prepared.train_prompts,
                     val_prompts=prepared.val_prompts,
-                    reward_fn=build_reward_manager(config),
+                    reward_fn=build_reward(config),
                     kl_controller=build_kl_controller(config),
                     tracking=tracking,
                     total_steps=prepared.total_steps,

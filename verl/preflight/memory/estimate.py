@@ -72,7 +72,8 @@ class Estimate:
 
     needs: tuple[Need, ...]
     engine: EngineMemory | None
-    """Of one engine on GPUs; None on CPU, and for servers with devices of their own."""
+    """Of one engine on GPUs; None on CPU, for servers with devices of their own, and where nothing
+    samples."""
 
     def at(self, memory: Memory, phase: Phase) -> list[Need]:
         """What is held there then, the largest first; the host holds its shared memory too."""
@@ -127,14 +128,15 @@ def estimate(config: Config, setting: Setting) -> Estimate:
     needs = [*node_needs(config, policy, item, setting.on_gpu), *rank_needs(config, setting)]
     if config.actor_rollout_ref.rollout.weights_dir is not None:
         needs = [need for need in needs if need.memory is not Memory.SHARED]
+    has_engines = config.samples and not config.is_external
     if not setting.on_gpu:
-        if not config.is_external:
+        if has_engines:
             needs += cpu_engine_needs(config, policy, item)
         return Estimate(tuple(_on_host(need, config) for need in needs), None)
     needs.append(Need(Memory.DEVICE, "rank's context", CONTEXT))
     if config.has_own_critic:
         needs.append(Need(Memory.CRITIC, "critic rank's context", CONTEXT))
-    if config.is_external:
+    if not has_engines:
         return Estimate(tuple(needs), None)
     device_bytes = min((device.total for device in setting.machine.devices), default=0)
     engine = engine_memory(config, policy, item, device_bytes)
@@ -171,7 +173,7 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
     if config.is_external:  # all that runs here is what asks a server
         engine = PROCESSES["cpu"][0]
     local = config.trainer.n_gpus_per_node + config.critic_gpus_per_node
-    replicas = -(-config.num_engines(on_gpu) // config.trainer.nnodes)
+    replicas = -(-config.num_engines(on_gpu) // config.trainer.nnodes) if config.samples else 0
     for what, size in (
         ("processes of the ranks", local * rank),
         ("processes of the engines", replicas * engine),
@@ -180,6 +182,8 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
         yield Need(Memory.HOST, what, size, is_guess=True)
     tokens = config.num_trajectories * config.data.max_model_len
     yield Need(Memory.HOST, "trajectories of a step", BATCH_BYTES * tokens, LOADED)
+    if not config.samples:
+        return
     model, sync = config.actor_rollout_ref.model, frozenset({Phase.SYNC})
     if engine_takes_adapter(config):
         size = 2 * FLOAT * policy.adapter(model.lora_rank, model.target_modules)
