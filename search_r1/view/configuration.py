@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from verl.config.known import flattened
 from verl.errors import ConfigError, explain
 
 
@@ -25,19 +26,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Options by their dotted names."""
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{name}.")
-        else:
-            yield name, value
-
-
 def compared(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each option with every run's value as text (None: the run has no such option)."""
-    runs = [dict(flat(config)) for config in configs]
+    runs = [dict(flattened(config)) for config in configs]
     names = dict.fromkeys(name for run in runs for name in run)
     return [
         {"name": name, "values": values, "differs": len(set(values)) > 1}

@@ -10,7 +10,7 @@ import ast
 import dataclasses
 import functools
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,16 @@ def settings(
         for number, item in enumerate(value if isinstance(value, list) else ()):
             if dataclasses.is_dataclass(item):
                 yield from settings(item, f"{key}[{number}].")
+
+
+def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a nested mapping by their dotted names."""
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, f"{name}.")
+        else:
+            yield name, value
 
 
 def typed(value: Any) -> str:

@@ -67,7 +67,8 @@ class TrainerConfig:
         resume="free",
         choices="verl.monitor.tracking:BACKENDS",
     )
-    """Any of console, jsonl, wandb, tensorboard; a name or a list."""
+    """Any of console, jsonl, wandb, tensorboard, mlflow, swanlab, trackio; a name or a list
+    (docs/tracking.md)."""
     default_local_dir: str = option(
         "runs/${trainer.project_name}/${trainer.experiment_name}", resume="free"
     )

@@ -1,4 +1,4 @@
-"""Where metrics go: console, jsonl, wandb, tensorboard behind one `log(metrics, step)`.
+"""Where metrics go: console, files, tracking libraries, behind one `log(metrics, step)`.
 
 Knows nothing of what the metrics mean, except which few the console shows.
 """
@@ -22,6 +22,7 @@ from verl.config import Config
 from verl.config.cli import public
 from verl.errors import ConfigError, explain
 from verl.files import Lines, is_of_files, whole_file
+from verl.monitor.library_trackers import MlflowTracker, SwanlabTracker, TrackioTracker
 from verl.monitor.wandb_tracker import WandbTracker, load
 
 logger = logging.getLogger(__name__)
@@ -126,9 +127,14 @@ _BUILDERS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "jsonl": lambda project, experiment, directory, *_: JsonlTracker(directory),
         "wandb": WandbTracker,
         "tensorboard": lambda project, experiment, directory, *_: TensorboardTracker(directory),
+        "mlflow": MlflowTracker,
+        "swanlab": SwanlabTracker,
+        "trackio": TrackioTracker,
     }
 )
 BACKENDS = tuple(_BUILDERS)
+PACKAGES = BACKENDS[2:]
+"""Those that need the package of their name."""
 
 
 class Tracking:

@@ -33,7 +33,7 @@ from verl.errors import (
     explain,
 )
 from verl.model_files import check_context
-from verl.monitor.tracking import backend_names
+from verl.monitor.tracking import PACKAGES, backend_names
 from verl.preflight.adapters import adapter_problems
 from verl.preflight.memory.check import look, memory_problems, settle_offload
 from verl.preflight.servers import server_problems
@@ -214,7 +214,7 @@ def _disk(config: Config) -> Iterator[UserError]:
 def _tracking(config: Config) -> Iterator[UserError]:
     """The packages of the chosen trackers."""
     for name in backend_names(config.trainer.logger):
-        if name in ("wandb", "tensorboard") and importlib.util.find_spec(name) is None:
+        if name in PACKAGES and importlib.util.find_spec(name) is None:
             fix = f"pip install {name}, or trainer.logger=[console,jsonl]"
             expected = "an installed package"
             yield ConfigError(explain("trainer.logger", f"{name}, not installed", expected, fix))

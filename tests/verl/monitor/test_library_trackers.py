@@ -1,0 +1,240 @@
+"""MLflow, SwanLab and Trackio: without account or network all is on this disk, and is gone on with.
+
+Their packages are optional: what the trackers ask of them is held on stand-ins, and, where they are
+installed, on the real ones (`slow`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sqlite3
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl.errors import ConfigError
+from verl.monitor.library_trackers import MlflowTracker, SwanlabTracker
+from verl.monitor.tracking import PACKAGES, Tracking
+
+VARIABLES = ("MLFLOW_TRACKING_URI", "SWANLAB_MODE", "SWANLAB_LOG_DIR", "SWANLAB_API_KEY",
+             "SWANLAB_SAVE_DIR", "TRACKIO_DIR", "TRACKIO_SPACE_ID")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without accounts or variables."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+class MlflowError(Exception):
+    """What MLflow raises."""
+
+
+class Client:
+    """MLflow's, over a dict; `is_away`: every call fails."""
+
+    runs: dict[str, dict[str, Any]] = {}  # noqa: RUF012 - one server
+    is_away = False
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        if self.is_away:
+            raise MlflowError("no route\nto host")
+
+    def create_experiment(self, name: str) -> str:
+        return name
+
+    def create_run(self, number: str, run_name: str) -> Any:
+        self.runs["r1"] = {"of": (number, run_name), "metrics": [], "params": {}}
+        return SimpleNamespace(info=SimpleNamespace(run_id="r1"))
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.runs[run_id]["status"] = status
+
+    def set_terminated(self, run_id: str) -> None:
+        self.runs[run_id]["status"] = "FINISHED"
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        if self.is_away:
+            raise MlflowError("no route\nto host")
+        self.runs[run_id]["metrics"] += [(m[0], m[1], m[3]) for m in metrics]
+        self.runs[run_id]["params"] |= dict(params)
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module in the place of MLflow."""
+    entities = SimpleNamespace(Metric=lambda *given: given, Param=lambda *given: given)
+    module = SimpleNamespace(
+        MlflowClient=Client,
+        entities=entities,
+        exceptions=SimpleNamespace(MlflowException=MlflowError),
+    )
+    monkeypatch.setattr(Client, "runs", {})
+    monkeypatch.setattr(Client, "is_away", False)
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    return module
+
+
+def test_mlflow_gets_options_once_and_every_step(mlflow: Any, tmp_path: Path) -> None:
+    """In the run's folder unless told otherwise; names without what it refuses; gone on with."""
+    with Tracking("p", "e", "mlflow", tmp_path, {"a": {"b": 1}, "c": []}) as tracking:
+        tracking.log({"val/em@2": 0.5}, 1)
+    with Tracking("p", "e", "mlflow", tmp_path, is_resumed=True) as tracking:
+        [tracker] = tracking._trackers
+        assert tracker.address == f"sqlite:///{tmp_path / 'mlflow.db'}"
+        assert Client.runs["r1"]["status"] == "RUNNING"
+        tracking.log({"x": 1.0}, 2)
+    run = Client.runs["r1"]
+    assert run == {"of": ("p", "e"), "status": "FINISHED", "params": {"a.b": "1", "c": "[]"},
+                   "metrics": [("val/em_2", 0.5, 1), ("x", 1.0, 2)]}  # fmt: skip
+
+
+def test_a_server_that_goes_away_is_told_once_and_gets_all_later(
+    mlflow: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beside metrics.jsonl the run goes on; at the start it is a mistake, in one line."""
+    with Tracking("p", "e", ["mlflow", "jsonl"], tmp_path) as tracking:
+        Client.is_away = True
+        tracking.log({"x": 1.0}, 1)
+        tracking.log({"x": 2.0}, 2)
+        Client.is_away = False
+        tracking.log({"x": 3.0}, 3)
+    assert Client.runs["r1"]["metrics"] == [("x", 1.0, 1), ("x", 2.0, 2), ("x", 3.0, 3)]
+    [line] = [m for m in caplog.messages if "metrics.jsonl has what is missing" in m]
+    assert "MLflow: no route" in line and "\n" not in line
+    Client.is_away = True
+    with pytest.raises(ConfigError, match=r"MLFLOW_TRACKING_URI: got sqlite.*\(no route\)"):
+        Tracking("p", "e", "mlflow", tmp_path)
+
+
+class Session:
+    """A module with `init`, `log` and `finish`, as SwanLab and Trackio have them."""
+
+    def __init__(self) -> None:
+        self.begun: list[dict[str, Any]] = []
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.ended = 0
+
+    def init(self, **options: Any) -> Any:
+        self.begun.append(options)
+        return SimpleNamespace(name=options.get("name"), id="t1")
+
+    def log(self, row: dict[str, float], step: int) -> None:
+        self.rows.append((step, row))
+
+    def finish(self) -> None:
+        self.ended += 1
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "where"),
+    [("swanlab", "logdir", "swanlog"), ("trackio", "TRACKIO_DIR", "trackio")],
+)
+def test_a_session_is_begun_logged_to_and_ended(
+    name: str,
+    folder: str,
+    where: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Below the run's folder, offline, and again in the same run; the way to see it is told."""
+    session = Session()
+    monkeypatch.setitem(sys.modules, name, session)  # type: ignore[arg-type]
+    with caplog.at_level(logging.INFO):
+        for is_resumed in (False, True):
+            with Tracking("p", "e", name, tmp_path, {"a": 1}, is_resumed) as tracking:
+                tracking.log({"x": 1.0}, 1 + is_resumed)
+    first, again = session.begun
+    assert (first.get("logdir") or os.environ["TRACKIO_DIR"]) == str(tmp_path / where)
+    assert first["project"] == "p" and first["config"] == {"a": 1}
+    assert first.get("mode") in (None, "offline") and again["resume"] == "allow"
+    assert first.get("id") == again.get("id")
+    assert session.rows == [(1, {"x": 1.0}), (2, {"x": 1.0})] and session.ended == 2
+    assert "swanlab sync" in caplog.text or "trackio show" in caplog.text
+
+
+def test_variables_of_the_libraries_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As their own users expect; a key makes SwanLab online."""
+    session = Session()
+    monkeypatch.setitem(sys.modules, "swanlab", session)  # type: ignore[arg-type]
+    monkeypatch.setenv("SWANLAB_LOG_DIR", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("SWANLAB_API_KEY", "k")
+    SwanlabTracker("p", "e", tmp_path, {})
+    monkeypatch.setenv("SWANLAB_MODE", "local")
+    SwanlabTracker("p", "e", tmp_path, {})
+    assert [one["mode"] for one in session.begun] == ["cloud", "local"]
+    assert session.begun[0]["logdir"] == str(tmp_path / "elsewhere")
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the command that installs it, whichever it is."""
+    for name in PACKAGES:
+        monkeypatch.setitem(sys.modules, name.replace("tensorboard", "tensorboard.summary"), None)
+    for name in ("mlflow", "swanlab", "trackio"):
+        with pytest.raises(ConfigError, match=f"pip install {name}"):
+            Tracking("p", "e", name, tmp_path)
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Iterator[Any]:
+    """Two starts of one run by a real library."""
+
+    def log(name: str) -> None:
+        for number in (1, 2):
+            resumed = number == 2
+            with Tracking("p", "e", [name, "jsonl"], tmp_path, {"a": {"b": 1}}, resumed) as one:
+                one.log({"val/em": number / 4, "n": float("nan")}, number)
+        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+    yield log
+
+
+@pytest.mark.slow
+def test_the_real_mlflow(steps: Any, tmp_path: Path) -> None:
+    """One run of the database has both steps and the options."""
+    mlflow = pytest.importorskip("mlflow")
+    steps("mlflow")
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    [experiment] = client.search_experiments(filter_string="name = 'p'")
+    [run] = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED" and run.data.params == {"a.b": "1"}
+    history = client.get_metric_history(run.info.run_id, "val/em")
+    assert [(point.step, point.value) for point in history] == [(1, 0.25), (2, 0.5)]
+    assert MlflowTracker("p", "e", tmp_path, {}, is_resumed=True).run_id == run.info.run_id
+
+
+@pytest.mark.slow
+def test_the_real_swanlab(steps: Any, tmp_path: Path) -> None:
+    """A folder for each start, which its own `sync` uploads, with the values in it."""
+    pytest.importorskip("swanlab")
+    steps("swanlab")
+    held = [path.read_bytes() for path in (tmp_path / "swanlog").rglob("*") if path.is_file()]
+    assert any(b"val/em" in one and b"0.25" in one for one in held)
+    assert any(b"val/em" in one and b"0.5" in one for one in held)
+
+
+@pytest.mark.slow
+def test_the_real_trackio(steps: Any, tmp_path: Path) -> None:
+    """Its database has both steps."""
+    pytest.importorskip("trackio")
+    steps("trackio")
+    with sqlite3.connect(tmp_path / "trackio" / "p.db") as db:
+        rows = db.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
+    assert [(name, step, json.loads(row)["val/em"]) for name, step, row in rows] == [
+        ("e", 1, 0.25), ("e", 2, 0.5)
+    ]  # fmt: skip
