@@ -35,6 +35,8 @@ class ViewOptions:
     """folder of the indexes over trajectories; they may be deleted"""
     export: Path | None = None
     """write one HTML file that opens without a server, and end"""
+    report: bool = False
+    """write report.html and report.md into the folder of each run, as a run does at its end"""
     export_trajectories: Annotated[int, Bounds(0, 20_000)] = 200
     """most trajectories of each run in that file, spread over its steps"""
 

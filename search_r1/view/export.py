@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +21,35 @@ from search_r1.view.run import Run
 from verl.files import whole_file
 
 MODULES = ("elements", "ask", "chart", "curves", "config", "trajectories", "trajectory",
-           "question", "main")  # fmt: skip
+           "question", "report", "main")  # fmt: skip
 """In the order in which each needs only those before it."""
 IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 EXPORT = re.compile(r"^export (?=async|function|const|class)", re.MULTILINE)
 MOST_POINTS = 300
+Place = tuple[str, int, int]
+"""Kind, step and line of a trajectory."""
 
 
-def write_export(runs: Sequence[Run], path: Path, most: int) -> int:
-    """Write the file, whole or not at all; its size in bytes. `most`: trajectories of each run."""
-    text = page(snapshot(runs, most))
+def write_export(
+    runs: Sequence[Run], path: Path, most: int, reports: Sequence[Mapping[str, Any]] = ()
+) -> int:
+    """Write the file, whole or not at all; its size in bytes. `most`: trajectories of each run.
+
+    With a report of each run, the file opens on them.
+    """
+    text = page(snapshot(runs, most, reports))
     with whole_file(path) as part:
         return part.write_text(text, encoding="utf-8", errors="replace")
 
 
-def snapshot(runs: Sequence[Run], most: int) -> dict[str, Any]:
+def snapshot(
+    runs: Sequence[Run], most: int, reports: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     """What the page may ask for: by the name of the question and, of a trajectory, its place."""
-    asked = Runs(runs)
-    rows = [chosen(run, most) for run in runs]
-    return {
+    asked, none = Runs(runs), [set[Place]()] * len(runs)
+    named = [_examples(one) for one in reports] or none
+    rows = [chosen(run, most, own) for run, own in zip(runs, named, strict=True)]
+    return ({"report": list(reports)} if reports else {}) | {
         "runs": asked.about(),
         "metrics": asked.names(),
         "curves": asked.curves(asked.names(), MOST_POINTS),
@@ -53,13 +63,24 @@ def snapshot(runs: Sequence[Run], most: int) -> dict[str, Any]:
     }
 
 
-def chosen(run: Run, most: int) -> list[dict[str, Any]]:
-    """At most `most` trajectories at even distances, from the first step to the last."""
+def _examples(report: Mapping[str, Any]) -> set[Place]:
+    """The trajectories that a report shows."""
+    pairs = ((one["before"], one["after"]) for one in report["examples"])
+    return {(row["kind"], row["step"], row["line"]) for pair in pairs for row in pair if row}
+
+
+def chosen(run: Run, most: int, named: Collection[Place] = ()) -> list[dict[str, Any]]:
+    """At most `most` trajectories at even distances, from the first step to the last; and those
+    that are named."""
     count = run.index.report()["count"]
     num = min(most, count)
     places = {i * (count - 1) // max(1, num - 1) for i in range(num)}
     rows = run.index.db.execute(f"SELECT {SHOWN} FROM trajectories ORDER BY step, kind, line")
-    return [dict(row) for number, row in enumerate(rows) if number in places]
+    return [
+        dict(row)
+        for number, row in enumerate(rows)
+        if number in places or (row["kind"], row["step"], row["line"]) in named
+    ]
 
 
 def page(data: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,18 @@ class Place:
 class TrajectoryIndex:
     """The trajectories of one run; safe to read from several threads."""
 
-    def __init__(self, file: Path, folders: dict[str, Path], tags: Grammar) -> None:
-        """`folders`: where each kind's `step_N.jsonl` are. Raises ConfigError for no such file."""
-        self.folders, self._tags, self._file = folders, tags, file
+    def __init__(
+        self,
+        file: Path,
+        folders: dict[str, Path],
+        tags: Grammar,
+        only: Callable[[Collection[int]], Collection[int]] = lambda steps: steps,
+    ) -> None:
+        """`folders`: where each kind's `step_N.jsonl` are, of which `only` some steps are read.
+
+        Raises ConfigError for no such file.
+        """
+        self.folders, self._tags, self._file, self._only = folders, tags, file, only
         self._threads = threading.local()
         self.num_pending = 0
         """Files that are not read yet."""
@@ -161,13 +170,14 @@ class TrajectoryIndex:
         for kind, folder in self.folders.items():
             if not folder.is_dir():
                 continue
-            for path in folder.iterdir():
-                named = STEP.fullmatch(path.name)
+            named = ((path, STEP.fullmatch(path.name)) for path in folder.iterdir())
+            steps = {int(name[1]): path for path, name in named if name}
+            for step in self._only(steps):
+                path = steps[step]
                 with contextlib.suppress(FileNotFoundError):  # replaced between the two looks
-                    if named:
-                        about = path.stat()
-                        state = f"{path} {about.st_ino} {about.st_size} {about.st_mtime_ns}"
-                        yield (kind, int(named[1])), (path, state)
+                    about = path.stat()
+                    state = f"{path} {about.st_ino} {about.st_size} {about.st_mtime_ns}"
+                    yield (kind, step), (path, state)
 
     def _replace(self, kind: str, step: int, path: Path | None, state: str) -> None:
         """Put a file's rows in the place of those that it had."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,15 @@ ENGINE = "log_probs"
 class Run:
     """A run that is training or finished."""
 
-    def __init__(self, folder: Path, index_dir: Path, rollouts: Path | None = None) -> None:
-        """`rollouts`: its training trajectories, where the configuration does not lead there.
+    def __init__(
+        self,
+        folder: Path,
+        index_dir: Path,
+        rollouts: Path | None = None,
+        only: Callable[[Collection[int]], Collection[int]] = lambda steps: steps,
+    ) -> None:
+        """`rollouts`: its training trajectories, where the configuration does not lead there;
+        `only`: some steps of each kind are read.
 
         Raises ConfigError for a folder that is no run's, or an index that cannot be written.
         """
@@ -41,7 +48,7 @@ class Run:
         self.metrics = MetricsLog(self.folder / "metrics.jsonl")
         self.version = 0
         """Grows with each change that was read."""
-        self._index_dir, self._given = index_dir, rollouts
+        self._index_dir, self._given, self._only = index_dir, rollouts, only
         self._reading = threading.Lock()
         self._configure(read_config(self.folder))
 
@@ -55,7 +62,7 @@ class Run:
             folders[TRAIN] = self.rollouts
         key = f"{LAYOUT_VERSION} {self.folder} {self.rollouts}".encode()
         file = self._index_dir / f"{hashlib.sha256(key).hexdigest()[:24]}.sqlite"
-        self.index = TrajectoryIndex(file, folders, self.tags)
+        self.index = TrajectoryIndex(file, folders, self.tags, self._only)
         self.pieces = find_pieces(self.folder, self.rollouts, config)
         """The tokenizer of the dump, or why there is none."""
 

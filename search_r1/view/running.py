@@ -19,6 +19,7 @@ from search_r1.search.server.running import bind, listen, read_token, write_port
 from search_r1.view.app import TOKEN_VARIABLE, Runs, create_app
 from search_r1.view.command import ViewOptions
 from search_r1.view.export import write_export
+from search_r1.view.report_files import write_report
 from search_r1.view.run import Run
 from verl.errors import ConfigError, explain
 
@@ -35,6 +36,10 @@ MAX_BODY_BYTES = 1024
 def start(options: ViewOptions) -> int:
     """Serve or export; returns the exit code. Raises UserError or SetupError."""
     log(logging.INFO, "%(message)s")
+    if options.report:
+        for folder in options.runs:
+            write_report(folder)
+        return 0
     runs = open_runs(options)
     if options.export is not None:
         for run in runs:

@@ -11,6 +11,7 @@ from playwright import sync_api as playwright
 
 from search_r1.view.app import Runs, create_app
 from search_r1.view.export import write_export
+from search_r1.view.report_files import write_report
 from search_r1.view.run import Run
 from tests.apps import running
 from tests.view import runs
@@ -205,6 +206,24 @@ def test_an_exported_file_answers_as_the_server_does(
     exported.open("#/curves")
     exported.see("figure:has-text('actor/entropy') .readout", "0.5")
     assert served.complaints == exported.complaints == []
+
+
+def test_a_report_opens_in_front(visit: Callable[..., Visit], folder: Path) -> None:
+    """Table, curves, examples side by side and advice; a card leads to its trajectory."""
+    for step in (0, 9):
+        hostile = runs.dialogue(runs.HOSTILE, [runs.HOSTILE], runs.HOSTILE, row=5)
+        runs.write_validation(folder, step, [(hostile, float(step))])
+    write_report(folder)
+    page = visit((folder / "report.html").as_uri())
+    page.open()
+    page.see("#tabs a[aria-current]", "Report")
+    page.see("table", "EM")
+    page.see("figure:has-text('actor/entropy') .readout", "0.5")
+    assert len(page.texts("article.card")) == 2
+    assert page.tab.locator("main img, main script, main iframe").count() == 0
+    page.tab.locator("article.card a").last.click()
+    page.see("h2.question", runs.HOSTILE.replace("\u202e", "\\u202e"))
+    assert page.complaints == [] and "boom" not in page.tab.title()
 
 
 def test_a_token_is_asked_for(visit: Callable[..., Visit]) -> None:

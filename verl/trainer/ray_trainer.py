@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
@@ -45,6 +45,7 @@ from verl.rewards.interface import RewardFn, RewardManager, adapted
 from verl.rollout.no_engines import NoEngines
 from verl.rollout.replicas import RolloutReplicas
 from verl.rollout.retry import RetryingRollout
+from verl.trainer.cluster import uses_gpus
 from verl.trainer.learning import Learner, add_advantages, assemble
 from verl.trainer.metrics import (
     advantage_metrics,
@@ -147,8 +148,17 @@ class RayPPOTrainer:
                     if must_recover:
                         self.recover(verdict, metrics)
                     self.conclude(metrics, must_recover)
-                bar.set_postfix(score=f"{metrics['critic/score/mean']:.3f}")
+                bar.set_postfix(score=f"{metrics['critic/score/mean']:.3f}", **self.spent(bar))
                 bar.update()
+
+    def spent(self, bar: tqdm[NoReturn]) -> dict[str, str]:
+        """GPU-hours since the start, and those until the end at this pace; nothing on CPU."""
+        if not uses_gpus(self.config):
+            return {}
+        num_gpus = self.config.gpus_per_node * self.config.trainer.nnodes
+        hours = num_gpus * bar.format_dict["elapsed"] / 3600
+        share = (self.step - bar.initial) / (self.total_steps - bar.initial)
+        return {"gpu_h": f"{hours:.2f}/{hours / share:.2f}"}
 
     def conclude(self, metrics: Metrics, was_recovered: bool = False) -> None:
         """End a step whose weights are final: validate, log, save."""

@@ -25,6 +25,7 @@ from search_r1.agent.generation import (
 )
 from search_r1.agent.retriever import WithToken
 from search_r1.scoring import build_reward_manager
+from search_r1.view.report_files import write_report
 from verl.agent.environment import Environment
 from verl.checkpoint import folders
 from verl.checkpoint.contents import check_contents
@@ -33,6 +34,7 @@ from verl.config import Config, cli
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
 from verl.data import load_prompts, num_batches
 from verl.data.trajectories import open_folder
+from verl.errors import UserError
 from verl.locks import exclusive
 from verl.monitor.memory_watch import rank_names, watching
 from verl.monitor.tracking import Tracker, Tracking
@@ -203,8 +205,8 @@ def building(config: Config) -> Iterator[RayPPOTrainer]:
 def run(config: Config, trackers: Sequence[Tracker] = ()) -> None:
     """One run from beginning to end, which nobody else writes to the folders of.
 
-    It starts again by itself when it lost a rank. `trackers` are told of it beside those that
-    `trainer.logger` names.
+    It starts again by itself when it lost a rank, and leaves a report, also where it was stopped.
+    `trackers` are told of it beside those that `trainer.logger` names.
     """
     trainer = config.trainer
     folders = {Path(trainer.default_local_dir).resolve(): "trainer.default_local_dir"}
@@ -213,7 +215,13 @@ def run(config: Config, trackers: Sequence[Tracker] = ()) -> None:
     with contextlib.ExitStack() as held:
         for folder, option in folders.items():
             held.enter_context(exclusive(folder, option))
-        _run(prepare(config), trackers)
+        prepared = prepare(config)
+        try:
+            _run(prepared, trackers)
+        except UserError:
+            write_report(Path(trainer.default_local_dir))
+            raise
+        write_report(Path(trainer.default_local_dir))
 
 
 def _run(prepared: Prepared, trackers: Sequence[Tracker]) -> None:

@@ -5,6 +5,7 @@ const data = held ? JSON.parse(held.textContent) : null;
 let token = ""; // in memory only
 
 export const isExport = data !== null;
+export const hasReport = Boolean(data?.report);
 
 export class Refused extends Error {}
 

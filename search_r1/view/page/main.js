@@ -1,15 +1,16 @@
 // The frame: which page is shown, which run, what is new, the keys.
 
-import { ask, isExport, Refused, useToken } from "./ask.js";
+import { ask, hasReport, isExport, Refused, useToken } from "./ask.js";
 import { showConfig } from "./config.js";
 import { showCurves } from "./curves.js";
 import { address, link, make, plural } from "./elements.js";
 import { showQuestion } from "./question.js";
+import { showReport } from "./report.js";
 import { showTrajectories } from "./trajectories.js";
 import { showTrajectory } from "./trajectory.js";
 
-const PAGES = { curves: showCurves, trajectories: showTrajectories, config: showConfig, trajectory: showTrajectory, question: showQuestion };
-const TABS = [["curves", "Curves"], ["trajectories", "Trajectories"], ["config", "Configuration"]];
+const PAGES = { curves: showCurves, trajectories: showTrajectories, config: showConfig, trajectory: showTrajectory, question: showQuestion, report: showReport };
+const TABS = [...(hasReport ? [["report", "Report"]] : []), ["curves", "Curves"], ["trajectories", "Trajectories"], ["config", "Configuration"]];
 const EVERY_MS = 3000;
 const at = (id) => document.getElementById(id);
 
@@ -20,7 +21,7 @@ let turn = 0; // grows with each page that is asked for: an answer that comes to
 
 function here() {
   const [, page, query] = location.hash.match(/^#\/([a-z]*)\??(.*)$/) ?? [];
-  return { page: Object.hasOwn(PAGES, page) ? page : "curves", params: Object.fromEntries(new URLSearchParams(query ?? "")) };
+  return { page: Object.hasOwn(PAGES, page) ? page : TABS[0][0], params: Object.fromEntries(new URLSearchParams(query ?? "")) };
 }
 
 /** Go to a page; with `inPlace` the same page goes on, with other parameters. */
@@ -41,7 +42,7 @@ async function show() {
   shown = location.hash;
   const number = Number(params.run ?? 0);
   at("run").value = String(number);
-  at("run-field").hidden = runs.length < 2 || ["curves", "config"].includes(page);
+  at("run-field").hidden = runs.length < 2 || ["curves", "config", "report"].includes(page);
   at("tabs").replaceChildren(...TABS.map(([name, words]) => {
     const tab = link(name, name === "trajectories" && number ? { run: number } : {}, "", words);
     if (name === page || (name === "trajectories" && ["trajectory", "question"].includes(page))) tab.setAttribute("aria-current", "page");

@@ -40,7 +40,7 @@ function means(rows, name) {
   return { steps, values };
 }
 
-function card(one, run) {
+export function card(one, run) {
   const title = link("trajectory", placeOf(one, run), "", `step ${one.step}${one.kind === "val" ? ", validation" : `, sample ${one.sample}`}`);
   const said = make("p", "", "answer ", make("strong", one.is_given ? "right" : "", one.answer ?? "none"), ` · score ${short(one.score)}`);
   const turns = one.segments.filter((part) => part.origin !== "prompt").map((part, i) => {
