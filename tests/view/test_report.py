@@ -28,6 +28,7 @@ def asked(row: int, answer: str, searches: int = 0) -> Trajectory:
 def learned(folder: Path) -> Path:
     """A run that learned to search: 1 of 10 right at first, 7 at the end."""
     (folder / "validation" / "step_2.jsonl").unlink()
+    (folder / "metrics.jsonl").unlink()
     for step, right in ((0, 1), (5, 4), (10, 7)):
         rows = [(asked(i, "Paris" if i < right else "Rome", int(i < right)), float(i < right))
                 for i in range(10)]  # fmt: skip

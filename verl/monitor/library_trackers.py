@@ -118,12 +118,12 @@ class SwanlabTracker:
         given = os.environ.get("SWANLAB_LOG_DIR")
         self._folder = Path(given or directory / "swanlog").absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
-        mode = os.environ.get("SWANLAB_MODE") or ("cloud" if has_account() else "offline")
+        mode = os.environ.get("SWANLAB_MODE") or ("online" if has_account() else "offline")
         self.run_id = kept_id(directory / "swanlab_run_id", is_resumed)
         self._swanlab = swanlab
-        self._run = swanlab.init(
-            project=project, experiment_name=experiment, config=config, logdir=str(self._folder),
-            mode=mode, id=self.run_id, resume="allow", reinit=True,
+        swanlab.init(
+            project=project, name=experiment, config=config, log_dir=str(self._folder), mode=mode,
+            id=self.run_id, resume="allow", reinit=True,
         )  # fmt: skip
         self.is_offline = mode == "offline"
 
@@ -153,7 +153,7 @@ class TrackioTracker:
         folder = Path(os.environ.setdefault("TRACKIO_DIR", str((directory / "trackio").absolute())))
         folder.mkdir(parents=True, exist_ok=True)  # Trackio reads the variable when it is imported
         self._trackio = load("trackio", "trackio")
-        self._run = self._trackio.init(
+        self._trackio.init(
             project=project, name=experiment, config=config, embed=False,
             resume="allow" if is_resumed else "never",
         )  # fmt: skip
@@ -168,7 +168,8 @@ class TrackioTracker:
     def close(self) -> None:
         """Write what is on its way."""
         self._trackio.finish()
-        logger.info("trackio: TRACKIO_DIR=%s trackio show", os.environ["TRACKIO_DIR"])
+        folder = load("trackio.utils", "trackio").TRACKIO_DIR
+        logger.info("trackio: TRACKIO_DIR=%s trackio show", folder)
 
 
 def kept_id(file: Path, is_resumed: bool) -> str:

@@ -130,9 +130,9 @@ def check_record(config: Config, tokenizer: Vocabulary, model: str, done: int) -
     last = config.trainer.total_training_steps or steps[-1]
     if missing := sorted(set(range(done + 1, last + 1)) - set(steps)):
         got = f"{folder}, which has {len(steps)} steps, and not step {missing[0]}"
-        fix = f"restore it, or trainer.total_training_steps={missing[0] - 1}"
+        fewer = f", or trainer.total_training_steps={missing[0] - 1}" * (missing[0] > done + 1)
         expected = f"every step from {done + 1} to {last}"
-        raise DataError(explain(KEY, got, expected, fix))
+        raise DataError(explain(KEY, got, expected, f"restore it{fewer}"))
     for step in range(done + 1, last + 1):
         _check_step(config, step, read_step(folder, step))
     return last
