@@ -114,7 +114,7 @@ def cost(run: Run) -> Iterator[tuple[str, str]]:
         ("share of the time: sampling", "timing_s/gen", "{:.0%}"),
         ("share of the time: the policy's update", "timing_s/update_actor", "{:.0%}"),
     ):
-        values = [row[name] for row in steps if row.get(name) is not None]
+        values = [value for row in steps if (value := row.get(name)) is not None]
         if values:
             share = total(steps, name) / max(seconds, 1e-9)
             yield title, form.format(share if "timing" in name else np.mean(values))

@@ -148,7 +148,8 @@ class RayPPOTrainer:
                     if must_recover:
                         self.recover(verdict, metrics)
                     self.conclude(metrics, must_recover)
-                bar.set_postfix(score=f"{metrics['critic/score/mean']:.3f}", **self.spent(bar))
+                score = f"{metrics['critic/score/mean']:.3f}"
+                bar.set_postfix({"score": score, **self.spent(bar)})
                 bar.update()
 
     def spent(self, bar: tqdm[NoReturn]) -> dict[str, str]:

@@ -146,7 +146,7 @@ def corrected(config: Config) -> None:
     [
         ("grpo", plain, 1),
         pytest.param("grpo", by_engine, 3, marks=pytest.mark.slow),
-        pytest.param("gae", corrected, 3, marks=pytest.mark.slow),
+        ("gae", corrected, 3),
         pytest.param("remax", plain, 1, marks=pytest.mark.slow),
     ],
 )
