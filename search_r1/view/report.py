@@ -98,9 +98,8 @@ def cost(run: Run) -> Iterator[tuple[str, str]]:
     yield "time in steps", f"{seconds / 3600:.2f} h ({seconds / max(1, len(steps)):.1f} s a step)"
     trainer = option(run, "trainer") or {}
     if any(name.startswith("perf/device_memory_gb") for name in run.metrics.names()):
-        devices = (trainer.get("n_gpus_per_node", 0) + trainer.get("rollout_gpus", 0)) * (
-            trainer.get("nnodes", 1)
-        )
+        per_node = trainer.get("n_gpus_per_node", 0) + trainer.get("rollout_gpus", 0)
+        devices = per_node * trainer.get("nnodes", 1)
         yield "GPU-hours", f"{devices * seconds / 3600:.2f} on {devices} GPUs"
     of_step = (option(run, "data.train_batch_size") or 0) * (
         option(run, "actor_rollout_ref.rollout.n_agent") or 0
