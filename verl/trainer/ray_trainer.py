@@ -156,8 +156,7 @@ class RayPPOTrainer:
         """GPU-hours since the start, and those until the end at this pace; nothing on CPU."""
         if not uses_gpus(self.config):
             return {}
-        num_gpus = self.config.gpus_per_node * self.config.trainer.nnodes
-        hours = num_gpus * bar.format_dict["elapsed"] / 3600
+        hours = self.config.num_gpus * bar.format_dict["elapsed"] / 3600
         share = (self.step - bar.initial) / (self.total_steps - bar.initial)
         return {"gpu_h": f"{hours:.2f}/{hours / share:.2f}"}
 
