@@ -10,6 +10,7 @@ import gc
 import itertools
 import multiprocessing
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, TypeVar
 
@@ -48,7 +49,7 @@ QUIET_ENV = {
 MIN_BATCHED_TOKENS = 8192
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 WORKER_EXTENSION = "verl.rollout.weight_loading.WeightLoading"
-SHUTDOWN_TIMEOUT = 30.0
+SHUTDOWN_TIMEOUT = RESET_TIMEOUT = 30.0
 POLL_S = 0.01
 Answer = TypeVar("Answer")
 
@@ -298,8 +299,15 @@ class VllmEngine(RolloutEngine):
             loading = self._llm.collective_rpc("load_weights_in_place", args=(folder,))
             await self._answer(loading)
             self._has_weights = True
-        await self._answer(self._llm.reset_prefix_cache())
+        await self._forget_prefixes()
         self.weight_version = version
+
+    async def _forget_prefixes(self) -> None:
+        """Drop what older weights cached; vLLM refuses while an aborted request still has some."""
+        end = time.monotonic() + RESET_TIMEOUT
+        while await self._answer(self._llm.reset_prefix_cache()) is False:
+            assert time.monotonic() < end, "vLLM keeps prefixes that older weights cached"
+            await asyncio.sleep(POLL_S)
 
     async def _replace_adapter(self, folder: str, version: int) -> None:
         """vLLM knows adapters by number and never reads one again: each version has a new one."""
