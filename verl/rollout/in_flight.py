@@ -26,6 +26,11 @@ class InFlight:
         return [i for i in range(len(self.starts)) if i not in self.finished]
 
     @property
+    def asked(self) -> dict[Any, int]:
+        """The replica of each call that is not answered yet."""
+        return {call: replica for call, (replica, _) in self.calls.items()}
+
+    @property
     def names(self) -> list[Name]:
         """Of each start."""
         return names_of(self.starts, self.sampling)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
-from verl.errors import ReplicaLost
+from verl.errors import ReplicaLost, UserError
 from verl.rollout.in_flight import Engines, InFlight
 from verl.rollout.replica import RolloutReplica
 from verl.single_controller.actors import RayWorkerGroup
@@ -102,14 +102,19 @@ class RolloutReplicas(Engines):
         return flight.in_order()
 
     def unanswered(self) -> Callable[[], Mapping[Name, Trajectory]]:
-        """Ask for what is finished in calls that are not answered yet, for that of the slowest is
-        awaited; a replica that is lost, or silent, has nothing."""
+        """Take what is answered by now, and ask for what is finished in calls that are not, which
+        wait for the slowest. A replica that is lost, or silent, has nothing: whoever waits for it
+        is told."""
+        for call, replica in [c for flight in self._flights for c in flight.asked.items()]:
+            if self.group.is_done(call):
+                with contextlib.suppress(UserError, RayError):
+                    self._take(call, self.group.answers({call: replica})[call])
         asked = {self.group.submit(i, "finished"): i for i in range(len(self.group))}
         end = time.monotonic() + PATIENCE_S
 
         def wait() -> dict[Name, Trajectory]:
             found: dict[Name, Trajectory] = {}
-            with contextlib.suppress(ReplicaLost):
+            with contextlib.suppress(UserError, RayError):
                 while asked and time.monotonic() < end:
                     for call, answer in self.group.answers(asked).items():
                         found |= answer
@@ -228,7 +233,7 @@ class RolloutReplicas(Engines):
         """Take an answer, or several."""
         asked = {call: replica for call, (replica, _) in self._adopting.items()}
         for flight in self._flights:
-            asked |= {call: replica for call, (replica, _) in flight.calls.items()}
+            asked |= flight.asked
         for call, answer in self.group.answers(asked, check).items():
             if self._adopting.pop(call, None) is None:
                 self._take(call, answer)

@@ -215,9 +215,11 @@ class RolloutCollector:
         flights = [flight for batch in known for flight in batch.flights]
         if not flights:
             return None
-        found = {f.names[i]: one for f in flights for i, one in f.finished.items()}
-        wanted = {name for flight in flights for name in flight.names}
-        unanswered = self.rollout.unanswered()
+        unanswered = self.rollout.unanswered()  # which also takes what is answered
+        named_flights = [(flight, flight.names) for flight in flights]
+        found = {names[i]: one for flight, names in named_flights
+                 for i, one in flight.finished.items()}  # fmt: skip
+        wanted = {name for _, names in named_flights for name in names}
 
         def write(step_dir: Path) -> None:
             late = unanswered()

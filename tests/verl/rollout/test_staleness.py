@@ -214,8 +214,8 @@ class Saved:
     version: int
 
     @classmethod
-    def of(cls, run: World, folder: Path) -> Saved:
-        run.group.run(20)  # while the last step is trained
+    def of(cls, run: World, folder: Path, ticks: int = 20) -> Saved:
+        run.group.run(ticks)  # while the last step is trained
         state, version = run.collector.state_dict(), run.replicas.version
         write = run.collector.writer(state, version)
         folder.mkdir(parents=True)
@@ -253,14 +253,16 @@ def test_a_killed_run_takes_up_what_it_had_drawn(with_filter: bool, tmp_path: Pa
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (4, 4), (4, 1), (3, 0)])
 def test_a_resumed_run_trains_on_what_was_finished(before: int, after: int, tmp_path: Path) -> None:
-    """Not one of them is sampled again, and the bound holds, also for another max_staleness."""
+    """Not one of them is sampled again, and the bound holds, also for another max_staleness. Where
+    there is time for all that is begun ahead, all of it is kept."""
     num_kept = num_all = 0
     for seed in range(20):
         with world(seed, before, broken=0.1 * (seed % 5 == 0)) as run:
             for step in range(1, 5):
                 run.step(step, ticks=20)
-            saved = Saved.of(run, tmp_path / str(seed))
+            saved = Saved.of(run, tmp_path / str(seed), ticks=20 + 400 * (seed % 2))
         kept = ahead.read(saved.folder)
+        assert len(kept) == before * BATCH * GROUP or seed % 2 == 0 or seed % 5 == 0
         with world(seed, after, delays=seed + 99) as run:
             saved.resume(run)
             assert saved.version == 5
@@ -273,7 +275,7 @@ def test_a_resumed_run_trains_on_what_was_finished(before: int, after: int, tmp_
                     if row is not None and min(row.versions) >= step - after:
                         assert one == row.of_start(start_of(one))
                         num_kept += 1
-    assert num_kept > num_all / 6 or before > after
+    assert num_kept > num_all / 2 or before > after
 
 
 def start_of(trajectory: Trajectory) -> Trajectory:
