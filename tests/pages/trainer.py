@@ -11,6 +11,7 @@ import asyncio
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from search_r1.agent.generation import build_environment, check_prompts, words_of
@@ -19,7 +20,7 @@ from tests.fakes import ByteTokenizer, ScriptedEngine
 from verl.agent.dialogue import DialogueAgent, Limits
 from verl.config import Config, cli
 from verl.data import load_prompts
-from verl.monitor.tracking import Tracking
+from verl.monitor.tracking import Tracker, Tracking
 from verl.trainer import main_ppo
 from verl.types import Sampling, Trajectory, start_trajectory
 
@@ -43,13 +44,14 @@ async def play(config: Config) -> Trajectory:
         await environment.aclose()
 
 
-def stand_in(config: Config) -> None:
+def stand_in(config: Config, trackers: Sequence[Tracker] = ()) -> None:
     """What a run leaves: metrics of a step, its options, and a model that was there before."""
     played = asyncio.run(play(config))
     assert not played.error, played.error
     (reward,) = build_reward_manager(config)([played])
     out = Path(config.trainer.default_local_dir)
-    with Tracking.from_config(config, []) as tracking:
+    config.trainer.logger = ["jsonl"]  # nobody is asked for a key
+    with Tracking.from_config(config, trackers) as tracking:
         tracking.log({"critic/score/mean": reward.score}, 1)
     shutil.copytree(os.environ["STAND_IN_MODEL"], out / "model", dirs_exist_ok=True)
     cli.write_resolved(config, out)
