@@ -35,10 +35,12 @@ function facts(pairs) {
   return make("dl", "facts", ...pairs.flatMap(([name, value]) => [make("dt", "", name), make("dd", "", value)]));
 }
 
+const isNumber = (column) => column === 1 || column > 2;
+
 function evaluation(one) {
   if (!one.rows.length) return make("p", "quiet", "There was no validation (trainer.test_freq); search-r1 evaluate measures the model.");
-  const head = make("tr", "", ...one.heads.map((name) => make("th", "", name)));
-  const rows = one.rows.map((row) => make("tr", "", ...row.map((cell, i) => make("td", i === 1 || i > 2 ? "number" : "", cell))));
+  const head = make("tr", "", ...one.heads.map((name, i) => make("th", isNumber(i) ? "number" : "", name)));
+  const rows = one.rows.map((row) => make("tr", "", ...row.map((cell, i) => make("td", isNumber(i) ? "number" : "", cell))));
   const table = make("table", "", make("thead", "", head), make("tbody", "", ...rows));
   return make("div", "", make("div", "scroll", table), make("p", "quiet", "Answers of the validation; in brackets 95 % intervals, by resampling questions."));
 }
