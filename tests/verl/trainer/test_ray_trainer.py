@@ -4,6 +4,8 @@ import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from verl.core_algos.kl import FixedKLController
 from verl.errors import ToolError
 from verl.monitor.performance import PHASES_OF_RANKS
 from verl.monitor.tracking import Tracking
+from verl.trainer import ray_trainer
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.training.devices import PeakMemory
 
@@ -140,6 +143,17 @@ def test_a_step_says_what_the_machine_did(trainer: RayPPOTrainer, tmp_path: Path
             assert row[f"perf/device_memory_gb/{phase}/reserved"] == 4.0
         parts = [s for name, s in row.items() if name.startswith("timing_s/update_weights/")]
         assert len(parts) == 4 and sum(parts) <= row["timing_s/update_weights"]
+
+
+def test_the_bar_tells_gpu_hours_from_the_first_step(
+    trainer: RayPPOTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those since this start, and those of all its steps at this pace; nothing on CPU."""
+    bar: Any = SimpleNamespace(initial=4, format_dict={"elapsed": 1800.0})
+    trainer.step, trainer.total_steps = 5, 8
+    assert trainer.spent(bar) == {}
+    monkeypatch.setattr(ray_trainer, "uses_gpus", lambda config: True)
+    assert trainer.spent(bar) == {"gpu_h": "4.00/16.00"}
 
 
 def test_line_15_n_steps_make_n_updates(trainer: RayPPOTrainer, log: list[str]) -> None:
