@@ -127,10 +127,9 @@ def corrected(config: Config) -> None:
     ("estimator", "change", "num_steps"),
     [
         ("grpo", plain, 1),
-        ("grpo", corrected, 3),
-        pytest.param("grpo", by_engine, 3, marks=pytest.mark.slow),
-        pytest.param("gae", corrected, 3, marks=pytest.mark.slow),
-        pytest.param("remax", plain, 1, marks=pytest.mark.slow),
+        ("grpo", by_engine, 3),
+        ("gae", corrected, 3),
+        ("remax", plain, 1),
     ],
 )
 def test_a_recorded_step_is_the_step_that_was_sampled_to_the_bit(
