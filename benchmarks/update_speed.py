@@ -100,11 +100,11 @@ def measure(model: Path, folder: Path, budget: int, rounds: int) -> None:
         for way, minis in prepared.items():
             attention.SHORT = WAYS[way][1]
             for mini in minis:
-                began = time.perf_counter()
+                began, used = time.perf_counter(), time.process_time()
                 metrics = worker.actor.update(mini)
-                seconds = time.perf_counter() - began
+                seconds, used = time.perf_counter() - began, time.process_time() - used
                 computed = Packing.of(mini).num_tokens(range(len(mini)))
-                facts = {"way": way, "seconds": seconds, "tokens": mini.num_tokens,
+                facts = {"way": way, "seconds": seconds, "cpu": used, "tokens": mini.num_tokens,
                          "computed": computed, "micro": metrics["actor/num_micro_batches"],
                          "grad_norm": metrics["actor/grad_norm"]}  # fmt: skip
                 if number >= 0:
@@ -113,18 +113,20 @@ def measure(model: Path, folder: Path, budget: int, rounds: int) -> None:
 
 
 def report(rows: list[dict[str, Any]]) -> None:
-    """Tokens/s of each way, and their ratio."""
-    rates = {}
+    """Tokens/s of each way, of the clock and of the processor, and what they are of the first's."""
+    rates: dict[str, list[float]] = {}
     for way in WAYS:
         own = [row for row in rows if row["way"] == way]
-        rates[way] = median(row["tokens"] / row["seconds"] for row in own)
+        rates[way] = [
+            median(row["tokens"] / row[unit] for row in own) for unit in ("seconds", "cpu")
+        ]
         computed, tokens = (sum(row[name] for row in own) for name in ("computed", "tokens"))
+        ratios = [one / first for one, first in zip(rates[way], rates["apart"], strict=True)]
         console.print(
-            f"{way}: {rates[way]:.0f} tokens/s, median of {len(own)} updates of "
-            f"{tokens / len(own):.0f} tokens; computed {computed / tokens:.3f} of them"
+            f"{way}: {rates[way][0]:.0f} tokens/s ({ratios[0]:.3f} of apart), "
+            f"{rates[way][1]:.0f} per processor second ({ratios[1]:.3f}); median of {len(own)} "
+            f"updates of {tokens / len(own):.0f} tokens, {computed / tokens:.3f} of them computed"
         )
-    for way in list(WAYS)[1:]:
-        console.print(f"{way} / apart: {rates[way] / rates['apart']:.3f}")
 
 
 def main() -> None:
