@@ -30,7 +30,8 @@ case "$*" in
 *"-m search_r1.evaluate"*)
   args+=(--engine transformers --num-rows 1 --device cpu)
   args+=(--retriever-url "${{RETRIEVER_URL%/retrieve}}") ;;
-*"-m search_r1.serve"*) args+=(--engine transformers --device cpu --port 0) ;;
+*"-m search_r1.serve"*)
+  args+=(--engine transformers --device cpu --port 0 --retriever-url "$RETRIEVER_URL") ;;
 *infer.py*) args+=(--engine transformers --device cpu --retriever-url "$RETRIEVER_URL") ;;
 esac
 exec {python} "${{args[@]/#Qwen\\/Qwen2.5-3B/$STAND_IN_MODEL}}"

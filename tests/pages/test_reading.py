@@ -83,7 +83,8 @@ def test_readme(terminal: Terminal, tmp_path: Path) -> None:
         said = terminal.read(ROOT / "README.md")
     assert "stand-in: trained Qwen/Qwen2.5-3B" in said
     assert "stand-in: trained meta-llama/Llama-3.2-3B" in said
-    assert "Submitted batch job 1" in said and "calling code" in said
+    assert "Submitted batch job 1" in said and "The capital of China is Beijing" in said
+    assert "expected a search server" not in said
     for made in ("data/wiki-18/e5_Flat.index", "runs/evaluation/nq/metrics.json",
                  "runs/base/metrics.json", "runs/from-python/model"):  # fmt: skip
         assert (terminal.checkout / made).exists(), made
