@@ -118,7 +118,7 @@ class WorkCounter:
     def looks(self, phase: str, model: ModelFlops | None, batch: TokenBatch) -> None:
         """A forward of `model` over the batch."""
         if model is not None:
-            spared = self._spared(batch, self._budgets(model).inference)
+            spared = self._spared(model, batch, self._budgets(model).inference)
             done = model.forward(*sizes(model, batch)) - model.forward(spared, 0)
             self._done[phase] += Work(done)
 
@@ -128,7 +128,7 @@ class WorkCounter:
             lengths, num_targets = sizes(model, mini_batch)
             in_chunks = not model.is_critic and num_targets * model.shape.vocab > LOGITS_PER_CHUNK
             again = model.recomputed(lengths, num_targets if in_chunks else 0)
-            spared = self._spared(mini_batch, self._budgets(model).update)
+            spared = self._spared(model, mini_batch, self._budgets(model).update)
             self._done[phase] += Work(
                 model.update(lengths, num_targets) - model.update(spared, 0),
                 again - model.recomputed(spared),
@@ -137,8 +137,10 @@ class WorkCounter:
     def _budgets(self, model: ModelFlops) -> TokenBudgets:
         return (critic_budgets if model.is_critic else actor_budgets)(self.config)
 
-    def _spared(self, batch: TokenBatch, budget: int) -> list[int]:
-        return Packing.of(batch).spared(self.config.num_ranks, budget)
+    def _spared(self, model: ModelFlops, batch: TokenBatch, budget: int) -> list[int]:
+        config = self.config
+        num_ranks = config.num_critic_ranks if model.is_critic else config.num_ranks
+        return Packing.of(batch).spared(num_ranks, budget)
 
     def take(self) -> dict[str, Work]:
         """What was done since the last call, by phase."""

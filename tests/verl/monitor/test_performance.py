@@ -91,6 +91,20 @@ def test_a_prompt_that_is_shared_is_counted_as_often_as_it_is_computed(
     assert done(config, seen) == {"old_log_prob": Work(once), "update_actor": Work(3 * once)}
 
 
+def test_a_critic_on_ranks_of_its_own_shares_prompts_by_them(config: Config) -> None:
+    """Two ranks of the critic compute the prompt twice, the one of the actor once."""
+    seen = batch()
+    seen.rows[SHARED], seen.columns["group"] = torch.tensor([2, 2, 2]), ["g"] * 3
+    config.algorithm.adv_estimator, config.actor_rollout_ref.actor.use_kl_loss = "gae", False
+    config.actor_rollout_ref.actor.skip_zero_advantages = False
+    config.trainer.n_gpus_per_node, config.critic.n_gpus_per_node = 1, 2
+    found = done(config, seen)
+    values = forward(LENGTHS, sum(WANTED)) - forward([2], 0)
+    assert found["values"] == Work(values) and found["update_critic"] == Work(3 * values)
+    policy = forward(LENGTHS, VOCAB * sum(WANTED)) - forward([2, 2], 0)
+    assert found["update_actor"] == Work(3 * policy)
+
+
 def test_a_step_of_ppo_has_a_critic_too(config: Config) -> None:
     """Twice the policy's tokens are looked at where KL is in the reward; a value has one output."""
     config.algorithm.adv_estimator, config.actor_rollout_ref.actor.use_kl_loss = "gae", False
