@@ -70,6 +70,8 @@ class Completion:
     """Of the weights that sampled it; the last ones where several did."""
     weight_versions: tuple[int, ...] = ()
     """Of each token, where several did."""
+    queued_s: float = 0.0
+    """Seconds that the request waited in the engine for a slot; 0 where an engine does not tell."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ class TurnTimes:
     ended: float
     turn: int = 0
     """The number of the turn."""
+    queued_s: float = 0.0
+    """Seconds from its begin in which the engine had no slot for it."""
 
 
 @dataclass

@@ -77,7 +77,10 @@ class Trace:
             if turn.turn != before.turn:
                 yield _span("tool", process, 1 + row, before.ended, turn.asked, **about)
             yield _span("weights", process, 1 + row, turn.asked, turn.began, **about)
-            yield _span(f"turn {turn.turn}", process, 1 + row, turn.began, turn.ended, **about)
+            runs = turn.began + turn.queued_s
+            if turn.queued_s:
+                yield _span("slot", process, 1 + row, turn.began, runs, **about)
+            yield _span(f"turn {turn.turn}", process, 1 + row, runs, turn.ended, **about)
 
 
 def busy(trajectories: Sequence[Trajectory]) -> list[tuple[float, float]]:

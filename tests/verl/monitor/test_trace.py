@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import tempfile
@@ -51,6 +52,18 @@ def test_a_trace_has_phases_engines_and_turns_and_goes_on_after_a_resume(tmp_pat
     assert {e["args"]["step"] for e in spans if e["tid"]} == {1, 2}
     names = {e["args"]["name"] for e in events(tmp_path) if e["ph"] == "M"}
     assert names == {"trainer", "replica 0", "replica 1"}
+
+
+def test_a_wait_for_a_slot_comes_before_the_turn_that_it_delays(tmp_path: Path) -> None:
+    """Within the time in which the turn had its weights; without one there is no such span."""
+    delayed = trajectory([1, 2, 6])
+    delayed.turn_times[0] = dataclasses.replace(delayed.turn_times[0], queued_s=1.5)
+    Trace(tmp_path).add_step(1, Timings(), [delayed, trajectory([1, 2, 6], 1)], {})
+    spans = [e for e in events(tmp_path) if e["ph"] == "X" and e["tid"]]
+    assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in spans] == [
+        (1, "weights", 1e6, 1e6), (1, "slot", 2e6, 1.5e6), (1, "turn 0", 3.5e6, 2.5e6),
+        (2, "weights", 1e6, 1e6), (2, "turn 0", 2e6, 4e6),
+    ]  # fmt: skip
 
 
 def test_each_rank_has_a_row_of_what_it_was_called_for(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Turns are timed, and a replica knows for which share of the time it sampled."""
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +10,7 @@ from tests.fakes import ScriptedEngine
 from verl.rollout import turns
 from verl.rollout.gate import WeightGate
 from verl.rollout.turns import BusyClock, TurnEngine
-from verl.types import Sampling
+from verl.types import Completion, Sampling
 
 
 def test_the_busy_share_counts_time_in_which_any_turn_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,12 +28,19 @@ def test_the_busy_share_counts_time_in_which_any_turn_runs(monkeypatch: pytest.M
     assert clock.take_share() == 1.0
 
 
+class Queueing(ScriptedEngine):
+    """Says of each request that it waited for a slot."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        return replace(await super().generate(prompt_ids, sampling), queued_s=0.25)
+
+
 @pytest.mark.parametrize("gate", [WeightGate(), None])
 def test_a_turn_waits_for_its_weights_and_is_timed(gate: WeightGate | None) -> None:
     """With a gate until the version is there; without one it begins at once. A failed one ends."""
 
     async def play() -> tuple[bool, TurnEngine]:
-        clock, scripted = BusyClock(), ScriptedEngine(["a"])
+        clock, scripted = BusyClock(), Queueing(["a"])
         engine = TurnEngine(scripted, clock, gate, at_least=3)
         turn = asyncio.create_task(engine.generate([1], Sampling(4)))
         await asyncio.sleep(0.01)
@@ -47,6 +56,7 @@ def test_a_turn_waits_for_its_weights_and_is_timed(gate: WeightGate | None) -> N
 
     began_at_once, engine = asyncio.run(play())
     assert began_at_once == (gate is None)
+    assert [turn.queued_s for turn in engine.times] == [0.25, 0.0]  # a failed one tells nothing
     assert len(engine.times) == 2
     asked, began, ended = engine.times[0].asked, engine.times[0].began, engine.times[0].ended
     assert asked <= began <= ended and (began - asked >= 0.005) == (gate is not None)

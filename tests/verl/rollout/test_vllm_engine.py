@@ -1,14 +1,17 @@
 """What an engine is told; nothing here starts one."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
+from tests.verl.rollout.engines import Running
 from verl.config import Config
 from verl.errors import ModelError
 from verl.packages import vllm_device
 from verl.rollout import vllm_engine
 from verl.rollout.vllm_engine import VllmEngine, VllmSettings
+from verl.types import Completion, Sampling
 
 
 def policy() -> Config:
@@ -132,3 +135,18 @@ def test_an_engine_decodes_all_that_it_is_given(
     assert (config.max_num_seqs(on_gpu=True), config.max_num_seqs(on_gpu=False)) == (gpu, cpu)
     rollout.max_num_seqs = 7
     assert (config.max_num_seqs(on_gpu=True), config.max_num_seqs(on_gpu=False)) == (7, 7)
+
+
+@pytest.mark.vllm_cpu
+def test_a_request_tells_how_long_it_waited_for_a_slot(vllm: Running) -> None:
+    """Those beyond the engine's slots wait until another one ends, and so longest."""
+    engine: Any = vllm.engine
+    number = engine.settings.max_num_seqs
+
+    async def ask_all() -> list[Completion]:
+        requests = (engine.generate([5 + i % 50, 7], Sampling(4)) for i in range(number + 3))
+        return list(await asyncio.gather(*requests))
+
+    waited = [completion.queued_s for completion in vllm.loop.run_until_complete(ask_all())]
+    assert sorted(waited)[-3:] == sorted(waited[-3:]) and min(waited[-3:]) > min(waited) >= 0
+    assert vllm.generate([5]).queued_s < min(waited[-3:])

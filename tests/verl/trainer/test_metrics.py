@@ -12,8 +12,9 @@ from verl.trainer.metrics import (
     rollout_metrics,
     staleness_metrics,
     throughput_metrics,
+    wait_metrics,
 )
-from verl.types import Prompt, Status, TokenBatch, Trajectory
+from verl.types import Prompt, Status, TokenBatch, Trajectory, TurnTimes
 
 PROMPT = Prompt("q", (1,), "nq", ("a",))
 
@@ -26,6 +27,18 @@ def played(status: Status, *counts: float) -> Trajectory:
         stats["answered"] = float(status is Status.ANSWERED)
         stats["valid_actions"] += stats["answered"]
     return Trajectory(PROMPT, [], status, stats)
+
+
+def test_each_wait_is_a_mean_over_trajectories() -> None:
+    """Between turns, before weights, in the engine's queue, and after the end; by hand."""
+    one, two, untimed = (played(Status.ANSWERED, 1) for _ in range(3))
+    one.turn_times = [TurnTimes(0, 1, 4, 0, 0.5), TurnTimes(6, 6, 9, 1, 1.5)]
+    two.turn_times = [TurnTimes(0, 3, 8)]
+    assert wait_metrics([one, two, untimed], now=10.0) == {
+        "rollout/wait_s/tools": 1.0, "rollout/wait_s/weights": 2.0,
+        "rollout/wait_s/slot": 1.0, "rollout/wait_s/others": 1.5,
+    }  # fmt: skip
+    assert wait_metrics([untimed], now=10.0) == {}
 
 
 def test_conduct_is_counted_over_turns_and_trajectories() -> None:
