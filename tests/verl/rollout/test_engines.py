@@ -105,7 +105,7 @@ def test_a_turn_goes_on_with_new_weights_from_the_tokens_it_has(
     """Each token's log-prob is that of the weights that sampled it, given all before it, and none
     of the first part is lost. Who had no token yet begins with the new weights."""
     save_model(tmp_path, seed=5)
-    prompt, heard = running.tokenizer.encode("The capital of France is " * 50), asyncio.Event()
+    prompt, heard = running.tokenizer.encode("The capital of France is " * 60), asyncio.Event()
     assert 256 < len(prompt) < 400  # what is cached of it are whole blocks
     free = running.generate(prompt, seed=0, max_tokens=100)
 
