@@ -91,7 +91,8 @@ class TrainerConfig:
     n_gpus_per_node: int = option(8, resume="free", ge=1)
     """Training ranks per node (on CPU: processes)."""
     trace: bool = option(False, resume="free")
-    """Write what trainer, engines and trajectories did when to `trace.json`, for Perfetto."""
+    """Write what trainer, engines and trajectories did when to `trace.json`, for Perfetto, and have
+    vLLM tell how long requests waited for a slot."""
     rollout_gpus: int = option(0, resume="free", ge=0)
     """GPUs of each node for engines alone, beside those of the ranks: engines then never sleep. 0:
     they share the ranks'. On CPU, cores."""

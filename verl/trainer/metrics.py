@@ -67,7 +67,9 @@ def wait_metrics(trajectories: Sequence[Trajectory], now: float) -> Metrics:
     weights = [sum(turn.began - turn.asked for turn in turns) for turns in timed]
     others = [now - turns[-1].ended for turns in timed]
     slots = [sum(turn.queued_s for turn in turns) for turns in timed]
-    waits = {"tools": tools, "weights": weights, "slot": slots, "others": others}
+    waits = {"tools": tools, "weights": weights, "others": others}
+    if any(slots):  # an engine told
+        waits["slot"] = slots
     return {f"rollout/wait_s/{name}": float(np.mean(values)) for name, values in waits.items()}
 
 

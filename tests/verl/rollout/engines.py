@@ -26,7 +26,7 @@ def tiny_config(model: Path, name: str = "vllm") -> Config:
     config.actor_rollout_ref.rollout.name = name
     config.actor_rollout_ref.rollout.dtype = "float32"
     config.actor_rollout_ref.rollout.cpu_kv_cache_gib = 1
-    config.trainer.device = "cpu"
+    config.trainer.device, config.trainer.trace = "cpu", True
     config.data.max_prompt_length = MAX_PROMPT
     config.data.max_response_length = 16
     return config
