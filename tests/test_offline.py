@@ -46,7 +46,7 @@ def test_offline_steps_are_the_recorded_ones(tmp_path: Path) -> None:
     first = computed(read_rows(recorded / "metrics.jsonl"))
     for out, start in (("whole", []), ("rest", [f"{recorded / 'global_step_2'}"])):
         resume = [f"trainer.resume_mode={folder}" for folder in start]
-        resume += ["trainer.resume_anyway=[data,validation,corpus]"] if start else []
+        resume += ["trainer.resume_anyway=[data,validation,corpus,index]"] if start else []
         done = run(offline(tmp_path / out, rollouts, model, *resume))
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         rows = computed(read_rows(tmp_path / out / "metrics.jsonl"))

@@ -141,7 +141,7 @@ def test_a_real_run_leaves_no_secret(ray_folder: Path, tmp_path: Path) -> None:
     preset: dict[str, Any] = {
         "defaults": ["ppo_trainer", "_self_"],
         "reward_model": {"judge": {"url": URL}},
-        "actor_rollout_ref": {"rollout": {"name": "transformers", "url": URL}},
+        "actor_rollout_ref": {"rollout": {"name": "transformers"}},
     }
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(preset))
     out, log = tmp_path / "run", tmp_path / "log"
