@@ -6,6 +6,7 @@ import runpy
 import signal
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         for item in session.items:
             if item.get_closest_marker("vllm_cpu"):
                 item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A tiny random model, eight rows, and a running retriever, for all real runs of a file."""
+    # Imports torch and transformers, which most files can do without.
+    from tests.test_end_to_end import start_world  # noqa: PLC0415
+
+    with start_world(tmp_path_factory.mktemp("world")) as found:
+        yield found

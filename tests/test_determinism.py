@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from benchmarks.asynchrony import slow_retriever
 from tests.proofs.kills.__main__ import undisturbed
 from tests.proofs.kills.compare import differences, is_computed, read_rows, same_weights
 from tests.proofs.kills.training import Training, command
-from tests.test_end_to_end import start_world, train
+from tests.test_end_to_end import train
 from tests.test_retriever_failures import searching_model
 from verl.rollout import schedule
 
@@ -20,13 +19,6 @@ pytestmark = pytest.mark.vllm_cpu
 
 PPO = ("algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=2", "trainer.deterministic=true",
        "trainer.total_training_steps=5", "trainer.test_freq=2")  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A tiny model, eight rows, a retriever."""
-    with start_world(tmp_path_factory.mktemp("world")) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

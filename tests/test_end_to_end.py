@@ -53,13 +53,6 @@ def write_rows(path: Path) -> None:
     pd.DataFrame(rows).to_parquet(path)
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """One world for all runs of this file."""
-    with start_world(tmp_path_factory.mktemp("world")) as found:
-        yield found
-
-
 def command_of(world: dict[str, str], out: Path, *options: str) -> list[str]:
     """The command line of a small run, as a user gives it."""
     return [

@@ -25,7 +25,6 @@ import pytest
 import ray
 
 from example.tiny import tiny_model
-from tests.test_end_to_end import start_world
 from verl.config import Config
 from verl.errors import RankLost, ReplicaLost
 from verl.rollout.interface import EngineDied, RolloutEngine
@@ -334,13 +333,6 @@ def start(world: dict[str, str], out: Path, *options: str) -> Run:
     ]  # fmt: skip
     with (out / "log").open("w") as log:
         return Run(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, text=True), out)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """One world for all runs of this file."""
-    with start_world(tmp_path_factory.mktemp("world")) as found:
-        yield found
 
 
 def test_two_runs_at_once_one_of_which_loses_everything(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.proofs.kills.compare import differences, read_rows, same_weights
-from tests.test_end_to_end import ROOT, command_of, start_world, train
+from tests.test_end_to_end import ROOT, command_of, train
 from tests.test_failures import wait_until
 from tests.verl.trainer.documented import undocumented
 
@@ -22,13 +21,6 @@ PPO = ("algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=1", "trainer.dete
        "trainer.total_training_steps=3", "trainer.test_freq=0", "trainer.val_before_train=false",
        "critic.ppo_epochs=2")  # fmt: skip
 APART = "critic.n_gpus_per_node=1"
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A tiny model, eight rows, a retriever."""
-    with start_world(tmp_path_factory.mktemp("world")) as found:
-        yield found
 
 
 def test_a_critic_apart_is_the_shared_run_bit_for_bit(

@@ -4,13 +4,12 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.test_end_to_end import ROOT, command_of, start_world
+from tests.test_end_to_end import ROOT, command_of
 from verl.checkpoint import folders
 from verl.errors import Interrupted
 
@@ -20,13 +19,6 @@ OPTIONS = ["algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=2", "trainer
            "trainer.total_training_steps=3", "trainer.val_before_train=false",
            "trainer.resume_mode=auto"]  # fmt: skip
 COMPARED = ("actor/pg_loss", "actor/grad_norm", "response_length/mean", "perf/total_num_tokens")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """One world for both runs."""
-    with start_world(tmp_path_factory.mktemp("world")) as found:
-        yield found
 
 
 def rows(out: Path) -> list[dict[str, Any]]:

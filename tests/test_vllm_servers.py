@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.test_end_to_end import ROOT, command_of, start_world, train
+from tests.test_end_to_end import ROOT, command_of, train
 from tests.verl.rollout.engines import exact_log_probs, model_in
 from tests.vllm_servers import Served
 from verl.training.node_folder import PREFIX
@@ -21,13 +21,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm_cpu]
 
 LONGEST = 268
 PROMPT = list(range(100, 140))
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A tiny random model, a few rows, and a running retriever."""
-    with start_world(tmp_path_factory.mktemp("world")) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
