@@ -99,7 +99,9 @@ def cost(run: Run) -> Iterator[tuple[str, str]]:
     trainer = option(run, "trainer") or {}
     if any(name.startswith("perf/device_memory_gb") for name in run.metrics.names()):
         per_node = trainer.get("n_gpus_per_node", 0) + trainer.get("rollout_gpus", 0)
-        devices = per_node * trainer.get("nnodes", 1)
+        nodes, critic = trainer.get("nnodes", 1), option(run, "critic") or {}
+        of_critic = critic.get("n_gpus_per_node") or 0
+        devices = per_node * nodes + of_critic * (critic.get("nnodes") or nodes)
         yield "GPU-hours", f"{devices * seconds / 3600:.2f} on {devices} GPUs"
     of_step = (option(run, "data.train_batch_size") or 0) * (
         option(run, "actor_rollout_ref.rollout.n_agent") or 0

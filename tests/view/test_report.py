@@ -75,6 +75,15 @@ def test_costs_add_up(learned: Path, open_run: Callable[[Path], Run]) -> None:
     assert cost["tokens/s for a GPU"] == "50" and cost["MFU of the policy's update"] == "25.0%"
 
 
+def test_a_critic_of_its_own_costs_gpus_too(learned: Path, open_run: Callable[[Path], Run]) -> None:
+    """Four more on each of two nodes, or on one."""
+    config = learned / "config.yaml"
+    config.write_text(config.read_text() + "critic: {n_gpus_per_node: 4, nnodes: null}\n")
+    assert dict(report(open_run(learned)).cost)["GPU-hours"] == "1.60 on 16 GPUs"
+    config.write_text(config.read_text().replace("nnodes: null", "nnodes: 1"))
+    assert dict(report(open_run(learned)).cost)["GPU-hours"] == "1.20 on 12 GPUs"
+
+
 def test_examples_are_of_questions_that_were_learned(
     learned: Path, open_run: Callable[[Path], Run]
 ) -> None:
