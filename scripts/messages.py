@@ -37,7 +37,7 @@ def messages(tree: ast.Module) -> Iterator[str]:
     for function in places:
         own = {**known, **names_in(ast.walk(function))}
         for node in ast.walk(function):
-            if isinstance(node, ast.Call) and text_of(node.func, {}) == "explain":
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "explain":
                 yield explained([text_of(part, own) for part in node.args])
             elif isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple):
                 parts = [text_of(part, own) for part in node.value.elts]
@@ -80,7 +80,7 @@ def text_of(node: ast.expr, known: Texts) -> str:
     if isinstance(node, ast.FormattedValue):
         return text_of(node.value, known)
     if isinstance(node, ast.Name):
-        return known.get(node.id, "explain" if node.id == "explain" else "…")
+        return known.get(node.id, "…")
     if isinstance(node, ast.IfExp):
         return text_of(node.body, known)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):

@@ -14,7 +14,7 @@ from typing import Self
 
 import httpx
 
-from verl.rollout.vllm_server import EXTENSION
+from verl.rollout.vllm_engine import WORKER_EXTENSION
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {
@@ -44,7 +44,7 @@ class Served:
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
             "--host", "127.0.0.1", "--port", str(self.port), "--max-model-len", str(max_model_len),
             "--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill",
-            "--max-num-seqs", "16", "--worker-extension-cls", EXTENSION, *options,
+            "--max-num-seqs", "16", "--worker-extension-cls", WORKER_EXTENSION, *options,
         ]  # fmt: skip
 
     def start(self) -> Self:

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from search_r1.plain import CONTROLS
 from search_r1.view.export import write_export
 from search_r1.view.report import Report, report
 from search_r1.view.run import Run
@@ -26,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 MOST_TRAJECTORIES = 60
 """Those that the file has beside the examples."""
-HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069]")
-"""Characters that act instead of being seen."""
+HIDDEN = re.compile(rf"{CONTROLS.pattern}|[\u200b-\u200d\u2060-\u2065]")
+"""Characters that act instead of being seen, or that nobody sees."""
 INTERVALS = "Answers of the validation; in brackets 95 % intervals, by resampling questions"
 
 

@@ -159,6 +159,11 @@ class Config:
         return given if self.is_external else []
 
     @property
+    def num_weight_versions(self) -> int:
+        """Versions of the weights that lie ready for engines at once, at most."""
+        return 2 if self.actor_rollout_ref.rollout.max_staleness else 1
+
+    @property
     def shares_devices(self) -> bool:
         """Engines lie on the ranks' devices, where on GPUs one side sleeps."""
         return not self.is_split and not self.is_external

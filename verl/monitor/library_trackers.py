@@ -22,7 +22,7 @@ from typing import Any
 
 from verl.config.known import flattened
 from verl.errors import ConfigError, explain
-from verl.monitor.wandb_tracker import load
+from verl.monitor.wandb_tracker import kept_id, load
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,9 @@ class SwanlabTracker:
         self._folder = Path(given or directory / "swanlog").absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         mode = os.environ.get("SWANLAB_MODE") or ("online" if has_account() else "offline")
-        self.run_id = kept_id(directory / "swanlab_run_id", is_resumed)
+        letters = string.ascii_lowercase + string.digits
+        new = "".join(secrets.choice(letters) for _ in range(SWANLAB_ID))
+        self.run_id = kept_id(directory / "swanlab_run_id", is_resumed, new)
         self._swanlab = swanlab
         swanlab.init(
             project=project, name=experiment, config=config, log_dir=str(self._folder), mode=mode,
@@ -170,16 +172,6 @@ class TrackioTracker:
         self._trackio.finish()
         folder = load("trackio.utils", "trackio").TRACKIO_DIR
         logger.info("trackio: TRACKIO_DIR=%s trackio show", folder)
-
-
-def kept_id(file: Path, is_resumed: bool) -> str:
-    """The id of the run in a folder; a new one where the run begins anew."""
-    if is_resumed and file.exists():
-        return file.read_text().strip()
-    letters = string.ascii_lowercase + string.digits
-    chosen = "".join(secrets.choice(letters) for _ in range(SWANLAB_ID))
-    file.write_text(chosen + "\n")
-    return chosen
 
 
 def has_account() -> bool:

@@ -96,13 +96,16 @@ def run_id(directory: Path, is_resumed: bool) -> str:
 
     `WANDB_RUN_ID` decides where it is set.
     """
-    file = directory / ID_FILE
-    given = os.environ.get("WANDB_RUN_ID")
-    if given is None and is_resumed and file.exists():
+    given, file = os.environ.get("WANDB_RUN_ID"), directory / ID_FILE
+    return kept_id(file, is_resumed and given is None, given or secrets.token_hex(4))
+
+
+def kept_id(file: Path, is_resumed: bool, new: str) -> str:
+    """The id in a run's folder; the `new` one, kept there, where the run begins anew."""
+    if is_resumed and file.exists():
         return file.read_text().strip()
-    chosen = given or secrets.token_hex(4)
-    file.write_text(chosen + "\n")
-    return chosen
+    file.write_text(new + "\n")
+    return new
 
 
 def why_offline(wandb: ModuleType) -> str | None:

@@ -21,9 +21,10 @@ from pydantic import BaseModel
 
 from verl.config import Config
 from verl.errors import ConfigError, ResourceError, UserError, explain, masked
-from verl.rollout.interface import URL
+from verl.rollout.interface import URL, WEIGHTS_DIR
 from verl.rollout.remote_engine import key_headers, root_of
-from verl.rollout.vllm_server import EXTENSION, FACTS, WEIGHTS_DIR, ServerFacts, WeightInfo
+from verl.rollout.vllm_engine import WORKER_EXTENSION
+from verl.rollout.vllm_server import FACTS, ServerFacts, WeightInfo
 from verl.training.devices import device_type, rollout_dtype
 from verl.training.loading import weight_bytes
 from verl.training.node_folder import NodeFolder, new_path
@@ -69,8 +70,7 @@ def _folder_problem(config: Config) -> ResourceError | None:
     if given is None:
         return None
     folder = Path(given).absolute()
-    versions = 2 if config.actor_rollout_ref.rollout.max_staleness else 1
-    needed = versions * weight_bytes(config.actor_rollout_ref.model.path)
+    needed = config.num_weight_versions * weight_bytes(config.actor_rollout_ref.model.path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         NodeFolder(new_path(folder)).close()
@@ -135,7 +135,7 @@ class _Asked:
         words = [*(CPU_START if is_cpu else ("vllm", "serve")), model,
                  "--port", str(port), "--max-model-len", str(longest),
                  "--dtype", rollout_dtype(self.config), "--logprobs-mode", PROCESSED,
-                 "--worker-extension-cls", EXTENSION]  # fmt: skip
+                 "--worker-extension-cls", WORKER_EXTENSION]  # fmt: skip
         if rollout.served_model is not None:
             words += ["--served-model-name", rollout.served_model]
         return f"VLLM_SERVER_DEV_MODE=1 {shlex.join(words)}"

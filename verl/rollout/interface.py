@@ -28,6 +28,7 @@ ENGINES = {
 SERVER = "verl.rollout.vllm_server:VllmServer"
 """The engine behind each address of `rollout.url`."""
 NAME, URL = "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.url"
+WEIGHTS_DIR = "actor_rollout_ref.rollout.weights_dir"
 
 
 def engine_class(name: str) -> type[RolloutEngine]:

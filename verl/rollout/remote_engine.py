@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, StrictStr
 
 from verl.config import Config
 from verl.errors import AnswerInvalid, ConfigError, explain, masked
-from verl.rollout.interface import RolloutEngine
+from verl.rollout.interface import URL, RolloutEngine
 from verl.tokenizer_files import load_tokenizer
 from verl.types import Completion, Sampling
 
@@ -87,8 +87,8 @@ class RemoteEngine(RolloutEngine):
         """The server at `rollout.url`, the same for every replica. Raises ConfigError."""
         section = config.actor_rollout_ref
         if section.rollout.url is None:
-            key = "actor_rollout_ref.rollout.url"
-            raise ConfigError(explain(key, "null", "a server's address", f"{key}=http://host:8000"))
+            fix = f"{URL}=http://host:8000"
+            raise ConfigError(explain(URL, "null", "a server's address", fix))
         served = section.rollout.served_model or section.model.path
         tokenizer = load_tokenizer(section.model.path)
         return cls(section.rollout.url, served, tokenizer, section.rollout.api_key_env)

@@ -20,7 +20,7 @@ from pydantic import AliasPath, BaseModel, Field
 
 from verl.config import Config
 from verl.errors import AnswerInvalid, ConfigError, explain, masked
-from verl.rollout.interface import INTERRUPTED, URL, EngineDied, RolloutEngine
+from verl.rollout.interface import INTERRUPTED, URL, WEIGHTS_DIR, EngineDied, RolloutEngine
 from verl.rollout.remote_engine import (
     COMPLETIONS,
     Answer,
@@ -30,14 +30,12 @@ from verl.rollout.remote_engine import (
     request_body,
     root_of,
 )
+from verl.rollout.vllm_engine import WORKER_EXTENSION
 from verl.training.devices import device_type
 from verl.types import Completion, Sampling
 
 logger = logging.getLogger(__name__)
 
-EXTENSION = "verl.rollout.weight_loading.WeightLoading"
-"""What a server may be given as --worker-extension-cls."""
-WEIGHTS_DIR = "actor_rollout_ref.rollout.weights_dir"
 CONNECT_S = 30.0
 HEALTH_S = 60.0
 """Longest that a living server takes to say that it lives."""
@@ -67,7 +65,7 @@ class ServerFacts(BaseModel):
     @property
     def loads_in_place(self) -> bool:
         """Whether it has our way of loading; else it has vLLM's own."""
-        return self.extension == EXTENSION
+        return self.extension == WORKER_EXTENSION
 
 
 class WeightInfo(BaseModel):

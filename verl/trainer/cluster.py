@@ -29,7 +29,7 @@ from verl.errors import ConfigError, PreflightError, ResourceError, UserError, e
 from verl.machine import LARGER_SHARED, SHARED_MEMORY
 from verl.preflight import checks as preflight
 from verl.remote_code import set_trust
-from verl.rollout.interface import engine_takes_adapter
+from verl.rollout.interface import WEIGHTS_DIR, engine_takes_adapter
 from verl.training.devices import device_type
 from verl.training.loading import weight_bytes
 from verl.training.network import private
@@ -219,9 +219,9 @@ def file_problems(config: Config, probe: Path) -> list[UserError]:
         problems.append(ResourceError(explain(key, f"{probe.parent} ({error})", expected, fix)))
     weights = config.actor_rollout_ref.rollout.weights_dir
     if weights is not None and not Path(weights).is_dir():
-        subject, wanted = "actor_rollout_ref.rollout.weights_dir", "a folder that every node sees"
-        got, other = f"{weights} (no such folder)", "name one of a shared file system"
-        problems.append(ResourceError(explain(subject, got, wanted, other)))
+        got, wanted = f"{weights} (no such folder)", "a folder that every node sees"
+        other = "name one of a shared file system"
+        problems.append(ResourceError(explain(WEIGHTS_DIR, got, wanted, other)))
     resumed = Path(config.trainer.resume_mode)
     if config.trainer.resume_mode not in ("disable", "auto") and not resumed.absolute().is_dir():
         got, expected = f"{resumed} (no such folder)", "a checkpoint that every node sees"
@@ -244,8 +244,7 @@ def shared_memory_problems(config: Config) -> list[UserError]:
     elsewhere = config.actor_rollout_ref.rollout.weights_dir is not None or not config.samples
     if elsewhere or engine_takes_adapter(config) or not SHARED_MEMORY.is_dir():
         return []
-    versions = 2 if config.actor_rollout_ref.rollout.max_staleness else 1
-    needed = versions * weight_bytes(config.actor_rollout_ref.model.path)
+    needed = config.num_weight_versions * weight_bytes(config.actor_rollout_ref.model.path)
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free >= needed:
         return []

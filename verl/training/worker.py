@@ -109,14 +109,13 @@ class TrainerWorker(TrainingRank):
         There `version` gets a folder of its own, and of those before only the `needed` ones stay.
         All ranks of a node write, each its part. Returns the seconds in which this one did.
         """
-        num_writers = self.config.trainer.n_gpus_per_node
-        writer = self.rank % num_writers
+        writer = self.rank % self.num_local
         if writer == 0:
             self._folder = self._folder or NodeFolder(Path(directory))
             self._folder.keep({str(one) for one in needed})
         dist.barrier()  # the folder is there
         folder = Path(directory, str(version))
-        return self._write_policy(folder, dtype, is_adapter, writer, num_writers)
+        return self._write_policy(folder, dtype, is_adapter, writer, self.num_local)
 
     def _write_policy(
         self, directory: Path, dtype: str, is_adapter: bool, writer: int, num_writers: int

@@ -10,7 +10,7 @@ from tests.verl.rollout.engines import tiny_config
 from tests.verl.rollout.vllm_double import VllmDouble
 from verl.config import Config
 from verl.preflight.servers import is_here, server_problems
-from verl.rollout.vllm_server import EXTENSION
+from verl.rollout.vllm_engine import WORKER_EXTENSION
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_what_a_start_mends_comes_with_the_command(
     start = "python -m vllm.entrypoints.openai.api_server --model"
     command = f"VLLM_SERVER_DEV_MODE=1 {start} {tmp_path / 'model'} --port 8000"
     rest = "--max-model-len 528 --dtype float32 --logprobs-mode processed_logprobs"
-    assert f"{command} {rest} --worker-extension-cls {EXTENSION}" in line
+    assert f"{command} {rest} --worker-extension-cls {WORKER_EXTENSION}" in line
 
 
 def test_log_probs_are_those_that_are_sampled_from(tmp_path: Path) -> None:

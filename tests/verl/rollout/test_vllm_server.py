@@ -57,7 +57,7 @@ def test_it_samples_by_the_weights_that_it_was_given() -> None:
 @pytest.mark.parametrize(
     ("extension", "call"),
     [
-        (vllm_server.EXTENSION, ("load_weights_in_place", {"weights_dir": FOLDER})),
+        (vllm_server.WORKER_EXTENSION, ("load_weights_in_place", {"weights_dir": FOLDER})),
         ("", ("reload_weights", {"weights_path": FOLDER})),
     ],
 )

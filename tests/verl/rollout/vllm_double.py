@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from verl.rollout.vllm_server import EXTENSION
+from verl.rollout.vllm_engine import WORKER_EXTENSION
 
 
 @dataclass
@@ -18,7 +18,7 @@ class VllmDouble:
     dtype: str = "torch.float32"
     device: str = "cuda"
     logprobs_mode: str = "raw_logprobs"
-    extension: str = EXTENSION
+    extension: str = WORKER_EXTENSION
     max_model_len: int = 1000
     key: str = ""
     sees_files: bool = True

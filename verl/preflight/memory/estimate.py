@@ -166,8 +166,7 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
 
     Weights lie in a folder in shared memory that stays: whole tensors are gathered one at a time
     and collected up to SHARD_BYTES by the ranks of a node together. Room is kept for that, and with
-     `max_staleness` for a whole version that engines still read. Of an adapter, that alone
-    travels.
+    `max_staleness` for a whole version that engines still read. Of an adapter, that alone travels.
     """
     rank, engine, driver = PROCESSES["gpu" if on_gpu else "cpu"]
     if config.is_external:  # all that runs here is what asks a server
@@ -191,7 +190,7 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
         return
     size, largest = item * policy.parameters(), max(policy.tensors())
     yield Need(Memory.SHARED, "weights for the engines", size, LOADED)
-    if config.actor_rollout_ref.rollout.max_staleness:
+    if config.num_weight_versions > 1:
         yield Need(Memory.SHARED, "the version before them", size, LOADED)
     else:
         yield Need(Memory.SHARED, "their next file", min(size, SHARD_BYTES), sync)
