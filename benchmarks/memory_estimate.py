@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
 from verl.model_shape import ModelShape
+from verl.ports import free_port
 from verl.preflight.memory.estimate import Estimate, Setting, estimate
 from verl.preflight.memory.needs import CPU_HEAP, Need, Phase
 from verl.preflight.memory.offload import settled
@@ -113,15 +114,6 @@ def measure_rank(path: str) -> dict[str, int]:
     found[Phase.UPDATE_CRITIC] = peak_growth(lambda: worker.critic.update(data))
     worker.shutdown()
     return found
-
-
-def free_port() -> int:
-    """A port nobody listens on."""
-    import socket  # noqa: PLC0415
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def rank_rows(case: str, facts: dict[str, int]) -> list[Row]:

@@ -24,11 +24,11 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.memory_estimate import free_port
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.data.trajectories import read_rows
 from verl.packing import SHARED, Packing
+from verl.ports import free_port
 from verl.preflight.memory.offload import settled
 from verl.rewards.interface import Reward
 from verl.trainer.collection import Samples

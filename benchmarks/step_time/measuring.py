@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.memory_estimate import free_port
 from benchmarks.step_time.cases import Case
 from benchmarks.step_time.paced import PacedEngine
 from search_r1.agent.generation import search_agent
@@ -26,6 +25,7 @@ from tests.fakes import ByteTokenizer
 from verl.agent.dialogue import Limits, Tokenizer
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
+from verl.ports import free_port
 from verl.preflight.memory.offload import settled
 from verl.single_controller.dispatch import split_groups
 from verl.training.worker import TrainerWorker

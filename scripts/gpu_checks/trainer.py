@@ -14,8 +14,9 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from scripts.gpu_checks.report import Report
-from scripts.gpu_checks.world import free_port, random_batch, small_run, write_model
+from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
+from verl.ports import free_port
 from verl.preflight.memory.offload import changed
 from verl.single_controller.dispatch import join_tokens, split_by_tokens
 from verl.training.worker import TrainerWorker

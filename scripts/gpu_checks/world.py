@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,6 @@ SHAPES = {
 }  # fmt: skip
 """Published sizes of Qwen2.5; of `tiny`, heads of 32 are the smallest that vLLM serves on CPU."""
 ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def write_model(

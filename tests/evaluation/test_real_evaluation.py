@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import pytest
 
 from example.tiny import tiny_model
 from search_r1.search.local_server import LocalServer
+from verl.ports import free_port
 from verl.rollout.vllm_engine import CPU_ENV, QUIET_ENV
 
 pytestmark = pytest.mark.vllm_cpu
@@ -94,9 +94,7 @@ def test_rag_reads_what_the_server_finds(world: dict[str, str], tmp_path: Path) 
 @contextlib.contextmanager
 def served(model: str, log: Path) -> Iterator[str]:
     """The address of vLLM's own server over a model, ended with the context."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host",
         "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "1024",

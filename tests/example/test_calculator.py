@@ -20,11 +20,11 @@ from search_r1.scoring import build_reward_manager
 from tests.fakes import cut_at_stop, texts
 from tests.memory_tracker import MemoryTracker
 from tests.verl.trainer.local_run import LocalRanks
-from tests.verl.training.ranks import free_port
 from verl.agent.dialogue import DialogueAgent
 from verl.config import Config, cli
 from verl.core_algos.kl import FixedKLController
 from verl.monitor.tracking import Tracking
+from verl.ports import free_port
 from verl.preflight.memory.offload import settled
 from verl.rollout.in_flight import Engines
 from verl.trainer.ranks import TrainerRanks

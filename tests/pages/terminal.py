@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from verl.ports import free_port
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# ([\w./]+\.\w+)\n")
@@ -34,9 +35,7 @@ class Terminal:
     port: str = ""
 
     def __post_init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = str(probe.getsockname()[1])
+        self.port = str(free_port())
 
     def read(self, page: Path) -> str:
         """Do what the page says; returns all that was said."""

@@ -14,7 +14,6 @@ import ctypes
 import json
 import multiprocessing
 import os
-import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from verl.config import OptimConfig
+from verl.ports import free_port
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.models import LogProbModel, blocks
 from verl.training.shards import ShardWriter, num_bytes, save_shards
@@ -141,9 +141,7 @@ def run_rank(
 
 def measure(name: str, num_ranks: int) -> list[Figure]:
     """The figures of one model on a number of ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     answers: Queue[object] = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,6 @@ import functools
 import json
 import multiprocessing
 import resource
-import socket
 import statistics
 import tempfile
 import time
@@ -25,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
+from verl.ports import free_port
 from verl.preflight.memory.offload import settled
 from verl.training.worker import TrainerWorker
 from verl.types import TokenBatch
@@ -90,9 +90,7 @@ def measure(model: str, ranks: tuple[int, int], steps: int, batch: TokenBatch, o
     """One way of training, in this process; the figures go to the file `out`."""
     own = psutil.Process()
     before = own.memory_info().rss
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     worker = TrainerWorker(make_config(model, ranks), 0, 1, "127.0.0.1", port, steps)
 
     def step() -> None:

@@ -10,7 +10,6 @@ import difflib
 import functools
 import logging
 import os
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -34,6 +33,7 @@ from verl.core_algos.losses import loss_weights, weighted_sum
 from verl.errors import ConfigError, UserError, explain
 from verl.files import is_of_files
 from verl.logs import start_logging
+from verl.ports import free_port
 from verl.remote_code import set_trust
 from verl.sft.demonstrations import load_demonstrations
 from verl.single_controller.dispatch import split_by_tokens
@@ -135,11 +135,8 @@ def parse(arguments: Sequence[str]) -> SftConfig:
 def join_ranks(config: SftConfig) -> torch.device:
     """Join torchrun's process group, or make one of this process alone."""
     if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if torch.cuda.is_available() and config.device != "cpu":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = resolve_device(config.device)

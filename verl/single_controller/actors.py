@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import operator
 import os
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from verl.errors import UserError
+from verl.ports import free_port
 from verl.single_controller.deaths import DEATHS, broke_collective, cause_of
 from verl.single_controller.reaper import PART, OrphanReaper, sweep
 from verl.training.network import private
@@ -91,9 +91,7 @@ class ActorHost:
 
     async def free_port(self) -> int:
         """A port that is free on this actor's node now."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return int(probe.getsockname()[1])
+        return free_port(host="")
 
     async def build(self, factory: Callable[..., Any], *args: Any) -> None:
         """Build the hosted object."""

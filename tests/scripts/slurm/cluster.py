@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl.ports import free_port
+
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 PACKAGES = "apt-get install munge slurmctld slurmd slurm-client"
@@ -61,11 +63,10 @@ def missing_programs() -> list[str]:
 
 def free_ports(num: int) -> list[int]:
     """Different ports that nobody listens on."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(num)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+    ports: set[int] = set()
+    while len(ports) < num:
+        ports.add(free_port())
+    return list(ports)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:

@@ -20,10 +20,10 @@ import torch
 
 from tests.memory_tracker import MemoryTracker
 from tests.verl.rollout.local_group import LocalGroup
-from tests.verl.training.ranks import free_port
 from verl.config import Config, cli
 from verl.core_algos.kl import FixedKLController
 from verl.monitor.tracking import Tracking
+from verl.ports import free_port
 from verl.preflight.memory.offload import settled
 from verl.rewards.interface import Reward
 from verl.rollout.interface import RolloutEngine

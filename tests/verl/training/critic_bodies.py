@@ -23,8 +23,8 @@ def config_of(model: str, num_critics: int, lora_rank: int) -> Config:
 
 
 def run(
-    rank: int, size: int, port: int, model: str, num_critics: int, start: str | None, out: str,
-    lora_rank: int = 0,
+    rank: int, size: int, port: int, critic_port: int, model: str, num_critics: int,
+    start: str | None, out: str, lora_rank: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """Updates of both, from a start or a checkpoint, with a checkpoint between them.
 
@@ -33,13 +33,13 @@ def run(
     """
     answers: dict[str, Any] = {"actor": [], "critic": []}
     config = config_of(model, num_critics, lora_rank)
-    kinds: list[tuple[type[TrainingRank], int]] = [(TrainerWorker, 1)]
+    kinds: list[tuple[type[TrainingRank], int, int]] = [(TrainerWorker, 1, port)]
     if num_critics:
-        kinds.append((CriticWorker, num_critics))
-    for number, (kind, num_ranks) in enumerate(kinds):
+        kinds.append((CriticWorker, num_critics, critic_port))
+    for kind, num_ranks, meeting in kinds:
         if rank >= num_ranks:
             continue
-        worker: Any = kind(config, rank, num_ranks, "127.0.0.1", port + number, 10)
+        worker: Any = kind(config, rank, num_ranks, "127.0.0.1", meeting, 10)
         if start is not None:
             worker.load_checkpoint(start)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-import socket
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from pathlib import Path
@@ -16,18 +15,12 @@ from torch import Tensor
 from example.tiny import tiny_llama
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
+from verl.ports import free_port
 from verl.preflight.memory.offload import settled
 from verl.types import TokenBatch
 
 VOCAB = 97
 MAX_RANKS = 2
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def save_tiny(folder: Path, seed: int = 0) -> str:

@@ -15,6 +15,7 @@ from tests.verl.training import critic_bodies
 from tests.verl.training.ranks import run_ranks, save_tiny
 from verl.checkpoint import folders
 from verl.checkpoint.exporting import export
+from verl.ports import free_port
 from verl.training.shards import folders_of, read_adapters
 
 BESIDE, ONE, TWO = 0, 1, 2
@@ -23,7 +24,7 @@ BESIDE, ONE, TWO = 0, 1, 2
 
 def play(model: str, critics: int, out: Path, start: Path | None = None, lora: int = 0) -> Any:
     """What the ranks answered; with a checkpoint in `out` unless they began from one."""
-    given = (model, critics, None if start is None else str(start), str(out), lora)
+    given = (free_port(), model, critics, None if start is None else str(start), str(out), lora)
     return run_ranks(max(critics, 1), critic_bodies.run, *given)
 
 

@@ -1,0 +1,32 @@
+"""TCP ports of this machine that nobody listens on."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import socket
+from pathlib import Path
+
+OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""First and last of the ports that the kernel gives to connections going out."""
+LOWEST = 10_000
+TRIES = 100
+_DRAW = random.SystemRandom()  # a seeded draw would meet that of another process
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port at `host` (empty: at all addresses) that is free now.
+
+    It is none of those that the kernel gives to outgoing connections and to listeners without a
+    port of their own: one of these could take it before the caller listens on it.
+    """
+    end = int(OUTGOING.read_text().split()[0]) if OUTGOING.exists() else LOWEST
+    drawn = (_DRAW.randrange(LOWEST, end) for _ in range(TRIES if end > LOWEST else 0))
+    for port in itertools.chain(drawn, (0,)):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise OSError(f"no port is free at {host or 'any address'}")
