@@ -94,7 +94,10 @@ class Costs:
         return self.rates.step_ms / 1e3 + weights, cache + products
 
     def train_s(self, batch: Batch, offloaded: float = 0) -> float:
-        """Of all passes; `offloaded` bytes of each rank go to the card and back at each update."""
+        """Of all passes; `offloaded` bytes of each rank go to the card and back at each update.
+
+        A critic on cards of its own works while the actor does: the slower of both counts.
+        """
         config, tokens = self.config, sum(batch.lengths)
         ranks = config.num_ranks
         moved = 2 * offloaded * config.updates_per_step / (self.rates.host_gb_s * GB)
@@ -109,7 +112,7 @@ class Costs:
             self._shape(), adapter=adapter, has_checkpointing=model.enable_gradient_checkpointing
         )
         budget = actor_budgets(config).update
-        seconds = self._passes(policy, batch, budget, reads, actor.ppo_epochs)
+        seconds = self._passes(policy, batch, budget, ranks, reads, actor.ppo_epochs)
         if has_critic(config):
             own = config.critic
             critic = ModelFlops(
@@ -117,15 +120,16 @@ class Costs:
                 adapter=self._shape().adapter(own.model.lora_rank, own.model.target_modules),
                 has_checkpointing=own.model.enable_gradient_checkpointing,
             )  # fmt: skip
-            budget = critic_budgets(config).update
-            seconds += self._passes(critic, batch, budget, 1, own.ppo_epochs)
+            budget, ranks = critic_budgets(config).update, config.num_critic_ranks
+            values = self._passes(critic, batch, budget, ranks, 1, own.ppo_epochs)
+            seconds = max(seconds, values) if config.has_own_critic else seconds + values
         return seconds + moved
 
     def _passes(
-        self, model: ModelFlops, batch: Batch, budget: int, reads: int, epochs: int
+        self, model: ModelFlops, batch: Batch, budget: int, ranks: int, reads: int, epochs: int
     ) -> float:
         """Forwards and updates of one model; a micro-batch takes as long as gathering for it."""
-        lengths, wanted, ranks = batch.lengths, batch.sampled, self.config.num_ranks
+        lengths, wanted = batch.lengths, batch.sampled
         forward = model.forward(lengths, wanted)
         update = model.update(lengths, wanted) + model.recomputed(lengths)
         per_rank, speed = sum(lengths) / ranks, 1e12 * self.rates.train_tflops * ranks

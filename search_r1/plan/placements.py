@@ -37,6 +37,8 @@ class Placement:
     token_budget: int | None
     """Of a micro-batch; None takes the run's."""
     tensor_parallel: int
+    critic_cards: int = 0
+    """Cards of a critic that has its own."""
 
     @property
     def shares_cards(self) -> bool:
@@ -46,7 +48,7 @@ class Placement:
     @property
     def cards(self) -> int:
         """All of them."""
-        return self.rollout_cards + self.train_cards
+        return self.rollout_cards + self.train_cards + self.critic_cards
 
     @property
     def num_engines(self) -> int:
@@ -56,7 +58,10 @@ class Placement:
     @property
     def name(self) -> str:
         """As the table shows it."""
-        return "shared" if self.shares_cards else f"{self.rollout_cards} + {self.train_cards}"
+        own = f" + {self.critic_cards}" if self.critic_cards else ""
+        if self.shares_cards:
+            return f"shared{own}"
+        return f"{self.rollout_cards} + {self.train_cards}{own}"
 
 
 @dataclass(frozen=True)
@@ -88,20 +93,20 @@ class Planned:
 
 def divisions(
     cards: int, rollout_cards: Sequence[int], staleness: Sequence[int],
-    budgets: Sequence[int | None], sizes: Sequence[int],
+    budgets: Sequence[int | None], sizes: Sequence[int], critics: int = 0,
 ) -> Iterator[Placement]:  # fmt: skip
-    """Every placement of these that leaves whole engines and a rank.
+    """Every placement of these that leaves whole engines and a rank, beside cards of `critics`.
 
     On shared cards engines sleep while ranks train: there is no staleness there.
     """
     for size in sizes:
         for rollout in rollout_cards:
-            train = cards - rollout
-            if train < 1 or (rollout or cards) % size:
+            train = cards - critics - rollout
+            if train < 1 or (rollout or train) % size:
                 continue
             for budget in budgets:
                 for stale in (s for s in staleness if rollout or not s):
-                    yield Placement(rollout, train, stale, budget, size)
+                    yield Placement(rollout, train, stale, budget, size, critics)
 
 
 def room(placement: Placement, costs: Costs, batch: Batch, card_gb: float) -> Room:
@@ -138,6 +143,8 @@ def changes(placement: Placement) -> dict[str, Any]:
              "trainer.rollout_gpus": placement.rollout_cards,
              f"{ROLLOUT}.tensor_model_parallel_size": placement.tensor_parallel,
              f"{ROLLOUT}.max_staleness": placement.staleness}  # fmt: skip
+    if placement.critic_cards:
+        found |= {"critic.nnodes": 1, "critic.n_gpus_per_node": placement.critic_cards}
     if placement.token_budget is not None:
         found[BUDGET] = placement.token_budget
     own = {} if placement.shares_cards else {f"{ROLLOUT}.gpu_memory_utilization": OWN_SHARE}
@@ -170,5 +177,5 @@ def plan(
     )
     outcome = simulate(setup, batches, steps)
     engines = placement.num_engines * placement.tensor_parallel * outcome.engine_busy
-    busy = engines + placement.train_cards * outcome.trainer_busy
+    busy = engines + (placement.train_cards + placement.critic_cards) * outcome.trainer_busy
     return Planned(placement, room, outcome, 1 - busy / placement.cards)

@@ -119,10 +119,12 @@ def _placements(options: PlanOptions, config: Config) -> list[Placement]:
         fix = "give --decode for one size at a time"
         raise ConfigError(explain("--tensor-parallel", options.tensor_parallel, "one size", fix))
     stale = numbers("--staleness", options.staleness)
-    found = list(divisions(options.cards, rollout, stale, budgets or [None], sizes))
+    critics = config.num_critic_ranks if config.has_own_critic else 0
+    found = list(divisions(options.cards, rollout, stale, budgets or [None], sizes, critics))
     if not found:
         got = f"{options.rollout_cards or 'all'}, with engines of {sizes} cards"
-        expected = f"whole engines, a rank, and a staleness, on {options.cards} cards"
+        beside = f", {critics} of them the critic's" if critics else ""
+        expected = f"whole engines, a rank, and a staleness, on {options.cards} cards{beside}"
         raise ConfigError(explain("--rollout-cards", got, expected, "give other numbers of cards"))
     return found
 

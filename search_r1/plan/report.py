@@ -79,6 +79,8 @@ def verdict(planned: Sequence[Planned]) -> str:
     gains = "; ".join(f"{words[name]} {share:+.0%}" for name, share in found.items())
     divided = f"{placement.rollout_cards} cards for engines, {placement.train_cards} for ranks"
     cards = "all cards shared" if placement.shares_cards else divided
+    if placement.critic_cards:
+        cards += f", {placement.critic_cards} for the critic"
     seconds = f"{best.outcome.step_s:.1f} s a step"
     line = f"best: {cards}, staleness {placement.staleness}: {seconds}; {gains}"
     options = " ".join(f"{key}={value}" for key, value in changes(best.placement).items())

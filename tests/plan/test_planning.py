@@ -98,6 +98,25 @@ def test_training_takes_what_was_computed_elsewhere() -> None:
     assert stale.train_s(load) < 0.9 * seconds  # the engine's log-probs take the place of a pass
 
 
+def test_a_critic_on_cards_of_its_own_works_beside_the_actor() -> None:
+    """As many cards for each take as long as the slower of both, not as both in turn."""
+    load, ppo = batch(1300), "algorithm.adv_estimator=gae"
+    beside = costs_of("Qwen2.5-3B", ppo, "trainer.n_gpus_per_node=4", "critic.n_gpus_per_node=4")
+    actor = costs_of("Qwen2.5-3B", "trainer.n_gpus_per_node=4").train_s(load)
+    shared = costs_of("Qwen2.5-3B", ppo, "trainer.n_gpus_per_node=4").train_s(load)
+    assert beside.train_s(load) == pytest.approx(max(actor, shared - actor))
+
+
+def test_cards_of_a_critic_are_no_one_elses(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every division leaves them, and says so among its options."""
+    words = ["algorithm.adv_estimator=gae", "critic.n_gpus_per_node=2"]
+    found = planned(capsys, SMALL[0], *words, *SMALL[1:], *BY_HAND)
+    rows = found["placements"]
+    assert isinstance(rows, list)
+    divided = {(row["rollout_cards"], row["train_cards"], row["critic_cards"]) for row in rows}
+    assert divided == {(0, 2, 2), (1, 1, 2)}
+
+
 def test_memory_decides_what_fits() -> None:
     """Ranks that share no card need less of it; some cards are too small; caches limit requests."""
     load = batch(1300)
