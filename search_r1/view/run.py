@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ from search_r1.view.dialogue import tags_of
 from search_r1.view.index import TRAIN, VALIDATION, TrajectoryIndex, read_line
 from search_r1.view.metrics import MetricsLog
 from search_r1.view.tokens import Pieces, find_pieces
-from verl.data.trajectories import HEADER
+from verl.data.trajectories import HEADER, SIGNALS
 from verl.errors import ConfigError, explain
 
 SIGNS = ("config.yaml", "metrics.jsonl", "validation", HEADER)
 """What tells the folder of a run, or of its trajectories, from any other."""
 LAYOUT_VERSION = 1
 """Of the index; another one has a file of its own."""
-ENGINE = "log_probs"
+ENGINE, TRAINER, REFERENCE = "log_probs", "old_log_probs", "ref_log_probs"
 
 
 class Run:
@@ -134,21 +134,24 @@ class Run:
 def _segment(segment: Mapping[str, Any], pieces: Pieces | None) -> dict[str, Any]:
     """A segment with the text of each token, and every column that has one number a token.
 
-    So what a dump holds beside the engine's log-probs is shown too; log-probs of the trainer under
-    one of their names give the ratio.
+    What the trainer found (`SIGNALS`) is one number where all tokens have the same. Its log-probs
+    against the engine's give the ratio, and against the reference's the KL by one sample (k1).
     """
     ids = segment.get("ids") or []
+    spread = {
+        name: [value] * len(ids) if name in SIGNALS and isinstance(value, float | int) else value
+        for name, value in segment.items()
+    }
     columns = {
         name: values
-        for name, values in segment.items()
+        for name, values in spread.items()
         if name != "ids" and isinstance(values, list) and len(values) == len(ids) > 0
     }
-    for name in ("old_log_probs", "trainer_log_probs"):
-        if name in columns and ENGINE in columns:
-            pairs = zip(columns[name], columns[ENGINE], strict=True)
-            columns["ratio"] = [
-                None if a is None or b is None else math.exp(min(a - b, 80.0)) for a, b in pairs
-            ]
+    own = columns.get(TRAINER, columns.get(ENGINE, []))
+    if TRAINER in columns and ENGINE in columns:
+        columns["ratio"] = _by_token(lambda a, b: math.exp(min(a - b, 80.0)), own, columns[ENGINE])
+    if REFERENCE in columns and own:
+        columns["kl"] = _by_token(lambda a, b: a - b, own, columns[REFERENCE])
     return {
         "origin": segment["origin"],
         "text": segment["text"],
@@ -157,3 +160,11 @@ def _segment(segment: Mapping[str, Any], pieces: Pieces | None) -> dict[str, Any
         "pieces": pieces(ids) if pieces and ids else [],
         "columns": columns,
     }
+
+
+def _by_token(
+    function: Callable[[float, float], float], *columns: Sequence[float | None]
+) -> list[float | None]:
+    """What the function says of each pair of numbers; None where one is not known."""
+    pairs = zip(*columns, strict=True)
+    return [None if a is None or b is None else function(a, b) for a, b in pairs]

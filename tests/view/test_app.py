@@ -36,16 +36,19 @@ def test_a_trajectory_by_token(client: TestClient, run: Run) -> None:
 def test_columns_of_a_later_dump_are_shown_with_the_ratio(
     folder: Path, open_run: Callable[[Path], Run]
 ) -> None:
-    """A list as long as the ids is a column; old_log_probs against the engine's give the ratio."""
+    """A list as long as the ids is a column, and so is one number of the trainer for all tokens;
+    its log-probs against the engine's give the ratio, against the reference's the KL."""
     path = folder / "rollouts" / "step_00000001.jsonl"
     row = json.loads(path.read_text().splitlines()[2])
     policy = row["segments"][-1]
     policy["old_log_probs"] = [x + 0.5 for x in policy["log_probs"]]
     policy["old_log_probs"][0] = None
-    policy["advantages"] = [0.25] * len(policy["ids"])
+    policy["ref_log_probs"] = [x + 0.25 for x in policy["log_probs"]]
+    policy["advantages"] = -2
     path.write_text(json.dumps(row) + "\n")
     columns = open_run(folder).trajectory("train", 1, 0)["segments"][-1]["columns"]
-    assert columns["advantages"] == policy["advantages"]
+    assert columns["advantages"] == [-2] * len(policy["ids"])
+    assert columns["kl"] == [None, *[0.25] * (len(policy["ids"]) - 1)]
     assert columns["ratio"][0] is None and columns["ratio"][1:] == pytest.approx(
         [1.6487212707] * (len(policy["ids"]) - 1))  # fmt: skip
 

@@ -2,12 +2,14 @@
 
 `run.json` in the same folder says which tokenizer the ids belong to, and which weights the run
 began with. A step that is run again, after a resume, replaces its file. They are read by
-`verl.sft.rejection_sampling`, and by runs that learn from them again (`data.rollouts`).
+`verl.sft.rejection_sampling`, and by runs that learn from them again (`data.rollouts`). What the
+trainer found of each token (`SIGNALS`) is there for people, and never read back.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -15,6 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
 
 from verl.data.rows import BadRow, read_jsonl
 from verl.errors import ConfigError, DataError, explain
@@ -27,6 +33,14 @@ TOKENIZER, MODEL = "tokenizer", "model"
 """The keys of fingerprints: of the tokenizer, here and in demonstrations; of the first weights."""
 STEP = re.compile(r"step_(\d+)\.jsonl")
 WRITTEN = "a row as trainer.rollout_data_dir writes it"
+SIGNALS = ("old_log_probs", "ref_log_probs", "values", "advantages", "rollout_weights")
+"""What a trainer may know of a token: its own and the reference's log-probs, the critic's value,
+the advantage, and the weight that corrects for the engine. A segment's key, and a batch's column.
+"""
+Signals = Mapping[str, NDArray[np.float32]]
+"""By name, a number for each token of a trajectory; NaN where there is none."""
+OTHERS = re.compile(r"[^\x00-\x7f]+")
+AS_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_DATETIME
 
 
 @dataclass(frozen=True)
@@ -78,11 +92,19 @@ def write_step(
     trajectories: Sequence[Trajectory],
     rewards: Sequence[Reward],
     greedy_scores: Sequence[float] = (),
+    signals: Mapping[tuple[str, int], Signals] | None = None,
 ) -> None:
-    """Write one step's trajectories with their scores; the file appears whole or not at all."""
+    """Write one step's trajectories with their scores; the file appears whole or not at all.
+
+    `signals`: what the trainer found, of the trajectories whose (group, sample) it names.
+    """
     baselines: Sequence[float | None] = greedy_scores or [None] * len(trajectories)
     parts = zip(trajectories, rewards, baselines, strict=True)
-    rows = [_row(step, len(trajectories), Recorded(*part)) for part in parts]
+    known = signals or {}
+    rows = [
+        _row(step, len(trajectories), Recorded(*part), known.get((part[0].group, part[0].sample)))
+        for part in parts
+    ]
     write_lines(path_of(directory, step), rows)
 
 
@@ -151,12 +173,19 @@ def _rows_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{path} line {number + 1}", row
 
 
+def number(value: Any) -> float:
+    """A number of a row; null is what was none."""
+    return math.nan if value is None else float(value)
+
+
 def num_calls(stats: Mapping[str, float]) -> float:
     """Turns that called tools: the valid actions other than the answer, as the agent counted."""
     return stats.get("valid_actions", 0.0) - stats.get("answered", 0.0)
 
 
-def _row(step: int, step_size: int, recorded: Recorded) -> dict[str, Any]:
+def _row(
+    step: int, step_size: int, recorded: Recorded, signals: Signals | None = None
+) -> dict[str, Any]:
     trajectory, reward = recorded.trajectory, recorded.reward
     prompt = trajectory.prompt
     return {
@@ -175,8 +204,21 @@ def _row(step: int, step_size: int, recorded: Recorded) -> dict[str, Any]:
         "components": dict(reward.components),
         "greedy_score": recorded.greedy_score,
         "stats": trajectory.stats,
-        "segments": [_segment(segment) for segment in trajectory.segments],
+        "segments": list(_segments(trajectory.segments, signals or {})),
     }
+
+
+def _segments(segments: Sequence[Segment], signals: Signals) -> Iterator[dict[str, Any]]:
+    """Each with its own part of the signals."""
+    ends = itertools.accumulate(len(one.ids) for one in segments)
+    for segment, end in zip(segments, ends, strict=True):
+        own = slice(end - len(segment.ids), end)
+        parts = {name: column[own] for name, column in signals.items()}
+        yield _segment(segment) | {
+            name: part[0] if (part == part[0]).all() else part
+            for name, part in parts.items()
+            if not np.isnan(part).all()
+        }
 
 
 def _segment(segment: Segment) -> dict[str, Any]:
@@ -204,7 +246,8 @@ def _recorded(where: str, row: Any) -> Recorded:
             prompt, segments, Status(row["status"]), dict(row["stats"]),
             group=row["group"], sample=row["sample"], seed=row["seed"],
         )  # fmt: skip
-        reward = Reward(float(row["score"]), dict(row["components"]))
+        components = {name: number(value) for name, value in row["components"].items()}
+        reward = Reward(number(row["score"]), components)
         return Recorded(trajectory, reward, None if greedy is None else float(greedy))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         fix = "restore the file; one of an earlier version cannot be learned from: record again"
@@ -216,7 +259,7 @@ def _read_segment(row: Mapping[str, Any]) -> Segment:
     origin, ids = Origin[row["origin"].upper()], tuple(map(int, row["ids"]))
     if origin is not Origin.POLICY:
         return Segment(origin, ids, row["text"])
-    log_probs = tuple(math.nan if x is None else float(x) for x in row["log_probs"])
+    log_probs = tuple(map(number, row["log_probs"]))
     versions = tuple(map(int, row.get("weight_versions", ())))
     if len(log_probs) != len(ids) or len(versions) not in (0, len(ids)):
         raise ValueError(f"{len(log_probs)} log_probs, {len(versions)} versions of {len(ids)} ids")
@@ -226,5 +269,21 @@ def _read_segment(row: Mapping[str, Any]) -> Segment:
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """One JSON line a row, under the final name only when complete; what JSON lacks as its text."""
     with whole_file(path) as part:
-        text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
-        part.write_text(text, encoding="utf-8")
+        part.write_text("".join(_line(row) + "\n" for row in rows), encoding="ascii")
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """A row as JSON in ASCII, which no reader cuts at a line end of Unicode; NaN is null."""
+    try:
+        line = orjson.dumps(row, default=str, option=AS_JSON).decode()
+    except TypeError:  # half a character, or a number of over 64 bits, which a question may have
+        return json.dumps(row, default=_plain)
+    if line.isascii():
+        return line
+    return OTHERS.sub(lambda found: json.dumps(found[0])[1:-1], line)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return orjson.loads(orjson.dumps(value, option=AS_JSON))
+    return str(value)

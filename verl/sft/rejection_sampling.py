@@ -22,7 +22,14 @@ import tyro
 from verl.bounds import MAX_SEED
 from verl.config.checks import beyond_limits, refuse
 from verl.config.option import option
-from verl.data.trajectories import TOKENIZER, num_calls, read_header, read_rows, write_lines
+from verl.data.trajectories import (
+    TOKENIZER,
+    num_calls,
+    number,
+    read_header,
+    read_rows,
+    write_lines,
+)
 from verl.errors import DataError, UserError, explain
 from verl.types import Status
 
@@ -143,7 +150,7 @@ def _candidate(where: str, row: Any, measure: str) -> tuple[Candidate, str]:
         lengths = [(s["origin"], len(s["ids"])) for s in row["segments"]]
         candidate = Candidate(
             uid=str(row["uid"]),
-            score=float(row["score"] if measure == "score" else row["components"][measure]),
+            score=number(row["score"] if measure == "score" else row["components"][measure]),
             step=int(row["step"]),
             num_tokens=sum(length for _, length in lengths),
             num_policy_tokens=sum(length for origin, length in lengths if origin == "policy"),

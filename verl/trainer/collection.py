@@ -16,7 +16,7 @@ from verl.checkpoint.ahead import Finished
 from verl.config import Config
 from verl.core_algos.jagged import ROUNDING
 from verl.data import PromptSampler
-from verl.data.trajectories import write_step
+from verl.data.trajectories import Signals, write_step
 from verl.rewards.interface import Reward, RewardManager
 from verl.rollout import schedule
 from verl.rollout.in_flight import InFlight, names_of
@@ -124,6 +124,8 @@ class RolloutCollector:
     _resumed: dict[Name, Finished] = field(default_factory=dict)
     """What a checkpoint had of batches that are not started yet."""
     _taken: list[schedule.Row] = field(default_factory=list)
+    _sampled: Samples = field(default_factory=Samples)
+    """All that the present step has, until it is recorded."""
 
     def collect(self, step: int, timings: Timings) -> tuple[Samples, Metrics]:
         """`train_batch_size` prompts' trajectories, and metrics of all that were sampled.
@@ -148,15 +150,20 @@ class RolloutCollector:
         if self._taken:
             schedule.write(Path(self.config.trainer.default_local_dir), step, self._taken)
             self._taken = []
-        if self.config.trainer.rollout_data_dir is not None:
-            with timings.phase("rollout_data"):
-                directory = self.config.trainer.rollout_data_dir
-                write_step(directory, step, sampled.trajectories, sampled.rewards,
-                           sampled.greedy_scores)  # fmt: skip
+        self._sampled = sampled
         metrics = {**rollout_metrics(everyone), **reward_metrics(sampled.rewards)}
         metrics |= self.rollout.take_faults()
         kept, counts = chosen(sampled, self.config, step, rounds)
         return kept, metrics | counts
+
+    def record(self, step: int, samples: Samples, signals: Sequence[Signals]) -> None:
+        """Write what was sampled for a step, with the signals of those that it learns from."""
+        directory = self.config.trainer.rollout_data_dir
+        assert directory is not None
+        named = zip(((t.group, t.sample) for t in samples.trajectories), signals, strict=True)
+        everyone, self._sampled = self._sampled, Samples()
+        write_step(directory, step, everyone.trajectories, everyone.rewards, everyone.greedy_scores,
+                   dict(named))  # fmt: skip
 
     def _sample_batch(self, step: int, timings: Timings) -> tuple[Samples, list[Trajectory]]:
         """One batch of prompts: its scored trajectories, and all of them, failed ones too."""

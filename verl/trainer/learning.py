@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from verl.config import Config
 from verl.core_algos.advantages import ADVANTAGES, AdvantageEstimator, AdvantageInputs
-from verl.core_algos.jagged import outcome_to_tokens, segment_sum
+from verl.core_algos.jagged import outcome_to_tokens, segment_sum, sequence_ids
 from verl.core_algos.kl import KLController, apply_kl_in_reward, mean_sequence_kl
 from verl.core_algos.losses import loss_weights
 from verl.core_algos.shaping import clip_advantages, overlong_penalty
+from verl.data.trajectories import SIGNALS, Signals
 from verl.errors import ConfigError, explain
 from verl.monitor.collapse import DRIFT, SHIFT
 from verl.monitor.drift import correct_trajectories, drift_and_shift
@@ -22,6 +24,7 @@ from verl.packing import share_prompts
 from verl.trainer.collection import Samples
 from verl.trainer.metrics import mean_by_key
 from verl.trainer.ranks import TrainerRanks
+from verl.training.actor import correction
 from verl.types import Metrics, TokenBatch
 
 WAIT = "wait_critic"
@@ -107,6 +110,27 @@ def less_kl(
     metrics = {"critic/kl": kl, "critic/kl_coef": controller.value}
     controller.update(kl, len(batch))
     return lowered, metrics
+
+
+def token_signals(batch: TokenBatch, config: Config) -> list[Signals]:
+    """What is known so far of each sequence's tokens, where they are learned from.
+
+    Log-probs of the engine are not repeated as the trainer's. `rollout_weights` exist where a
+    correction for the engine is asked for.
+    """
+    tokens, mask = batch.tokens, batch.tokens["loss_mask"]
+    found = {name: tokens[name] for name in SIGNALS if name in tokens}
+    if config.old_log_probs == "engine":
+        found.pop("old_log_probs", None)
+    actor, old = config.actor_rollout_ref.actor, found.get("old_log_probs")
+    if old is not None and (actor.rollout_is != "none" or actor.rollout_mask_threshold is not None):
+        rollout = torch.where(tokens["policy_mask"], tokens["rollout_log_probs"], old)
+        ids, weights = sequence_ids(batch.offsets), torch.zeros(batch.num_tokens)
+        weights[mask] = correction(actor, old[mask], rollout[mask], ids[mask])
+        found["rollout_weights"] = weights
+    known = {name: column.where(mask, torch.nan).numpy() for name, column in found.items()}
+    starts = batch.offsets.tolist()
+    return [{n: c[start:end] for n, c in known.items()} for start, end in pairwise(starts)]
 
 
 def mini_batches(

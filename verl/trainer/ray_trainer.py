@@ -46,7 +46,8 @@ from verl.rollout.no_engines import NoEngines
 from verl.rollout.replicas import RolloutReplicas
 from verl.rollout.retry import RetryingRollout
 from verl.trainer.cluster import uses_gpus
-from verl.trainer.learning import Learner, add_advantages, assemble
+from verl.trainer.collection import Samples
+from verl.trainer.learning import Learner, add_advantages, assemble, token_signals
 from verl.trainer.metrics import (
     advantage_metrics,
     busy_metrics,
@@ -191,9 +192,10 @@ class RayPPOTrainer:
         with self.stopper.interruptible():
             samples, metrics = self.collector.collect(self.step, timings)
         batch = assemble(samples, self.config)
-        self.learner.look(batch, timings)
-        with timings.phase("adv"):
-            metrics |= add_advantages(batch, self.config, self.kl_controller)
+        with self.recording(samples, batch, timings):
+            self.learner.look(batch, timings)
+            with timings.phase("adv"):
+                metrics |= add_advantages(batch, self.config, self.kl_controller)
         metrics |= advantage_metrics(batch) | staleness_metrics(batch, self.replicas.version)
         metrics |= self.learner.update(batch, self.step, timings)
         with timings.phase("guard"):
@@ -206,6 +208,17 @@ class RayPPOTrainer:
             timings.beside |= critic_seconds(calls)
         self.trace.add_step(self.step, timings, samples.trajectories, calls)
         return {**metrics, **self.performance(batch, timings), **self.faults()}
+
+    @contextlib.contextmanager
+    def recording(self, samples: Samples, batch: TokenBatch, timings: Timings) -> Iterator[None]:
+        """Write the step's trajectories, with what the body finds of their tokens, if it ends or
+        not: before the updates, so that a step whose record cannot be written is run again."""
+        try:
+            yield
+        finally:
+            if self.config.trainer.rollout_data_dir is not None:
+                with timings.phase("rollout_data"):
+                    self.collector.record(self.step, samples, token_signals(batch, self.config))
 
     def performance(self, batch: TokenBatch, timings: Timings) -> Metrics:
         """How fast the step was, and what it took of the devices."""

@@ -20,6 +20,7 @@ from verl.data.trajectories import (
     MODEL,
     TOKENIZER,
     Recorded,
+    Signals,
     Vocabulary,
     fingerprint,
     read_fingerprints,
@@ -77,6 +78,9 @@ class RecordedCollector:
         kept, counts = chosen(samples, self.config, step, rounds)
         found = rollout_metrics(samples.trajectories) | reward_metrics(samples.rewards)
         return kept, found | counts
+
+    def record(self, step: int, samples: Samples, signals: Sequence[Signals]) -> None:
+        """It is recorded."""
 
     def restart(self) -> None:
         """Nothing was begun for later steps."""

@@ -90,6 +90,17 @@ def apply_update(
     }
 
 
+def correction(
+    config: ActorConfig, old_log_probs: Tensor, rollout_log_probs: Tensor, sequence_ids: Tensor
+) -> Tensor:
+    """The importance weights that the options ask for, (num_tokens,)."""
+    return importance_weights(
+        old_log_probs, rollout_log_probs, sequence_ids, config.rollout_is,
+        config.rollout_is_threshold, config.rollout_mask_threshold, floor=config.rollout_is_floor,
+        mask_level=config.rollout_mask, mask_floor=config.rollout_mask_floor,
+    )  # fmt: skip
+
+
 @dataclass
 class Actor:
     """A policy in an engine; the reference is the same thing, frozen."""
@@ -176,11 +187,7 @@ class Actor:
             log_probs, old, columns["advantages"], ids, config.clip_ratio, high, config.clip_ratio_c
         )
         losses, seen = POLICY_LOSSES[config.policy_loss](inputs)
-        weights = importance_weights(
-            old, rollout, ids, config.rollout_is, config.rollout_is_threshold,
-            config.rollout_mask_threshold, floor=config.rollout_is_floor,
-            mask_level=config.rollout_mask, mask_floor=config.rollout_mask_floor,
-        )  # fmt: skip
+        weights = correction(config, old, rollout, ids)
         return losses * weights, seen, weights
 
 

@@ -4,8 +4,9 @@ import { ask } from "./ask.js";
 import { choice, labelled, link, make, outcome, short, visible } from "./elements.js";
 import { neighbour } from "./trajectories.js";
 
-const LABELS = { log_probs: "log-prob of the engine", old_log_probs: "log-prob of the trainer", trainer_log_probs: "log-prob of the trainer",
-  advantages: "advantage", ratio: "ratio trainer / engine", ref_log_probs: "log-prob of the reference" };
+const LABELS = { log_probs: "log-prob of the engine", old_log_probs: "log-prob of the trainer", ref_log_probs: "log-prob of the reference",
+  ratio: "ratio trainer / engine", rollout_weights: "weight of the correction", kl: "KL to the reference (k1)", advantages: "advantage",
+  values: "value by the critic", weight_versions: "weight version by token" };
 const tokenLook = { color: "log_probs" }; // kept from one trajectory to the next
 
 export async function showTrajectory(root, { params, runs }) {
@@ -61,7 +62,7 @@ function head(found, params, run) {
 function segment(one, place, found, color, versions) {
   const call = found.calls.find((search) => search.segment === place);
   const notes = [{ prompt: "prompt", policy: "policy", observation: "observation" }[one.origin] ?? one.origin];
-  if (isTrained(found)) notes.push(one.origin === "policy" ? "in the loss" : "masked");
+  if (isTrained(found)) notes.push(inLoss(one) ? "in the loss" : "masked");
   if (one.ids?.length) notes.push(`${one.ids.length} tokens`);
   if (one.weight_version !== null && one.weight_version !== undefined) notes.push(`weights ${one.weight_version}`);
   if (call) notes.push(`${call.tool}: ${call.query}`);
@@ -79,6 +80,11 @@ function segment(one, place, found, color, versions) {
 /** Validations are not learned from, nor is what infrastructure broke. */
 function isTrained(found) {
   return found.kind !== "val" && found.status !== "failed";
+}
+
+/** Of a segment: what has an advantage is learned from, which without state masking an observation is too. */
+function inLoss(one) {
+  return one.origin === "policy" || "advantages" in (one.columns ?? {});
 }
 
 function tokenSpan(one, i, place, color, versions, hasWords) {
@@ -101,7 +107,7 @@ function tokenSpan(one, i, place, color, versions, hasWords) {
 
 /** From -1 to 1: how far a token is from the expected. */
 function strength(name, value) {
-  if (name === "ratio") return Math.max(-1, Math.min(1, Math.log(value) / 0.5));
+  if (["ratio", "rollout_weights"].includes(name)) return Math.max(-1, Math.min(1, Math.log(value) / 0.5));
   if (name.includes("log_prob")) return Math.max(-1, value / 5);
   return Math.max(-1, Math.min(1, value / 2));
 }
@@ -114,7 +120,7 @@ function scale(bar, color, columns, found, versions) {
   const words = color === "origin" ? "policy, observation and prompt by their own paper"
     : color === "weight_version" ? `sampled with ${versions.length === 1 ? `weights ${versions[0]}` : `weights ${versions.join(", ")}`}`
     : color.includes("log_prob") ? "the redder, the less expected (full at −5 nats)" : "red below, green above";
-  const missing = ["old_log_probs", "advantages"].filter((name) => !columns.includes(name)).map((name) => LABELS[name]);
+  const missing = ["old_log_probs", "ref_log_probs", "advantages"].filter((name) => !columns.includes(name)).map((name) => LABELS[name]);
   const line = bar.querySelector(".scale");
   if (!line) return;
   line.textContent = words;
@@ -148,7 +154,7 @@ function follow(dialogue, tell_of) {
 function tell(detail, one, i, isInLoss = false) {
   const facts = one === null ? [["", "point at a token, or use the arrows"]] : [
     ["text", one.pieces.length === one.ids.length ? JSON.stringify(one.pieces[i]) : "unknown"], ["id", String(one.ids[i])],
-    ["origin", one.origin], ["loss mask", isInLoss && one.origin === "policy" ? "1" : "0"],
+    ["origin", one.origin], ["loss mask", isInLoss && inLoss(one) ? "1" : "0"],
     ...(one.weight_version !== null && one.weight_version !== undefined ? [["weight version", String(one.weight_version)]] : []),
     ...Object.entries(one.columns).map(([name, values]) => [LABELS[name] ?? name, short(values[i])]),
     ...(one.columns.log_probs ? [["probability", short(Math.exp(one.columns.log_probs[i] ?? NaN))]] : []),

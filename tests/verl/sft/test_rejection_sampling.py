@@ -192,6 +192,7 @@ def test_the_collector_keeps_what_it_scored(tmp_path: Path) -> None:
     )
     for step in (1, 2, 2):
         samples, _ = collector.collect(step, Timings())
+        collector.record(step, samples, [{} for _ in samples.trajectories])
     rows = [row for _, row in read_rows(tmp_path)]
     assert {row["step"] for row in rows} == {1, 2}
     last = [row for row in rows if row["step"] == 2]

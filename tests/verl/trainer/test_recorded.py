@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from tests.verl.training.ranks import VOCAB, save_tiny, tiny_config
 from tests.view.runs import TOKENIZER
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
-from verl.data.trajectories import open_folder, path_of, write_lines, write_step
+from verl.data.trajectories import SIGNALS, open_folder, path_of, write_lines, write_step
 from verl.errors import ConfigError, DataError, UserError
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward
@@ -123,26 +124,54 @@ def corrected(config: Config) -> None:
     config.algorithm.kl_ctrl.kl_coef = 0.01
 
 
+def known_of_tokens(path: Path) -> tuple[set[str], list[tuple[float, float, float | None]]]:
+    """The names of what a recorded step says beside the engine's log-probs; and of each sampled
+    token the engine's log-prob, the trainer's and the correction."""
+    names: set[str] = set()
+    tokens: list[tuple[float, float, float | None]] = []
+    for line in path.read_text().splitlines():
+        for one in json.loads(line)["segments"]:
+            own = {name for name in SIGNALS if name in one}
+            assert one["origin"] == "policy" or not own
+            names |= own
+            if "old_log_probs" in own:
+                weights = one.get("rollout_weights", [None] * len(one["ids"]))
+                many = weights if isinstance(weights, list) else [weights] * len(one["ids"])
+                tokens += zip(one["log_probs"], one["old_log_probs"], many, strict=True)
+    return names, tokens
+
+
+LOOKED = {"old_log_probs", "advantages"}
+
+
 @pytest.mark.parametrize(
-    ("estimator", "change", "num_steps"),
+    ("estimator", "change", "num_steps", "names"),
     [
-        ("grpo", plain, 1),
-        ("grpo", by_engine, 3),
-        ("gae", corrected, 3),
-        ("remax", plain, 1),
+        ("grpo", plain, 1, {*LOOKED, "ref_log_probs"}),
+        ("grpo", by_engine, 3, {"ref_log_probs", "advantages"}),
+        ("gae", corrected, 3, {*LOOKED, "ref_log_probs", "values", "rollout_weights"}),
+        ("remax", plain, 1, {*LOOKED, "ref_log_probs"}),
     ],
 )
 def test_a_recorded_step_is_the_step_that_was_sampled_to_the_bit(
     estimator: str,
     change: Callable[[Config], None],
     num_steps: int,
+    names: set[str],
     tmp_path: Path,
 ) -> None:
-    """From the same weights, with lag 0: every metric that is computed, and the weights."""
+    """From the same weights, with lag 0: every metric that is computed, and the weights.
+
+    The record also has what the trainer found of the tokens: what its algorithm looks at.
+    """
     config = make_config(tmp_path, estimator)
     change(config)
     open_folder(tmp_path / "rollouts", TOKENIZER)
     sampled = learn(config, Babbling(), num_steps)
+    found, tokens = known_of_tokens(path_of(tmp_path / "rollouts", num_steps))
+    assert found == names
+    for engine, trainer, weight in tokens:
+        assert weight is None or weight == pytest.approx(min(math.exp(trainer - engine), 1.5), 1e-5)
     offline = as_recorded(config, tmp_path)
     assert check_record(offline, TOKENIZER, "", done=0) == num_steps
     learned = learn(offline, NoEngines("float32"), num_steps)

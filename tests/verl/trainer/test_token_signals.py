@@ -1,0 +1,52 @@
+"""What the trainer knows of each token, as the record has it."""
+
+import math
+
+import pytest
+import torch
+
+from tests.verl.trainer.test_learning import prepared, samples_of
+from verl.config import Config
+from verl.trainer.learning import token_signals
+
+
+@pytest.mark.parametrize("level", ["none", "token", "sequence"])
+@pytest.mark.parametrize("masking", [True, False])
+def test_signals_are_the_numbers_of_the_learned_tokens(level: str, masking: bool) -> None:
+    """By a plain loop over tokens; nothing is told of others, and no correction that is not asked
+    for. Without masking, observations are learned from, and no engine sampled them."""
+    config = Config()
+    actor = config.actor_rollout_ref.actor
+    actor.rollout_is, actor.rollout_is_threshold, actor.state_masking = level, 1.5, masking
+    batch = prepared(config, samples_of([[(3, 2), (1, 0)], [(2, 0)], [(2, 1), (2, 0)]], [0, 1, 1]))
+    batch.tokens["rollout_log_probs"] = torch.linspace(-1.0, 1.0, batch.num_tokens)
+    found = token_signals(batch, config)
+    starts = batch.offsets.tolist()
+    for number, signals in enumerate(found):
+        own = range(starts[number], starts[number + 1])
+        ratios = {}
+        for t in own:
+            old = float(batch.tokens["old_log_probs"][t])
+            told = float(batch.tokens["rollout_log_probs"][t])
+            ratios[t] = old - told if batch.tokens["policy_mask"][t] else 0.0
+            learned = bool(batch.tokens["loss_mask"][t])
+            for name in ("old_log_probs", "ref_log_probs", "values"):
+                seen = float(signals[name][t - own[0]])
+                assert seen == float(batch.tokens[name][t]) if learned else math.isnan(seen)
+        assert ("rollout_weights" in signals) == (level != "none")
+        whole = sum(ratios[t] for t in own if batch.tokens["loss_mask"][t])
+        for t in own if level != "none" else ():
+            weight = float(signals["rollout_weights"][t - own[0]])
+            if batch.tokens["loss_mask"][t]:
+                ratio = math.exp(ratios[t] if level == "token" else whole)
+                assert weight == pytest.approx(min(ratio, 1.5), rel=1e-5)
+            else:
+                assert math.isnan(weight)
+
+
+def test_the_engines_log_probs_are_not_the_trainers() -> None:
+    """Where they stand for the old ones, the record has them once."""
+    config = Config()
+    config.actor_rollout_ref.actor.old_log_probs = "engine"
+    batch = prepared(config, samples_of([[(3, 0)]], [1.0]))
+    assert set(token_signals(batch, config)[0]) == {"values", "ref_log_probs"}
