@@ -43,6 +43,17 @@ def test_a_run_is_computed_again_bit_for_bit(
 
 
 @pytest.mark.slow
+def test_weights_that_are_streamed_are_those_of_files(
+    world: dict[str, str], first: Path, tmp_path: Path
+) -> None:
+    """`weight_sync=ipc`, two ranks and two engines on one machine: the same run, bit for bit."""
+    again, ipc = tmp_path / "again", "actor_rollout_ref.rollout.weight_sync=ipc"
+    rows = train(world, again, *PPO, "trainer.save_freq=0", ipc)
+    assert list(differences(read_rows(first / "metrics.jsonl"), rows)) == []
+    assert same_weights(first / "model", again / "model")
+
+
+@pytest.mark.slow
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(
     world: dict[str, str], first: Path, tmp_path: Path
 ) -> None:

@@ -40,6 +40,8 @@ class RolloutEngine(ABC):
     """Whether `update_weights` also takes a LoRA adapter by itself; else it is merged before."""
     can_interrupt: ClassVar[bool] = False
     """Whether `interrupt` works, which `rollout.interrupt_turns` needs."""
+    can_receive: ClassVar[bool] = False
+    """Whether `cards` and `receive_weights` work, which `rollout.weight_sync=ipc` needs."""
 
     @classmethod
     def from_config(cls, config: Config, replica: int) -> Self:
@@ -73,6 +75,14 @@ class RolloutEngine(ABC):
         of the adapter before. Completions carry `version` from now on; no request is running.
         """
         raise NotImplementedError(f"{type(self).__name__} takes no weights")
+
+    async def cards(self) -> list[str]:
+        """The device of each of its workers, as `weight_stream.card` names it."""
+        raise NotImplementedError(f"{type(self).__name__} receives no weights")
+
+    async def receive_weights(self, stream: str, version: int) -> None:
+        """As `update_weights`, with what `weight_stream.send` gives to the workers."""
+        raise NotImplementedError(f"{type(self).__name__} receives no weights")
 
     async def interrupt(self) -> None:
         """End what is being sampled: each completion has the tokens so far, be it none, and says

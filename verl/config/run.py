@@ -159,6 +159,11 @@ class Config:
         return given if self.is_external else []
 
     @property
+    def streams_weights(self) -> bool:
+        """Ranks send new weights to the engines on their devices."""
+        return self.actor_rollout_ref.rollout.weight_sync == "ipc"
+
+    @property
     def num_weight_versions(self) -> int:
         """Versions of the weights that lie ready for engines at once, at most."""
         return 2 if self.actor_rollout_ref.rollout.max_staleness else 1

@@ -29,6 +29,7 @@ SERVER = "verl.rollout.vllm_server:VllmServer"
 """The engine behind each address of `rollout.url`."""
 NAME, URL = "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.url"
 WEIGHTS_DIR = "actor_rollout_ref.rollout.weights_dir"
+WEIGHT_SYNC = "actor_rollout_ref.rollout.weight_sync"
 
 
 def engine_class(name: str) -> type[RolloutEngine]:
@@ -87,6 +88,11 @@ def engine_problems(config: Config) -> Iterator[ConfigError]:
         key = "actor_rollout_ref.rollout.merge_adapter"
         expected = f"true or null, since {what} takes whole weights only"
         yield ConfigError(explain(key, "false", expected, f"{key}=null"))
+    if config.streams_weights and (not chosen.can_receive or engine_takes_adapter(config)):
+        expected = f"files: {what} receives no weights"
+        if chosen.can_receive:
+            expected = "files: an adapter alone is handed over, which is small"
+        yield ConfigError(explain(WEIGHT_SYNC, "ipc", expected, f"{WEIGHT_SYNC}=files"))
     if config.actor_rollout_ref.rollout.interrupt_turns and not chosen.can_interrupt:
         key = "actor_rollout_ref.rollout.interrupt_turns"
         expected = f"false: {what} cannot end a turn before its time"

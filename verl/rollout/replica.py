@@ -89,6 +89,11 @@ class RolloutReplica:
             if version > self.gate.version:
                 await self.engine.update_weights(folder, version, is_adapter)
 
+    async def receive_weights(self, stream: str, version: int, num_calls: int = 0) -> None:
+        """As `update_weights`, with what ranks send to the engine's workers."""
+        async with self.gate.changing(version, num_calls):
+            await self.engine.receive_weights(stream, version)
+
     async def _finish_all(
         self, starts: Sequence[Trajectory], sampling: Sampling, version: int,
         gate: WeightGate | None,

@@ -8,7 +8,9 @@ take the present weights, and are asked again for what they had not finished.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import secrets
 import sys
 import time
 from collections import Counter
@@ -44,6 +46,10 @@ class Policy(Protocol):
         """
         ...
 
+    def send_policy(self, stream: str, cards: Sequence[str], dtype: str) -> float:
+        """Send it to engines' workers on these cards; returns the seconds of sending."""
+        ...
+
 
 class RolloutReplicas(Engines):
     """Engines that turn started trajectories into finished ones."""
@@ -58,6 +64,7 @@ class RolloutReplicas(Engines):
         overlaps: bool = False,
         hang_timeout: float | None = None,
         empty_cache: Callable[[], None] = lambda: None,
+        streams: bool = False,
         weights_root: Path | None = None,
     ) -> None:
         """Actor i hosts `RolloutReplica(*arguments[i])`, now and after a loss.
@@ -65,8 +72,9 @@ class RolloutReplicas(Engines):
         Where they do not share the ranks' devices, engines never sleep. Where it `overlaps`, they
         sample while the ranks train: they do not sleep either, and nobody waits until they have
         taken new weights. `empty_cache` has the ranks give back device memory that they keep for
-        reuse, before engines take theirs; `hang_timeout` is in seconds. Weights are handed over in
-        `weights_root`, or in each node's memory.
+        reuse, before engines take theirs; `hang_timeout` is in seconds. Where it `streams`, ranks
+        send weights to engines; else they are handed over in `weights_root`, or in each node's
+        memory.
         """
         self.group = group
         self.takes_adapter = takes_adapter
@@ -74,7 +82,9 @@ class RolloutReplicas(Engines):
         self.restarts = restarts
         self.overlaps, self._sleeps = overlaps, shares_devices and not overlaps
         self._arguments = list(arguments)
-        self._empty_cache = empty_cache
+        self._empty_cache, self._streams = empty_cache, streams
+        self._policy: Policy | None = None
+        """Who sends weights again to engines that are started again."""
         self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
         self._weights = new_path(weights_root)
         self._flights: list[InFlight] = []
@@ -137,6 +147,8 @@ class RolloutReplicas(Engines):
         """
         start = time.perf_counter()
         self._settle(most=1)
+        if self._streams:
+            return self._stream(policy)
         waited, version = time.perf_counter(), self.version + 1
         needed = sorted({version for _, version in self._adopting.values()})
         write = policy.share_policy(self._weights, version, needed, self.dtype, self.takes_adapter)
@@ -147,6 +159,25 @@ class RolloutReplicas(Engines):
         loaded = time.perf_counter()
         return {"wait": waited - start, "gather": written - waited - write, "write": write,
                 "load": loaded - written}  # fmt: skip
+
+    def _stream(self, policy: Policy) -> dict[str, float]:
+        """Have ranks send the present policy while engines load it; the seconds of each part."""
+        start, cards = time.perf_counter(), list(itertools.chain(*self._ask("engine.cards")))
+        self.version, self._is_published, self._policy = self.version + 1, True, policy
+        calls, stream = self._receive()
+        self._adopting |= {call: (replica, self.version) for replica, call in enumerate(calls)}
+        packed = policy.send_policy(stream, cards, self.dtype)
+        sent = time.perf_counter()
+        self._settle(most=0)
+        loaded = time.perf_counter()
+        return {"gather": sent - start - packed, "write": packed, "load": loaded - sent}
+
+    def _receive(self) -> tuple[list[Any], str]:
+        """Have every replica wait for the present weights; the calls, and what they wait for."""
+        stream = secrets.token_hex(8)
+        replicas, given = range(len(self.group)), (stream, self.version)
+        return [self.group.submit(i, "receive_weights", *given, self._num_calls[i])
+                for i in replicas], stream  # fmt: skip
 
     def sleep(self) -> None:
         """Give the devices' memory to the training ranks."""
@@ -253,7 +284,12 @@ class RolloutReplicas(Engines):
         try:
             self.group.gather(self.group.start_build(RolloutReplica, self._arguments))
             self.group.call("engine.start")
-            if self._is_published:
+            if self._policy is not None:
+                cards = itertools.chain(*self.group.call("engine.cards"))
+                calls, stream = self._receive()
+                self._policy.send_policy(stream, list(cards), self.dtype)
+                self.group.gather(calls)
+            elif self._is_published:
                 update, present = "update_weights", enumerate(self._present())
                 self.group.gather([self.group.submit(i, update, *given) for i, given in present])
         except RayTaskError as error:

@@ -153,6 +153,7 @@ class VllmEngine(RolloutEngine):
     takes_weights = True
     takes_adapters = True
     can_interrupt = True
+    can_receive = True
 
     def __init__(self, config: Config, replica: int = 0) -> None:
         self.settings = VllmSettings(config, replica)
@@ -304,6 +305,17 @@ class VllmEngine(RolloutEngine):
             loading = self._llm.collective_rpc("load_weights_in_place", args=(folder,))
             await self._answer(loading)
             self._has_weights = True
+        await self._forget_prefixes()
+        self.weight_version = version
+
+    async def cards(self) -> list[str]:
+        """The device of each worker."""
+        return list(await self._answer(self._llm.collective_rpc("card")))
+
+    async def receive_weights(self, stream: str, version: int) -> None:
+        """Load in place what ranks send to the workers."""
+        await self._answer(self._llm.collective_rpc("receive_weights", args=(stream,)))
+        self._has_weights = True
         await self._forget_prefixes()
         self.weight_version = version
 

@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from verl.model_files import is_finite
+from verl.training.weight_stream import card, received
 
 # A worker's progress bars need no lock between processes: its semaphore outlives a worker's kill.
 tqdm.set_lock(threading.RLock())
@@ -22,6 +23,7 @@ class WeightLoading:
 
     model_runner: Any
     reload_weights: Any
+    device: Any
 
     def answer(self) -> bool:
         """Show that this process is alive."""
@@ -37,14 +39,24 @@ class WeightLoading:
         return [name for name, values in named if not is_finite(values)]
 
     def load_weights_in_place(self, weights_dir: str) -> None:
-        """Reload all weights from a folder of safetensors.
-
-        A head that is tied to the embedding has no tensor in the folder, so vLLM's reload passes
-        it over; on CPU the head keeps a packed copy of its weight, which has to be made anew.
-        """
+        """Reload all weights from a folder of safetensors."""
         if not Path(weights_dir).is_dir():  # vLLM would take it for a model of the hub
             raise FileNotFoundError(f"no folder {weights_dir}")
         self.reload_weights(weights_path=weights_dir)
+        self._pack_head()
+
+    def card(self) -> str:
+        """The device that a rank must be on for `receive_weights`."""
+        return card(self.device)
+
+    def receive_weights(self, stream: str) -> None:
+        """Reload all weights from what the rank on this device sends."""
+        self.reload_weights(weights_iterator=received(stream, self.device))
+        self._pack_head()
+
+    def _pack_head(self) -> None:
+        """A head that is tied to the embedding is no tensor of its own, so vLLM's reload passes it
+        over; on CPU the head keeps a packed copy of its weight, which has to be made anew."""
         head = getattr(self.model_runner.get_model(), "lm_head", None)
         if head is not None and hasattr(head, "quant_method"):
             head.quant_method.process_weights_after_loading(head)

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from verl.errors import SaveError
+from verl.errors import ConfigError, SaveError, explain
 from verl.monitor.flops import peak_flops
+from verl.rollout.interface import WEIGHT_SYNC
 from verl.single_controller.actors import Call, RayWorkerGroup
 from verl.single_controller.dispatch import join_tokens, split_by_tokens
 from verl.training.devices import PeakMemory
@@ -71,6 +72,21 @@ class TrainerRanks:
         folders = [str(on_node(directory, place.node_id)) for place in self.group.places()]
         given = (version, needed, dtype, is_adapter)
         seconds: list[float] = self.group.scatter("share_policy", folders, *given)
+        return max(seconds)
+
+    def send_policy(self, stream: str, cards: Sequence[str], dtype: str) -> float:
+        """Send the policy to engines' workers on these cards, each from the first rank there.
+
+        Returns the seconds of the rank that packed longest. Raises ConfigError for a card without
+        a rank.
+        """
+        left = Counter(cards)
+        counts = [left.pop(card, 0) for card in self.group.call("card_name")]
+        if left:
+            got = f"an engine on {', '.join(left)}, where no rank is"
+            fix = "actor_rollout_ref.rollout.weight_sync=files"
+            raise ConfigError(explain(WEIGHT_SYNC, got, "a rank on each engine's device", fix))
+        seconds: list[float] = self.group.scatter("send_policy", counts, stream, dtype)
         return max(seconds)
 
     def save_checkpoint(self, directory: Path) -> None:

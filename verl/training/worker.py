@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
@@ -21,6 +22,7 @@ from verl.training.lora import Role, adapted_engine, policy_adapter, policy_weig
 from verl.training.models import LogProbModel, blocks
 from verl.training.node_folder import NodeFolder
 from verl.training.rank import TrainingRank, offloading, recompute_activations
+from verl.training.weight_stream import card, send
 from verl.training.weights import write_weights
 
 
@@ -116,6 +118,20 @@ class TrainerWorker(TrainingRank):
         dist.barrier()  # the folder is there
         folder = Path(directory, str(version))
         return self._write_policy(folder, dtype, is_adapter, writer, self.num_local)
+
+    def card_name(self) -> str:
+        """The device of this rank, as engines' workers there call it."""
+        return card(self.device)
+
+    def send_policy(self, num_receivers: int, stream: str, dtype: str) -> float:
+        """Send the policy, with its adapter merged into it, to engines' workers on this device.
+
+        Every rank takes part in gathering. Returns the seconds in which this one packed.
+        """
+        named = policy_weights(self.actor.engine, dtype)
+        seconds = send(named, stream, self.device, num_receivers, getattr(torch, dtype))
+        dist.barrier()
+        return seconds
 
     def _write_policy(
         self, directory: Path, dtype: str, is_adapter: bool, writer: int, num_writers: int

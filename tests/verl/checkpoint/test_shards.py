@@ -83,11 +83,15 @@ def test_line_21_a_resumed_run_goes_on_as_if_never_stopped(
     assert all(torch.equal(after[name], x) for name, x in before.items())
 
 
+@pytest.mark.parametrize("way", ["shared", "sent"])
 @pytest.mark.parametrize("size", ["one", "two"])
-def test_engines_are_given_the_weights_that_are_saved(runs: SimpleNamespace, size: str) -> None:
-    """All ranks write a part each, cast before it is gathered: the same bits as if after."""
+def test_engines_are_given_the_weights_that_are_saved(
+    runs: SimpleNamespace, size: str, way: str
+) -> None:
+    """All ranks write a part each, or one sends all, cast before it is gathered: the same bits as
+    if after."""
     saved = load_file(runs.root / size / "weights/model.safetensors")
-    shared = getattr(runs, size)[0]["shared"]
+    shared = getattr(runs, size)[0][way]
     assert shared.keys() == saved.keys()
     assert all(torch.equal(shared[name], x.bfloat16()) for name, x in saved.items())
 

@@ -181,6 +181,17 @@ def test_defaults_warn_of_nothing(
                 ("null", "actor_rollout_ref.rollout.weights_dir=w", "weights_dir: got w, expected"),
             )
         ),
+        *(
+            (
+                f"actor_rollout_ref.rollout.weight_sync=ipc {apart}",
+                f"weight_sync: got ipc, expected files with {name}",
+            )
+            for apart, name in (
+                ("actor_rollout_ref.rollout.max_staleness=1", "max_staleness"),
+                ("trainer.rollout_gpus=1", "trainer.rollout_gpus"),
+                (f"actor_rollout_ref.rollout.url={URL}", "url"),
+            )
+        ),
         (
             "critic.n_gpus_per_node=4 algorithm.adv_estimator=rloo "
             "actor_rollout_ref.rollout.n_agent=5",

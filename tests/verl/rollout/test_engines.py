@@ -229,6 +229,20 @@ def test_an_engine_that_cannot_interrupt_is_refused_where_it_must(tmp_path: Path
     assert refusals(config) == []
 
 
+def test_an_engine_that_receives_nothing_is_sent_nothing(tmp_path: Path) -> None:
+    """Refused before any work, and so is an adapter, which is small enough for a file."""
+    config = tiny_config(tmp_path, "transformers")
+    config.actor_rollout_ref.rollout.weight_sync = "ipc"
+    (problem,) = refusals(config)
+    assert "weight_sync: got ipc, expected files" in problem
+    config.actor_rollout_ref.rollout.name = "vllm"
+    assert refusals(config) == []
+    config.actor_rollout_ref.model.lora_rank = 8
+    config.actor_rollout_ref.rollout.merge_adapter = False
+    (problem,) = refusals(config)
+    assert "an adapter alone" in problem
+
+
 def test_an_adapter_alone_is_refused_where_the_engine_takes_whole_weights(tmp_path: Path) -> None:
     """Left to us it is merged; asked for it is an error. vLLM takes it."""
     config = tiny_config(tmp_path, "transformers")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import secrets
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from verl.agent.interface import Agent
 from verl.config import Config
 from verl.rollout.interface import RolloutEngine
 from verl.rollout.replica import RolloutReplica
+from verl.training.weight_stream import card, send
 from verl.types import Completion, Prompt, Sampling, Trajectory, start_trajectory
 
 pytestmark = pytest.mark.vllm_cpu
@@ -179,17 +182,37 @@ def test_line_14_updated_weights_are_used_with_no_old_cache(vllm: Running, tmp_p
         assert_log_probs_match(model, prompt, got)
 
 
-def test_weights_that_sleep_dropped_come_whole_with_the_next_folder(
-    vllm: Running, tmp_path: Path
+def stream(vllm: Running, model: LlamaForCausalLM, version: int) -> None:
+    """Bring `model` into the engine as a rank on its device does it, without files."""
+    name, engine, cpu = secrets.token_hex(4), vllm.engine, torch.device("cpu")
+    assert vllm.loop.run_until_complete(engine.cards()) == [card(cpu)]
+    named = [
+        (name, weight) for name, weight in model.named_parameters() if name != "lm_head.weight"
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(send, named, name, cpu, 1, torch.float32)
+        vllm.loop.run_until_complete(engine.receive_weights(name, version))
+        assert sent.result() > 0
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["folder", "stream"])
+def test_weights_that_sleep_dropped_come_whole_with_the_next(
+    vllm: Running, tmp_path: Path, is_streamed: bool
 ) -> None:
-    """Sleep of level 2 keeps buffers alone: a folder of weights must bring all the rest."""
+    """Sleep of level 2 keeps buffers alone: a folder of weights, or a stream, must bring the rest;
+    a tied head with them, and nothing that older weights cached stays."""
     forgetting = vllm.engine._llm.collective_rpc("forget_weights")
     (forgotten,) = vllm.loop.run_until_complete(forgetting)
     assert forgotten > 10
     model = tiny_llama(eos_token_id=vllm.tokenizer.eos_token_id, seed=9)
-    update(vllm, model, tmp_path, version=9)
+    if is_streamed:
+        stream(vllm, model, version=9)
+    else:
+        update(vllm, model, tmp_path, version=9)
     prompt = vllm.tokenizer.encode("The capital of France is")
-    assert_log_probs_match(model, prompt, vllm.generate(prompt, seed=2))
+    got = vllm.generate(prompt, seed=2)
+    assert got.weight_version == 9
+    assert_log_probs_match(model, prompt, got)
 
 
 def test_long_seeded_prompts_at_once_are_never_prefilled_in_chunks(vllm: Running) -> None:

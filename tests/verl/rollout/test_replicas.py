@@ -44,6 +44,12 @@ class FakeReplica:
         self.log.append("update_weights")
         await asyncio.sleep(0.03)
 
+    async def cards(self) -> list[str]:
+        return ["here"]
+
+    async def receive_weights(self, stream: str, version: int, num_calls: int) -> None:
+        self.log.append("receive_weights")
+
     async def probe(self) -> None: ...
 
     def busy_share(self) -> float:
@@ -84,6 +90,47 @@ def test_the_parts_of_a_hand_over_add_up_to_it() -> None:
         assert parts["write"] == 0.005 and parts["wait"] < 0.01
         assert parts["gather"] >= 0.014 and parts["load"] >= 0.029
         assert whole - 0.01 < sum(parts.values()) <= whole
+
+
+class Restarting(LocalGroup):
+    """A group whose actors can be started again."""
+
+    def restart(self) -> None: ...
+
+    def start_build(self, factory: object, arguments: object) -> list[Any]:
+        return []
+
+    def call(self, method: str) -> list[Any]:
+        return [] if method == "engine.start" else self.gather([self.submit(0, method)])
+
+
+class Sending(SlowRanks):
+    """Ranks that send weights to a group, which begins what it was asked for meanwhile."""
+
+    def __init__(self, group: LocalGroup, log: list[str]) -> None:
+        self.group, self.log, self.streams = group, log, list[str]()
+
+    def send_policy(self, stream: str, cards: Sequence[str], dtype: str) -> float:
+        assert list(cards) == ["here"] and dtype == "float32"
+        self.group.run(3)
+        self.log.append("send_policy")
+        self.streams.append(stream)
+        return 0.005
+
+
+def test_replicas_wait_for_weights_before_ranks_send_them() -> None:
+    """Nothing is written; engines that are started again are sent the present version once more."""
+    log: list[str] = []
+    engines = one_replica(log, streams=True)
+    group = Restarting(engines.group.replicas)  # type: ignore[attr-defined]
+    engines.group = group  # type: ignore[assignment]
+    ranks = Sending(group, log)
+    assert set(engines.update_weights(ranks)) == {"gather", "write", "load"}
+    assert engines.version == 1 and log == ["receive_weights", "send_policy"]
+    engines._start_again()
+    assert engines.version == 1
+    assert log[2:] == ["empty_cache", "receive_weights", "send_policy"]
+    assert len(set(ranks.streams)) == 2, "each sending has a name of its own"
 
 
 class Calls:

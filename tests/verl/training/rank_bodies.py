@@ -7,6 +7,7 @@ import contextlib
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from tests.verl.training.ranks import make_batch, tiny_config
 from verl.checkpoint import folders
 from verl.single_controller.dispatch import split_by_tokens
+from verl.training.weight_stream import received
 from verl.training.worker import TrainerWorker
 
 LENGTHS = [14, 9, 17, 6, 11]
@@ -52,6 +54,7 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
     worker.save_policy(Path(out) / "weights", "float32")
     worker.share_policy(Path(out) / "shared", 3, [], "bfloat16", is_adapter=False)
     answers["shared"] = whole_policy(Path(out) / "shared" / "3") if rank == 0 else {}
+    answers["sent"] = sent_policy(worker, num_receivers=int(rank == 0), stream=f"test-{port}")
     # The driver makes the folder and names it when all ranks are done.
     answers["problems"] = worker.save_checkpoint(Path(out) / "global_step_3.tmp")
     answers["drawn"] = draw()
@@ -67,6 +70,15 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
     answers["refused"].append(asyncio.run(worker.finish_checkpoint()))
     worker.shutdown()
     return answers
+
+
+def sent_policy(worker: TrainerWorker, num_receivers: int, stream: str) -> dict[str, Tensor]:
+    """What an engine beside this rank receives, if there is one."""
+    with ThreadPoolExecutor(1) as pool:
+        if num_receivers:
+            coming = pool.submit(lambda: dict(received(stream, worker.device)))
+        worker.send_policy(num_receivers, stream, "bfloat16")
+        return coming.result() if num_receivers else {}
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from verl.preflight.memory.needs import (
 from verl.preflight.memory.ranks import activation_needs, gathered_needs, held_models, shard_needs
 from verl.rollout.interface import engine_takes_adapter
 from verl.training.devices import DTYPES
+from verl.training.weight_stream import BUFFER_BYTES, NUM_BUFFERS
 from verl.training.weights import SHARD_BYTES
 
 BATCH_BYTES = 160
@@ -166,7 +167,8 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
 
     Weights lie in a folder in shared memory that stays: whole tensors are gathered one at a time
     and collected up to SHARD_BYTES by the ranks of a node together. Room is kept for that, and with
-    `max_staleness` for a whole version that engines still read. Of an adapter, that alone travels.
+    `max_staleness` for a whole version that engines still read. With `weight_sync=ipc` they pass
+    through two buffers of a rank's device instead. Of an adapter, that alone travels.
     """
     rank, engine, driver = PROCESSES["gpu" if on_gpu else "cpu"]
     if config.is_external:  # all that runs here is what asks a server
@@ -189,6 +191,11 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
         yield Need(Memory.SHARED, "weights for the engines", size, LOADED)
         return
     size, largest = item * policy.parameters(), max(policy.tensors())
+    if config.streams_weights:
+        buffers = NUM_BUFFERS * max(BUFFER_BYTES, item * largest)
+        yield Need(Memory.DEVICE, "weights on their way, in two buffers", buffers, sync)
+        yield Need(Memory.DEVICE, "largest tensor, whole", (FLOAT + item) * largest, sync)
+        return
     yield Need(Memory.SHARED, "weights for the engines", size, LOADED)
     if config.num_weight_versions > 1:
         yield Need(Memory.SHARED, "the version before them", size, LOADED)
