@@ -20,6 +20,7 @@ COMMANDS = {
         "score a model or a baseline; compare evaluations",
     ),
     "view": ("search_r1.view.command", "see runs and their trajectories in a browser"),
+    "replay": ("search_r1.replay.command", "replay a recorded trajectory, as it was or edited"),
     "infer": ("search_r1.infer", "ask one question, a conversation, or a file of questions"),
     "serve": ("search_r1.serve", "serve the agent to OpenAI clients"),
     "mcp": ("search_r1.mcp_server", "serve the retriever as a tool of the Model Context Protocol"),

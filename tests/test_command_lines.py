@@ -19,6 +19,7 @@ from search_r1.evaluation.options import CompareOptions, EvaluationOptions, Tabl
 from search_r1.infer import InferOptions
 from search_r1.plan import command as plan
 from search_r1.plan.options import PlanOptions
+from search_r1.replay import command as replay
 from search_r1.search import index_builder, retrieval_server
 from search_r1.search.index.build_config import BuildConfig
 from search_r1.serve import ServingOptions
@@ -35,6 +36,7 @@ COMMANDS: dict[str, tuple[Main, list[str], type]] = {
     "infer": (infer.main, ["q"], InferOptions),
     "serve": (serve.main, [], ServingOptions),
     "view": (view.main, ["run"], view.ViewOptions),
+    "replay": (replay.main, ["run", "--trajectory=1"], replay.ReplayOptions),
     "mcp": (mcp_server.main, [], mcp_server.McpOptions),
     "serve-retriever": (retrieval_server.main, [], retrieval_server.ServerOptions),
     "index": (index_builder.main, ["--corpus_path=c", "--save_dir=s"], BuildConfig),

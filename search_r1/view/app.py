@@ -1,7 +1,7 @@
-"""The page's application: what it asks for, as JSON, and its files. It answers GET only.
+"""The page's application: what it asks for, as JSON, and its files. It answers GET only, but
+for replays.
 
-A request names a run by its number, never a path. Replaying a turn will be a route of its own here,
-beside `/api/trajectory`.
+A request names a run by its number, never a path.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from search_r1.search.server.pages import HEADERS
 from search_r1.view.alarms import alarms
 from search_r1.view.configuration import compared
 from search_r1.view.finding import Wanted, Whole, find, over_steps
+from search_r1.view.replaying import Asked, Replays
 from search_r1.view.run import Run
 
 PAGE = Path(__file__).parent / "page"
@@ -104,6 +105,13 @@ def create_app(runs: Runs, token: str | None = None) -> FastAPI:
             text = f"a bearer token is needed: the value of {TOKEN_VARIABLE} on the server"
             raise HTTPException(401, text, {"WWW-Authenticate": "Bearer"})
 
+    async def replay(asked: Asked, request: Request) -> Response:
+        # No page of another site can send this without asking first, and that is never allowed.
+        if request.headers.get("Content-Type", "").partition(";")[0] != "application/json":
+            raise HTTPException(415, "a replay is asked for as application/json")
+        return _answer(await replays.replay(runs[asked.run], asked))
+
+    replays = Replays()
     app = FastAPI(title="Search-R1 view", docs_url=None, redoc_url=None, openapi_url=None)
     api = APIRouter(prefix="/api", dependencies=[Depends(admit)])
     answers: dict[str, Callable[..., Any]] = {
@@ -113,6 +121,7 @@ def create_app(runs: Runs, token: str | None = None) -> FastAPI:
     }  # fmt: skip
     for name, answer in answers.items():
         api.get(f"/{name}", response_model=None)(_as_json(answer))
+    api.post("/replay", response_model=None)(replay)
     app.include_router(api)
     app.router.routes.extend(_file(path) for path in sorted(PAGE.iterdir()))
     return app
@@ -123,10 +132,13 @@ def _as_json(answer: Callable[..., Any]) -> Callable[..., Response]:
 
     @functools.wraps(answer)
     def say(*given: Any, **named: Any) -> Response:
-        content = orjson.dumps(answer(*given, **named))
-        return Response(content, media_type="application/json", headers=PRIVATE)
+        return _answer(answer(*given, **named))
 
     return say
+
+
+def _answer(found: Any) -> Response:
+    return Response(orjson.dumps(found), media_type="application/json", headers=PRIVATE)
 
 
 def _file(path: Path) -> Route:

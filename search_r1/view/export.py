@@ -20,7 +20,7 @@ from search_r1.view.finding import SHOWN
 from search_r1.view.run import Run
 from verl.files import whole_file
 
-MODULES = ("elements", "ask", "chart", "curves", "config", "trajectories", "trajectory",
+MODULES = ("elements", "ask", "chart", "curves", "config", "trajectories", "replay", "trajectory",
            "question", "report", "main")  # fmt: skip
 """In the order in which each needs only those before it."""
 IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from search_r1.view.configuration import read_config
-from search_r1.view.dialogue import tags_of
+from search_r1.view.dialogue import Dialogue, tags_of
 from search_r1.view.index import TRAIN, VALIDATION, TrajectoryIndex, read_line
 from search_r1.view.metrics import MetricsLog
 from search_r1.view.tokens import Pieces, find_pieces
@@ -56,7 +56,7 @@ class Run:
         """Find what a configuration leads to; it may come after the page was opened."""
         self.config = config
         self.tags = tags_of(config)
-        self.rollouts = self._given or self._find_rollouts()
+        self.rollouts = self._given or find_rollouts(self.folder, config)
         folders = {VALIDATION: self.folder / "validation"}
         if self.rollouts is not None:
             folders[TRAIN] = self.rollouts
@@ -102,10 +102,14 @@ class Run:
         read = None if found is None else read_line(found[1], self.tags)
         if found is None or read is None:
             return None
-        row, dialogue = read
+        return {**found[0], **self.shown(*read, is_brief=is_brief)}
+
+    def shown(
+        self, row: Mapping[str, Any], dialogue: Dialogue, *, is_brief: bool = False
+    ) -> dict[str, Any]:
+        """What the page shows of a row of a dump, recorded or replayed."""
         pieces, problem = self.pieces if "segments" in row else (None, "")
         return {
-            **found[0],
             "accepted": dialogue.gold,
             "components": dialogue.components,
             "stats": row["stats"],
@@ -119,16 +123,17 @@ class Run:
             "calls": [asdict(search) for search in dialogue.searches],
         }
 
-    def _find_rollouts(self) -> Path | None:
-        """Where the run keeps its training trajectories, also after its folder was moved."""
-        if (self.folder / HEADER).is_file():
-            return self.folder
-        named = (self.config.get("trainer") or {}).get("rollout_data_dir")
-        if not named:
-            return None
-        path = Path(named)
-        places = (path, self.folder / path, self.folder / path.name, self.folder.parent / path.name)
-        return next((one.resolve() for one in places if (one / HEADER).is_file()), path.absolute())
+
+def find_rollouts(folder: Path, config: Mapping[str, Any]) -> Path | None:
+    """Where a run keeps its training trajectories, also after its folder was moved."""
+    if (folder / HEADER).is_file():
+        return folder
+    named = (config.get("trainer") or {}).get("rollout_data_dir")
+    if not named:
+        return None
+    path = Path(named)
+    places = (path, folder / path, folder / path.name, folder.parent / path.name)
+    return next((one.resolve() for one in places if (one / HEADER).is_file()), path.absolute())
 
 
 def _segment(segment: Mapping[str, Any], pieces: Pieces | None) -> dict[str, Any]:

@@ -29,8 +29,8 @@ EVERY_S = 2.0
 """Between two looks at what the runs wrote."""
 SWITCH_S = 0.001
 """How long the reader may keep a request waiting for the interpreter, each time."""
-MAX_BODY_BYTES = 1024
-"""No request has a body; one of this size is read and ignored."""
+MAX_BODY_BYTES = 2**20
+"""Of an edit that is replayed; no other request has a body."""
 
 
 def start(options: ViewOptions) -> int:

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 from playwright import sync_api as playwright
 
+from search_r1.view import replaying
 from search_r1.view.app import Runs, create_app
 from search_r1.view.export import write_export
+from search_r1.view.replaying import Asked
 from search_r1.view.report_files import write_report
 from search_r1.view.run import Run
 from tests.apps import running
 from tests.view import runs
+from tests.view.test_replaying import replayed
 from verl.types import Status
 
 pytestmark = pytest.mark.browser
@@ -261,3 +264,53 @@ def luminance(color: str) -> float:
     parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
     return sum(w * x for w, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_a_turn_is_edited_and_replayed_by_keys_alone(
+    visit: Callable[..., Visit], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what was changed is asked for; the outcome is shown as text, and has the focus."""
+    asked: list[Asked] = []
+
+    async def said(command: list[str], one: Asked) -> tuple[bytes, bytes]:
+        asked.append(one)
+        if one.turn == 3:
+            return b"", b"--turn: got 3, expected another\n"
+        gradient: dict[str, Any] = dict.fromkeys(
+            ("norm_recorded", "norm_replayed", "norm_of_change"), 0.5
+        )
+        gradient |= {"cosine": None, "cosine_of_change": -0.25}
+        pair = {"recorded": -1.0, "replayed": None}
+        return replayed(run, notes=[runs.HOSTILE], advantage=pair, gradient=gradient), b""
+
+    monkeypatch.setattr(replaying, "_said", said)
+    page = visit()
+    page.open("#/trajectory?run=0&kind=train&step=1&line=0")
+    summary = page.tab.locator("details.travel summary")
+    assert summary.count() == 3
+    summary.first.focus()
+    keys = page.tab.keyboard
+    keys.press("Enter")
+    page.tab.locator("details.travel[open] input[name=query]").focus()
+    keys.press("Home")
+    keys.type("old ")
+    keys.press("Enter")
+    page.see(".replayed .verdict", "Other.")
+    page.see(".replayed .facts", "-0.25")
+    page.see(".replayed ul", runs.HOSTILE.replace("\u202e", "\\u202e"))
+    playwright.expect(page.tab.locator(".replayed h2")).to_be_focused()
+    page.tab.locator("details.travel[open] button").click()
+    page.tab.locator("details.travel").nth(1).locator("summary").click()
+    page.tab.locator("details.travel").nth(1).locator("textarea").nth(1).fill("It rains.")
+    page.tab.locator("details.travel").nth(1).locator("button").click()
+    playwright.expect(page.tab.locator(".replayed")).to_have_count(3)
+    page.tab.locator("details.travel").nth(2).locator("summary").click()
+    page.tab.locator("details.travel").nth(2).locator("button").click()
+    page.see("details.travel:nth-of-type(1) >> nth=2", "--turn: got 3, expected another")
+    edits = [one.model_dump(exclude_none=True, exclude_defaults=True) for one in asked]
+    for one, line in zip(edits, range(4), strict=True):
+        assert (one.pop("step"), one.pop("line"), one.pop("turn", 1)) == (1, 0, (1, 1, 2, 3)[line])
+    assert edits[:2] == [{"query": "old capital"}] * 2 and edits[3] == {}
+    assert [d["text"] for d in edits[2]["documents"][0]] == ["It rains.", "Its capital is Rome."]
+    assert page.tab.locator("main img, main script").count() == 0 and "boom" not in page.tab.title()
+    assert [c for c in page.complaints if "422" not in c] == []

@@ -102,7 +102,7 @@ def write_step(
     parts = zip(trajectories, rewards, baselines, strict=True)
     known = signals or {}
     rows = [
-        _row(step, len(trajectories), Recorded(*part), known.get((part[0].group, part[0].sample)))
+        row_of(step, len(trajectories), Recorded(*part), known.get((part[0].group, part[0].sample)))
         for part in parts
     ]
     write_lines(path_of(directory, step), rows)
@@ -130,7 +130,7 @@ def read_step(directory: str | Path, step: int) -> list[Recorded]:
     Log-probs that the engine did not tell are NaN.
     """
     path = path_of(directory, step)
-    found = [(where, row, _recorded(where, row)) for where, row in _rows_of(path)]
+    found = [(where, row, read_row(where, row)) for where, row in _rows_of(path)]
     sizes = {row.get("step_size") for _, row, _ in found} | {len(found)}
     if len(sizes) > 1 or not found:
         written = max((size for size in sizes if isinstance(size, int)), default=0)
@@ -183,9 +183,10 @@ def num_calls(stats: Mapping[str, float]) -> float:
     return stats.get("valid_actions", 0.0) - stats.get("answered", 0.0)
 
 
-def _row(
+def row_of(
     step: int, step_size: int, recorded: Recorded, signals: Signals | None = None
 ) -> dict[str, Any]:
+    """What is written of a trajectory."""
     trajectory, reward = recorded.trajectory, recorded.reward
     prompt = trajectory.prompt
     return {
@@ -233,8 +234,8 @@ def _segment(segment: Segment) -> dict[str, Any]:
     return row
 
 
-def _recorded(where: str, row: Any) -> Recorded:
-    """What `_row` wrote. Raises DataError for anything else."""
+def read_row(where: str, row: Any) -> Recorded:
+    """What `row_of` made. Raises DataError for anything else."""
     try:
         segments = [_read_segment(one) for one in row["segments"]]
         start, greedy = segments[0], row["greedy_score"]

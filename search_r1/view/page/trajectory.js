@@ -1,7 +1,8 @@
 // One trajectory: its dialogue by token, what is known of each token, its searches.
 
-import { ask } from "./ask.js";
+import { ask, isExport } from "./ask.js";
 import { choice, labelled, link, make, outcome, short, visible } from "./elements.js";
+import { outcomeOf, replayForms } from "./replay.js";
 import { neighbour } from "./trajectories.js";
 
 const LABELS = { log_probs: "log-prob of the engine", old_log_probs: "log-prob of the trainer", ref_log_probs: "log-prob of the reference",
@@ -18,13 +19,25 @@ export async function showTrajectory(root, { params, runs }) {
     columns.includes(tokenLook.color) || tokenLook.color === "weight_version" ? tokenLook.color : columns.length ? columns[0] : "origin");
   const detail = make("dl", "facts");
   const dialogue = make("div", "dialogue");
+  const replays = make("div");
   const bar = make("div", "bar");
   if (columns.length) bar.append(labelled("Tokens coloured by", color), make("p", "scale"));
   const side = make("aside", "", make("h2", "", "Token"), detail, make("h2", "", `Searches`, make("small", "", ` ${found.calls.length}`)), searches(found));
-  root.replaceChildren(head(found, params, run), make("div", "columns", make("section", "", bar, dialogue), side));
+  root.replaceChildren(head(found, params, run), make("div", "columns", make("section", "", bar, dialogue, replays), side));
+  const show = (result, turn) => {
+    const again = make("div", "dialogue", ...result.segments.map((one, i) => segment(one, i, result, tokenLook.color, versions)));
+    follow(again, (place, index) => tell(detail, result.segments[place], index, true));
+    replays.prepend(outcomeOf(result, turn, again));
+    replays.querySelector("h2").focus();
+  };
+  const forms = isExport || found.kind === "val" ? new Map() : replayForms(found, params, show);
   const draw = () => {
     tokenLook.color = color.value;
-    dialogue.replaceChildren(...found.segments.map((one, i) => segment(one, i, found, color.value, versions)));
+    dialogue.replaceChildren(...found.segments.map((one, i) => {
+      const article = segment(one, i, found, color.value, versions);
+      article.append(forms.get(i) ?? "");
+      return article;
+    }));
     scale(bar, color.value, columns, found, versions);
   };
   color.addEventListener("change", draw);
@@ -143,7 +156,7 @@ function follow(dialogue, tell_of) {
   dialogue.setAttribute("aria-label", "The dialogue by token; arrows go from token to token");
   dialogue.addEventListener("keydown", (event) => {
     const by = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
-    if (by === undefined) return;
+    if (by === undefined || event.target.matches("input, textarea")) return;
     event.preventDefault();
     const tokens = [...dialogue.querySelectorAll(".token")];
     const now = tokens.indexOf(dialogue.querySelector(".token.at"));

@@ -1,0 +1,127 @@
+"""What came of a replay, as plain data and in words: how like the record it is, and its worth."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from search_r1.inference.model import model_folder
+from search_r1.replay.effects import advantage, gradients, learned, without_advantage
+from search_r1.replay.given import Place
+from search_r1.replay.playing import Edit, Likeness, compared, turns_of
+from verl.config import Config
+from verl.core_algos.advantages import ADVANTAGES
+from verl.data.trajectories import Recorded, row_of
+from verl.rewards.interface import Reward, RewardManager
+from verl.training.devices import rollout_dtype
+from verl.types import Status, Trajectory
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A trajectory that was played again."""
+
+    place: Place
+    trajectory: Trajectory
+    wanted: int
+    """The version of the weights that sampled the turn that is replayed first."""
+    used: int
+    """The same, or the nearest that there is."""
+    source: str
+    """Where those are: a checkpoint, or the model that the run began with."""
+    num_asked: int
+    """Calls that were never recorded, and so asked of the tools now."""
+
+
+def findings(
+    config: Config, one: Replay, edit: Edit, reward: RewardManager, with_gradient: bool
+) -> dict[str, Any]:
+    """A replay as JSON: `row` is the trajectory as a run records it."""
+    place, recorded, trajectory = one.place, one.place.recorded, one.trajectory
+    likeness = compared(recorded.trajectory, trajectory, edit.turn)
+    has_failed, problem = trajectory.status is Status.FAILED, without_advantage(config)
+    found = Reward(math.nan) if has_failed else reward([trajectory])[0]
+    new = Recorded(trajectory, found, recorded.greedy_score)
+    notes, worth = list(remarks(config, one, edit, likeness)), dict[str, Any]()
+    if problem:
+        notes.append(f"{problem[0].upper()}{problem[1:]}.")
+    if not has_failed and not ADVANTAGES[config.algorithm.adv_estimator].needs_critic:
+        batches = [learned(config, place.rows, place.line, row) for row in (recorded, new)]
+        worth["advantage"] = _pair(*map(advantage, batches))
+        if with_gradient:
+            with model_folder(one.source, "float32") as folder:
+                worth["gradient"] = dataclasses.asdict(gradients(config, folder, *batches))
+    return {
+        "trajectory": str(place),
+        "turn": edit.turn,
+        "edited": edit.changes,
+        "verdict": verdict(edit, likeness, trajectory),
+        "notes": notes,
+        "identical": likeness.differs_at is None and likeness.largest == 0,
+        **dataclasses.asdict(likeness),
+        "score": _pair(recorded.reward.score, found.score),
+        **worth,
+        "row": row_of(place.step, len(place.rows), new)
+        | {"score": None if has_failed else found.score},
+    }
+
+
+def _pair(recorded: float, replayed: float) -> dict[str, float | None]:
+    pair = {"recorded": recorded, "replayed": replayed}
+    return {name: value if math.isfinite(value) else None for name, value in pair.items()}
+
+
+def verdict(edit: Edit, likeness: Likeness, trajectory: Trajectory) -> str:
+    """How like the record it is, in one sentence."""
+    if trajectory.status is Status.FAILED:
+        return f"The replay ends where a tool failed: {trajectory.error}"
+    where = f" from turn {edit.turn} on" if edit.turn > 1 else ""
+    tokens = f"{likeness.num_tokens} tokens of the policy{where}"
+    if likeness.differs_at is not None:
+        segment, token = (number + 1 for number in likeness.differs_at)
+        cause = f"With another {' and '.join(edit.changes)}" if edit.changes else "Without an edit"
+        return f"{cause} it differs first in segment {segment}, token {token}, after {tokens}."
+    if likeness.largest == 0:
+        return f"Bit-identical to the record: all {tokens}, and their log-probs."
+    return f"The record's tokens: all {tokens}; log-probs differ by up to {likeness.largest:.1e}."
+
+
+def remarks(config: Config, one: Replay, edit: Edit, likeness: Likeness) -> Iterator[str]:
+    """What a reader must know of how it was replayed, and why an unedited one may differ."""
+    if one.used != one.wanted:
+        yield (f"The run keeps no checkpoint with weights {one.wanted} (trainer.save_freq=1 keeps "
+               f"each): replayed by the nearest, {one.used} ({one.source}).")  # fmt: skip
+    turns = turns_of(one.place.recorded.trajectory)[edit.turn - 1 :]
+    versions = sorted({version for said, _ in turns for version, _ in said.version_runs})
+    if versions != [one.wanted]:
+        yield f"Weights {', '.join(map(str, versions))} sampled these turns; one version replays."
+    if one.num_asked:
+        yield f"{one.num_asked} calls that were never recorded were asked of the tools now."
+    is_same = likeness.differs_at is None and likeness.largest == 0
+    if is_same or edit.changes:
+        return
+    if not config.trainer.deterministic:
+        yield ("The run sampled several dialogues at once (trainer.deterministic=false): what is "
+               "computed together, or cached, changes last bits.")  # fmt: skip
+    if (dtype := rollout_dtype(config)) != "float32":
+        yield f"The engine computes in {dtype}, whose last bits are large."
+    if config.actor_rollout_ref.model.has_adapter:
+        yield "The adapter is merged here, where the run's engine may add it to each answer."
+    yield "Another machine, device, number of threads or library changes last bits, too."
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """A replay for a terminal."""
+    lines = [f"{found['trajectory']}: {found['verdict']}", *found["notes"]]
+    for name in ("score", "advantage"):
+        if name in found:
+            lines.append(f"{name}: {found[name]['recorded']} → {found[name]['replayed']}")
+    for name, value in found.get("gradient", {}).items():
+        lines.append(f"gradient, {name.replace('_', ' ')}: {value}")
+    if not found["identical"]:
+        segments = found["row"]["segments"]
+        lines += [f"[{s['origin']}] {s['text']}" for s in segments if s["origin"] != "prompt"]
+    return "\n  ".join(lines) + "\n"

@@ -1,0 +1,131 @@
+"""Replays carried out: the weights that sampled, and an engine that computes with them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from search_r1.agent.generation import build_agent
+from search_r1.inference.model import model_folder, running_engine
+from search_r1.plain import json_line, shown
+from search_r1.replay.command import ReplayOptions
+from search_r1.replay.findings import Replay, findings, in_words
+from search_r1.replay.given import Place, read_edit, read_places, read_run, rollouts_of
+from search_r1.replay.playing import Edit, finder, play, turns_of
+from search_r1.scoring import build_reward_manager
+from verl.agent.dialogue import DialogueAgent
+from verl.agent.environment import Listener
+from verl.agent.interface import ToolCall
+from verl.checkpoint.folders import all_complete, is_complete
+from verl.checkpoint.state import RunState
+from verl.config import Config
+from verl.errors import ConfigError, explain
+from verl.locks import exclusive
+from verl.remote_code import set_trust
+from verl.training.devices import DETERMINISTIC_ENV, device_type, rollout_dtype
+from verl.types import Sampling, Status
+
+FIRST = 1
+"""The version of the weights that a run begins with."""
+HANDED = ("config.json", "*.safetensors*", "*.bin*", "*.py")
+"""What ranks give engines of a model: weights and their config, no other file."""
+
+
+def start(options: ReplayOptions) -> int:
+    """Replay and print; 2 where a tool failed. Raises UserError."""
+    config, edit, places = read_run(options), read_edit(options), read_places(options)
+    set_trust(config.actor_rollout_ref.model.trust_remote_code)
+    reward = build_reward_manager(config)
+    _compute_alike(config)
+    with contextlib.ExitStack() as stack:
+        if device_type(config.trainer.device) == "cuda":  # a run that trains needs all of its cards
+            stack.enter_context(exclusive(options.run, "RUN, without --device cpu"))
+        replays = asyncio.run(replayed(options, config, places, edit))
+        found = [findings(config, one, edit, reward, options.gradient) for one in replays]
+    for one in found:
+        sys.stdout.write(json_line(one) if options.json else shown(in_words(one)))
+    if len(found) > 1 and not options.json:
+        same = sum(one["identical"] for one in found)
+        sys.stdout.write(f"{same} of {len(found)} are the recorded ones bit for bit\n")
+    return 2 if any(one.trajectory.status is Status.FAILED for one in replays) else 0
+
+
+async def replayed(
+    options: ReplayOptions, config: Config, places: Sequence[Place], edit: Edit
+) -> list[Replay]:
+    """Each trajectory played again, in the order of the versions that sampled them.
+
+    Raises UserError.
+    """
+    known, done, agent, engine = weights_of(options.run, config), list[Replay](), None, None
+    rollout, heard = config.actor_rollout_ref.rollout, list[ToolCall]()
+    sampling = Sampling(config.data.max_response_length, rollout.temperature, rollout.top_p)
+
+    def version_of(place: Place) -> int:
+        turns = turns_of(place.recorded.trajectory)
+        return turns[min(edit.turn, len(turns)) - 1][0].version_runs[0][0]
+
+    async with contextlib.AsyncExitStack() as stack:
+        for version, group in groupby(sorted(places, key=version_of), key=version_of):
+            used = min(known, key=lambda one: (abs(one - version), one))
+            folder = stack.enter_context(model_folder(known[used], rollout_dtype(config)))
+            if agent is None or engine is None:
+                config.actor_rollout_ref.model.path = str(folder)
+                agent = dialogue_agent(config, lambda call, _: heard.append(call))
+                stack.push_async_callback(agent.environment.aclose)
+                engine = await stack.enter_async_context(running_engine(config))
+            await engine.update_weights(str(stack.enter_context(_handed(folder))), used)
+            for place in group:
+                asked = len(heard)
+                trajectory = await play(
+                    agent, engine, place.recorded.trajectory, edit, sampling, used,
+                    finder(rollouts_of(options), agent.format),
+                )  # fmt: skip
+                num_asked = len(heard) - asked
+                done.append(Replay(place, trajectory, version, used, known[used], num_asked))
+    return done
+
+
+def dialogue_agent(config: Config, heard: Listener) -> DialogueAgent:
+    """The run's agent. Raises ConfigError for one that is not ours: its turns are not known."""
+    agent = build_agent(config)
+    if not isinstance(agent, DialogueAgent):
+        fix = "replay a run of agent.name=dialogue"
+        raise ConfigError(explain("agent.name", config.agent.name, "dialogue", fix))
+    return replace(agent, environment=replace(agent.environment, heard=heard))
+
+
+def weights_of(run: Path, config: Config) -> dict[int, str]:
+    """Where the weights of each version are: a checkpoint, or the model that the run began with."""
+    begun = Path(config.trainer.resume_mode)
+    found = {FIRST: config.actor_rollout_ref.model.path}
+    for folder in [*all_complete(run), *([begun] if is_complete(begun) else [])]:
+        state = RunState.read(folder)
+        found[state.step + 1 if state.version is None else state.version] = str(folder)
+    return found
+
+
+@contextlib.contextmanager
+def _handed(folder: Path) -> Iterator[Path]:
+    """The model as ranks hand it over: nothing else in it says where sequences end."""
+    with tempfile.TemporaryDirectory(prefix="handed-") as name:
+        for path in (path for pattern in HANDED for path in folder.glob(pattern)):
+            Path(name, path.name).symlink_to(path.resolve())
+        yield Path(name)
+
+
+def _compute_alike(config: Config) -> None:
+    """Have this process compute as a replica of the run does on this machine."""
+    threads = os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    torch.set_num_threads(int(threads))
+    if config.trainer.deterministic:
+        os.environ.update(DETERMINISTIC_ENV)

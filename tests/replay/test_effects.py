@@ -1,0 +1,96 @@
+"""The worth of a replay against plain formulas: its advantage in its group, its gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from search_r1.replay.effects import advantage, gradients, learned, without_advantage
+from tests.verl.training.ranks import VOCAB, save_tiny, tiny_config
+from verl.config import Config
+from verl.data.trajectories import Recorded
+from verl.rewards.interface import Reward
+from verl.types import Origin, Prompt, Segment, Trajectory
+
+SCORES = (1.0, 0.0, 0.0, 0.5, 0.5, 0.5)
+"""Of two groups of three."""
+
+
+def trajectory(number: int, seed: int) -> Trajectory:
+    """Prompt, turn, documents, turn; ids are drawn."""
+    drawn = torch.Generator().manual_seed(seed)
+
+    def ids(size: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, VOCAB, (size,), generator=drawn).tolist())
+
+    prompt = Prompt(f"f#{number // 3}", (5, 6, 7), "nq", ("a",))
+    said = [Segment(Origin.POLICY, ids(size), "", (-1.0,) * size, 1) for size in (4, 3)]
+    segments = [Segment(Origin.PROMPT, (5, 6, 7)), said[0], Segment(Origin.OBSERVATION, ids(5)),
+                said[1]]  # fmt: skip
+    return Trajectory(prompt, segments, group=f"1/{number // 3}", sample=number % 3)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    config = tiny_config(save_tiny(tmp_path / "model"), adv_estimator="grpo")
+    config.actor_rollout_ref.rollout.temperature = 0.8
+    return config
+
+
+STEP = [Recorded(trajectory(i, i), Reward(score)) for i, score in enumerate(SCORES)]
+
+
+def test_the_advantage_is_that_of_the_group_with_the_other_score(config: Config) -> None:
+    """Against the two other members as they were recorded: (score - mean) / std."""
+    other = Recorded(trajectory(1, 9), Reward(0.25))
+    expected = (0.25 - 1.25 / 3) / (float(torch.tensor([1.0, 0.25, 0.0]).std()) + 1e-6)
+    assert advantage(learned(config, STEP, 1, other)) == pytest.approx(expected, rel=1e-5)
+    assert advantage(learned(config, STEP, 4, STEP[4])) == 0
+
+
+def test_what_the_record_does_not_hold_is_said(config: Config) -> None:
+    """The critic's values are not recorded; KL in the reward is left out, and said to be."""
+    assert without_advantage(config) == ""
+    config.actor_rollout_ref.actor.use_kl_loss = False
+    assert "without the KL in the reward" in without_advantage(config)
+    config.algorithm.adv_estimator = "gae"
+    assert "needs the critic" in without_advantage(config)
+
+
+def by_hand(config: Config, one: Recorded, value: float) -> torch.Tensor:
+    """The gradient of -A · Σ log p(token) / (tokens of the step), by transformers' own forward."""
+    model = AutoModelForCausalLM.from_pretrained(config.actor_rollout_ref.model.path)
+    ids = one.trajectory.ids
+    logits = model(torch.tensor([ids])).logits[0].float() / 0.8
+    log_probs = logits.log_softmax(-1)
+    places = [*range(3, 7), *range(12, 15)]
+    loss = -value * sum(log_probs[i - 1, ids[i]] for i in places) / (len(STEP) * 7)
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()]).double()
+
+
+def test_norms_and_cosines_are_those_of_plain_gradients(config: Config) -> None:
+    """Of the recorded trajectory and one of the same length in its place."""
+    other = Recorded(trajectory(0, 77), Reward(0.3))
+    batches = [learned(config, STEP, 0, one) for one in (STEP[0], other)]
+    found = gradients(config, Path(config.actor_rollout_ref.model.path), *batches)
+    before, after = (
+        by_hand(config, one, advantage(batch))
+        for one, batch in zip((STEP[0], other), batches, strict=True)
+    )
+    cosine = torch.nn.functional.cosine_similarity
+    change = after - before
+    expected = (before.norm(), after.norm(), change.norm(), cosine(before, after, dim=0),
+                cosine(before, change, dim=0))  # fmt: skip
+    assert dataclasses.astuple(found) == pytest.approx([float(x) for x in expected], rel=1e-3)
+
+
+def test_nothing_is_said_of_the_direction_of_nothing(config: Config) -> None:
+    """A group of equal scores has no gradient, so that a cosine would mean nothing."""
+    batch = learned(config, STEP, 4, STEP[4])
+    found = gradients(config, Path(config.actor_rollout_ref.model.path), batch, batch)
+    assert dataclasses.astuple(found) == (0.0, 0.0, 0.0, None, None)

@@ -1,0 +1,89 @@
+"""A run's folder replayed: its options, its checkpoints, its trajectories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from search_r1.replay import command
+from search_r1.replay.running import weights_of
+from tests.replay.talking import record
+from tests.view.runs import TOKENIZER
+from verl.checkpoint import folders
+from verl.config import Config, cli
+from verl.data.trajectories import open_folder, write_step
+from verl.rewards.interface import Reward
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder with one step of four trajectories, and no model."""
+    rollouts = tmp_path / "rollouts"
+    config = Config()
+    config.data.train_files = config.data.val_files = ["none.parquet"]
+    config.actor_rollout_ref.model.path = str(tmp_path / "no-model")
+    config.trainer.device, config.trainer.rollout_data_dir = "cpu", str(rollouts)
+    cli.write_resolved(config, tmp_path / "run")
+    open_folder(rollouts, TOKENIZER)
+    write_step(rollouts, 3, [record(seed) for seed in range(4)], [Reward(0.0)] * 4)
+    return tmp_path / "run"
+
+
+def test_the_checkpoint_of_a_version_is_found(tmp_path: Path) -> None:
+    """Version 1 is what the run began with; a checkpoint knows its own, or its step tells it."""
+    config = Config()
+    config.actor_rollout_ref.model.path = "base"
+    for step, version in ((2, None), (5, 9)):
+        with folders.writing(tmp_path, step) as folder:
+            folders.write_state(folder, {"step": step, "version": version, "kl_coef": 0.0,
+                                         "sampler": {}})  # fmt: skip
+    steps = {v: str(folders.step_folder(tmp_path, step)) for v, step in ((3, 2), (9, 5))}
+    assert weights_of(tmp_path, config) == {1: "base", **steps}
+
+
+@pytest.mark.parametrize(("words", "problem"), [
+    (["--trajectory=3"], "no-model: got no such folder"),
+    (["--trajectory=4"], "--trajectory: got 4, expected a step in"),
+    (["--trajectory=3:4"], "--trajectory: got 3:4, expected a line below 4"),
+    (["--trajectory=x"], "--trajectory: got x, expected STEP:LINE"),
+    (["--trajectory=3:"], "--trajectory: got 3:, expected STEP:LINE"),
+    (["--trajectory=3", "--query=q"], "--trajectory: got 4 of them, expected one"),
+    (["--trajectory=3:0", "--query=q", "--text=t"], "--query: got --text beside it"),
+    (["--trajectory=3:0", "--documents=none.json"], "--documents: got none.json"),
+    (["--trajectory=3:0", "--turn=0"], "--turn: got 0, expected 1 or more"),
+    (["--trajectory=3:0", "--rollouts=none"], "expected a step in none"),
+])  # fmt: skip
+def test_a_mistake_is_one_line_before_anything_is_loaded(
+    run: Path, words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With status 2: what was got, what was expected, and the fix."""
+    try:
+        status = command.main([str(run), *words])
+    except SystemExit as ended:
+        status = int(str(ended.code))
+    told = capsys.readouterr().err
+    assert status == 2 and problem in told and told.count("\n") == 1 and "fix: " in told
+
+
+@pytest.mark.parametrize("text", ["[", "{}", "3", "[3]", '[{"title": "x"}]', '[[{"text": 1}], 2]'])
+def test_documents_of_another_form_are_refused(
+    run: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the file holds."""
+    path = tmp_path / "documents.json"
+    path.write_text(text)
+    assert command.main([str(run), "--trajectory=3:0", f"--documents={path}"]) == 2
+    assert 'expected a list of {"title"' in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_runs_is_refused(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One without options, and one with options of another release."""
+    assert command.main([str(tmp_path / "none"), "--trajectory=1"]) == 2
+    assert "expected a run's trainer.default_local_dir" in capsys.readouterr().err
+    with (run / "config.yaml").open("a") as file:
+        file.write("unheard_of: 3\n")
+    assert command.main([str(run), "--trajectory=3:0"]) == 2
+    assert "unheard_of" in capsys.readouterr().err
