@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from array import array
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -90,7 +91,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens of one origin. `log_probs` are the engine's, for policy tokens only."""
+    """A run of tokens of one origin. `log_probs` are the engine's, for policy tokens only.
+
+    Its numbers travel between processes as `NUMBERS` says, and become tuples when they are read:
+    a step's are millions, of which the trainer's batch takes the bytes as they are.
+    """
+
+    NUMBERS: ClassVar[Mapping[str, str]] = {"ids": "i", "log_probs": "d", "weight_versions": "i"}
+    """The columns that are packed, and the `array` that each is packed in."""
+    packed: ClassVar[Mapping[str, bytes]] = {}
+    """Of a segment that came from another process, the bytes of each."""
 
     origin: Origin
     ids: tuple[int, ...]
@@ -104,7 +114,21 @@ class Segment:
     def version_runs(self) -> list[tuple[int, int]]:
         """(version, number of tokens) of each stretch that the same weights sampled, in order."""
         runs = [(v, len(list(same))) for v, same in itertools.groupby(self.weight_versions)]
-        return runs or [(self.weight_version, len(self.ids))]
+        return runs or [(self.weight_version, self.num_tokens)]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many there are, whether or not they were read."""
+        return len(self.packed["ids"]) // ID_BYTES if self.packed else len(self.ids)
+
+    def bytes_of(self, name: str) -> bytes:
+        """A column of `NUMBERS`, packed."""
+        found = self.packed.get(name)
+        return array(self.NUMBERS[name], getattr(self, name)).tobytes() if found is None else found
+
+    def __getstate__(self) -> dict[str, Any]:
+        packed = {name: self.bytes_of(name) for name in self.NUMBERS}
+        return {k: v for k, v in vars(self).items() if k not in packed} | {"packed": packed}
 
     def __post_init__(self) -> None:
         expected = len(self.ids) if self.origin is Origin.POLICY else 0
@@ -113,6 +137,25 @@ class Segment:
             f"got {len(self.log_probs)}"
         )
         assert len(self.weight_versions) in (0, len(self.ids)), "a version for each token, or none"
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """A column of a packed segment: what is not among its attributes yet, and is from then on."""
+
+    name: str
+
+    def __get__(self, segment: Segment | None, _: type[Segment]) -> Any:
+        if segment is None:
+            return self
+        found = tuple(array(segment.NUMBERS[self.name], segment.packed[self.name]))
+        segment.__dict__[self.name] = found
+        return found
+
+
+for _name in Segment.NUMBERS:
+    setattr(Segment, _name, _Numbers(_name))
+ID_BYTES = array(Segment.NUMBERS["ids"]).itemsize
 
 
 @dataclass(frozen=True)
@@ -163,7 +206,7 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(segment.ids) for segment in self.segments)
+        return sum(segment.num_tokens for segment in self.segments)
 
     @property
     def num_policy_tokens(self) -> int:
@@ -171,7 +214,7 @@ class Trajectory:
 
     def num_tokens_of(self, origin: Origin) -> int:
         """Tokens of one origin."""
-        return sum(len(s.ids) for s in self.segments if s.origin is origin)
+        return sum(s.num_tokens for s in self.segments if s.origin is origin)
 
     @property
     def text(self) -> str:
@@ -228,21 +271,28 @@ class TokenBatch:
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TokenBatch:
         """Flatten trajectories; columns `group` and `data_source` go along for every row."""
-        lengths = [t.num_tokens for t in trajectories]
         segments = [s for t in trajectories for s in t.segments]
-        counts = torch.tensor([len(s.ids) for s in segments], dtype=torch.int64)
-        origins = torch.tensor([int(s.origin) for s in segments], dtype=torch.int64)
-        runs = torch.tensor([r for s in segments for r in s.version_runs], dtype=torch.int32)
-        origin = origins.repeat_interleave(counts)
-        log_probs = [p for s in segments for p in (s.log_probs or (0.0,) * len(s.ids))]
+        counts = np.array([s.num_tokens for s in segments], dtype=np.int64)
+        origins = np.array([s.origin for s in segments], dtype=np.int8)
+        runs = np.array([r for s in segments for r in s.version_runs], dtype=np.int64)
+        versions, lengths = runs.reshape(-1, 2).T
+        ends = np.cumsum([0, *(len(t.segments) for t in trajectories)])
+        origin = torch.from_numpy(origins.repeat(counts))
+        ids, log_probs = (
+            np.frombuffer(b"".join([s.bytes_of(name) for s in segments]), Segment.NUMBERS[name])
+            for name in ("ids", "log_probs")
+        )
+        is_policy = origin == int(Origin.POLICY)
+        sampled = torch.zeros(len(origin))
+        sampled[is_policy] = torch.from_numpy(log_probs.astype(np.float32))
         return cls(
-            offsets=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int64),
+            offsets=torch.from_numpy(np.cumsum([0, *counts])[ends]),
             tokens={
-                "input_ids": torch.tensor([i for s in segments for i in s.ids]),
-                "policy_mask": origin == int(Origin.POLICY),
+                "input_ids": torch.from_numpy(ids.astype(np.int64)),
+                "policy_mask": is_policy,
                 "response_mask": origin != int(Origin.PROMPT),
-                "rollout_log_probs": torch.tensor(log_probs, dtype=torch.float32),
-                "weight_versions": runs[:, 0].repeat_interleave(runs[:, 1]),
+                "rollout_log_probs": sampled,
+                "weight_versions": torch.from_numpy(versions.astype(np.int32).repeat(lengths)),
             },
             columns={
                 "group": [t.group for t in trajectories],
@@ -250,23 +300,37 @@ class TokenBatch:
             },
         )
 
+    def spans(self, indices: Sequence[int]) -> list[slice]:
+        """Where in the flat columns the sequences at `indices` are."""
+        bounds = self.offsets.tolist()
+        return [slice(bounds[i], bounds[i + 1]) for i in indices]
+
     def positions(self, indices: Sequence[int]) -> Tensor:
         """Flat positions of the tokens of the sequences at `indices`, in that order."""
-        starts, ends = self.offsets[:-1].tolist(), self.offsets[1:].tolist()
-        spans = [torch.arange(starts[i], ends[i]) for i in indices]
+        spans = [torch.arange(span.start, span.stop) for span in self.spans(indices)]
         return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
 
     def select(self, indices: Sequence[int]) -> TokenBatch:
         """The sequences at `indices`, in that order."""
         index = list(indices)
-        flat = self.positions(index)
+        spans = self.spans(index)
         lengths = self.lengths[index] if index else torch.zeros(0, dtype=torch.int64)
         return TokenBatch(
             offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-            tokens={name: column[flat] for name, column in self.tokens.items()},
+            tokens={name: joined(column, spans) for name, column in self.tokens.items()},
             rows={name: row[index] for name, row in self.rows.items()},
             columns={name: [col[i] for i in index] for name, col in self.columns.items()},
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Ray moves the bytes of numpy's arrays as they are; torch copies a tensor's several times.
+        flat = {kind: {name: x.numpy() for name, x in vars(self)[kind].items()} for kind in KINDS}
+        return {"offsets": self.offsets.numpy(), "columns": self.columns, **flat}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.offsets, self.columns = torch.tensor(state["offsets"]), state["columns"]
+        for kind in KINDS:  # copied: what Ray gives cannot be written to
+            setattr(self, kind, {name: torch.tensor(x) for name, x in state[kind].items()})
 
     @classmethod
     def concat(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
@@ -283,6 +347,16 @@ class TokenBatch:
     def sequences(self, name: str) -> Iterator[Tensor]:
         """The token column `name`, one view per sequence."""
         return iter(torch.split(self.tokens[name], self.lengths.tolist()))
+
+
+KINDS = ("tokens", "rows")
+"""The tensors of a batch, by name."""
+
+
+def joined(column: Tensor, spans: Sequence[slice]) -> Tensor:
+    """Those parts of a column of the host, in that order, as a tensor of its own."""
+    flat = column.numpy()
+    return torch.from_numpy(np.concatenate([flat[:0], *(flat[span] for span in spans)]))
 
 
 def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
@@ -307,14 +381,14 @@ def pack(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[in
     micro-batches (trailing ones may be empty), so that every rank runs the same number.
     """
     bins: list[list[int]] = []
-    loads: list[int] = []
+    room = np.empty(len(lengths), dtype=np.int64)
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fits = [b for b, load in enumerate(loads) if load + lengths[index] <= budget]
-        if fits:
-            bins[fits[0]].append(index)
-            loads[fits[0]] += lengths[index]
-        else:
-            bins.append([index])
-            loads.append(lengths[index])
+        fits = room[: len(bins)] >= lengths[index]
+        first = int(fits.argmax()) if fits.any() else len(bins)
+        if first == len(bins):
+            bins.append([])
+            room[first] = budget
+        bins[first].append(index)
+        room[first] -= lengths[index]
     bins += [[] for _ in range(at_least - len(bins))]
     return [sorted(b) for b in bins]

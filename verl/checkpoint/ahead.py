@@ -40,7 +40,7 @@ class Finished(BaseModel, ser_json_inf_nan="constants"):
         return cls(
             group=group, sample=sample, greedy=greedy, replica=trajectory.replica,
             status=trajectory.status, stats=trajectory.stats, faults=trajectory.faults,
-            segments=tuple(trajectory.segments),
+            segments=tuple(map(replace, trajectory.segments)),  # with what is packed
         )  # fmt: skip
 
     @property

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from torch import Tensor
 
 from verl.data.trajectories import num_calls
 from verl.monitor.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
@@ -17,7 +18,7 @@ from verl.rewards.interface import Reward
 from verl.types import Metrics, Origin, Status, TokenBatch, Trajectory
 
 
-def spread(name: str, values: Sequence[float]) -> Metrics:
+def spread(name: str, values: Sequence[float] | Tensor) -> Metrics:
     """Mean, minimum and maximum of non-empty `values`."""
     array = np.asarray(values, dtype=np.float64)
     return {
@@ -118,7 +119,7 @@ def advantage_metrics(batch: TokenBatch) -> Metrics:
     """Advantages, returns and (with a critic) values at the tokens of the loss."""
     mask = batch.tokens["loss_mask"]
     names = [n for n in ("advantages", "returns", "values") if n in batch.tokens]
-    found = {n: batch.tokens[n][mask].tolist() for n in names}
+    found = {n: batch.tokens[n][mask] for n in names}
     return {k: v for n, values in found.items() for k, v in spread(f"critic/{n}", values).items()}
 
 
