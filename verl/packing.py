@@ -2,7 +2,8 @@
 
 The samples of a group begin with the same prompt. Where a batch has the row `SHARED`, those that
 meet in a micro-batch are a family: the prompt's tokens are computed once, and each response behind
-them (`verl.training.models.PackedInputs`). What is counted and balanced here are computed tokens.
+them (`verl.training.models.PackedInputs`). What is counted here are computed tokens; ranks are
+balanced by their work, in which attention grows with the square of a sequence.
 Without that row every sequence is a family by itself, and nothing else differs.
 """
 
@@ -41,6 +42,12 @@ class Family:
     def num_tokens(self) -> int:
         """Tokens that are computed."""
         return sum(self.lengths) - self.shared * (len(self.lengths) - 1)
+
+    def work(self, pair_cost: float) -> float:
+        """What it takes to compute, where a token costs 1 and attention `pair_cost` for each pair of
+        tokens of a sequence; those of a shared prompt are computed once."""
+        pairs = sum(n * n for n in self.lengths) - self.shared**2 * (len(self.lengths) - 1)
+        return self.num_tokens + pair_cost * pairs
 
     @property
     def cost(self) -> int:
@@ -95,8 +102,12 @@ class Packing:
         """Tokens that are computed if these sequences are together."""
         return sum(family.num_tokens for family in self.families(indices))
 
-    def over_ranks(self, num_ranks: int) -> list[list[int]]:
-        """Sequences of each rank, by computed tokens: the division whose slowest rank has least.
+    def work(self, indices: Sequence[int], pair_cost: float) -> float:
+        """What these sequences take together, as `Family.work` counts."""
+        return sum(family.work(pair_cost) for family in self.families(indices))
+
+    def over_ranks(self, num_ranks: int, pair_cost: float = 0.0) -> list[list[int]]:
+        """Sequences of each rank: the division whose slowest rank has the least work.
 
         Whole groups repeat no prompt, but their parts can be divided more evenly; a rank may get
         nothing.
@@ -108,11 +119,11 @@ class Packing:
             units = [part for family in whole for part in family.cut(size)]
             parts = [
                 sorted(i for u in part for i in units[u].members)
-                for part in balance([u.num_tokens for u in units], num_ranks)
+                for part in balance([u.work(pair_cost) for u in units], num_ranks)
             ]
             divisions.append(parts)
             size //= 2
-        return min(divisions, key=lambda parts: max(map(self.num_tokens, parts)))
+        return min(divisions, key=lambda parts: max(self.work(p, pair_cost) for p in parts))
 
     def micro_batches(
         self, indices: Sequence[int], budget: int, at_least: int = 1
@@ -126,13 +137,13 @@ class Packing:
         bins = pack([unit.cost for unit in units], budget, at_least)
         return [sorted(i for u in one for i in units[u].members) for one in bins]
 
-    def spared(self, num_ranks: int, budget: int) -> list[int]:
+    def spared(self, num_ranks: int, budget: int, pair_cost: float = 0.0) -> list[int]:
         """Lengths of the prompts that ranks with this budget need not compute, copy by copy."""
         if not any(self.shared):
             return []
         return [
             family.shared
-            for rank in self.over_ranks(num_ranks)
+            for rank in self.over_ranks(num_ranks, pair_cost)
             for micro in self.micro_batches(rank, budget)
             for family in self.families(micro)
             for _ in family.members[1:]

@@ -359,14 +359,14 @@ def joined(column: Tensor, spans: Sequence[slice]) -> Tensor:
     return torch.from_numpy(np.concatenate([flat[:0], *(flat[span] for span in spans)]))
 
 
-def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Split sequence indices into `num_parts` parts of nearly equal token counts.
+def balance(lengths: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Split sequence indices into `num_parts` parts of nearly equal sums of `lengths`.
 
     Longest first into the lightest part. Parts are in ascending index order; a part may be empty
     when there are fewer sequences than parts.
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    heap = [(0, part) for part in range(num_parts)]
+    heap = [(0.0, part) for part in range(num_parts)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         load, part = heapq.heappop(heap)
         parts[part].append(index)

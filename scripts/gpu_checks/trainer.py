@@ -18,7 +18,7 @@ from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
 from verl.ports import free_port
 from verl.preflight.memory.offload import changed
-from verl.single_controller.dispatch import join_tokens, split_by_tokens
+from verl.single_controller.dispatch import join_tokens, split_by_work
 from verl.training.worker import TrainerWorker
 
 LENGTHS = [14, 9, 17, 6, 11]
@@ -63,12 +63,12 @@ def joined(
 def play(config: Config, rank: int = 0, size: int = 1, port: int | None = None) -> Answers:
     """What a rank answers, before and after three updates."""
     with joined(config, rank, size, port) as worker:
-        first = split_by_tokens(random_batch(LENGTHS), size).shards[rank]
+        first = split_by_work(random_batch(LENGTHS), size).shards[rank]
         answers: Answers = {"log_probs": worker.actor.log_probs(first), "norms": []}
         answers["ref_log_probs"] = worker.reference.log_probs(first)
         answers["start"] = weights(worker)
         for seed, lengths in enumerate(BATCHES):
-            shard = split_by_tokens(random_batch(lengths, seed=seed), size).shards[rank]
+            shard = split_by_work(random_batch(lengths, seed=seed), size).shards[rank]
             answers["norms"].append(worker.actor.update(shard)["actor/grad_norm"])
             if worker.critic is not None:
                 answers["norms"].append(worker.critic.update(shard)["critic/grad_norm"])
@@ -91,7 +91,7 @@ def play_ranks(configs: dict[str, Config], size: int, folder: Path) -> dict[str,
     mp.spawn(_rank, args=(size, configs, ports, str(folder)), nprocs=size)
     ranks = [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(size)]
     batch = random_batch(LENGTHS)
-    split = split_by_tokens(batch, size)
+    split = split_by_work(batch, size)
     joined = dict(ranks[0])
     for name in configs:
         for key in {"log_probs", "ref_log_probs", "values"} & set(joined[name]):

@@ -34,6 +34,11 @@ class ModelFlops:
         """Scores and sums of values: 4 · heads · head_dim · n² / 2 for each layer and sequence."""
         return 2 * self.shape.layers * self.shape.query_size * sum(n * n for n in lengths)
 
+    @property
+    def pair_cost(self) -> float:
+        """Attention's cost for the square of a sequence's tokens, where the matrices' is 1 a token."""
+        return self._attention([1]) / (2 * (self.shape.linear_weights + self.adapter))
+
     def _head(self, num_targets: int) -> int:
         outputs = 1 if self.is_critic else self.shape.vocab
         return 2 * outputs * self.shape.hidden * num_targets

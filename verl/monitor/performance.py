@@ -115,6 +115,13 @@ class WorkCounter:
         self.reference = self.policy and replace(self.policy, adapter=0)
         self._done: dict[str, Work] = defaultdict(Work)
 
+    @property
+    def pair_costs(self) -> tuple[float, float]:
+        """`ModelFlops.pair_cost` of policy and critic; 0 of a model whose shape is unknown."""
+        models = (self.policy, self.critic)
+        policy, critic = (0.0 if model is None else model.pair_cost for model in models)
+        return policy, critic
+
     def looks(self, phase: str, model: ModelFlops | None, batch: TokenBatch) -> None:
         """A forward of `model` over the batch."""
         if model is not None:
@@ -140,7 +147,7 @@ class WorkCounter:
     def _spared(self, model: ModelFlops, batch: TokenBatch, budget: int) -> list[int]:
         config = self.config
         num_ranks = config.num_critic_ranks if model.is_critic else config.num_ranks
-        return Packing.of(batch).spared(num_ranks, budget)
+        return Packing.of(batch).spared(num_ranks, budget, model.pair_cost)
 
     def take(self) -> dict[str, Work]:
         """What was done since the last call, by phase."""

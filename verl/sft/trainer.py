@@ -36,7 +36,7 @@ from verl.logs import start_logging
 from verl.ports import free_port
 from verl.remote_code import set_trust
 from verl.sft.demonstrations import load_demonstrations
-from verl.single_controller.dispatch import split_by_tokens
+from verl.single_controller.dispatch import split_by_work
 from verl.tokenizer_files import check_model, load_tokenizer
 from verl.training.actor import Columns
 from verl.training.devices import (
@@ -163,7 +163,7 @@ def batches(
 
 def train_step(engine: FsdpModel, batch: TokenBatch, budget: int) -> tuple[float, StepResult]:
     """One update; returns the mean negative log-prob (nats) of the batch's policy tokens."""
-    shard = split_by_tokens(batch, dist.get_world_size()).shards[dist.get_rank()]
+    shard = split_by_work(batch, dist.get_world_size()).shards[dist.get_rank()]
     losses = []
     for _, micro in engine.micro_batches(shard, budget):
         inputs = PackedInputs.of(micro, micro.tokens["policy_mask"], engine.device)

@@ -20,13 +20,14 @@ class Split:
     shards: list[TokenBatch]
 
 
-def split_by_tokens(batch: TokenBatch, num_ranks: int) -> Split:
-    """Divide sequences over ranks so that nearly as many tokens are computed by each.
+def split_by_work(batch: TokenBatch, num_ranks: int, pair_cost: float = 0.0) -> Split:
+    """Divide sequences over ranks so that each has nearly as much to compute: a token costs 1, each
+    pair of tokens of a sequence `pair_cost`.
 
     A rank may be left without sequences when there are fewer of them than ranks; it still takes
     part in every collective call with an empty shard.
     """
-    parts = Packing.of(batch).over_ranks(num_ranks)
+    parts = Packing.of(batch).over_ranks(num_ranks, pair_cost)
     return Split(parts, [batch.select(part) for part in parts])
 
 

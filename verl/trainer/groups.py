@@ -18,6 +18,7 @@ from verl.agent.environment import EnvironmentFactory, no_tools
 from verl.agent.interface import Agent
 from verl.config import Config
 from verl.errors import ConfigError, explain
+from verl.monitor.performance import WorkCounter
 from verl.rollout.interface import EngineDied, engine_takes_adapter
 from verl.rollout.no_engines import NoEngines
 from verl.rollout.replica import RolloutReplica
@@ -66,7 +67,8 @@ def place_ranks(config: Config, tools: EnvironmentFactory, reaper: OrphanReaper)
     env = forwarded(os.environ) | threads | {MARK: reaper.mark}
     if config.trainer.deterministic:
         env |= DETERMINISTIC_ENV
-    ranks = TrainerRanks(*create_ranks(config, rooms, use_gpu, env))
+    groups = create_ranks(config, rooms, use_gpu, env)
+    ranks = TrainerRanks(*groups, pair_costs=WorkCounter(config).pair_costs)
     guard_nodes(ranks.groups, reaper.mark)
     return Placed(config, use_gpu, rooms[0], env, ranks)
 

@@ -14,7 +14,7 @@ from verl.errors import ConfigError, SaveError, explain
 from verl.monitor.flops import peak_flops
 from verl.rollout.interface import WEIGHT_SYNC
 from verl.single_controller.actors import Call, RayWorkerGroup
-from verl.single_controller.dispatch import join_tokens, split_by_tokens
+from verl.single_controller.dispatch import join_tokens, split_by_work
 from verl.training.devices import PeakMemory
 from verl.training.node_folder import on_node
 from verl.types import Metrics, TokenBatch
@@ -23,30 +23,39 @@ from verl.types import Metrics, TokenBatch
 class TrainerRanks:
     """FSDP ranks that hold actor, reference and critic, which may have ranks of its own."""
 
-    def __init__(self, group: RayWorkerGroup, own_critic: RayWorkerGroup | None = None) -> None:
+    def __init__(
+        self,
+        group: RayWorkerGroup,
+        own_critic: RayWorkerGroup | None = None,
+        pair_costs: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
+        """`pair_costs` of policy and critic, by which work is divided (`ModelFlops.pair_cost`)."""
+        self._pair_cost, self._critic_pair_cost = pair_costs
         self.group, self.has_own_critic = group, own_critic is not None
         self.critic_group = group if own_critic is None else own_critic
         self.groups = [group] if own_critic is None else [group, own_critic]
 
     def log_probs(self, batch: TokenBatch) -> Tensor:
         """The actor's log-probs, (num_tokens,), 0 outside the loss mask."""
-        return begin_per_token(self.group, "actor.log_probs", batch)()
+        return begin_per_token(self.group, "actor.log_probs", batch, self._pair_cost)()
 
     def ref_log_probs(self, batch: TokenBatch) -> Tensor:
         """The reference's log-probs, (num_tokens,), 0 outside the loss mask."""
-        return begin_per_token(self.group, "reference.log_probs", batch)()
+        return begin_per_token(self.group, "reference.log_probs", batch, self._pair_cost)()
 
     def begin_values(self, batch: TokenBatch) -> Callable[[], Tensor]:
         """Begin the critic's values, (num_tokens,), 0 outside the loss mask; the answer waits."""
-        return begin_per_token(self.critic_group, "critic.values", batch)
+        group, pair_cost = self.critic_group, self._critic_pair_cost
+        return begin_per_token(group, "critic.values", batch, pair_cost)
 
     def update_actor(self, mini_batch: TokenBatch) -> Metrics:
         """One optimizer step of the policy; metrics are global, the same on every rank."""
-        return begin_update(self.group, "actor.update", mini_batch)()
+        return begin_update(self.group, "actor.update", mini_batch, self._pair_cost)()
 
     def begin_update_critic(self, mini_batch: TokenBatch) -> Callable[[], Metrics]:
         """Begin an optimizer step of the critic; the answer waits, and is as `update_actor`'s."""
-        return begin_update(self.critic_group, "critic.update", mini_batch)
+        group, pair_cost = self.critic_group, self._critic_pair_cost
+        return begin_update(group, "critic.update", mini_batch, pair_cost)
 
     def take_calls(self) -> dict[str, list[Call]]:
         """What each rank did since the last time, by the rank's name."""
@@ -153,18 +162,21 @@ class TrainerRanks:
             group.shutdown()
 
 
-def begin_per_token(group: RayWorkerGroup, method: str, batch: TokenBatch) -> Callable[[], Tensor]:
+def begin_per_token(
+    group: RayWorkerGroup, method: str, batch: TokenBatch, pair_cost: float
+) -> Callable[[], Tensor]:
     """Divide a batch over a group's ranks; the answer waits for a value for each token."""
-    split = split_by_tokens(batch, len(group))
+    split = split_by_work(batch, len(group), pair_cost)
     answers = group.begin_scatter(method, split.shards)
     return lambda: join_tokens(answers(), split, batch)
 
 
 def begin_update(
-    group: RayWorkerGroup, method: str, mini_batch: TokenBatch
+    group: RayWorkerGroup, method: str, mini_batch: TokenBatch, pair_cost: float
 ) -> Callable[[], Metrics]:
     """Divide a mini-batch over a group's ranks; the answer waits for the metrics of its update."""
-    answers = group.begin_scatter(method, split_by_tokens(mini_batch, len(group)).shards)
+    split = split_by_work(mini_batch, len(group), pair_cost)
+    answers = group.begin_scatter(method, split.shards)
     return lambda: dict(answers()[0])
 
 

@@ -15,7 +15,7 @@ from tests.verl.training import rank_bodies
 from tests.verl.training.ranks import make_batch, run_ranks, save_tiny
 from verl.checkpoint import folders
 from verl.checkpoint.exporting import export
-from verl.single_controller.dispatch import split_by_tokens
+from verl.single_controller.dispatch import split_by_work
 
 
 def publish(root: Path) -> None:
@@ -54,7 +54,7 @@ def test_two_ranks_learn_as_one_does(runs: SimpleNamespace) -> None:
 
 def test_two_ranks_answer_as_one_does(runs: SimpleNamespace) -> None:
     """Log-probs and values of the shards are those of the whole batch; the reference is frozen."""
-    parts = split_by_tokens(make_batch(rank_bodies.LENGTHS, 0), 2).parts
+    parts = split_by_work(make_batch(rank_bodies.LENGTHS, 0), 2).parts
     for name, tolerance in (("log_probs", 1e-4), ("values", 1e-3)):
         whole = torch.split(runs.one[0][name], rank_bodies.LENGTHS)
         for rank, part in enumerate(parts):

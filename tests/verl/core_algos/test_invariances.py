@@ -19,7 +19,7 @@ from verl.core_algos.kl import KL_KINDS, kl_penalty
 from verl.core_algos.losses import AGGREGATIONS, loss_weights, value_loss, weighted_sum
 from verl.core_algos.mismatch import LEVELS, importance_weights
 from verl.core_algos.policy_losses import POLICY_LOSSES, PolicyLossInputs, likelihood_loss
-from verl.single_controller.dispatch import split_by_tokens
+from verl.single_controller.dispatch import split_by_work
 from verl.types import TokenBatch, pack
 
 TokenLoss = Callable[[TokenBatch], Tensor]
@@ -147,7 +147,7 @@ def test_packing_changes_nothing(case: str, batch: Batch, data: st.DataObject) -
 def test_the_number_of_ranks_changes_nothing(case: str, batch: Batch, data: st.DataObject) -> None:
     """Any number of ranks, more than there are sequences included, adds up to the whole."""
     whole = draw_batch(batch, data)
-    shards = split_by_tokens(whole, data.draw(st.integers(1, 8))).shards
+    shards = split_by_work(whole, data.draw(st.integers(1, 8))).shards
     assert_same(shards, whole, case)
 
 

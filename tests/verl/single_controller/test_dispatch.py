@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.single_controller.dispatch import join_tokens, split_by_tokens, split_groups
+from verl.single_controller.dispatch import join_tokens, split_by_work, split_groups
 from verl.types import TokenBatch
 
 
@@ -13,7 +13,7 @@ def test_join_undoes_split(lengths: list[int], num_ranks: int) -> None:
     """What each rank computes per token returns to the token it was computed for."""
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     batch = TokenBatch(offsets, {"input_ids": torch.arange(int(offsets[-1]))})
-    split = split_by_tokens(batch, num_ranks)
+    split = split_by_work(batch, num_ranks)
     outputs = [shard.tokens["input_ids"] * 2 for shard in split.shards]
     assert torch.equal(join_tokens(outputs, split, batch), torch.arange(int(offsets[-1])) * 2)
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import state_dict_saver
 
 from tests.verl.training.ranks import make_batch, tiny_config
 from verl.checkpoint import folders
-from verl.single_controller.dispatch import split_by_tokens
+from verl.single_controller.dispatch import split_by_work
 from verl.training.weight_stream import received
 from verl.training.worker import TrainerWorker
 
@@ -27,7 +27,7 @@ LENGTHS = [14, 9, 17, 6, 11]
 
 
 def shard_of(rank: int, size: int, lengths: list[int], seed: int) -> Any:
-    return split_by_tokens(make_batch(lengths, seed), size).shards[rank]
+    return split_by_work(make_batch(lengths, seed), size).shards[rank]
 
 
 def whole_policy(folder: Path) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from verl.checkpoint import folders
 from verl.checkpoint.exporting import export
 from verl.config import ActorConfig, AdapterConfig, OptimConfig
 from verl.errors import ConfigError
-from verl.single_controller.dispatch import split_by_tokens
+from verl.single_controller.dispatch import split_by_work
 from verl.training.actor import Actor, TokenBudgets
 from verl.training.adapters import check_same
 from verl.training.attention import PACKED
@@ -83,7 +83,7 @@ def log_probs(model: LlamaForCausalLM) -> list[Tensor]:
 
 def assert_answers(answers: list[dict[str, Tensor]], key: str, expected: list[Tensor]) -> None:
     """Each rank's answer is the expectation for the sequences it was given."""
-    parts = split_by_tokens(make_batch(rank_bodies.LENGTHS, 0), len(answers)).parts
+    parts = split_by_work(make_batch(rank_bodies.LENGTHS, 0), len(answers)).parts
     for answer, part in zip(answers, parts, strict=True):
         whole = torch.cat([expected[i] for i in part])
         torch.testing.assert_close(answer[key], whole, rtol=1e-4, atol=1e-4)
