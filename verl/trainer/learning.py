@@ -138,14 +138,19 @@ def mini_batches(
 ) -> list[TokenBatch]:
     """Shuffled mini-batches of `size` sequences, in an order of seed and step alone.
 
+    With `trainer.keep_groups` it is groups that are shuffled, and what they hold is cut by `size`.
+
     Each has the weight of every token in its loss: `loss_weights` are the policy's;
     `value_weights`, the critic's, exist where `value_mask` does.
     """
     order = np.random.default_rng((config.trainer.seed, step))
     mode = config.actor_rollout_ref.actor.loss_agg_mode
-    chosen = []
+    units: dict[str | int, list[int]] = {}
+    for index, group in enumerate(batch.columns["group"]):
+        units.setdefault(group if config.trainer.keep_groups else index, []).append(index)
+    drawn, chosen = list(units.values()), []
     for _ in range(epochs):
-        shuffled = order.permutation(len(batch)).tolist()
+        shuffled = [i for unit in order.permutation(len(drawn)).tolist() for i in drawn[unit]]
         for start in range(0, len(shuffled), size):
             mini = batch.select(shuffled[start : start + size])
             for name in ("loss", "value"):
