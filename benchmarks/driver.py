@@ -44,6 +44,7 @@ from verl.trainer.metrics import (
     staleness_metrics,
 )
 from verl.trainer.ranks import TrainerRanks
+from verl.trainer.validation import trajectory_seed
 from verl.types import (
     Origin,
     Prompt,
@@ -145,7 +146,8 @@ def started(num_trajectories: int) -> list[Trajectory]:
     for group in range(num_trajectories // GROUP):
         ids = tuple(random.integers(0, 150_000, PROMPT).tolist())
         prompt = Prompt(f"file#{group}", ids, "nq", ("gold",), {}, "question " * 50)
-        found += [start_trajectory(prompt, f"1/{group}", n, seed=n) for n in range(GROUP)]
+        seeds = [trajectory_seed(0, 1, group, n) for n in range(GROUP)]
+        found += [start_trajectory(prompt, f"1/{group}", n, seed) for n, seed in enumerate(seeds)]
     return found
 
 
@@ -185,8 +187,9 @@ def step(config: Config, players: RayWorkerGroup, ranks: TrainerRanks) -> Costs:
 def measure(sizes: Sequence[int], rounds: int, num_ranks: int) -> Iterator[dict[str, Any]]:
     """Of each size, the parts' seconds in the middle one of the rounds."""
     ray.init(num_cpus=2 + num_ranks, include_dashboard=False, log_to_driver=False)
-    players = RayWorkerGroup([ActorHost.options(num_cpus=1)] * 2, "replica", ReplicaLost)
-    sinks = RayWorkerGroup([ActorHost.options(num_cpus=1)] * num_ranks, "rank", RankLost)
+    actor: Any = ActorHost
+    players = RayWorkerGroup([actor.options(num_cpus=1)] * 2, "replica", ReplicaLost)
+    sinks = RayWorkerGroup([actor.options(num_cpus=1)] * num_ranks, "rank", RankLost)
     players.gather(players.start_build(Player, [(0,), (1,)]))
     sinks.gather(sinks.start_build(Sink, [()] * num_ranks))
     ranks = TrainerRanks(sinks)

@@ -35,6 +35,7 @@ SHARED = ("verl.errors", "verl.bounds", "verl.files", "verl.machine")
 HEAVY = {"torch", "ray", "numpy", "transformers", "search_r1"}
 STANDARD = {
     "__future__",
+    "array",
     "collections",
     "dataclasses",
     "enum",

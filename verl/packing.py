@@ -44,8 +44,8 @@ class Family:
         return sum(self.lengths) - self.shared * (len(self.lengths) - 1)
 
     def work(self, pair_cost: float) -> float:
-        """What it takes to compute, where a token costs 1 and attention `pair_cost` for each pair of
-        tokens of a sequence; those of a shared prompt are computed once."""
+        """What it takes to compute, where a token costs 1 and attention `pair_cost` for the square
+        of a sequence's; that of a shared prompt is computed once."""
         pairs = sum(n * n for n in self.lengths) - self.shared**2 * (len(self.lengths) - 1)
         return self.num_tokens + pair_cost * pairs
 

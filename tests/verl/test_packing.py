@@ -68,6 +68,27 @@ def test_without_shared_prompts_sequences_go_as_ever(
     assert packing.spared(num_ranks, budget) == []
 
 
+@given(groups_strategy, st.integers(1, 5), st.sampled_from([0.01, 1.0]))
+def test_ranks_are_balanced_by_work(groups: Groups, num_ranks: int, pair_cost: float) -> None:
+    """No rank has more than the mean and the longest unit, where attention's square counts."""
+    packing = shared(groups)
+    parts = packing.over_ranks(num_ranks, pair_cost)
+    assert sorted(i for part in parts for i in part) == list(range(len(packing.lengths)))
+    alone = [packing.work([i], pair_cost) for i in range(len(packing.lengths))]
+    assert alone == pytest.approx([n + pair_cost * n * n for n in packing.lengths])
+    slowest = max(packing.work(part, pair_cost) for part in parts)
+    assert slowest <= sum(alone) / num_ranks + max(alone, default=0) + 1e-9
+
+
+def test_a_long_sequence_counts_for_more_than_its_tokens() -> None:
+    """By tokens 8 goes with a 4; with attention the four short ones are the lesser work."""
+    lengths = Packing([8, 4, 4, 4, 4], [0] * 5, [])
+    assert lengths.over_ranks(2) == [[0, 3], [1, 2, 4]]
+    assert lengths.over_ranks(2, pair_cost=1.0) == [[0], [1, 2, 3, 4]]
+    family = shared([(10, [5, 5])])  # the prompt's square once, what follows with its prompt
+    assert family.work([0, 1], 1.0) == 20 + 10**2 + 2 * (15**2 - 10**2)
+
+
 def test_groups_stay_whole_where_they_fit() -> None:
     """Three groups of 6 + 3 · 2 tokens: one a micro-batch of 12, two a micro-batch of 24."""
     packing = shared([(6, [2, 2, 2])] * 3)

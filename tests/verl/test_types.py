@@ -1,5 +1,8 @@
 """Trajectories and the jagged batch: alignment, masks by origin, selection, balance, packing."""
 
+import math
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
@@ -95,6 +98,41 @@ def test_a_policy_segment_without_log_probs_is_refused() -> None:
         Segment(Origin.POLICY, (1, 2))
 
 
+def test_what_came_from_another_process_is_what_was_sent() -> None:
+    """To the last bit; numbers are decoded where they are read, and sent on either way."""
+    said = Segment(
+        Origin.POLICY, (5, 0, 150_000), "said", (-0.1, math.nan, -math.inf), 2, (1, 2, 2)
+    )
+    sent = start_trajectory(prompt(), group="g")
+    sent.segments += [said, Segment(Origin.OBSERVATION, (7, 7))]
+    first = pickle.loads(pickle.dumps([sent]))
+    (came,) = second = pickle.loads(pickle.dumps(first))
+    assert came.num_tokens == 7 and came.num_policy_tokens == 3
+    batches = [TokenBatch.from_trajectories(some) for some in ([sent], first, second)]
+    assert all("ids" not in vars(segment) for segment in came.segments), "nothing was decoded"
+    for batch in batches[1:]:
+        assert torch.equal(batch.offsets, batches[0].offsets)
+        for name, column in batches[0].tokens.items():
+            assert column.dtype is batch.tokens[name].dtype
+            torch.testing.assert_close(batch.tokens[name], column, rtol=0, atol=0, equal_nan=True)
+    assert came.segments[1].version_runs == said.version_runs
+    assert repr(came) == repr(sent) == repr(pickle.loads(pickle.dumps(came)))
+    assert came.segments[::2] == sent.segments[::2] and hash(came.segments[0])
+
+
+def test_a_batch_travels_as_it_is() -> None:
+    """Each column with its dtype; who gets it may write into it."""
+    batch = numbered([3, 0, 2])
+    batch.tokens["mask"] = batch.tokens["input_ids"] > 1
+    came = pickle.loads(pickle.dumps(batch))
+    assert torch.equal(came.offsets, batch.offsets) and came.columns == batch.columns
+    for kind in ("tokens", "rows"):
+        for name, column in getattr(batch, kind).items():
+            assert getattr(came, kind)[name].dtype is column.dtype
+            assert torch.equal(getattr(came, kind)[name], column)
+    came.tokens["input_ids"] += 1
+
+
 lengths_strategy = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 
 
@@ -151,6 +189,19 @@ def test_pack_respects_the_budget(lengths: list[int], budget: int, at_least: int
     assert len(bins) >= at_least
     for b in bins:
         assert sum(lengths[i] for i in b) <= budget or len(b) == 1
+
+
+@given(lengths_strategy, st.integers(1, 40))
+def test_pack_is_first_fit_by_falling_length(lengths: list[int], budget: int) -> None:
+    """As a loop over the micro-batches finds the first with room."""
+    bins: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fits = (b for b in bins if sum(lengths[k] for k in b) + lengths[i] <= budget)
+        chosen = next(fits, None)
+        if chosen is None:
+            bins.append(chosen := [])
+        chosen.append(i)
+    assert pack(lengths, budget) == [sorted(b) for b in bins]
 
 
 def test_the_longest_sequences_are_divided_first() -> None:

@@ -89,8 +89,8 @@ class TrainerConfig:
     step's tokens or more: the same gradient but for rounding. false computes it for each
     trajectory."""
     keep_groups: bool = option(False, resume="logged")
-    """Draw whole groups into mini-batches, of which at most two are cut: `share_prompts` then spares
-    an update as much as a pass. false draws single trajectories."""
+    """Draw whole groups into mini-batches, which cut two at most: `share_prompts` then spares an
+    update nearly as much as a pass. false draws single trajectories."""
     n_gpus_per_node: int = option(8, resume="free", ge=1)
     """Training ranks per node (on CPU: processes)."""
     trace: bool = option(False, resume="free")

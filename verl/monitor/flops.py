@@ -36,7 +36,7 @@ class ModelFlops:
 
     @property
     def pair_cost(self) -> float:
-        """Attention's cost for the square of a sequence's tokens, where the matrices' is 1 a token."""
+        """What attention costs for the square of a sequence, where matrices cost 1 a token."""
         return self._attention([1]) / (2 * (self.shape.linear_weights + self.adapter))
 
     def _head(self, num_targets: int) -> int:

@@ -145,9 +145,10 @@ def mini_batches(
     """
     order = np.random.default_rng((config.trainer.seed, step))
     mode = config.actor_rollout_ref.actor.loss_agg_mode
+    names = batch.columns["group"] if config.trainer.keep_groups else range(len(batch))
     units: dict[str | int, list[int]] = {}
-    for index, group in enumerate(batch.columns["group"]):
-        units.setdefault(group if config.trainer.keep_groups else index, []).append(index)
+    for index, name in enumerate(names):
+        units.setdefault(name, []).append(index)
     drawn, chosen = list(units.values()), []
     for _ in range(epochs):
         shuffled = [i for unit in order.permutation(len(drawn)).tolist() for i in drawn[unit]]

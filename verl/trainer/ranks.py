@@ -27,6 +27,7 @@ class TrainerRanks:
         self,
         group: RayWorkerGroup,
         own_critic: RayWorkerGroup | None = None,
+        *,
         pair_costs: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         """`pair_costs` of policy and critic, by which work is divided (`ModelFlops.pair_cost`)."""

@@ -98,6 +98,14 @@ def test_a_shared_prompt_costs_what_torch_counts() -> None:
     assert found == counter.get_total_flops() - attention(counter) + halves
 
 
+def test_work_is_the_share_of_a_sequence_in_all_flops() -> None:
+    """By which ranks are balanced: a token costs 1, attention `pair_cost` for the square."""
+    flops = ModelFlops(build(CONFIGS["qwen2, tied"])[1], adapter=1000)
+    packing = Packing(LENGTHS, [0] * len(LENGTHS), [])
+    share = packing.work([0, 2], flops.pair_cost) / packing.work(range(4), flops.pair_cost)
+    assert share == pytest.approx(flops.forward([12, 17], 0) / flops.forward(LENGTHS, 0))
+
+
 def test_a_critic_has_a_value_for_a_head() -> None:
     """The trunk, and one output for each target token."""
     lm, shape = build(CONFIGS["qwen2, tied"])
