@@ -22,7 +22,7 @@ COMMANDS = {
     "view": ("search_r1.view.command", "see runs and their trajectories in a browser"),
     "replay": ("search_r1.replay.command", "replay a recorded trajectory, as it was or edited"),
     "infer": ("search_r1.infer", "ask one question, a conversation, or a file of questions"),
-    "serve": ("search_r1.serve", "serve the agent to OpenAI clients"),
+    "serve": ("search_r1.serve", "serve the agent to OpenAI clients, with a chat page"),
     "mcp": ("search_r1.mcp_server", "serve the retriever as a tool of the Model Context Protocol"),
     "checkpoint": ("verl.checkpoint.__main__", "export a checkpoint as a Hugging Face folder"),
     "doctor": ("verl.doctor", "say what this machine has and what it lacks"),

@@ -1,7 +1,8 @@
-"""The agent behind an OpenAI-compatible server, `/v1/chat/completions`; docs/inference.md."""
+"""The agent behind an OpenAI-compatible server and a chat page; docs/inference.md."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from search_r1.inference.options import Dialogues, InferenceOptions
 from search_r1.options import Bounds, Port, run
 from search_r1.search.errors import SearchError
 from verl.errors import UserError, explain
+
+ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:\d+)?")
+"""How a page's policy names a server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,9 @@ class ServingOptions(InferenceOptions):
     allowed_hosts: tuple[str, ...] = ()
     """names in a request's Host, beside addresses and localhost; bound to this machine alone no
     others are taken, elsewhere all are until some are given (*: any)"""
+    chat_peers: tuple[str, ...] = ()
+    """http://HOST:PORT of other agent servers that the chat page may ask, and whose pages may
+    ask this one"""
     max_body_bytes: Annotated[int, Bounds(64)] = 8 * 2**20
     """longest request body, in bytes"""
 
@@ -41,6 +48,10 @@ class ServingOptions(InferenceOptions):
         yield from super().conflicts()
         if not self.name.strip() or not self.name.isprintable():
             yield explain("--name", repr(self.name), "a printable name", "--name search-r1")
+        for peer in self.chat_peers:
+            if not ORIGIN.fullmatch(peer):
+                yield explain("--chat-peers", repr(peer), "an address without a path",
+                              "--chat-peers http://127.0.0.1:8003")  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,14 +1,16 @@
-"""The service's routes: chat completions, models and health."""
+"""The service's routes: chat completions, models, health, and the chat page at `/`."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from search_r1.agent.generation import retrieval_of
@@ -21,11 +23,16 @@ from search_r1.bearer import has_token
 from search_r1.inference.dialogue import SILENCE, AgentSession, DialogueListener, Reply
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
+from search_r1.search.server.pages import page_routes
 from search_r1.serve import ServingOptions
 from verl import __version__
 
 CLIENT_CLOSED = 499
 """What is noted, by convention, where nobody waits for an answer any more."""
+VIEW = Path(__file__).parents[1] / "view" / "page"
+PAGE = (*sorted((Path(__file__).parent / "page").iterdir()),
+        *(VIEW / name for name in ("elements.js", "page.css", "page.svg")))  # fmt: skip
+"""Files of the chat page, and what it shares with that of `search-r1 view`."""
 _CONTENT = {"application/json": {"schema": ChatRequest.model_json_schema()}}
 _BODY = {"requestBody": {"required": True, "content": _CONTENT}}
 """For OpenAPI: the route reads its body itself."""
@@ -39,6 +46,8 @@ class Service:
     name: str
     token: str | None = None
     max_body_bytes: int = ServingOptions.max_body_bytes
+    peers: tuple[str, ...] = ()
+    """Addresses of other servers: the chat page may ask them, and theirs may ask here."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model(self) -> dict[str, Any]:
@@ -88,7 +97,8 @@ class Service:
 
     async def stream(self, order: Order, envelope: Envelope) -> Response:
         """A stream, begun with its first delta, so that an early error has a status of its own."""
-        listener = Listener(Thoughts(self._tags, self._special_tokens))
+        thoughts = Thoughts(self._tags, self._special_tokens)
+        listener = Listener(thoughts, order.brings.include_documents)
         work = self.dialogue(order, listener)
         work.add_done_callback(lambda _: listener.close())
         try:
@@ -98,7 +108,7 @@ class Service:
         except BaseException:
             work.cancel()
             raise
-        parts = events(envelope, first, listener, work, order.includes_usage)
+        parts = events(envelope, first, listener, work, order.brings.include_usage)
         return StreamingResponse(parts, media_type="text/event-stream")
 
     async def check_health(self) -> None:
@@ -127,11 +137,20 @@ def build_app(service: Service) -> FastAPI:
     app = FastAPI(title="Search-R1 agent", version=__version__, docs_url=None, redoc_url=None)
     answer_errors(app)
     app.include_router(_guarded(service))
+    app.router.routes.extend(page_routes(PAGE, service.peers))
+    if service.peers:
+        headers = ["Authorization", "Content-Type"]
+        app.add_middleware(CORSMiddleware, allow_origins=service.peers, allow_headers=headers,
+                           allow_methods=["GET", "POST"])  # fmt: skip
 
     @app.get("/health")
     async def health() -> dict[str, str]:
         await service.check_health()
         return {"status": "ok", "model": service.name}
+
+    @app.get("/peers", include_in_schema=False)
+    async def peers() -> tuple[str, ...]:
+        return service.peers
 
     return app
 

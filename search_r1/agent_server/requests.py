@@ -57,6 +57,8 @@ class StreamOptions(BaseModel):
     """What a stream brings besides."""
 
     include_usage: bool = False
+    include_documents: bool = False
+    """Ours: the texts of the documents, as each search is answered."""
 
 
 class ChatRequest(BaseModel):
@@ -85,7 +87,7 @@ class Order:
     seed: int | None
     max_tokens: int | None
     """What the policy may sample in all turns together."""
-    includes_usage: bool
+    brings: StreamOptions
 
 
 async def read(receive: Receive, max_bytes: int) -> ChatRequest:
@@ -127,7 +129,7 @@ def understand(body: ChatRequest, session: AgentSession) -> Order:
         replace(session.sampling, **chosen),
         body.seed,
         body.max_completion_tokens or body.max_tokens,
-        bool(body.stream_options and body.stream_options.include_usage),
+        body.stream_options or StreamOptions(),
     )
 
 

@@ -31,7 +31,8 @@ async def serve(options: ServingOptions, bound: socket.socket) -> None:
     token = read_token(TOKEN_VARIABLE)
     warn_if_open(bound, token, f"set {TOKEN_VARIABLE}")
     async with opened(options) as session:
-        app = build_app(Service(session, options.name, token, options.max_body_bytes))
+        service = Service(session, options.name, token, options.max_body_bytes, options.chat_peers)
+        app = build_app(service)
         guarded = checked(app, bound.getsockname()[0], options.allowed_hosts, misdirected)
         server = uvicorn.Server(configure(guarded, options.max_body_bytes, GRACE_S))
         address = listen(bound)
@@ -42,7 +43,8 @@ async def serve(options: ServingOptions, bound: socket.socket) -> None:
         running = asyncio.ensure_future(server.serve(sockets=[bound]))
         while not server.started and not running.done():
             await asyncio.sleep(0.05)
-        logger.info("%s answers at http://%s/v1", options.name, address)
+        told = "%s answers at http://%s/v1; chat page: http://%s"
+        logger.info(told, options.name, address, address)
         if options.port_file is not None:
             write_port(options.port_file, bound.getsockname()[1])
         await running

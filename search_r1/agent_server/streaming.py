@@ -27,8 +27,8 @@ DONE = "data: [DONE]\n\n"
 class Listener(DialogueListener):
     """Turns what is heard into deltas, for whoever iterates over them."""
 
-    def __init__(self, thoughts: Thoughts) -> None:
-        self._thoughts = thoughts
+    def __init__(self, thoughts: Thoughts, includes_documents: bool = False) -> None:
+        self._thoughts, self._includes_documents = thoughts, includes_documents
         self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
 
     def said(self, text: str) -> None:
@@ -41,7 +41,8 @@ class Listener(DialogueListener):
 
     def searched(self, search: Search) -> None:
         """A search, as soon as it is answered."""
-        self._deltas.put_nowait({"search_r1": {"searches": [search_json(search)]}})
+        told = search_json(search, self._includes_documents)
+        self._deltas.put_nowait({"search_r1": {"searches": [told]}})
 
     def close(self) -> None:
         """Nothing more will be heard."""

@@ -105,9 +105,10 @@ class Reply:
         }
 
 
-def search_json(search: Search) -> dict[str, Any]:
-    """A search with ids and titles of what it found."""
-    documents = [{"id": d.id, "title": d.title} for d in search.documents]
+def search_json(search: Search, has_texts: bool = False) -> dict[str, Any]:
+    """A search with ids and titles of what it found, and its texts where they are wanted."""
+    names = ("id", "title", "text") if has_texts else ("id", "title")
+    documents = [{name: getattr(d, name) for name in names} for d in search.documents]
     return {"query": search.query, "documents": documents}
 
 

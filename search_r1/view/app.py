@@ -14,10 +14,9 @@ from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
-from starlette.routing import Route
 
 from search_r1.bearer import has_token
-from search_r1.search.server.pages import HEADERS
+from search_r1.search.server.pages import page_routes
 from search_r1.view.alarms import alarms
 from search_r1.view.configuration import compared
 from search_r1.view.finding import Wanted, Whole, find, over_steps
@@ -25,12 +24,6 @@ from search_r1.view.replaying import Asked, Replays
 from search_r1.view.run import Run
 
 PAGE = Path(__file__).parent / "page"
-KINDS = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
 TOKEN_VARIABLE = "VIEW_TOKEN"
 MOST_POINTS = 600
 """Points of a curve on the page; of more, the peaks of each stretch are kept."""
@@ -123,7 +116,7 @@ def create_app(runs: Runs, token: str | None = None) -> FastAPI:
         api.get(f"/{name}", response_model=None)(_as_json(answer))
     api.post("/replay", response_model=None)(replay)
     app.include_router(api)
-    app.router.routes.extend(_file(path) for path in sorted(PAGE.iterdir()))
+    app.router.routes.extend(page_routes(sorted(PAGE.iterdir())))
     return app
 
 
@@ -139,13 +132,3 @@ def _as_json(answer: Callable[..., Any]) -> Callable[..., Response]:
 
 def _answer(found: Any) -> Response:
     return Response(orjson.dumps(found), media_type="application/json", headers=PRIVATE)
-
-
-def _file(path: Path) -> Route:
-    """A file of the page, read once; no request opens a path."""
-    content = path.read_bytes()
-
-    async def show(request: Request) -> Response:
-        return Response(content, media_type=KINDS[path.suffix], headers=HEADERS)
-
-    return Route("/" if path.name == "page.html" else f"/{path.name}", show, methods=["GET"])

@@ -11,6 +11,8 @@ from tests.apps import running
 MODEL = "search-r1"
 
 
-def serving(session: AgentSession, token: str | None = None) -> AbstractContextManager[str]:
+def serving(
+    session: AgentSession, token: str | None = None, peers: tuple[str, ...] = (), port: int = 0
+) -> AbstractContextManager[str]:
     """The base address of a service of `session`, ended with the context."""
-    return running(build_app(Service(session, MODEL, token)))
+    return running(build_app(Service(session, MODEL, token, peers=peers)), port)

@@ -1,7 +1,6 @@
 """The page in real headless Chromium against the real application on a real port."""
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,48 +15,19 @@ from search_r1.view.replaying import Asked
 from search_r1.view.report_files import write_report
 from search_r1.view.run import Run
 from tests.apps import running
+from tests.tabs import Visit, chromium
 from tests.view import runs
 from tests.view.test_replaying import replayed
 from verl.types import Status
 
 pytestmark = pytest.mark.browser
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-TIMEOUT_MS = 15_000
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium of this machine; tests are skipped where there is none."""
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine")
-    with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    """One for all tests."""
+    with chromium() as found:
         yield found
-        found.close()
-
-
-class Visit:
-    """A tab, and every complaint of the browser about it."""
-
-    def __init__(self, tab: Any, url: str) -> None:
-        self.tab, self.url, self.complaints = tab, url, list[str]()
-        tab.set_default_timeout(TIMEOUT_MS)
-        tab.on("console", lambda m: self.complaints.append(m.text) if m.type == "error" else None)
-        tab.on("pageerror", lambda error: self.complaints.append(str(error)))
-        tab.add_init_script("window.boom = () => { document.title = 'boom'; }")
-
-    def open(self, address: str = "") -> None:
-        self.tab.goto("about:blank")
-        self.tab.goto(self.url + address)
-        self.tab.wait_for_selector("#state:not([data-state=waiting])")
-
-    def see(self, selector: str, text: str | re.Pattern[str]) -> None:
-        """Wait until the element shows the text."""
-        place = self.tab.locator(selector).first
-        playwright.expect(place).to_contain_text(text, timeout=TIMEOUT_MS)
-
-    def texts(self, selector: str) -> list[str]:
-        return [str(text) for text in self.tab.locator(selector).all_text_contents()]
 
 
 @pytest.fixture

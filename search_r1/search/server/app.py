@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
@@ -48,6 +49,7 @@ CLIENT_CLOSED = 499
 WHOLE = 2000
 """Documents of an answer that is written at once; a longer one goes in such parts. Else half a
 gigabyte (one query 4,096 times, topk 100) would be made while all others wait."""
+FOLDER = Path(__file__).parent
 LIMITS = ("max_topk", "max_queries", "max_query_chars", "max_body_bytes", "max_pending", "deadline")
 
 
@@ -221,7 +223,7 @@ def create_app(
     # What FastAPI does for a request took twice as long as a cached search. Its route below is
     # there for OpenAPI; this one, without its dependencies and checks of answers, is found first.
     app.router.routes.insert(0, Route("/retrieve", service, methods=["POST"]))
-    app.router.routes.extend(page_routes())
+    app.router.routes.extend(page_routes(sorted(FOLDER.glob("page.*"))))
     app.get("/health", responses={503: {"model": Problem}})(service.health)
     app.get("/info", responses=unauthorized, dependencies=guard)(service.info)
     app.post(

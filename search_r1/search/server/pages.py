@@ -1,37 +1,40 @@
-"""The search page: a fixed table of files read when the app is made; no request opens a path."""
+"""Pages for a browser: fixed files, read when an app is made; no request opens a path."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-FOLDER = Path(__file__).parent
-FILES = {
-    "/": ("page.html", "text/html; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.svg": ("page.svg", "image/svg+xml"),
+KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
 }
+POLICY = (
+    "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
+    "object-src 'none'"
+)
 HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
-    "frame-ancestors 'none'; object-src 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
 
 
-def page_routes() -> list[Route]:
-    """A route for each file of the page that is there."""
-    files = [(path, FOLDER / name, kind) for path, (name, kind) in FILES.items()]
-    return [_route(path, file, kind) for path, file, kind in files if file.is_file()]
+def page_routes(files: Iterable[Path], servers: Sequence[str] = ()) -> list[Route]:
+    """A route for each file under its name, for the HTML at `/`; `servers`: others that it asks."""
+    more = f"; connect-src 'self' {' '.join(servers)}" if servers else ""
+    return [_route(file, HEADERS | {"Content-Security-Policy": POLICY + more}) for file in files]
 
 
-def _route(path: str, file: Path, kind: str) -> Route:
-    content = file.read_bytes()
+def _route(file: Path, headers: dict[str, str]) -> Route:
+    content, kind = file.read_bytes(), KINDS[file.suffix]
 
     async def show(request: Request) -> Response:
-        return Response(content, media_type=kind, headers=HEADERS)
+        return Response(content, media_type=kind, headers=headers)
 
+    path = "/" if file.suffix == ".html" else f"/{file.name}"
     return Route(path, show, methods=["GET"], include_in_schema=False)
