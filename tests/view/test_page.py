@@ -35,9 +35,9 @@ def visit(browser: Any, run: Run) -> Iterator[Callable[..., Visit]]:
     """Opens a tab on an application of its own, or on an address."""
     contexts, servers = [], []
 
-    def open_tab(url: str | None = None, token: str | None = None) -> Visit:
+    def open_tab(url: str | None = None, token: str | None = None, *others: Run) -> Visit:
         if url is None:
-            servers.append(running(create_app(Runs([run]), token)))
+            servers.append(running(create_app(Runs([run, *others]), token)))
             url = servers[-1].__enter__() + "/"
         contexts.append(browser.new_context())
         return Visit(contexts[-1].new_page(), url)
@@ -67,6 +67,27 @@ def test_curves_follow_a_run(visit: Callable[..., Visit], run: Run, folder: Path
     page.tab.get_by_label("Metrics").fill("no such")
     page.see(".curves", "No metric has such a name")
     assert page.complaints == []
+
+
+def test_two_runs_are_overlaid_and_what_differs_is_marked(
+    visit: Callable[..., Visit], open_run: Callable[[Path], Run], tmp_path: Path
+) -> None:
+    """A line of each in a chart, the options that differ alone, the dialogues of either."""
+    page = visit(None, None, open_run(runs.write_run(tmp_path / "other", template="short")))
+    page.open()
+    page.see("figure:has-text('actor/entropy')", "actor/entropy")
+    assert page.tab.locator("figure:has-text('actor/entropy') .line").count() % 2 == 0
+    assert page.texts(".legend .key") == ["run", "other"]
+    page.tab.keyboard.press("3")
+    page.see("tr.differs:has-text('template')", "short")
+    shown = dict(zip(page.texts("tbody th"), page.texts("tbody td:last-child"), strict=True))
+    assert shown["template"] == "short" and "agent.tools" not in shown
+    page.tab.get_by_label("Only what differs").uncheck()
+    page.see("tbody", "agent.tools")
+    page.tab.keyboard.press("2")
+    page.tab.locator("#run").select_option("1")
+    page.see(".count", "of 7 trajectories")
+    assert "run=1" in page.tab.url and page.complaints == []
 
 
 def test_a_trajectory_is_found_and_read_by_keys_alone(visit: Callable[..., Visit]) -> None:

@@ -105,7 +105,7 @@ function state(name, words) {
 }
 
 function keys(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea")) {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input:not([type=checkbox]), select, textarea")) {
     if (event.key === "Escape") event.target.blur();
     return;
   }
