@@ -21,6 +21,7 @@ COMMANDS = {
     ),
     "view": ("search_r1.view.command", "see runs and their trajectories in a browser"),
     "replay": ("search_r1.replay.command", "replay a recorded trajectory, as it was or edited"),
+    "credit": ("search_r1.credit.command", "say what each found document was worth to the answer"),
     "infer": ("search_r1.infer", "ask one question, a conversation, or a file of questions"),
     "serve": ("search_r1.serve", "serve the agent to OpenAI clients, with a chat page"),
     "mcp": ("search_r1.mcp_server", "serve the retriever as a tool of the Model Context Protocol"),

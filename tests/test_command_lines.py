@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from search_r1 import infer, mcp_server, options, serve
+from search_r1.credit import command as credit
 from search_r1.datasets import command as data
 from search_r1.datasets import download
 from search_r1.evaluation import __main__ as evaluate
@@ -37,6 +38,7 @@ COMMANDS: dict[str, tuple[Main, list[str], type]] = {
     "serve": (serve.main, [], ServingOptions),
     "view": (view.main, ["run"], view.ViewOptions),
     "replay": (replay.main, ["run", "--trajectory=1"], replay.ReplayOptions),
+    "credit": (credit.main, ["run"], credit.CreditOptions),
     "mcp": (mcp_server.main, [], mcp_server.McpOptions),
     "serve-retriever": (retrieval_server.main, [], retrieval_server.ServerOptions),
     "index": (index_builder.main, ["--corpus_path=c", "--save_dir=s"], BuildConfig),

@@ -10,9 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from search_r1.view.configuration import read_config
 from search_r1.view.dialogue import Dialogue, tags_of
-from search_r1.view.index import TRAIN, VALIDATION, TrajectoryIndex, read_line
+from search_r1.view.index import TRAIN, VALIDATION, Place, TrajectoryIndex, read_line
 from search_r1.view.metrics import MetricsLog
 from search_r1.view.tokens import Pieces, find_pieces
 from verl.data.trajectories import HEADER, SIGNALS
@@ -22,6 +24,10 @@ SIGNS = ("config.yaml", "metrics.jsonl", "validation", HEADER)
 """What tells the folder of a run, or of its trajectories, from any other."""
 LAYOUT_VERSION = 1
 """Of the index; another one has a file of its own."""
+CREDIT = "credit"
+"""Folder of a run with what its documents were worth, as `search-r1 credit` writes it."""
+Worths = Mapping[tuple[int, ...], Mapping[str, float]]
+"""By the numbers of the search and of the document."""
 ENGINE, TRAINER, REFERENCE = "log_probs", "old_log_probs", "ref_log_probs"
 
 
@@ -102,7 +108,12 @@ class Run:
         read = None if found is None else read_line(found[1], self.tags)
         if found is None or read is None:
             return None
-        return {**found[0], **self.shown(*read, is_brief=is_brief)}
+        shown = self.shown(*read, is_brief=is_brief)
+        worths = self._worths(found[1], step, line)
+        for number, call in enumerate(shown["calls"]):
+            for rank, document in enumerate(call["documents"]):
+                document["worth"] = worths.get((number, rank))
+        return {**found[0], **shown}
 
     def shown(
         self, row: Mapping[str, Any], dialogue: Dialogue, *, is_brief: bool = False
@@ -122,6 +133,22 @@ class Run:
             ],
             "calls": [asdict(search) for search in dialogue.searches],
         }
+
+    def _worths(self, place: Place, step: int, line: int) -> Worths:
+        """What documents were worth, unless the step was run again since."""
+        path = self.folder / CREDIT / place.path.name
+        try:
+            if path.stat().st_mtime_ns < place.path.stat().st_mtime_ns:
+                return {}
+            rows = [orjson.loads(one) for one in path.read_bytes().splitlines()]
+            return {
+                tuple(at): row["worth"]
+                for row in rows
+                if (row["step"], row["line"]) == (step, line)
+                for at in row["places"]
+            }
+        except (OSError, orjson.JSONDecodeError, LookupError, TypeError):  # of something else
+            return {}
 
 
 def find_rollouts(folder: Path, config: Mapping[str, Any]) -> Path | None:

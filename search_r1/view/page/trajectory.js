@@ -182,8 +182,18 @@ function searches(found) {
     make("ul", "", ...call.documents.map((one) => {
       const title = make("summary", "", one.title || one.text.slice(0, 80) || "(empty)");
       if (one.has_answer) title.append(make("span", "badge holds", "holds the answer"));
+      if (one.worth) title.append(worth(one.worth));
       const box = make("details", one.has_answer ? "holds" : "", title, make("p", "", one.text));
       if (one.id) box.append(make("p", "quiet", `id ${one.id}`));
       return make("li", "", box);
     })))));
+}
+
+/** What a document was worth to the answer: how much more likely it made the recorded tokens. */
+function worth(found) {
+  const badge = make("span", "badge", `${found.answer < 0 ? "−" : "+"}${short(Math.abs(found.answer))} nats`);
+  const parts = [`the answer is ${short(found.answer)} nats more likely with it`, `its whole turn ${short(found.turn)}`];
+  if ("reward" in found) parts.push(`reward of answers sampled anew ${short(found.reward)}`);
+  badge.title = parts.join(", ");
+  return badge;
 }
