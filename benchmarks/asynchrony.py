@@ -77,13 +77,15 @@ def slow_retriever(median: float, seed: int = 0) -> Iterator[str]:
         yield f"{slow}/retrieve"
 
 
-def run(folder: Path, seed: int, url: str, staleness: int, extra: Sequence[str]) -> None:
+def run(
+    folder: Path, seed: int, url: str, staleness: int, extra: Sequence[str], base: Path = BASE
+) -> None:
     """One run in a process of its own, unless its result is there."""
     if Result.read(folder) is not None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "benchmarks.algorithms.runner", "--seed", str(seed)]
-    command += ["--out", str(folder), "--url", url, "--base", str(BASE), *VARIANTS["grpo"]]
+    command += ["--out", str(folder), "--url", url, "--base", str(base), *VARIANTS["grpo"]]
     command += [f"actor_rollout_ref.rollout.max_staleness={staleness}", *extra]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with (folder / "log").open("wb") as log:
