@@ -90,6 +90,7 @@ def test_readme(terminal: Terminal, tmp_path: Path) -> None:
         assert (terminal.checkout / made).exists(), made
 
 
+@pytest.mark.slow
 def test_quick_start(terminal: Terminal) -> None:
     """Model, retriever, training, page, evaluation and a question, without any hub."""
     said = terminal.read(ROOT / "docs" / "quickstart.md")

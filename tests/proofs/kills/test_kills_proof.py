@@ -8,6 +8,7 @@ import pytest
 from tests.proofs.kills import __main__ as kills
 from tests.proofs.kills.training import Training
 
+pytestmark = pytest.mark.slow
 FAKE = Path(__file__).with_name("fake_run.py")
 SAVING_FIRST, DRIVER_FIRST = 6, 2
 """Seeds whose first kill comes while a checkpoint is half written, and after a step."""
