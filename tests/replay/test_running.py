@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
+from example.tiny import tiny_llama
+from search_r1.agent.generation import build_dialogue
 from search_r1.replay import command
 from search_r1.replay.running import weights_of
 from tests.replay.talking import record
-from tests.view.runs import TOKENIZER
+from tests.view.runs import TOKENIZER, byte_tokenizer
 from verl.checkpoint import folders
 from verl.config import Config, cli
 from verl.data.trajectories import open_folder, write_step
 from verl.rewards.interface import Reward
+from verl.rollout.transformers_engine import TransformersEngine
+from verl.types import Prompt, Sampling, start_trajectory
 
 
 @pytest.fixture
@@ -87,3 +95,48 @@ def test_a_folder_that_is_no_runs_is_refused(
         file.write("unheard_of: 3\n")
     assert command.main([str(run), "--trajectory=3:0"]) == 2
     assert "unheard_of" in capsys.readouterr().err
+
+
+def small_model(folder: Path) -> str:
+    """One token a byte."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), eos_token="<eos>")
+    tokenizer.save_pretrained(folder)
+    tiny_llama(258, eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_recorded_step_is_replayed_to_the_bit_by_the_whole_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the model that the run began with; then a text in place of a turn, with gradients."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config, rollouts = Config(), tmp_path / "rollouts"
+    config.data.train_files = config.data.val_files = ["none.parquet"]
+    config.data.max_response_length, config.max_turns, config.retriever.url = 50, 1, "empty"
+    config.actor_rollout_ref.model.path = small_model(tmp_path / "model")
+    config.actor_rollout_ref.rollout.name, config.algorithm.adv_estimator = "transformers", "grpo"
+    config.trainer.device, config.trainer.compute_dtype = "cpu", "float32"
+    config.trainer.deterministic, config.template = True, "short"
+    config.trainer.rollout_data_dir = str(rollouts)
+    cli.write_resolved(config, tmp_path / "run")
+    agent, engine = build_dialogue(config), TransformersEngine.from_config(config, 0)
+    asyncio.run(engine.start())
+    ids = agent.tokenizer.encode("Who?", add_special_tokens=False)
+    prompt = Prompt("f#0", tuple(ids), "nq", ("Oslo",))
+    starts = [start_trajectory(prompt, group="1/0", sample=i, seed=i) for i in range(3)]
+    done = [asyncio.run(agent.run(start, engine, Sampling(50))) for start in starts]
+    versioned = [[replace(s, weight_version=1) for s in one.segments] for one in done]
+    done = [replace(one, segments=own) for one, own in zip(done, versioned, strict=True)]
+    open_folder(rollouts, agent.tokenizer)
+    write_step(rollouts, 1, done, [Reward(0.0)] * 3)
+
+    assert command.main([str(tmp_path / "run"), "--trajectory=1"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("Bit-identical to the record: all") == 3
+    assert told.endswith("3 of 3 are the recorded ones bit for bit\n")
+    words = ["--trajectory=1:1", "--text=<answer> Oslo </answer>", "--gradient", "--json"]
+    assert command.main([str(tmp_path / "run"), *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["row"]["status"] == "answered" and found["score"]["replayed"] == 1, found["row"]
+    assert found["advantage"]["replayed"] > 0 == found["gradient"]["norm_recorded"]
+    assert found["gradient"]["norm_replayed"] > 0 and found["gradient"]["cosine"] is None
