@@ -79,7 +79,8 @@ def verdict(edit: Edit, likeness: Likeness, trajectory: Trajectory) -> str:
     if trajectory.status is Status.FAILED:
         return f"The replay ends where a tool failed: {trajectory.error}"
     where = f" from turn {edit.turn} on" if edit.turn > 1 else ""
-    tokens = f"{likeness.num_tokens} tokens of the policy{where}"
+    count = likeness.num_tokens
+    tokens = f"{count} token{'s' * (count != 1)} of the policy{where}"
     if likeness.differs_at is not None:
         segment, token = (number + 1 for number in likeness.differs_at)
         cause = f"With another {' and '.join(edit.changes)}" if edit.changes else "Without an edit"
@@ -99,7 +100,7 @@ def remarks(config: Config, one: Replay, edit: Edit, likeness: Likeness) -> Iter
     if versions != [one.wanted]:
         yield f"Weights {', '.join(map(str, versions))} sampled these turns; one version replays."
     if one.num_asked:
-        yield f"{one.num_asked} calls that were never recorded were asked of the tools now."
+        yield f"Calls that were never recorded, and so asked of the tools now: {one.num_asked}."
     is_same = likeness.differs_at is None and likeness.largest == 0
     if is_same or edit.changes:
         return

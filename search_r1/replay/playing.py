@@ -89,12 +89,9 @@ class ReplayAgent(DialogueAgent):
             return known or await super()._respond(trajectory, turn, acts)
         except ToolError as error:
             asked = "; ".join(f"{call.tool} {call.arguments}" for call in turn.calls)
-            got, fix = (
-                f"no record of it, and {error}",
-                "start it, name one by --retriever-url, or edit the documents",
-            )
-            expected = "a recorded call, or a tool that answers"
-            raise ToolError(explain(asked, got, expected, fix), error.faults) from error
+            others = "or name another by --retriever-url, or edit the documents"
+            text = f"{asked} was never recorded, and {error}; {others}"
+            raise ToolError(text, error.faults) from error
 
 
 @dataclass

@@ -143,7 +143,7 @@ def test_an_unrecorded_query_that_nobody_answers_is_one_line() -> None:
     """The dialogue so far is kept; the error says what to do."""
     again = replay(searching(), Edit(1, query="fjords"))
     assert again.status is Status.FAILED and len(again.segments) == 2
-    assert "\n" not in again.error and "search fjords: got no record of it" in again.error
+    assert "\n" not in again.error and "search fjords was never recorded, and" in again.error
     assert "--retriever-url" in again.error
 
 
