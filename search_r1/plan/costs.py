@@ -109,7 +109,9 @@ class Costs:
         model = config.actor_rollout_ref.model
         adapter = self._shape().adapter(model.lora_rank, model.target_modules)
         policy = ModelFlops(
-            self._shape(), adapter=adapter, has_checkpointing=model.enable_gradient_checkpointing
+            self._shape(),
+            adapter=adapter,
+            has_checkpointing=model.enable_gradient_checkpointing is not False,
         )
         budget = actor_budgets(config).update
         seconds = self._passes(policy, batch, budget, ranks, reads, actor.ppo_epochs)
@@ -118,7 +120,7 @@ class Costs:
             critic = ModelFlops(
                 self.critic or self._shape(), is_critic=True,
                 adapter=self._shape().adapter(own.model.lora_rank, own.model.target_modules),
-                has_checkpointing=own.model.enable_gradient_checkpointing,
+                has_checkpointing=own.model.enable_gradient_checkpointing is not False,
             )  # fmt: skip
             budget, ranks = critic_budgets(config).update, config.num_critic_ranks
             values = self._passes(critic, batch, budget, ranks, 1, own.ppo_epochs)

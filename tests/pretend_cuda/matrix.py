@@ -16,15 +16,17 @@ STEPS: list[dict[str, Any]] = [
 ]  # fmt: skip
 ONLY_NCCL = {"algorithm": "grpo", "offload": "param", "world": 2, "dtype": "bfloat16",
              "budget": 512, "micro_batches": 1, "only_nccl": True}  # fmt: skip
+WHOLE = {"algorithm": "ppo", "offload": "none", "world": 8, "dtype": "bfloat16", "budget": 512,
+         "micro_batches": 2, "reshard_each": False}  # fmt: skip
 APART: list[dict[str, Any]] = [
     {"algorithm": "critic", "offload": offload, "world": world, "dtype": "bfloat16", "budget": 512,
      "micro_batches": 1}
     for offload, world in (("none", 1), ("none", 2), ("param", 2), ("optimizer", 2))
 ]  # fmt: skip
-CASES = [*STEPS, ONLY_NCCL, *APART]
+CASES = [*STEPS, ONLY_NCCL, WHOLE, *APART]
 
 
 def name(case: dict[str, Any]) -> str:
     """Of a case, for people."""
     words = [case[key] for key in ("algorithm", "offload", "world", "dtype")]
-    return "-".join(map(str, [*words, *(["only_nccl"] if "only_nccl" in case else [])]))
+    return "-".join(map(str, [*words, *(k for k in ("only_nccl", "reshard_each") if k in case)]))

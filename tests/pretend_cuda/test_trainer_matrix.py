@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.pretend_cuda.matrix import APART, CASES, OFFLOADS, STEPS, name
+from tests.pretend_cuda.matrix import APART, CASES, OFFLOADS, STEPS, WHOLE, name
 from tests.pretend_cuda.trials import Outcomes
 
 pytestmark = pytest.mark.pretend_cuda
@@ -22,7 +22,7 @@ def outcomes(matrix: Outcomes) -> dict[str, Any]:
     return dict(zip(map(name, CASES), matrix, strict=True))
 
 
-@pytest.mark.parametrize("case", [*STEPS, *APART], ids=name)
+@pytest.mark.parametrize("case", [*STEPS, *APART, WHOLE], ids=name)
 def test_a_step_runs_and_leaves_nothing_on_the_device(
     case: dict[str, Any], outcomes: dict[str, Any]
 ) -> None:
@@ -66,6 +66,18 @@ def test_a_group_without_gloo_is_found_out(outcomes: dict[str, Any]) -> None:
     """The defect that this tier was made for: the norm of offloaded gradients, reduced by NCCL."""
     found = outcomes["grpo-param-2-bfloat16-only_nccl"]
     assert "No backend type associated with device type cpu" in found["error"]
+
+
+@pytest.mark.parametrize(("phase", "groups"), [("update_actor", 3), ("update_critic", 4)])
+def test_what_stays_whole_is_gathered_and_reduced_once_an_update(
+    phase: str, groups: int, outcomes: dict[str, Any]
+) -> None:
+    """Not in each of two micro-batches; a card then holds more at its peak."""
+    each, once = (outcomes[key]["phases"][phase] for key in ("ppo-none-8-bfloat16", name(WHOLE)))
+    counts = [found["costs"]["collectives"] for found in (each, once)]
+    assert [count["reduce_scatter_base"] for count in counts] == [2 * groups, groups]
+    assert [count["allgather_base"] for count in counts] == [2 * (2 * groups - 1), groups]
+    assert once["peak"] > each["peak"]
 
 
 @pytest.mark.parametrize("phase", ["log_probs", "values", "update_critic", "update_actor"])

@@ -90,6 +90,8 @@ class Case:
     """Instead of the shape's own; 0 keeps them."""
     only_nccl: bool = False
     """Serve no tensors of the host, whatever the product asks for."""
+    reshard_each: bool = True
+    """Spread weights and gradients in each micro-batch."""
 
     def config(self) -> Config:
         config = Config()
@@ -106,6 +108,7 @@ class Case:
         for held in (section.actor, config.critic.model):
             held.fsdp_config.param_offload = self.offload == "param"
             held.fsdp_config.optimizer_offload = self.offload == "optimizer"
+            held.fsdp_config.reshard_each = self.reshard_each
         section.ref.fsdp_config.param_offload = self.offload in ("param", "reference")
         if self.algorithm == "lora":
             section.model.lora_rank = 8

@@ -47,7 +47,7 @@ class OptimConfig:
 
 @dataclass
 class FsdpConfig:
-    """What leaves the device between uses; without effect on CPU.
+    """What leaves the device between uses: of offloading, without effect on CPU.
 
     What is null is chosen before the run starts: on, where the memory estimate says that the device
     has not the room (`verl.preflight.memory.offload`), and where nothing can be estimated.
@@ -58,6 +58,10 @@ class FsdpConfig:
     seconds a step; null where the device has not the room for them."""
     optimizer_offload: bool | None = option(None, resume="free")
     """Move optimizer state to the host between updates; null where the device has not the room."""
+    reshard_each: bool | None = option(True, resume="free")
+    """Spread weights and gradients over the ranks again in each micro-batch of an update. false
+    keeps both whole until its last one, which spares their collectives; null does so where the
+    memory estimate says that GPUs have the room."""
 
 
 @dataclass
@@ -68,8 +72,13 @@ class ModelConfig(AdapterConfig):
     """Folder (or hub name) of a Hugging Face causal language model."""
     trust_remote_code: bool = option(False, resume="free")
     """Run the code that the models' folders bring, as some need: whoever wrote it acts as you."""
-    enable_gradient_checkpointing: bool = option(True, resume="free")
-    """Recompute block activations in backward: less memory, about a third more compute."""
+    enable_gradient_checkpointing: bool | None = option(True, resume="free")
+    """Recompute block activations in backward: less memory, about a third more compute. null does
+    not where the memory estimate says that GPUs have the room."""
+    kernels: str = option("torch", resume="logged", choices=("torch", "compile", "liger"))
+    """What blocks compute norms, rotation and activation with: torch, compile (torch.compile, with
+    some seconds of compiling at first: `actor/compile_s`) or liger (the package liger-kernel, on
+    GPUs). Results differ by rounding."""
 
 
 @dataclass
@@ -237,7 +246,9 @@ class CriticModelConfig(AdapterConfig):
 
     path: str | None = option(None, resume="free")
     """Folder of the model whose trunk the critic starts from; null for the policy's."""
-    enable_gradient_checkpointing: bool = option(True, resume="free")
+    enable_gradient_checkpointing: bool | None = option(True, resume="free")
+    """As the policy's."""
+    kernels: str = option("torch", resume="logged", choices=("torch", "compile", "liger"))
     """As the policy's."""
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
 

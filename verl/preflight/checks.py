@@ -35,12 +35,13 @@ from verl.errors import (
 from verl.model_files import check_context
 from verl.monitor.tracking import PACKAGES, backend_names
 from verl.preflight.adapters import adapter_problems
-from verl.preflight.memory.check import look, memory_problems, settle_offload
+from verl.preflight.memory.check import look, memory_problems, settle_memory
 from verl.preflight.servers import server_problems
 from verl.rollout import schedule
 from verl.rollout.interface import engine_problems
 from verl.tokenizer_files import check_model
 from verl.training.devices import cores_of
+from verl.training.kernels import kernel_problems
 from verl.training.loading import is_cached, model_folder, weight_bytes
 
 logger = logging.getLogger(__name__)
@@ -65,13 +66,14 @@ def preflight(config: Config, environment: Environment) -> Config:
         *((_questions, schedule.problems) if config.samples else ()),
         lambda _: environment.preflight(PROBE_SECONDS),
         server_problems,
+        kernel_problems,
         _devices,
         _disk,
         _tracking,
     ]
     if not problems:  # adapters and memory are of the model
         setting = look(config)
-        config = settle_offload(config, setting)
+        config = settle_memory(config, setting)
         checks += [adapter_problems, functools.partial(memory_problems, setting=setting)]
     problems += [problem for check in checks for problem in check(config)]
     if problems:

@@ -83,6 +83,8 @@ def apply_update(
     seen = dict(zip(names, total.tolist(), strict=True))
     weight = max(seen.pop("weight"), 1e-12)
     means = {name: x if name.endswith("loss") else x / weight for name, x in seen.items()}
+    if spent := engine.take_compile_seconds():
+        means["compile_s"] = spent
     return {
         **{f"{model}/{name}": x for name, x in means.items()},
         **step.metrics(model),
@@ -128,10 +130,10 @@ class Actor:
         """
         micros = self.engine.micro_batches(mini_batch, self.budgets.update)
         rows, peaks = [], []
-        for _, micro in micros:
+        for number, (_, micro) in enumerate(micros, 1):
             inputs = PackedInputs.of(micro, loss_mask(micro), self.engine.device)
             loss, observed, mismatch = self._loss(micro, inputs)
-            self.engine.backward(loss)
+            self.engine.backward(loss, is_last=number == len(micros))
             rows.append(observed)
             peaks.append(mismatch)
         metrics = apply_update(self.engine, "actor", mini_batch, micros, _SUMS, rows)

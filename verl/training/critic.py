@@ -46,10 +46,10 @@ class Critic:
         """
         micros = self.engine.micro_batches(as_critic_sees(mini_batch), self.budgets.update)
         rows = []
-        for _, micro in micros:
+        for number, (_, micro) in enumerate(micros, 1):
             inputs = PackedInputs.of(micro, loss_mask(micro), self.engine.device)
             loss, observed = self._loss(micro, inputs)
-            self.engine.backward(loss)
+            self.engine.backward(loss, is_last=number == len(micros))
             rows.append(observed)
         return apply_update(self.engine, "critic", mini_batch, micros, _SUMS, rows)
 

@@ -10,7 +10,7 @@ from verl.training.critic import Critic
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.lora import Role, adapted_engine
 from verl.training.models import ValueModel, blocks
-from verl.training.rank import TrainingRank, offloading, recompute_activations
+from verl.training.rank import TrainingRank, offloading, prepare_blocks
 from verl.training.shards import CRITIC_FOLDER
 
 
@@ -42,7 +42,7 @@ def own_engine(rank: TrainingRank) -> FsdpModel:
     """An engine of weights that are the critic's alone."""
     model = rank.config.critic.model
     with rank.opened(model, rank.config.critic_path, needs_head=False) as lm:
-        recompute_activations(lm, model)
+        prepare_blocks(lm, model)
         return _engine(rank, lm, critic_options(rank))
 
 

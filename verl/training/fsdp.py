@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.config import OptimConfig
 from verl.packing import Packing
+from verl.training.kernels import compile_seconds
 from verl.training.loading import fill_shards, take_values
 from verl.training.loss_scale import LossScale
 from verl.types import TokenBatch
@@ -44,6 +45,8 @@ class FsdpOptions:
     """After the warm-up: constant, or linear or cosine to 0 at `num_updates`."""
     param_offload: bool = False
     optimizer_offload: bool = False
+    reshard_each: bool = True
+    """Spread weights and gradients over the ranks in each micro-batch, not once an update."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ class FsdpModel:
     """What the configured learning rate is multiplied by, from the next update on."""
     loss_scale: LossScale | None = field(init=False, default=None)
     """Of a model that is trained in float16."""
+    _compiled_s: float = field(init=False, default_factory=compile_seconds)
 
     def __post_init__(self, twin: FsdpModel | None) -> None:
         if not isinstance(self.module, FSDPModule):
@@ -138,9 +142,10 @@ class FsdpModel:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
             fully_shard(
                 module, mesh=mesh, mp_policy=policy, **offload,
-                reshard_after_forward=None if mesh.size() > 1 else False,
+                reshard_after_forward=None if spreads else False,
             )  # fmt: skip
 
+        spreads = self.options.reshard_each and mesh.size() > 1
         on_host = self.options.param_offload and self.device.type == "cuda"
         offload: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if on_host else {}
         values = take_values(self.module)
@@ -193,8 +198,14 @@ class FsdpModel:
         bins = packing.micro_batches(every, budget, at_least=max(count, 1))
         return [(indices, batch.select(indices)) for indices in bins]
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this rank's share of the loss; shares add up over ranks."""
+    def backward(self, loss: Tensor, is_last: bool = True) -> None:
+        """Add the gradient of this rank's share of the loss; shares add up over ranks.
+
+        Without `reshard_each` ranks add them up with an update's last micro-batch.
+        """
+        if not self.options.reshard_each:
+            self.module.set_requires_gradient_sync(is_last)
+            self.module.set_reshard_after_backward(is_last)
         # FSDP averages over ranks, the loss is a sum over them.
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         (loss * (dist.get_world_size() * scale)).backward()
@@ -239,6 +250,11 @@ class FsdpModel:
         can_shrink = self.loss_scale.value > 1
         self.loss_scale.observe(not is_skipped)
         return is_skipped and can_shrink
+
+    def take_compile_seconds(self) -> float:
+        """What this process has compiled since the last call."""
+        before, self._compiled_s = self._compiled_s, compile_seconds()
+        return self._compiled_s - before
 
     @property
     def lr(self) -> float:

@@ -36,22 +36,25 @@ from verl.training.devices import (
     take_peak_memory,
 )
 from verl.training.fsdp import FsdpModel
+from verl.training.kernels import use_kernels
 from verl.training.loading import opened_causal_lm
 from verl.training.network import interface_variables
 from verl.training.shards import ShardWriter, load_shards, num_bytes, save_shards
 
 
-def recompute_activations(lm: PreTrainedModel, config: ModelConfig | CriticModelConfig) -> None:
-    """Let `lm` recompute activations in backward, if so configured."""
+def prepare_blocks(lm: PreTrainedModel, config: ModelConfig | CriticModelConfig) -> None:
+    """Let the blocks of `lm` compute with the kernels that are configured, and recompute
+    activations in backward where that is."""
+    use_kernels(lm, config.kernels)
     if config.enable_gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def offloading(options: FsdpConfig) -> dict[str, Any]:
-    """What waits on the host; the driver has decided it for all ranks."""
-    param, optimizer = options.param_offload, options.optimizer_offload
-    assert param is not None and optimizer is not None, "null is decided before ranks start"
-    return {"param_offload": param, "optimizer_offload": optimizer}
+    """What leaves the device between uses; the driver has decided it for all ranks."""
+    found = dict(vars(options))
+    assert None not in found.values(), "null is decided before ranks start"
+    return found
 
 
 class TrainingRank:

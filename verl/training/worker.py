@@ -17,11 +17,12 @@ from verl.training.budgets import actor_budgets
 from verl.training.critic import Critic
 from verl.training.critic_worker import critic_of, critic_options, own_engine
 from verl.training.fsdp import FsdpModel, FsdpOptions
+from verl.training.kernels import use_kernels
 from verl.training.loading import blank_copy
 from verl.training.lora import Role, adapted_engine, policy_adapter, policy_weights, share
 from verl.training.models import LogProbModel, blocks
 from verl.training.node_folder import NodeFolder
-from verl.training.rank import TrainingRank, offloading, recompute_activations
+from verl.training.rank import TrainingRank, offloading, prepare_blocks
 from verl.training.weight_stream import card, send
 from verl.training.weights import write_weights
 
@@ -51,7 +52,7 @@ class TrainerWorker(TrainingRank):
         with self.opened(section.model, section.model.path) as lm:
             self.model_config = self.described = lm.config
             twin = blank_copy(lm) if needs_twin else None
-            recompute_activations(lm, section.model)
+            prepare_blocks(lm, section.model)
             actor = self._actor_engine(lm)
         reference = None
         if self.config.needs_reference:
@@ -84,6 +85,7 @@ class TrainerWorker(TrainingRank):
         options = FsdpOptions(compute_dtype=self.dtype, **offloading(fsdp))
         if twin is None:
             return share(actor, Role.REFERENCE, options)
+        use_kernels(twin, self.config.actor_rollout_ref.model.kernels)
         module = LogProbModel(twin)
         return FsdpModel(module, blocks(twin, twin), self.device, options, twin=actor)
 

@@ -39,6 +39,8 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
     """Updates of actor and critic, one with a rank left empty, a checkpoint, one more update."""
     config = tiny_config(model, size)
     config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 20
+    config.critic.ppo_max_token_len_per_gpu = 20
+    config.critic.model.fsdp_config.reshard_each = size == 1  # two ranks add up once an update
     worker = TrainerWorker(config, rank, size, "127.0.0.1", port, 10)
     first = shard_of(rank, size, LENGTHS, 0)
     answers: dict[str, Any] = {
@@ -113,6 +115,7 @@ def resume(rank: int, size: int, port: int, model: str, out: str) -> dict[str, A
     """A new run that takes up the checkpoint of `train`."""
     config = tiny_config(model, size)
     config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 20
+    config.critic.ppo_max_token_len_per_gpu = 20
     worker = TrainerWorker(config, rank, size, "127.0.0.1", port, 10)
     found = folders.latest(Path(out))
     assert found is not None

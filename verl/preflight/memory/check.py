@@ -30,11 +30,14 @@ from verl.preflight.memory.estimate import (
 from verl.preflight.memory.needs import AWAKE, Memory
 from verl.preflight.memory.offload import (
     OPTIONS,
+    ROOM,
     choose,
     everything,
     of_a_rank,
     open_choices,
     settled,
+    spend,
+    unspent,
 )
 from verl.training.devices import device_type, dtype_name, resolve_dtype
 
@@ -80,6 +83,17 @@ def look(config: Config) -> Setting | None:
         logger.info("memory: not estimated: the model cannot be tried on fake tensors (%s)", error)
         return None
     return setting
+
+
+def settle_memory(config: Config, setting: Setting | None) -> Config:
+    """The options with every null decided: what waits on the host, and what the room that is then
+    left on GPUs is spent on; where it is not estimated, nothing is."""
+    keys, chosen = unspent(config), settle_offload(config, setting)
+    if keys and setting is not None and setting.machine.devices:
+        chosen = spend(chosen, setting, keys)
+        kept = [ROOM[key] for key in keys if not attrgetter(key)(chosen)]
+        logger.info("memory that is left: %s", ", ".join(kept) or "too little to save time with")
+    return chosen
 
 
 def settle_offload(config: Config, setting: Setting | None) -> Config:

@@ -151,7 +151,10 @@ def rank_needs(config: Config, setting: Setting) -> list[Need]:
     item = DTYPES[dtype].itemsize
     models = held_models(config, policy, critic, item)
     if not setting.on_gpu:  # offloading has no effect there
-        models = [replace(model, offload=FsdpConfig()) for model in models]
+        models = [
+            replace(model, offload=FsdpConfig(reshard_each=model.offload.reshard_each))
+            for model in models
+        ]
     found: list[Need] = []
     for model in models:
         ranks, local = config.num_ranks, config.trainer.n_gpus_per_node

@@ -1,10 +1,13 @@
-"""What waits on the host between uses, where the options leave it open: chosen by the estimate."""
+"""What waits on the host between uses, where the options leave it open: chosen by the estimate.
+
+So is what the room that is left on the devices is spent on.
+"""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -30,6 +33,15 @@ each update; of a model trained from the host, the CPU adds up gradients and com
 """
 KEYS = (*OPTIONS, f"{REFERENCE}.optimizer_offload")
 """Every option of this kind; a reference has no optimizer."""
+
+
+ROOM = {
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "the actor's activations are kept",
+    "critic.model.enable_gradient_checkpointing": "the critic's activations are kept",
+    f"{ACTOR}.reshard_each": "the actor's weights and gradients stay whole in an update",
+    f"{CRITIC}.reshard_each": "the critic's weights and gradients stay whole in an update",
+}
+"""What saves time where it is false, and takes memory, by the time that it saves."""
 
 
 def changed(config: Config, change: Mapping[str, Any]) -> Config:
@@ -65,7 +77,21 @@ def settled(config: Config, chosen: Mapping[str, Any] | None = None) -> Config:
     for key in undecided(result):
         twin = key.replace(CRITIC, ACTOR) if config.shares_base else key
         result = changed(result, {key: bool(attrgetter(twin)(result))})
-    return result
+    return changed(result, dict.fromkeys(unspent(result), True))
+
+
+def unspent(config: Config) -> list[str]:
+    """The options of `ROOM` that are null."""
+    return [key for key in ROOM if attrgetter(key)(config) is None]
+
+
+def spend(config: Config, setting: Setting, keys: Sequence[str]) -> Config:
+    """A copy of settled options with those `keys` of `ROOM` false for which there is room."""
+    limit = CLOSE * free_memory(setting.machine)[Memory.DEVICE]
+    for key in keys:
+        tried = changed(config, {key: False})
+        config = tried if of_a_rank(estimate(tried, setting)) <= limit else config
+    return config
 
 
 def everything(config: Config) -> Config:

@@ -126,14 +126,18 @@ def gathered_needs(model: HeldModel, num_ranks: int, item: int) -> Iterator[Need
     Embedding, head and last norm are one group that stays from forward to backward; of the blocks
     up to three exist at once (the one that computes, the next one's communication buffer, the last
     one's that is being freed). One rank alone keeps every block to the end of the backward. A
-    block's gradient exists in the compute dtype and, while it is reduced, twice in float32.
+    block's gradient exists in the compute dtype and, while it is reduced, twice in float32. Without
+    `reshard_each` all blocks stay, and float32 gradients whole, from micro-batch to micro-batch.
     """
     root, block, layers = model.shape.root(model.has_head), model.shape.block, model.shape.layers
-    blocks = layers if num_ranks == 1 else min(3, layers)
+    stays = num_ranks == 1 or not model.offload.reshard_each
+    blocks = layers if stays else min(3, layers)
     size = item * (root + blocks * block)
     yield Need(model.memory, f"{model.name}: gathered", size, model.forward)
     if model.update is not None and not model.frozen:
         size, phases = (item + 2 * FLOAT) * block, frozenset({model.update})
+        if num_ranks > 1 and not model.offload.reshard_each:
+            size += FLOAT * model.learned
         yield Need(model.memory, f"{model.name}: gradients not yet spread", size, phases)
 
 
@@ -153,7 +157,7 @@ def activation_needs(
         policy, tokens(budgets.inference, every), longest, dtype,
         lora_rank=section.model.lora_rank, temperature=section.rollout.temperature,
     )  # fmt: skip
-    recompute = section.model.enable_gradient_checkpointing
+    recompute = bool(section.model.enable_gradient_checkpointing)
     update = replace(
         forward, tokens=tokens(budgets.update, minis), learns=True, recompute=recompute
     )
@@ -168,7 +172,7 @@ def activation_needs(
         critic, tokens(budgets.inference, every, ranks), longest, dtype,
         is_critic=True, lora_rank=own.model.lora_rank,
     )  # fmt: skip
-    recompute = own.model.enable_gradient_checkpointing
+    recompute = bool(own.model.enable_gradient_checkpointing)
     update = replace(
         forward, tokens=tokens(budgets.update, minis, ranks), learns=True, recompute=recompute
     )

@@ -1,0 +1,42 @@
+"""What the memory that is left on GPUs is spent on, where the options leave it open."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+from tests.verl.preflight.memory.test_presets import machine
+from tests.verl.preflight.memory.test_shortages import run, setting
+from verl.config import Config
+from verl.preflight.memory.check import settle_memory
+from verl.preflight.memory.estimate import estimate
+from verl.preflight.memory.offload import ROOM, changed, of_a_rank, settled
+
+KEYS = [key for key in ROOM if key.startswith("actor")]
+
+
+def open_run() -> Config:
+    config = changed(run(8), dict.fromkeys(KEYS))
+    config.trainer.device = "cuda"
+    return config
+
+
+def test_time_is_saved_where_there_is_room_for_it() -> None:
+    """On the largest cards everything, on the smallest nothing, and a tenth of each stays free."""
+    chosen = []
+    for gib in (23.5, 79.0, 500.0):
+        here = setting("Qwen2.5-3B", machine(8, gib, 1000))
+        found = settle_memory(open_run(), here)
+        spent = [key for key in KEYS if attrgetter(key)(found) is False]
+        assert not spent or of_a_rank(estimate(found, here)) <= 0.9 * here.machine.devices[0].free
+        chosen.append(len(spent))
+    assert chosen == sorted(chosen) and (chosen[0], chosen[-1]) == (0, len(KEYS))
+
+
+def test_nothing_is_spent_where_nothing_is_known_or_chosen() -> None:
+    """Without an estimate, on a CPU, and where the user said so; what a user gave away is gone."""
+    for found in (settle_memory(open_run(), None), settled(open_run())):
+        assert all(attrgetter(key)(found) is True for key in KEYS)
+    here = setting("Qwen2.5-3B", machine(8, 500.0, 1000))
+    for value in (True, False):
+        found = settle_memory(changed(open_run(), dict.fromkeys(KEYS, value)), here)
+        assert all(attrgetter(key)(found) is value for key in KEYS)
