@@ -204,6 +204,7 @@ class FsdpModel:
         Without `reshard_each` ranks add them up with an update's last micro-batch.
         """
         if not self.options.reshard_each:
+            assert isinstance(self.module, FSDPModule)
             self.module.set_requires_gradient_sync(is_last)
             self.module.set_reshard_after_backward(is_last)
         # FSDP averages over ranks, the loss is a sum over them.

@@ -35,7 +35,7 @@ def use_kernels(lm: PreTrainedModel, kind: str) -> None:
         AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
         for block in blocks(lm, lm):
             # The forward alone, below FSDP's hooks and recomputation; for any number of tokens.
-            block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
+            block.forward = torch.compile(block.forward, dynamic=True)
 
 
 def compile_seconds() -> float:
