@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks.algorithms.runner import BASE, ROOT, Result, prepare, retriever
@@ -37,9 +39,6 @@ WAYS = {
     "uncorrected": ("actor_rollout_ref.actor.old_log_probs=recompute",),
 }
 """What the loss makes of older tokens (docs/asynchrony.md)."""
-WIDTH, HEIGHT, LEFT, TOP = 640, 320, 48, 16
-COLOURS = ("#1b7837", "#2166ac", "#e08214", "#b2182b", "#762a83", "#4d4d4d")
-INK = 'fill="#333"'
 console = Console(soft_wrap=True, highlight=False)
 
 
@@ -112,38 +111,19 @@ def table(courses: Sequence[Course]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def drawing(courses: Sequence[Course]) -> str:
-    """The curves as SVG; those of several seeds have one colour."""
+def draw(courses: Sequence[Course], path: Path) -> None:
+    """The curves; those of several seeds have one colour."""
     names = list(dict.fromkeys((one.way, one.lag) for one in courses))
-    last = max(step for one in courses for step, _ in one.curve)
-
-    def at(step: float, em: float) -> str:
-        x = LEFT + (WIDTH - LEFT - 150) * step / last
-        return f"{x:.1f},{TOP + (HEIGHT - TOP - 40) * (1 - em):.1f}"
-
-    parts = []
-    for em in (0.0, 0.25, 0.5, 0.75, 1.0):
-        parts.append(f'<polyline points="{at(0, em)} {at(last, em)}" stroke="#bbb"/>')
-        x, y = at(0, em).split(",")
-        parts.append(
-            f'<text x="{float(x) - 6}" y="{float(y) + 4}" {INK} text-anchor="end">{em:g}</text>'
-        )
-    for step in range(0, last + 1, max(1, last // 6)):
-        x = at(step, 0).split(",")[0]
-        parts.append(f'<text x="{x}" y="{HEIGHT - 20}" {INK} text-anchor="middle">{step}</text>')
-    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 4}" {INK}>held-out EM by step</text>')
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="held-out EM", ylim=(0, 1))
     for one in courses:
-        colour = COLOURS[names.index((one.way, one.lag)) % len(COLOURS)]
-        points = " ".join(at(*point) for point in one.curve)
-        parts.append(f'<polyline points="{points}" stroke="{colour}" stroke-width="2"/>')
-    for number, (way, lag) in enumerate(names):
-        place = f'x="{WIDTH - 140}" y="{TOP + 14 + 18 * number}"'
-        colour = COLOURS[number % len(COLOURS)]
-        parts.append(f'<text {place} fill="{colour}">lag {lag} ({way})</text>')
-    head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" fill="none" '
-            'font-family="sans-serif" font-size="12">\n'
-            f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>\n')  # fmt: skip
-    return head + "\n".join(parts) + "\n</svg>\n"
+        number = names.index((one.way, one.lag))
+        label = f"lag {one.lag} ({one.way})" if one.seed == courses[0].seed else None
+        axes.plot(*zip(*one.curve, strict=True), color=f"C{number}", label=label)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lag"}):
+        figure.savefig(path, metadata={"Date": None})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -170,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             courses.append(course_of(way, lag, seed, folder))
             console.print(courses[-1])
             (out / "lag.json").write_text(json.dumps([vars(one) for one in courses]) + "\n")
-            (out / "lag.svg").write_text(drawing(courses))
+            draw(courses, out / "lag.svg")
     console.print(table(courses), markup=False)
     return 0
 
