@@ -130,9 +130,11 @@ def write_run(folder: Path, num_steps: int, size: int, seed: int = 0) -> None:
     (folder / "config.yaml").write_text(json.dumps(config))
     lines = []
     for step in range(1, num_steps + 1):
-        share = 0.1 + 0.7 * step / num_steps
-        rows = [writer.row(step, share, i // 8, i % 8) for i in range(size)]
-        write_lines(rollouts / f"step_{step:08d}.jsonl", rows)
+        share, path = 0.1 + 0.7 * step / num_steps, rollouts / f"step_{step:08d}.jsonl"
+        writer.random.seed(f"{seed} {step}")  # a run that was broken off is gone on with
+        if not path.is_file():
+            rows = [writer.row(step, share, i // 8, i % 8) for i in range(size)]
+            write_lines(path, rows)
         numbers = {f"family{i % 6}/metric{i}": writer.random.gauss(share, 0.1) for i in range(120)}
         lines.append(json.dumps({"step": step, "guard/health": 0.0, **numbers}) + "\n")
     with whole_file(folder / "metrics.jsonl") as part:

@@ -28,6 +28,7 @@ TELL_S = 2.0
 """While many files are read, what is kept is looked up anew this often."""
 MOST_KEPT = 64
 """Answers in memory, of at most a few bytes a trajectory each."""
+# by_words and by_score also hold what is filtered in their order, so that no wide row is read.
 LAYOUT = """
 CREATE TABLE IF NOT EXISTS files (
     kind TEXT, step INTEGER, path TEXT, state TEXT, num_bad INTEGER, PRIMARY KEY (kind, step));
@@ -40,7 +41,8 @@ CREATE TABLE IF NOT EXISTS trajectories (
 CREATE UNIQUE INDEX IF NOT EXISTS by_place ON trajectories (step, kind, line);
 CREATE INDEX IF NOT EXISTS by_uid ON trajectories (uid, step);
 CREATE INDEX IF NOT EXISTS by_newest ON trajectories (step DESC, kind, line);
-CREATE INDEX IF NOT EXISTS by_score ON trajectories (score, step DESC);
+CREATE INDEX IF NOT EXISTS by_words ON trajectories (step DESC, kind, line, words);
+CREATE INDEX IF NOT EXISTS by_score ON trajectories (score, step DESC, searches);
 CREATE INDEX IF NOT EXISTS by_searches ON trajectories (searches DESC, step DESC);
 CREATE INDEX IF NOT EXISTS by_log_prob ON trajectories (log_prob IS NULL, log_prob, step DESC);
 CREATE INDEX IF NOT EXISTS by_status ON trajectories (kind, status, source);

@@ -22,7 +22,7 @@ from verl.errors import ConfigError, explain
 
 SIGNS = ("config.yaml", "metrics.jsonl", "validation", HEADER)
 """What tells the folder of a run, or of its trajectories, from any other."""
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Of the index; another one has a file of its own."""
 CREDIT = "credit"
 """Folder of a run with what its documents were worth, as `search-r1 credit` writes it."""
