@@ -17,7 +17,7 @@ from verl.core_algos.advantages import ADVANTAGES
 from verl.data.trajectories import Recorded, row_of
 from verl.rewards.interface import Reward, RewardManager
 from verl.training.devices import rollout_dtype
-from verl.types import Status, Trajectory
+from verl.types import Origin, Status, Trajectory
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,14 @@ def verdict(edit: Edit, likeness: Likeness, trajectory: Trajectory) -> str:
     count = likeness.num_tokens
     tokens = f"{count} token{'s' * (count != 1)} of the policy{where}"
     if likeness.differs_at is not None:
-        segment, token = (number + 1 for number in likeness.differs_at)
-        cause = f"With another {' and '.join(edit.changes)}" if edit.changes else "Without an edit"
-        return f"{cause} it differs first in segment {segment}, token {token}, after {tokens}."
+        segment, token = likeness.differs_at
+        spoken = [s.origin is Origin.POLICY for s in trajectory.segments[: segment + 1]]
+        is_turn = len(spoken) > segment and spoken[-1]
+        place = f"{'' if is_turn else 'what followed '}turn {sum(spoken)}"
+        cause = (
+            f"With the edited {' and '.join(edit.changes)}" if edit.changes else "Without an edit"
+        )
+        return f"{cause} it differs first at token {token + 1} of {place}, after {tokens}."
     if likeness.largest == 0:
         return f"Bit-identical to the record: all {tokens}, and their log-probs."
     return f"The record's tokens: all {tokens}; log-probs differ by up to {likeness.largest:.1e}."
