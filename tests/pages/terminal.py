@@ -53,6 +53,12 @@ class Terminal:
 
     def type_in(self, block: str) -> str:
         """Run a block; returns what was said. Raises AssertionError with it where that fails."""
+        status, said = self.run(block)
+        assert status == 0, f"{block}\n{said[-4000:]}"
+        return said
+
+    def run(self, block: str) -> tuple[int, str]:
+        """Run a block; returns its exit status and what was said."""
         if "retrieval_launch.sh" in block:
             self.end()
         url = f"http://127.0.0.1:{self.port}"
@@ -71,9 +77,7 @@ class Terminal:
             )  # fmt: skip
             self.running.append(shell)
             status = shell.wait(400)
-        said = log.read_text()
-        assert status == 0, f"{block}\n{said[-4000:]}"
-        return said
+        return status, log.read_text()
 
     def end(self) -> None:
         """End what runs in the background."""
