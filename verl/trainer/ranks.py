@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from verl.single_controller.dispatch import join_tokens, split_by_work
 from verl.training.devices import PeakMemory
 from verl.training.node_folder import on_node
 from verl.types import Metrics, TokenBatch
+
+SEEN = frozenset({"input_ids", "policy_mask", "loss_mask", "value_mask"})
+"""Token columns that a forward reads, where a batch has them: no others are sent for it."""
 
 
 class TrainerRanks:
@@ -167,7 +171,8 @@ def begin_per_token(
     group: RayWorkerGroup, method: str, batch: TokenBatch, pair_cost: float
 ) -> Callable[[], Tensor]:
     """Divide a batch over a group's ranks; the answer waits for a value for each token."""
-    split = split_by_work(batch, len(group), pair_cost)
+    seen = {name: column for name, column in batch.tokens.items() if name in SEEN}
+    split = split_by_work(replace(batch, tokens=seen), len(group), pair_cost)
     answers = group.begin_scatter(method, split.shards)
     return lambda: join_tokens(answers(), split, batch)
 

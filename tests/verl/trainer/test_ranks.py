@@ -20,6 +20,7 @@ class Answers:
     def __init__(self, answers: Sequence[Any], name: str = "rank") -> None:
         self.answers, self.name = answers, name
         self.called: list[str] = []
+        self.sent = set[str]()
 
     def __len__(self) -> int:
         return len(self.answers)
@@ -29,6 +30,7 @@ class Answers:
         return lambda: list(self.answers)
 
     def begin_scatter(self, method: str, shards: Sequence[Any]) -> Callable[[], list[Any]]:
+        self.sent = set(shards[0].tokens)
         return self.begin(method)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -89,6 +91,19 @@ def test_each_question_goes_to_the_model_that_it_is_about() -> None:
     ask_everything(ranks_of(recorded), recorded, recorded)
     assert recorded.called == ["actor.log_probs", "reference.log_probs", "critic.values",
                                "actor.update", "critic.update"]  # fmt: skip
+
+
+def test_a_forward_gets_what_it_reads_and_an_update_everything() -> None:
+    """Ids and masks; whatever else a step knows of its tokens stays with the driver."""
+    recorded, batch = Answers([]), make_batch([3, 2])
+    ranks = ranks_of(recorded)
+    recorded.answers = [torch.zeros(batch.num_tokens)]
+    for ask in (ranks.log_probs, ranks.ref_log_probs, lambda some: ranks.begin_values(some)()):
+        ask(batch)
+        assert recorded.sent == {"input_ids", "policy_mask"}
+    recorded.answers = [{}]
+    ranks.update_actor(batch)
+    assert recorded.sent == set(batch.tokens)
 
 
 def ask_everything(ranks: TrainerRanks, *groups: Answers) -> None:
