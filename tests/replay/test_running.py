@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from example.tiny import tiny_llama
@@ -105,11 +107,21 @@ def small_model(folder: Path) -> str:
     return str(folder)
 
 
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The number of threads that run and replay compute with, here in one process."""
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_recorded_step_is_replayed_to_the_bit_by_the_whole_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the model that the run began with; then a text in place of a turn, with gradients."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config, rollouts = Config(), tmp_path / "rollouts"
     config.data.train_files = config.data.val_files = ["none.parquet"]
     config.data.max_response_length, config.max_turns, config.retriever.url = 50, 1, "empty"

@@ -23,7 +23,7 @@ MAY_BE_ZERO = {
     "it turns off what the option is of": "lora_rank lr_warmup_steps_ratio weight_decay "
     "entropy_coeff kl_loss_coef llds_coef kl_coef penalty_factor critic_warmup save_freq keep_best "
     "test_freq memory_watch_seconds memory_low drift_trajectories min_delta warmup_steps rescore "
-    "cache_entries cache_bytes inject_failures inject_hangs test_share",
+    "cache_entries cache_bytes inject_failures inject_hangs test_share samples",
     "no momentum, discount at once, one-step estimates": "betas gamma lam",
     "greedy; training refuses it by a rule of its own": "temperature",
     "never again, or at once": "node_timeout max_restarts max_retries max_outage max_turns "

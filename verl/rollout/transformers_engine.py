@@ -46,6 +46,8 @@ class TransformersEngine(RolloutEngine):
         self.weight_version = 0
         self.model: Any = None
         self.tokenizer: Any = None
+        self._declared: Any = None
+        """The model's generation_config.json, which new weights come without."""
         self._caches = caches
         self._own = torch.Generator()
         self._own.seed() if seed is None else self._own.manual_seed(seed)
@@ -66,6 +68,7 @@ class TransformersEngine(RolloutEngine):
         """Load model and tokenizer; raises ModelError when they are not there."""
         self.tokenizer = load_tokenizer(self.path)
         self.model = self._load(self.path)
+        self._declared = self.model.generation_config
         refuse_values(self.model.named_parameters(), f"weights of {self.path}")
 
     def _load(self, path: str) -> Any:
@@ -83,6 +86,7 @@ class TransformersEngine(RolloutEngine):
             self.model = None
             self._forget()
             self.model = await asyncio.to_thread(self._load, folder)
+            self.model.generation_config = self._declared or self.model.generation_config
             self.weight_version = version
 
     async def sleep(self) -> None:

@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from example.model import load_tokenizer
 from example.tiny import tiny_llama
 from tests.fakes import EOS, ByteTokenizer
 from verl.errors import ModelError
@@ -147,6 +149,31 @@ def test_a_sampled_end_of_sequence_is_kept() -> None:
         model.lm_head.weight[EOS] = hidden
     got = generate(of(model), PROMPT, Sampling(5, temperature=0))
     assert (got.ids, got.finish_reason, got.text) == ((EOS,), "stop", "<eos>")
+
+
+def test_every_end_of_an_instruct_model_still_counts_with_new_weights(tmp_path: Path) -> None:
+    """Ranks hand over weights without the generation_config.json that names the other ends."""
+    tokenizer, other = load_tokenizer(), 65
+    model = tiny_llama(eos_token_id=tokenizer.eos_token_id)
+    with torch.no_grad():
+        hidden = model.model(torch.tensor([PROMPT])).last_hidden_state[0, -1]
+        model.lm_head.weight[other] = 100 * hidden
+    given, weights = tmp_path / "given", tmp_path / "weights"
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, other]
+    for folder in (given, weights):
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(given)
+    (weights / "generation_config.json").unlink()
+    engine = TransformersEngine(str(given), "cpu", "float32")
+
+    async def ends() -> list[str]:
+        await engine.start()
+        first = await engine.generate(PROMPT, Sampling(3, temperature=0))
+        await engine.update_weights(str(weights), 1)
+        second = await engine.generate(PROMPT, Sampling(3, temperature=0))
+        return [first.finish_reason, second.finish_reason]
+
+    assert asyncio.run(ends()) == ["stop", "stop"]
 
 
 def test_top_p_keeps_the_smallest_set_that_holds_it() -> None:
