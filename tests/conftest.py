@@ -48,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.close(descriptor)
     os.environ["NETWORK_TRIED"] = name
     os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # `datasets` counts the reading of local files
+    # Else Ray's processes get what other tests leave of the cores, and a run takes six minutes.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     paths = [str(GUARD.parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     runpy.run_path(str(GUARD))
