@@ -17,7 +17,7 @@ from tests.agent_server.services import MODEL, serving
 from tests.agent_server.test_app import prompt_of
 from tests.fakes import ScriptedEngine
 from tests.inference.scripted import SHORT, TWO_SEARCHES, SpellingEngine, session
-from tests.tabs import Visit, chromium
+from tests.tabs import TIMEOUT_MS, Visit, chromium
 from verl.errors import AnswerInvalid
 from verl.types import Completion, Sampling
 
@@ -33,13 +33,18 @@ class PacedEngine(SpellingEngine):
     def __init__(self, script: Sequence[str]) -> None:
         super().__init__(script)
         self.turns = threading.Semaphore(0)
+        self.was_cancelled = threading.Event()
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, listener: Callable[[str], None]
     ) -> Completion:
         completion = await super().stream(prompt_ids, sampling, listener)
-        while not self.turns.acquire(blocking=False):
-            await asyncio.sleep(0.005)
+        try:
+            while not self.turns.acquire(blocking=False):
+                await asyncio.sleep(0.005)
+        except asyncio.CancelledError:
+            self.was_cancelled.set()
+            raise
         return completion
 
 
@@ -170,6 +175,7 @@ def test_stops_errors_and_ends_are_told(visit: Callable[..., Visit]) -> None:
         page.tab.keyboard.press("Escape")
         page.see(".end", "Stopped")
         page.see("#state", "ready")
+        assert engine.was_cancelled.wait(TIMEOUT_MS / 1000)
         engine.turns.release()
         ask(page, "Again?")
         page.see(".notice.warn", "No answer: all turns are used up.")
