@@ -1,7 +1,6 @@
 """The search page in real headless Chromium against the real application on a real port."""
 
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +14,8 @@ from search_r1.search.schema import Document, Hit
 from search_r1.search.server.app import create_app
 from search_r1.search.server.config import ServiceConfig
 from search_r1.search.timing import stage
+from tests import tabs
+from tests.tabs import TIMEOUT_MS, chromium
 
 pytestmark = pytest.mark.browser
 
@@ -23,7 +24,6 @@ HOSTILE = [
     Document("2", "", "fishes, a fish & a Fish.\nNext line", "fish"),
     Document.from_title("3", "long", "word " * 600),
 ]
-TIMEOUT_MS = 15_000
 ERRORS = {"busy": Overloaded("the queue is full", 7.0), "unseen": QueryNotRecorded("no record")}
 
 
@@ -49,23 +49,13 @@ class Scripted:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium of this machine; where there is none these tests fail, as the marker says."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+    """Of the module."""
+    with chromium() as found:
         yield found
-        found.close()
 
 
-class Visit:
-    """A tab on the page, and every complaint of the browser about it."""
-
-    def __init__(self, tab: Any, url: str) -> None:
-        self.tab, self.url = tab, url
-        self.complaints: list[str] = []
-        tab.set_default_timeout(TIMEOUT_MS)
-        tab.on("console", lambda m: self.complaints.append(m.text) if m.type == "error" else None)
-        tab.on("pageerror", lambda error: self.complaints.append(str(error)))
+class Visit(tabs.Visit):
+    """A tab on the page."""
 
     def open(self, address: str = "/") -> None:
         self.tab.goto(self.url + address)
@@ -79,12 +69,9 @@ class Visit:
         )
         self.tab.get_by_label("Question").press("Enter")
 
-    def see(self, selector: str, text: str) -> None:
-        """Wait until the element shows the text."""
+    def see(self, selector: str, text: str | re.Pattern[str]) -> None:
+        """Wait until the element, the only one, shows the text."""
         playwright.expect(self.tab.locator(selector)).to_contain_text(text, timeout=TIMEOUT_MS)
-
-    def texts(self, selector: str) -> list[str]:
-        return [str(text) for text in self.tab.locator(selector).all_text_contents()]
 
 
 @pytest.fixture
