@@ -135,13 +135,12 @@ def _engines(config: Config) -> Iterator[Row]:
            f"a divisor of {holder}={per_node}", f"{ROLLOUT}.tensor_model_parallel_size=1")
     yield (is_split and rollout.name == "remote", key, trainer.rollout_gpus,
            f"0: {ROLLOUT}.name=remote is a server with devices of its own", f"{key}=0")
-    apart = next(
-        (why for why, given in {
-            "max_staleness": rollout.max_staleness > 0, "trainer.rollout_gpus": is_split,
-            "url": config.is_external,
-        }.items() if given), None)  # fmt: skip
-    yield (config.streams_weights and apart is not None, f"{ROLLOUT}.weight_sync", "ipc",
-           f"files with {apart}: only engines that wait on the ranks' own devices receive weights",
+    reasons = {"max_staleness": rollout.max_staleness > 0, "trainer.rollout_gpus": is_split,
+               "url": config.is_external}  # fmt: skip
+    apart = [name for name, given in reasons.items() if given]
+    yield (config.streams_weights and bool(apart), f"{ROLLOUT}.weight_sync", "ipc",
+           f"files with {', '.join(apart)}: only engines that wait on the ranks' own devices "
+           "receive weights",
            f"{ROLLOUT}.weight_sync=files")
     must_wait = not rollout.partial or rollout.max_staleness == 0
     yield (rollout.interrupt_turns and must_wait, f"{ROLLOUT}.interrupt_turns", "true",

@@ -194,10 +194,10 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
         yield Need(Memory.SHARED, "weights for the engines", size, LOADED)
         return
     size, largest = item * policy.parameters(), max(policy.tensors())
+    yield Need(Memory.DEVICE, "largest tensor, whole", (FLOAT + item) * largest, sync)
     if config.streams_weights:
         buffers = NUM_BUFFERS * max(BUFFER_BYTES, item * largest)
         yield Need(Memory.DEVICE, "weights on their way, in two buffers", buffers, sync)
-        yield Need(Memory.DEVICE, "largest tensor, whole", (FLOAT + item) * largest, sync)
         return
     yield Need(Memory.SHARED, "weights for the engines", size, LOADED)
     if config.num_weight_versions > 1:
@@ -205,7 +205,6 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
     else:
         yield Need(Memory.SHARED, "their next file", min(size, SHARD_BYTES), sync)
     yield Need(Memory.HOST, "weights being written", min(size, SHARD_BYTES), sync)
-    yield Need(Memory.DEVICE, "largest tensor, whole", (FLOAT + item) * largest, sync)
 
 
 def _on_host(need: Need, config: Config) -> Need:
