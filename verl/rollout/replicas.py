@@ -162,22 +162,24 @@ class RolloutReplicas(Engines):
 
     def _stream(self, policy: Policy) -> dict[str, float]:
         """Have ranks send the present policy while engines load it; the seconds of each part."""
-        start, cards = time.perf_counter(), list(itertools.chain(*self._ask("engine.cards")))
+        start, cards = time.perf_counter(), self._ask("engine.cards")
         self.version, self._is_published, self._policy = self.version + 1, True, policy
-        calls, stream = self._receive()
+        calls, packed = self._send(policy, cards)
         self._adopting |= {call: (replica, self.version) for replica, call in enumerate(calls)}
-        packed = policy.send_policy(stream, cards, self.dtype)
         sent = time.perf_counter()
         self._settle(most=0)
         loaded = time.perf_counter()
         return {"gather": sent - start - packed, "write": packed, "load": loaded - sent}
 
-    def _receive(self) -> tuple[list[Any], str]:
-        """Have every replica wait for the present weights; the calls, and what they wait for."""
+    def _send(self, policy: Policy, cards: Sequence[Sequence[str]]) -> tuple[list[Any], float]:
+        """Have ranks send the present weights to every replica, of which each names its `cards`;
+        the replicas' calls, and the seconds of packing."""
         stream = secrets.token_hex(8)
-        replicas, given = range(len(self.group)), (stream, self.version)
-        return [self.group.submit(i, "receive_weights", *given, self._num_calls[i])
-                for i in replicas], stream  # fmt: skip
+        calls = [
+            self.group.submit(i, "receive_weights", stream, self.version, self._num_calls[i])
+            for i in range(len(self.group))
+        ]
+        return calls, policy.send_policy(stream, list(itertools.chain(*cards)), self.dtype)
 
     def sleep(self) -> None:
         """Give the devices' memory to the training ranks."""
@@ -285,9 +287,7 @@ class RolloutReplicas(Engines):
             self.group.gather(self.group.start_build(RolloutReplica, self._arguments))
             self.group.call("engine.start")
             if self._policy is not None:
-                cards = itertools.chain(*self.group.call("engine.cards"))
-                calls, stream = self._receive()
-                self._policy.send_policy(stream, list(cards), self.dtype)
+                calls, _ = self._send(self._policy, self.group.call("engine.cards"))
                 self.group.gather(calls)
             elif self._is_published:
                 update, present = "update_weights", enumerate(self._present())
