@@ -70,13 +70,17 @@ def retriever(folder: Path, *flags: str) -> LocalServer:
     return LocalServer(["--corpus_path", str(corpus), "--retriever_name", "bm25", *flags])
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A model that searches and rows; each run brings its retriever."""
-    folder = tmp_path_factory.mktemp("world")
+def searching_world(folder: Path) -> dict[str, str]:
+    """A model that searches, and rows to ask it."""
     write_rows(folder / "rows.parquet")
     model = searching_model(folder / "model")
     return {"model": model, "rows": str(folder / "rows.parquet"), "folder": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A model that searches and rows; each run brings its retriever."""
+    return searching_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,8 @@ from search_r1.credit.documents import Document, answer_tokens, documents_of, wi
 from search_r1.inference.model import at_last_step, computed_dtype, model_folder
 from search_r1.inference.options import AgentOptions
 from search_r1.plain import log
-from search_r1.replay.command import ReplayOptions
 from search_r1.replay.given import read_run
-from search_r1.replay.running import weights_of
+from search_r1.replay.running import nearest, weights_of
 from search_r1.scoring import build_reward_manager
 from search_r1.view.configuration import read_config
 from search_r1.view.dialogue import Dialogue, read_dialogue, tags_of
@@ -102,7 +101,7 @@ def start(options: CreditOptions) -> int:
         got = ", ".join(map(str, sorted(set(steps) - set(known)))) or "none"
         span = f"steps that {rollouts} has: {known[0]} to {known[-1]}" if known else "a record"
         raise DataError(explain("--steps", got, span, "name one of those"))
-    config = read_run(ReplayOptions(run=options.run, trajectory=())) if found else None
+    config = read_run(options.run) if found else None
     if config is None and not options.checkpoint:
         expected = f"weights, as {options.run} has no config.yaml"
         raise ConfigError(explain("--checkpoint", "none", expected, "--checkpoint FOLDER"))
@@ -124,7 +123,7 @@ def _sampled_by(run: Path, config: Config | None, recorded: Sequence[Recorded]) 
     assert config is not None
     wanted = Counter(one.trajectory.segments[-1].weight_version for one in recorded)
     version, known = wanted.most_common(1)[0][0], weights_of(run, config)
-    return known[min(known, key=lambda one: (abs(one - version), one))]
+    return known[nearest(known, version)]
 
 
 @contextlib.contextmanager

@@ -41,27 +41,27 @@ class Place:
         return self.rows[self.line]
 
 
-def read_run(options: ReplayOptions) -> Config:
-    """The run's options, as one dialogue at a time needs them. Raises ConfigError."""
-    found = read_config(options.run)
+def read_run(folder: Path, device: str | None = None, retriever_url: str | None = None) -> Config:
+    """A run's options, as one dialogue at a time needs them. Raises ConfigError."""
+    found = read_config(folder)
     if not found:
         expected = "a run's trainer.default_local_dir, with config.yaml"
-        raise ConfigError(explain("RUN", options.run, expected, "name the folder of a run"))
+        raise ConfigError(explain("RUN", folder, expected, "name the folder of a run"))
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), found)
         config: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         got, expected = " ".join(str(error).split()), "options that this release knows"
         fix = "replay by the release that made the run"
-        raise ConfigError(explain(f"{options.run}/config.yaml", got, expected, fix)) from error
+        raise ConfigError(explain(f"{folder}/config.yaml", got, expected, fix)) from error
     rollout, retriever = config.actor_rollout_ref.rollout, config.retriever
     rollout.url = rollout.replay = None  # servers of the user's are not given other weights
     rollout.interrupt_turns, rollout.merge_adapter = False, True
     retriever.speculate = False
     retriever.max_retries = min(MAX_RETRIES, retriever.max_retries)
     retriever.deadline = min(DEADLINE_S, retriever.deadline or DEADLINE_S)
-    retriever.url = options.retriever_url or retriever.url
-    config.trainer.device = options.device or config.trainer.device
+    retriever.url = retriever_url or retriever.url
+    config.trainer.device = device or config.trainer.device
     return config  # type: ignore[no-any-return]
 
 

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -36,13 +35,12 @@ from verl.types import Sampling, Status
 
 FIRST = 1
 """The version of the weights that a run begins with."""
-HANDED = ("config.json", "*.safetensors*", "*.bin*", "*.py")
-"""What ranks give engines of a model: weights and their config, no other file."""
 
 
 def start(options: ReplayOptions) -> int:
     """Replay and print; 2 where a tool failed. Raises UserError."""
-    config, edit, places = read_run(options), read_edit(options), read_places(options)
+    config = read_run(options.run, options.device, options.retriever_url)
+    edit, places = read_edit(options), read_places(options)
     set_trust(config.actor_rollout_ref.model.trust_remote_code)
     reward = build_reward_manager(config)
     _compute_alike(config)
@@ -76,14 +74,14 @@ async def replayed(
 
     async with contextlib.AsyncExitStack() as stack:
         for version, group in groupby(sorted(places, key=version_of), key=version_of):
-            used = min(known, key=lambda one: (abs(one - version), one))
+            used = nearest(known, version)
             folder = stack.enter_context(model_folder(known[used], rollout_dtype(config)))
             if agent is None or engine is None:
                 config.actor_rollout_ref.model.path = str(folder)
                 agent = dialogue_agent(config, lambda call, _: heard.append(call))
                 stack.push_async_callback(agent.environment.aclose)
                 engine = await stack.enter_async_context(running_engine(config))
-            await engine.update_weights(str(stack.enter_context(_handed(folder))), used)
+            await engine.update_weights(str(folder), used)
             for place in group:
                 asked = len(heard)
                 trajectory = await play(
@@ -114,13 +112,9 @@ def weights_of(run: Path, config: Config) -> dict[int, str]:
     return found
 
 
-@contextlib.contextmanager
-def _handed(folder: Path) -> Iterator[Path]:
-    """The model as ranks hand it over: nothing else in it says where sequences end."""
-    with tempfile.TemporaryDirectory(prefix="handed-") as name:
-        for path in (path for pattern in HANDED for path in folder.glob(pattern)):
-            Path(name, path.name).symlink_to(path.resolve())
-        yield Path(name)
+def nearest(known: Iterable[int], version: int) -> int:
+    """The version of those that is next to another, the older of two."""
+    return min(known, key=lambda one: (abs(one - version), one))
 
 
 def _compute_alike(config: Config) -> None:

@@ -15,10 +15,9 @@ import pytest
 
 from search_r1.agent.generation import build_dialogue
 from search_r1.inference.model import model_folder
-from search_r1.replay.command import ReplayOptions
 from search_r1.replay.given import read_run
-from tests.test_end_to_end import ROOT, train, write_rows
-from tests.test_retriever_failures import COUNTRIES, retriever, searching_model
+from tests.test_end_to_end import ROOT, train
+from tests.test_retriever_failures import COUNTRIES, retriever, searching_world
 from verl.agent.dialogue import derived_seed
 from verl.agent.interface import Turn
 from verl.data.trajectories import Recorded, read_step
@@ -42,10 +41,7 @@ OPTIONS = (
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A model that searches, and a retriever that is gone before anything is replayed."""
-    folder = tmp_path_factory.mktemp("world")
-    write_rows(folder / "rows.parquet")
-    model = searching_model(folder / "model")
-    return {"model": model, "rows": str(folder / "rows.parquet"), "folder": str(folder)}
+    return searching_world(tmp_path_factory.mktemp("world"))
 
 
 def recorded(world: dict[str, str], out: Path, *options: str) -> Path:
@@ -112,7 +108,7 @@ def test_an_edit_and_the_wrong_weights(world: dict[str, str], tmp_path: Path) ->
 
 def fresh(run: Path, row: Recorded, ids: list[int]) -> list[list[int]]:
     """What a new engine with the step's weights says and reads after `ids`, turn by turn."""
-    config, parts = read_run(ReplayOptions(run=run, trajectory=())), []
+    config, parts = read_run(run), []
     seed = row.trajectory.seed or 0
     with model_folder(str(run / "global_step_1"), "float32") as folder:
         config.actor_rollout_ref.model.path = str(folder)
