@@ -37,14 +37,14 @@ def start_world(folder: Path) -> Iterator[dict[str, str]]:
         yield {"model": str(model), "rows": str(folder / "rows.parquet"), "url": server.url}
 
 
-def write_rows(path: Path) -> None:
-    """Four questions each of two data sets."""
+def write_rows(path: Path, answer: str = "a") -> None:
+    """Four questions each of two data sets, with one answer."""
     rows = [
         {
             "data_source": source,
             "prompt": [{"role": "user", "content": f"Question {i}?"}],
             "ability": "fact-reasoning",
-            "reward_model": {"style": "rule", "ground_truth": {"target": ["a"]}},
+            "reward_model": {"style": "rule", "ground_truth": {"target": [answer]}},
             "extra_info": {"split": "train", "index": i},
         }
         for i in range(4)

@@ -70,9 +70,9 @@ def retriever(folder: Path, *flags: str) -> LocalServer:
     return LocalServer(["--corpus_path", str(corpus), "--retriever_name", "bm25", *flags])
 
 
-def searching_world(folder: Path) -> dict[str, str]:
-    """A model that searches, and rows to ask it."""
-    write_rows(folder / "rows.parquet")
+def searching_world(folder: Path, answer: str = "a") -> dict[str, str]:
+    """A model that searches, and rows to ask it, with one answer."""
+    write_rows(folder / "rows.parquet", answer)
     model = searching_model(folder / "model")
     return {"model": model, "rows": str(folder / "rows.parquet"), "folder": str(folder)}
 

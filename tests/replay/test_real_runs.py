@@ -41,7 +41,7 @@ OPTIONS = (
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A model that searches, and a retriever that is gone before anything is replayed."""
-    return searching_world(tmp_path_factory.mktemp("world"))
+    return searching_world(tmp_path_factory.mktemp("world"), answer="b")
 
 
 def recorded(world: dict[str, str], out: Path, *options: str) -> Path:
@@ -96,7 +96,7 @@ def test_an_edit_and_the_wrong_weights(world: dict[str, str], tmp_path: Path) ->
     row, before = read_step(run / "rollouts", 2)[place], [i for s in segments[:3] for i in s["ids"]]
     assert [s["ids"] for s in segments[3:]] == fresh(run, row, before)
 
-    [answered] = replay(run, "--trajectory", name, "--text", "<answer> a </answer>", "--gradient")
+    [answered] = replay(run, "--trajectory", name, "--text", "<answer> b </answer>", "--gradient")
     assert answered["score"] == {"recorded": 0.0, "replayed": 1.0}
     assert answered["advantage"]["recorded"] == 0 < answered["advantage"]["replayed"]
     assert answered["gradient"]["norm_replayed"] == answered["gradient"]["norm_of_change"] > 0
