@@ -36,7 +36,9 @@ OPTIONS = (
 )  # fmt: skip
 """Of every run here."""
 DRILL = ("--inject_failures", "0.2", "--inject_hangs", "0.05", "--inject_seed", "3")
-NOT_THE_RUNS = ("timing_s/", "perf/", "fault/", "val/fault/", "rollout/wait_s/")
+NOT_THE_RUNS = (
+    "timing_s/", "perf/", "fault/", "val/fault/", "rollout/wait_s/", "rollout/prefix_hit_share",
+)  # fmt: skip
 """Metrics of the machine and the disturbance."""
 
 

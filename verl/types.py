@@ -59,6 +59,20 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class EngineCounts:
+    """Tokens that an engine did not compute, or guessed, in one request or several; all 0 where it
+    does not tell."""
+
+    prompt: int = 0
+    """Of the prompt, which is the dialogue so far."""
+    cached: int = 0
+    """Of those, in its prefix cache already."""
+
+    def __add__(self, other: EngineCounts) -> EngineCounts:
+        return EngineCounts(**{k: v + getattr(other, k) for k, v in vars(self).items()})
+
+
+@dataclass(frozen=True)
 class Completion:
     """What an engine generated for one request: ids as sampled, their log-probs, and the text."""
 
@@ -73,6 +87,7 @@ class Completion:
     """Of each token, where several did."""
     queued_s: float = 0.0
     """Seconds that the request waited in the engine for a slot; 0 where an engine does not tell."""
+    counts: EngineCounts = EngineCounts()
 
 
 @dataclass(frozen=True)
@@ -171,6 +186,7 @@ class TurnTimes:
     """The number of the turn."""
     queued_s: float = 0.0
     """Seconds from its begin in which the engine had no slot for it."""
+    counts: EngineCounts = EngineCounts()
 
 
 @dataclass

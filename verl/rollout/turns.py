@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from verl.engine import Listener, RolloutEngine
 from verl.rollout.gate import WeightGate
 from verl.rollout.parts import Ask, Decode, Parts
-from verl.types import Completion, Name, Sampling, TurnTimes
+from verl.types import Completion, EngineCounts, Name, Sampling, TurnTimes
 
 
 class BusyClock:
@@ -46,7 +46,7 @@ class TurnEngine(RolloutEngine):
         self._gate, self._at_least, self.name = gate, at_least, name
         self._decode, self._num_turns = decode, 0
         self.times: list[TurnTimes] = []
-        self._queued_s = 0.0
+        self._queued_s, self._counts = 0.0, EngineCounts()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         return await self._turn(prompt_ids, sampling, self._engine.generate)
@@ -67,6 +67,7 @@ class TurnEngine(RolloutEngine):
         async def noted(ids: Sequence[int], sampling: Sampling) -> Completion:
             completion = await ask(ids, sampling)
             self._queued_s = completion.queued_s
+            self._counts += completion.counts
             return completion
 
         while True:
@@ -83,11 +84,11 @@ class TurnEngine(RolloutEngine):
         part = (*self.name, number, num_tokens)
         held = gate.sampling(self._at_least, part) if gate else contextlib.nullcontext()
         async with held as until:
-            began, self._queued_s = time.time(), 0.0
+            began, self._queued_s, self._counts = time.time(), 0.0, EngineCounts()
             self._clock.change(+1)
             try:
                 yield until
             finally:
                 self._clock.change(-1)
-                took = TurnTimes(asked, began, time.time(), number, self._queued_s)
-                self.times.append(took)
+                told = self._queued_s, self._counts
+                self.times.append(TurnTimes(asked, began, time.time(), number, *told))

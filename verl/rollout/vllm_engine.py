@@ -30,7 +30,7 @@ from verl.rollout.interface import (
     engine_takes_adapter,
 )
 from verl.training.devices import device_type, rollout_dtype
-from verl.types import Completion, Sampling
+from verl.types import Completion, EngineCounts, Sampling
 
 CPU_ENV = {
     # One process fewer to start: the worker lives inside the engine core's process.
@@ -237,7 +237,10 @@ class VllmEngine(RolloutEngine):
         log_probs = tuple(step[i].logprob for step, i in zip(output.logprobs, ids, strict=True))
         assert version == self.weight_version, "weights changed while a request was running"
         reason = INTERRUPTED if output.finish_reason == "abort" else output.finish_reason
-        return Completion(ids, log_probs, output.text, reason, version, queued_s=queued_s)
+        counts = EngineCounts(len(prompt_ids), answer.num_cached_tokens or 0)
+        return Completion(
+            ids, log_probs, output.text, reason, version, queued_s=queued_s, counts=counts
+        )
 
     async def interrupt(self) -> None:
         """Abort all requests: vLLM answers each with what it has. Of one on its way in it does not

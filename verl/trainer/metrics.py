@@ -15,7 +15,7 @@ from verl.monitor.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
 from verl.monitor.performance import Timings as Timings
 from verl.packing import spared_share
 from verl.rewards.interface import Reward
-from verl.types import Metrics, Origin, Status, TokenBatch, Trajectory
+from verl.types import EngineCounts, Metrics, Origin, Status, TokenBatch, Trajectory
 
 
 def spread(name: str, values: Sequence[float] | Tensor) -> Metrics:
@@ -54,6 +54,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
         **conduct_metrics(trajectories),
         **spared_metrics(trajectories),
         **wait_metrics(trajectories, time.time()),
+        **engine_metrics(trajectories),
     }
 
 
@@ -72,6 +73,13 @@ def wait_metrics(trajectories: Sequence[Trajectory], now: float) -> Metrics:
     if any(slots):  # an engine told
         waits["slot"] = slots
     return {f"rollout/wait_s/{name}": float(np.mean(values)) for name, values in waits.items()}
+
+
+def engine_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
+    """What engines did not compute, as shares; none where they do not tell."""
+    told = (turn.counts for one in trajectories for turn in one.turn_times)
+    counts = sum(told, EngineCounts())
+    return {"rollout/prefix_hit_share": counts.cached / counts.prompt} if counts.prompt else {}
 
 
 def spared_metrics(trajectories: Sequence[Trajectory]) -> Metrics:

@@ -11,7 +11,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/", "fault/", "rollout/wait_s/")
+MEASURED = (
+    "timing_s/", "timing_per_token_ms/", "perf/", "memory/", "fault/", "rollout/wait_s/",
+    "rollout/prefix_hit_share",
+)  # fmt: skip
 """Beginnings of the names of metrics that clocks, machines and mishaps make, not the seed."""
 COMPUTED = ("perf/total_num_tokens",)
 """Metrics that begin so and are the seed's all the same."""

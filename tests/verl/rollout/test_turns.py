@@ -10,7 +10,7 @@ from tests.fakes import ScriptedEngine
 from verl.rollout import turns
 from verl.rollout.gate import WeightGate
 from verl.rollout.turns import BusyClock, TurnEngine
-from verl.types import Completion, Sampling
+from verl.types import Completion, EngineCounts, Sampling
 
 
 def test_the_busy_share_counts_time_in_which_any_turn_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,10 +29,11 @@ def test_the_busy_share_counts_time_in_which_any_turn_runs(monkeypatch: pytest.M
 
 
 class Queueing(ScriptedEngine):
-    """Says of each request that it waited for a slot."""
+    """Says of each request that it waited for a slot, and what it had cached."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        return replace(await super().generate(prompt_ids, sampling), queued_s=0.25)
+        completion = await super().generate(prompt_ids, sampling)
+        return replace(completion, queued_s=0.25, counts=EngineCounts(7, 3))
 
 
 @pytest.mark.parametrize("gate", [WeightGate(), None])
@@ -57,6 +58,7 @@ def test_a_turn_waits_for_its_weights_and_is_timed(gate: WeightGate | None) -> N
     began_at_once, engine = asyncio.run(play())
     assert began_at_once == (gate is None)
     assert [turn.queued_s for turn in engine.times] == [0.25, 0.0]  # a failed one tells nothing
+    assert [turn.counts for turn in engine.times] == [EngineCounts(7, 3), EngineCounts()]
     assert len(engine.times) == 2
     asked, began, ended = engine.times[0].asked, engine.times[0].began, engine.times[0].ended
     assert asked <= began <= ended and (began - asked >= 0.005) == (gate is not None)

@@ -11,7 +11,7 @@ from verl.errors import ModelError
 from verl.packages import vllm_device
 from verl.rollout import vllm_engine
 from verl.rollout.vllm_engine import VllmEngine, VllmSettings
-from verl.types import Completion, Sampling
+from verl.types import Completion, EngineCounts, Sampling
 
 
 def policy() -> Config:
@@ -150,3 +150,16 @@ def test_a_request_tells_how_long_it_waited_for_a_slot(vllm: Running) -> None:
     waited = [completion.queued_s for completion in vllm.loop.run_until_complete(ask_all())]
     assert sorted(waited)[-3:] == sorted(waited[-3:]) and min(waited[-3:]) > min(waited) >= 0
     assert vllm.generate([5]).queued_s < min(waited[-3:])
+
+
+@pytest.mark.vllm_cpu
+def test_a_request_tells_what_of_its_prompt_was_cached(vllm: Running) -> None:
+    """A sibling finds the prompt, and the next turn all before it, in whole blocks; new weights
+    nothing."""
+    prompt = [5 + i % 50 for i in range(300)]
+    first, sibling = vllm.generate(prompt), vllm.generate(prompt)
+    block = vllm.generate([*prompt, *first.ids, 7]).counts.cached // 2
+    assert first.counts == EngineCounts(300, 0)
+    assert block > 1 and sibling.counts == EngineCounts(300, 300 // block * block)
+    vllm.reset()
+    assert vllm.generate(prompt).counts == EngineCounts(300, 0)

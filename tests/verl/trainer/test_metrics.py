@@ -9,12 +9,13 @@ from verl.monitor.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
 from verl.trainer.metrics import (
     Timings,
     conduct_metrics,
+    engine_metrics,
     rollout_metrics,
     staleness_metrics,
     throughput_metrics,
     wait_metrics,
 )
-from verl.types import Prompt, Status, TokenBatch, Trajectory, TurnTimes
+from verl.types import EngineCounts, Prompt, Status, TokenBatch, Trajectory, TurnTimes
 
 PROMPT = Prompt("q", (1,), "nq", ("a",))
 
@@ -39,6 +40,17 @@ def test_each_wait_is_a_mean_over_trajectories() -> None:
         "rollout/wait_s/slot": 1.0, "rollout/wait_s/others": 1.5,
     }  # fmt: skip
     assert wait_metrics([untimed], now=10.0) == {}
+
+
+def test_hits_are_a_share_of_all_tokens_that_turns_began_with() -> None:
+    """Long prompts count as their tokens do; engines that tell nothing give no metric."""
+    one, two = played(Status.ANSWERED, 1), played(Status.ANSWERED, 1)
+    one.turn_times = [TurnTimes(0, 1, 4, 0, counts=EngineCounts(100, 0)),
+                      TurnTimes(6, 6, 9, 1, counts=EngineCounts(300, 96))]  # fmt: skip
+    two.turn_times = [TurnTimes(0, 3, 8, counts=EngineCounts(100, 96))]
+    assert engine_metrics([one, two]) == {"rollout/prefix_hit_share": 192 / 500}
+    two.turn_times = [TurnTimes(0, 3, 8)]
+    assert engine_metrics([two]) == {}
 
 
 def test_conduct_is_counted_over_turns_and_trajectories() -> None:
