@@ -67,6 +67,10 @@ class EngineCounts:
     """Of the prompt, which is the dialogue so far."""
     cached: int = 0
     """Of those, in its prefix cache already."""
+    drafted: int = 0
+    """Guessed (`rollout.speculative_config`), by the engine since the request that ended before."""
+    accepted: int = 0
+    """Of those, taken."""
 
     def __add__(self, other: EngineCounts) -> EngineCounts:
         return EngineCounts(**{k: v + getattr(other, k) for k, v in vars(self).items()})

@@ -125,6 +125,9 @@ def read(arguments: dict[str, Any]) -> dict[str, Any]:
         "attention": backend.get_name(),
         "lora_rank": found.lora_config.max_lora_rank if found.lora_config else 0,
         "runner": "v2" if found.use_v2_model_runner else "v1",
+        "quantization": str(found.model_config.quantization),
+        "kv_cache": found.cache_config.cache_dtype,
+        "guesses": found.speculative_config.method if found.speculative_config else "none",
     }
 
 

@@ -37,6 +37,9 @@ def test_settings_are_those_that_we_count_on(
         "executor": "uni" if size == 1 else "mp",
         "cudagraph_mode": "FULL_AND_PIECEWISE",
         "lora_rank": wanted.get("actor_rollout_ref.model.lora_rank", 0),
+        "quantization": "fp8_per_tensor" if variant == "fp8" else "None",
+        "kv_cache": "fp8" if variant == "fp8" else "auto",
+        "guesses": "ngram" if variant == "ngram" else "none",
         "attention": "FLASH_ATTN" if is_new and dtype != "float32" else "TRITON_ATTN",
     }
     assert {key: found[key] for key in expected} == expected

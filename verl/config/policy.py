@@ -163,6 +163,22 @@ class ValSamplingConfig:
 
 
 @dataclass
+class SpeculativeConfig:
+    """Tokens that vLLM guesses from text that is there already, and verifies several of at once:
+    what is sampled has the distribution that it has without."""
+
+    method: str | None = option(None, resume="logged", choices=("ngram", "suffix"))
+    """ngram (whatever followed the last tokens earlier in the dialogue), suffix (whatever mostly
+    followed them in the dialogue and in earlier answers; needs arctic-inference); null: none."""
+    num_speculative_tokens: int = option(5, resume="logged", ge=1, le=32)
+    """Most tokens that are guessed at once."""
+    prompt_lookup_min: int = option(3, resume="logged", ge=1, le=32)
+    """Least tokens that must have stood there before (ngram)."""
+    prompt_lookup_max: int = option(5, resume="logged", ge=1, le=32)
+    """Most tokens that are looked for (ngram)."""
+
+
+@dataclass
 class RolloutConfig:
     """Generation of trajectories."""
 
@@ -210,6 +226,11 @@ class RolloutConfig:
     are continued by them; false lets turns end first."""
     dtype: str = option("auto", resume="logged", choices=("auto", "bfloat16", "float16", "float32"))
     """auto (what the trainer computes in), bfloat16, float16, float32."""
+    quantization: str | None = option(None, resume="logged", choices=("fp8",))
+    """fp8: vLLM computes the linear layers of the blocks in 8 bits, and rounds each version of the
+    weights anew (on GPUs; needs a correction, docs/rollout_engines.md); null: in `dtype`."""
+    kv_cache_dtype: str = option("auto", resume="logged", choices=("auto", "fp8"))
+    """What vLLM keeps keys and values in: auto (`dtype`), or fp8, a byte (needs a correction)."""
     max_num_seqs: int | None = option(None, resume="free", ge=1)
     """Trajectories decoded at once by one engine; null for its part of a step or of a validation
     request, whichever is more, up to 512 (256 on CPU)."""
@@ -218,6 +239,7 @@ class RolloutConfig:
     where vLLM computes an adapter more slowly than the model below it, and false on GPU."""
     enforce_eager: bool | None = option(None, resume="free")
     """Skip graph capture and compilation; null means true on CPU and false on GPU."""
+    speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     log_prob_max_token_len_per_gpu: int | None = option(None, resume="free", ge=1)
     """Token budget of a forward without gradient; null for twice the actor's."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)

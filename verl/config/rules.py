@@ -38,8 +38,8 @@ PLACEHOLDERS = ("{question}", "{accepted}", "{answer}")
 
 def problems(config: Config) -> Iterator[str]:
     """All that cannot work together, a sentence each."""
-    sections = (_lists, _run, _recorded, _engines, _servers, _critic, _algorithm, _losses, _shaping,
-                _server, _rewards, _stages, _judge)  # fmt: skip
+    sections = (_lists, _run, _recorded, _engines, _savings, _servers, _critic, _algorithm, _losses,
+                _shaping, _server, _rewards, _stages, _judge)  # fmt: skip
     rows = itertools.chain.from_iterable(section(config) for section in sections)
     for is_wrong, subject, got, expected, fix in rows:
         if is_wrong:
@@ -146,6 +146,34 @@ def _engines(config: Config) -> Iterator[Row]:
     yield (rollout.interrupt_turns and must_wait, f"{ROLLOUT}.interrupt_turns", "true",
            "false: without max_staleness, or with partial=false, no weights come in a turn",
            f"{ROLLOUT}.max_staleness=1 and partial=true beside it")
+
+
+def _savings(config: Config) -> Iterator[Row]:
+    """Engines that guess tokens, or compute in 8 bits, and what must stand beside it."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    guess, key = rollout.speculative_config, f"{ROLLOUT}.speculative_config"
+    options = ((f"{key}.method", guess.method, None),
+               (f"{ROLLOUT}.quantization", rollout.quantization, None),
+               (f"{ROLLOUT}.kv_cache_dtype", rollout.kv_cache_dtype, "auto"))
+    is_ours = rollout.name == "vllm" and not config.is_external
+    is_corrected = (config.old_log_probs == "engine" or actor.rollout_is != "none"
+                    or actor.rollout_mask_threshold is not None)
+    for name, given, usual in options:
+        word = "null" if usual is None else usual
+        yield (given != usual and not is_ours, name, given,
+               f"{word}: it is an option of vLLM engines that the run starts",
+               f"{name}={word}; a server of your own has it by vllm serve")
+    for name, given, usual in options[1:]:
+        yield (given != usual and not is_corrected and not config.trainer.val_only, name, given,
+               "a correction beside it: engine and trainer then differ by more than rounding",
+               f"{ACTOR}.rollout_is=token, or {ACTOR}.old_log_probs=engine")
+    yield (guess.method is not None and config.trainer.deterministic, f"{key}.method", guess.method,
+           "null with trainer.deterministic: what is guessed decides what a seed's numbers are for",
+           f"{key}.method=null, or trainer.deterministic=false")
+    yield (guess.method == "ngram" and guess.prompt_lookup_min > guess.prompt_lookup_max,
+           f"{key}.prompt_lookup_min", guess.prompt_lookup_min,
+           f"at most prompt_lookup_max={guess.prompt_lookup_max}",
+           f"{key}.prompt_lookup_min={guess.prompt_lookup_max}")
 
 
 def _servers(config: Config) -> Iterator[Row]:

@@ -6,7 +6,7 @@ derived from `verl.engine.RolloutEngine`. With `rollout.url` it is vLLM's server
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +29,8 @@ SERVER = "verl.rollout.vllm_server:VllmServer"
 """The engine behind each address of `rollout.url`."""
 NAME, URL = "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.url"
 WEIGHTS_DIR = "actor_rollout_ref.rollout.weights_dir"
+QUANTIZATION = "actor_rollout_ref.rollout.quantization"
+GUESS = "actor_rollout_ref.rollout.speculative_config.method"
 WEIGHT_SYNC = "actor_rollout_ref.rollout.weight_sync"
 
 
@@ -93,7 +95,16 @@ def engine_problems(config: Config) -> Iterator[ConfigError]:
         if chosen.can_receive:
             expected = "files: an adapter alone is handed over, which is small"
         yield ConfigError(explain(WEIGHT_SYNC, "ipc", expected, f"{WEIGHT_SYNC}=files"))
-    if config.actor_rollout_ref.rollout.interrupt_turns and not chosen.can_interrupt:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.quantization is not None and device_type(config.trainer.device) == "cpu":
+        expected = "null: vLLM's CPU build has no kernel that rounds to 8 bits"
+        yield ConfigError(explain(QUANTIZATION, rollout.quantization, expected, "leave it out"))
+    method = rollout.speculative_config.method
+    if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        expected = "ngram, or the package that keeps the suffix trees"
+        fix = f"pip install arctic-inference, or {GUESS}=ngram"
+        yield ConfigError(explain(GUESS, method, expected, fix))
+    if rollout.interrupt_turns and not chosen.can_interrupt:
         key = "actor_rollout_ref.rollout.interrupt_turns"
         expected = f"false: {what} cannot end a turn before its time"
         yield ConfigError(

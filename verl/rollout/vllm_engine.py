@@ -11,7 +11,7 @@ import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -47,6 +47,8 @@ QUIET_ENV = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 MIN_BATCHED_TOKENS = 8192
+ONLINE = {None: None, "fp8": "fp8_per_tensor"}
+"""vLLM's word for rounding weights as they are loaded; its own `fp8` is of rounded files."""
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 WORKER_EXTENSION = "verl.rollout.weight_loading.WeightLoading"
 SHUTDOWN_TIMEOUT = RESET_TIMEOUT = 30.0
@@ -102,6 +104,9 @@ class VllmSettings:
             "disable_log_stats": True,
             "worker_extension_cls": WORKER_EXTENSION,
             "use_tqdm_on_load": False,
+            "quantization": ONLINE[rollout.quantization],
+            "kv_cache_dtype": rollout.kv_cache_dtype,
+            **self.speculation(),
         }
         if self.lora_rank:
             room = next(rank for rank in VLLM_LORA_RANKS if rank >= self.lora_rank)
@@ -121,6 +126,17 @@ class VllmSettings:
             "tensor_parallel_size": rollout.tensor_model_parallel_size,
             "enable_sleep_mode": not self.config.is_split,
         }
+
+    def speculation(self) -> dict[str, Any]:
+        """What vLLM is to guess; nothing where it is not to."""
+        chosen = self.config.actor_rollout_ref.rollout.speculative_config
+        if chosen.method is None:
+            return {}
+        given = {"method": chosen.method, "num_speculative_tokens": chosen.num_speculative_tokens}
+        if chosen.method == "ngram":
+            lookup = {"prompt_lookup_min", "prompt_lookup_max"}
+            given |= {name: getattr(chosen, name) for name in lookup}
+        return {"speculative_config": given}
 
     def environment(self) -> dict[str, str]:
         """Variables that must be set before vLLM is imported; what the user set is kept."""
@@ -162,6 +178,7 @@ class VllmEngine(RolloutEngine):
         self._running: set[str] = set()
         self._adapter: Any = None
         self._has_weights = True
+        self._drafts = EngineCounts()
         self._llm: Any = None
 
     async def start(self) -> None:
@@ -193,11 +210,14 @@ class VllmEngine(RolloutEngine):
         self._lora_request = LoRARequest
         others = multiprocessing.active_children()
         arguments = vllm.AsyncEngineArgs(**settings.arguments())
-        # Without a trace nobody asks for it: on a tiny model it costs vLLM up to 5 % of its rate.
-        loggers = [_unheard(PrometheusStatLogger)] if settings.config.trainer.trace else None
+        # Else nobody asks for it: on a tiny model it costs vLLM up to 5 % of its rate.
+        is_asked = settings.config.trainer.trace or settings.speculation()
+        loggers = [_unheard(PrometheusStatLogger, self._note_drafts)] if is_asked else None
         self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
         self._processes = [p for p in multiprocessing.active_children() if p not in others]
         self._watch_processes()
+        if settings.device == "cpu" and settings.speculation():
+            await self._answer(self._llm.collective_rpc("repair_verification"))
         found = await self._answer(self._llm.collective_rpc("faulty_weights"))
         try:
             model = settings.arguments()["model"]
@@ -237,10 +257,19 @@ class VllmEngine(RolloutEngine):
         log_probs = tuple(step[i].logprob for step, i in zip(output.logprobs, ids, strict=True))
         assert version == self.weight_version, "weights changed while a request was running"
         reason = INTERRUPTED if output.finish_reason == "abort" else output.finish_reason
-        counts = EngineCounts(len(prompt_ids), answer.num_cached_tokens or 0)
+        counts = self._drafts + EngineCounts(len(prompt_ids), answer.num_cached_tokens or 0)
+        self._drafts = EngineCounts()
         return Completion(
             ids, log_probs, output.text, reason, version, queued_s=queued_s, counts=counts
         )
+
+    def _note_drafts(self, stats: Any) -> None:
+        """Keep a step's guesses for the request that ends next: a request that a stop string ends
+        does not bring its own."""
+        drafts = stats and stats.spec_decoding_stats
+        if drafts:
+            taken = drafts.num_accepted_tokens
+            self._drafts += EngineCounts(drafted=drafts.num_draft_tokens, accepted=taken)
 
     async def interrupt(self) -> None:
         """Abort all requests: vLLM answers each with what it has. Of one on its way in it does not
@@ -381,15 +410,19 @@ def _queued_s(metrics: Any) -> float:
     return max(0.0, float(metrics.scheduled_ts - metrics.queued_ts))
 
 
-def _unheard(logger: Any) -> Any:
-    """A logger like vLLM's own that keeps nothing.
+def _unheard(logger: Any, note: Callable[[Any], None]) -> Any:
+    """A logger like vLLM's own that keeps nothing; `note` hears of each step's scheduler.
 
-    vLLM notes when a request was scheduled only where somebody logs, and then logs each token to
-    Prometheus too, unless it is given such a logger.
+    vLLM notes when a request was scheduled, and what it guessed, only where somebody logs, and then
+    logs each token to Prometheus too, unless it is given such a logger.
     """
 
     def ignore(*_: Any, **__: Any) -> None:
         pass
 
+    def record(_: Any, scheduler_stats: Any, *__: Any, **___: Any) -> None:
+        note(scheduler_stats)
+
     names = [name for name in dir(logger) if name.startswith(("log", "record"))]
-    return type("Unheard", (logger,), dict.fromkeys(["__init__", *names], ignore))
+    members = dict.fromkeys(["__init__", *names], ignore) | {"record": record}
+    return type("Unheard", (logger,), members)

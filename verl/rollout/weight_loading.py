@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: loading new weights in place, completely.
+"""What runs inside vLLM's workers: loading new weights in place, completely, and a kernel for CPUs.
 
 A server that the user starts for a run has it by `--worker-extension-cls` (`vllm_server`).
 """
@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from verl.model_files import is_finite
@@ -54,9 +55,32 @@ class WeightLoading:
         self.reload_weights(weights_iterator=received(stream, self.device))
         self._pack_head()
 
+    def repair_verification(self) -> None:
+        """Have vLLM's CPU build verify guesses at the temperature that was asked for.
+
+        Its kernel spreads floats over tokens by way of integers, into a copy that nobody reads
+        (0.32): a temperature is then whatever the memory held.
+        """
+        from vllm.v1.sample import rejection_sampler  # noqa: PLC0415 - the worker has it
+
+        rejection_sampler.expand_batch_to_tokens = spread
+
     def _pack_head(self) -> None:
         """A head that is tied to the embedding is no tensor of its own, so vLLM's reload passes it
         over; on CPU the head keeps a packed copy of its weight, which has to be made anew."""
         head = getattr(self.model_runner.get_model(), "lm_head", None)
         if head is not None and hasattr(head, "quant_method"):
             head.quant_method.process_weights_after_loading(head)
+
+
+def spread(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """Each request's value for each of its tokens, with one value replaced: (num_tokens,).
+
+    x: (num_requests,); cu_num_tokens: (num_requests,), the sums of their numbers of tokens.
+    """
+    lengths = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    replaced = torch.where(x == replace_from, replace_to, x)
+    return replaced.repeat_interleave(lengths, output_size=num_tokens)

@@ -79,7 +79,11 @@ def engine_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     """What engines did not compute, as shares; none where they do not tell."""
     told = (turn.counts for one in trajectories for turn in one.turn_times)
     counts = sum(told, EngineCounts())
-    return {"rollout/prefix_hit_share": counts.cached / counts.prompt} if counts.prompt else {}
+    shares = {
+        "rollout/prefix_hit_share": (counts.cached, counts.prompt),
+        "rollout/draft_accepted_share": (counts.accepted, counts.drafted),
+    }
+    return {name: part / whole for name, (part, whole) in shares.items() if whole}
 
 
 def spared_metrics(trajectories: Sequence[Trajectory]) -> Metrics:

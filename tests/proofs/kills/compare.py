@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 MEASURED = (
     "timing_s/", "timing_per_token_ms/", "perf/", "memory/", "fault/", "rollout/wait_s/",
-    "rollout/prefix_hit_share",
+    "rollout/prefix_hit_share", "rollout/draft_accepted_share",
 )  # fmt: skip
 """Beginnings of the names of metrics that clocks, machines and mishaps make, not the seed."""
 COMPUTED = ("perf/total_num_tokens",)

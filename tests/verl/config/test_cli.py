@@ -26,6 +26,8 @@ ENGINES = "actor_rollout_ref.actor.old_log_probs=engine"
 URL = "[http://a:1,http://b:2]"
 RECOMPUTED = "actor_rollout_ref.actor.old_log_probs=recompute"
 ADAPTIVE = "algorithm.kl_ctrl.type=adaptive"
+ROLLOUT = "actor_rollout_ref.rollout"
+GUESS = f"{ROLLOUT}.speculative_config"
 
 
 def compose(*arguments: str) -> Config:
@@ -238,6 +240,13 @@ def test_defaults_warn_of_nothing(
             "up to 2 weight versions old",
         ),
         (f"{ENGINES} actor_rollout_ref.actor.rollout_is=token", "need no correction"),
+        (f"{GUESS}.method=ngram trainer.deterministic=true", "what is guessed decides"),
+        (f"{GUESS}.method=ngram {ROLLOUT}.name=transformers", "vLLM engines that the run starts"),
+        (f"{GUESS}.method=ngram {GUESS}.prompt_lookup_max=2", "at most prompt_lookup_max=2"),
+        (f"{GUESS}.method=medusa", "speculative_config.method: got medusa"),
+        (f"{ROLLOUT}.quantization=fp8", "a correction beside it"),
+        (f"{ROLLOUT}.kv_cache_dtype=fp8", "a correction beside it"),
+        (f"{ROLLOUT}.kv_cache_dtype=fp8 {ROLLOUT}.url=http://a:1", "by vllm serve"),
         (f"{ADAPTIVE} algorithm.kl_ctrl.target_kl=0", "kl_ctrl.target_kl: got 0"),
         (f"{ADAPTIVE} algorithm.kl_ctrl.horizon=0", "kl_ctrl.horizon: got 0"),
         (f"{ADAPTIVE} algorithm.kl_ctrl.kl_coef=0", "KL in the reward, of which there is none"),

@@ -229,6 +229,21 @@ def test_an_engine_that_cannot_interrupt_is_refused_where_it_must(tmp_path: Path
     assert refusals(config) == []
 
 
+def test_what_the_machine_has_not_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding to 8 bits on a CPU, and suffix trees without the package that keeps them."""
+    config = tiny_config(tmp_path)
+    rollout = config.actor_rollout_ref.rollout
+    rollout.quantization, rollout.speculative_config.method = "fp8", "suffix"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    first, second = refusals(config)
+    assert "quantization: got fp8, expected null" in first
+    assert "pip install arctic-inference" in second
+    config.trainer.device, rollout.speculative_config.method = "cuda", "ngram"
+    assert refusals(config) == []
+
+
 def test_an_engine_that_receives_nothing_is_sent_nothing(tmp_path: Path) -> None:
     """Refused before any work, and so is an adapter, which is small enough for a file."""
     config = tiny_config(tmp_path, "transformers")

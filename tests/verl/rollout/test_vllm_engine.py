@@ -97,6 +97,17 @@ def test_an_engine_on_gpu_takes_the_step_that_its_memory_is_estimated_for() -> N
     assert VllmSettings(config).arguments()["max_num_batched_tokens"] == 10000
 
 
+def test_eight_bits_are_vllms_words() -> None:
+    """Its `fp8` is of files that are rounded already, and refuses any other."""
+    settings = on_gpu()
+    plain = settings.arguments()
+    assert (plain["quantization"], plain["kv_cache_dtype"]) == (None, "auto")
+    rollout = settings.config.actor_rollout_ref.rollout
+    rollout.quantization, rollout.kv_cache_dtype = "fp8", "fp8"
+    found = settings.arguments()
+    assert (found["quantization"], found["kv_cache_dtype"]) == ("fp8_per_tensor", "fp8")
+
+
 def test_only_an_engine_beside_a_rank_can_sleep() -> None:
     """Its allocator costs something, which an engine alone on its card need not pay."""
     config = policy()

@@ -68,7 +68,10 @@ def engine_memory(config: Config, shape: ModelShape, item: int, device_bytes: in
     """
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     size, seqs = rollout.tensor_model_parallel_size, config.max_num_seqs(on_gpu=True)
-    weights = item * shape.parameters() // size
+    weights = item * shape.parameters()
+    if rollout.quantization is not None:  # of each matrix in the blocks, one byte a value
+        weights -= (item - 1) * shape.linear_weights
+    weights //= size
     if engine_takes_adapter(config):
         reserved = next(rank for rank in VLLM_LORA_RANKS if rank >= model.lora_rank)
         weights += item * shape.adapter(reserved) // size
@@ -76,7 +79,7 @@ def engine_memory(config: Config, shape: ModelShape, item: int, device_bytes: in
         share=int(rollout.gpu_memory_utilization * device_bytes),
         weights=weights,
         working=_working(shape, item, seqs, batched_tokens(seqs), size) + ENGINE_OTHER,
-        per_token=kv_bytes(shape, item, size),
+        per_token=kv_bytes(shape, 1 if rollout.kv_cache_dtype == "fp8" else item, size),
         memory=Memory.ENGINE if config.is_split else Memory.DEVICE,
     )
 
