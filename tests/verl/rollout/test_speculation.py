@@ -117,7 +117,7 @@ def save_talker(folder: Path, seed: int) -> None:
     model = tiny_llama(tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id, seed=seed)
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = 10.0  # of every token: it outweighs the rest
-        model.lm_head.weight[LIKELY, 0] = 4.0
+        model.lm_head.weight[LIKELY, 0] = 8.0
         model.lm_head.weight[LIKELY, 1:] *= 1.2
     model.save_pretrained(folder)
 
@@ -141,7 +141,7 @@ async def play(method: str | None, folders: list[Path]) -> Played:
     chosen.method, chosen.prompt_lookup_min, chosen.prompt_lookup_max = method, 1, 3
     engine, sampled = build_engine(config), []
     await engine.start()
-    prompts = [LIKELY[n:] + LIKELY[:n] for n in range(8)] * 4
+    prompts = [LIKELY[n:] + LIKELY[:n] for n in range(8)] * 2
     asked = [(prompt, t) for t in (0.7, 1.0) for prompt in prompts]
     greedy = await engine.generate(prompts[0], Sampling(60, 0.0))
     stop = (greedy.text[len(greedy.text) // 2 :][:12],)
@@ -161,7 +161,7 @@ async def play(method: str | None, folders: list[Path]) -> Played:
 @pytest.mark.slow
 @pytest.mark.vllm_cpu
 def test_an_engine_that_guesses_samples_what_it_samples_without(tmp_path: Path) -> None:
-    """The distribution of 3,840 tokens for each weights, given all before each, and their
+    """The distribution of 1,920 tokens of each weights, given all before each, and their
     log-probs, by transformers; greedy ids and stop strings are those without, a seed repeats."""
     folders = [tmp_path / "0", tmp_path / "1"]
     for seed, folder in enumerate(folders):
@@ -175,7 +175,7 @@ def test_an_engine_that_guesses_samples_what_it_samples_without(tmp_path: Path) 
             )
     drafted = sum(completion.counts.drafted for *_, completion in guessed.sampled)
     accepted = sum(completion.counts.accepted for *_, completion in guessed.sampled)
-    assert 0.05 * drafted < accepted < 0.95 * drafted and drafted > 2000
+    assert 0.05 * drafted < accepted < 0.95 * drafted and drafted > 500
     assert sum(completion.counts.drafted for *_, completion in plain.sampled) == 0
     assert plain.greedy.ids == guessed.greedy.ids and guessed.greedy.counts.accepted > 5
     assert plain.stopped.ids == guessed.stopped.ids and guessed.stopped.finish_reason == "stop"
@@ -192,7 +192,7 @@ def check(model: torch.nn.Module, sampled: list[tuple[list[int], float, Completi
         exact, said = rows.log_softmax(-1), torch.tensor(completion.ids)
         told = torch.tensor(completion.log_probs)
         assert torch.allclose(told, exact[range(len(said)), said], atol=1e-3)
-        chosen.append(said)
-        probs.append(exact.exp())
-    found = deviations(torch.cat(chosen), torch.cat(probs).double())
+        chosen.append(said - LIKELY[0])
+        probs.append(exact[:, LIKELY].exp().double())
+    found = deviations(torch.cat(chosen), torch.cat(probs))
     assert len(found) > 3 and found.abs().max() < MOST_SIGMA
