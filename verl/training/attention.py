@@ -123,10 +123,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int
         # Kernels leave out what a causal square hides, and compute all that a mask does.
         query = pad(query, (0, 0, before, 0))
         return _attend(query, key, value, scale, window)[:, :, before:]
-    mask = _mask(length, num_keys, window, query) if before or is_limited else None
     if not query.is_cuda and num_keys <= SHORT and query.dtype in HALF:
-        attended: Tensor = AttentionInFloat32.apply(query, key, value, scale, mask)  # type: ignore[no-untyped-call]
+        hidden = _short_mask(length, num_keys, window)
+        attended: Tensor = ShortAttention.apply(query, key, value, scale, hidden)  # type: ignore[no-untyped-call]
         return attended
+    mask = _mask(length, num_keys, window, query) if before or is_limited else None
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -142,35 +143,49 @@ def _mask(length: int, num_keys: int, window: int, like: Tensor) -> Tensor:
     return torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, -torch.inf)
 
 
-class AttentionInFloat32(torch.autograd.Function):
-    """Attention of 16-bit tensors on the CPU, computed in float32 and kept in 16 bits.
+@functools.lru_cache(maxsize=128)
+def _short_mask(length: int, num_keys: int, window: int) -> Tensor:
+    """The mask of a short run in float32, the same for all layers."""
+    return _mask(length, num_keys, window, torch.empty(0))
 
-    With few keys torch's kernel takes two thirds of the time for float32.
+
+class ShortAttention(torch.autograd.Function):
+    """Attention of few 16-bit keys on the CPU by plain products, kept in 16 bits.
+
+    Queries that share a key head are multiplied with it together. Scores are float32, where
+    rounding would hurt; weights and gradients are multiplied in 16 bits, as torch's kernel for them
+    does, which takes up to three times as long.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor
     ) -> Tensor:
-        """Causal where there is no mask."""
-        ctx.options = {"attn_mask": None if mask is None else mask.float(), "scale": scale}
-        inputs = (query, key, value)
-        found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(x.float() for x in inputs), 0.0, mask is None, **ctx.options
-        )
-        output: Tensor = found.to(query.dtype)
-        ctx.save_for_backward(*inputs, output, sums)
-        return output
+        """`mask` (length, num_keys) is added to the scores."""
+        scores = torch.bmm(by_key_head(query, key).float(), key[0].float().transpose(1, 2))
+        scores = scores.view(-1, *mask.shape).mul_(scale).add_(mask)
+        weights = scores.softmax(-1).to(query.dtype).view(len(value[0]), -1, mask.shape[1])
+        ctx.scale = scale
+        ctx.save_for_backward(query, key, value, weights)
+        return torch.bmm(weights, value[0]).view(query.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Of query, key and value."""
-        *kept, sums = ctx.saved_tensors
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(x.float() for x in (gradient, *kept)), sums, 0.0,
-            ctx.options["attn_mask"] is None, **ctx.options,
-        )  # fmt: skip
-        return *(x.to(kept[0].dtype) for x in found), None, None
+        query, key, value, weights = ctx.saved_tensors
+        gradient = by_key_head(gradient, key)
+        of_value = torch.bmm(weights.transpose(1, 2), gradient)
+        of_weights = torch.bmm(gradient, value[0].transpose(1, 2))
+        of_scores = torch.ops.aten._softmax_backward_data(of_weights, weights, -1, weights.dtype)
+        of_scores = of_scores.mul_(ctx.scale)
+        of_query = torch.bmm(of_scores, key[0]).view(query.shape)
+        of_key = torch.bmm(of_scores.transpose(1, 2), by_key_head(query, key))
+        return of_query, of_key[None], of_value[None], None, None
+
+
+def by_key_head(query: Tensor, key: Tensor) -> Tensor:
+    """`query` (1, heads, length, head_dim) as (key heads, queries that share one, head_dim)."""
+    return query[0].reshape(key.shape[1], -1, query.shape[-1])
 
 
 def with_heads_of(query: Tensor, x: Tensor) -> Tensor:

@@ -201,6 +201,7 @@ def at_once(
         for own, ours in owner
     ])  # fmt: skip
     q, k, v = (x.double().transpose(0, 1) for x in (query, key, value))
+    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     scores = (0.3 * q @ k.mT).masked_fill(~sees, -torch.inf)
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
@@ -215,8 +216,11 @@ def test_long_and_short_runs_are_attended_to_alike(
     torch.manual_seed(0)
     bounds = SequenceBounds.of_spans(spans, torch.device("cpu"))
     sizes = (sum(bounds.lengths), sum(bounds.num_keys), sum(bounds.num_keys))
-    drawn = [torch.randn(size, 2, 16).to(dtype).requires_grad_() for size in sizes]
-    upstream = torch.randn(sizes[0], 2, 16).to(dtype)
+    drawn = [
+        torch.randn(size, heads, 16).to(dtype).requires_grad_()
+        for size, heads in zip(sizes, (6, 2, 2), strict=True)
+    ]
+    upstream = torch.randn(sizes[0], 6, 16).to(dtype)
     found = attend_one_by_one(*drawn, bounds, 0.3, window)
     expected = at_once(*drawn, bounds, window)
     pairs = zip(
