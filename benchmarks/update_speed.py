@@ -1,7 +1,7 @@
 """`python -m benchmarks.update_speed MODEL ROLLOUTS`: what makes the update on a CPU fast.
 
-Three ways: each trajectory by itself with attention in its own format (`apart`), with short runs
-attended to in float32 (`float32`), and with the prompts of groups computed once too (`shared`).
+Three ways: each trajectory by itself with torch's attention (`apart`), with short runs attended to
+by plain products (`short`), and with the prompts of groups computed once too (`shared`).
 
 One rank on the CPU, with the environment that a run gives it, updates MODEL on the trajectories of
 a run's `trainer.rollout_data_dir`, one optimizer step for each step of the run. Ways take turns, so
@@ -39,8 +39,8 @@ from verl.training.worker import TrainerWorker
 from verl.types import Origin, Prompt, Segment, TokenBatch, Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]
-WAYS = {"apart": (False, 0), "float32": (False, attention.SHORT), "shared": (True, attention.SHORT)}
-"""Whether prompts are shared, and up to how many keys attention is computed in float32."""
+WAYS = {"apart": (False, 0), "short": (False, attention.SHORT), "shared": (True, attention.SHORT)}
+"""Whether prompts are shared, and up to how many keys plain products are taken."""
 
 console = Console(soft_wrap=True)
 

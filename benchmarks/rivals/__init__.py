@@ -1,0 +1,1 @@
+"""What other trainers take for the same work, each in a process and an environment of its own."""
