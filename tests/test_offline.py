@@ -35,7 +35,8 @@ def computed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_offline_steps_are_the_recorded_ones(tmp_path: Path) -> None:
-    """Three steps of PPO on two ranks, and the third again from a checkpoint of the recorded run.
+    """Three steps of PPO on two ranks, and the third again from a checkpoint of the recorded run;
+    but for rounding also where the two compute each dialogue together.
 
     A record that was cut is refused with status 2 and one line, before Ray starts.
     """
@@ -55,6 +56,12 @@ def test_offline_steps_are_the_recorded_ones(tmp_path: Path) -> None:
         expected = [row for row in first if row["step"] in {one["step"] for one in rows}]
         assert list(differences(expected, rows)) == []
         assert same_weights(recorded / "model", tmp_path / out / "model")
+    together = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    done = run(offline(tmp_path / "crew", rollouts, model, together))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    for row, expected in zip(read_rows(tmp_path / "crew/metrics.jsonl"), first, strict=True):
+        for key in ("actor/loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), key
     path = rollouts / "step_00000002.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     done = run(offline(tmp_path / "cut", rollouts, model))

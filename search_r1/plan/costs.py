@@ -113,7 +113,7 @@ class Costs:
             adapter=adapter,
             has_checkpointing=model.enable_gradient_checkpointing is not False,
         )
-        budget = actor_budgets(config).update
+        budget = actor_budgets(config).update * config.num_crews // ranks
         seconds = self._passes(policy, batch, budget, ranks, reads, actor.ppo_epochs)
         if has_critic(config):
             own = config.critic
@@ -122,7 +122,8 @@ class Costs:
                 adapter=self._shape().adapter(own.model.lora_rank, own.model.target_modules),
                 has_checkpointing=own.model.enable_gradient_checkpointing is not False,
             )  # fmt: skip
-            budget, ranks = critic_budgets(config).update, config.num_critic_ranks
+            ranks = config.num_critic_ranks
+            budget = critic_budgets(config).update * config.num_critic_crews // ranks
             values = self._passes(critic, batch, budget, ranks, 1, own.ppo_epochs)
             seconds = max(seconds, values) if config.has_own_critic else seconds + values
         return seconds + moved

@@ -120,11 +120,14 @@ def _placements(options: PlanOptions, config: Config) -> list[Placement]:
         raise ConfigError(explain("--tensor-parallel", options.tensor_parallel, "one size", fix))
     stale = numbers("--staleness", options.staleness)
     critics = config.num_critic_ranks if config.has_own_critic else 0
-    found = list(divisions(options.cards, rollout, stale, budgets or [None], sizes, critics))
+    crew = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    ways = divisions(options.cards, rollout, stale, budgets or [None], sizes, critics)
+    found = [way for way in ways if way.train_cards % crew == 0]
     if not found:
         got = f"{options.rollout_cards or 'all'}, with engines of {sizes} cards"
         beside = f", {critics} of them the critic's" if critics else ""
-        expected = f"whole engines, a rank, and a staleness, on {options.cards} cards{beside}"
+        ranks = "a rank" if crew == 1 else f"ranks by {crew}"
+        expected = f"whole engines, {ranks}, and a staleness, on {options.cards} cards{beside}"
         raise ConfigError(explain("--rollout-cards", got, expected, "give other numbers of cards"))
     return found
 

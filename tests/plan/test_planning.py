@@ -98,6 +98,16 @@ def test_training_takes_what_was_computed_elsewhere() -> None:
     assert stale.train_s(load) < 0.9 * seconds  # the engine's log-probs take the place of a pass
 
 
+def test_ranks_that_compute_together_take_as_long(capsys: pytest.CaptureFixture[str]) -> None:
+    """Budgets are of a rank, so that as many micro-batches are gathered for; cards for ranks come
+    in whole crews."""
+    load, crew = batch(1300), "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"
+    usual = costs_of("Qwen2.5-3B").train_s(load)
+    assert costs_of("Qwen2.5-3B", crew).train_s(load) == pytest.approx(usual)
+    rows = planned(capsys, SMALL[0], crew, *SMALL[1:], *BY_HAND)["placements"]
+    assert isinstance(rows, list) and {row["train_cards"] for row in rows} == {4}
+
+
 def test_a_critic_on_cards_of_its_own_works_beside_the_actor() -> None:
     """As many cards for each take as long as the slower of both, not as both in turn."""
     load, ppo = batch(1300), "algorithm.adv_estimator=gae"

@@ -23,10 +23,17 @@ APART: list[dict[str, Any]] = [
      "micro_batches": 1}
     for offload, world in (("none", 1), ("none", 2), ("param", 2), ("optimizer", 2))
 ]  # fmt: skip
-CASES = [*STEPS, ONLY_NCCL, WHOLE, *APART]
+CREWS: list[dict[str, Any]] = [
+    {"algorithm": algorithm, "offload": offload, "world": 8, "dtype": "bfloat16", "budget": 512,
+     "micro_batches": 2, "crew_size": 4}
+    for algorithm, offload in (("ppo", "none"), ("ppo", "param"), ("lora", "none"))
+]  # fmt: skip
+CASES = [*STEPS, ONLY_NCCL, WHOLE, *APART, *CREWS]
 
 
 def name(case: dict[str, Any]) -> str:
     """Of a case, for people."""
     words = [case[key] for key in ("algorithm", "offload", "world", "dtype")]
-    return "-".join(map(str, [*words, *(k for k in ("only_nccl", "reshard_each") if k in case)]))
+    return "-".join(
+        map(str, [*words, *(k for k in ("only_nccl", "reshard_each", "crew_size") if k in case)])
+    )

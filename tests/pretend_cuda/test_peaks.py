@@ -23,6 +23,11 @@ CASES = [
         ("1.5B", 1, 16384), ("3B", 8, 16384), ("7B", 8, 16384), ("32B", 16, 8192),
     )
 ]  # fmt: skip
+CREWS: list[dict[str, Any]] = [
+    {"algorithm": "ppo", "shape": "3B", "world": 8, "budget": 32768, "longest": 32768,
+     "crew_size": size}
+    for size in (1, 2, 4, 8)
+]  # fmt: skip
 PHASES = {
     "log_probs": (Phase.LOG_PROBS,),
     "ref_log_probs": (Phase.REF_LOG_PROBS,),
@@ -35,14 +40,15 @@ NOT_OURS = ("rank's context", "engine, asleep")
 
 
 def name(case: dict[str, Any]) -> str:
-    return f"{case['algorithm']}-{case['shape']}x{case['world']}"
+    crew = f"-crew{case['crew_size']}" if "crew_size" in case else ""
+    return f"{case['algorithm']}-{case['shape']}x{case['world']}{crew}"
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> Iterator[dict[str, Any]]:
     """Outcome of each case."""
-    trials = Trials(CASES)
-    yield dict(zip(map(name, CASES), trials.outcomes(), strict=True))
+    trials = Trials([*CASES, *CREWS])
+    yield dict(zip(map(name, [*CASES, *CREWS]), trials.outcomes(), strict=True))
     trials.stop()
 
 
@@ -58,7 +64,7 @@ def expected_peak(case: Case, phases: tuple[Phase, ...]) -> int:
     )
 
 
-@pytest.mark.parametrize("case", CASES, ids=name)
+@pytest.mark.parametrize("case", [*CASES, *CREWS], ids=name)
 def test_peaks_are_those_of_the_estimate(case: dict[str, Any], outcomes: dict[str, Any]) -> None:
     """Each pass takes at most 15 % more or less than the memory estimate says."""
     found = outcomes[name(case)]

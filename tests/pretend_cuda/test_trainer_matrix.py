@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.pretend_cuda.matrix import APART, CASES, OFFLOADS, STEPS, WHOLE, name
+from tests.pretend_cuda.matrix import APART, CASES, CREWS, OFFLOADS, STEPS, WHOLE, name
 from tests.pretend_cuda.trials import Outcomes
 
 pytestmark = pytest.mark.pretend_cuda
@@ -22,7 +22,7 @@ def outcomes(matrix: Outcomes) -> dict[str, Any]:
     return dict(zip(map(name, CASES), matrix, strict=True))
 
 
-@pytest.mark.parametrize("case", [*STEPS, *APART, WHOLE], ids=name)
+@pytest.mark.parametrize("case", [*STEPS, *APART, WHOLE, *CREWS], ids=name)
 def test_a_step_runs_and_leaves_nothing_on_the_device(
     case: dict[str, Any], outcomes: dict[str, Any]
 ) -> None:
@@ -78,6 +78,22 @@ def test_what_stays_whole_is_gathered_and_reduced_once_an_update(
     assert [count["reduce_scatter_base"] for count in counts] == [2 * groups, groups]
     assert [count["allgather_base"] for count in counts] == [2 * (2 * groups - 1), groups]
     assert once["peak"] > each["peak"]
+
+
+def test_a_crew_exchanges_twice_a_pass_of_a_block(outcomes: dict[str, Any]) -> None:
+    """Tokens for heads and back: forward, again where the block is recomputed, and backward; what
+    the ranks answer is put together once a forward."""
+    alone, crew = (
+        {phase: cost["costs"]["collectives"] for phase, cost in outcomes[key]["phases"].items()}
+        for key in ("ppo-none-8-bfloat16", "ppo-none-8-bfloat16-crew_size")
+    )
+    minis, blocks = 2, 2
+    for phase, passes in (("log_probs", 1), ("values", 1), ("update_critic", 3)):
+        more = {name: n - alone[phase].get(name, 0) for name, n in crew[phase].items()}
+        micro = minis if phase.startswith("update") else 1
+        assert {name: n for name, n in more.items() if n} == {
+            "alltoall_base": 2 * passes * blocks * micro, "allreduce": micro
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("phase", ["log_probs", "values", "update_critic", "update_actor"])

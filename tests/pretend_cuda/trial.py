@@ -92,6 +92,10 @@ class Case:
     """Serve no tensors of the host, whatever the product asks for."""
     reshard_each: bool = True
     """Spread weights and gradients in each micro-batch."""
+    crew_size: int = 1
+    """Ranks that compute a forward together."""
+    longest: int = LONGEST
+    """Tokens of a sequence at most."""
 
     def config(self) -> Config:
         config = Config()
@@ -103,8 +107,9 @@ class Case:
         config.trainer.n_gpus_per_node, config.trainer.device = self.world, "cuda"
         config.trainer.compute_dtype = self.dtype
         section.actor.use_kl_loss = True
-        section.actor.ppo_max_token_len_per_gpu = self.budget
-        config.critic.ppo_max_token_len_per_gpu = self.budget
+        section.actor.ulysses_sequence_parallel_size = self.crew_size
+        section.actor.ppo_max_token_len_per_gpu = self.budget // self.crew_size
+        config.critic.ppo_max_token_len_per_gpu = self.budget // self.crew_size
         for held in (section.actor, config.critic.model):
             held.fsdp_config.param_offload = self.offload == "param"
             held.fsdp_config.optimizer_offload = self.offload == "optimizer"
@@ -112,6 +117,9 @@ class Case:
         section.ref.fsdp_config.param_offload = self.offload in ("param", "reference")
         if self.algorithm == "lora":
             section.model.lora_rank = 8
+        config.data.max_prompt_length = max(
+            config.data.max_prompt_length, self.longest - config.data.max_response_length
+        )
         return settled(config)
 
 
@@ -235,7 +243,7 @@ class Trial:
 
 def make_batch(case: Case) -> TokenBatch:
     """Sequences with an observation each, as long as a budget of the case allows."""
-    longest = min(LONGEST, case.budget)
+    longest = min(case.longest, case.budget)
     lengths = [longest] * (case.micro_batches * (case.budget // longest))
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     total = int(offsets[-1])

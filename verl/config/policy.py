@@ -93,7 +93,12 @@ class ActorConfig:
     """Full-length trajectories per forward over all ranks; sets the token budget when
     `ppo_max_token_len_per_gpu` is null."""
     ppo_max_token_len_per_gpu: int | None = option(None, resume="free", ge=1)
-    """Token budget of one packed forward on one rank; null derives it, or takes 16,384."""
+    """Token budget of one packed forward on one rank; null derives it, or takes 16,384. Ranks that
+    compute together have as many times that."""
+    ulysses_sequence_parallel_size: int = option(1, resume="free", ge=1)
+    """Ranks that compute each dialogue together, the reference's log-probs too, so that its
+    activations are divided among them (docs/memory.md). It divides the number of ranks and that of
+    the model's attention heads."""
     ppo_epochs: int = option(1, resume="experiment", ge=1, le=1000)
     """Passes over a step's trajectories."""
     grad_clip: float = option(1.0, resume="logged", gt=0)
@@ -290,6 +295,8 @@ class CriticConfig:
     """As the actor's."""
     ppo_max_token_len_per_gpu: int | None = option(None, resume="free", ge=1)
     """As the actor's; null for twice the actor's."""
+    ulysses_sequence_parallel_size: int | None = option(None, resume="free", ge=1)
+    """As the actor's; null for the actor's."""
     ppo_mini_batch_size: int | None = option(None, resume="experiment", ge=1)
     """Trajectories per critic step; null for the actor's."""
     ppo_epochs: int = option(1, resume="experiment", ge=1, le=1000)

@@ -38,8 +38,8 @@ PLACEHOLDERS = ("{question}", "{accepted}", "{answer}")
 
 def problems(config: Config) -> Iterator[str]:
     """All that cannot work together, a sentence each."""
-    sections = (_lists, _run, _recorded, _engines, _savings, _servers, _critic, _algorithm, _losses,
-                _shaping, _server, _rewards, _stages, _judge)  # fmt: skip
+    sections = (_lists, _run, _crews, _recorded, _engines, _savings, _servers, _critic, _algorithm,
+                _losses, _shaping, _server, _rewards, _stages, _judge)  # fmt: skip
     rows = itertools.chain.from_iterable(section(config) for section in sections)
     for is_wrong, subject, got, expected, fix in rows:
         if is_wrong:
@@ -74,9 +74,8 @@ def _lists(config: Config) -> Iterator[Row]:
 def _run(config: Config) -> Iterator[Row]:
     """Budgets hold a dialogue; ranks, engines and the guard have what they need."""
     data, trainer, rollout = config.data, config.trainer, config.actor_rollout_ref.rollout
-    longest, ranks = data.max_prompt_length, config.num_ranks
+    longest, batch = data.max_prompt_length, config.actor_rollout_ref.actor.ppo_mini_batch_size
     start, seen = data.max_start_length, data.max_obs_length
-    batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
     yield (not trainer.default_local_dir.strip(), "trainer.default_local_dir",
            repr(trainer.default_local_dir), "a folder", "leave it out, or name one: . for this one")
     yield (start > longest, "data.max_start_length",
@@ -86,9 +85,6 @@ def _run(config: Config) -> Iterator[Row]:
            f"{seen}, not less than max_prompt_length={longest}",
            "room for the prompt beside one observation",
            "raise data.max_prompt_length or lower data.max_obs_length")
-    yield (batch < ranks and not trainer.val_only, f"{ACTOR}.ppo_mini_batch_size", batch,
-           f"one trajectory or more for each of {ranks} ranks",
-           f"{ACTOR}.ppo_mini_batch_size={ranks}, or fewer trainer.n_gpus_per_node")
     usual, step = ActorConfig.ppo_mini_batch_size, config.num_trajectories
     for key, size in ((ACTOR, batch), ("critic", config.critic.ppo_mini_batch_size or usual)):
         yield (size > step and size != usual, f"{key}.ppo_mini_batch_size", size,
@@ -103,6 +99,28 @@ def _run(config: Config) -> Iterator[Row]:
     yield (goes_back and trainer.save_freq < 1, "trainer.save_freq", trainer.save_freq,
            "1 or more: a rollback needs checkpoints to go back to",
            "trainer.save_freq=10, or trainer.guard.action=stop")
+
+
+def _crews(config: Config) -> Iterator[Row]:
+    """Ranks that compute a dialogue together, and a trajectory for each such crew."""
+    actor, critic, name = config.actor_rollout_ref.actor, config.critic, "trainer.n_gpus_per_node"
+    holders = [(ACTOR, name, "", config.num_ranks, actor.ulysses_sequence_parallel_size)]
+    if config.has_own_critic:
+        name, whose = "critic.n_gpus_per_node", "the critic's "
+        holders.append(("critic", name, whose, config.num_critic_ranks, config.critic_crew_size))
+    elif critic.ulysses_sequence_parallel_size:
+        holders.append(("critic", name, "", config.num_ranks, config.critic_crew_size))
+    for section, gpus, whose, ranks, size in holders:
+        key, crews = f"{section}.ulysses_sequence_parallel_size", max(1, ranks // size)
+        yield (ranks % size, key, size, f"a divisor of {whose}{ranks} ranks",
+               f"{key}=1, or another {gpus}")
+        batch = actor.ppo_mini_batch_size
+        if section == "critic":
+            batch = critic.ppo_mini_batch_size or batch
+        number = str(crews) if size == 1 else f"{crews} crews of {size}"
+        yield (batch < crews and not config.trainer.val_only, f"{section}.ppo_mini_batch_size",
+               batch, f"one trajectory or more for each of {whose}{number} ranks",
+               f"{section}.ppo_mini_batch_size={crews}, or fewer {gpus}")
 
 
 def _recorded(config: Config) -> Iterator[Row]:
@@ -208,18 +226,13 @@ def _servers(config: Config) -> Iterator[Row]:
 
 
 def _critic(config: Config) -> Iterator[Row]:
-    """Devices of a critic's own, where there is one, and enough for each of its ranks to do."""
+    """Devices of a critic's own, where there is one."""
     critic, name, key = config.critic, config.algorithm.adv_estimator, "critic.n_gpus_per_node"
-    ranks, batch = config.num_critic_ranks, critic.ppo_mini_batch_size
-    batch = batch or config.actor_rollout_ref.actor.ppo_mini_batch_size
     has_own = config.has_own_critic
     yield (has_own and not ADVANTAGES[name].needs_critic, key, critic.n_gpus_per_node,
            f"null: {name} has no critic", f"{key}=null, or algorithm.adv_estimator=gae")
     yield (critic.nnodes is not None and not has_own, "critic.nnodes", critic.nnodes,
            f"null: with {key}=null the critic is where the actor is", f"{key}=1 beside it")
-    yield (has_own and batch < ranks and not config.trainer.val_only, "critic.ppo_mini_batch_size",
-           batch, f"one trajectory or more for each of the critic's {ranks} ranks",
-           f"critic.ppo_mini_batch_size={ranks}, or fewer {key}")
 
 
 def _algorithm(config: Config) -> Iterator[Row]:

@@ -22,6 +22,7 @@ from huggingface_hub.errors import HFValidationError
 
 from verl.agent.environment import Environment
 from verl.config import Config, DataConfig
+from verl.core_algos.advantages import ADVANTAGES
 from verl.data.rows import load_rows
 from verl.errors import (
     ConfigError,
@@ -32,7 +33,7 @@ from verl.errors import (
     UserError,
     explain,
 )
-from verl.model_files import check_context
+from verl.model_files import check_context, read_config
 from verl.monitor.tracking import PACKAGES, backend_names
 from verl.preflight.adapters import adapter_problems
 from verl.preflight.memory.check import look, memory_problems, settle_memory
@@ -40,6 +41,7 @@ from verl.preflight.servers import server_problems
 from verl.rollout import schedule
 from verl.rollout.interface import engine_problems
 from verl.tokenizer_files import check_model
+from verl.training.crews import check_heads
 from verl.training.devices import cores_of
 from verl.training.kernels import kernel_problems
 from verl.training.loading import is_cached, model_folder, weight_bytes
@@ -61,7 +63,7 @@ def preflight(config: Config, environment: Environment) -> Config:
     problems: list[UserError] = list(engine_problems(config)) if config.samples else []
     if problems:  # what memory is needed depends on the engine
         raise PreflightError(problems)
-    problems = list(model_problems(config))
+    problems = list(model_problems(config)) or list(_heads(config))
     checks: list[Callable[[Config], Iterable[UserError]]] = [
         *((_questions, schedule.problems) if config.samples else ()),
         lambda _: environment.preflight(PROBE_SECONDS),
@@ -89,6 +91,24 @@ def model_problems(config: Config) -> Iterator[UserError]:
     other = config.critic.model.path
     if config.algorithm.adv_estimator == "gae" and other not in (None, path):
         yield from _model("critic.model.path", str(other), path)
+
+
+def _heads(config: Config) -> Iterator[UserError]:
+    """Heads for each of the ranks that compute a dialogue together; a model that is not here yet
+    is looked at by the ranks."""
+    policy = config.actor_rollout_ref
+    crews = {
+        "actor_rollout_ref.actor": (policy.model.path, policy.actor.ulysses_sequence_parallel_size)
+    }
+    if ADVANTAGES[config.algorithm.adv_estimator].needs_critic:
+        crews["critic"] = (config.critic_path, config.critic_crew_size)
+    for section, (path, size) in crews.items():
+        folder = model_folder(path)
+        if size > 1 and folder is not None:
+            try:
+                check_heads(read_config(str(folder)), size, section)
+            except ConfigError as error:
+                yield error
 
 
 def _model(

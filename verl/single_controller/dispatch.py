@@ -14,20 +14,20 @@ from verl.types import TokenBatch
 
 @dataclass(frozen=True)
 class Split:
-    """A batch divided over ranks: rank r holds the sequences `parts[r]`, in `shards[r]`."""
+    """A batch divided over crews: crew c computes the sequences `parts[c]`, in `shards[c]`."""
 
     parts: list[list[int]]
     shards: list[TokenBatch]
 
 
-def split_by_work(batch: TokenBatch, num_ranks: int, pair_cost: float = 0.0) -> Split:
-    """Divide sequences over ranks so that each has nearly as much to compute: a token costs 1, each
-    pair of tokens of a sequence `pair_cost`.
+def split_by_work(batch: TokenBatch, num_crews: int, pair_cost: float = 0.0) -> Split:
+    """Divide sequences over crews so that each has nearly as much to compute: a token costs 1, each
+    pair of tokens of a sequence `pair_cost`. A crew is as a rule one rank.
 
-    A rank may be left without sequences when there are fewer of them than ranks; it still takes
-    part in every collective call with an empty shard.
+    One may be left without sequences when there are fewer of them than crews; it still takes part
+    in every collective call with an empty shard.
     """
-    parts = Packing.of(batch).over_ranks(num_ranks, pair_cost)
+    parts = Packing.of(batch).over_ranks(num_crews, pair_cost)
     return Split(parts, [batch.select(part) for part in parts])
 
 
@@ -48,7 +48,7 @@ def split_groups(groups: Sequence[str], num_parts: int) -> list[list[int]]:
 
 
 def join_tokens(outputs: Sequence[Tensor], split: Split, batch: TokenBatch) -> Tensor:
-    """Per-token outputs of all ranks, put back into the batch's own order: (num_tokens,)."""
+    """Per-token outputs of all crews, put back into the batch's own order: (num_tokens,)."""
     order = [index for part in split.parts for index in part]
     flat = torch.cat(list(outputs))
     joined = torch.empty_like(flat)

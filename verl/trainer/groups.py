@@ -35,7 +35,7 @@ from verl.single_controller.placement import (
 from verl.single_controller.reaper import MARK, OrphanReaper
 from verl.single_controller.restarts import Restarts
 from verl.trainer.cluster import JOB_CONFIG, anchored, check_nodes, uses_gpus
-from verl.trainer.ranks import TrainerRanks
+from verl.trainer.ranks import Division, TrainerRanks
 from verl.training.critic_worker import CriticWorker
 from verl.training.devices import DETERMINISTIC_ENV, rollout_dtype
 from verl.training.network import forwarded
@@ -68,7 +68,13 @@ def place_ranks(config: Config, tools: EnvironmentFactory, reaper: OrphanReaper)
     if config.trainer.deterministic:
         env |= DETERMINISTIC_ENV
     groups = create_ranks(config, rooms, use_gpu, env)
-    ranks = TrainerRanks(*groups, pair_costs=WorkCounter(config).pair_costs)
+    policy_cost, critic_cost = WorkCounter(config).pair_costs
+    size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    ranks = TrainerRanks(
+        *groups,
+        policy=Division(policy_cost, size),
+        critic=Division(critic_cost, config.critic_crew_size),
+    )
     guard_nodes(ranks.groups, reaper.mark)
     return Placed(config, use_gpu, rooms[0], env, ranks)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,28 @@ from verl.errors import ConfigError, SaveError, explain
 from verl.monitor.flops import peak_flops
 from verl.rollout.interface import WEIGHT_SYNC
 from verl.single_controller.actors import Call, RayWorkerGroup
-from verl.single_controller.dispatch import join_tokens, split_by_work
+from verl.single_controller.dispatch import Split, join_tokens, split_by_work
 from verl.training.devices import PeakMemory
 from verl.training.node_folder import on_node
 from verl.types import Metrics, TokenBatch
 
 SEEN = frozenset({"input_ids", "policy_mask", "loss_mask", "value_mask"})
 """Token columns that a forward reads, where a batch has them: no others are sent for it."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How batches are divided over ranks."""
+
+    pair_cost: float = 0.0
+    """By which work is balanced (`ModelFlops.pair_cost`)."""
+    crew_size: int = 1
+    """Ranks that get the same sequences, to compute them together."""
+
+    def of(self, batch: TokenBatch, num_ranks: int) -> tuple[Split, list[TokenBatch]]:
+        """The batch over crews, and the shard of each rank."""
+        split = split_by_work(batch, num_ranks // self.crew_size, self.pair_cost)
+        return split, [shard for shard in split.shards for _ in range(self.crew_size)]
 
 
 class TrainerRanks:
@@ -32,35 +47,34 @@ class TrainerRanks:
         group: RayWorkerGroup,
         own_critic: RayWorkerGroup | None = None,
         *,
-        pair_costs: tuple[float, float] = (0.0, 0.0),
+        policy: Division = Division(),
+        critic: Division = Division(),
     ) -> None:
-        """`pair_costs` of policy and critic, by which work is divided (`ModelFlops.pair_cost`)."""
-        self._pair_cost, self._critic_pair_cost = pair_costs
+        """How the batches of policy and critic are divided."""
+        self._policy, self._critic = policy, critic
         self.group, self.has_own_critic = group, own_critic is not None
         self.critic_group = group if own_critic is None else own_critic
         self.groups = [group] if own_critic is None else [group, own_critic]
 
     def log_probs(self, batch: TokenBatch) -> Tensor:
         """The actor's log-probs, (num_tokens,), 0 outside the loss mask."""
-        return begin_per_token(self.group, "actor.log_probs", batch, self._pair_cost)()
+        return begin_per_token(self.group, "actor.log_probs", batch, self._policy)()
 
     def ref_log_probs(self, batch: TokenBatch) -> Tensor:
         """The reference's log-probs, (num_tokens,), 0 outside the loss mask."""
-        return begin_per_token(self.group, "reference.log_probs", batch, self._pair_cost)()
+        return begin_per_token(self.group, "reference.log_probs", batch, self._policy)()
 
     def begin_values(self, batch: TokenBatch) -> Callable[[], Tensor]:
         """Begin the critic's values, (num_tokens,), 0 outside the loss mask; the answer waits."""
-        group, pair_cost = self.critic_group, self._critic_pair_cost
-        return begin_per_token(group, "critic.values", batch, pair_cost)
+        return begin_per_token(self.critic_group, "critic.values", batch, self._critic)
 
     def update_actor(self, mini_batch: TokenBatch) -> Metrics:
         """One optimizer step of the policy; metrics are global, the same on every rank."""
-        return begin_update(self.group, "actor.update", mini_batch, self._pair_cost)()
+        return begin_update(self.group, "actor.update", mini_batch, self._policy)()
 
     def begin_update_critic(self, mini_batch: TokenBatch) -> Callable[[], Metrics]:
         """Begin an optimizer step of the critic; the answer waits, and is as `update_actor`'s."""
-        group, pair_cost = self.critic_group, self._critic_pair_cost
-        return begin_update(group, "critic.update", mini_batch, pair_cost)
+        return begin_update(self.critic_group, "critic.update", mini_batch, self._critic)
 
     def take_calls(self) -> dict[str, list[Call]]:
         """What each rank did since the last time, by the rank's name."""
@@ -168,21 +182,20 @@ class TrainerRanks:
 
 
 def begin_per_token(
-    group: RayWorkerGroup, method: str, batch: TokenBatch, pair_cost: float
+    group: RayWorkerGroup, method: str, batch: TokenBatch, division: Division
 ) -> Callable[[], Tensor]:
     """Divide a batch over a group's ranks; the answer waits for a value for each token."""
     seen = {name: column for name, column in batch.tokens.items() if name in SEEN}
-    split = split_by_work(replace(batch, tokens=seen), len(group), pair_cost)
-    answers = group.begin_scatter(method, split.shards)
-    return lambda: join_tokens(answers(), split, batch)
+    split, shards = division.of(replace(batch, tokens=seen), len(group))
+    answers = group.begin_scatter(method, shards)
+    return lambda: join_tokens(answers()[:: division.crew_size], split, batch)
 
 
 def begin_update(
-    group: RayWorkerGroup, method: str, mini_batch: TokenBatch, pair_cost: float
+    group: RayWorkerGroup, method: str, mini_batch: TokenBatch, division: Division
 ) -> Callable[[], Metrics]:
     """Divide a mini-batch over a group's ranks; the answer waits for the metrics of its update."""
-    split = split_by_work(mini_batch, len(group), pair_cost)
-    answers = group.begin_scatter(method, split.shards)
+    answers = group.begin_scatter(method, division.of(mini_batch, len(group))[1])
     return lambda: dict(answers()[0])
 
 

@@ -45,13 +45,18 @@ class TokenBudgets:
     inference: int = 2 * DEFAULT_TOKEN_BUDGET
 
 
+def inputs_of(engine: FsdpModel, micro: TokenBatch) -> PackedInputs:
+    """A forward that is asked for the tokens in the loss."""
+    return PackedInputs.of(micro, loss_mask(micro), engine.device, engine.options.crew)
+
+
 def at_targets(
     engine: FsdpModel, batch: TokenBatch, budget: int, forward: Callable[[PackedInputs], Tensor]
 ) -> Tensor:
     """What `forward` answers for each token in the loss, (num_tokens,) float32; else 0."""
     result, places, found = torch.zeros(batch.num_tokens), [], []
     for indices, micro in engine.micro_batches(batch, budget):
-        inputs = PackedInputs.of(micro, loss_mask(micro), engine.device)
+        inputs = inputs_of(engine, micro)
         found.append(forward(inputs))
         places.append(batch.positions(indices)[inputs.target_positions])
     engine.reshard()
@@ -66,10 +71,10 @@ def apply_update(
     """One optimizer step with the gradient at hand; metrics are over all ranks.
 
     `rows` are the sums of this rank's `micros`, by `names`, the loss first, on the device: the host
-    has waited for none of them. Losses are reported as they are, others as means over the tokens
-    that were seen, by their `weight`.
+    has waited for none of them. What a crew's ranks all have counts once. Losses are reported as
+    they are, others as means over the tokens that were seen, by their `weight`.
     """
-    total = reduce_sum(torch.stack(rows).sum(0), engine.device)
+    total = reduce_sum(torch.stack(rows).sum(0), engine.device) / engine.num_together
     is_finite = bool(total.isfinite().all())
     if not is_finite:
         for row, (_, micro) in zip(torch.stack(rows)[:, 0].tolist(), micros, strict=True):
@@ -131,7 +136,7 @@ class Actor:
         micros = self.engine.micro_batches(mini_batch, self.budgets.update)
         rows, peaks = [], []
         for number, (_, micro) in enumerate(micros, 1):
-            inputs = PackedInputs.of(micro, loss_mask(micro), self.engine.device)
+            inputs = inputs_of(self.engine, micro)
             loss, observed, mismatch = self._loss(micro, inputs)
             self.engine.backward(loss, is_last=number == len(micros))
             rows.append(observed)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from verl.training.crews import Crew
 from verl.training.devices import sent
 
 PACKED = "verl_packed"
@@ -43,6 +44,8 @@ class SequenceBounds:
     """(num_spans + 1,) int32 on the model's device: where the runs are in the row."""
     cu_keys: Tensor
     """The same of what each run sees, in what `keys_of` gives."""
+    crew: Crew | None = None
+    """Ranks that compute the row together; None where this one has all of it."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> SequenceBounds:
@@ -50,13 +53,15 @@ class SequenceBounds:
         return cls.of_spans([(0, length) for length in lengths], device)
 
     @classmethod
-    def of_spans(cls, spans: Sequence[Span], device: torch.device) -> SequenceBounds:
+    def of_spans(
+        cls, spans: Sequence[Span], device: torch.device, crew: Crew | None = None
+    ) -> SequenceBounds:
         """Bounds of runs with these positions."""
         queries, keys = (
             sent(torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32), device)
             for sizes in ([end - start for start, end in spans], [end for _, end in spans])
         )
-        return cls(tuple(spans), queries, keys)
+        return cls(tuple(spans), queries, keys, crew)
 
     @property
     def lengths(self) -> list[int]:
@@ -70,9 +75,10 @@ class SequenceBounds:
 
     @property
     def position_ids(self) -> Tensor:
-        """(1, num_tokens) positions in the sequences."""
+        """(1, num_tokens) positions in the sequences, of a crew's rank those of its slice."""
         positions = torch.cat([torch.arange(*span) for span in self.spans])[None]
-        return sent(positions, self.cu_seqlens.device)
+        own = positions if self.crew is None else self.crew.own(positions)
+        return sent(own, self.cu_seqlens.device)
 
     def keys_of(self, x: Tensor) -> Tensor:
         """Keys or values `x` (num_tokens, ...) with those of the prompt before each response."""
@@ -274,7 +280,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls in each layer; tensors are (1, heads, num_tokens, head_dim).
 
-    Returns (1, num_tokens, heads, head_dim). Dropout is not applied: sampling had none.
+    Returns (1, num_tokens, heads, head_dim). Dropout is not applied: sampling had none. A rank of a
+    crew gives and gets those of its slice.
     """
     assert bounds is not None, f"{PACKED} needs `bounds`: call the model with a SequenceBounds"
     assert attention_mask is None, f"{PACKED} takes no mask, got {attention_mask.shape}"
@@ -282,8 +289,12 @@ def packed_attention(
     kernel = cuda_kernel() if has_kernel else attend_one_by_one
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    crew = bounds.crew
+    if crew is not None:
+        query, key, value = crew.to_heads((query, key, value), sum(bounds.lengths))
     key, value = bounds.keys_of(key), bounds.keys_of(value)
-    return kernel(query, key, value, bounds, scale, sliding_window or 0)[None], None
+    found = kernel(query, key, value, bounds, scale, sliding_window or 0)
+    return (found if crew is None else crew.to_slice(found))[None], None
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -1,4 +1,4 @@
-"""How many tokens one packed forward of a rank may hold, from the options."""
+"""How many tokens one packed forward of a crew (as a rule one rank) may hold, from the options."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from verl.training.actor import DEFAULT_TOKEN_BUDGET, TokenBudgets
 def actor_budgets(config: Config) -> TokenBudgets:
     """Token budgets of the policy, derived from trajectories per micro-batch where that is set."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    update = actor.ppo_max_token_len_per_gpu
-    update = update or _budget(config, actor.ppo_micro_batch_size, config.num_ranks)
-    update = update or DEFAULT_TOKEN_BUDGET
-    return TokenBudgets(update, rollout.log_prob_max_token_len_per_gpu or 2 * update)
+    size = actor.ulysses_sequence_parallel_size
+    update = size * (actor.ppo_max_token_len_per_gpu or 0)
+    update = update or _budget(config, actor.ppo_micro_batch_size, config.num_crews)
+    update = update or size * DEFAULT_TOKEN_BUDGET
+    looks = size * (rollout.log_prob_max_token_len_per_gpu or 0)
+    return TokenBudgets(update, looks or 2 * update)
 
 
 def critic_budgets(config: Config) -> TokenBudgets:
     """Token budgets of the critic; twice the actor's where nothing is set."""
-    critic = config.critic
-    update = critic.ppo_max_token_len_per_gpu
-    update = update or _budget(config, critic.ppo_micro_batch_size, config.num_critic_ranks)
-    update = update or 2 * actor_budgets(config).update
+    critic, size = config.critic, config.critic_crew_size
+    update = size * (critic.ppo_max_token_len_per_gpu or 0)
+    update = update or _budget(config, critic.ppo_micro_batch_size, config.num_critic_crews)
+    beside = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    update = update or 2 * actor_budgets(config).update * size // beside
     return TokenBudgets(update, 2 * update)
 
 
-def _budget(config: Config, micro_batch_size: int | None, num_ranks: int) -> int | None:
+def _budget(config: Config, micro_batch_size: int | None, num_crews: int) -> int:
+    """0 where trajectories per micro-batch are not set."""
     if micro_batch_size is None:
-        return None
-    return max(1, micro_batch_size // num_ranks) * config.data.max_model_len
+        return 0
+    return max(1, micro_batch_size // num_crews) * config.data.max_model_len

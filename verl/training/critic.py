@@ -9,7 +9,7 @@ from torch import Tensor
 
 from verl.config import CriticConfig
 from verl.core_algos.losses import value_loss, weighted_sum
-from verl.training.actor import Columns, TokenBudgets, apply_update, at_targets, loss_mask
+from verl.training.actor import Columns, TokenBudgets, apply_update, at_targets, inputs_of
 from verl.training.fsdp import FsdpModel
 from verl.training.models import PackedInputs
 from verl.types import Metrics, TokenBatch
@@ -47,7 +47,7 @@ class Critic:
         micros = self.engine.micro_batches(as_critic_sees(mini_batch), self.budgets.update)
         rows = []
         for number, (_, micro) in enumerate(micros, 1):
-            inputs = PackedInputs.of(micro, loss_mask(micro), self.engine.device)
+            inputs = inputs_of(self.engine, micro)
             loss, observed = self._loss(micro, inputs)
             self.engine.backward(loss, is_last=number == len(micros))
             rows.append(observed)

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from verl.config import AdapterConfig, Config
 from verl.training.budgets import critic_budgets
+from verl.training.crews import check_heads
 from verl.training.critic import Critic
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.lora import Role, adapted_engine
@@ -29,6 +30,7 @@ def critic_options(rank: TrainingRank) -> FsdpOptions:
         num_updates=critic_updates(rank.config, rank.total_steps),
         optim=critic.optim,
         grad_clip=critic.grad_clip,
+        crew=rank.crew(rank.config.critic_crew_size),
         **offloading(critic.model.fsdp_config),
     )
 
@@ -43,6 +45,7 @@ def own_engine(rank: TrainingRank) -> FsdpModel:
     model = rank.config.critic.model
     with rank.opened(model, rank.config.critic_path, needs_head=False) as lm:
         prepare_blocks(lm, model)
+        check_heads(lm.config, rank.config.critic_crew_size, "critic")
         return _engine(rank, lm, critic_options(rank))
 
 

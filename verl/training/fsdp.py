@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.config import OptimConfig
 from verl.packing import Packing
+from verl.training.crews import Crew
 from verl.training.kernels import compile_seconds
 from verl.training.loading import fill_shards, take_values
 from verl.training.loss_scale import LossScale
@@ -47,6 +48,8 @@ class FsdpOptions:
     optimizer_offload: bool = False
     reshard_each: bool = True
     """Spread weights and gradients over the ranks in each micro-batch, not once an update."""
+    crew: Crew | None = None
+    """Ranks that compute each micro-batch together, and so get the same; None for each alone."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,11 @@ class FsdpModel:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    @property
+    def num_together(self) -> int:
+        """Ranks that compute the same micro-batches, and the same loss."""
+        return 1 if self.options.crew is None else self.options.crew.size
+
     def micro_batches(self, batch: TokenBatch, budget: int) -> list[tuple[list[int], TokenBatch]]:
         """Micro-batches of at most `budget` computed tokens, as (sequence indices, sequences).
 
@@ -201,13 +209,14 @@ class FsdpModel:
     def backward(self, loss: Tensor, is_last: bool = True) -> None:
         """Add the gradient of this rank's share of the loss; shares add up over ranks.
 
+        The ranks of a crew have the same share, and each the gradient that its slice adds to it.
         Without `reshard_each` ranks add them up with an update's last micro-batch.
         """
         if not self.options.reshard_each:
             assert isinstance(self.module, FSDPModule)
             self.module.set_requires_gradient_sync(is_last)
             self.module.set_reshard_after_backward(is_last)
-        # FSDP averages over ranks, the loss is a sum over them.
+        # FSDP averages over ranks, the gradient is a sum over them.
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         (loss * (dist.get_world_size() * scale)).backward()
 

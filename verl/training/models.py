@@ -20,6 +20,7 @@ from verl.model_files import model_errors, quiet, refuse_report
 from verl.packing import Packing
 from verl.remote_code import trusts_remote_code
 from verl.training.attention import PACKED, SequenceBounds, Span
+from verl.training.crews import Answers, Crew
 from verl.training.devices import sent
 from verl.types import TokenBatch
 
@@ -34,40 +35,60 @@ class PackedInputs:
     A prompt that several sequences share is there once, with their responses behind it:
 
     Example: of P P A B and P P C the row holds P P A B C; A and C are asked of its second token.
+
+    A rank of a crew has the same batch as the others, and computes a slice of the row.
     """
 
     input_ids: Tensor
-    """(1, num_tokens) the tokens that are computed."""
+    """(1, num_tokens) the tokens that are computed here."""
     bounds: SequenceBounds
+    """Of the whole row."""
     target_positions: Tensor
     """(num_targets,) where in the batch the tokens asked for are, never a sequence's first; these
     stay on the host."""
     targets: Tensor
-    """(num_targets,) ids of the tokens asked for."""
+    """(num_answers,) ids of the tokens that are answered for here; without a crew, of all."""
     before_targets: Tensor
-    """(num_targets,) where in the row is the token before each of them."""
+    """(num_answers,) where in `input_ids` is the token before each of them."""
+    answers: Answers | None = None
+    """Who of a crew answers for which token."""
 
     @classmethod
-    def of(cls, batch: TokenBatch, mask: Tensor, device: torch.device) -> PackedInputs:
+    def of(
+        cls, batch: TokenBatch, mask: Tensor, device: torch.device, crew: Crew | None = None
+    ) -> PackedInputs:
         """Pack `batch`, asking for tokens where `mask` (num_tokens,) is True.
 
         A batch without tokens becomes two dummy tokens of which none is asked for, so that a rank
         with nothing to do still takes part in collectives.
         """
-        if not batch.num_tokens:
-            dummy = torch.zeros(1, 2, dtype=torch.int64, device=device)
-            nothing, nowhere = dummy[0, :0], torch.zeros(0, dtype=torch.int64)
-            return cls(dummy, SequenceBounds.of([2], device), nowhere, nothing, nothing)
-        starts = batch.offsets[:-1]
-        is_target = mask.bool().clone()
-        is_target[starts[batch.lengths > 0]] = False
-        positions = is_target.nonzero()[:, 0]
-        ids = batch.tokens["input_ids"]
-        spans, computed, row_of = laid_out(Packing.of(batch), starts.tolist(), batch.num_tokens)
+        if batch.num_tokens:
+            starts = batch.offsets[:-1]
+            is_target = mask.bool().clone()
+            is_target[starts[batch.lengths > 0]] = False
+            positions, ids = is_target.nonzero()[:, 0], batch.tokens["input_ids"]
+            spans, computed, row_of = laid_out(Packing.of(batch), starts.tolist(), batch.num_tokens)
+            row, targets, before = ids[computed], ids[positions], row_of[positions - 1]
+        else:
+            spans, row = [(0, 2)], torch.zeros(2, dtype=torch.int64)
+            positions = targets = before = row[:0]
+        bounds, answers, own = SequenceBounds.of_spans(spans, device, crew), None, row[None]
+        if crew is not None:
+            size, own = crew.slice_size(len(row)), crew.own(own)
+            answers, mine = Answers.of(crew, before // size, device)
+            targets, before = targets[mine], before[mine] - size * crew.place
         return cls(
-            sent(ids[computed][None], device), SequenceBounds.of_spans(spans, device),
-            positions, sent(ids[positions], device), sent(row_of[positions - 1], device),
-        )  # fmt: skip
+            sent(own, device),
+            bounds,
+            positions,
+            sent(targets, device),
+            sent(before, device),
+            answers,
+        )
+
+    def gathered(self, *columns: Tensor) -> tuple[Tensor, ...]:
+        """Of columns (num_answers,) those of all tokens that are asked for, (num_targets,)."""
+        return columns if self.answers is None else self.answers.gathered(*columns)
 
 
 def laid_out(
@@ -120,7 +141,7 @@ def load_causal_lm(
 
 
 def states(trunk: nn.Module, inputs: PackedInputs) -> Tensor:
-    """The trunk's state from which each target token is predicted, (num_targets, hidden)."""
+    """The trunk's state from which each target token is predicted, (num_answers, hidden)."""
     hidden: Tensor = trunk(
         input_ids=inputs.input_ids,
         position_ids=inputs.bounds.position_ids,
@@ -154,7 +175,8 @@ class LogProbModel(nn.Module):
             compute(h, t, temperature, learn_entropy)
             for h, t in zip(hidden.split(size), targets.split(size), strict=True)
         ]
-        return torch.cat([c[0] for c in chunks]), torch.cat([c[1] for c in chunks])
+        log_probs, entropies = inputs.gathered(*map(torch.cat, zip(*chunks, strict=True)))
+        return log_probs, entropies
 
     def _chunk(
         self, hidden: Tensor, targets: Tensor, temperature: float, learn_entropy: bool
@@ -193,7 +215,8 @@ def build_value_head(lm: PreTrainedModel) -> nn.Linear:
 def values(trunk: nn.Module, value_head: nn.Module, inputs: PackedInputs) -> Tensor:
     """The value of the state before each target token, (num_targets,) float32."""
     found: Tensor = value_head(states(trunk, inputs))
-    return found.float().sum(-1)
+    found = found.to(torch.promote_types(found.dtype, torch.float32)).sum(-1)
+    return inputs.gathered(found)[0]
 
 
 def blocks(module: nn.Module, lm: PreTrainedModel) -> list[nn.Module]:

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from verl.config import Config, CriticModelConfig, FsdpConfig, ModelConfig
 from verl.machine import HostMemory
 from verl.remote_code import set_trust
+from verl.training.crews import Crew
 from verl.training.devices import (
     PeakMemory,
     card_name,
@@ -101,11 +102,18 @@ class TrainingRank:
         np.random.seed(config.trainer.seed)
         torch.manual_seed(config.trainer.seed)
         self._shard_writer = ShardWriter()
+        self._crews: dict[int, Crew] = {}
         self.build()
 
     def build(self) -> None:
         """Make the models, and `engines`."""
         raise NotImplementedError
+
+    def crew(self, size: int) -> Crew | None:
+        """The `size` ranks that compute together with this one; every rank must ask. None for 1."""
+        if size > 1 and size not in self._crews:
+            self._crews[size] = Crew.join(size)
+        return self._crews.get(size)
 
     def opened(
         self, model: ModelConfig | CriticModelConfig, path: str, needs_head: bool = True

@@ -14,6 +14,7 @@ from verl.config import AdapterConfig
 from verl.core_algos.advantages import ADVANTAGES
 from verl.training.actor import Actor
 from verl.training.budgets import actor_budgets
+from verl.training.crews import check_heads
 from verl.training.critic import Critic
 from verl.training.critic_worker import critic_of, critic_options, own_engine
 from verl.training.fsdp import FsdpModel, FsdpOptions
@@ -53,6 +54,8 @@ class TrainerWorker(TrainingRank):
             self.model_config = self.described = lm.config
             twin = blank_copy(lm) if needs_twin else None
             prepare_blocks(lm, section.model)
+            size = section.actor.ulysses_sequence_parallel_size
+            check_heads(lm.config, size, "actor_rollout_ref.actor")
             actor = self._actor_engine(lm)
         reference = None
         if self.config.needs_reference:
@@ -71,6 +74,7 @@ class TrainerWorker(TrainingRank):
             num_updates=self.total_steps,
             optim=section.actor.optim,
             grad_clip=section.actor.grad_clip,
+            crew=self.crew(section.actor.ulysses_sequence_parallel_size),
             **offloading(section.actor.fsdp_config),
         )
         if not section.model.has_adapter:
@@ -81,8 +85,8 @@ class TrainerWorker(TrainingRank):
         return adapted_engine(lm, adapters, self.device, options)
 
     def _reference_engine(self, actor: FsdpModel, twin: PreTrainedModel | None) -> FsdpModel:
-        fsdp = self.config.actor_rollout_ref.ref.fsdp_config
-        options = FsdpOptions(compute_dtype=self.dtype, **offloading(fsdp))
+        fsdp, crew = self.config.actor_rollout_ref.ref.fsdp_config, actor.options.crew
+        options = FsdpOptions(compute_dtype=self.dtype, crew=crew, **offloading(fsdp))
         if twin is None:
             return share(actor, Role.REFERENCE, options)
         use_kernels(twin, self.config.actor_rollout_ref.model.kernels)

@@ -208,6 +208,24 @@ def test_defaults_warn_of_nothing(
             "critic.n_gpus_per_node=4 critic.ppo_mini_batch_size=3",
             "critic.ppo_mini_batch_size: got 3, expected one trajectory or more for each of the",
         ),
+        (
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size=3",
+            "ulysses_sequence_parallel_size: got 3, expected a divisor of 8 ranks",
+        ),
+        (
+            "critic.n_gpus_per_node=2 actor_rollout_ref.actor.ulysses_sequence_parallel_size=4",
+            "critic.ulysses_sequence_parallel_size: got 4, expected a divisor of the critic's 2",
+        ),
+        (
+            "critic.ulysses_sequence_parallel_size=5",
+            "critic.ulysses_sequence_parallel_size: got 5, expected a divisor of 8 ranks",
+        ),
+        (
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4 "
+            "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+            "got 1, expected one trajectory or more for each of 2 crews of 4 ranks; fix: "
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        ),
         ("actor_rollout_ref.actor.kl_loss_type=kk", "kl_loss_type"),
         ("trainer.logger=[console,foo]", "trainer.logger: got [console,foo]"),
         ("trainer.save_freq=-2", "trainer.save_freq"),

@@ -190,6 +190,20 @@ def test_gpus_of_a_critic_of_its_own_add_up(
     assert "critic.nnodes: got 2 without RAY_ADDRESS" in found
 
 
+def test_ranks_that_compute_together_share_the_heads(sound: list[str]) -> None:
+    """Of policy and critic, by their config.json: the tiny model's 4 query heads cannot be divided
+    by 8; its 2 key-value heads can be repeated."""
+    key, actor = "ulysses_sequence_parallel_size", "actor_rollout_ref.actor"
+    given = [*sound, "trainer.n_gpus_per_node=8", "trainer.memory_preflight=off"]
+    for size, expected in (
+        (8, [(f"{name}.{key}", f"{name}.{key}=4") for name in (actor, "critic")]),
+        (4, []),
+    ):
+        found = problems(cli.compose([*given, f"{actor}.{key}={size}"]))
+        lines = [line for line in found if "a divisor of the model's 4 attention heads" in line]
+        assert [(x.partition(":")[0], x.rpartition("fix: ")[2]) for x in lines] == expected
+
+
 def test_on_cpu_engines_leave_the_ranks_a_core(sound: list[str]) -> None:
     """All cores for engines would leave none; all but one are taken."""
     most = len(os.sched_getaffinity(0))

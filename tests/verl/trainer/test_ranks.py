@@ -10,7 +10,7 @@ import torch
 from tests.verl.training.ranks import make_batch
 from verl.errors import SaveError
 from verl.single_controller.actors import Place
-from verl.trainer.ranks import TrainerRanks
+from verl.trainer.ranks import Division, TrainerRanks
 from verl.training.devices import PeakMemory
 
 
@@ -21,6 +21,7 @@ class Answers:
         self.answers, self.name = answers, name
         self.called: list[str] = []
         self.sent = set[str]()
+        self.ids: list[list[int]] = []
 
     def __len__(self) -> int:
         return len(self.answers)
@@ -31,6 +32,7 @@ class Answers:
 
     def begin_scatter(self, method: str, shards: Sequence[Any]) -> Callable[[], list[Any]]:
         self.sent = set(shards[0].tokens)
+        self.ids = [shard.tokens["input_ids"].tolist() for shard in shards]
         return self.begin(method)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -104,6 +106,23 @@ def test_a_forward_gets_what_it_reads_and_an_update_everything() -> None:
     recorded.answers = [{}]
     ranks.update_actor(batch)
     assert recorded.sent == set(batch.tokens)
+
+
+def test_the_ranks_of_a_crew_get_the_same_and_are_heard_once() -> None:
+    """Four ranks in two crews share two sequences; actor and critic may differ in that."""
+    ranks, batch = Answers([]), make_batch([3, 2])
+    trainer = TrainerRanks(ranks, policy=Division(crew_size=2))  # type: ignore[arg-type]
+    first, second = (ids.tolist() for ids in batch.sequences("input_ids"))
+    ranks.answers = [
+        torch.tensor([float(i) for i in ids]) for ids in (first, first, second, second)
+    ]
+    assert trainer.log_probs(batch).tolist() == [*first, *second]
+    assert ranks.ids == [first, first, second, second]
+    ranks.answers = [{}] * 4
+    trainer.update_actor(batch)
+    assert ranks.ids == [first, first, second, second]
+    trainer.begin_update_critic(batch)()
+    assert sorted(ranks.ids) == sorted([first, second, [], []])
 
 
 def ask_everything(ranks: TrainerRanks, *groups: Answers) -> None:

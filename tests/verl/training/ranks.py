@@ -21,6 +21,7 @@ from verl.types import TokenBatch
 
 VOCAB = 97
 MAX_RANKS = 2
+"""Of the tests that are not slow."""
 
 
 def save_tiny(folder: Path, seed: int = 0) -> str:
@@ -104,11 +105,11 @@ def run_ranks(num_ranks: int, body: Callable[..., Any], *arguments: Any) -> list
     `body` must be importable by name from a module, and leave its process group in the end. Ranks
     wait for each other, so that each has a process of its own.
     """
-    if not _world:
-        spawn = multiprocessing.get_context("spawn")
-        _world.extend(
-            ProcessPoolExecutor(1, spawn, torch.set_num_threads, (1,)) for _ in range(MAX_RANKS)
-        )
+    spawn = multiprocessing.get_context("spawn")
+    _world.extend(
+        ProcessPoolExecutor(1, spawn, torch.set_num_threads, (1,))
+        for _ in range(len(_world), max(num_ranks, MAX_RANKS))
+    )
     port = free_port()
     given = ((rank, num_ranks, port, *arguments) for rank in range(num_ranks))
     calls = [pool.submit(_pickled, body, *each) for pool, each in zip(_world, given, strict=False)]

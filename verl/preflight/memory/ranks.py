@@ -148,14 +148,15 @@ def activation_needs(
     section, own = config.actor_rollout_ref, config.critic
     minis, longest = section.actor.ppo_mini_batch_size, config.data.max_model_len
 
-    def tokens(budget: int, trajectories: int, ranks: int = config.num_ranks) -> int:
+    def tokens(budget: int, trajectories: int, crews: int = config.num_crews) -> int:
         """Of the largest micro-batch: the budget, or all there is, or one whole trajectory."""
-        return max(longest, min(budget, -(-trajectories // ranks) * longest))
+        return max(longest, min(budget, -(-trajectories // crews) * longest))
 
     budgets, every = actor_budgets(config), config.num_trajectories
     forward = Pass(
         policy, tokens(budgets.inference, every), longest, dtype,
         lora_rank=section.model.lora_rank, temperature=section.rollout.temperature,
+        crew_size=section.actor.ulysses_sequence_parallel_size,
     )  # fmt: skip
     recompute = bool(section.model.enable_gradient_checkpointing)
     update = replace(
@@ -167,14 +168,14 @@ def activation_needs(
     if not has_critic(config):
         return
     budgets, minis = critic_budgets(config), own.ppo_mini_batch_size or minis
-    ranks, memory = config.num_critic_ranks, critic_memory(config)
+    crews, memory = config.num_critic_crews, critic_memory(config)
     forward = Pass(
-        critic, tokens(budgets.inference, every, ranks), longest, dtype,
-        is_critic=True, lora_rank=own.model.lora_rank,
+        critic, tokens(budgets.inference, every, crews), longest, dtype,
+        is_critic=True, lora_rank=own.model.lora_rank, crew_size=config.critic_crew_size,
     )  # fmt: skip
     recompute = bool(own.model.enable_gradient_checkpointing)
     update = replace(
-        forward, tokens=tokens(budgets.update, minis, ranks), learns=True, recompute=recompute
+        forward, tokens=tokens(budgets.update, minis, crews), learns=True, recompute=recompute
     )
     yield _activations(memory, forward, Phase.VALUES)
     yield _activations(memory, update, Phase.UPDATE_CRITIC)

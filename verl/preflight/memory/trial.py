@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from verl.config import AdapterConfig
 from verl.model_shape import ModelShape
 from verl.training.attention import PACKED, SequenceBounds
+from verl.training.crews import Answers, Crew
 from verl.training.devices import DTYPES
 from verl.training.loading import replace_parameters
 from verl.training.lora import AdaptedModel, Role
@@ -48,6 +49,8 @@ class Pass:
     recompute: bool = False
     """Gradient checkpointing."""
     lora_rank: int = 0
+    crew_size: int = 1
+    """Ranks that compute the tokens together; what is measured is one's."""
     temperature: float = 1.0
 
 
@@ -138,10 +141,27 @@ def _leave_meta(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _inputs(work: Pass) -> PackedInputs:
-    """Every token but the first is asked for."""
+    """Every token but the first is asked for; of a crew's slice all."""
     full, rest = divmod(work.tokens, work.longest)
     spans = ((0, work.longest),) * full + (((0, rest),) if rest else ())
     nowhere = torch.zeros(len(spans) + 1, dtype=torch.int32)
     ids, targets = torch.zeros(1, work.tokens, dtype=torch.int64), torch.arange(1, work.tokens)
-    bounds = SequenceBounds(spans, nowhere, nowhere)
-    return PackedInputs(ids, bounds, targets, ids[0, targets], targets - 1)
+    if work.crew_size == 1:
+        bounds = SequenceBounds(spans, nowhere, nowhere)
+        return PackedInputs(ids, bounds, targets, ids[0, targets], targets - 1)
+    crew = Alone(work.crew_size, 0)
+    own, every = crew.own(ids), torch.arange(work.crew_size * crew.slice_size(work.tokens))
+    answers = Answers(crew, [own.shape[1]] * crew.size, every)
+    bounds = SequenceBounds(spans, nowhere, nowhere, crew)
+    return PackedInputs(own, bounds, every, own[0], every[: own.shape[1]], answers)
+
+
+class Alone(Crew):
+    """A rank whose crew is not there: what it is given has the shape of what it gives."""
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """A copy."""
+        return x.clone()
+
+    def add_up(self, x: Tensor) -> None:
+        """Nothing is added."""

@@ -66,6 +66,14 @@ def saved(work: Pass, layers: int) -> int:
     return sum(n for address, n in storages.items() if address not in weights)
 
 
+@pytest.mark.parametrize("way", ["forward", "update", "recomputed", "critic", "adapter"])
+def test_ranks_that_compute_together_divide_what_is_held(way: str) -> None:
+    """Two take half each and what they exchange; their two key heads are enough for both."""
+    alone = dataclasses.replace(WAYS[way], tokens=3000, longest=400)
+    half = activation_bytes(dataclasses.replace(alone, crew_size=2)) / activation_bytes(alone)
+    assert 0.5 <= half < 0.6
+
+
 def test_logits_stop_growing_at_a_chunk() -> None:
     """Twice the tokens are far from twice the memory where logits are most of it."""
     facts = SMALL | {"vocab_size": 1 << 18, "hidden_size": 16, "intermediate_size": 16}

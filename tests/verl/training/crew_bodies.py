@@ -1,0 +1,120 @@
+"""What a rank does in tests of crews; importable by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+
+from tests.verl.training.ranks import VOCAB, make_batch, make_groups, tiny_config
+from verl.packing import SHARED, common_prompts
+from verl.single_controller.dispatch import split_by_work
+from verl.training.attention import PACKED
+from verl.training.crews import Crew
+from verl.training.models import LogProbModel, PackedInputs, ValueModel
+from verl.training.worker import TrainerWorker
+from verl.types import TokenBatch
+
+CPU = torch.device("cpu")
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "initializer_range": 0.1}  # fmt: skip
+SHAPES = {
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=2),
+    "one key head": LlamaConfig(**SIZES, num_key_value_heads=1),
+    "qwen2, window": Qwen2Config(**SIZES, num_key_value_heads=2, use_sliding_window=True,
+                                 sliding_window=5, max_window_layers=1),
+}  # fmt: skip
+CASES = [
+    ("llama", False),
+    ("one key head", True),
+    ("qwen2, window", False),
+    ("qwen2, window", True),
+]
+"""Shapes, and whether it is a critic's."""
+
+
+def language_model(shape: str) -> PreTrainedModel:
+    """A random model of that shape in float64, that recomputes its blocks in backward."""
+    torch.manual_seed(0)
+    config = SHAPES[shape]
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED).double().train()
+    lm.gradient_checkpointing_enable({"use_reentrant": False})
+    return lm
+
+
+def rows() -> Iterator[TokenBatch]:
+    """Rows whose middle is inside of a sequence, or of a shared prompt; one with an odd length,
+    one whose second half is not asked for anything, one without any token."""
+    yield make_batch([9, 21, 2, 6])
+    yield make_batch([7, 1, 5])
+    groups = make_groups([(3, [4]), (13, [5, 2, 4])])
+    groups.rows[SHARED] = common_prompts(groups)
+    yield groups
+    half = make_batch([14, 9])
+    half.tokens["policy_mask"][10:] = False
+    yield half
+    yield make_batch([]).select([])
+
+
+def gradients(module: nn.Module, crew: Crew | None, is_critic: bool) -> list[list[Tensor]]:
+    """Answers for each row, and the gradient of each parameter of a loss that all of them are in,
+    as far as this rank's slices make it."""
+    answers, places = [], torch.arange(40, dtype=torch.float64).sin()
+    for batch in rows():
+        inputs = PackedInputs.of(batch, batch.tokens["policy_mask"], CPU, crew)
+        found = [module(inputs)] if is_critic else [*module(inputs, 0.7, True)]
+        loss = sum((x * places[: len(x)]).sum() + x.mean() ** 2 for x in found if len(x))
+        (loss if isinstance(loss, Tensor) else 0 * found[0].sum()).backward()
+        answers += [x.detach() for x in found]
+    return [answers, [p.grad for p in module.parameters()]]
+
+
+def compare(rank: int, size: int, port: int) -> dict[str, list[list[list[Tensor]]]]:
+    """Of each case, what one rank computes and what a crew does, gradients added up."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
+                            world_size=size)  # fmt: skip
+    crew, found = Crew.join(size), {}
+    for shape, is_critic in CASES:
+        results = []
+        for together in (None, crew):
+            lm = language_model(shape)
+            module = ValueModel(lm).double() if is_critic else LogProbModel(lm)
+            if isinstance(module, ValueModel):
+                nn.init.normal_(module.value_head.weight)
+            answers, learned = gradients(module, together, is_critic)
+            if together is not None:
+                for gradient in learned:
+                    dist.all_reduce(gradient)
+            results.append([answers, learned])
+        found[f"{shape}, {'critic' if is_critic else 'policy'}"] = results
+    dist.destroy_process_group()
+    return found
+
+
+def learn(rank: int, size: int, port: int, model: str, crew_size: int) -> dict[str, Any]:
+    """Passes and updates of actor and critic, with several micro-batches and shared prompts."""
+    config = tiny_config(model, size)
+    config.actor_rollout_ref.actor.ulysses_sequence_parallel_size = crew_size
+    config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 24 // crew_size
+    config.critic.ppo_max_token_len_per_gpu = 24 // crew_size
+    config.actor_rollout_ref.model.enable_gradient_checkpointing = True
+    worker: Any = TrainerWorker(config, rank, size, "127.0.0.1", port, 10)
+    found: dict[str, Any] = {"metrics": [], "answers": {}, "parts": [], "lengths": []}
+    calls = (worker.actor.log_probs, worker.reference.log_probs, worker.critic.values)
+    for step, groups in enumerate(([(5, [9, 4]), (7, [10]), (3, [3, 2, 6])], [(4, [7])])):
+        batch = make_groups(groups, step)
+        batch.rows[SHARED] = common_prompts(batch)
+        split = split_by_work(batch, size // crew_size)
+        shard = split.shards[rank // crew_size]
+        found["parts"].append(split.parts)
+        found["lengths"].append(batch.lengths.tolist())
+        found["answers"] |= {(number, step): call(shard) for number, call in enumerate(calls)}
+        found["metrics"] += [worker.critic.update(shard), worker.actor.update(shard)]
+    for name, engine in worker.engines.items():
+        found[name] = {key: x.clone() for key, x in engine.full_parameters()}
+    worker.shutdown()
+    return found

@@ -1,0 +1,70 @@
+"""What a crew of ranks computes together, against what one rank computes alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.verl.training import crew_bodies
+from tests.verl.training.ranks import run_ranks, save_tiny
+from verl.config import Config
+from verl.training.actor import TokenBudgets
+from verl.training.budgets import actor_budgets, critic_budgets
+
+
+@pytest.mark.parametrize(
+    ("options", "actor", "critic"),
+    [
+        ({}, (65536, 131072), (65536, 131072)),
+        ({"ppo_max_token_len_per_gpu": 1000}, (4000, 8000), (4000, 8000)),
+        ({"ppo_micro_batch_size": 6}, (3 * 4596, 6 * 4596), (3 * 4596, 6 * 4596)),
+    ],
+)  # fmt: skip
+def test_a_crew_holds_as_many_tokens_as_its_ranks(
+    options: dict[str, int], actor: tuple[int, int], critic: tuple[int, int]
+) -> None:
+    """Budgets are of one rank; trajectories per micro-batch are divided over crews. The critic's,
+    by crews of 2, are twice the actor's per rank."""
+    config = Config()
+    for name, value in options.items():
+        setattr(config.actor_rollout_ref.actor, name, value)
+    config.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 4
+    assert actor_budgets(config) == TokenBudgets(*actor)
+    assert (config.num_crews, config.num_critic_crews, config.critic_crew_size) == (2, 2, 4)
+    config.critic.ulysses_sequence_parallel_size = 2
+    assert critic_budgets(config) == TokenBudgets(*critic)
+    assert config.num_critic_crews == 4
+
+
+def test_a_crew_has_the_answers_and_the_gradient_of_one_rank() -> None:
+    """In float64, of policy and critic, with few key heads, a window, shared prompts, rows that
+    end anywhere, and slices that nothing is asked of."""
+    for found in run_ranks(2, crew_bodies.compare):
+        assert len(found) == len(crew_bodies.CASES)
+        for name, (alone, together) in found.items():
+            for one, other in zip(alone, together, strict=True):
+                for x, y in zip(one, other, strict=True):
+                    scale = max(float(x.abs().max()), 1e-12) if x.numel() else 1.0
+                    assert torch.allclose(x, y, rtol=0, atol=1e-12 * scale), name
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_crews_learn_what_one_rank_does(size: int, tmp_path: Path) -> None:
+    """Answers, metrics and weights after updates of actor and critic, in float32 on real ranks:
+    of one crew, and of two with their own sequences, of which one is once without any."""
+    model = save_tiny(tmp_path)
+    (one,) = run_ranks(1, crew_bodies.learn, model, 1)
+    found = run_ranks(size, crew_bodies.learn, model, 2)
+    for answers in found:
+        for mine, its in zip(answers["metrics"], one["metrics"], strict=True):
+            uneven = {} if size == 2 else {k: its[k] for k in its if "num_micro" in k}
+            assert mine | uneven == pytest.approx(its, rel=1e-5, abs=1e-7)
+        for name in ("actor", "critic"):
+            for key, x in one[name].items():
+                torch.testing.assert_close(answers[name][key], x, rtol=1e-4, atol=1e-5)
+    for name in one["answers"]:
+        expected = one["answers"][name].split(one["lengths"][name[1]])
+        for rank, answers in enumerate(found):
+            parts = found[0]["parts"][name[1]][rank // 2]
+            mine = torch.cat([expected[i] for i in parts]) if parts else torch.zeros(0)
+            torch.testing.assert_close(answers["answers"][name], mine, rtol=1e-5, atol=1e-5)
