@@ -54,6 +54,21 @@ def test_weights_that_are_streamed_are_those_of_files(
 
 
 @pytest.mark.slow
+def test_weights_that_are_broadcast_are_those_of_files(
+    world: dict[str, str], tmp_path: Path
+) -> None:
+    """`weight_sync=nccl` (gloo here), an engine on cores of its own: the same run, bit for bit."""
+    split, sync = (
+        ("trainer.n_gpus_per_node=1", "trainer.rollout_gpus=1"),
+        "actor_rollout_ref.rollout.weight_sync=",
+    )
+    ways = {way: train(world, tmp_path / way, *PPO, *split, "trainer.save_freq=0", f"{sync}{way}")
+            for way in ("files", "nccl")}  # fmt: skip
+    assert list(differences(ways["files"], ways["nccl"])) == []
+    assert same_weights(tmp_path / "files/model", tmp_path / "nccl/model")
+
+
+@pytest.mark.slow
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(
     world: dict[str, str], first: Path, tmp_path: Path
 ) -> None:

@@ -41,7 +41,7 @@ class RolloutEngine(ABC):
     can_interrupt: ClassVar[bool] = False
     """Whether `interrupt` works, which `rollout.interrupt_turns` needs."""
     can_receive: ClassVar[bool] = False
-    """Whether `cards` and `receive_weights` work, which `rollout.weight_sync=ipc` needs."""
+    """Whether `cards` and `receive_weights` work, for any `rollout.weight_sync` but files."""
 
     @classmethod
     def from_config(cls, config: Config, replica: int) -> Self:

@@ -197,9 +197,10 @@ class RolloutConfig:
     weights_dir: str | None = option(None, resume="free")
     """Folder that ranks write new weights into, and the servers of `url` read them from, by the
     same path; null is this machine's shared memory, for servers on it."""
-    weight_sync: str = option("files", resume="free", choices=("files", "ipc"))
-    """How new weights come to engines: files in shared memory, or ipc, through the memory of the
-    device that ranks and engines share."""
+    weight_sync: str = option("files", resume="free", choices=("files", "ipc", "nccl"))
+    """How new weights come to engines: files in shared memory; ipc, through the memory of the
+    device that ranks and engines share; nccl (gloo on a CPU), to engines on devices of their own
+    (trainer.rollout_gpus)."""
     served_model: str | None = option(None, resume="free")
     """The model's name there; null takes whichever it is, with name=remote the model's path."""
     api_key_env: str | None = option(None, resume="free")

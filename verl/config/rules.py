@@ -156,10 +156,19 @@ def _engines(config: Config) -> Iterator[Row]:
     reasons = {"max_staleness": rollout.max_staleness > 0, "trainer.rollout_gpus": is_split,
                "url": config.is_external}  # fmt: skip
     apart = [name for name, given in reasons.items() if given]
-    yield (config.streams_weights and bool(apart), f"{ROLLOUT}.weight_sync", "ipc",
+    sync = f"{ROLLOUT}.weight_sync"
+    yield (rollout.weight_sync == "ipc" and bool(apart), sync, "ipc",
            f"files with {', '.join(apart)}: only engines that wait on the ranks' own devices "
            "receive weights",
-           f"{ROLLOUT}.weight_sync=files")
+           f"{sync}=files" if config.shares_devices or config.is_external else f"{sync}=nccl")
+    is_nccl = rollout.weight_sync == "nccl"
+    yield (is_nccl and not is_split, sync, "nccl",
+           "files or ipc: it is for engines of the run on devices of their own",
+           f"{key}=N beside fewer trainer.n_gpus_per_node, or {sync}=files")
+    waits_long = rollout.max_staleness > 0 and not rollout.partial
+    yield (is_nccl and waits_long, f"{ROLLOUT}.partial", "false",
+           f"true with {sync}=nccl: ranks would wait until engines have ended whole trajectories",
+           f"{ROLLOUT}.partial=true, or {sync}=files")
     must_wait = not rollout.partial or rollout.max_staleness == 0
     yield (rollout.interrupt_turns and must_wait, f"{ROLLOUT}.interrupt_turns", "true",
            "false: without max_staleness, or with partial=false, no weights come in a turn",

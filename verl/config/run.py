@@ -176,8 +176,8 @@ class Config:
 
     @property
     def streams_weights(self) -> bool:
-        """Ranks send new weights to the engines on their devices."""
-        return self.actor_rollout_ref.rollout.weight_sync == "ipc"
+        """Ranks send new weights to engines, without files."""
+        return self.actor_rollout_ref.rollout.weight_sync != "files"
 
     @property
     def num_weight_versions(self) -> int:

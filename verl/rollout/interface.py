@@ -94,7 +94,8 @@ def engine_problems(config: Config) -> Iterator[ConfigError]:
         expected = f"files: {what} receives no weights"
         if chosen.can_receive:
             expected = "files: an adapter alone is handed over, which is small"
-        yield ConfigError(explain(WEIGHT_SYNC, "ipc", expected, f"{WEIGHT_SYNC}=files"))
+        got = config.actor_rollout_ref.rollout.weight_sync
+        yield ConfigError(explain(WEIGHT_SYNC, got, expected, f"{WEIGHT_SYNC}=files"))
     rollout = config.actor_rollout_ref.rollout
     if rollout.quantization is not None and device_type(config.trainer.device) == "cpu":
         expected = "null: vLLM's CPU build has no kernel that rounds to 8 bits"

@@ -6,6 +6,7 @@ A plain class, hosted by a Ray actor in training and used directly in tests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,6 +45,7 @@ class RolloutReplica:
         rollout = config.actor_rollout_ref.rollout
         interrupt = (lambda: self.engine.interrupt()) if rollout.interrupt_turns else None
         self.gate = WeightGate(of_run(rollout.replay), interrupt)
+        self._pause = contextlib.AsyncExitStack()
 
     def dtype(self) -> str:
         """What the engine computes in, for those who write weights for it."""
@@ -89,9 +91,13 @@ class RolloutReplica:
             if version > self.gate.version:
                 await self.engine.update_weights(folder, version, is_adapter)
 
-    async def receive_weights(self, stream: str, version: int, num_calls: int = 0) -> None:
-        """As `update_weights`, with what ranks send to the engine's workers."""
-        async with self.gate.changing(version, num_calls):
+    async def pause(self, version: int, num_calls: int = 0) -> None:
+        """Return when nothing is sampled any more, nor before `receive_weights` has ended."""
+        await self._pause.enter_async_context(self.gate.changing(version, num_calls))
+
+    async def receive_weights(self, stream: str, version: int) -> None:
+        """As `update_weights` after `pause`, with what ranks send to the engine's workers."""
+        async with self._pause:
             await self.engine.receive_weights(stream, version)
 
     async def _finish_all(

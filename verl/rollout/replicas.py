@@ -46,6 +46,10 @@ class Policy(Protocol):
         """
         ...
 
+    def open_broadcast(self, num_receivers: int) -> str:
+        """Let so many workers of engines on other devices join; returns the name of the stream."""
+        ...
+
     def send_policy(self, stream: str, cards: Sequence[str], dtype: str) -> float:
         """Send it to engines' workers on these cards; returns the seconds of sending."""
         ...
@@ -64,7 +68,7 @@ class RolloutReplicas(Engines):
         overlaps: bool = False,
         hang_timeout: float | None = None,
         empty_cache: Callable[[], None] = lambda: None,
-        streams: bool = False,
+        weight_sync: str = "files",
         weights_root: Path | None = None,
     ) -> None:
         """Actor i hosts `RolloutReplica(*arguments[i])`, now and after a loss.
@@ -72,8 +76,8 @@ class RolloutReplicas(Engines):
         Where they do not share the ranks' devices, engines never sleep. Where it `overlaps`, they
         sample while the ranks train: they do not sleep either, and nobody waits until they have
         taken new weights. `empty_cache` has the ranks give back device memory that they keep for
-        reuse, before engines take theirs; `hang_timeout` is in seconds. Where it `streams`, ranks
-        send weights to engines; else they are handed over in `weights_root`, or in each node's
+        reuse, before engines take theirs; `hang_timeout` is in seconds. Ranks send weights to
+        engines by `weight_sync`; as files they are handed over in `weights_root`, or in each node's
         memory.
         """
         self.group = group
@@ -82,9 +86,11 @@ class RolloutReplicas(Engines):
         self.restarts = restarts
         self.overlaps, self._sleeps = overlaps, shares_devices and not overlaps
         self._arguments = list(arguments)
-        self._empty_cache, self._streams = empty_cache, streams
+        self._empty_cache, self._weight_sync = empty_cache, weight_sync
         self._policy: Policy | None = None
         """Who sends weights again to engines that are started again."""
+        self._broadcast: str | None = None
+        """The stream that the present engines have joined."""
         self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
         self._weights = new_path(weights_root)
         self._flights: list[InFlight] = []
@@ -147,7 +153,7 @@ class RolloutReplicas(Engines):
         """
         start = time.perf_counter()
         self._settle(most=1)
-        if self._streams:
+        if self._weight_sync != "files":
             return self._stream(policy)
         waited, version = time.perf_counter(), self.version + 1
         needed = sorted({version for _, version in self._adopting.values()})
@@ -164,22 +170,30 @@ class RolloutReplicas(Engines):
         """Have ranks send the present policy while engines load it; the seconds of each part."""
         start, cards = time.perf_counter(), self._ask("engine.cards")
         self.version, self._is_published, self._policy = self.version + 1, True, policy
+        self._ask("pause", self._next)
+        paused = time.perf_counter()
         calls, packed = self._send(policy, cards)
         self._adopting |= {call: (replica, self.version) for replica, call in enumerate(calls)}
         sent = time.perf_counter()
         self._settle(most=0)
         loaded = time.perf_counter()
-        return {"gather": sent - start - packed, "write": packed, "load": loaded - sent}
+        return {"wait": paused - start, "gather": sent - paused - packed, "write": packed,
+                "load": loaded - sent}  # fmt: skip
 
     def _send(self, policy: Policy, cards: Sequence[Sequence[str]]) -> tuple[list[Any], float]:
         """Have ranks send the present weights to every replica, of which each names its `cards`;
         the replicas' calls, and the seconds of packing."""
+        workers = list(itertools.chain(*cards))
         stream = secrets.token_hex(8)
-        calls = [
-            self.group.submit(i, "receive_weights", stream, self.version, self._num_calls[i])
-            for i in range(len(self.group))
-        ]
-        return calls, policy.send_policy(stream, list(itertools.chain(*cards)), self.dtype)
+        if self._weight_sync == "nccl":
+            stream = self._broadcast = self._broadcast or policy.open_broadcast(len(workers))
+        given = "receive_weights", stream, self.version
+        calls = [self.group.submit(replica, *given) for replica in range(len(self.group))]
+        return calls, policy.send_policy(stream, workers, self.dtype)
+
+    def _next(self, replica: int) -> tuple[int, int]:
+        """The version of the present weights, and the calls for trajectories before them."""
+        return self.version, self._num_calls[replica]
 
     def sleep(self) -> None:
         """Give the devices' memory to the training ranks."""
@@ -209,14 +223,17 @@ class RolloutReplicas(Engines):
         present, is_adapter = self.version, self.takes_adapter
         return [(str(folder / str(present)), present, is_adapter) for folder in folders]
 
-    def _ask(self, method: str) -> list[Any]:
-        """Call `method` on every replica; after a loss, start all again and ask all again.
+    def _ask(
+        self, method: str, given: Callable[[int], tuple[Any, ...]] = lambda replica: ()
+    ) -> list[Any]:
+        """Call `method` on every replica with what it is `given`; after a loss, start all again and
+        ask all again.
 
         Raises ReplicaLost when they do not start, or `restarts` are used up.
         """
         while True:
             with self._starting_again():
-                calls = [self.group.submit(i, method) for i in range(len(self.group))]
+                calls = [self.group.submit(i, method, *given(i)) for i in range(len(self.group))]
                 return self.group.gather(calls, _Liveness(self.group, self._hang_timeout).check)
 
     @contextlib.contextmanager
@@ -282,11 +299,15 @@ class RolloutReplicas(Engines):
         self._empty_cache()
         self._adopting.clear()
         self._num_calls.clear()
+        self._broadcast = None
         self.group.restart()
         try:
             self.group.gather(self.group.start_build(RolloutReplica, self._arguments))
             self.group.call("engine.start")
             if self._policy is not None:
+                pauses = [self.group.submit(i, "pause", *self._next(i))
+                          for i in range(len(self.group))]  # fmt: skip
+                self.group.gather(pauses)
                 calls, _ = self._send(self._policy, self.group.call("engine.cards"))
                 self.group.gather(calls)
             elif self._is_published:

@@ -346,7 +346,9 @@ class VllmEngine(RolloutEngine):
 
     async def receive_weights(self, stream: str, version: int) -> None:
         """Load in place what ranks send to the workers."""
-        await self._answer(self._llm.collective_rpc("receive_weights", args=(stream,)))
+        problems = self._llm.collective_rpc("receive_weights", args=(stream,))
+        for problem in filter(None, await self._answer(problems)):
+            raise EngineDied(f"it has no whole weights: {problem}")
         self._has_weights = True
         await self._forget_prefixes()
         self.weight_version = version

@@ -6,13 +6,16 @@ A server that the user starts for a run has it by `--worker-extension-cls` (`vll
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from verl.model_files import is_finite
+from verl.training.weight_broadcast import SCHEME, WeightReceiver
 from verl.training.weight_stream import card, received
 
 # A worker's progress bars need no lock between processes: its semaphore outlives a worker's kill.
@@ -25,6 +28,7 @@ class WeightLoading:
     model_runner: Any
     reload_weights: Any
     device: Any
+    _receiver: WeightReceiver | None = None
 
     def answer(self) -> bool:
         """Show that this process is alive."""
@@ -50,10 +54,22 @@ class WeightLoading:
         """The device that a rank must be on for `receive_weights`."""
         return card(self.device)
 
-    def receive_weights(self, stream: str) -> None:
-        """Reload all weights from what the rank on this device sends."""
-        self.reload_weights(weights_iterator=received(stream, self.device))
+    def receive_weights(self, stream: str) -> str:
+        """Reload all weights from what a rank sends; returns why they did not come whole, if so."""
+        try:
+            self.reload_weights(weights_iterator=self._coming(stream))
+        except ConnectionError as error:
+            return str(error)
         self._pack_head()
+        return ""
+
+    def _coming(self, stream: str) -> Iterator[tuple[str, Tensor]]:
+        """From the first rank of the run, or from the one on this device."""
+        if not stream.startswith(SCHEME):
+            return received(stream, self.device)
+        if self._receiver is None or self._receiver.stream != stream:
+            self._receiver = WeightReceiver(stream, self.device)
+        return self._receiver.received()
 
     def repair_verification(self) -> None:
         """Have vLLM's CPU build verify guesses at the temperature that was asked for.

@@ -132,7 +132,7 @@ def build_groups(
         overlaps=rollout.max_staleness > 0,
         hang_timeout=trainer.hang_timeout,
         empty_cache=ranks.empty_cache if config.shares_devices else (lambda: None),
-        streams=config.streams_weights,
+        weight_sync=rollout.weight_sync,
         weights_root=None if rollout.weights_dir is None else Path(rollout.weights_dir),
     )
 

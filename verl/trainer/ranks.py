@@ -18,6 +18,7 @@ from verl.single_controller.actors import Call, RayWorkerGroup
 from verl.single_controller.dispatch import Split, join_tokens, split_by_work
 from verl.training.devices import PeakMemory
 from verl.training.node_folder import on_node
+from verl.training.weight_broadcast import SCHEME
 from verl.types import Metrics, TokenBatch
 
 SEEN = frozenset({"input_ids", "policy_mask", "loss_mask", "value_mask"})
@@ -102,20 +103,31 @@ class TrainerRanks:
         seconds: list[float] = self.group.scatter("share_policy", folders, *given)
         return max(seconds)
 
+    def open_broadcast(self, num_receivers: int) -> str:
+        """Let engines' workers join the first rank; returns the name of the stream."""
+        given = "open_broadcast", self.group.places()[0].host, num_receivers
+        return str(self.group.gather([self.group.submit(0, *given)])[0])
+
     def send_policy(self, stream: str, cards: Sequence[str], dtype: str) -> float:
-        """Send the policy to engines' workers on these cards, each from the first rank there.
+        """Send the policy to engines' workers on these cards: from the first rank to all that have
+        joined it, or from the first rank on each card.
 
         Returns the seconds of the rank that packed longest. Raises ConfigError for a card without
         a rank.
         """
+        counts = [0] * len(self.group) if stream.startswith(SCHEME) else self._per_rank(cards)
+        seconds: list[float] = self.group.scatter("send_policy", counts, stream, dtype)
+        return max(seconds)
+
+    def _per_rank(self, cards: Sequence[str]) -> list[int]:
+        """How many of the workers on these cards each rank sends to."""
         left = Counter(cards)
         counts = [left.pop(card, 0) for card in self.group.call("card_name")]
         if left:
             got = f"an engine on {', '.join(left)}, where no rank is"
             fix = "actor_rollout_ref.rollout.weight_sync=files"
             raise ConfigError(explain(WEIGHT_SYNC, got, "a rank on each engine's device", fix))
-        seconds: list[float] = self.group.scatter("send_policy", counts, stream, dtype)
-        return max(seconds)
+        return counts
 
     def save_checkpoint(self, directory: Path) -> None:
         """Every rank writes its shards below `directory`. Raises SaveError."""

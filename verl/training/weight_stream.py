@@ -26,28 +26,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-BUFFER_BYTES = 256 << 20
-"""Of each of the two buffers, unless one tensor is larger."""
-NUM_BUFFERS = 2
-ALIGNMENT = 256
-"""Bytes at which a tensor begins, for whatever dtype it has."""
-PATIENCE_S = 60.0
-"""Within which both sides meet."""
+from verl.training.weight_packing import NUM_BUFFERS, PATIENCE_S, Packed, Packer, unpacked
+
 CREDENTIALS = struct.Struct("3i")
 """Process, user and group of the other end of a socket."""
 DEVICE_ARGUMENT = 6
 """Of `rebuild_cuda_tensor`: the card by its number here, which may be another one there."""
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Where one tensor lies in a buffer."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    num_bytes: int
 
 
 def card(device: torch.device) -> str:
@@ -63,24 +47,20 @@ def send(
 ) -> float:  # fmt: skip
     """Give tensors, as `dtype`, to the workers on this device that call `received(stream)`.
 
-    The iteration runs to its end in any case: ranks gather tensors together. A worker that does not
-    come, or ends before, is left out; who started it notices. Returns the seconds in which this
-    rank packed and waited, without those in which tensors came.
+    The iteration runs to its end in any case. A worker that does not come, or ends before, is left
+    out; who started it notices. Returns the seconds in which this rank packed and waited, without
+    those in which tensors came.
     """
     with _accepted(_address(stream, device), num_receivers) as links:
         sender = _Sender(links, device)
-        for name, tensor in named:
-            if sender.links:
-                sender.add(name, tensor.to(device, dtype))
-        sender.finish()
+        sender.pack(named, dtype)
     return sender.seconds
 
 
 def received(stream: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Name and copy of each tensor that the rank on this device sends.
 
-    They are copies because vLLM keeps what it was given until a layer is complete, when the
-    buffer holds other tensors. Raises ConnectionError where the rank does not come, or ends.
+    Raises ConnectionError where the rank does not come, or ends.
     """
     with contextlib.closing(_connected(_address(stream, device))) as link:
         buffers: dict[int, Tensor] = {}
@@ -89,7 +69,7 @@ def received(stream: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
                 slot, num_bytes, packed = message
                 if num_bytes:
                     buffers[slot] = _shown(link, num_bytes, device)
-                copies = [(one.name, _unpacked(buffers[slot], one)) for one in packed]
+                copies = unpacked(buffers[slot], packed)
                 _synchronize(device)
                 link.send(slot)
                 yield from copies
@@ -99,55 +79,32 @@ def received(stream: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
             raise ConnectionError("the training rank ended while it sent weights") from None
 
 
-class _Sender:
-    """Fills buffers in turn; one is not touched before every receiver has copied what it held."""
+class _Sender(Packer):
+    """To those at the other ends of links."""
 
     def __init__(self, links: list[Connection], device: torch.device) -> None:
-        self.links, self.device, self.seconds = list(links), device, 0.0
-        self._buffers: list[_Buffer | None] = [None] * NUM_BUFFERS
-        self._slot, self._end = 0, 0
-        self._packed: list[Packed] = []
-        self._unread = [0] * NUM_BUFFERS
-        """Messages for each slot that nobody has acknowledged yet, be it 0 or 1."""
+        super().__init__(device)
+        self.links = list(links)
+        self._shared: list[_Buffer | None] = [None] * NUM_BUFFERS
+        self._is_unread = [False] * NUM_BUFFERS
+        """Of each slot: what was sent is not acknowledged yet."""
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Pack one more; what is packed goes before it where both find no room."""
-        begin = time.perf_counter()
-        start, size = -(-self._end // ALIGNMENT) * ALIGNMENT, tensor.nbytes
-        buffer = self._buffers[self._slot]
-        if self._packed and (buffer is None or start + size > len(buffer.bytes)):
-            self._flush()
-            start, buffer = 0, self._buffers[self._slot]
-        if buffer is None or size > len(buffer.bytes):
-            buffer = self._buffers[self._slot] = _Buffer.of(max(BUFFER_BYTES, size), self.device)
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-        buffer.bytes[start : start + size].copy_(flat)
-        self._packed.append(Packed(name, tensor.dtype, tuple(tensor.shape), start, size))
-        self._end = start + size
-        self.seconds += time.perf_counter() - begin
+    @property
+    def has_receivers(self) -> bool:
+        """One whose other end is gone is left out."""
+        return bool(self.links)
 
-    def finish(self) -> None:
-        """Send the rest, and wait until all is copied and every buffer let go."""
-        if not self.links:
-            return
-        begin = time.perf_counter()
-        if self._packed:
-            self._flush()
-        for slot in range(NUM_BUFFERS):
-            self._wait(slot)
-        self._each(lambda link: link.send(None))
-        self._each(lambda link: link.recv())
-        self._buffers.clear()
-        if self.device.type == "cuda":
-            torch.cuda.ipc_collect()
-        self.seconds += time.perf_counter() - begin
+    def new_buffer(self, slot: int, num_bytes: int) -> Tensor:
+        """Memory that the other ends are shown with the next message."""
+        self._shared[slot] = buffer = _Buffer.of(num_bytes, self.device)
+        return buffer.bytes
 
-    def _flush(self) -> None:
-        """Send what is packed; the next buffer is then free."""
-        buffer = self._buffers[self._slot]
+    def send(self, slot: int, packed: list[Packed]) -> None:
+        """Say what lies in the slot."""
+        buffer = self._shared[slot]
         assert buffer is not None
         _synchronize(self.device)
-        message = self._slot, 0 if buffer.is_known else len(buffer.bytes), self._packed
+        message = slot, 0 if buffer.is_known else len(buffer.bytes), packed
 
         def tell(link: Connection) -> None:
             link.send(message)
@@ -156,14 +113,21 @@ class _Sender:
 
         self._each(tell)
         buffer.is_known = True
-        self._unread[self._slot] = 1
-        self._slot, self._end, self._packed = (self._slot + 1) % NUM_BUFFERS, 0, []
-        self._wait(self._slot)
+        self._is_unread[slot] = True
 
-    def _wait(self, slot: int) -> None:
-        if self._unread[slot]:
+    def wait(self, slot: int) -> None:
+        """For what every other end answers when it has its copies."""
+        if self._is_unread[slot]:
             self._each(lambda link: link.recv())
-            self._unread[slot] = 0
+            self._is_unread[slot] = False
+
+    def end(self) -> None:
+        """Wait until every buffer is let go too."""
+        self._each(lambda link: link.send(None))
+        self._each(lambda link: link.recv())
+        self._shared = [None] * NUM_BUFFERS
+        if self.device.type == "cuda":
+            torch.cuda.ipc_collect()
 
     def _each(self, call: Callable[[Connection], object]) -> None:
         """Call it with each link; one whose other end is gone is left out from then on."""
@@ -222,11 +186,6 @@ def _shown(link: Connection, num_bytes: int, device: torch.device) -> Tensor:
 def _mapped(descriptor: int, num_bytes: int) -> Tensor:
     """The tensor keeps the memory, which needs no descriptor any more."""
     return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
-
-
-def _unpacked(buffer: Tensor, one: Packed) -> Tensor:
-    flat = buffer[one.start : one.start + one.num_bytes]
-    return flat.view(one.dtype).view(one.shape).clone()
 
 
 def _synchronize(device: torch.device) -> None:

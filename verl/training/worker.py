@@ -24,6 +24,7 @@ from verl.training.lora import Role, adapted_engine, policy_adapter, policy_weig
 from verl.training.models import LogProbModel, blocks
 from verl.training.node_folder import NodeFolder
 from verl.training.rank import TrainingRank, offloading, prepare_blocks
+from verl.training.weight_broadcast import WeightBroadcast
 from verl.training.weight_stream import card, send
 from verl.training.weights import write_weights
 
@@ -32,6 +33,7 @@ class TrainerWorker(TrainingRank):
     """A rank of the actor; with a critic too, unless that has devices of its own."""
 
     _folder: NodeFolder | None = None
+    _broadcast: WeightBroadcast | None = None
 
     def build(self) -> None:
         """The actor, and what computes beside it."""
@@ -129,13 +131,22 @@ class TrainerWorker(TrainingRank):
         """The device of this rank, as engines' workers there call it."""
         return card(self.device)
 
+    def open_broadcast(self, host: str, num_receivers: int) -> str:
+        """Let workers of engines on other devices join; returns the name of the stream."""
+        self._broadcast = WeightBroadcast(host, num_receivers, self.device)
+        return self._broadcast.stream
+
     def send_policy(self, num_receivers: int, stream: str, dtype: str) -> float:
-        """Send the policy, with its adapter merged into it, to engines' workers on this device.
+        """Send the policy, with its adapter merged into it, to engines' workers: those on this
+        device, or all that have joined the stream that this rank opened.
 
         Every rank takes part in gathering. Returns the seconds in which this one packed.
         """
-        named = policy_weights(self.actor.engine, dtype)
-        seconds = send(named, stream, self.device, num_receivers, getattr(torch, dtype))
+        named, target = policy_weights(self.actor.engine, dtype), getattr(torch, dtype)
+        if self._broadcast is not None and self._broadcast.stream == stream:
+            seconds = self._broadcast.send(named, target)
+        else:
+            seconds = send(named, stream, self.device, num_receivers, target)
         dist.barrier()
         return seconds
 

@@ -195,6 +195,15 @@ def test_defaults_warn_of_nothing(
             )
         ),
         (
+            "actor_rollout_ref.rollout.weight_sync=nccl",
+            "weight_sync: got nccl, expected files or ipc: it is for engines of the run on devices",
+        ),
+        (
+            "actor_rollout_ref.rollout.weight_sync=nccl trainer.rollout_gpus=1 "
+            "actor_rollout_ref.rollout.max_staleness=1 actor_rollout_ref.rollout.partial=false",
+            "rollout.partial: got false, expected true with actor_rollout_ref.rollout.weight_sync=",
+        ),
+        (
             "critic.n_gpus_per_node=4 algorithm.adv_estimator=rloo "
             "actor_rollout_ref.rollout.n_agent=5",
             "critic.n_gpus_per_node: got 4, expected null: rloo has no critic; fix",

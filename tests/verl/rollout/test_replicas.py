@@ -47,7 +47,10 @@ class FakeReplica:
     async def cards(self) -> list[str]:
         return ["here"]
 
-    async def receive_weights(self, stream: str, version: int, num_calls: int) -> None:
+    async def pause(self, version: int, num_calls: int) -> None:
+        self.log.append("pause")
+
+    async def receive_weights(self, stream: str, version: int) -> None:
         self.log.append("receive_weights")
 
     async def probe(self) -> None: ...
@@ -110,6 +113,11 @@ class Sending(SlowRanks):
     def __init__(self, group: LocalGroup, log: list[str]) -> None:
         self.group, self.log, self.streams = group, log, list[str]()
 
+    def open_broadcast(self, num_receivers: int) -> str:
+        assert num_receivers == 1
+        self.log.append("open_broadcast")
+        return f"nccl:{len(self.log)}"
+
     def send_policy(self, stream: str, cards: Sequence[str], dtype: str) -> float:
         assert list(cards) == ["here"] and dtype == "float32"
         self.group.run(3)
@@ -118,19 +126,25 @@ class Sending(SlowRanks):
         return 0.005
 
 
-def test_replicas_wait_for_weights_before_ranks_send_them() -> None:
-    """Nothing is written; engines that are started again are sent the present version once more."""
+@pytest.mark.parametrize("weight_sync", ["ipc", "nccl"])
+def test_replicas_wait_for_weights_before_ranks_send_them(weight_sync: str) -> None:
+    """Nothing is written; engines that are started again are sent the present version once more,
+    by NCCL through a stream that they join anew."""
     log: list[str] = []
-    engines = one_replica(log, streams=True)
+    engines = one_replica(log, weight_sync=weight_sync)
+    opened = ["open_broadcast"] if weight_sync == "nccl" else []
     group = Restarting(engines.group.replicas)  # type: ignore[attr-defined]
     engines.group = group  # type: ignore[assignment]
     ranks = Sending(group, log)
-    assert set(engines.update_weights(ranks)) == {"gather", "write", "load"}
-    assert engines.version == 1 and log == ["receive_weights", "send_policy"]
+    assert set(engines.update_weights(ranks)) == {"wait", "gather", "write", "load"}
+    sent = ["pause", *opened, "receive_weights", "send_policy"]
+    assert engines.version == 1 and log == sent
     engines._start_again()
     assert engines.version == 1
-    assert log[2:] == ["empty_cache", "receive_weights", "send_policy"]
-    assert len(set(ranks.streams)) == 2, "each sending has a name of its own"
+    assert log[len(sent) :] == ["empty_cache", *sent]
+    assert len(set(ranks.streams)) == 2
+    engines.update_weights(ranks)
+    assert len(set(ranks.streams)) == (2 if opened else 3)
 
 
 class Calls:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl.training import weight_stream
+from verl.training import weight_packing, weight_stream
 from verl.training.weight_stream import received, send
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ Named = list[tuple[str, Tensor]]
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers that a few tensors fill."""
-    monkeypatch.setattr(weight_stream, "BUFFER_BYTES", 4096)
+    monkeypatch.setattr(weight_packing, "BUFFER_BYTES", 4096)
 
 
 def tensors(seed: int = 0) -> Named:

@@ -29,7 +29,7 @@ from verl.preflight.memory.needs import (
 from verl.preflight.memory.ranks import activation_needs, gathered_needs, held_models, shard_needs
 from verl.rollout.interface import engine_takes_adapter
 from verl.training.devices import DTYPES
-from verl.training.weight_stream import BUFFER_BYTES, NUM_BUFFERS
+from verl.training.weight_packing import BUFFER_BYTES, NUM_BUFFERS
 from verl.training.weights import SHARD_BYTES
 
 BATCH_BYTES = 160
