@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -46,6 +46,8 @@ class SequenceBounds:
     """The same of what each run sees, in what `keys_of` gives."""
     crew: Crew | None = None
     """Ranks that compute the row together; None where this one has all of it."""
+    masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict, compare=False)
+    """Of short runs, by length, number of keys and window: all layers use those of the first."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> SequenceBounds:
@@ -93,6 +95,13 @@ class SequenceBounds:
             parts.append(part)
         return torch.cat(parts)
 
+    def short_mask(self, length: int, num_keys: int, window: int) -> Tensor:
+        """The mask of a short run on the CPU, float32."""
+        key = length, num_keys, window
+        if key not in self.masks:
+            self.masks[key] = _mask(*key, torch.empty(0))
+        return self.masks[key]
+
 
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, SequenceBounds, float, int], Tensor]
 
@@ -112,7 +121,7 @@ def attend_one_by_one(
         torch.split(x.transpose(0, 1)[None], size, dim=2)
         for x, size in zip((query, key, value), sizes, strict=True)
     ]
-    outputs = [_attend(q, k, v, scale, window) for q, k, v in zip(*parts, strict=True)]
+    outputs = [_attend(q, k, v, bounds, scale, window) for q, k, v in zip(*parts, strict=True)]
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
@@ -120,7 +129,9 @@ SHORT = 256
 """Keys up to which kernels read them in one piece, whatever a mask hides."""
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int
+) -> Tensor:
     """Attention of one run, whose last token sees the last key; (1, heads, length, head_dim)."""
     length, num_keys = query.shape[2], key.shape[2]
     before = num_keys - length
@@ -128,9 +139,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int
     if 0 < before < length and num_keys > SHORT and not is_limited:
         # Kernels leave out what a causal square hides, and compute all that a mask does.
         query = pad(query, (0, 0, before, 0))
-        return _attend(query, key, value, scale, window)[:, :, before:]
+        return _attend(query, key, value, bounds, scale, window)[:, :, before:]
     if not query.is_cuda and num_keys <= SHORT and query.dtype in HALF:
-        hidden = _short_mask(length, num_keys, window)
+        hidden = bounds.short_mask(length, num_keys, window)
         attended: Tensor = ShortAttention.apply(query, key, value, scale, hidden)  # type: ignore[no-untyped-call]
         return attended
     mask = _mask(length, num_keys, window, query) if before or is_limited else None
@@ -147,12 +158,6 @@ def _mask(length: int, num_keys: int, window: int, like: Tensor) -> Tensor:
     seen = torch.ones(length, num_keys, dtype=torch.bool, device=like.device).tril(before)
     seen = seen.triu(before + 1 - window) if window else seen
     return torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, -torch.inf)
-
-
-@functools.lru_cache(maxsize=128)
-def _short_mask(length: int, num_keys: int, window: int) -> Tensor:
-    """The mask of a short run in float32, the same for all layers."""
-    return _mask(length, num_keys, window, torch.empty(0))
 
 
 class ShortAttention(torch.autograd.Function):
