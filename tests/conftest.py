@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from tests.pretend_cuda.stopping import stop
 from verl.packages import vllm_device
 
 # A shell that starts the tests in the background has them ignore ctrl-c, which some are about;
@@ -47,6 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
     descriptor, name = tempfile.mkstemp(prefix="network-tried-")
     os.close(descriptor)
     os.environ["NETWORK_TRIED"] = name
+    os.environ["PRETENDED"] = tempfile.mkdtemp(
+        prefix="pretended-"
+    )  # all processes share the trials
     os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # `datasets` counts the reading of local files
     # Else Ray's processes get what other tests leave of the cores, and a run takes six minutes.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -59,6 +63,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """A suite that tried to leave the machine has failed, whoever swallowed the error."""
     if hasattr(session.config, "workerinput"):
         return
+    stop(Path(os.environ["PRETENDED"]))
     tried = Path(os.environ["NETWORK_TRIED"])
     found = sorted(set(tried.read_text(encoding="utf-8").splitlines()))
     tried.unlink()

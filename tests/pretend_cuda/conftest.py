@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from tests.pretend_cuda.matrix import CASES
@@ -11,16 +14,10 @@ MATRIX = pytest.StashKey[Trials]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin at once, if a test of the matrix was chosen."""
+    """Begin at once, if a test of the matrix was chosen; of several processes one does."""
     is_chosen = any("test_trainer_matrix" in item.nodeid for item in session.items)
     if is_chosen and not session.config.option.collectonly:
-        session.stash[MATRIX] = Trials(CASES)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Leave no process, however the session ends."""
-    if MATRIX in session.stash:
-        session.stash[MATRIX].stop()
+        session.stash[MATRIX] = Trials(Path(os.environ["PRETENDED"]), CASES)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.pretend_cuda.stopping import stop
 from tests.pretend_cuda.trial import LONGEST, SHAPES, Case
 from tests.pretend_cuda.trials import Trials
 from tests.verl.preflight.memory.test_presets import machine
@@ -45,11 +46,12 @@ def name(case: dict[str, Any]) -> str:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> Iterator[dict[str, Any]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Outcome of each case."""
-    trials = Trials([*CASES, *CREWS])
+    folder = tmp_path_factory.mktemp("trials")
+    trials = Trials(folder, [*CASES, *CREWS])
     yield dict(zip(map(name, [*CASES, *CREWS]), trials.outcomes(), strict=True))
-    trials.stop()
+    stop(folder)
 
 
 def expected_peak(case: Case, phases: tuple[Phase, ...]) -> int:

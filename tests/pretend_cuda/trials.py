@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -18,37 +18,44 @@ ROOT = Path(__file__).resolve().parents[2]
 Outcomes = list[dict[str, Any]]
 
 
+SHELL = '"$@" > "$0" 2> "$0.err"; echo $? > "$0.part"; mv "$0.part" "$0.rc"'
+"""Runs a command for what it says and its status, which is there when it has ended."""
+
+
 class Trials:
     """Cases (`trial.Case` as dictionaries) under way, in two processes that give way to others."""
 
-    def __init__(self, cases: Sequence[Any]) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        guard = build_guard(Path(self.folder.name))
-        self.halves = [self._start(guard, cases[i::2], f"half_{i}") for i in (0, 1)]
-
-    def _start(
-        self, guard: Path, cases: Sequence[Any], name: str
-    ) -> tuple[subprocess.Popen[bytes], Path]:
-        said = Path(self.folder.name) / name
-        with said.open("wb") as out, said.with_suffix(".err").open("wb") as errors:
+    def __init__(self, folder: Path, cases: Sequence[Any]) -> None:
+        """In `folder`; where another process has begun them there, they are the same ones."""
+        self.halves = [folder / f"half_{i}" for i in (0, 1)]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            (folder / "begun").mkdir()
+        except FileExistsError:
+            return
+        guard = build_guard(folder)
+        for i, half in enumerate(self.halves):
+            command = [
+                sys.executable,
+                "-m",
+                "tests.pretend_cuda",
+                str(guard),
+                json.dumps(cases[i::2]),
+            ]
             process = subprocess.Popen(
-                ["nice", sys.executable, "-m", "tests.pretend_cuda", str(guard), json.dumps(cases)],
-                cwd=ROOT, stdout=out, stderr=errors,
+                ["nice", "sh", "-c", SHELL, str(half), *command], cwd=ROOT, start_new_session=True,
                 env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
-        return process, said
+            half.with_suffix(".pid").write_text(str(process.pid))
+            self._processes.append(process)
 
     def outcomes(self) -> Outcomes:
         """The outcome of each case; waits for the last."""
         found = []
-        for process, said in self.halves:
-            assert process.wait() == 0, said.with_suffix(".err").read_text()
-            found.append([json.loads(line) for line in said.read_text().splitlines()])
+        for half in self.halves:
+            while not half.with_suffix(".rc").exists():
+                time.sleep(0.1)
+            ended = half.with_suffix(".rc").read_text().strip()
+            assert ended == "0", half.with_suffix(".err").read_text()
+            found.append([json.loads(line) for line in half.read_text().splitlines()])
         return [one for pair in zip_longest(*found) for one in pair if one is not None]
-
-    def stop(self) -> None:
-        """End what is still under way."""
-        for process, _ in self.halves:
-            process.kill()
-            process.wait()
-        self.folder.cleanup()

@@ -156,7 +156,7 @@ def test_a_request_tells_how_long_it_waited_for_a_slot(vllm: Running) -> None:
 
     async def ask_all() -> list[Completion]:
         # Long enough that all have come before the first one ends.
-        requests = (engine.generate([5 + i % 50, 7], Sampling(100)) for i in range(number + 3))
+        requests = (engine.generate([5 + i % 50, 7], Sampling(12)) for i in range(number + 3))
         return list(await asyncio.gather(*requests))
 
     waited = [completion.queued_s for completion in vllm.loop.run_until_complete(ask_all())]
