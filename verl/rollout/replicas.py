@@ -305,9 +305,7 @@ class RolloutReplicas(Engines):
             self.group.gather(self.group.start_build(RolloutReplica, self._arguments))
             self.group.call("engine.start")
             if self._policy is not None:
-                pauses = [self.group.submit(i, "pause", *self._next(i))
-                          for i in range(len(self.group))]  # fmt: skip
-                self.group.gather(pauses)
+                self.group.call("pause", self.version)
                 calls, _ = self._send(self._policy, self.group.call("engine.cards"))
                 self.group.gather(calls)
             elif self._is_published:

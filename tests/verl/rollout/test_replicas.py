@@ -47,7 +47,7 @@ class FakeReplica:
     async def cards(self) -> list[str]:
         return ["here"]
 
-    async def pause(self, version: int, num_calls: int) -> None:
+    async def pause(self, version: int, num_calls: int = 0) -> None:
         self.log.append("pause")
 
     async def receive_weights(self, stream: str, version: int) -> None:
@@ -103,8 +103,8 @@ class Restarting(LocalGroup):
     def start_build(self, factory: object, arguments: object) -> list[Any]:
         return []
 
-    def call(self, method: str) -> list[Any]:
-        return [] if method == "engine.start" else self.gather([self.submit(0, method)])
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return [] if method == "engine.start" else self.gather([self.submit(0, method, *args)])
 
 
 class Sending(SlowRanks):
