@@ -4,8 +4,8 @@ The rank and the workers of all engines are one process group, apart from the ra
 engines' own. The rank packs gathered tensors, in the engine's dtype, into one of two buffers while
 the other is broadcast. What lies in a buffer is said in the group's store, as JSON.
 
-vLLM's own transfer engine (0.32) needs NCCL and sends every shape through
-the driver; here a machine without a card runs the same code.
+vLLM's own transfer engine (0.32) needs NCCL and sends every shape through the driver; here a
+machine without a card runs the same code.
 """
 
 from __future__ import annotations
@@ -98,9 +98,7 @@ class WeightReceiver:
             slot, num_bytes = part % NUM_BUFFERS, _end(packed)
             buffer = buffers[slot]
             if buffer is None or len(buffer) < num_bytes:
-                buffer = buffers[slot] = torch.empty(
-                    num_bytes, dtype=torch.uint8, device=self._device
-                )
+                buffer = buffers[slot] = _empty(num_bytes, self._device)
             with _translated():
                 self._group.broadcast(buffer[:num_bytes], SENDER).wait()
             yield from unpacked(buffer, packed)
@@ -116,7 +114,6 @@ class _Sender(Packer):
         super().__init__(device)
         self.group: Any = None
         self._store, self._number, self._num_parts = store, number, 0
-        self._slots: list[Tensor | None] = [None] * NUM_BUFFERS
         self._sent: list[Any] = [None] * NUM_BUFFERS
         self._is_broken = False
 
@@ -136,13 +133,10 @@ class _Sender(Packer):
 
     def new_buffer(self, slot: int, num_bytes: int) -> Tensor:
         """Memory of the device."""
-        self._slots[slot] = buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return buffer
+        return _empty(num_bytes, self.device)
 
-    def send(self, slot: int, packed: list[Packed]) -> None:
+    def send(self, slot: int, buffer: Tensor, packed: list[Packed]) -> None:
         """Begin to broadcast what the slot holds."""
-        buffer = self._slots[slot]
-        assert buffer is not None
         with self.noting():
             self._say(packed)
             self._sent[slot] = self.group.broadcast(buffer[: _end(packed)], SENDER)
@@ -173,6 +167,10 @@ def _translated() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise ConnectionError(f"the training rank sends no weights: {error}") from error
+
+
+def _empty(num_bytes: int, device: torch.device) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _end(packed: Sequence[Packed]) -> int:

@@ -51,8 +51,8 @@ class Packer(ABC):
         """Bytes that may be sent, (num_bytes,); whatever the slot had before is let go."""
 
     @abstractmethod
-    def send(self, slot: int, packed: list[Packed]) -> None:
-        """Begin to send what is packed in a slot."""
+    def send(self, slot: int, buffer: Tensor, packed: list[Packed]) -> None:
+        """Begin to send what is packed in the buffer of a slot."""
 
     @abstractmethod
     def wait(self, slot: int) -> None:
@@ -86,8 +86,8 @@ class Packer(ABC):
             self._flush()
         for slot in range(NUM_BUFFERS):
             self.wait(slot)
-        self.end()
         self._buffers = [None] * NUM_BUFFERS
+        self.end()
 
     def _add(self, name: str, tensor: Tensor) -> None:
         """Pack one more; what is packed goes before it where both find no room."""
@@ -106,7 +106,9 @@ class Packer(ABC):
 
     def _flush(self) -> None:
         """Send what is packed; the next buffer is then free."""
-        self.send(self._slot, self._packed)
+        buffer = self._buffers[self._slot]
+        assert buffer is not None
+        self.send(self._slot, buffer, self._packed)
         self._slot, self._end, self._packed = (self._slot + 1) % NUM_BUFFERS, 0, []
         self.wait(self._slot)
 

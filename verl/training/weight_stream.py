@@ -99,20 +99,20 @@ class _Sender(Packer):
         self._shared[slot] = buffer = _Buffer.of(num_bytes, self.device)
         return buffer.bytes
 
-    def send(self, slot: int, packed: list[Packed]) -> None:
+    def send(self, slot: int, buffer: Tensor, packed: list[Packed]) -> None:
         """Say what lies in the slot."""
-        buffer = self._shared[slot]
-        assert buffer is not None
+        shared = self._shared[slot]
+        assert shared is not None
         _synchronize(self.device)
-        message = slot, 0 if buffer.is_known else len(buffer.bytes), packed
+        message = slot, 0 if shared.is_known else len(buffer), packed
 
         def tell(link: Connection) -> None:
             link.send(message)
-            if not buffer.is_known:
-                buffer.show(link)
+            if not shared.is_known:
+                shared.show(link)
 
         self._each(tell)
-        buffer.is_known = True
+        shared.is_known = True
         self._is_unread[slot] = True
 
     def wait(self, slot: int) -> None:
