@@ -374,8 +374,11 @@ KINDS = ("tokens", "rows")
 
 
 def joined(column: Tensor, spans: Sequence[slice]) -> Tensor:
-    """Those parts of a column, in that order, as a tensor of its own."""
-    return torch.cat([column[:0], *(column[span] for span in spans)])
+    """Those parts of a column of the host, in that order, as a tensor of its own."""
+    if column.requires_grad:
+        return torch.cat([column[:0], *(column[span] for span in spans)])
+    flat = column.numpy()  # whose slices cost less than a tensor's
+    return torch.from_numpy(np.concatenate([flat[:0], *(flat[span] for span in spans)]))
 
 
 def balance(lengths: Sequence[float], num_parts: int) -> list[list[int]]:
