@@ -35,19 +35,16 @@ class Trials:
             return
         guard = build_guard(folder)
         for i, half in enumerate(self.halves):
-            command = [
-                sys.executable,
-                "-m",
-                "tests.pretend_cuda",
-                str(guard),
-                json.dumps(cases[i::2]),
-            ]
-            process = subprocess.Popen(
-                ["nice", "sh", "-c", SHELL, str(half), *command], cwd=ROOT, start_new_session=True,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-            half.with_suffix(".pid").write_text(str(process.pid))
-            self._processes.append(process)
+            self._processes.append(self._start(guard, cases[i::2], half))
+
+    def _start(self, guard: Path, cases: Sequence[Any], said: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "tests.pretend_cuda", str(guard), json.dumps(cases)]
+        process = subprocess.Popen(
+            ["nice", "sh", "-c", SHELL, str(said), *command], cwd=ROOT, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        said.with_suffix(".pid").write_text(str(process.pid))
+        return process
 
     def outcomes(self) -> Outcomes:
         """The outcome of each case; waits for the last."""
