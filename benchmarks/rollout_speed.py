@@ -88,7 +88,7 @@ async def play(config: Config, prompts: int, group: int) -> dict[str, Any]:
     ended = await replica.rollout(begun, sampling)
     seconds = time.perf_counter() - begin
     await replica.engine.shutdown()
-    return {"seconds": seconds, "turns": turns(ended)}
+    return {"seconds": seconds, "turns": turns(list(ended.values()))}
 
 
 def offline(config: Config, played: Sequence[Turn]) -> dict[str, Any]:

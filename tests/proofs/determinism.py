@@ -105,7 +105,7 @@ async def _game(
     began = time.perf_counter()
     done: list[Trajectory] = []
     for first in range(0, len(starts), size):
-        done += await replica.rollout(starts[first : first + size], sampling)
+        done += (await replica.rollout(starts[first : first + size], sampling)).values()
     return Game(done, time.perf_counter() - began)
 
 

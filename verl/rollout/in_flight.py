@@ -17,18 +17,13 @@ class InFlight:
     sampling: Sampling
     finished: dict[int, Trajectory] = field(default_factory=dict)
     """By position in `starts`."""
-    calls: dict[Any, tuple[int, list[int]]] = field(default_factory=dict)
-    """For each call that is not answered yet: its replica, and positions in `starts`."""
+    calls: dict[Any, int] = field(default_factory=dict)
+    """The replica of each call that is not answered yet."""
 
     @property
     def left(self) -> list[int]:
         """Positions of those that are not finished."""
         return [i for i in range(len(self.starts)) if i not in self.finished]
-
-    @property
-    def asked(self) -> dict[Any, int]:
-        """The replica of each call that is not answered yet."""
-        return {call: replica for call, (replica, _) in self.calls.items()}
 
     @property
     def names(self) -> list[Name]:

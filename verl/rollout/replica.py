@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from verl import plugins
@@ -16,6 +17,7 @@ from verl.agent.interface import Agent
 from verl.config import Config
 from verl.errors import PluginError, explain
 from verl.remote_code import set_trust
+from verl.rollout.claims import Claims, Room
 from verl.rollout.gate import WeightGate
 from verl.rollout.in_flight import names_of
 from verl.rollout.interface import build_engine
@@ -40,6 +42,10 @@ class RolloutReplica:
         self.agent = agent_factory(config)
         self.engine = build_engine(config, replica)
         self.replica, self.clock = replica, BusyClock()
+        on_gpu = device_type(config.trainer.device) == "cuda"
+        self.room, self._claiming = Room(config.max_num_seqs(on_gpu)), asyncio.Lock()
+        self._claimed = Counter[int]()
+        """Of each request, how many groups any replica has taken: the first of them counts."""
         self._finished: dict[Name, Trajectory] = {}
         """Those whose call is not answered yet, since others of it go on."""
         rollout = config.actor_rollout_ref.rollout
@@ -52,24 +58,33 @@ class RolloutReplica:
         return rollout_dtype(self.config)
 
     async def rollout(
-        self, starts: Sequence[Trajectory], sampling: Sampling, version: int = 0
-    ) -> list[Trajectory]:
-        """Finish `starts`, all at once, in their order; a failed tool is not an exception.
+        self, starts: Sequence[Trajectory], sampling: Sampling, version: int = 0,
+        claims: Claims | None = None,
+    ) -> dict[int, Trajectory]:  # fmt: skip
+        """Finish those of `starts` that `claims` gives, else all, by position; a failed tool is not
+        an exception.
 
         Every token is sampled from weights of `version` or later, with `rollout.partial` those of a
         trajectory from several. Raises PluginError where the user's own agent fails, or gives
         another trajectory.
         """
-        rollout = self.config.actor_rollout_ref.rollout
-        self.gate.begin(names_of(starts, sampling))
+        rollout, names = self.config.actor_rollout_ref.rollout, names_of(starts, sampling)
+        claims = claims or Claims([range(len(starts))])
+        begin = functools.partial(self._finish, starts, names, sampling, version)
+        self.gate.begin(names[i] for i in claims.own)
         try:
             if rollout.partial or rollout.replay is not None:
-                return await self._finish_all(starts, sampling, version, self.gate)
+                return await self._finish_claimed(claims, functools.partial(begin, self.gate))
             async with self.gate.sampling(version):
-                return await self._finish_all(starts, sampling, version, None)
+                return await self._finish_claimed(claims, functools.partial(begin, None))
         finally:
-            for name in names_of(starts, sampling):
+            for name in names:
                 self._finished.pop(name, None)
+
+    def claim(self, request: int, number: int) -> int:
+        """Take so many more groups of a request; returns the number of the first of them."""
+        first, self._claimed[request] = self._claimed[request], self._claimed[request] + number
+        return first
 
     def finished(self) -> dict[Name, Trajectory]:
         """What is finished of calls that are not answered yet."""
@@ -100,15 +115,28 @@ class RolloutReplica:
         async with self._pause:
             await self.engine.receive_weights(stream, version)
 
-    async def _finish_all(
-        self, starts: Sequence[Trajectory], sampling: Sampling, version: int,
-        gate: WeightGate | None,
-    ) -> list[Trajectory]:  # fmt: skip
-        held = self.engine, self.clock, gate, version
-        names = names_of(starts, sampling)
-        pairs = [(start, TurnEngine(*held, name, self._decode))
-                 for start, name in zip(starts, names, strict=True)]  # fmt: skip
-        return list(await asyncio.gather(*(self._finish(*pair, sampling) for pair in pairs)))
+    async def _finish_claimed(
+        self, claims: Claims, finish: Callable[[int], Coroutine[Any, Any, Trajectory]]
+    ) -> dict[int, Trajectory]:
+        """Begin what is claimed whenever there is room, of one request after the other."""
+        tasks: dict[int, asyncio.Task[Trajectory]] = {}
+
+        async def room() -> float:
+            while True:
+                num_begun = sum(not task.done() for task in tasks.values())
+                left = min(self.room.left, claims.most - num_begun)
+                if left > 0:
+                    return left
+                await self.room.changed()
+
+        try:
+            async with asyncio.TaskGroup() as group, self._claiming:
+                async for positions in claims.taken(room):
+                    tasks |= {i: group.create_task(finish(i)) for i in positions}
+                    await asyncio.sleep(0)  # until each has begun, and taken its room
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0]  # noqa: B904 - it has a cause of its own
+        return {i: task.result() for i, task in tasks.items()}
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
@@ -118,8 +146,11 @@ class RolloutReplica:
         return str(self._tokenizer.decode(ids))
 
     async def _finish(
-        self, start: Trajectory, engine: TurnEngine, sampling: Sampling
-    ) -> Trajectory:
+        self, starts: Sequence[Trajectory], names: Sequence[Name], sampling: Sampling,
+        version: int, gate: WeightGate | None, position: int,
+    ) -> Trajectory:  # fmt: skip
+        start, held = starts[position], (self.engine, self.clock, gate, version)
+        engine = TurnEngine(*held, names[position], self._decode, self.room)
         subject = f"agent.name={self.config.agent.name} at {start.prompt.uid}"
         expected = "the trajectory that it was given, with its group and sample, continued"
         try:
@@ -127,6 +158,7 @@ class RolloutReplica:
                 ended = await self.agent.run(start, engine, sampling)
         finally:
             self.gate.end(engine.name)
+            engine.end()
         if not isinstance(ended, Trajectory):
             raise PluginError(explain(subject, type(ended).__name__, expected, "return it"))
         if (ended.group, ended.sample) != (start.group, start.sample):

@@ -21,11 +21,12 @@ from typing import Any, Protocol
 from ray.exceptions import RayError, RayTaskError
 
 from verl.errors import ReplicaLost, UserError
+from verl.rollout.claims import Claims
 from verl.rollout.in_flight import Engines, InFlight
 from verl.rollout.replica import RolloutReplica
 from verl.single_controller.actors import RayWorkerGroup
 from verl.single_controller.deaths import cause_of
-from verl.single_controller.dispatch import split_groups
+from verl.single_controller.dispatch import split_groups, together
 from verl.single_controller.restarts import Restarts
 from verl.training.node_folder import new_path, on_node
 from verl.types import Name, Sampling, Trajectory
@@ -70,6 +71,7 @@ class RolloutReplicas(Engines):
         empty_cache: Callable[[], None] = lambda: None,
         weight_sync: str = "files",
         weights_root: Path | None = None,
+        is_divided: bool = False,
     ) -> None:
         """Actor i hosts `RolloutReplica(*arguments[i])`, now and after a loss.
 
@@ -78,11 +80,13 @@ class RolloutReplicas(Engines):
         taken new weights. `empty_cache` has the ranks give back device memory that they keep for
         reuse, before engines take theirs; `hang_timeout` is in seconds. Ranks send weights to
         engines by `weight_sync`; as files they are handed over in `weights_root`, or in each node's
-        memory.
+        memory. A batch `is_divided` beforehand where replicas are not to claim what they have
+        room for, but repeat a schedule.
         """
         self.group = group
         self.takes_adapter = takes_adapter
         self.version, self._is_published = 0, False
+        self._is_divided, self._num_requests = is_divided, 0
         self.restarts = restarts
         self.overlaps, self._sleeps = overlaps, shares_devices and not overlaps
         self._arguments = list(arguments)
@@ -121,7 +125,7 @@ class RolloutReplicas(Engines):
         """Take what is answered by now, and ask for what is finished in calls that are not, which
         wait for the slowest. A replica that is lost, or silent, has nothing: whoever waits for it
         is told."""
-        for call, replica in [c for flight in self._flights for c in flight.asked.items()]:
+        for call, replica in [c for flight in self._flights for c in flight.calls.items()]:
             if self.group.is_done(call):
                 with contextlib.suppress(UserError, RayError):
                     self._take(call, self.group.answers({call: replica})[call])
@@ -248,17 +252,24 @@ class RolloutReplicas(Engines):
                 self._submit(flight)
 
     def _submit(self, flight: InFlight) -> None:
-        """Ask for those of a flight that are not finished, each where it would be asked for with
-        all others: a schedule knows turns by their replica."""
-        left = set(flight.left)
-        parts = split_groups([start.group for start in flight.starts], len(self.group))
-        flight.calls = {}
-        for replica, part in enumerate(parts):
-            positions = [i for i in part if i in left]
-            starts = [flight.starts[i] for i in positions]
-            given = (starts, flight.sampling, self.version)
-            flight.calls[self.group.submit(replica, "rollout", *given)] = replica, positions
+        """Ask every replica for what is not finished of a flight: each finishes what it claims."""
+        starts, flight.calls = self.group.share(flight.starts), {}
+        for replica, claims in enumerate(self._claims(flight)):
+            given = starts, flight.sampling, self.version, claims
+            flight.calls[self.group.submit(replica, "rollout", *given)] = replica
             self._num_calls[replica] += 1
+
+    def _claims(self, flight: InFlight) -> list[Claims]:
+        """What each replica may finish of it."""
+        left, number = flight.left, len(self.group)
+        groups = [flight.starts[i].group for i in left]
+        if self._is_divided or number == 1:
+            parts = split_groups(groups, number)
+            return [Claims([[left[i] for i in part]]) for part in parts]
+        self._num_requests += 1
+        own = [[left[i] for i in positions] for positions in together(groups, number)]
+        most = -(-len(left) // number)
+        return [Claims(own, most, self._num_requests, self.group.peer(0))] * number
 
     def _adopt(self) -> None:
         """Have every replica take the present weights when it can."""
@@ -283,16 +294,16 @@ class RolloutReplicas(Engines):
         """Take an answer, or several."""
         asked = {call: replica for call, (replica, _) in self._adopting.items()}
         for flight in self._flights:
-            asked |= flight.asked
+            asked |= flight.calls
         for call, answer in self.group.answers(asked, check).items():
             if self._adopting.pop(call, None) is None:
                 self._take(call, answer)
 
-    def _take(self, call: Any, answer: Sequence[Trajectory]) -> None:
+    def _take(self, call: Any, answer: Mapping[int, Trajectory]) -> None:
         """Keep what one call of a flight brought."""
         flight = next(flight for flight in self._flights if call in flight.calls)
-        _, positions = flight.calls.pop(call)
-        flight.finished.update(zip(positions, answer, strict=True))
+        del flight.calls[call]
+        flight.finished.update(answer)
 
     def _start_again(self) -> None:
         """New actors and engines, with the present weights if there were any yet."""

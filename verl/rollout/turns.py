@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from verl.engine import Listener, RolloutEngine
+from verl.rollout.claims import Room
 from verl.rollout.gate import WeightGate
 from verl.rollout.parts import Ask, Decode, Parts
 from verl.types import Completion, EngineCounts, Name, Sampling, TurnTimes
@@ -38,15 +39,25 @@ class TurnEngine(RolloutEngine):
 
     def __init__(
         self, engine: RolloutEngine, clock: BusyClock, gate: WeightGate | None, at_least: int,
-        name: Name = ("", 0, False), decode: Decode = str,
+        name: Name = ("", 0, False), decode: Decode = str, room: Room | None = None,
     ) -> None:  # fmt: skip
         """`name`: group, number and whether greedy, by which a schedule knows its turns; `decode`
-        makes the text of a turn that new weights cut."""
+        makes the text of a turn that new weights cut; of the `room` it has taken its part."""
         self._engine, self._clock = engine, clock
         self._gate, self._at_least, self.name = gate, at_least, name
         self._decode, self._num_turns = decode, 0
         self.times: list[TurnTimes] = []
         self._queued_s, self._counts = 0.0, EngineCounts()
+        self._room, self._takes_room = room or Room(), False
+        self._take_room(True)
+
+    def end(self) -> None:
+        """No turn comes any more."""
+        self._take_room(False)
+
+    def _take_room(self, takes: bool) -> None:
+        self._room.change(self._takes_room - takes)
+        self._takes_room = takes
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         return await self._turn(prompt_ids, sampling, self._engine.generate)
@@ -70,11 +81,15 @@ class TurnEngine(RolloutEngine):
             self._counts += completion.counts
             return completion
 
-        while True:
-            async with self._held(number, parts.num_tokens) as until:
-                whole = await parts.go_on(noted, until)
-            if whole is not None:
-                return whole
+        self._take_room(True)
+        try:
+            while True:
+                async with self._held(number, parts.num_tokens) as until:
+                    whole = await parts.go_on(noted, until)
+                if whole is not None:
+                    return whole
+        finally:
+            self._take_room(False)
 
     @contextlib.asynccontextmanager
     async def _held(self, number: int, num_tokens: int) -> AsyncIterator[int | None]:

@@ -111,6 +111,16 @@ class ActorHost:
         return calls
 
 
+@dataclass(frozen=True)
+class Peer:
+    """An actor as others see it: `await peer(method, *args)` calls what it hosts."""
+
+    host: Any
+
+    async def __call__(self, method: str, *args: Any) -> Any:
+        return await self.host.call.remote(method, *args)
+
+
 class RayWorkerGroup:
     """Actors that are called together; results come in the order of the actors.
 
@@ -167,6 +177,14 @@ class RayWorkerGroup:
     def submit(self, index: int, method: str, *args: Any) -> Any:
         """Begin a call on one actor; returns a Ray reference."""
         return self.hosts[index].call.remote(method, *args)
+
+    def peer(self, index: int) -> Peer:
+        """An actor, for the others to call."""
+        return Peer(self.hosts[index])
+
+    def share(self, value: Any) -> Any:
+        """What `submit` may be given to several actors, and is written once."""
+        return ray.put(value)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """The same call on every actor."""

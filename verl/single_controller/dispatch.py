@@ -31,18 +31,23 @@ def split_by_work(batch: TokenBatch, num_crews: int, pair_cost: float = 0.0) -> 
     return Split(parts, [batch.select(part) for part in parts])
 
 
-def split_groups(groups: Sequence[str], num_parts: int) -> list[list[int]]:
-    """Indices of `groups`, each group whole in one part, so that its common prefix is cached once.
-
-    Each goes where the fewest indices are, so that parts differ by at most the largest group.
-    Where groups are fewer than parts each index goes by itself, so that no part is idle.
-    """
+def together(groups: Sequence[str], num_parts: int) -> list[list[int]]:
+    """Indices of each of `groups`, which one engine is to get so that the common prefix is cached
+    once; where groups are fewer than parts each index by itself, so that no part is idle."""
     members: dict[str | int, list[int]] = {}
     is_divided = len(set(groups)) < num_parts
     for index, group in enumerate(groups):
         members.setdefault(index if is_divided else group, []).append(index)
+    return list(members.values())
+
+
+def split_groups(groups: Sequence[str], num_parts: int) -> list[list[int]]:
+    """Indices of `groups` in parts, those of a group `together`.
+
+    Each goes where the fewest indices are, so that parts differ by at most the largest group.
+    """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    for indices in members.values():
+    for indices in together(groups, num_parts):
         min(parts, key=len).extend(indices)
     return parts
 

@@ -43,6 +43,15 @@ class LocalGroup:
 
         return self.loop.create_task(call())
 
+    def peer(self, index: int) -> Any:
+        async def ask(method: str, *args: Any) -> Any:
+            return await self.submit(index, method, *args)
+
+        return ask
+
+    def share(self, value: Any) -> Any:
+        return value
+
     def gather(self, calls: Sequence[Any], check: Callable[[], None] = lambda: None) -> list[Any]:
         return [self.loop.run_until_complete(call) for call in calls]
 

@@ -64,7 +64,8 @@ class Replica:
 
     def rollout(self, starts: list[Trajectory], temperature: float = 1.0) -> list[Trajectory]:
         sampling = Sampling(max_tokens=8, temperature=temperature)
-        return self.running.loop.run_until_complete(self.replica.rollout(starts, sampling))
+        ended = self.running.loop.run_until_complete(self.replica.rollout(starts, sampling))
+        return [ended[i] for i in range(len(starts))]
 
     def prompt(self, text: str) -> Prompt:
         return Prompt("test#0", tuple(self.running.tokenizer.encode(text)), "test", ("x",))

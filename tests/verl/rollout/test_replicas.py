@@ -20,6 +20,7 @@ from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.errors import RankLost
 from verl.monitor.tracking import Tracking
+from verl.rollout.claims import Claims
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.restarts import Restarts
 from verl.trainer.ray_trainer import RayPPOTrainer
@@ -36,9 +37,10 @@ class FakeReplica:
         return "float32"
 
     def rollout(
-        self, starts: Sequence[Trajectory], sampling: Sampling, version: int
-    ) -> list[Trajectory]:
-        return self.fake.generate(starts, sampling)
+        self, starts: Sequence[Trajectory], sampling: Sampling, version: int, claims: Claims
+    ) -> dict[int, Trajectory]:
+        ended = self.fake.generate([starts[i] for i in claims.own], sampling)
+        return dict(zip(claims.own, ended, strict=True))
 
     async def update_weights(self, folder: str, version: int, is_adapter: bool, n: int) -> None:
         self.log.append("update_weights")

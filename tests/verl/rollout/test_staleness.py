@@ -160,7 +160,9 @@ def world(
         hosts[-1].engine = TickingEngine(draw, folders)
         hosts[-1]._tokenizer = Letters()
     group: Any = LocalGroup(hosts, draw)
-    replicas = RolloutReplicas(group, [], Restarts(0), overlaps=staleness > 0)
+    replicas = RolloutReplicas(
+        group, [], Restarts(0), overlaps=staleness > 0, is_divided=replay is not None
+    )
     collector = RolloutCollector(
         config, RetryingRollout(replicas, Environment()), prompts(NUM_ROWS),
         PromptSampler(NUM_ROWS, BATCH, seed=seed), EachAlone(lambda t: Reward(draw.random() > 0.6)),

@@ -193,7 +193,8 @@ def train(
 
     group: Any = LocalGroup(hosts, draw)
     is_ahead = config.actor_rollout_ref.rollout.max_staleness > 0
-    replicas = RolloutReplicas(group, [], Restarts(0), overlaps=is_ahead)
+    is_divided = config.actor_rollout_ref.rollout.replay is not None
+    replicas = RolloutReplicas(group, [], Restarts(0), overlaps=is_ahead, is_divided=is_divided)
     with local_ranks(config, num_steps) as ranks:
         trainer = RayPPOTrainer(
             config=config, ranks=ranks, replicas=replicas, train_prompts=PROMPTS,
