@@ -6,12 +6,11 @@ are not followed: they would carry a key to another machine.
 
 import asyncio
 import threading
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
-
-from search_r1.online.limits import decompress
 
 
 @dataclass(frozen=True)
@@ -74,3 +73,19 @@ class Exchanges:
         except TimeoutError as error:
             raise httpx.ReadTimeout(f"no complete answer within {self._seconds:g} s") from error
         return Answer(response.status_code, response.headers, bytes(body))
+
+
+def decompress(body: bytes, encoding: str, most_bytes: int) -> bytes:
+    """A body in the `Content-Encoding` that it came in, never more than `most_bytes` of it.
+
+    Raises ValueError for another encoding than gzip, and for what is broken.
+    """
+    name = encoding.strip().lower()
+    if name in ("", "identity"):
+        return body
+    if name not in ("gzip", "x-gzip"):
+        raise ValueError(f"encoding {encoding!r}, which was not asked for")
+    try:
+        return zlib.decompressobj(wbits=31).decompress(body, most_bytes)
+    except zlib.error as error:
+        raise ValueError(f"broken gzip: {error}") from error

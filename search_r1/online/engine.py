@@ -9,11 +9,9 @@ from typing import Any, TypeVar
 
 from search_r1.online.addresses import AddressPolicy
 from search_r1.online.fetch import Deadline, PageFetcher
-from search_r1.online.keys import read_credentials
 from search_r1.online.pages import PageReader
-from search_r1.online.service import Ask, Found
-from search_r1.online.services import SERVICES
-from search_r1.online.upstream import Upstream
+from search_r1.online.services import SERVICES, Ask, Found
+from search_r1.online.upstream import Upstream, read_credentials
 from search_r1.search.backends.base import Retriever, fingerprint
 from search_r1.search.backends.settings import OnlineConfig, RetrieverConfig
 from search_r1.search.errors import SetupError

@@ -10,8 +10,8 @@ from typing import Any
 import httpcore
 import httpx
 
+from search_r1.exchange import decompress
 from search_r1.online.addresses import AddressPolicy, AddressRefused
-from search_r1.online.limits import decompress
 
 MOST_REDIRECTS = 5
 REDIRECTS = frozenset({301, 302, 303, 307, 308})

@@ -1,17 +1,21 @@
-"""Asking a service: one request at a time within its rate, again after what may pass."""
+"""Asking a service: one request at a time within its rate, again after what may pass.
+
+Its key is read from the environment, and kept out of every log line and error.
+"""
 
 import json
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import httpx
 
 from search_r1.exchange import Answer, Exchanges
-from search_r1.online.keys import hide
-from search_r1.online.limits import RateLimit
-from search_r1.online.service import Ask, Call, Credentials, Found, Json, Service
+from search_r1.online.services import Ask, Call, Credentials, Found, Json, Service
 from search_r1.retrying import Pauses, Transient, retry_after, try_again
 from search_r1.search.backends.settings import OnlineConfig
 from search_r1.search.errors import (
@@ -23,6 +27,10 @@ from search_r1.search.errors import (
 
 logger = logging.getLogger(__name__)
 
+CHATTY = ("httpx", "httpcore.connection", "httpcore.http11", "httpcore.http2", "httpcore.proxy")
+"""Loggers that write addresses or headers; Google's and SerpAPI's keys are part of an address."""
+
+_secrets: set[str] = set()
 MOST_BYTES = 8 << 20
 LONGEST_WAIT_S = 60.0
 """A Retry-After above it is an outage for the caller, who decides when to come back."""
@@ -32,6 +40,75 @@ MOST_MESSAGE = 300
 PAUSES = Pauses(0.5, 30.0)
 GARBAGE = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
 """What reading an answer of another form raises."""
+
+
+def read_credentials(service: Service) -> Credentials:
+    """The service's key and setting; raises SetupError naming the variable to set."""
+    credentials = Credentials(*(_read(service, variable) for variable in service.variables))
+    key = credentials.key
+    _secrets.update((key, quote(key), quote_plus(key), key.replace("/", r"\/")))  # URLs and JSON
+    for name in CHATTY:
+        logging.getLogger(name).addFilter(_hide_record)  # adding one twice is adding it once
+    return credentials
+
+
+def hide(text: str) -> str:
+    """`text` with every key that was read replaced by stars."""
+    for secret in sorted(_secrets, key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return text
+
+
+def _read(service: Service, variable: str) -> str:
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        raise SetupError(
+            f"--retriever_name {service.name} without the environment variable {variable}; "
+            f"it needs {' and '.join(service.variables)}: export what its account page shows"
+        )
+    if not all("!" <= character <= "~" for character in value):
+        raise SetupError(
+            f"the value of {variable} has spaces or characters outside ASCII, which no key of "
+            f"{service.name} has; set it again, without quotes and line breaks"
+        )
+    return value
+
+
+def _hide_record(record: logging.LogRecord) -> bool:
+    """A log filter that lets every record pass, without keys."""
+    record.msg, record.args = hide(record.getMessage()), ()
+    return True
+
+
+class RateLimit:
+    """A token bucket that holds one token, shared by threads: requests are evenly spaced."""
+
+    def __init__(
+        self,
+        per_second: float,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._interval = 1 / per_second
+        self._now = now
+        self._sleep = sleep
+        self._next = now()
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Return when a request may be sent; only one caller returns per interval."""
+        while True:
+            with self._lock:
+                pause = self._next - self._now()
+                if pause <= 0:
+                    self._next = self._now() + self._interval
+                    return
+            self._sleep(pause)
+
+    def hold(self, seconds: float) -> None:
+        """Let nobody send for `seconds`, also those who wait already."""
+        with self._lock:
+            self._next = max(self._next, self._now() + seconds)
 
 
 class _Garbage(Transient):

@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 
-from search_r1.online.keys import read_credentials
-from search_r1.online.limits import RateLimit
-from search_r1.online.service import Ask
-from search_r1.online.services import SERVICES
-from search_r1.online.upstream import Upstream
+from search_r1.online.services import SERVICES, Ask
+from search_r1.online.upstream import RateLimit, Upstream, read_credentials
 from search_r1.search.backends.settings import OnlineConfig
 from search_r1.search.errors import UpstreamUnavailable
 
