@@ -1,4 +1,4 @@
-"""TCP ports of this machine that nobody listens on."""
+"""TCP ports of this machine that nobody listens on, and whether an address is its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import random
 import socket
 from pathlib import Path
+from typing import Any
 
 OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """First and last of the ports that the kernel gives to connections going out."""
@@ -30,3 +31,21 @@ def free_port(host: str = "127.0.0.1") -> int:
                 continue
             return int(probe.getsockname()[1])
     raise OSError(f"no port is free at {host or 'any address'}")
+
+
+def is_here(host: str) -> bool:
+    """Whether a name or address is one of this machine: only such an address can be bound to."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, address) for family, _, _, _, address in found)
+
+
+def _can_bind(family: int, address: Any) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True

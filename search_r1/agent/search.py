@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
+from search_r1 import loops
 from search_r1.agent.retriever import (
     PROBE_S,
     QUERY,
@@ -16,10 +17,9 @@ from search_r1.agent.retriever import (
     given_retrieval,
 )
 from search_r1.agent.speculation import Foresight, Group, Questions
-from search_r1.search.client import EmptyRetrieval, Retrieval, RetrievalClient
+from search_r1.search.backends.base import fingerprint
+from search_r1.search.client import RETRIED, EmptyRetrieval, Retrieval, RetrievalClient, counting
 from search_r1.search.errors import SearchError
-from search_r1.search.identity import retriever_identity
-from search_r1.search.tally import RETRIED, counting
 from verl.agent.interface import Item, Observation, text_arguments
 from verl.config import Config
 from verl.config.agent import EMPTY, ServerConfig
@@ -27,6 +27,9 @@ from verl.types import Trajectory
 
 FAILED = "searches_failed"
 """Searches that were not answered, after all retries."""
+SERVICE = {"retriever", "num_documents", "default_topk", "fingerprint", "limits", "memory",
+           "corpus", "encoder"}  # fmt: skip
+"""Of `/info`, what is not the engine with its index."""
 
 
 class SearchTool(RetrieverTool):
@@ -116,3 +119,28 @@ def build_search(config: Config) -> SearchTool:
         return SearchTool(own, replace(options, url=EMPTY))
     is_empty = options.url == EMPTY
     return SearchTool(EmptyRetrieval() if is_empty else build_client(options), options)
+
+
+def retriever_identity(url: str | Sequence[str], timeout: float) -> dict[str, str]:
+    """Fingerprints of `corpus`, `index` (engine and its settings) and `encoder`, as far as known.
+
+    A server without `/info` in this form, such as the original's, has none. `timeout` in seconds.
+    """
+
+    async def ask() -> dict[str, Any]:
+        async with RetrievalClient(url, timeout=timeout, max_retries=1, deadline=timeout) as client:
+            return await client.info()
+
+    try:
+        return identity_of(loops.run(ask()))
+    except SearchError:
+        return {}
+
+
+def identity_of(info: Mapping[str, Any]) -> dict[str, str]:
+    """The fingerprints in an answer to `/info`."""
+    parts = {name: info[name] for name in ("corpus", "encoder") if isinstance(info.get(name), dict)}
+    engine = {name: value for name, value in info.items() if name not in SERVICE}
+    if engine:
+        parts["index"] = engine
+    return {name: fingerprint(facts) for name, facts in parts.items()}

@@ -19,11 +19,10 @@ from search_r1.agent.retriever import (
     failure,
     given_retrieval,
 )
-from search_r1.search.client import RetrievalClient
+from search_r1.search.client import RETRIED, RetrievalClient, counting
 from search_r1.search.errors import SearchError
 from search_r1.search.extras import install_command
 from search_r1.search.schema import Document
-from search_r1.search.tally import RETRIED, counting
 from verl.agent.interface import Item, Observation, text_arguments
 from verl.config import Config
 from verl.config.agent import EMPTY, ServerConfig

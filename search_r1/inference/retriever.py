@@ -7,7 +7,7 @@ from typing import Any
 
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
-from search_r1.search.servers import read_urls
+from search_r1.search.transport import read_urls
 from verl import plugins
 from verl.config import Config
 from verl.config.agent import EMPTY

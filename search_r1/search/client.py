@@ -2,7 +2,8 @@
 
 Searches that coroutines of one event loop start within a few milliseconds travel in one request,
 equal ones once; those that are only predicted travel apart. Retries and fail-over live in
-`transport` and `servers`; how many searches needed them is noted in `tally`.
+`transport`; how many searches of a task needed them is counted in a context variable, so that
+`search` stays a function of a query, and a request of many trajectories still tells each of them.
 """
 
 import asyncio
@@ -16,7 +17,10 @@ import sys
 import time
 import urllib.parse
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -28,9 +32,7 @@ from search_r1.retrying import Pauses
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable, SearchError
 from search_r1.search.retrieval import EmptyRetrieval, InMemoryRetrieval, Retrieval
 from search_r1.search.schema import Document, from_wire, well_formed
-from search_r1.search.servers import Servers, read_urls
-from search_r1.search.tally import note
-from search_r1.search.transport import Answer, Garbled, Patience, Transport
+from search_r1.search.transport import Answer, Garbled, Patience, Servers, Transport, read_urls
 from verl.errors import masked
 
 __all__ = ["Document", "EmptyRetrieval", "InMemoryRetrieval", "Retrieval", "RetrievalClient"]
@@ -38,6 +40,8 @@ __all__ = ["Document", "EmptyRetrieval", "InMemoryRetrieval", "Retrieval", "Retr
 T = TypeVar("T")
 
 TOKEN_VARIABLE = "RETRIEVER_TOKEN"
+RETRIED = "searches_retried"
+"""Searches that one attempt was not enough for, whether or not they were answered then."""
 NOT_FOUND = 404
 WHOLE_REQUEST = frozenset({401, 403, 404, 405})
 """Refusals that no single query of a request can be the cause of."""
@@ -45,6 +49,26 @@ MOST_REQUESTS, MOST_AHEAD = 100, 32
 """Requests that may be under way at once: those that somebody waits for, and those sent ahead."""
 DEAD_S = 10
 """After so many seconds without a sign of life of the peer's machine a connection is given up."""
+
+_counts: ContextVar[Counter[str] | None] = ContextVar("counts", default=None)
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """What `note` tells of the searches that the body awaits."""
+    counts = Counter({RETRIED: 0})
+    token = _counts.set(counts)
+    try:
+        yield counts
+    finally:
+        _counts.reset(token)
+
+
+def note(num_retries: int) -> None:
+    """One search is over, after so many further attempts; nothing is kept where nobody counts."""
+    counts = _counts.get()
+    if counts is not None:
+        counts[RETRIED] += int(num_retries > 0)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ import pytest
 
 from search_r1.agent.search import SearchTool
 from search_r1.search import client as client_module
-from search_r1.search.client import RetrievalClient
+from search_r1.search.client import RetrievalClient, counting
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
-from search_r1.search.tally import counting
 from tests.apps import running
 from tests.search.test_client import SLOW, Script, scripted
 from verl.agent.environment import Environment

@@ -16,9 +16,8 @@ import pytest
 
 from search_r1.search import client as client_module
 from search_r1.search import transport
-from search_r1.search.client import RetrievalClient
+from search_r1.search.client import RETRIED, RetrievalClient, counting
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
-from search_r1.search.tally import RETRIED, counting
 from tests.apps import running
 
 EMPTY = b'{"result":[[]]}'

@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from search_r1.search.identity import retriever_identity
+from search_r1.agent.search import retriever_identity
 from search_r1.search.server.app import create_app
 from tests.search.server.engines import Watched
 

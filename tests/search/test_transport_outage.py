@@ -8,11 +8,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from search_r1.retrying import Pauses
-from search_r1.search.client import RetrievalClient
+from search_r1.search.client import RETRIED, RetrievalClient, counting
 from search_r1.search.errors import RetrieverUnavailable
-from search_r1.search.servers import Servers
-from search_r1.search.tally import RETRIED, counting
-from search_r1.search.transport import Patience, Transport
+from search_r1.search.transport import Patience, Servers, Transport
 from tests.apps import running
 
 URL = "http://there:1"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl import ports
-from verl.ports import free_port
+from verl.ports import free_port, is_here
 
 
 def test_no_outgoing_connection_takes_one() -> None:
@@ -39,3 +39,9 @@ def test_a_machine_whose_range_leaves_none_still_gives_one(
         ports.OUTGOING.write_text(range_)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", free_port()))
+
+
+def test_this_machine_is_known_by_its_names() -> None:
+    """Any name or address of it; nobody else's."""
+    assert is_here("127.0.0.1") and is_here("localhost")
+    assert not is_here("192.0.2.1") and not is_here("no-such-host.invalid")

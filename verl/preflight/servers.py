@@ -10,17 +10,16 @@ import logging
 import os
 import shlex
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import httpx
 from pydantic import BaseModel
 
 from verl.config import Config
 from verl.errors import ConfigError, ResourceError, UserError, explain, masked
+from verl.ports import is_here
 from verl.rollout.interface import URL, WEIGHTS_DIR
 from verl.rollout.remote_engine import key_headers, root_of
 from verl.rollout.vllm_engine import WORKER_EXTENSION
@@ -190,22 +189,3 @@ class _Asked:
             if not answer.is_success or "False" in answer.text:
                 got = f"a server that does not see {folder.path.parent}, or may not read there"
                 yield ConfigError(explain(key, got, "one folder for ranks and servers", fix))
-
-
-def is_here(host: str) -> bool:
-    """Whether a name or address is one of this machine."""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    return any(_can_bind(family, address) for family, _, _, _, address in found)
-
-
-def _can_bind(family: int, address: Any) -> bool:
-    """Only an address of one's own can be bound."""
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(address)
-    except OSError:
-        return False
-    return True

@@ -9,7 +9,7 @@ import pytest
 from tests.verl.rollout.engines import tiny_config
 from tests.verl.rollout.vllm_double import VllmDouble
 from verl.config import Config
-from verl.preflight.servers import is_here, server_problems
+from verl.preflight.servers import server_problems
 from verl.rollout.vllm_engine import WORKER_EXTENSION
 
 
@@ -113,9 +113,3 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     server = VllmDouble()
     (line,) = problems(config_of(tmp_path, weights_dir=str(tmp_path / "file" / "w")), server)
     assert "rollout.weights_dir: got" in line and server.asked == []
-
-
-def test_this_machine_is_known_by_its_names() -> None:
-    """Any name or address of it; nobody else's."""
-    assert is_here("127.0.0.1") and is_here("localhost")
-    assert not is_here("192.0.2.1") and not is_here("no-such-host.invalid")
