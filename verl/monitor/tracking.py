@@ -22,30 +22,21 @@ from verl.config import Config
 from verl.config.cli import public
 from verl.errors import ConfigError, explain
 from verl.files import Lines, is_of_files, whole_file
-from verl.monitor.library_trackers import MlflowTracker, SwanlabTracker, TrackioTracker
-from verl.monitor.wandb_tracker import WandbTracker, load
+from verl.monitor.library_trackers import (
+    MlflowTracker,
+    SwanlabTracker,
+    Tracker,
+    TrackioTracker,
+    WandbTracker,
+    load,
+)
+
+__all__ = ["BACKENDS", "PACKAGES", "Tracker", "Tracking", "backend_names"]
 
 logger = logging.getLogger(__name__)
 
 KEY_METRICS = ("val/em", "em", "reward", "score", "loss", "kl", "entropy", "grad_norm", "step_s")
 """The console shows metrics whose name, or its last part, is here; all, where none is."""
-
-
-class Tracker:
-    """One place where metrics go."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record one step."""
-        raise NotImplementedError
-
-    def rewind(self, step: int | None) -> None:
-        """Forget the steps after `step`, which come again; None forgets all of this tracker's own.
-
-        What can no longer be changed is left as it is: lines on a console, what wandb received.
-        """
-
-    def close(self) -> None:
-        """Flush and let go."""
 
 
 class ConsoleTracker(Tracker):

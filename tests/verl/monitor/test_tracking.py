@@ -10,8 +10,8 @@ import pytest
 from tests.full_disk import files_up_to
 from tests.memory_tracker import MemoryTracker
 from verl.errors import ConfigError
+from verl.monitor.library_trackers import ID_FILE
 from verl.monitor.tracking import Tracking, backend_names, compact
-from verl.monitor.wandb_tracker import ID_FILE
 
 
 def test_jsonl_holds_one_flushed_line_a_step(tmp_path: Path) -> None:

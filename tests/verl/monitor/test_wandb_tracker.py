@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from verl.monitor.library_trackers import ID_FILE, WandbTracker, run_id, sync_command, why_offline
 from verl.monitor.tracking import Tracking
-from verl.monitor.wandb_tracker import ID_FILE, WandbTracker, run_id, sync_command, why_offline
 
 wandb = pytest.importorskip("wandb")
 
@@ -48,7 +48,7 @@ def parts(folder: Path) -> list[Path]:
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What our tracker logged, without wandb's own lines."""
-    return [r.getMessage() for r in caplog.records if r.name == "verl.monitor.wandb_tracker"]
+    return [r.getMessage() for r in caplog.records if r.name == "verl.monitor.library_trackers"]
 
 
 def test_no_key_means_offline_with_the_command_to_upload(
