@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from example.model import write_policy
-from search_r1.inference.adapter import base_of
+from search_r1.inference.model import base_of
 from search_r1.inference.opening import DEMO
 from verl.errors import ModelError, explain
 

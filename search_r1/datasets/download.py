@@ -8,10 +8,13 @@ original Search-R1's command: corpus and e5 index, left packed and in parts as i
 
 from __future__ import annotations
 
+import gzip
 import logging
+import os
 import shutil
 import sys
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -19,6 +22,7 @@ from typing import Literal
 import tyro
 
 from search_r1.datasets.hub import (
+    CHUNK_BYTES,
     DownloadError,
     HubFile,
     Patience,
@@ -27,8 +31,8 @@ from search_r1.datasets.hub import (
     have,
     list_files,
 )
-from search_r1.datasets.joining import Joined, unpack
 from search_r1.options import parse
+from verl.files import whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +79,8 @@ ITEMS = {
     ),
     "bm25": Item("PeterJinGo/wiki-18-bm25-index", "bm25/", "bm25", "folder", 3_000_000_000),
 }
+MOST_RATIO = 20
+"""To which text is packed at most; what unpacks to more is made to fill a disk."""
 UNPACKED_PER_PACKED = 3
 """About what a byte of a packed corpus becomes."""
 SERVE = {
@@ -82,6 +88,68 @@ SERVE = {
     "e5-hnsw64": "--retriever_name e5 --retriever_model intfloat/e5-base-v2",
     "bm25": "--retriever_name bm25",
 }
+
+
+class Joined:
+    """A file that is made by appending parts; how long it is says which parts it has."""
+
+    def __init__(self, target: Path, parts: Sequence[HubFile]) -> None:
+        """`target` appears when all `parts` are joined."""
+        self._target = target
+        self._partial = target.with_name(f".{target.name}.partial")
+        self._parts = list(parts)
+
+    @property
+    def size(self) -> int:
+        """Bytes that are joined by now."""
+        return self._partial.stat().st_size if self._partial.exists() else 0
+
+    def missing(self) -> Iterator[HubFile]:
+        """The parts that are not joined as a whole, in order."""
+        end = 0
+        for part in self._parts:
+            end += part.size
+            if self.size < end:
+                yield part
+
+    def append(self, part: HubFile, path: Path) -> None:
+        """Join the next part and remove its own file, once it is on the disk."""
+        start = sum(before.size for before in self._parts[: self._parts.index(part)])
+        if start == 0:
+            path.replace(self._partial)
+            return
+        with self._partial.open("r+b") as joined, path.open("rb") as source:
+            joined.truncate(start)  # what a killed run had appended of this part
+            joined.seek(start)
+            shutil.copyfileobj(source, joined, CHUNK_BYTES)
+            joined.flush()
+            os.fsync(joined.fileno())
+        path.unlink()
+
+    def finish(self) -> None:
+        """Let the target appear."""
+        whole = sum(part.size for part in self._parts)
+        assert self.size == whole, f"{self._partial}: {self.size} bytes, expected {whole}"
+        self._partial.replace(self._target)
+
+
+def unpack(packed: Path, target: Path) -> None:
+    """Unpack a .gz as a stream and remove it; raises DownloadError if it is not one."""
+    most = max(MOST_RATIO * packed.stat().st_size, CHUNK_BYTES)
+    try:
+        with (
+            gzip.open(packed, "rb") as source,
+            whole_file(target, is_lasting=True) as part,
+            part.open("wb") as file,
+        ):
+            while chunk := source.read(CHUNK_BYTES):
+                file.write(chunk)
+                if file.tell() > most:
+                    raise EOFError(f"it unpacks to more than {most} bytes")
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        packed.unlink()
+        raise DownloadError(f"{packed} is no complete .gz ({error}): fetch it again") from error
+    packed.unlink()
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] not in (*COMMANDS, "-h", "--help"):
         words.insert(0, "run")
-    return run("search_r1.evaluation.command:act", Options, words, prog="search-r1 evaluate",
+    return run("search_r1.evaluation.running:act", Options, words, prog="search-r1 evaluate",
                description=__doc__, errors=(UserError,))  # fmt: skip
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from search_r1.evaluation.answers import read_answer
+from search_r1.agent.grammar import Grammar, tag_pattern
 from search_r1.evaluation.judging import Judge
 from search_r1.evaluation.methods import Method, put
 from search_r1.evaluation.options import READ, WRONG
@@ -178,3 +179,21 @@ def check_rows(rows: Sequence[Row], runner: Runner, limit: int) -> None:
         got = f"{len(overlong)} of {len(rows)} prompts over {limit} tokens: {overlong[0]} ..."
         fix = f"--max-start-length {longest} or more; every row is scored, so none is left out"
         raise DataError(explain("--max-start-length", got, "prompts that fit", fix))
+
+
+_CONTROL = re.compile(r"<\|[^|<>]*\|>")
+"""What ends a message, and the like."""
+_LEAD = re.compile(r".*\banswer\b[^.\n]*?(?:\bis\b|:)\s*:?\s*(?=\S)", re.IGNORECASE | re.DOTALL)
+"""Up to the last "the answer is", "answer:", "the answer to this question is:"."""
+
+
+def read_answer(reply: str, tags: Grammar) -> str:
+    """What the reply says the answer is, else the whole reply; its thinking is left out.
+
+    *Example*: "So the answer to this is: Oslo." gives "Oslo."
+    """
+    opening, closing = map(re.escape, (tags.think.opening, tags.think.closing))
+    spoken = re.sub(f"{opening}.*?{closing}", " ", reply, flags=re.DOTALL)
+    spoken = _CONTROL.sub(" ", tag_pattern(tags).sub(" ", spoken)).strip()
+    lead = _LEAD.match(spoken)
+    return spoken[lead.end() :].partition("\n")[0].strip() if lead else spoken

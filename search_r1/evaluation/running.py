@@ -1,25 +1,37 @@
-"""One evaluation from its options to its report: check, play what is missing, sum up."""
+"""One evaluation from its options to its report: check, play what is missing, sum up.
+
+And what the commands of `search-r1 evaluate` do with finished ones.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Never
 
 from tqdm import tqdm
+from transformers.utils import logging as transformers_logging
 
 from search_r1 import loops
+from search_r1.evaluation.comparison import compare
 from search_r1.evaluation.judging import open_judge
 from search_r1.evaluation.manifest import build_manifest
 from search_r1.evaluation.methods import METHODS
-from search_r1.evaluation.options import EvaluationOptions
+from search_r1.evaluation.options import (
+    CompareOptions,
+    EvaluationOptions,
+    ReportOptions,
+    TableOptions,
+)
 from search_r1.evaluation.report import write_report
 from search_r1.evaluation.runner import Runner, Task, agent_of, check_rows
 from search_r1.evaluation.samples import FAILED
-from search_r1.evaluation.store import Store
+from search_r1.evaluation.store import REPORT, Store
+from search_r1.evaluation.tables import comparison_table, read_all, table
 from search_r1.inference.model import (
     at_last_step,
     computed_dtype,
@@ -29,6 +41,7 @@ from search_r1.inference.model import (
 )
 from search_r1.inference.retriever import NO_RETRIEVER, facts_of
 from search_r1.inference.settings import run_config
+from search_r1.plain import log
 from verl.config import Config
 from verl.data import choose, load_rows
 from verl.errors import ToolError, UserError
@@ -125,3 +138,32 @@ def _first(errors: BaseExceptionGroup[UserError]) -> UserError:
     """One of several errors that workers met; they share their cause."""
     found = errors.exceptions[0]
     return _first(found) if isinstance(found, BaseExceptionGroup) else found
+
+
+def act(options: object) -> int:
+    """Do what the command line asks for, and print its report or table."""
+    log(logging.INFO, "%(levelname)s %(name)s: %(message)s")
+    for chatty in ("httpx", "vllm"):
+        logging.getLogger(chatty).setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    sys.stdout.write(text_of(options))
+    return 0
+
+
+def text_of(options: object) -> str:
+    """The report or table of a command."""
+    match options:
+        case EvaluationOptions():
+            return (evaluate(options) / REPORT).read_text(encoding="utf-8")
+        case ReportOptions():
+            write_report(options.folder, options.pass_k, options.num_resamples, options.seed)
+            return (options.folder / REPORT).read_text(encoding="utf-8")
+        case CompareOptions():
+            first, second = read_all([options.first, options.second], is_mixed=options.mixed)
+            found = compare(first.samples, second.samples, options.measure,
+                            num_resamples=options.num_resamples, seed=options.seed)  # fmt: skip
+            return comparison_table(first, second, found, options.measure)
+        case TableOptions():
+            return table(options.folders, options.measure, is_mixed=options.mixed,
+                         num_resamples=options.num_resamples, seed=options.seed)  # fmt: skip
+    raise AssertionError(f"got {options!r}, expected the options of a command")

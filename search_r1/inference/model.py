@@ -1,18 +1,25 @@
-"""From what `--model` names to a folder of weights with a tokenizer, and to a running engine."""
+"""From what `--model` names to a folder of weights with a tokenizer, and to a running engine.
+
+An adapter over the model is merged with it into one folder that any engine reads: in float32, then
+rounded to the engine's dtype, as an export of training does.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from peft import PeftConfig, PeftModel
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -21,17 +28,26 @@ from transformers.utils import (
 )
 
 from search_r1.agent.generation import build_dialogue
-from search_r1.inference.adapter import merge
-from search_r1.inference.options import AgentOptions
+from search_r1.inference.options import SETTINGS_FILE, AgentOptions
 from verl.agent.dialogue import DialogueAgent
 from verl.checkpoint.exporting import export
 from verl.checkpoint.folders import STEP_NAME, is_complete, step_of
 from verl.config import Config
 from verl.errors import ConfigError, ModelError, explain
-from verl.model_files import check_context, refuse_values_of
+from verl.model_files import (
+    Unfit,
+    check_context,
+    few,
+    model_errors,
+    quiet,
+    refuse_values,
+    refuse_values_of,
+)
 from verl.rollout.interface import RolloutEngine, build_engine
 from verl.tokenizer_files import check_model, check_template, load_tokenizer
 from verl.training.devices import device_type, dtype_name, resolve_dtype
+from verl.training.models import load_causal_lm
+from verl.training.weights import copy_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -146,3 +162,51 @@ async def running_engine(config: Config) -> AsyncIterator[RolloutEngine]:
         yield engine
     finally:
         await engine.shutdown()
+
+
+CONFIG_FILE = "adapter_config.json"
+"""What makes a folder peft's."""
+
+
+def base_of(adapter: Path) -> str:
+    """The model that an adapter's folder says it was trained on; empty where it says nothing."""
+    return str(_peft_settings(adapter).get("base_model_name_or_path") or "")
+
+
+def merge(base: Path, adapter: Path, out: Path, dtype: str) -> Path:
+    """Write the model of `base` with the adapter's share added, in `dtype`; returns `out`.
+
+    `search_r1.json` comes from the adapter, or else from the base. Raises ModelError for a folder
+    that holds no adapter, or one of another model.
+    """
+    _peft_settings(adapter)
+    subject = f"--adapter {adapter}"
+    fix = f"give --model the model that it was trained on: {base_of(adapter) or 'not recorded'}"
+    lm = load_causal_lm(str(base), attention=None)
+    with model_errors(str(base), "", subject, f"an adapter that fits {base}", fix), quiet():
+        settings = PeftConfig.from_pretrained(str(adapter))
+        settings.inference_mode = True
+        adapted: Any = PeftModel(lm, settings)
+        found = adapted.load_adapter(str(adapter), "default")
+        for what in ("missing_keys", "unexpected_keys"):
+            if getattr(found, what):  # peft only warns, and goes on with random numbers
+                raise Unfit(f"{what.replace('_', ' ')}: {few(getattr(found, what))}")
+        whole = adapted.merge_and_unload()
+    refuse_values(whole.named_parameters(), f"{subject} over {base}")
+    whole.to(getattr(torch, dtype)).save_pretrained(out)
+    copy_tokenizer(str(base), out)
+    written = [folder / SETTINGS_FILE for folder in (adapter, base)]
+    for file in [file for file in written if file.is_file()][:1]:
+        shutil.copy(file, out / SETTINGS_FILE)
+    return out
+
+
+def _peft_settings(adapter: Path) -> dict[str, Any]:
+    """peft's own settings of the folder; raises ModelError where there are none."""
+    file = adapter / CONFIG_FILE
+    if not file.is_file():
+        got = f"a folder without {CONFIG_FILE}" if adapter.is_dir() else "no such folder"
+        fix = "give the folder adapter/ that training or `verl.checkpoint export --adapter` wrote"
+        raise ModelError(explain(f"--adapter {adapter}", got, "a LoRA adapter of peft", fix))
+    with model_errors(str(adapter), CONFIG_FILE, "--adapter", "a LoRA adapter of peft"):
+        return dict(json.loads(file.read_text(encoding="utf-8")))

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from search_r1.inference.adapter import base_of
 from search_r1.inference.dialogue import AgentSession
 from search_r1.inference.model import (
     Options,
     at_last_step,
+    base_of,
     computed_dtype,
     load_agent,
     model_folder,

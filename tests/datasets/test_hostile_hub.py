@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from search_r1.datasets import hub, joining
+from search_r1.datasets import download, hub
 from search_r1.datasets.download import ITEMS, main
 from search_r1.datasets.hub import HubFile, Patience, fetch
 
@@ -230,7 +230,7 @@ def test_archives_that_are_none_leave_nothing(tmp_path: Path, packed: bytes) -> 
     path = tmp_path / "c.gz"
     path.write_bytes(packed)
     with pytest.raises(hub.DownloadError, match=r"no complete \.gz"):
-        joining.unpack(path, tmp_path / "c")
+        download.unpack(path, tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from search_r1.agent.grammar import SEARCH_R1
-from search_r1.evaluation.answers import read_answer
+from search_r1.evaluation.runner import read_answer
 
 
 @pytest.mark.parametrize(("reply", "answer"), [

@@ -16,9 +16,8 @@ import pytest
 
 from search_r1.datasets import download
 from search_r1.datasets.command import build
-from search_r1.datasets.download import ITEMS, Plan, main
+from search_r1.datasets.download import ITEMS, Joined, Plan, main, unpack
 from search_r1.datasets.hub import DownloadError, HubFile, Patience, fetch, list_files, verify
-from search_r1.datasets.joining import Joined, unpack
 from search_r1.retrying import Transient
 
 MB = 1 << 20

@@ -24,7 +24,7 @@ from verl.config import Config, ModelConfig
 from verl.errors import UserError
 from verl.model_files import read_config
 from verl.model_shape import read_shape
-from verl.preflight.adapters import _record
+from verl.preflight.checks import _record
 from verl.remote_code import TRUST, set_trust
 from verl.rollout.vllm_engine import VllmSettings
 from verl.sft import trainer as sft

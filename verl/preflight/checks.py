@@ -1,7 +1,7 @@
 """What a run needs of its machine, looked at by the driver before any long work.
 
-Model, questions, tools, devices, disk and tracking packages are all checked; the error lists
-every problem in one line each. Rules between options are in `verl.config.checks`.
+Model, adapters, questions, tools, devices, disk and tracking packages are all checked; the error
+lists every problem in one line each. Rules between options are in `verl.config.checks`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
 from huggingface_hub import constants, get_token, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.agent.environment import Environment
-from verl.config import Config, DataConfig
+from verl.checkpoint import folders
+from verl.config import AdapterConfig, Config, DataConfig
 from verl.core_algos.advantages import ADVANTAGES
 from verl.data.rows import load_rows
 from verl.errors import (
@@ -33,18 +36,21 @@ from verl.errors import (
     UserError,
     explain,
 )
-from verl.model_files import check_context, read_config
+from verl.model_files import check_context, model_errors, read_config
 from verl.monitor.tracking import PACKAGES, backend_names
-from verl.preflight.adapters import adapter_problems
 from verl.preflight.memory.check import look, memory_problems, settle_memory
 from verl.preflight.servers import server_problems
+from verl.remote_code import trusts_remote_code
 from verl.rollout import schedule
 from verl.rollout.interface import engine_problems
 from verl.tokenizer_files import check_model
+from verl.training.adapters import Adapter, check_same
 from verl.training.crews import check_heads
 from verl.training.devices import cores_of
 from verl.training.kernels import kernel_problems
 from verl.training.loading import is_cached, model_folder, weight_bytes
+from verl.training.lora import peft_config
+from verl.training.shards import read_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -246,3 +252,42 @@ def _first_line(error: Exception) -> str:
     """The first line of an error, with its kind."""
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def adapter_problems(config: Config) -> Iterator[UserError]:
+    """Layers that a model does not have, and a checkpoint of other adapters or another base.
+
+    A model that is a name of the hub is looked at by the ranks only.
+    """
+    policy, critic = config.actor_rollout_ref.model, config.critic.model
+    sections: list[tuple[str, AdapterConfig, str]] = [
+        ("actor_rollout_ref.model", policy, policy.path)
+    ]
+    if ADVANTAGES[config.algorithm.adv_estimator].needs_critic:
+        sections.append(("critic.model", critic, critic.path or policy.path))
+    if not all(Path(path).expanduser().is_dir() for _, _, path in sections):
+        return
+    records: dict[str, Any] = {}
+    try:
+        for key, options, path in sections:
+            if options.has_adapter:
+                records["actor" if options is policy else "critic"] = _record(key, options, path)
+        folder = Path(config.trainer.default_local_dir)
+        step_dir = folders.resolve(config.trainer.resume_mode, folder)
+        if step_dir is not None:
+            check_same(read_adapters(step_dir), records)
+    except ConfigError as error:
+        yield error
+
+
+def _record(key: str, options: AdapterConfig, path: str) -> dict[str, Any]:
+    """What a checkpoint would say about this adapter, from a model without weights."""
+    try:
+        with torch.device("meta"):
+            code = {"trust_remote_code": trusts_remote_code()}
+            with model_errors(path):
+                config = AutoConfig.from_pretrained(path, **code)
+            lm = AutoModelForCausalLM.from_config(config, **code)
+        return Adapter(peft_config(lm, options), {}).record()
+    except (UserError, OSError, ValueError) as error:
+        raise ConfigError(f"{key}: {error}") from error
