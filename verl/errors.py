@@ -133,6 +133,11 @@ class PreflightError(UserError):
         super().__init__(f"the run cannot start, {len(self.problems)} problem(s):\n{lines}")
 
 
+def first_line(error: object) -> str:
+    """The first line of an error's text; its kind where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def explain(subject: str, got: object, expected: str, fix: str) -> str:
     """The one-line wording of a user's mistake.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 from collections.abc import Iterator
@@ -91,6 +92,12 @@ def whole_file(path: Path, *, is_lasting: bool = False) -> Iterator[Path]:
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)
         raise
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flush(*paths: Path) -> None:

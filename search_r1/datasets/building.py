@@ -19,7 +19,7 @@ from search_r1.datasets.question import Question, to_row
 from search_r1.datasets.wording import Writer
 from search_r1.search.schema import Document
 from verl.data.rows import BadRow
-from verl.errors import DataError, explain
+from verl.errors import DataError, explain, first_line
 from verl.files import whole_file
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def copy_folder(folder: Path, target: str) -> None:
         system.create_dir(path, recursive=True)
         pyarrow.fs.copy_files(str(folder.absolute()), path, destination_filesystem=system)
     except (OSError, pyarrow.ArrowException) as error:
-        got = f"{target} ({str(error).splitlines()[0]})"
+        got = f"{target} ({first_line(error)})"
         fix = f"copy {folder} by hand"
         raise DataError(explain("--hdfs_dir", got, "a folder that can be written", fix)) from error
 

@@ -6,7 +6,6 @@ are asked here: `/api/datasets/<repo>/tree/main` and `/datasets/<repo>/resolve/m
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -24,6 +23,7 @@ import httpx
 from search_r1.retrying import Pauses, Transient, retry_after, try_again
 from search_r1.search.index.progress import Report, progress
 from verl.errors import UserError, explain, masked
+from verl.files import sha256
 
 T = TypeVar("T")
 
@@ -155,12 +155,6 @@ def verify(path: Path, file: HubFile) -> None:
             f"{file.path} has {size} bytes and SHA-256 {found}, expected {file.size} and "
             f"{file.sha256}; it was removed: run the same command again"
         )
-
-
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def disk_error(folder: Path, need: int) -> str | None:

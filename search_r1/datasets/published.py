@@ -22,7 +22,7 @@ from search_r1.datasets.question import ANSWER_COLUMNS, Place, Question, read_qu
 from search_r1.datasets.retrieving import Finder, cache_finder, server_finder
 from search_r1.datasets.wording import Style, writer
 from verl.data.rows import BadRow, Record, read_records
-from verl.errors import ConfigError, DataError, explain
+from verl.errors import ConfigError, DataError, explain, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def _from_hub(one: QuestionSet, split: str) -> tuple[str, Iterator[Record]]:
             "check the network, name a mirror (HF_ENDPOINT=https://...), or give files: "
             "--local_dataset_path FOLDER (docs/data.md)"
         )
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise DataError(explain(place, reason, "the published split", fix)) from error
     known = table.select_columns([name for name in COLUMNS if name in table.column_names])
     return place, enumerate(known)

@@ -16,6 +16,7 @@ from search_r1.evaluation.methods import METHODS
 from search_r1.evaluation.options import EvaluationOptions
 from verl.config import Config
 from verl.errors import masked
+from verl.files import sha256
 
 FORMAT = 1
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -53,12 +54,6 @@ def build_manifest(
         "judge": judge if options.judge_url else None,
         "versions": versions(),
     }
-
-
-def sha256(file: Path) -> str:
-    """The hash of a file's bytes."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _data(files: Sequence[str]) -> dict[str, str]:

@@ -33,7 +33,7 @@ from verl.agent.dialogue import DialogueAgent
 from verl.checkpoint.exporting import export
 from verl.checkpoint.folders import STEP_NAME, is_complete, step_of
 from verl.config import Config
-from verl.errors import ConfigError, ModelError, explain
+from verl.errors import ConfigError, ModelError, explain, first_line
 from verl.model_files import (
     Unfit,
     check_context,
@@ -114,7 +114,8 @@ def _plain_folder(name: str, dtype: str) -> Iterator[Path]:
         try:
             yield Path(snapshot_download(name, allow_patterns=list(FILES)))
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            raise _no_model(name, f"no such folder, and no hub ({_first_line(error)})") from error
+            got = f"no such folder, and no hub ({first_line(error)[:200]})"
+            raise _no_model(name, got) from error
 
 
 def load_agent(config: Config) -> DialogueAgent:
@@ -139,10 +140,6 @@ def load_agent(config: Config) -> DialogueAgent:
 def _no_model(name: str, got: str) -> ModelError:
     fix = "give the folder of a Hugging Face model, a hub name, or a complete global_step_N"
     return ModelError(explain(f"--model {name}", got, "a model", fix))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200]
 
 
 def computed_dtype(options: AgentOptions) -> str:

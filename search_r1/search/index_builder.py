@@ -6,6 +6,7 @@ docs/indexing.md. The work is that of `bm25_builder` and `dense_builder`. `check
 word adds checksums to an index and a corpus that have none, or compares them (`--verify`).
 """
 
+import importlib
 import logging
 import sys
 from pathlib import Path
@@ -25,6 +26,10 @@ __all__ = ["BuildConfig", "build_index", "index_folder", "main"]
 
 logger = logging.getLogger(__name__)
 
+BM25 = ("bm25_builder", "BM25 needs bm25s", "bm25s")
+DENSE = ("dense_builder", "a dense index needs FAISS", "faiss-cpu")
+"""The module that builds, and what is said, with the package to install, where it cannot."""
+
 
 def build_index(config: BuildConfig) -> Path:
     """Build the index and return its folder; an older one there is replaced when it is complete.
@@ -33,26 +38,14 @@ def build_index(config: BuildConfig) -> Path:
     """
     corpus = Corpus.open(config.corpus_path)
     folder = index_folder(config.save_dir, config.retrieval_method, config.faiss_type)
-    build = _bm25 if config.retrieval_method == "bm25" else _dense
-    build(config, corpus, folder)
+    name, what, package = BM25 if config.retrieval_method == "bm25" else DENSE
+    try:  # only its users need what builds an index
+        builder = importlib.import_module(f"search_r1.search.index.{name}")
+    except ImportError as error:
+        raise SetupError(f"{what} ({error}); pip install {package}") from error
+    builder.build(config, corpus, folder)
     logger.info("index of %d documents is in %s", len(corpus), folder)
     return folder
-
-
-def _bm25(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
-    try:
-        from search_r1.search.index import bm25_builder  # noqa: PLC0415
-    except ImportError as error:
-        raise SetupError(f"BM25 needs bm25s ({error}); pip install bm25s") from error
-    bm25_builder.build(config, corpus, folder)
-
-
-def _dense(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
-    try:
-        from search_r1.search.index import dense_builder  # noqa: PLC0415
-    except ImportError as error:
-        raise SetupError(f"a dense index needs FAISS ({error}); pip install faiss-cpu") from error
-    dense_builder.build(config, corpus, folder)
 
 
 def keep_checksums(config: ChecksumConfig) -> None:

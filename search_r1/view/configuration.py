@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from verl.config.known import flattened
-from verl.errors import ConfigError, explain
+from verl.errors import ConfigError, explain, first_line
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -20,9 +20,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        problem = str(error).splitlines()[0]
         fix = "restore the file, or delete it"
-        raise ConfigError(explain(str(path), problem, "what a run writes", fix)) from error
+        raise ConfigError(
+            explain(str(path), first_line(error), "what a run writes", fix)
+        ) from error
     return found if isinstance(found, dict) else {}
 
 

@@ -1,18 +1,27 @@
 """The wire contract: how hits are written, also where a document holds what UTF-8 cannot."""
 
 import json
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_r1.search.schema import Document, Hit, from_wire, json_parts, to_wire, written
+from search_r1.search.schema import Document, Hit, from_wire, json_parts, written
 
 TEXTS = st.text(st.characters(exclude_categories=()))  # lone surrogates too
 DOCUMENTS = st.builds(Document, TEXTS, TEXTS, TEXTS, TEXTS)
 HITS = st.lists(
     st.lists(st.builds(Hit, DOCUMENTS, st.floats(allow_nan=False, allow_infinity=False)))
 )
+
+
+def to_wire(hits: list[list[Hit]], return_scores: bool) -> dict[str, Any]:
+    """The answer as plain data, by the library's way."""
+    if return_scores:
+        return {"result": [[asdict(hit) for hit in found] for found in hits]}
+    return {"result": [[asdict(hit.document) for hit in found] for found in hits]}
 
 
 def to_json(hits: list[list[Hit]], return_scores: bool, size: int = 99) -> bytes:

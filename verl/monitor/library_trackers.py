@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 
 from verl.config.known import flattened
-from verl.errors import ConfigError, explain
+from verl.errors import ConfigError, explain, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class WandbTracker(Tracker):
             except wandb.errors.Error as error:
                 if mode:
                     raise
-                obstacle = str(error).splitlines()[0]
+                obstacle = first_line(error)
         if obstacle is not None:
             logger.warning("wandb: %s; metrics go to %s, to be uploaded later "
                            "(WANDB_MODE=online insists)",
@@ -301,8 +301,3 @@ def has_account() -> bool:
     """Whether SwanLab has a key of the user's."""
     home = Path(os.environ.get("SWANLAB_SAVE_DIR") or "~/.swanlab").expanduser()
     return bool(os.environ.get("SWANLAB_API_KEY")) or (home / ".netrc").exists()
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's text."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

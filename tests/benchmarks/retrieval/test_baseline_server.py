@@ -12,8 +12,8 @@ from benchmarks.retrieval.corpora import encoder_folder
 from search_r1.search.backends.registry import build_retriever
 from search_r1.search.backends.settings import EncoderConfig, RetrieverConfig
 from search_r1.search.index_builder import BuildConfig, build_index
-from search_r1.search.schema import to_wire
 from tests.apps import running
+from tests.search.test_schema import to_wire
 
 TOWNS = [
     ("Paris", "the capital of France on the Seine"),
