@@ -27,6 +27,7 @@ from search_r1.rewards.judge.options import key_in
 from verl import plugins
 from verl.config import Config
 from verl.config.reward import JudgeConfig, RewardConfig, StageConfig
+from verl.config.rules import names_in_use
 from verl.errors import ConfigError, PluginError
 from verl.rewards.interface import Reward, RewardManager
 from verl.rewards.stages import Stage, StagedReward
@@ -74,7 +75,7 @@ def build_reward_manager(config: Config) -> RewardManager:
     """The run's reward, its judge asked once. Raises ConfigError for what cannot work."""
     options, grammar = config.reward_model, words_of(config, build_environment(config).tools).tags
     sections: Sequence[RewardConfig | StageConfig] = options.stages or [options]
-    names = {name for section in sections for name in section.weights or [section.name]}
+    names = names_in_use(options)
     own = _own(config, names)
     manager = own.get(options.name)
     if isinstance(manager, RewardManager):
@@ -82,7 +83,7 @@ def build_reward_manager(config: Config) -> RewardManager:
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(RewardScores)}
     try:
         scores = RewardScores(**given)
-        judge = _judge(options.judge) if _needs_judge(sections) else None
+        judge = _judge(options.judge) if LLM_JUDGE in names else None
         rewards = [
             DialogueReward(build_batch_reward(s.name, scores, s.weights, judge, own), grammar)
             for s in sections
@@ -104,10 +105,6 @@ def _own(config: Config, names: Iterable[str]) -> dict[str, Any]:
             is_manager = isinstance(one, type) and issubclass(one, RewardManager)
             found[name] = one(config) if is_manager else one
     return found
-
-
-def _needs_judge(sections: Sequence[RewardConfig | StageConfig]) -> bool:
-    return any(LLM_JUDGE in (section.weights or [section.name]) for section in sections)
 
 
 def _judge(config: JudgeConfig) -> BatchRewardFn:
