@@ -11,8 +11,8 @@ import pytest
 from search_r1.datasets.options import OwnOptions
 from search_r1.datasets.own import read_files
 from search_r1.datasets.retrieving import cache_finder
-from search_r1.inference import batch
-from search_r1.inference.batch import read_questions
+from search_r1.inference import command
+from search_r1.inference.command import read_questions
 from search_r1.rewards import build_reward
 from search_r1.search.backends import oracle
 from search_r1.search.corpus import Corpus
@@ -101,7 +101,7 @@ def test_a_text_is_read_up_to_its_bound(tmp_path: Path) -> None:
 
 def test_a_pipe_that_was_given_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell's `<(command)` brings questions, but no more than is bounded."""
-    monkeypatch.setattr(batch, "MOST", 10)
+    monkeypatch.setattr(command, "MOST", 10)
     for text, is_taken in ((b"Who?\nWhy?", True), (b"Who?\n" * 10, False)):
         read, write = os.pipe()
         os.write(write, text)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from search_r1.inference.batch import BatchQuestion, answer_all, read_questions
+from search_r1.inference.command import BatchQuestion, answer_all, read_questions
 from search_r1.inference.dialogue import AgentSession
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from tests.inference.scripted import SHORT, session
