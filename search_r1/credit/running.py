@@ -24,9 +24,8 @@ from search_r1.plain import log
 from search_r1.replay.given import read_run
 from search_r1.replay.running import nearest, weights_of
 from search_r1.scoring import build_reward_manager
-from search_r1.view.configuration import read_config
 from search_r1.view.dialogue import Dialogue, read_dialogue, tags_of
-from search_r1.view.run import CREDIT, find_rollouts
+from search_r1.view.run import CREDIT, find_rollouts, read_config
 from search_r1.view.tokens import Pieces
 from verl.agent.dialogue import derived_seed
 from verl.agent.grammar import Grammar

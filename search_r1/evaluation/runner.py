@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from search_r1.agent.grammar import Grammar, tag_pattern
-from search_r1.evaluation.judging import Judge
 from search_r1.evaluation.methods import Method, put
 from search_r1.evaluation.options import READ, WRONG
 from search_r1.evaluation.samples import Sample, Search
@@ -25,6 +24,8 @@ from verl.errors import DataError, ToolError, explain
 from verl.rollout.interface import RolloutEngine
 from verl.types import Origin, Sampling, Status, Trajectory, start_trajectory
 
+Judge = Callable[[RewardInput], float | None]
+"""The score of a dialogue; None where no verdict is to be had."""
 _SCORES = build_reward("f1")
 """Gives EM, F1 and cover-EM as components."""
 

@@ -18,7 +18,6 @@ from transformers.utils import logging as transformers_logging
 
 from search_r1 import loops
 from search_r1.evaluation.comparison import compare
-from search_r1.evaluation.judging import open_judge
 from search_r1.evaluation.manifest import build_manifest
 from search_r1.evaluation.methods import METHODS
 from search_r1.evaluation.options import (
@@ -28,7 +27,7 @@ from search_r1.evaluation.options import (
     TableOptions,
 )
 from search_r1.evaluation.report import write_report
-from search_r1.evaluation.runner import Runner, Task, agent_of, check_rows
+from search_r1.evaluation.runner import Judge, Runner, Task, agent_of, check_rows
 from search_r1.evaluation.samples import FAILED
 from search_r1.evaluation.store import REPORT, Store
 from search_r1.evaluation.tables import comparison_table, read_all, table
@@ -42,9 +41,12 @@ from search_r1.inference.model import (
 from search_r1.inference.retriever import NO_RETRIEVER, facts_of
 from search_r1.inference.settings import run_config
 from search_r1.plain import log
+from search_r1.rewards import RewardInput
+from search_r1.rewards.judge.options import JudgeOptions, key_in
+from search_r1.rewards.registry import build_judge
 from verl.config import Config
 from verl.data import choose, load_rows
-from verl.errors import ToolError, UserError
+from verl.errors import ConfigError, ToolError, UserError
 from verl.locks import LOCK, exclusive
 from verl.remote_code import set_trust
 from verl.rollout.interface import RolloutEngine
@@ -52,6 +54,8 @@ from verl.types import Sampling
 
 logger = logging.getLogger(__name__)
 
+CACHE = "judge.sqlite"
+"""Beside the samples: what was judged before an interruption is not asked again."""
 MAX_FAILURES_IN_A_ROW = 32
 """Dialogues that infrastructure breaks one after the other before the evaluation stops."""
 
@@ -98,6 +102,28 @@ async def _evaluate(options: EvaluationOptions, config: Config) -> None:
                 await play_all(missing, runner, engine, store, options.num_at_once)
         finally:
             await agent.environment.aclose()
+
+
+def open_judge(options: EvaluationOptions) -> Judge | None:
+    """The judge of the options, known to answer; None where none is named. Raises ConfigError."""
+    if options.judge_url is None or options.judge_model is None:
+        return None
+    cache = str(Path(options.out) / CACHE)
+    try:
+        key = key_in(options.judge_api_key_env, "--judge-api-key-env")
+        judge = build_judge(
+            JudgeOptions(options.judge_url, options.judge_model, key, options.judge_verdict,
+                         cache_path=cache)
+        )  # fmt: skip
+        judge.check()
+    except ValueError as error:
+        raise ConfigError(f"--judge-url: {error}, or leave --judge-url out") from error
+
+    def score(dialogue: RewardInput) -> float | None:
+        (output,) = judge([dialogue])
+        return None if output.components["judge_failed"] else output.score
+
+    return score
 
 
 async def play_all(

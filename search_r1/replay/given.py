@@ -13,8 +13,7 @@ from pydantic import TypeAdapter
 
 from search_r1.replay.command import ReplayOptions
 from search_r1.replay.playing import Edit
-from search_r1.view.configuration import read_config
-from search_r1.view.run import find_rollouts
+from search_r1.view.run import find_rollouts, read_config
 from verl.agent.interface import Item
 from verl.config import Config
 from verl.data.trajectories import Recorded, path_of, read_step

@@ -18,10 +18,9 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, 
 from search_r1.bearer import has_token
 from search_r1.search.server.pages import page_routes
 from search_r1.view.alarms import alarms
-from search_r1.view.configuration import compared
 from search_r1.view.finding import Wanted, Whole, find, over_steps
 from search_r1.view.replaying import Asked, Replays
-from search_r1.view.run import Run
+from search_r1.view.run import Run, compared
 
 PAGE = Path(__file__).parent / "page"
 TOKEN_VARIABLE = "VIEW_TOKEN"

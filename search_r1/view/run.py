@@ -1,4 +1,4 @@
-"""One run as the page sees it: its folder, and what is read from it."""
+"""One run as the page sees it: its folder, its options, and what is read from it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import yaml
 
-from search_r1.view.configuration import read_config
 from search_r1.view.dialogue import Dialogue, tags_of
 from search_r1.view.index import TRAIN, VALIDATION, Place, TrajectoryIndex, read_line
 from search_r1.view.metrics import MetricsLog
 from search_r1.view.tokens import Pieces, find_pieces
+from verl.config.known import flattened
 from verl.data.trajectories import HEADER, SIGNALS
-from verl.errors import ConfigError, explain
+from verl.errors import ConfigError, explain, first_line
 
 SIGNS = ("config.yaml", "metrics.jsonl", "validation", HEADER)
 """What tells the folder of a run, or of its trajectories, from any other."""
@@ -29,6 +30,36 @@ CREDIT = "credit"
 Worths = Mapping[tuple[int, ...], Mapping[str, float]]
 """By the numbers of the search and of the document."""
 ENGINE, TRAINER, REFERENCE = "log_probs", "old_log_probs", "ref_log_probs"
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A run's `config.yaml`; empty where there is none. Raises ConfigError for one that is none."""
+    path = folder / "config.yaml"
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        problem, fix = first_line(error), "restore the file, or delete it"
+        raise ConfigError(explain(str(path), problem, "what a run writes", fix)) from error
+    return found if isinstance(found, dict) else {}
+
+
+def compared(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each option with every run's value as text (None: the run has no such option)."""
+    runs = [dict(flattened(config)) for config in configs]
+    names = dict.fromkeys(name for run in runs for name in run)
+    return [
+        {"name": name, "values": values, "differs": len(set(values)) > 1}
+        for name in names
+        for values in [[yaml_text(run[name]) if name in run else None for run in runs]]
+    ]
+
+
+def yaml_text(value: Any) -> str:
+    """A value in one line, as a command line takes it."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 class Run:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.evaluation.judging import open_judge
 from search_r1.evaluation.options import EvaluationOptions
+from search_r1.evaluation.running import open_judge
 from verl.errors import ConfigError
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.view.configuration import compared, read_config
+from search_r1.view.run import compared, read_config
 from verl.errors import ConfigError
 
 
