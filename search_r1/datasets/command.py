@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -52,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build(name: str, argv: Sequence[str] | None = None) -> int:
     """Build one kind of file; a user's mistake ends in one message and status 2."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     options, work, about = RECIPES[name]
     return run(
         f"{HERE}.{work}",

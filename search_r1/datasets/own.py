@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 def build(options: OwnOptions) -> int:
     """Read all files, then write a parquet file for each split."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     if not options.files:
         raise ConfigError(explain("FILE", "nothing", "csv, jsonl or parquet", "name one or more"))
     words = writer(Style.SEARCH, options.template_type)
@@ -46,7 +45,6 @@ def build(options: OwnOptions) -> int:
 
 def build_corpus(options: CorpusOptions) -> int:
     """Write a folder's texts as a corpus of passages. Raises SearchError."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     count = write_corpus(read_folder(options.folder, options.max_words), options.out)
     logger.info("%s: %d passages", options.out, count)
     return 0

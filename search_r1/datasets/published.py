@@ -40,8 +40,6 @@ def build(
 
     Every set is read first, so that mistakes end before anything is written.
     """
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     words = writer(style, options.template_type)
     finder = make_finder(options) if isinstance(options, RagOptions) else None
     names = options.data_sources.split(",") if isinstance(options, MergeOptions) else ["nq"]

@@ -27,8 +27,6 @@ NAME = "hotpotqa"
 
 def build(options: HotpotOptions) -> int:
     """Read both splits first, so that mistakes end before anything is written."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     source = options.local_dataset_path or download(options.local_dir / "hub")
     files: dict[str, list[dict[str, Any]]] = {}
     contents: dict[str, None] = {}  # each paragraph once, in the order of the questions

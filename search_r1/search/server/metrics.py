@@ -1,6 +1,7 @@
 """The figures of `/metrics`, in a registry of each app's own."""
 
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -19,33 +20,26 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
-        self._requests = Counter(
-            "retriever_requests", "Requests to /retrieve by status", ["status"], registry=registry
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self._requests = counter(
+            "retriever_requests", "Requests to /retrieve by status", ["status"]
         )
-        self._queries = Counter(
+        self._queries = counter(
             "retriever_queries",
             "Queries by how they were answered: hit (memory), joined (a search under way, or an "
             "equal query of the request), miss (queued)",
             ["cache"],
-            registry=registry,
         )
-        self._cached = Counter(
-            "retriever_cache_file_hits", "Queries answered by the cache file", registry=registry
+        self._cached = counter("retriever_cache_file_hits", "Queries answered by the cache file")
+        self.dropped = counter("retriever_dropped_queries", "Queries given up before their search")
+        self._batch = histogram("retriever_batch_size", "Queries per batch", buckets=BATCHES)
+        self._stages = histogram(
+            "retriever_stage_seconds", "Time of a batch by stage", ["stage"], buckets=SECONDS
         )
-        self.dropped = Counter(
-            "retriever_dropped_queries", "Queries given up before their search", registry=registry
+        self.latency = histogram(
+            "retriever_request_seconds", "Time of an answered request", buckets=SECONDS
         )
-        self._batch = Histogram(
-            "retriever_batch_size", "Queries per batch", buckets=BATCHES, registry=registry
-        )
-        self._stages = Histogram(
-            "retriever_stage_seconds", "Time of a batch by stage", ["stage"], buckets=SECONDS,
-            registry=registry,
-        )  # fmt: skip
-        self.latency = Histogram(
-            "retriever_request_seconds", "Time of an answered request", buckets=SECONDS,
-            registry=registry,
-        )  # fmt: skip
         self.queue_wait = self._stages.labels("queue")
 
     def watch(self, waiting: Callable[[], int], pending: Callable[[], int]) -> None:
