@@ -16,7 +16,7 @@ import tyro
 
 from search_r1.inference.options import InferenceOptions
 from search_r1.options import run
-from verl.errors import UserError, explain
+from verl.errors import explain
 
 QUESTION = "What is the capital of China?"
 
@@ -68,4 +68,4 @@ def _is_same(one: Path, other: Path) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
     return run("search_r1.inference.command:answer", InferOptions, argv, prog="search-r1 infer",
-               description=__doc__, errors=(UserError,))  # fmt: skip
+               description=__doc__)  # fmt: skip

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from search_r1.options import Port, run
-from search_r1.search.errors import SetupError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,7 @@ class McpOptions:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
     return run("search_r1.mcp_tool:start", McpOptions, argv, prog="search-r1 mcp",
-               description=__doc__, errors=(SetupError,))  # fmt: skip
+               description=__doc__)  # fmt: skip
 
 
 if __name__ == "__main__":

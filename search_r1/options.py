@@ -19,7 +19,7 @@ import tyro
 
 from search_r1.plain import shown
 from verl.bounds import FINITE, MAX_SEED, Bounds
-from verl.errors import explain
+from verl.errors import UserError, explain
 from verl.files import is_of_files
 
 __all__ = ["Bounds", "Port", "Seed", "parse", "problems", "run"]
@@ -109,21 +109,19 @@ def run(
     *,
     prog: str,
     description: str | None,
-    errors: tuple[type[Exception], ...],
 ) -> int:
     """The exit status of a command line whose work is the function `module:name`.
 
     Its module is imported after the options were read: those of a dataclass, or of one among
-    several that are subcommands (a union). `errors` are mistakes of the user, told in
-    one message.
+    several that are subcommands (a union). A mistake of the user is told in one message.
     """
     try:
         given = parse(options, argv, prog=prog, description=description)
         module, _, name = work.partition(":")
         return int(getattr(importlib.import_module(module), name)(given))
-    except errors as error:
+    except UserError as error:
         sys.stderr.write(shown(f"{error}\n"))
-        return getattr(error, "exit_code", 2)
+        return error.exit_code
     except OSError as error:
         if not is_of_files(error):
             raise

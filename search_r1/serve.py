@@ -11,8 +11,7 @@ from typing import Annotated, Literal
 
 from search_r1.inference.options import Dialogues, InferenceOptions
 from search_r1.options import Bounds, Port, run
-from search_r1.search.errors import SearchError
-from verl.errors import UserError, explain
+from verl.errors import explain
 
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:\d+)?")
 """How a page's policy names a server."""
@@ -57,7 +56,7 @@ class ServingOptions(InferenceOptions):
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
     return run("search_r1.agent_server.running:start", ServingOptions, argv, prog="search-r1 serve",
-               description=__doc__, errors=(UserError, SearchError))  # fmt: skip
+               description=__doc__)  # fmt: skip
 
 
 if __name__ == "__main__":

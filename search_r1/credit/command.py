@@ -15,7 +15,6 @@ from typing import Annotated, Literal
 import tyro
 
 from search_r1.options import Bounds, Seed, run
-from verl.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,7 @@ class CreditOptions:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
     return run("search_r1.credit.running:start", CreditOptions, argv, prog="search-r1 credit",
-               description=__doc__, errors=(UserError,))  # fmt: skip
+               description=__doc__)  # fmt: skip
 
 
 if __name__ == "__main__":

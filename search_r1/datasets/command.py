@@ -16,7 +16,6 @@ from search_r1.datasets.options import (
     SetOptions,
 )
 from search_r1.options import run
-from verl.errors import UserError
 
 HERE = "search_r1.datasets"
 RECIPES: dict[str, tuple[type, str, str]] = {
@@ -56,11 +55,4 @@ def build(name: str, argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     options, work, about = RECIPES[name]
-    return run(
-        f"{HERE}.{work}",
-        options,
-        argv,
-        prog=name,
-        description=f"Builds {about}.",
-        errors=(UserError,),
-    )
+    return run(f"{HERE}.{work}", options, argv, prog=name, description=f"Builds {about}.")

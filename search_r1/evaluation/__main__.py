@@ -15,7 +15,6 @@ from search_r1.evaluation.options import (
     TableOptions,
 )
 from search_r1.options import run
-from verl.errors import UserError
 
 COMMANDS = ("run", "report", "compare", "table")
 Options = (
@@ -32,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and words[0] not in (*COMMANDS, "-h", "--help"):
         words.insert(0, "run")
     return run("search_r1.evaluation.running:act", Options, words, prog="search-r1 evaluate",
-               description=__doc__, errors=(UserError,))  # fmt: skip
+               description=__doc__)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 from search_r1.options import run
 from search_r1.plan.options import PlanOptions
-from verl.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
     return run("search_r1.plan.planning:start", PlanOptions, argv, prog="search-r1 plan",
-               description=__doc__, errors=(UserError,))  # fmt: skip
+               description=__doc__)  # fmt: skip

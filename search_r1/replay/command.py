@@ -14,8 +14,6 @@ from typing import Annotated
 import tyro
 
 from search_r1.options import Bounds, run
-from search_r1.search.errors import SearchError
-from verl.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,7 @@ class ReplayOptions:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
     return run("search_r1.replay.running:start", ReplayOptions, argv, prog="search-r1 replay",
-               description=__doc__, errors=(UserError, SearchError))  # fmt: skip
+               description=__doc__)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ from typing import Annotated
 import tyro
 
 from search_r1.options import Bounds, Port, run
-from search_r1.search.errors import SearchError
-from verl.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +42,7 @@ class ViewOptions:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
     return run("search_r1.view.running:start", ViewOptions, argv, prog="search-r1 view",
-               description=__doc__, errors=(UserError, SearchError))  # fmt: skip
+               description=__doc__)  # fmt: skip
 
 
 if __name__ == "__main__":
