@@ -9,6 +9,7 @@ threads for Ray included), the clock's stand beside them.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import tempfile
 import time
@@ -44,6 +45,7 @@ from verl.trainer.metrics import (
     staleness_metrics,
 )
 from verl.trainer.ranks import TrainerRanks
+from verl.trainer.steady import one_thread, steady_memory
 from verl.trainer.validation import trajectory_seed
 from verl.types import (
     Origin,
@@ -59,7 +61,7 @@ from verl.types import (
 
 GROUP, PROMPT, SAID, SEEN, TURNS = 5, 250, 100, 375, 3
 """Of a trajectory: its group's size, and tokens; 1,300 in all, a fifth more or less."""
-PARTS = ("ask", "fetch", "metrics", "batch", "passes", "advantages", "updates")
+PARTS = ("ask", "fetch", "metrics", "batch", "passes", "advantages", "updates", "collect")
 
 console = Console(soft_wrap=True)
 
@@ -184,6 +186,14 @@ def step(config: Config, players: RayWorkerGroup, ranks: TrainerRanks) -> Costs:
     return costs
 
 
+def whole_step(config: Config, players: RayWorkerGroup, ranks: TrainerRanks) -> Costs:
+    """A step, and the collection of garbage after it."""
+    costs = step(config, players, ranks)
+    with costs.part("collect"):
+        gc.collect()
+    return costs
+
+
 def measure(sizes: Sequence[int], rounds: int, num_ranks: int) -> Iterator[dict[str, Any]]:
     """Of each size, the parts' seconds in the middle one of the rounds."""
     ray.init(num_cpus=2 + num_ranks, include_dashboard=False, log_to_driver=False)
@@ -193,12 +203,12 @@ def measure(sizes: Sequence[int], rounds: int, num_ranks: int) -> Iterator[dict[
     players.gather(players.start_build(Player, [(0,), (1,)]))
     sinks.gather(sinks.start_build(Sink, [()] * num_ranks))
     ranks = TrainerRanks(sinks)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, steady_memory(), one_thread():
         step(options(folder, sizes[0]), players, ranks)  # imports in all processes
         for size in sizes:
             size -= size % GROUP
             config = options(folder, size)
-            found = [step(config, players, ranks) for _ in range(rounds)]
+            found = [whole_step(config, players, ranks) for _ in range(rounds)]
             cpu = {part: median(one.cpu[part] for one in found) for part in PARTS}
             clock = median(sum(one.clock.values()) for one in found)
             yield {"size": size, "cpu": cpu, "clock": clock}

@@ -8,6 +8,7 @@ about tools: agents run inside the rollout replicas, and the reward is a functio
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import shutil
@@ -56,6 +57,7 @@ from verl.trainer.metrics import (
 )
 from verl.trainer.ranks import TrainerRanks
 from verl.trainer.recorded import collector_of
+from verl.trainer.steady import one_thread, steady_memory
 from verl.trainer.stopping import Stopper, end_of_time
 from verl.trainer.validation import validate
 from verl.training.stored import reading
@@ -119,7 +121,7 @@ class RayPPOTrainer:
         Raises Interrupted, ToolOutage, ToolRefused and PluginError when the last finished step was
         saved, and CollapseError.
         """
-        with self.stopper.listening(), self.saving_what_is_finished():
+        with steady_memory(), self.stopper.listening(), self.saving_what_is_finished():
             trainer = self.config.trainer
             self.resume()
             self.update_weights()
@@ -152,6 +154,7 @@ class RayPPOTrainer:
                 score = f"{metrics['critic/score/mean']:.3f}"
                 bar.set_postfix({"score": score, **self.spent(bar)})
                 bar.update()
+                gc.collect()  # here alone (`steady_memory`), where the step's objects are gone
 
     def spent(self, bar: tqdm[NoReturn]) -> dict[str, str]:
         """GPU-hours since the start, and those until the end at this pace; nothing on CPU."""
@@ -191,13 +194,14 @@ class RayPPOTrainer:
         timings = Timings(self.ranks.take_peak_memory)
         with self.stopper.interruptible():
             samples, metrics = self.collector.collect(self.step, timings)
-        batch = assemble(samples, self.config)
-        with self.recording(samples, batch, timings):
-            self.learner.look(batch, timings)
-            with timings.phase("adv"):
-                metrics |= add_advantages(batch, self.config, self.kl_controller)
-        metrics |= advantage_metrics(batch) | staleness_metrics(batch, self.replicas.version)
-        metrics |= self.learner.update(batch, self.step, timings)
+        with one_thread():
+            batch = assemble(samples, self.config)
+            with self.recording(samples, batch, timings):
+                self.learner.look(batch, timings)
+                with timings.phase("adv"):
+                    metrics |= add_advantages(batch, self.config, self.kl_controller)
+            metrics |= advantage_metrics(batch) | staleness_metrics(batch, self.replicas.version)
+            metrics |= self.learner.update(batch, self.step, timings)
         with timings.phase("guard"):
             metrics |= self.learner.drift(batch)
         with timings.phase("update_weights"):

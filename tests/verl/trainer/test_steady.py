@@ -1,0 +1,69 @@
+"""The driver's memory: what steps touch is kept, and garbage waits for the end of a step."""
+
+from __future__ import annotations
+
+import gc
+import platform
+import resource
+import weakref
+
+import pytest
+import torch
+
+from verl.trainer.steady import one_thread, steady_memory
+
+
+class Knot:
+    """Garbage that only a collection finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_garbage_waits_for_a_collection_by_hand() -> None:
+    """However many objects a step makes; afterwards Python collects as it did, even on an error."""
+    with pytest.raises(KeyError), steady_memory():
+        knot = weakref.ref(Knot())
+        assert [Knot() for _ in range(100_000)] and knot() is not None
+        gc.collect()
+        assert knot() is None and gc.get_freeze_count() > 0
+        raise KeyError
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_what_was_off_stays_off() -> None:
+    """A program that collects by hand itself is left so."""
+    gc.disable()
+    try:
+        with steady_memory():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_threads_come_back() -> None:
+    """One inside, as many as before afterwards."""
+    usual = torch.get_num_threads()
+    with pytest.raises(KeyError), one_thread():
+        assert torch.get_num_threads() == 1
+        raise KeyError
+    assert torch.get_num_threads() == usual
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+def test_pages_are_touched_once() -> None:
+    """After some tensors of 64 MB one more needs no new pages; outside each needs all of them.
+
+    Some, for glibc keeps seven of the small rests beside a chunk, which then fits no second time.
+    """
+    assert min(new_pages() for _ in range(20)) > 10_000
+    with steady_memory():
+        assert min(new_pages() for _ in range(20)) < 1000
+
+
+def new_pages() -> int:
+    """That a tensor of 64 MB needs."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
