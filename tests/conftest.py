@@ -20,6 +20,9 @@ from verl.packages import vllm_device
 # processes that they start would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Two test processes share the cores: threads of small operations would mostly spin for one another.
+# Ranks and engines of runs have the threads that the product gives them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 SLOW = Path(__file__).with_name("slow.txt")
