@@ -172,3 +172,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
     with start_world(tmp_path_factory.mktemp("world")) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def ray_folder() -> Iterator[Path]:
+    """For Ray's files: its sockets must have short paths."""
+    with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as name:
+        yield Path(name)

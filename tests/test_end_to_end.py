@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ import pandas as pd
 import psutil
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 from example.tiny import tiny_model
 from search_r1.search.local_server import LocalServer
+from tests.planted import PLANTED, SECRETS, URL, leaks, shown
 from tests.verl.trainer.documented import undocumented
 
 pytestmark = pytest.mark.vllm_cpu
@@ -79,14 +83,36 @@ def train(world: dict[str, str], out: Path, *options: str) -> list[dict[str, Any
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+PRESET = {
+    "defaults": ["ppo_trainer", "_self_"],
+    "algorithm": {"adv_estimator": "gae"},
+    "reward_model": {"judge": {"url": URL}},
+    "trainer": {"n_gpus_per_node": 2, "total_training_steps": 2},
+}
+
+
 @pytest.fixture(scope="module")
-def ppo_run(world: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """PPO on two ranks: critic, KL in the reward, two steps with a checkpoint each."""
-    out = tmp_path_factory.mktemp("ppo")
-    train(
-        world, out, "algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=2",
-        "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=1",
-    )  # fmt: skip
+def ppo_run(
+    world: dict[str, str], ray_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """PPO on two ranks: critic, KL in the reward, two steps with a checkpoint each.
+
+    Beside its folder lie its preset, its `log`, and what command lines `showed` of the secrets that
+    it is given.
+    """
+    folder = tmp_path_factory.mktemp("ppo")
+    out, log, showed = folder / "out", folder / "log", set()
+    (folder / "own.yaml").write_text(yaml.safe_dump(PRESET))
+    command = command_of(world, out, "-cd", str(folder), "-cn", "own",
+                         "trainer.save_freq=1", "trainer.test_freq=1")  # fmt: skip
+    env = {**os.environ, **PLANTED, "RAY_TMPDIR": str(ray_folder)}
+    with log.open("w") as file:
+        run = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=env)
+        while run.poll() is None:
+            showed.update(shown())
+            time.sleep(0.3)
+    assert run.returncode == 0, log.read_text()[-6000:]
+    (folder / "showed").write_text("\n".join(showed))
     return out
 
 
@@ -127,14 +153,23 @@ def test_the_export_is_the_trained_model(world: dict[str, str], ppo_run: Path) -
     assert max(float((a - b).abs().max()) for a, b in pairs) > 1e-4
 
 
+def test_a_run_leaves_no_secret(ppo_run: Path, ray_folder: Path) -> None:
+    """Neither in its folder, Ray's, its log, nor its command lines."""
+    log, showed = ((ppo_run.parent / name).read_text() for name in ("log", "showed"))
+    assert showed == "" and not any(secret in log for secret in SECRETS)
+    assert any(ray_folder.rglob("*.log"))
+    assert leaks(ray_folder, ppo_run) == []
+    for saved in ("config.yaml", "global_step_1/trainer_state.json"):
+        assert "***@127.0.0.1" in (ppo_run / saved).read_text()
+
+
 def test_line_21_a_resumed_run_goes_on_with_the_next_step(
     world: dict[str, str], ppo_run: Path
 ) -> None:
     """From step 1's checkpoint, on the same ranks, step 2 has the metrics of the unbroken run."""
     rest = ppo_run.parent / "resumed"
     resumed = train(
-        world, rest, "algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=2",
-        "trainer.total_training_steps=2", "trainer.save_freq=0",
+        world, rest, "-cd", str(ppo_run.parent), "-cn", "own", "trainer.save_freq=0",
         f"trainer.resume_mode={ppo_run / 'global_step_1'}",
     )  # fmt: skip
     assert [row["step"] for row in resumed] == [2]
