@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -207,9 +208,7 @@ def _compose(preset: str, folder: Path, arguments: Sequence[str]) -> DictConfig:
         known = ", ".join(_preset_names(folder)) or "none"
         fix = "choose one of them, or name another folder with --config-dir"
         raise ConfigError(explain("--config-name", preset, f"a preset of {folder} ({known})", fix))
-    ConfigStore.instance().store(name="config_schema", node=Config)
-    Plugins.instance().register(PresetSource)
-    Plugins.instance().register(PresetPath)
+    _introduce()
     PresetPath.user_folder = folder
     try:
         with initialize(config_path=None, version_base="1.3"):
@@ -220,6 +219,14 @@ def _compose(preset: str, folder: Path, arguments: Sequence[str]) -> DictConfig:
         raise ConfigError(explain(f"preset {name}", cause, "options of verl/config/", fix)) from (
             error
         )
+
+
+@functools.cache
+def _introduce() -> None:
+    """Tell Hydra of our options and presets, once: the making of their schema takes a while."""
+    ConfigStore.instance().store(name="config_schema", node=Config)
+    Plugins.instance().register(PresetSource)
+    Plugins.instance().register(PresetPath)
 
 
 def _refuse_missing(config: DictConfig) -> None:
