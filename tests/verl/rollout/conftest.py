@@ -15,7 +15,7 @@ from verl.rollout import vllm_engine
 from verl.rollout.interface import build_engine
 
 PLAIN = ("TORCHDYNAMO_DISABLE", "1")
-"""vLLM compiles its count of likelier tokens at each start, for seconds; in the real runs of
+"""vLLM compiles its count of likelier tokens at each start, for seconds; in the first real run of
 `tests/test_end_to_end.py` it does."""
 
 
