@@ -111,7 +111,7 @@ class Costs:
         policy = ModelFlops(
             self._shape(),
             adapter=adapter,
-            has_checkpointing=model.enable_gradient_checkpointing is not False,
+            has_checkpointing=model.enable_gradient_checkpointing in (True, None),
         )
         budget = actor_budgets(config).update * config.num_crews // ranks
         seconds = self._passes(policy, batch, budget, ranks, reads, actor.ppo_epochs)
@@ -120,7 +120,7 @@ class Costs:
             critic = ModelFlops(
                 self.critic or self._shape(), is_critic=True,
                 adapter=self._shape().adapter(own.model.lora_rank, own.model.target_modules),
-                has_checkpointing=own.model.enable_gradient_checkpointing is not False,
+                has_checkpointing=own.model.enable_gradient_checkpointing in (True, None),
             )  # fmt: skip
             ranks = config.num_critic_ranks
             budget = critic_budgets(config).update * config.num_critic_crews // ranks

@@ -29,12 +29,16 @@ CREWS: list[dict[str, Any]] = [
      "micro_batches": 2, "crew_size": 4}
     for algorithm, offload in (("ppo", "none"), ("ppo", "param"), ("lora", "none"))
 ]  # fmt: skip
-CASES = [*STEPS, ONLY_NCCL, WHOLE, *APART, *CREWS]
+SELECTIVE: list[dict[str, Any]] = [
+    {"algorithm": algorithm, "offload": "none", "world": 8, "dtype": "bfloat16", "budget": 512,
+     "micro_batches": 2, "recompute": "selective"}
+    for algorithm in ("ppo", "lora")
+]  # fmt: skip
+CASES = [*STEPS, ONLY_NCCL, WHOLE, *APART, *CREWS, *SELECTIVE]
 
 
 def name(case: dict[str, Any]) -> str:
     """Of a case, for people."""
     words = [case[key] for key in ("algorithm", "offload", "world", "dtype")]
-    return "-".join(
-        map(str, [*words, *(k for k in ("only_nccl", "reshard_each", "crew_size") if k in case)])
-    )
+    flags = ("only_nccl", "reshard_each", "crew_size", "recompute")
+    return "-".join(map(str, [*words, *(flag for flag in flags if flag in case)]))

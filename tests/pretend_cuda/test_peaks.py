@@ -29,6 +29,9 @@ CREWS: list[dict[str, Any]] = [
      "crew_size": size}
     for size in (1, 2, 4, 8)
 ]  # fmt: skip
+SELECTIVE = {**CASES[1], "recompute": "selective"}
+"""The 3B model's."""
+EVERY = [*CASES, *CREWS, SELECTIVE]
 PHASES = {
     "log_probs": (Phase.LOG_PROBS,),
     "ref_log_probs": (Phase.REF_LOG_PROBS,),
@@ -42,6 +45,7 @@ NOT_OURS = ("rank's context", "engine, asleep")
 
 def name(case: dict[str, Any]) -> str:
     crew = f"-crew{case['crew_size']}" if "crew_size" in case else ""
+    crew += "-recompute" * ("recompute" in case)
     return f"{case['algorithm']}-{case['shape']}x{case['world']}{crew}"
 
 
@@ -49,8 +53,8 @@ def name(case: dict[str, Any]) -> str:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Outcome of each case."""
     folder = tmp_path_factory.mktemp("trials")
-    trials = Trials(folder, [*CASES, *CREWS])
-    yield dict(zip(map(name, [*CASES, *CREWS]), trials.outcomes(), strict=True))
+    trials = Trials(folder, EVERY)
+    yield dict(zip(map(name, EVERY), trials.outcomes(), strict=True))
     stop(folder)
 
 
@@ -66,7 +70,7 @@ def expected_peak(case: Case, phases: tuple[Phase, ...]) -> int:
     )
 
 
-@pytest.mark.parametrize("case", [*CASES, *CREWS], ids=name)
+@pytest.mark.parametrize("case", EVERY, ids=name)
 def test_peaks_are_those_of_the_estimate(case: dict[str, Any], outcomes: dict[str, Any]) -> None:
     """Each pass takes at most 15 % more or less than the memory estimate says."""
     found = outcomes[name(case)]

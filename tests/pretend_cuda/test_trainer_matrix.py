@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from tests.pretend_cuda.matrix import APART, CASES, CREWS, OFFLOADS, STEPS, WHOLE, name
+from tests.pretend_cuda.matrix import (
+    APART,
+    CASES,
+    CREWS,
+    OFFLOADS,
+    SELECTIVE,
+    STEPS,
+    WHOLE,
+    name,
+)
 from tests.pretend_cuda.trials import Outcomes
 
 pytestmark = pytest.mark.pretend_cuda
@@ -22,7 +31,7 @@ def outcomes(matrix: Outcomes) -> dict[str, Any]:
     return dict(zip(map(name, CASES), matrix, strict=True))
 
 
-@pytest.mark.parametrize("case", [*STEPS, *APART, WHOLE, *CREWS], ids=name)
+@pytest.mark.parametrize("case", [*STEPS, *APART, WHOLE, *CREWS, *SELECTIVE], ids=name)
 def test_a_step_runs_and_leaves_nothing_on_the_device(
     case: dict[str, Any], outcomes: dict[str, Any]
 ) -> None:
@@ -78,6 +87,18 @@ def test_what_stays_whole_is_gathered_and_reduced_once_an_update(
     assert [count["reduce_scatter_base"] for count in counts] == [2 * groups, groups]
     assert [count["allgather_base"] for count in counts] == [2 * (2 * groups - 1), groups]
     assert once["peak"] > each["peak"]
+
+
+def test_selective_recomputation_repeats_no_product(outcomes: dict[str, Any]) -> None:
+    """For more memory than blocks that keep nothing; who gathers what stays as it is."""
+    for algorithm, phase in (("ppo", "update_critic"), ("lora", "update_actor")):
+        every, some = (
+            outcomes[f"{algorithm}-none-8-bfloat16{end}"]["phases"][phase]
+            for end in ("", "-recompute")
+        )
+        assert all(some["flops"][kind] < every["flops"][kind] for kind in ("products", "attention"))
+        assert some["costs"]["collectives"] == every["costs"]["collectives"]
+        assert some["peak"] > every["peak"]
 
 
 def test_a_crew_exchanges_twice_a_pass_of_a_block(outcomes: dict[str, Any]) -> None:

@@ -92,6 +92,8 @@ class Case:
     """Serve no tensors of the host, whatever the product asks for."""
     reshard_each: bool = True
     """Spread weights and gradients in each micro-batch."""
+    recompute: bool | str = True
+    """`enable_gradient_checkpointing` of policy and critic."""
     crew_size: int = 1
     """Ranks that compute a forward together."""
     longest: int = LONGEST
@@ -114,6 +116,8 @@ class Case:
             held.fsdp_config.param_offload = self.offload == "param"
             held.fsdp_config.optimizer_offload = self.offload == "optimizer"
             held.fsdp_config.reshard_each = self.reshard_each
+        for model in (section.model, config.critic.model):
+            model.enable_gradient_checkpointing = self.recompute
         section.ref.fsdp_config.param_offload = self.offload in ("param", "reference")
         if self.algorithm == "lora":
             section.model.lora_rank = 8

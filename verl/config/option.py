@@ -34,14 +34,15 @@ class Limits:
     resume: Resume
     bounds: Bounds = FINITE
     """Those of a number, or of each one in a list or mapping."""
-    choices: tuple[str, ...] | str = ()
-    """Words, or the place of a registry whose keys they are, `module:NAME`, which is imported
-    when a value is checked: the registries of algorithms import torch."""
+    choices: tuple[str | bool, ...] | str = ()
+    """Words, among them true and false, or the place of a registry whose keys they are,
+    `module:NAME`, which is imported when a value is checked: the registries of algorithms import
+    torch."""
     or_file: bool = False
     """The option takes `path/to/file.py:Name` as well as a word."""
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def words(self) -> tuple[str | bool, ...]:
         """The words that may be given; none where any may."""
         if isinstance(self.choices, tuple):
             return self.choices
@@ -51,7 +52,8 @@ class Limits:
     def expected(self, value: Any = 0) -> str:
         """The bounds in words, for one who gave `value`; empty without any."""
         if self.choices:
-            return f"one of {', '.join(self.words)}{', or FILE.py:NAME' if self.or_file else ''}"
+            words = (str(w).lower() if isinstance(w, bool) else w for w in self.words)
+            return f"one of {', '.join(words)}{', or FILE.py:NAME' if self.or_file else ''}"
         wrong = next((one for one in _parts(value) if not self.allows(one)), 0)
         return self.bounds.expected(wrong)
 
@@ -77,7 +79,7 @@ def option(
     *,
     resume: Resume,
     factory: Callable[[], Any] | None = None,
-    choices: tuple[str, ...] | str = (),
+    choices: tuple[str | bool, ...] | str = (),
     or_file: bool = False,
     **bounds: float,
 ) -> Any:

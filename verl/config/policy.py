@@ -10,6 +10,9 @@ from omegaconf import MISSING
 from verl.config.option import option
 
 ALL_LINEAR = "all-linear"
+SELECTIVE = "selective"
+RECOMPUTED = (True, False, SELECTIVE)
+"""What of a block's activations is recomputed: all, nothing, or what is cheap."""
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM can reserve room for; an adapter takes the next larger."""
 
@@ -72,9 +75,13 @@ class ModelConfig(AdapterConfig):
     """Folder (or hub name) of a Hugging Face causal language model."""
     trust_remote_code: bool = option(False, resume="free")
     """Run the code that the models' folders bring, as some need: whoever wrote it acts as you."""
-    enable_gradient_checkpointing: bool | None = option(True, resume="free")
-    """Recompute block activations in backward: less memory, about a third more compute. null does
-    not where the memory estimate says that GPUs have the room."""
+    enable_gradient_checkpointing: bool | str | None = option(
+        True, resume="free", choices=RECOMPUTED
+    )
+    """Recompute block activations in backward: less memory, about a third more compute. selective
+    keeps the results of matrix products and of attention, half of all, and recomputes the rest,
+    which costs little (not with kernels=compile). null takes false, else selective, where the
+    memory estimate says that GPUs have the room, else true."""
     kernels: str = option("torch", resume="logged", choices=("torch", "compile", "liger"))
     """What blocks compute norms, rotation and activation with: torch, compile (torch.compile, with
     some seconds of compiling at first: `actor/compile_s`) or liger (the package liger-kernel, on
@@ -274,7 +281,9 @@ class CriticModelConfig(AdapterConfig):
 
     path: str | None = option(None, resume="free")
     """Folder of the model whose trunk the critic starts from; null for the policy's."""
-    enable_gradient_checkpointing: bool | None = option(True, resume="free")
+    enable_gradient_checkpointing: bool | str | None = option(
+        True, resume="free", choices=RECOMPUTED
+    )
     """As the policy's."""
     kernels: str = option("torch", resume="logged", choices=("torch", "compile", "liger"))
     """As the policy's."""

@@ -28,7 +28,7 @@ class ModelFlops:
     adapter: int = 0
     """Parameters of a LoRA adapter, below which the model is frozen; 0 where all of it learns."""
     has_checkpointing: bool = False
-    """Blocks keep their input alone, and compute their forward again in backward."""
+    """Blocks keep their input alone, and compute their products again in backward."""
 
     def _attention(self, lengths: Sequence[int]) -> int:
         """Scores and sums of values: 4 · heads · head_dim · n² / 2 for each layer and sequence."""

@@ -163,7 +163,7 @@ def model_flops(
     if shape is None:
         return None
     adapter = shape.adapter(options.lora_rank, options.target_modules)
-    return ModelFlops(shape, is_critic, adapter, bool(options.enable_gradient_checkpointing))
+    return ModelFlops(shape, is_critic, adapter, options.enable_gradient_checkpointing is True)
 
 
 def sizes(model: ModelFlops, batch: TokenBatch) -> tuple[list[int], int]:

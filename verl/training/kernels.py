@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 
 from verl.config import Config
+from verl.config.policy import SELECTIVE
 from verl.errors import ConfigError, explain
 from verl.packages import version_of
 from verl.training.attention import PACKED, packed_attention
@@ -47,8 +48,12 @@ def compile_seconds() -> float:
 def kernel_problems(config: Config) -> Iterator[ConfigError]:
     """Why a model's blocks cannot compute with what its options name."""
     for section in ("actor_rollout_ref.model", "critic.model"):
-        key = f"{section}.kernels"
-        if attrgetter(key)(config) != "liger":
+        key, recomputed = f"{section}.kernels", f"{section}.enable_gradient_checkpointing"
+        kind = attrgetter(key)(config)
+        if kind == "compile" and attrgetter(recomputed)(config) == SELECTIVE:
+            expected = "true or false: which products a compiled block keeps is not seen"
+            yield ConfigError(explain(recomputed, SELECTIVE, expected, f"{key}=torch"))
+        if kind != "liger":
             continue
         if device_type(config.trainer.device) == "cpu":
             expected = "torch or compile on a CPU: liger's are for GPUs"

@@ -136,6 +136,7 @@ def test_bounds_are_kept_whatever_they_are() -> None:
         (Limits("free", Bounds(gt=0, le=1)), (0.1, 1), (0, 1.1), "more than 0, at most 1"),
         (Limits("free", Bounds(ge=0, le=1)), (0, 1), (-0.1, 1.1), "from 0 to 1"),
         (Limits("free", choices=("a", "b")), ("a", ["a", "b"]), ("c", ["a", "c"]), "one of a, b"),
+        (Limits("free", choices=(True, "a")), (True, "a"), (False, "b"), "one of true, a"),
         (Limits("free", choices=("a",), or_file=True), ("x.py:F",), ("x.py",), "one of a, or FI"),
         (Limits("free", choices="verl.core_algos.kl:KL_KINDS"), ("kl",), ("lk",), "one of kl, "),
     ):

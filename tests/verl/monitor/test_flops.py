@@ -20,12 +20,14 @@ from transformers import (
 
 from tests.verl.training.ranks import VOCAB, make_batch, make_groups
 from verl.config import AdapterConfig
+from verl.config.policy import SELECTIVE
 from verl.model_shape import ModelShape
 from verl.monitor.flops import ModelFlops, peak_flops
 from verl.packing import SHARED, Packing, common_prompts
 from verl.training.attention import PACKED
 from verl.training.lora import AdaptedModel, Role
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
+from verl.training.recomputation import recompute
 
 LENGTHS = [12, 9, 17, 5]
 RANK = 4
@@ -112,6 +114,15 @@ def test_a_critic_has_a_value_for_a_head() -> None:
     flops, wanted = ModelFlops(shape, is_critic=True), len(inputs().target_positions)
     expected = flops.forward(LENGTHS, wanted), flops.backward(LENGTHS, wanted)
     assert counted(ValueModel(lm)) == expected
+
+
+def test_selective_recomputation_repeats_no_matrix_product() -> None:
+    """Attention alone, and only here, where it is spelled out as products of queries and keys."""
+    lm, shape = build(CONFIGS["qwen2, tied"])
+    recompute(lm, SELECTIVE)
+    flops, wanted = ModelFlops(shape), len(inputs().target_positions)
+    backward = flops.backward(LENGTHS, wanted) + flops._attention(LENGTHS)
+    assert counted(LogProbModel(lm), 1.0) == (flops.forward(LENGTHS, wanted), backward)
 
 
 @pytest.mark.parametrize("name", ["qwen2, tied", "llama, head of its own"])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
 from tests.verl.training.ranks import VOCAB, make_batch, make_groups, tiny_config
+from verl.config.policy import SELECTIVE
 from verl.packing import SHARED, common_prompts
 from verl.single_controller.dispatch import split_by_work
 from verl.training.attention import PACKED
@@ -102,6 +103,8 @@ def learn(rank: int, size: int, port: int, model: str, crew_size: int) -> dict[s
     config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 24 // crew_size
     config.critic.ppo_max_token_len_per_gpu = 24 // crew_size
     config.actor_rollout_ref.model.enable_gradient_checkpointing = True
+    if crew_size > 1:
+        config.critic.model.enable_gradient_checkpointing = SELECTIVE
     worker: Any = TrainerWorker(config, rank, size, "127.0.0.1", port, 10)
     found: dict[str, Any] = {"metrics": [], "answers": {}, "parts": [], "lengths": []}
     calls = (worker.actor.log_probs, worker.reference.log_probs, worker.critic.values)

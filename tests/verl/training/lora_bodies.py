@@ -11,18 +11,21 @@ from tests.verl.training.rank_bodies import LENGTHS, next_metrics, shard_of
 from tests.verl.training.ranks import tiny_config
 from verl.checkpoint import folders
 from verl.config import Config
+from verl.config.policy import SELECTIVE
 from verl.training.worker import TrainerWorker
 
 RANK, ALPHA = 4, 6.0
 
 
 def lora_config(model: str, num_ranks: int) -> Config:
-    """PPO with KL in the loss; policy and critic are adapters of one base."""
+    """PPO with KL in the loss; policy and critic are adapters of one base. Of two ranks, they
+    recompute what is cheap."""
     config = tiny_config(model, num_ranks)
     config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 20
     config.actor_rollout_ref.actor.optim.lr = config.critic.optim.lr = 1e-2
     for options in (config.actor_rollout_ref.model, config.critic.model):
         options.lora_rank, options.lora_alpha = RANK, ALPHA
+        options.enable_gradient_checkpointing = SELECTIVE if num_ranks > 1 else False
     config.critic.model.lora_rank = 2
     return config
 

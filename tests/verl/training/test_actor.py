@@ -13,12 +13,14 @@ from example.tiny import tiny_llama
 from tests.verl.training.operations import Seen
 from tests.verl.training.ranks import VOCAB, make_batch, make_groups
 from verl.config import ActorConfig, Config, OptimConfig
+from verl.config.policy import SELECTIVE
 from verl.packing import SHARED, common_prompts
 from verl.trainer.learning import with_gradient
 from verl.training.actor import Actor, Columns, TokenBudgets, apply_update
 from verl.training.attention import PACKED
 from verl.training.fsdp import FsdpModel, FsdpOptions, lr_factor
 from verl.training.models import LogProbModel, blocks
+from verl.training.recomputation import recompute
 from verl.training.worker import TrainerWorker
 from verl.types import TokenBatch
 
@@ -27,11 +29,11 @@ LENGTHS = [12, 9, 17, 5]
 TEMPERATURE = 0.7
 
 
-def make_actor(budget: int = 1000, checkpointing: bool = False, **options: object) -> Actor:
+def make_actor(budget: int = 1000, again: bool | str = False, **options: object) -> Actor:
+    """`again` is what its blocks recompute."""
     lm = tiny_llama(VOCAB)
     lm.set_attn_implementation(PACKED)
-    if checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute(lm, again)
     config = ActorConfig(optim=OptimConfig(lr=1e-3), **options)  # type: ignore[arg-type]
     engine_options = FsdpOptions(torch.float32, 10, config.optim)
     engine = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), engine_options)
@@ -200,14 +202,17 @@ def test_weights_are_whole_and_exact_after_a_forward() -> None:
     ids=str,
 )
 def test_gradient_accumulation_equals_the_unsplit_batch(options: dict[str, object]) -> None:
-    """Four micro-batches, with or without activation checkpointing, update as one does."""
-    batch = make_batch(LENGTHS)
-    whole, split = make_actor(1000, **options), make_actor(17, checkpointing=True, **options)
-    one, many = whole.update(batch), split.update(batch)
-    assert (one.pop("actor/num_micro_batches"), many.pop("actor/num_micro_batches")) == (1, 3)
-    assert many == pytest.approx(one, rel=1e-4, abs=1e-6)
-    for name, x in weights(whole).items():
-        torch.testing.assert_close(weights(split)[name], x, rtol=1e-4, atol=1e-5)
+    """Four micro-batches, whatever is recomputed in backward, update as one does."""
+    batch, whole = make_batch(LENGTHS), make_actor(1000, **options)
+    one = whole.update(batch)
+    assert one.pop("actor/num_micro_batches") == 1
+    for again in (True, SELECTIVE):
+        split = make_actor(17, again, **options)
+        many = split.update(batch)
+        assert many.pop("actor/num_micro_batches") == 3
+        assert many == pytest.approx(one, rel=1e-4, abs=1e-6)
+        for name, x in weights(whole).items():
+            torch.testing.assert_close(weights(split)[name], x, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +283,7 @@ def test_trajectories_without_advantage_are_spared_where_they_have_no_gradient(
 )
 def test_an_update_can_be_repeated_to_the_bit_on_gpus(options: dict[str, object]) -> None:
     """No operation, forward or backward, is one that torch's deterministic mode raises for."""
-    actor, batch, seen = make_actor(17, checkpointing=True, **options), make_batch(LENGTHS), Seen()
+    actor, batch, seen = make_actor(17, True, **options), make_batch(LENGTHS), Seen()
     with seen:
         actor.log_probs(batch)
         actor.update(batch)

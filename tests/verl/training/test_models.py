@@ -17,9 +17,11 @@ from transformers import (
 )
 
 from tests.verl.training.ranks import VOCAB, make_batch, make_groups
+from verl.config.policy import SELECTIVE
 from verl.packing import SHARED, common_prompts
 from verl.training.attention import PACKED
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
+from verl.training.recomputation import recompute
 from verl.types import TokenBatch
 
 GROUPS = [(7, [5, 1, 12]), (4, [6]), (9, [3, 8, 2, 2]), (1, [4, 4])]
@@ -73,9 +75,11 @@ def test_a_shared_prompt_changes_no_gradient(
     apart = answers(module, batch, *arguments)
     batch.rows[SHARED] = common_prompts(batch)
     together = answers(module, batch, *arguments)
-    lm.gradient_checkpointing_enable({"use_reentrant": False})
-    recomputed = answers(module, batch, *arguments)
-    for expected, *found in zip(apart, together, recomputed, strict=True):
+    ways = []
+    for way in (True, SELECTIVE):
+        recompute(lm, way)
+        ways.append(answers(module, batch, *arguments))
+    for expected, *found in zip(apart, together, *ways, strict=True):
         assert expected.any()
         for one in found:
             assert (one - expected).norm() <= bound * expected.norm()

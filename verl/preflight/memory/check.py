@@ -91,7 +91,8 @@ def settle_memory(config: Config, setting: Setting | None) -> Config:
     keys, chosen = unspent(config), settle_offload(config, setting)
     if keys and setting is not None and setting.machine.devices:
         chosen = spend(chosen, setting, keys)
-        kept = [ROOM[key] for key in keys if not attrgetter(key)(chosen)]
+        values = [(ROOM[key], attrgetter(key)(chosen)) for key in keys]
+        kept = [words[value] for words, value in values if value in words]
         logger.info("memory that is left: %s", ", ".join(kept) or "too little to save time with")
     return chosen
 

@@ -12,9 +12,11 @@ from operator import attrgetter
 from typing import Any
 
 from verl.config import Config
+from verl.config.policy import SELECTIVE
 from verl.preflight.memory.estimate import CLOSE, Estimate, Setting, estimate, free_memory
 from verl.preflight.memory.needs import Memory
 from verl.preflight.memory.ranks import has_critic
+from verl.training.kernels import kernel_problems
 
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
 REFERENCE = "actor_rollout_ref.ref.fsdp_config"
@@ -35,13 +37,18 @@ KEYS = (*OPTIONS, f"{REFERENCE}.optimizer_offload")
 """Every option of this kind; a reference has no optimizer."""
 
 
-ROOM = {
-    "actor_rollout_ref.model.enable_gradient_checkpointing": "the actor's activations are kept",
-    "critic.model.enable_gradient_checkpointing": "the critic's activations are kept",
-    f"{ACTOR}.reshard_each": "the actor's weights and gradients stay whole in an update",
-    f"{CRITIC}.reshard_each": "the critic's weights and gradients stay whole in an update",
+ROOM: dict[str, dict[bool | str, str]] = {
+    **{
+        f"{section}.enable_gradient_checkpointing": {
+            False: f"the {name}'s activations are kept",
+            SELECTIVE: f"the {name}'s activations are kept, but for what is cheap to recompute",
+        }
+        for section, name in (("actor_rollout_ref.model", "actor"), ("critic.model", "critic"))
+    },
+    f"{ACTOR}.reshard_each": {False: "the actor's weights and gradients stay whole in an update"},
+    f"{CRITIC}.reshard_each": {False: "the critic's weights and gradients stay whole in an update"},
 }
-"""What saves time where it is false, and takes memory, by the time that it saves."""
+"""Options, by the time that they save, with the values that save it and take memory, most first."""
 
 
 def changed(config: Config, change: Mapping[str, Any]) -> Config:
@@ -86,11 +93,14 @@ def unspent(config: Config) -> list[str]:
 
 
 def spend(config: Config, setting: Setting, keys: Sequence[str]) -> Config:
-    """A copy of settled options with those `keys` of `ROOM` false for which there is room."""
+    """A copy of settled options; each of `keys` has the first value of `ROOM` for which there is
+    room, if any."""
     limit = CLOSE * free_memory(setting.machine)[Memory.DEVICE]
     for key in keys:
-        tried = changed(config, {key: False})
-        config = tried if of_a_rank(estimate(tried, setting)) <= limit else config
+        ways = [changed(config, {key: value}) for value in ROOM[key]]
+        able = (way for way in ways if not any(kernel_problems(way)))
+        fitting = (way for way in able if of_a_rank(estimate(way, setting)) <= limit)
+        config = next(fitting, config)
     return config
 
 

@@ -158,7 +158,7 @@ def activation_needs(
         lora_rank=section.model.lora_rank, temperature=section.rollout.temperature,
         crew_size=section.actor.ulysses_sequence_parallel_size,
     )  # fmt: skip
-    recompute = bool(section.model.enable_gradient_checkpointing)
+    recompute = section.model.enable_gradient_checkpointing or False
     update = replace(
         forward, tokens=tokens(budgets.update, minis), learns=True, recompute=recompute
     )
@@ -173,7 +173,7 @@ def activation_needs(
         critic, tokens(budgets.inference, every, crews), longest, dtype,
         is_critic=True, lora_rank=own.model.lora_rank, crew_size=config.critic_crew_size,
     )  # fmt: skip
-    recompute = bool(own.model.enable_gradient_checkpointing)
+    recompute = own.model.enable_gradient_checkpointing or False
     update = replace(
         forward, tokens=tokens(budgets.update, minis, crews), learns=True, recompute=recompute
     )

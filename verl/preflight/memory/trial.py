@@ -29,6 +29,7 @@ from verl.training.devices import DTYPES
 from verl.training.loading import replace_parameters
 from verl.training.lora import AdaptedModel, Role
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
+from verl.training.recomputation import recompute
 
 DEPTHS = (2, 3)
 """Numbers of blocks that are tried; a first block alone is unlike those that follow it."""
@@ -46,8 +47,8 @@ class Pass:
     is_critic: bool = False
     learns: bool = False
     """Backward comes after forward."""
-    recompute: bool = False
-    """Gradient checkpointing."""
+    recompute: bool | str = False
+    """Gradient checkpointing, as `enable_gradient_checkpointing` says."""
     lora_rank: int = 0
     crew_size: int = 1
     """Ranks that compute the tokens together; what is measured is one's."""
@@ -122,8 +123,7 @@ def _model(work: Pass, layers: int) -> nn.Module:
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
     lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED).train()
-    if work.recompute:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute(lm, work.recompute)
     if work.lora_rank:
         role = Role.CRITIC if work.is_critic else Role.ACTOR
         return AdaptedModel(lm, {role: AdapterConfig(lora_rank=work.lora_rank)})

@@ -7,9 +7,11 @@ from operator import attrgetter
 from tests.verl.preflight.memory.test_presets import machine
 from tests.verl.preflight.memory.test_shortages import run, setting
 from verl.config import Config
+from verl.config.policy import SELECTIVE
 from verl.preflight.memory.check import settle_memory
 from verl.preflight.memory.estimate import estimate
 from verl.preflight.memory.offload import ROOM, changed, of_a_rank, settled
+from verl.training.kernels import kernel_problems
 
 KEYS = [key for key in ROOM if key.startswith("actor")]
 
@@ -30,6 +32,18 @@ def test_time_is_saved_where_there_is_room_for_it() -> None:
         assert not spent or of_a_rank(estimate(found, here)) <= 0.9 * here.machine.devices[0].free
         chosen.append(len(spent))
     assert chosen == sorted(chosen) and (chosen[0], chosen[-1]) == (0, len(KEYS))
+
+
+def test_between_all_and_nothing_products_are_kept() -> None:
+    """Where a micro-batch's activations do not fit but half of them do; not in compiled blocks,
+    whose products are not seen, and which refuse it."""
+    key, kernels = KEYS[0], "actor_rollout_ref.model.kernels"
+    for kind, expected in (("torch", SELECTIVE), ("compile", True)):
+        config = changed(open_run(), {kernels: kind})
+        found = settle_memory(config, setting("Qwen2.5-3B", machine(8, 79.0, 1000)))
+        assert attrgetter(key)(found) == expected
+    (problem,) = kernel_problems(changed(config, {key: SELECTIVE}))
+    assert f"{key}: got selective" in str(problem) and "kernels=torch" in str(problem)
 
 
 def test_nothing_is_spent_where_nothing_is_known_or_chosen() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen2Config
 
+from verl.config.policy import SELECTIVE
 from verl.model_shape import ModelShape
 from verl.preflight.memory import trial
 from verl.preflight.memory.trial import Pass, activation_bytes
@@ -22,6 +23,7 @@ WAYS = {
     "forward": PASS,
     "update": dataclasses.replace(PASS, learns=True),
     "recomputed": dataclasses.replace(PASS, learns=True, recompute=True),
+    "selective": dataclasses.replace(PASS, learns=True, recompute=SELECTIVE),
     "critic": dataclasses.replace(PASS, learns=True, is_critic=True),
     "adapter": dataclasses.replace(PASS, learns=True, recompute=True, lora_rank=4),
     "gemma": dataclasses.replace(PASS, shape=ModelShape.of(Gemma2Config(**SMALL, head_dim=16))),
@@ -64,6 +66,15 @@ def saved(work: Pass, layers: int) -> int:
     assert out.last_hidden_state.requires_grad
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
     return sum(n for address, n in storages.items() if address not in weights)
+
+
+def test_a_selective_block_holds_the_results_of_products_and_attention() -> None:
+    """By the formula: of each token the block's input, query, key, value, what attention gives and
+    its logarithm of sums for each head, and the results of the four other matrices."""
+    work = dataclasses.replace(WAYS["selective"], dtype="float32")
+    more = trial._at_depth(work, 6) - trial._at_depth(work, 5)
+    hidden, keys, inner, heads = 64, 32, 160, 4
+    assert more == 4 * 300 * (5 * hidden + 2 * keys + 2 * inner + heads)
 
 
 @pytest.mark.parametrize("way", ["forward", "update", "recomputed", "critic", "adapter"])
