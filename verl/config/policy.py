@@ -208,6 +208,9 @@ class RolloutConfig:
     """How new weights come to engines: files in shared memory; ipc, through the memory of the
     device that ranks and engines share; nccl (gloo on a CPU), to engines on devices of their own
     (trainer.rollout_gpus)."""
+    weight_delta: bool = option(False, resume="free")
+    """With nccl, send after the first time only the values that changed in the engines' dtype; the
+    first rank and each engine's worker keep a copy of the weights in host memory for that."""
     served_model: str | None = option(None, resume="free")
     """The model's name there; null takes whichever it is, with name=remote the model's path."""
     api_key_env: str | None = option(None, resume="free")

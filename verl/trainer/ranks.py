@@ -19,6 +19,7 @@ from verl.single_controller.dispatch import Split, join_tokens, split_by_work
 from verl.training.devices import PeakMemory
 from verl.training.node_folder import on_node
 from verl.training.weight_broadcast import SCHEME
+from verl.training.weight_packing import Sent
 from verl.types import Metrics, TokenBatch
 
 SEEN = frozenset({"input_ids", "policy_mask", "loss_mask", "value_mask"})
@@ -56,6 +57,7 @@ class TrainerRanks:
         self.group, self.has_own_critic = group, own_critic is not None
         self.critic_group = group if own_critic is None else own_critic
         self.groups = [group] if own_critic is None else [group, own_critic]
+        self._sent: Metrics = {}
 
     def log_probs(self, batch: TokenBatch) -> Tensor:
         """The actor's log-probs, (num_tokens,), 0 outside the loss mask."""
@@ -112,12 +114,21 @@ class TrainerRanks:
         """Send the policy to engines' workers on these cards: from the first rank to all that have
         joined it, or from the first rank on each card.
 
-        Returns the seconds of the rank that packed longest. Raises ConfigError for a card without
-        a rank.
+        Returns the seconds of the rank that packed longest; `take_sent` has the rest. Raises
+        ConfigError for a card without a rank.
         """
         counts = [0] * len(self.group) if stream.startswith(SCHEME) else self._per_rank(cards)
-        seconds: list[float] = self.group.scatter("send_policy", counts, stream, dtype)
-        return max(seconds)
+        sent: list[Sent] = self.group.scatter("send_policy", counts, stream, dtype)
+        self._sent = {"perf/weights_sent_bytes": float(sum(one.num_bytes for one in sent))}
+        if num_elements := sum(one.num_elements for one in sent):
+            num_changed = sum(one.num_changed for one in sent)
+            self._sent["perf/weights_changed_share"] = num_changed / num_elements
+        return max(one.seconds for one in sent)
+
+    def take_sent(self) -> Metrics:
+        """Bytes and changed share of the last `send_policy`, once."""
+        sent, self._sent = self._sent, {}
+        return sent
 
     def _per_rank(self, cards: Sequence[str]) -> list[int]:
         """How many of the workers on these cards each rank sends to."""

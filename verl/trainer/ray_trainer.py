@@ -231,7 +231,7 @@ class RayPPOTrainer:
         speed = speed_metrics(self.learner.work.take(), seconds, ranks, self.peak_flops)
         own = throughput_metrics(batch, timings, self.config.num_gpus)
         busy = busy_metrics(timings, self.replicas.busy_share())
-        return {**own, **speed, **busy, **timings.metrics()}
+        return {**own, **speed, **busy, **self.ranks.take_sent(), **timings.metrics()}
 
     def recover(self, verdict: Verdict, metrics: Metrics) -> None:
         """After a collapse: go on from the last healthy weights, with a lower learning rate.

@@ -2,7 +2,9 @@
 
 The rank and the workers of all engines are one process group, apart from the ranks' and the
 engines' own. The rank packs gathered tensors, in the engine's dtype, into one of two buffers while
-the other is broadcast. What lies in a buffer is said in the group's store, as JSON.
+the other is broadcast. What lies in a buffer is said in the group's store, as JSON. Hand-overs are
+numbered from 1; where both ends keep their weights, only what changed since the last one is sent,
+if every worker has that one whole.
 
 vLLM's own transfer engine (0.32) needs NCCL and sends every shape through the driver; here a
 machine without a card runs the same code.
@@ -25,11 +27,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.training import weight_packing
-from verl.training.weight_packing import NUM_BUFFERS, Packed, Packer, unpacked
+from verl.training.weight_delta import KeptWeights
+from verl.training.weight_packing import NUM_BUFFERS, Packed, Packer, Sent, unpacked
 
 SCHEME = "nccl:"
 """How the name of such a stream begins; the address of its store and the group's size follow."""
 SENDER = 0
+NOTHING = 0
+"""The number of no hand-over."""
 
 logger = logging.getLogger(__name__)
 _TcpStore = dist.TCPStore  # type: ignore[attr-defined]  # torch exports it, mypy does not see how
@@ -38,32 +43,50 @@ _TcpStore = dist.TCPStore  # type: ignore[attr-defined]  # torch exports it, myp
 class WeightBroadcast:
     """The sending end: the store, and the group as soon as all have come."""
 
-    def __init__(self, host: str, num_receivers: int, device: torch.device) -> None:
+    def __init__(
+        self, host: str, num_receivers: int, device: torch.device, sends_changes: bool = False
+    ) -> None:
         """Listen at this machine's address `host` for so many workers."""
         self._device, self._size = device, num_receivers + 1
+        self._kept = KeptWeights() if sends_changes else None
+        self._base = NOTHING
+        """The hand-over of which the weights are kept."""
         self._store = _store(host, 0, is_master=True)
+        self._store.set("sends_changes", str(sends_changes))
         self.stream = f"{SCHEME}{host}:{self._store.port}:{self._size}"
         """What workers call it."""
         self._group: Any = None
         self._number = 0
 
-    def send(self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> float:
+    def send(self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Sent:
         """Give tensors, as `dtype`, to all workers, each of which calls `received` for it.
 
         The iteration runs to its end in any case: ranks gather tensors together. Where workers do
-        not come, or are lost, nobody has the weights; who started them notices. Returns the seconds
-        in which this rank waited, packed and sent.
+        not come, or are lost, nobody has the weights; who started them notices. Its seconds are
+        those in which this rank waited, packed and sent.
         """
         begin = time.perf_counter()
         self._number += 1
-        sender = _Sender(self._store, self._number, self._device)
+        sender = _Sender(self._store, self._number, self._device, self._kept)
+        base, self._base = self._base, NOTHING
         with sender.noting():
             _meet(self._store, self._number, self._size)
+            if self._kept is not None:
+                self._agree(self._kept, base)
             self._group = self._group or _group(self._store, SENDER, self._size, self._device)
         sender.group = self._group
-        waited = time.perf_counter() - begin
+        sender.sent.seconds = time.perf_counter() - begin
         sender.pack(named, dtype)
-        return waited + sender.seconds
+        self._base = self._number if sender.has_receivers else NOTHING
+        return sender.sent
+
+    def _agree(self, kept: KeptWeights, base: int) -> None:
+        """Say which hand-over the next one is changes of; where one worker lacks it, of none."""
+        if self._store.add(f"{self._number}/has/{base}", 0) < self._size - 1:
+            base = NOTHING
+        if base == NOTHING:
+            kept.tensors.clear()
+        self._store.set(f"{self._number}/base", str(base))
 
 
 class WeightReceiver:
@@ -77,18 +100,45 @@ class WeightReceiver:
         with _translated():
             self._store = _store(host, int(port), is_master=False)
             self._rank = self._store.add("workers", 1)
+            keeps = self._store.get("sends_changes") == b"True"
+        self._kept = KeptWeights() if keeps else None
+        self._base = NOTHING
+        """The hand-over of which the weights are kept."""
         self._group: Any = None
         self._number = 0
 
     def received(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and copy of each tensor of the next weights.
+        """Name and copy of each tensor of the next weights; where they are kept, in host memory
+        that those after them are written into.
 
         Raises ConnectionError where they do not come, or end.
         """
         self._number += 1
+        base, self._base = self._base, NOTHING
         with _translated():
+            self._store.add(f"{self._number}/has/{base}", 1)
             _meet(self._store, self._number, self._size)
             self._group = self._group or _group(self._store, self._rank, self._size, self._device)
+        if self._kept is None:
+            yield from self._sent()
+            return
+        self._agree(self._kept, base)
+        for name, sent in self._sent():
+            self._kept.take(name, sent)
+        self._base = self._number
+        yield from self._kept.tensors.items()
+
+    def _agree(self, kept: KeptWeights, base: int) -> None:
+        """Raise ConnectionError where other weights than those of `base` are about to change."""
+        with _translated():
+            expected = int(self._store.get(f"{self._number}/base"))
+        if expected == NOTHING:
+            kept.tensors.clear()
+        elif expected != base:
+            raise ConnectionError(f"changes of hand-over {expected} came to a worker with {base}")
+
+    def _sent(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and copy of each tensor, or of its changes, of the present hand-over."""
         buffers: list[Tensor | None] = [None] * NUM_BUFFERS
         for part in itertools.count():
             with _translated():
@@ -110,8 +160,11 @@ class WeightReceiver:
 class _Sender(Packer):
     """To a group, unless it is broken."""
 
-    def __init__(self, store: Any, number: int, device: torch.device) -> None:
+    def __init__(
+        self, store: Any, number: int, device: torch.device, kept: KeptWeights | None
+    ) -> None:
         super().__init__(device)
+        self._kept = kept
         self.group: Any = None
         self._store, self._number, self._num_parts = store, number, 0
         self._sent: list[Any] = [None] * NUM_BUFFERS
@@ -130,6 +183,15 @@ class _Sender(Packer):
         except RuntimeError as error:  # torch's errors of stores and groups
             logger.warning("engines do not take new weights: %s", error)
             self._is_broken = True
+
+    def encoded(self, name: str, tensor: Tensor) -> Tensor | None:
+        """What changed of it, where weights are kept."""
+        if self._kept is None:
+            return tensor
+        encoded, num_changed = self._kept.replace(name, tensor)
+        self.sent.num_changed += num_changed
+        self.sent.num_elements += tensor.numel()
+        return encoded
 
     def new_buffer(self, slot: int, num_bytes: int) -> Tensor:
         """Memory of the device."""

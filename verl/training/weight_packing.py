@@ -31,12 +31,24 @@ class Packed:
     num_bytes: int
 
 
+@dataclass
+class Sent:
+    """What one hand-over cost."""
+
+    seconds: float = 0.0
+    """In which tensors were packed and sent, without those in which they came."""
+    num_bytes: int = 0
+    num_changed: int = 0
+    """Elements that changed since the last hand-over, of `num_elements`; 0 of 0 where nobody
+    looks."""
+    num_elements: int = 0
+
+
 class Packer(ABC):
     """Fills buffers in turn; one is not touched before every receiver has what it held."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.seconds = device, 0.0
-        """In which tensors were packed and sent, without those in which they came."""
+        self.device, self.sent = device, Sent()
         self._slot, self._end = 0, 0
         self._packed: list[Packed] = []
         self._buffers: list[Tensor | None] = [None] * NUM_BUFFERS
@@ -62,6 +74,10 @@ class Packer(ABC):
     def end(self) -> None:
         """Tell receivers that this was all."""
 
+    def encoded(self, name: str, tensor: Tensor) -> Tensor | None:
+        """What is sent in place of a tensor; None for nothing."""
+        return tensor
+
     def pack(self, named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
         """Send all these tensors, as `dtype`.
 
@@ -70,7 +86,9 @@ class Packer(ABC):
         for name, tensor in named:
             if self.has_receivers:
                 with self._timed():
-                    self._add(name, tensor.to(self.device, dtype))
+                    encoded = self.encoded(name, tensor.to(self.device, dtype))
+                    if encoded is not None:
+                        self._add(name, encoded)
         if self.has_receivers:
             with self._timed():
                 self._finish()
@@ -79,7 +97,7 @@ class Packer(ABC):
     def _timed(self) -> Iterator[None]:
         begin = time.perf_counter()
         yield
-        self.seconds += time.perf_counter() - begin
+        self.sent.seconds += time.perf_counter() - begin
 
     def _finish(self) -> None:
         if self._packed:
@@ -109,6 +127,7 @@ class Packer(ABC):
         buffer = self._buffers[self._slot]
         assert buffer is not None
         self.send(self._slot, buffer, self._packed)
+        self.sent.num_bytes += self._end
         self._slot, self._end, self._packed = (self._slot + 1) % NUM_BUFFERS, 0, []
         self.wait(self._slot)
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from verl.training.weight_packing import NUM_BUFFERS, PATIENCE_S, Packed, Packer, unpacked
+from verl.training.weight_packing import NUM_BUFFERS, PATIENCE_S, Packed, Packer, Sent, unpacked
 
 CREDENTIALS = struct.Struct("3i")
 """Process, user and group of the other end of a socket."""
@@ -44,17 +44,16 @@ def card(device: torch.device) -> str:
 def send(
     named: Iterable[tuple[str, Tensor]], stream: str, device: torch.device, num_receivers: int,
     dtype: torch.dtype,
-) -> float:  # fmt: skip
+) -> Sent:  # fmt: skip
     """Give tensors, as `dtype`, to the workers on this device that call `received(stream)`.
 
     The iteration runs to its end in any case. A worker that does not come, or ends before, is left
-    out; who started it notices. Returns the seconds in which this rank packed and waited, without
-    those in which tensors came.
+    out; who started it notices. Its seconds are those in which this rank packed and waited.
     """
     with _accepted(_address(stream, device), num_receivers) as links:
         sender = _Sender(links, device)
         sender.pack(named, dtype)
-    return sender.seconds
+    return sender.sent
 
 
 def received(stream: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:

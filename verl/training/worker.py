@@ -25,6 +25,7 @@ from verl.training.models import LogProbModel, blocks
 from verl.training.node_folder import NodeFolder
 from verl.training.rank import TrainingRank, offloading, prepare_blocks
 from verl.training.weight_broadcast import WeightBroadcast
+from verl.training.weight_packing import Sent
 from verl.training.weight_stream import card, send
 from verl.training.weights import write_weights
 
@@ -133,22 +134,23 @@ class TrainerWorker(TrainingRank):
 
     def open_broadcast(self, host: str, num_receivers: int) -> str:
         """Let workers of engines on other devices join; returns the name of the stream."""
-        self._broadcast = WeightBroadcast(host, num_receivers, self.device)
+        sends_changes = self.config.actor_rollout_ref.rollout.weight_delta
+        self._broadcast = WeightBroadcast(host, num_receivers, self.device, sends_changes)
         return self._broadcast.stream
 
-    def send_policy(self, num_receivers: int, stream: str, dtype: str) -> float:
+    def send_policy(self, num_receivers: int, stream: str, dtype: str) -> Sent:
         """Send the policy, with its adapter merged into it, to engines' workers: those on this
         device, or all that have joined the stream that this rank opened.
 
-        Every rank takes part in gathering. Returns the seconds in which this one packed.
+        Every rank takes part in gathering.
         """
         named, target = policy_weights(self.actor.engine, dtype), getattr(torch, dtype)
         if self._broadcast is not None and self._broadcast.stream == stream:
-            seconds = self._broadcast.send(named, target)
+            sent = self._broadcast.send(named, target)
         else:
-            seconds = send(named, stream, self.device, num_receivers, target)
+            sent = send(named, stream, self.device, num_receivers, target)
         dist.barrier()
-        return seconds
+        return sent
 
     def _write_policy(
         self, directory: Path, dtype: str, is_adapter: bool, writer: int, num_writers: int

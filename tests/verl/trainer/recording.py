@@ -105,6 +105,9 @@ class RecordingRanks:
     def take_peak_memory(self) -> PeakMemory | None:
         return self.peak
 
+    def take_sent(self) -> dict[str, float]:
+        return {}
+
     def peak_flops(self) -> float | None:
         return self.card
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -25,13 +25,19 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 Taking = Callable[[], list[Future[Named]]]
 
 
+def taking(pool: ThreadPoolExecutor, workers: Sequence[WeightReceiver]) -> list[Future[Named]]:
+    """What each of the workers finds of the next weights, copied before others come."""
+    copied = lambda one: [(name, tensor.clone()) for name, tensor in one.received()]  # noqa: E731
+    return [pool.submit(copied, one) for one in workers]
+
+
 @pytest.fixture
 def receivers() -> Iterator[tuple[WeightBroadcast, Taking]]:
     """A rank, and two workers that each take the next weights when they are told to."""
     rank = WeightBroadcast(HOST, 2, CPU)
     workers = [WeightReceiver(rank.stream, CPU) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        yield rank, lambda: [pool.submit(lambda one=one: list(one.received())) for one in workers]
+        yield rank, lambda: taking(pool, workers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,7 +50,7 @@ def test_every_worker_has_every_tensor(
     found = []
     for seed in range(3):
         waiting = take()
-        assert rank.send(tensors(seed), dtype) > 0
+        assert rank.send(tensors(seed), dtype).seconds > 0
         found += [(tensors(seed), one.result()) for one in waiting]
     for named, copies in found:
         assert [name for name, _ in copies] == [name for name, _ in named]
@@ -79,3 +85,77 @@ def test_a_rank_that_ends_is_no_end_of_the_weights(
     for one in waiting:
         with pytest.raises(ConnectionError, match="the training rank sends no weights"):
             one.result()
+
+
+STEPS = (0.0, 1e-3, 0.0, 1e-3, 1.0)
+"""Of each hand-over, the share of elements that are others than before, in the larger tensors."""
+
+
+def trained(named: Named, share: float, seed: int) -> Named:
+    """As many elements, at least, with other bits: an update of weights in bfloat16."""
+    draw = torch.Generator().manual_seed(seed)
+    return [(name, tensor + (torch.rand(tensor.shape, generator=draw) < share))
+            for name, tensor in named]  # fmt: skip
+
+
+def test_changes_give_the_weights_that_whole_tensors_give() -> None:
+    """Every worker has all tensors after each hand-over, bit for bit, for a part of the bytes."""
+    rank = WeightBroadcast(HOST, 2, CPU, sends_changes=True)
+    workers = [WeightReceiver(rank.stream, CPU) for _ in range(2)]
+    named, sizes = tensors(), []
+    whole = sum(2 * tensor.numel() for _, tensor in named)
+    with ThreadPoolExecutor(2) as pool:
+        for seed, share in enumerate(STEPS):
+            named = trained(named, share, seed)
+            waiting = taking(pool, workers)
+            sent = rank.send(named, torch.bfloat16)
+            sizes.append(sent.num_bytes)
+            assert sent.num_elements == whole // 2
+            for one in waiting:
+                for (name, copy), (expected, tensor) in zip(one.result(), named, strict=True):
+                    assert name == expected and copy.dtype == torch.bfloat16
+                    assert torch.equal(copy, tensor.bfloat16())
+    assert sizes[0] >= whole and sizes[2] == 0 and sizes[4] >= whole
+    assert 0 < sizes[1] < 0.05 * whole and 0 < sizes[3] < 0.05 * whole
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_worker_that_lacks_the_weights_before_gets_all_or_refuses(is_told: bool) -> None:
+    """One that lost a hand-over half way says so, and all are sent everything; had it been silent,
+    it would not take changes of what it has not."""
+    rank = WeightBroadcast(HOST, 2, CPU, sends_changes=True)
+    workers = [WeightReceiver(rank.stream, CPU) for _ in range(2)]
+    first, second = tensors(0), tensors(1)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = taking(pool, workers)
+        rank.send(first, torch.float32)
+        assert all(len(one.result()) == len(first) for one in waiting)
+        workers[0]._base = 0
+        if not is_told:
+            rank._store.add("2/has/1", 1)
+        waiting = taking(pool, workers)
+        sent = rank.send(second, torch.float32)
+        assert sent.num_changed == sent.num_elements
+        if not is_told:
+            with pytest.raises(ConnectionError, match="changes of hand-over 1 came to a worker w"):
+                waiting[0].result()
+            return
+        for one in waiting:
+            for (_, copy), (_, tensor) in zip(one.result(), second, strict=True):
+                assert torch.equal(copy, tensor)
+
+
+def test_after_a_broken_hand_over_nothing_stands_on_it() -> None:
+    """A rank that could not send keeps no base: what it kept by then is of two versions."""
+    rank = WeightBroadcast(HOST, 1, CPU, sends_changes=True)
+    worker = WeightReceiver(rank.stream, CPU)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = taking(pool, [worker])
+        rank.send(tensors(0), torch.float32)
+        waiting[0].result()
+        waiting = taking(pool, [worker])
+        with pytest.raises(RuntimeError, match="died"):
+            rank.send(broken(tensors(1)[:4]), torch.float32)
+        with pytest.raises(ConnectionError):
+            waiting[0].result()
+    assert rank._base == worker._base == 0

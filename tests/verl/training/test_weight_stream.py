@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.training import weight_packing, weight_stream
+from verl.training.weight_packing import Sent
 from verl.training.weight_stream import received, send
 
 CPU = torch.device("cpu")
@@ -68,7 +69,7 @@ def noting(named: Named, seen: list[str]) -> Iterator[tuple[str, Tensor]]:
 def test_a_rank_without_an_engine_takes_part_in_gathering() -> None:
     """All tensors are taken, though none is sent."""
     seen: list[str] = []
-    assert send(noting(tensors(), seen), "nobody", CPU, 0, torch.float32) == 0.0
+    assert send(noting(tensors(), seen), "nobody", CPU, 0, torch.float32) == Sent()
     assert len(seen) == len(tensors())
 
 
@@ -136,4 +137,4 @@ def test_another_users_process_is_not_listened_to(monkeypatch: pytest.MonkeyPatc
         sent = pool.submit(send, tensors(), stream, CPU, 1, torch.float32)
         with pytest.raises(ConnectionError, match="another user's process"):
             list(received(stream, CPU))
-        assert sent.result() == 0.0
+        assert sent.result() == Sent()

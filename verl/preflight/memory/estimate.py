@@ -36,6 +36,10 @@ BATCH_BYTES = 160
 """Host bytes a token of a step's trajectories: ids as Python numbers (twice 40), eight token
 columns of the batch in the driver, and once more in Ray's object store."""
 
+COMPARED = 1 + 2 * 8 // 2
+"""Device bytes of an element that is compared: whether it changed; and its position and its block,
+for half of all elements, the most that are sent so."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -198,6 +202,11 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
     if config.streams_weights:
         buffers = NUM_BUFFERS * max(BUFFER_BYTES, item * largest)
         yield Need(Memory.DEVICE, "weights on their way, in two buffers", buffers, sync)
+        if config.actor_rollout_ref.rollout.weight_delta:
+            copies = 1 + replicas * config.actor_rollout_ref.rollout.tensor_model_parallel_size
+            yield Need(Memory.HOST, "weights that were sent last", copies * size, LOADED)
+            compared = (item + COMPARED) * largest
+            yield Need(Memory.DEVICE, "largest tensor, compared", compared, sync)
         return
     yield Need(Memory.SHARED, "weights for the engines", size, LOADED)
     if config.num_weight_versions > 1:

@@ -161,6 +161,18 @@ def test_sampling_ahead_keeps_the_version_before_in_shared_memory() -> None:
     assert of_turns.total(Memory.SHARED, Phase.UPDATE_ACTOR) == size
 
 
+def test_both_ends_keep_the_weights_that_changes_are_of() -> None:
+    """A copy for the first rank and one for each worker of the node's engines, and room to
+    compare; without changes neither."""
+    split = {"trainer__n_gpus_per_node": 4, "trainer__rollout_gpus": 4}
+    sync = {f"{ROLLOUT}.weight_sync": "nccl", f"{ROLLOUT}.tensor_model_parallel_size": 2}
+    whole, delta = (of(options(**split, **sync, **{f"{ROLLOUT}.weight_delta": x}))
+                    for x in (False, True))  # fmt: skip
+    what, size = "weights that were sent last", 2 * shape_of("Qwen2.5-7B").parameters()
+    assert held(delta, what, Memory.HOST) == 5 * size and held(whole, what, Memory.HOST) == 0
+    assert held(delta, "largest tensor, compared", Memory.DEVICE) > 0
+
+
 def test_loading_needs_no_memory_of_its_own() -> None:
     """Ranks read the rows they keep: the node's peak is not while it loads, whatever the model."""
     for ranks in (1, 4):
