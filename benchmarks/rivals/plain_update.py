@@ -6,9 +6,7 @@ responses only. Of two attention kernels transformers takes the default.
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
-from benchmarks.rivals.turns import Turns
+from benchmarks.rivals.turns import Turns, arguments
 
 
 def padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -69,12 +67,7 @@ def update(
 
 def main() -> None:
     """Take turns."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model")
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--micro", type=int, required=True)
-    parser.add_argument("--lr", type=float, required=True)
-    given = parser.parse_args()
+    given = arguments(("--lr", float))
     turns, work = Turns(), json.loads(given.work.read_text())
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr, weight_decay=0.0, fused=True)

@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.rivals.update import ROOT, Answer, contender, spread
+from example.geography import DATA
 from scripts.demo import OPTIONS, RETRIEVER, Demo
 from search_r1.search.local_server import LocalServer
 from verl.config import Config, cli
@@ -68,8 +69,10 @@ def work(config: Config) -> dict[str, Any]:
 
 def theirs(given: argparse.Namespace, url: str, steps: int) -> list[Answer]:
     """The same of TRL."""
-    path = OUT / "work.json"
-    path.write_text(json.dumps(work(cli.compose(OPTIONS["grpo"]))))
+    path, data = OUT / "work.json", DATA / "train.parquet"
+    named = [f"actor_rollout_ref.model.path={given.model}", f"data.train_files={data}"]
+    config = cli.compose([*OPTIONS["grpo"], *named, f"data.val_files={data}"])
+    path.write_text(json.dumps(work(config)))
     command = [given.trl_python, "-m", "benchmarks.rivals.trl_step", str(given.model), str(path)]
     command += ["--url", url, "--micro", str(given.micro)]
     with contender(command, cpu_env()) as process:

@@ -8,22 +8,21 @@ a call, and stop strings. The end-of-sequence token that TRL wants after a turn 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import functools
 import json
 import re
 import tempfile
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
-from benchmarks.rivals.turns import Turns
+from benchmarks.rivals.trl_update import options
+from benchmarks.rivals.turns import Turns, arguments
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}"
@@ -113,12 +112,7 @@ def exact_match(completions: list[Any], answers: list[list[str]], **_: Any) -> l
 
 def main() -> None:
     """Train on the prompts in order."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model")
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--url", required=True)
-    parser.add_argument("--micro", type=int, required=True)
-    given = parser.parse_args()
+    given = arguments(("--url", str))
     turns, work = Turns(), json.loads(given.work.read_text())
     tokenizer = AutoTokenizer.from_pretrained(given.model, padding_side="left")
     tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE
@@ -129,13 +123,8 @@ def main() -> None:
         "answers": work["answers"],
     }
     with tempfile.TemporaryDirectory() as out:
-        config = GRPOConfig(
-            output_dir=out, report_to="none", save_strategy="no", logging_steps=1,
-            disable_tqdm=True, max_steps=1_000_000, use_cpu=True, bf16=True,
-            gradient_checkpointing=False, per_device_train_batch_size=given.micro,
-            gradient_accumulation_steps=work["step_size"] // given.micro,
-            num_generations=work["group"], loss_type="dapo", beta=0.0, learning_rate=work["lr"],
-            lr_scheduler_type="constant", max_grad_norm=1.0, shuffle_dataset=False,
+        config = options(
+            out, given.micro, work["step_size"], work["group"], work["lr"],
             max_completion_length=work["longest"], max_tool_calling_iterations=work["max_turns"],
             generation_kwargs={
                 "max_new_tokens": work["turn_length"], "stop_strings": ["</search>", "</answer>"],

@@ -7,10 +7,8 @@ its optimizer step.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import trl.trainer.utils
@@ -18,7 +16,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.rivals.turns import Turns
+from benchmarks.rivals.turns import Turns, arguments
 
 
 class Clocks(TrainerCallback):
@@ -36,26 +34,20 @@ class Clocks(TrainerCallback):
         self.turns.answer(grad_norm=float(logs["grad_norm"]), loss=float(logs["loss"]))
 
 
-def options(given: argparse.Namespace, size: int, group: int, out: str) -> GRPOConfig:
-    """TRL's of the same update; float32 weights and autocast to bfloat16 are its defaults."""
+def options(out: str, micro: int, size: int, group: int, lr: float, **more: Any) -> GRPOConfig:
+    """TRL's of an update of `size` trajectories; autocast to bfloat16 is its default."""
     return GRPOConfig(
         output_dir=out, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True,
         max_steps=1_000_000, use_cpu=True, bf16=True, gradient_checkpointing=False,
-        per_device_train_batch_size=given.micro, gradient_accumulation_steps=size // given.micro,
-        num_generations=group, max_completion_length=4096, loss_type="dapo", beta=0.0,
-        learning_rate=given.lr, lr_scheduler_type="constant", max_grad_norm=1.0,
-        shuffle_dataset=False, model_init_kwargs={"dtype": "float32"},
+        per_device_train_batch_size=micro, gradient_accumulation_steps=size // micro,
+        num_generations=group, loss_type="dapo", beta=0.0, learning_rate=lr,
+        lr_scheduler_type="constant", max_grad_norm=1.0, shuffle_dataset=False, **more,
     )  # fmt: skip
 
 
 def main() -> None:
     """Train on what the turns ask for."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model")
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--micro", type=int, required=True)
-    parser.add_argument("--lr", type=float, required=True)
-    given = parser.parse_args()
+    given = arguments(("--lr", float))
     turns, work = Turns(), json.loads(given.work.read_text())
 
     def recorded(prompts: list[Any], _: GRPOTrainer) -> dict[str, Any]:
@@ -77,8 +69,12 @@ def main() -> None:
     size = len(work[0])
     group = sum(row["group"] == work[0][0]["group"] for row in work[0])
     with tempfile.TemporaryDirectory() as out:
+        config = options(
+            out, given.micro, size, group, given.lr, max_completion_length=4096,
+            model_init_kwargs={"dtype": "float32"},
+        )  # fmt: skip
         GRPOTrainer(
-            given.model, reward, options(given, size, group, out), rollout_func=recorded,
+            given.model, reward, config, rollout_func=recorded,
             train_dataset=Dataset.from_dict({"prompt": [f"question {i}" for i in range(size)]}),
             processing_class=AutoTokenizer.from_pretrained(given.model, padding_side="left"),
             callbacks=[Clocks(turns)],

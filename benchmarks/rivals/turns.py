@@ -7,11 +7,23 @@ it waits for the next line, so that it takes nothing from whoever's turn it is.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
 import sys
 import time
+from pathlib import Path
+
+
+def arguments(more: tuple[str, type]) -> argparse.Namespace:
+    """What a contender is started with: a model, the work, trajectories at a time, and one more."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--micro", type=int, required=True)
+    parser.add_argument(more[0], type=more[1], required=True)
+    return parser.parse_args()
 
 
 class Turns:
