@@ -6,6 +6,7 @@ it hosts, so that a group can learn its addresses and devices before any heavy w
 
 from __future__ import annotations
 
+import gc
 import inspect
 import operator
 import os
@@ -69,6 +70,7 @@ class ActorHost:
     """An actor that hosts one object, built on request."""
 
     def __init__(self) -> None:
+        gc.disable()  # until it is built: what that imports makes a million objects, which stay
         self.hosted: Any = None
         self._calls: deque[Call] = deque(maxlen=KEPT_CALLS)
         self._reaper: OrphanReaper | None = None
@@ -95,7 +97,10 @@ class ActorHost:
 
     async def build(self, factory: Callable[..., Any], *args: Any) -> None:
         """Build the hosted object."""
-        self.hosted = factory(*args)
+        try:
+            self.hosted = factory(*args)
+        finally:
+            gc.enable()
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method, plain or async, of the hosted object; `part.method` of a part of it."""

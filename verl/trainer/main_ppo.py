@@ -7,6 +7,7 @@ imported before the options are sound, so that a mistyped one is answered at onc
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Sequence
@@ -38,8 +39,10 @@ def _main(argv: Sequence[str]) -> int:
         configs = cli.compose_runs(argv)
     except UserError as error:
         return _answer(error)
+    gc.disable()  # what is imported makes a million objects, which stay
     from verl.trainer.run import run  # noqa: PLC0415 - torch, Ray, transformers: seconds
 
+    gc.enable()
     status = 0
     for config in configs:  # several with --multirun: one that fails does not stop the next
         try:
