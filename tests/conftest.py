@@ -23,6 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Two test processes share the cores: threads of small operations would mostly spin for one another.
 # Ranks and engines of runs have the threads that the product gives them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 
 SLOW = Path(__file__).with_name("slow.txt")

@@ -29,7 +29,7 @@ from verl.rollout.interface import (
     RolloutEngine,
     engine_takes_adapter,
 )
-from verl.training.devices import device_type, rollout_dtype
+from verl.training.devices import SPINS, device_type, rollout_dtype
 from verl.types import Completion, EngineCounts, Sampling
 
 CPU_ENV = {
@@ -37,8 +37,9 @@ CPU_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Engine and trainer take turns on the same cores; bound threads would share one of them.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Threads that spin while they wait take the cores from whoever has work.
+    # Threads that spin for long take the cores from whoever has work (`trainer.groups.cpu_env`).
     "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": SPINS,
 }
 QUIET_ENV = {
     "VLLM_LOGGING_LEVEL": "ERROR",

@@ -37,7 +37,7 @@ from verl.single_controller.restarts import Restarts
 from verl.trainer.cluster import JOB_CONFIG, anchored, check_nodes, uses_gpus
 from verl.trainer.ranks import Division, TrainerRanks
 from verl.training.critic_worker import CriticWorker
-from verl.training.devices import DETERMINISTIC_ENV, rollout_dtype
+from verl.training.devices import DETERMINISTIC_ENV, SPINS, rollout_dtype
 from verl.training.network import forwarded
 from verl.training.rank import TrainingRank
 from verl.training.worker import TrainerWorker
@@ -63,7 +63,7 @@ def place_ranks(config: Config, tools: EnvironmentFactory, reaper: OrphanReaper)
     rooms = reserve_ranks(config, use_gpu)
     nodes = {node: address for room in rooms for node, address in nodes_of(room).items()}
     check_nodes(config, tools, nodes)
-    threads = gpu_threads(nodes, config.gpus_per_node) if use_gpu else cpu_env()
+    threads = gpu_threads(nodes, config.gpus_per_node) if use_gpu else cpu_env(_is_crowded(config))
     env = forwarded(os.environ) | threads | {MARK: reaper.mark}
     if config.trainer.deterministic:
         env |= DETERMINISTIC_ENV
@@ -228,17 +228,27 @@ def gpu_threads(
     return {"OMP_NUM_THREADS": str(max(1, int(cores) // per_node))}
 
 
-def cpu_env() -> dict[str, str]:
+def _is_crowded(config: Config) -> bool:
+    """Whether several processes compute on the same cores at the same time."""
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    overlaps = rollout.max_staleness > 0 and not config.is_split
+    most = max(config.num_ranks, config.num_engines(on_gpu=False))
+    return overlaps or config.has_own_critic or most > trainer.nnodes
+
+
+def cpu_env(is_crowded: bool = False) -> dict[str, str]:
     """Environment of actors that compute on the CPU.
 
-    Ray would pin them to one thread. Ranks and engines take turns on the same cores: idle threads
-    must sleep, not spin. And memory that was touched once is kept, since giving it back after each
-    forward costs more in page faults than the forward itself.
+    Ray would pin them to one thread. Threads spin for some ten microseconds before they sleep:
+    a layer is a dozen small parts, and to be woken for each takes longer than the part
+    (docs/evidence/updates.md). Where the cores are crowded they sleep at once; what the user set
+    wins. And memory that was touched once is kept, since giving it back after each forward costs
+    more in page faults than the forward itself.
     """
     return {
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
         "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": "0",
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "0" if is_crowded else SPINS),
         "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
         "MALLOC_MMAP_MAX_": "0",
     }

@@ -25,6 +25,8 @@ DETERMINISTIC_ENV = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 """What a process must find in its environment to compute the same again, bit for bit."""
+SPINS = "1000"
+"""GOMP_SPINCOUNT of a process that has its cores to itself: some ten microseconds of waiting."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """Formats that models compute in and are written in, by the names that options give them."""
 
