@@ -16,6 +16,7 @@ from verl.config import ActorConfig, Config, OptimConfig
 from verl.config.policy import SELECTIVE
 from verl.packing import SHARED, common_prompts
 from verl.trainer.learning import with_gradient
+from verl.training import attention
 from verl.training.actor import Actor, Columns, TokenBudgets, apply_update
 from verl.training.attention import PACKED
 from verl.training.fsdp import FsdpModel, FsdpOptions, lr_factor
@@ -29,13 +30,16 @@ LENGTHS = [12, 9, 17, 5]
 TEMPERATURE = 0.7
 
 
-def make_actor(budget: int = 1000, again: bool | str = False, **options: object) -> Actor:
-    """`again` is what its blocks recompute."""
+def make_actor(
+    budget: int = 1000, again: bool | str = False, dtype: torch.dtype = torch.float32,
+    **options: object,
+) -> Actor:  # fmt: skip
+    """`again` is what its blocks recompute, in `dtype`."""
     lm = tiny_llama(VOCAB)
     lm.set_attn_implementation(PACKED)
     recompute(lm, again)
     config = ActorConfig(optim=OptimConfig(lr=1e-3), **options)  # type: ignore[arg-type]
-    engine_options = FsdpOptions(torch.float32, 10, config.optim)
+    engine_options = FsdpOptions(dtype, 10, config.optim)
     engine = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), engine_options)
     return Actor(engine, config, TokenBudgets(budget, budget), TEMPERATURE)
 
@@ -70,6 +74,14 @@ def test_chunking_logits_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     whole = make_actor(entropy_coeff=0.1).update(batch)
     monkeypatch.setattr("verl.training.models.LOGITS_PER_CHUNK", 3 * VOCAB)
     assert make_actor(entropy_coeff=0.1).update(batch) == pytest.approx(whole, rel=1e-4, abs=1e-6)
+
+
+def test_masks_of_short_runs_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks use those of the first, although FSDP copies what it calls a block with."""
+    made, mask = [], attention._mask
+    monkeypatch.setattr(attention, "_mask", lambda *known: made.append(known) or mask(*known))
+    make_actor(dtype=torch.bfloat16).update(make_batch(LENGTHS))
+    assert [length for length, *_ in made] == LENGTHS
 
 
 @pytest.mark.parametrize(("high", "bound"), [(None, 1.2), (0.4, 1.4)])

@@ -191,9 +191,11 @@ def test_flash_attention_gives_the_same(window: int, bounds: SequenceBounds) -> 
 
 
 def at_once(
-    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, window: int
-) -> Tensor:
-    """Attention of a whole row by one matrix, in float64, with a key for each query."""
+    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, window: int,
+    kept: torch.dtype = torch.float64,
+) -> Tensor:  # fmt: skip
+    """Attention of a whole row by one matrix, in float64, with a key for each query; products of
+    queries and keys are rounded to `kept`."""
     owner = [(p, r) for r, (start, end) in enumerate(bounds.spans) for p in range(start, end)]
     seen = [(p, r) for r, (_, end) in enumerate(bounds.spans) for p in range(end)]
     sees = torch.tensor([
@@ -202,7 +204,7 @@ def at_once(
     ])  # fmt: skip
     q, k, v = (x.double().transpose(0, 1) for x in (query, key, value))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-    scores = (0.3 * q @ k.mT).masked_fill(~sees, -torch.inf)
+    scores = (0.3 * (q @ k.mT).to(kept).double()).masked_fill(~sees, -torch.inf)
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
@@ -231,6 +233,21 @@ def test_long_and_short_runs_are_attended_to_alike(
         assert (one.double() - other).norm() < (
             1e-5 if dtype.itemsize == 4 else 1e-2
         ) * other.norm()
+
+
+def test_scores_of_short_runs_are_not_rounded() -> None:
+    """Rounded to bfloat16 as the factors are, large scores would move the weights by a hundredth;
+    other products of the process stay as they were."""
+    torch.manual_seed(0)
+    query, key, value = (4 * torch.randn(100, heads, 16).bfloat16() for heads in (6, 2, 2))
+    bounds = SequenceBounds.of([100], query.device)
+    expected = at_once(query, key, value, bounds, 0)
+    rounded = at_once(query, key, value, bounds, 0, torch.bfloat16)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    found = attend_one_by_one(query, key, value, bounds, 0.3, 0)
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    assert (found.double() - expected).norm() < 3e-3 * expected.norm()
+    assert (rounded - expected).norm() > 1e-2 * expected.norm()
 
 
 class Recorder:
