@@ -133,8 +133,8 @@ class WorkCounter:
         """Forward and backward of `model` over the mini-batch."""
         if model is not None:
             lengths, num_targets = sizes(model, mini_batch)
-            in_chunks = not model.is_critic and num_targets * model.shape.vocab > LOGITS_PER_CHUNK
-            again = model.recomputed(lengths, num_targets if in_chunks else 0)
+            kept = num_targets if model.is_critic else LOGITS_PER_CHUNK // model.shape.vocab
+            again = model.recomputed(lengths, max(num_targets - kept, 0))
             spared = self._spared(model, mini_batch, self._budgets(model).update)
             self._done[phase] += Work(
                 model.update(lengths, num_targets) - model.update(spared, 0),

@@ -163,18 +163,18 @@ class LogProbModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies in nats at `temperature`, (num_targets,) float32 each.
 
-        Logits exist for a chunk of tokens at a time, forward and backward: several chunks are
-        computed again in backward, a single one is kept. Entropies carry a gradient only if
-        `learn_entropy`.
+        Logits exist for a chunk of tokens at a time, forward and backward: the last one, where
+        backward begins, is kept, and those before it are computed again. Entropies carry a gradient
+        only if `learn_entropy`.
         """
         hidden, targets = states(self.lm.get_decoder(), inputs), inputs.targets
         size = max(1, LOGITS_PER_CHUNK // self.lm.config.vocab_size)
+        num_whole, rest = divmod(len(targets), size)
+        sizes = [rest] * (rest > 0 or not num_whole) + [size] * num_whole
+        *before, last = zip(hidden.split(sizes), targets.split(sizes), strict=True)
         again = functools.partial(checkpoint, self._chunk, use_reentrant=False)
-        compute = self._chunk if len(targets) <= size else again
-        chunks = [
-            compute(h, t, temperature, learn_entropy)
-            for h, t in zip(hidden.split(size), targets.split(size), strict=True)
-        ]
+        chunks = [again(*one, temperature, learn_entropy) for one in before]
+        chunks.append(self._chunk(*last, temperature, learn_entropy))
         log_probs, entropies = inputs.gathered(*map(torch.cat, zip(*chunks, strict=True)))
         return log_probs, entropies
 
