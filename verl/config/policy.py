@@ -80,7 +80,7 @@ class ModelConfig(AdapterConfig):
     )
     """Recompute block activations in backward: less memory, about a third more compute. selective
     keeps the results of matrix products and of attention, half of all, and recomputes the rest,
-    which costs little (not with kernels=compile). null takes false, else selective, where the
+    which costs little (with kernels=torch alone). null takes false, else selective, where the
     memory estimate says that GPUs have the room, else true."""
     kernels: str = option("torch", resume="logged", choices=("torch", "compile", "liger"))
     """What blocks compute norms, rotation and activation with: torch, compile (torch.compile, with

@@ -26,6 +26,11 @@ from verl.training.models import blocks
 LIGER = {"rope": True, "rms_norm": True, "swiglu": True, "geglu": True, "cross_entropy": False,
          "fused_linear_cross_entropy": False}  # fmt: skip
 """Its kernels that a block can have; the head is ours."""
+KEEP_NOTHING = {
+    "compile": "which products a compiled block keeps is not seen",
+    "liger": "liger's rotation writes over the products that are kept",
+}
+"""Kernels without `selective` recomputation, and why; autograd does not see what Triton writes."""
 
 
 def use_kernels(lm: PreTrainedModel, kind: str) -> None:
@@ -50,8 +55,8 @@ def kernel_problems(config: Config) -> Iterator[ConfigError]:
     for section in ("actor_rollout_ref.model", "critic.model"):
         key, recomputed = f"{section}.kernels", f"{section}.enable_gradient_checkpointing"
         kind = attrgetter(key)(config)
-        if kind == "compile" and attrgetter(recomputed)(config) == SELECTIVE:
-            expected = "true or false: which products a compiled block keeps is not seen"
+        if kind in KEEP_NOTHING and attrgetter(recomputed)(config) == SELECTIVE:
+            expected = f"true or false: {KEEP_NOTHING[kind]}"
             yield ConfigError(explain(recomputed, SELECTIVE, expected, f"{key}=torch"))
         if kind != "liger":
             continue
