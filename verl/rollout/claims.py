@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 Ask = Callable[[str, int, int], Awaitable[int]]
@@ -31,18 +31,31 @@ class Claims:
         """What no other replica may take."""
         return [] if self.ask else [i for group in self.groups for i in group]
 
-    async def taken(self, room: Callable[[], Awaitable[float]]) -> AsyncIterator[list[int]]:
-        """Positions to begin, as many as there is `room` for, which is waited for; one group at
-        least, until all are taken."""
+    async def take(
+        self, room: Room, num_begun: Callable[[], int], begin: Callable[[Sequence[int]], None]
+    ) -> None:
+        """Have positions begun until all are taken: as many as there is `room` for, which is waited
+        for, but one group at least. `num_begun` are those that have not ended.
+
+        An earlier request goes first, unless it has begun its share.
+        """
         if self.ask is None:
-            yield self.own
+            begin(self.own)
             return
         largest = max(map(len, self.groups), default=1)
         first = 0
-        while first < len(self.groups):
-            number = max(1, int(await room() // largest))
-            first = await self.ask("claim", self.request, number)
-            yield [i for group in self.groups[first : first + number] for i in group]
+        room.open[self.request] = lambda: num_begun() < self.most
+        try:
+            while first < len(self.groups):
+                while room.left <= 0 or room.next_request() != self.request:
+                    await room.changed()
+                number = max(1, int(min(room.left, self.most - num_begun()) // largest))
+                first = await self.ask("claim", self.request, number)
+                begin([i for group in self.groups[first : first + number] for i in group])
+                await asyncio.sleep(0)  # until each has begun, and taken its room
+        finally:
+            del room.open[self.request]
+            room.change(0)
 
 
 class Room:
@@ -54,12 +67,18 @@ class Room:
     def __init__(self, size: float = math.inf) -> None:
         self.left = size
         """Trajectories that may begin; below 0 where tools have answered meanwhile."""
+        self.open: dict[int, Callable[[], bool]] = {}
+        """Requests of which some may be left to take: whether it has not begun its share."""
         self._changed = asyncio.Event()
 
     def change(self, by: int) -> None:
         """So many more may begin; wakes who waits, also by 0."""
         self.left += by
         self._changed.set()
+
+    def next_request(self) -> int | None:
+        """The earliest that may begin more."""
+        return min((request for request, wants in self.open.items() if wants()), default=None)
 
     async def changed(self) -> None:
         """Wait until something ends."""

@@ -43,7 +43,7 @@ class RolloutReplica:
         self.engine = build_engine(config, replica)
         self.replica, self.clock = replica, BusyClock()
         on_gpu = device_type(config.trainer.device) == "cuda"
-        self.room, self._claiming = Room(config.max_num_seqs(on_gpu)), asyncio.Lock()
+        self.room = Room(config.max_num_seqs(on_gpu))
         self._claimed = Counter[int]()
         """Of each request, how many groups any replica has taken: the first of them counts."""
         self._finished: dict[Name, Trajectory] = {}
@@ -118,22 +118,15 @@ class RolloutReplica:
     async def _finish_claimed(
         self, claims: Claims, finish: Callable[[int], Coroutine[Any, Any, Trajectory]]
     ) -> dict[int, Trajectory]:
-        """Begin what is claimed whenever there is room, of one request after the other."""
+        """Begin what is claimed whenever there is room."""
         tasks: dict[int, asyncio.Task[Trajectory]] = {}
-
-        async def room() -> float:
-            while True:
-                num_begun = sum(not task.done() for task in tasks.values())
-                left = min(self.room.left, claims.most - num_begun)
-                if left > 0:
-                    return left
-                await self.room.changed()
-
         try:
-            async with asyncio.TaskGroup() as group, self._claiming:
-                async for positions in claims.taken(room):
-                    tasks |= {i: group.create_task(finish(i)) for i in positions}
-                    await asyncio.sleep(0)  # until each has begun, and taken its room
+            async with asyncio.TaskGroup() as group:
+                await claims.take(
+                    self.room,
+                    lambda: sum(not task.done() for task in tasks.values()),
+                    lambda chosen: tasks.update((i, group.create_task(finish(i))) for i in chosen),
+                )
         except ExceptionGroup as failed:
             raise failed.exceptions[0]  # noqa: B904 - it has a cause of its own
         return {i: task.result() for i, task in tasks.items()}

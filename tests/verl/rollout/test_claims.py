@@ -150,6 +150,18 @@ def test_an_earlier_request_goes_first() -> None:
     replicas.group.close()  # type: ignore[attr-defined]
 
 
+def test_a_request_that_has_begun_its_share_lets_the_next_one_begin() -> None:
+    """Slots for both: the second, as ReMax's greedy dialogues are beside the sampled ones, does not
+    wait until one of the first has ended."""
+    begun = list[tuple[str, int]]()
+    replicas = replicas_of(2, 8, Planned(begun))
+    for first in (0, 10):
+        replicas.start(request([1000] * 4, 2, first), Sampling(9))
+    replicas.group.run(50)  # type: ignore[attr-defined]
+    assert len(begun) == 16
+    replicas.group.close()  # type: ignore[attr-defined]
+
+
 def test_what_is_stopped_gives_its_room_back() -> None:
     """After a request that nobody waits for any more, the next has all slots."""
     replicas = replicas_of(2, 2, Planned([]))
