@@ -255,7 +255,9 @@ class RayWorkerGroup:
 
     def _raise(self, error: RayError, asked: Mapping[Any, int], index: int) -> NoReturn:
         """What an error of actor `index` comes of: the death of an actor, or the error itself."""
-        if isinstance(error, self._deaths):
+        # A `Peer` that was asked is gone, not the one that asked it.
+        is_anothers = isinstance(error, RayTaskError) and isinstance(error.cause, DEATHS)
+        if isinstance(error, self._deaths) and not is_anothers:
             raise self.lost(index, cause_of(error)) from error
         if isinstance(error, RayTaskError) and isinstance(error.cause, UserError):
             raise error.cause from None  # Ray's own text is the actor's traceback
@@ -263,7 +265,7 @@ class RayWorkerGroup:
         dead = self._find_dead(asked, NODE_GRACE_S if is_broken else GRACE_S)
         if dead is not None:
             raise self.lost(*dead) from error
-        if is_broken:
+        if is_broken or is_anothers:
             raise self.lost(index, f"cut off from the others ({cause_of(error)})") from error
         raise error
 

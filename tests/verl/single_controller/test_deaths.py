@@ -7,7 +7,7 @@ import torch.distributed as dist
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayTaskError
 
-from verl.errors import ModelError, RankLost
+from verl.errors import ModelError, RankLost, ReplicaLost
 from verl.single_controller.actors import RayWorkerGroup
 from verl.single_controller.deaths import DEATHS, broke_collective, cause_of
 
@@ -61,3 +61,18 @@ def test_a_users_mistake_found_by_a_rank_is_one_line() -> None:
     with pytest.raises(ModelError) as caught:
         RayWorkerGroup([], "rank", RankLost)._raise(error, [], 0)
     assert str(caught.value) == "checkpoint x: got y"
+
+
+@pytest.mark.parametrize(
+    ("dead", "said"),
+    [((0, "killed"), "replica 0 is lost: killed"), (None, "replica 1 is lost: cut off from the")],
+)
+def test_who_asked_a_dead_one_is_not_dead(
+    dead: tuple[int, str] | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica claims of the first one: where that dies, the error names it and its cause."""
+    error = raised_by_a_rank(NodeDiedError("gone")).as_instanceof_cause()
+    group = RayWorkerGroup([], "replica", ReplicaLost)
+    monkeypatch.setattr(group, "_find_dead", lambda *_: dead)
+    with pytest.raises(ReplicaLost, match=said):
+        group._raise(error, {}, 1)
