@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.verl.rollout.local_group import LocalGroup
 from tests.verl.trainer.recording import prompts
 from verl.agent.dialogue import _policy_segment
 from verl.config import Config
+from verl.errors import ReplicaLost
 from verl.rollout.interface import RolloutEngine
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
@@ -64,9 +65,7 @@ def request(lengths: Sequence[int], size: int = 2, first: int = 0) -> list[Traje
             for number, row in enumerate(rows) for sample in range(size)]  # fmt: skip
 
 
-def replicas_of(
-    number: int, slots: int, agent: Planned, is_divided: bool = False, seed: int | None = None
-) -> RolloutReplicas:
+def hosts_of(number: int, slots: int, agent: Planned) -> list[RolloutReplica]:
     """So many, each of which decodes `slots` at once."""
     config, hosts = Config(), []
     config.actor_rollout_ref.model.path = "nowhere"
@@ -74,8 +73,43 @@ def replicas_of(
     for index in range(number):
         hosts.append(RolloutReplica(config, lambda _: agent, index))
         hosts[-1].engine = Ticks()
-    group: Any = LocalGroup(hosts, None if seed is None else random.Random(seed))
+    return hosts
+
+
+def replicas_of(
+    number: int, slots: int, agent: Planned, is_divided: bool = False, seed: int | None = None
+) -> RolloutReplicas:
+    """The trainer's side of them."""
+    draw = None if seed is None else random.Random(seed)
+    group: Any = LocalGroup(hosts_of(number, slots, agent), draw)
     return RolloutReplicas(group, [], Restarts(0), is_divided=is_divided)
+
+
+class Mortal(LocalGroup):
+    """Three replicas that are lost once, after so many turns of the loop, and made anew."""
+
+    def __init__(self, agent: Planned, draw: random.Random, life: int) -> None:
+        super().__init__(hosts_of(3, 2, agent), draw)
+        self.agent, self.life = agent, life
+
+    def answers(
+        self, asked: Mapping[Any, int], check: Callable[[], None] = lambda: None
+    ) -> dict[Any, Any]:
+        life, self.life = self.life, 0
+        if life:
+            self.run(life)
+            raise ReplicaLost("replica 0 is lost")
+        return super().answers(asked, check)
+
+    def restart(self) -> None:
+        self.close()
+        self.loop, self.replicas = asyncio.new_event_loop(), hosts_of(3, 2, self.agent)
+
+    def start_build(self, factory: object, arguments: object) -> list[Any]:
+        return []
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return []
 
 
 def shares(ended: Sequence[Trajectory]) -> Counter[int]:
@@ -102,6 +136,22 @@ def test_every_trajectory_is_begun_once_with_its_siblings() -> None:
                 assert len({(t.group, t.replica) for t in ended}) == len(starts) // size
         assert Counter(begun) == Counter((t.group, t.sample) for s in asked for t in s)
         replicas.group.close()  # type: ignore[attr-defined]
+
+
+def test_what_lost_replicas_had_claimed_is_claimed_anew() -> None:
+    """Whenever they are lost, of two requests on their way all come back, in their order."""
+    for seed in range(50):
+        draw = random.Random(seed)
+        group: Any = Mortal(Planned([], 2, 3), draw, life=seed * 2 + 1)
+        replicas = RolloutReplicas(group, [], Restarts(1))
+        lengths = [draw.randint(1, 30) for _ in range(6)]
+        asked = [request(lengths, 2, first) for first in (0, 10)]
+        flights = [replicas.start(starts, Sampling(9)) for starts in asked]
+        for starts, flight in zip(asked, flights, strict=True):
+            ended = replicas.finish(flight)
+            assert [(t.group, t.sample) for t in ended] == [(t.group, t.sample) for t in starts]
+        assert replicas.restarts.of_replicas == 1
+        group.close()
 
 
 def test_whoever_has_short_dialogues_takes_more_of_them() -> None:

@@ -9,6 +9,7 @@ import pytest
 from tests.verl.trainer.test_ranks import Answers
 from verl.config import Config
 from verl.errors import ConfigError
+from verl.preflight.memory.offload import changed
 from verl.single_controller.actors import Place
 from verl.single_controller.restarts import Restarts
 from verl.trainer import groups
@@ -132,3 +133,27 @@ def test_engines_that_share_cards_cannot_sample_ahead() -> None:
     config.trainer.rollout_gpus = 0
     config.actor_rollout_ref.rollout.url = ["http://a:1"]  # a server has cards of its own
     refuse_crowded_cards(config, use_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "spins"),
+    [
+        ({}, groups.SPINS),
+        ({"actor_rollout_ref.rollout.max_staleness": 1}, "0"),
+        ({"actor_rollout_ref.rollout.max_staleness": 1, "trainer.rollout_gpus": 1}, groups.SPINS),
+        ({"actor_rollout_ref.rollout.num_replicas": 2}, "0"),
+        ({"critic.n_gpus_per_node": 1}, "0"),
+        ({"trainer.n_gpus_per_node": 2}, "0"),
+        ({"trainer.n_gpus_per_node": 1, "trainer.nnodes": 2}, groups.SPINS),
+    ],
+    ids=str,
+)
+def test_threads_spin_where_their_process_has_its_cores_to_itself(
+    change: dict[str, Any], spins: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks and engines that take turns, or are pinned apart; what the user set wins."""
+    config = changed(Config(), {"trainer.n_gpus_per_node": 1, **change})
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert groups.cpu_env(groups._is_crowded(config))["GOMP_SPINCOUNT"] == spins
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert groups.cpu_env(groups._is_crowded(config))["GOMP_SPINCOUNT"] == "7"
