@@ -15,13 +15,14 @@ from collections.abc import Iterator
 
 import torch
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 """Of mallopt(3), in malloc.h."""
 NEVER, USUAL = (
     {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1},
-    {M_MMAP_MAX: 1 << 16, M_TRIM_THRESHOLD: 1 << 17},
+    {M_MMAP_MAX: 1 << 16, M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20},
 )
-"""When memory goes back to the system."""
+"""When memory goes back to the system. Usual is what malloc comes to by itself where large tensors
+are freed; it no longer does once anything was set."""
 
 
 @contextlib.contextmanager
@@ -39,7 +40,7 @@ def steady_memory() -> Iterator[None]:
         gc.unfreeze()
         if was_enabled:
             gc.enable()
-        _give_back(USUAL)
+        _give_back(USUAL)  # to a program that goes on after its run
 
 
 @contextlib.contextmanager
@@ -60,3 +61,4 @@ def _give_back(when: dict[int, int]) -> None:
     if hasattr(libc, "mallopt"):
         for parameter, value in when.items():
             libc.mallopt(parameter, value)
+        libc.malloc_trim(0)
