@@ -142,9 +142,12 @@ class WeightReceiver:
         buffers: list[Tensor | None] = [None] * NUM_BUFFERS
         for part in itertools.count():
             with _translated():
-                packed = [Packed(**one) for one in json.loads(self._store.get(self._key(part)))]
-            if not packed:
+                said = json.loads(self._store.get(self._key(part)))
+            if said is None:
                 return
+            if not said:
+                continue
+            packed = [Packed(**one) for one in said]
             slot, num_bytes = part % NUM_BUFFERS, _end(packed)
             buffer = buffers[slot]
             if buffer is None or len(buffer) < num_bytes:
@@ -168,6 +171,7 @@ class _Sender(Packer):
         self.group: Any = None
         self._store, self._number, self._num_parts = store, number, 0
         self._sent: list[Any] = [None] * NUM_BUFFERS
+        self._said_at = time.monotonic()
         self._is_broken = False
 
     @property
@@ -188,6 +192,9 @@ class _Sender(Packer):
         """What changed of it, where weights are kept."""
         if self._kept is None:
             return tensor
+        if time.monotonic() - self._said_at > weight_packing.PATIENCE_S / 4:
+            with self.noting():  # few changes may fill no buffer before patience ends
+                self._say([])
         encoded, num_changed = self._kept.replace(name, tensor)
         self.sent.num_changed += num_changed
         self.sent.num_elements += tensor.numel()
@@ -211,15 +218,15 @@ class _Sender(Packer):
                 sent.wait()
 
     def end(self) -> None:
-        """A part without tensors."""
+        """Nothing in place of a part."""
         with self.noting():
-            self._say([])
+            self._say(None)
 
-    def _say(self, packed: Sequence[Packed]) -> None:
-        self._store.set(
-            f"{self._number}/{self._num_parts}", json.dumps([asdict(p) for p in packed])
-        )
-        self._num_parts += 1
+    def _say(self, packed: Sequence[Packed] | None) -> None:
+        """What the next part holds; of one without tensors, that there will be others."""
+        said = packed if packed is None else [asdict(one) for one in packed]
+        self._store.set(f"{self._number}/{self._num_parts}", json.dumps(said))
+        self._num_parts, self._said_at = self._num_parts + 1, time.monotonic()
 
 
 @contextlib.contextmanager

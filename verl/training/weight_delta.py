@@ -16,7 +16,7 @@ from torch import Tensor
 
 BLOCK_BITS = 16
 """A block's number is what is left of a position without so many bits, which are the offset."""
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {2: torch.int16, 4: torch.int32}
 """By bytes of an element: integers, which are compared bit for bit."""
 CHANGES = torch.uint8
 """The dtype of changes, which no weights have."""

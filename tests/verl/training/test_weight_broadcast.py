@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -159,3 +161,25 @@ def test_after_a_broken_hand_over_nothing_stands_on_it() -> None:
         with pytest.raises(ConnectionError):
             waiting[0].result()
     assert rank._base == worker._base == 0
+
+
+def test_a_long_search_for_changes_is_no_end_of_the_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a large model few changes fill no buffer for longer than a worker waits for the next."""
+    rank = WeightBroadcast(HOST, 1, CPU, sends_changes=True)
+    worker, named = WeightReceiver(rank.stream, CPU), tensors()
+    with ThreadPoolExecutor(1) as pool:
+        for pause in (0.0, 2.0 / len(named)):
+            waiting = taking(pool, [worker])
+            rank.send(slowly(named, pause), torch.float32)
+            assert [name for name, _ in waiting[0].result()] == [name for name, _ in named]
+            monkeypatch.setattr(weight_packing, "PATIENCE_S", 1.0)
+            worker._store.set_timeout(timedelta(seconds=1.0))
+
+
+def slowly(named: Named, pause: float) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each after so many seconds."""
+    for one in named:
+        time.sleep(pause)
+        yield one
