@@ -13,6 +13,7 @@ from tests.proofs.kills.compare import differences, is_computed, read_rows, same
 from tests.proofs.kills.training import Training, command
 from tests.test_end_to_end import train
 from tests.test_retriever_failures import searching_model
+from verl.data.trajectories import read_rows as read_trajectories
 from verl.rollout import schedule
 
 pytestmark = pytest.mark.vllm_cpu
@@ -108,6 +109,7 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(
 
 AHEAD = (
     "actor_rollout_ref.rollout.max_staleness=2", "actor_rollout_ref.rollout.num_replicas=2",
+    "actor_rollout_ref.rollout.interrupt_turns=true",
     "trainer.n_gpus_per_node=1", "trainer.save_freq=3",
 )  # fmt: skip
 
@@ -115,11 +117,13 @@ AHEAD = (
 @pytest.mark.slow
 @pytest.mark.asynchrony
 def test_a_schedule_cut_by_a_kill_is_repeated_bit_for_bit(tmp_path: Path) -> None:
-    """PPO two steps ahead on two engines, killed and resumed from its third step or its sixth; then
-    once more by its schedule, in one go, with searches that take longer and shorter."""
+    """PPO two steps ahead on two engines, whose turns new weights cut, killed and resumed from its
+    third step or its sixth; then once more by its schedule, in one go, with searches that take
+    longer and shorter."""
     base, recorded = Path(searching_model(tmp_path / "base")), tmp_path / "recorded"
+    kept = f"trainer.rollout_data_dir={tmp_path / 'rollouts'}"
     with slow_retriever(0.05, seed=1) as url:
-        run = Training(recorded, command(recorded, base, url, 8, AHEAD))
+        run = Training(recorded, command(recorded, base, url, 8, [*AHEAD, kept]))
         try:
             run.start()
             while run.status is None and (len(run.rows()) < 5 or not run.complete()):
@@ -144,3 +148,7 @@ def test_a_schedule_cut_by_a_kill_is_repeated_bit_for_bit(tmp_path: Path) -> Non
     steps = [row for row in rows if row["step"]]
     assert len(steps) == 8
     assert any(0 < (row.get("rollout/staleness/share_0") or 0) < 1 for row in steps)
+    rows = [row for _, row in read_trajectories(tmp_path / "rollouts")]
+    turns = [one.get("weight_versions", []) for row in rows for one in row["segments"]]
+    cut = [versions for versions in turns if len(set(versions)) > 1]
+    assert cut and all(versions == sorted(versions) for versions in cut)
