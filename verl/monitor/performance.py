@@ -28,7 +28,7 @@ PHASES_OF_RANKS = (
     "old_log_prob", "values", "update_critic", "update_actor", "guard", "update_weights",
 )  # fmt: skip
 """The phases of a step after which the ranks say how much memory they took."""
-PHASES_OF_CRITIC = {"values": "critic.values", "update_critic": "critic.update"}
+PHASES_OF_CRITIC = {"values": "critic.values", "update_critic": "critic.updates"}
 """Those in which the critic works, and what its ranks are called for."""
 
 

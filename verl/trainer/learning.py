@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -234,30 +235,29 @@ class Learner:
 
     def update(self, batch: TokenBatch, step: int, timings: Timings) -> Metrics:
         """The epochs of critic and actor over the batch; neither needs what the other learns."""
-        begin = self.ranks.begin_update_critic
         if not self.has_critic_beside:
             with timings.phase("update_critic"):
-                found = [begin(mini)() for mini in self.minis_of_critic(batch, step)]
+                found = self.begin_critic(batch, step)()
             with timings.phase("update_actor"):
                 return mean_by_key(found) | self.update_actor(batch, step)
-        begun = [begin(mini) for mini in self.minis_of_critic(batch, step)]
+        answer = self.begin_critic(batch, step)
         with timings.phase("update_actor"):
             metrics = self.update_actor(batch, step)
         with timings.phase(WAIT):
-            found = [answer() for answer in begun]
+            found = answer()
         timings.note_peak("update_critic", self.ranks.take_critic_peak())
         return mean_by_key(found) | metrics
 
-    def minis_of_critic(self, batch: TokenBatch, step: int) -> list[TokenBatch]:
-        """What the value function's epochs over the batch learn from, in order."""
+    def begin_critic(self, batch: TokenBatch, step: int) -> Callable[[], list[Metrics]]:
+        """Begin the value function's epochs over the batch, if there is one; the answer waits."""
         if not self.advantage.needs_critic:
-            return []
+            return list
         critic = self.config.critic
         size = critic.ppo_mini_batch_size or self.config.actor_rollout_ref.actor.ppo_mini_batch_size
         minis = mini_batches(batch, self.config, size, critic.ppo_epochs, step)
         for mini in minis:
             self.work.learns("update_critic", self.work.critic, mini)
-        return minis
+        return self.ranks.begin_update_critic(minis)
 
     def update_actor(self, batch: TokenBatch, step: int) -> Metrics:
         """The policy's epochs over the batch; none while the critic warms up."""

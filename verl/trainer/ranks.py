@@ -73,11 +73,18 @@ class TrainerRanks:
 
     def update_actor(self, mini_batch: TokenBatch) -> Metrics:
         """One optimizer step of the policy; metrics are global, the same on every rank."""
-        return begin_update(self.group, "actor.update", mini_batch, self._policy)()
+        shards = self._policy.of(mini_batch, len(self.group))[1]
+        return dict(self.group.begin_scatter("actor.update", shards)()[0])
 
-    def begin_update_critic(self, mini_batch: TokenBatch) -> Callable[[], Metrics]:
-        """Begin an optimizer step of the critic; the answer waits, and is as `update_actor`'s."""
-        return begin_update(self.critic_group, "critic.update", mini_batch, self._critic)
+    def begin_update_critic(self, minis: Sequence[TokenBatch]) -> Callable[[], list[Metrics]]:
+        """Begin the critic's optimizer steps on all of these, in their order; the answer waits.
+
+        One call for all: several might begin in another order, on each rank in its own.
+        """
+        shards = [self._critic.of(mini, len(self.critic_group))[1] for mini in minis]
+        by_rank = list(zip(*shards, strict=True))
+        answers = self.critic_group.begin_scatter("critic.updates", by_rank)
+        return lambda: list(answers()[0])
 
     def take_calls(self) -> dict[str, list[Call]]:
         """What each rank did since the last time, by the rank's name."""
@@ -212,14 +219,6 @@ def begin_per_token(
     split, shards = division.of(replace(batch, tokens=seen), len(group))
     answers = group.begin_scatter(method, shards)
     return lambda: join_tokens(answers()[:: division.crew_size], split, batch)
-
-
-def begin_update(
-    group: RayWorkerGroup, method: str, mini_batch: TokenBatch, division: Division
-) -> Callable[[], Metrics]:
-    """Divide a mini-batch over a group's ranks; the answer waits for the metrics of its update."""
-    answers = group.begin_scatter(method, division.of(mini_batch, len(group))[1])
-    return lambda: dict(answers()[0])
 
 
 def most(found: Sequence[PeakMemory | None]) -> PeakMemory | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,6 +53,10 @@ class Critic:
             self.engine.backward(loss, is_last=number == len(micros))
             rows.append(observed)
         return apply_update(self.engine, "critic", mini_batch, micros, _SUMS, rows)
+
+    def updates(self, minis: Sequence[TokenBatch]) -> list[Metrics]:
+        """`update` for each of these, in their order."""
+        return [self.update(mini) for mini in minis]
 
     def _loss(self, micro: TokenBatch, inputs: PackedInputs) -> tuple[Tensor, Tensor]:
         """This micro-batch's share of the loss and of the metrics `_SUMS`."""

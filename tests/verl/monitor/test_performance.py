@@ -158,8 +158,8 @@ def test_a_critic_on_devices_of_its_own_has_its_own_seconds_and_ranks() -> None:
     """Those of its slowest rank, which are in the metrics and not in what the phases took."""
     calls = {
         "rank 0": [Call("actor.update", 0.0, 9.0)],
-        "critic rank 0": [Call("critic.values", 1.0, 2.0), Call("critic.update", 2.0, 4.0)],
-        "critic rank 1": [Call("critic.update", 2.0, 3.5), Call("critic.update", 4.0, 5.0)],
+        "critic rank 0": [Call("critic.values", 1.0, 2.0), Call("critic.updates", 2.0, 4.0)],
+        "critic rank 1": [Call("critic.updates", 2.0, 3.5), Call("critic.updates", 4.0, 5.0)],
     }
     seconds = critic_seconds(calls)
     assert seconds == {"values": 1.0, "update_critic": 2.5}

@@ -78,9 +78,11 @@ class RecordingRanks:
         self.mini_batches.append(mini)
         return {"actor/pg_loss": 0.0}
 
-    def begin_update_critic(self, mini: TokenBatch) -> Callable[[], dict[str, float]]:
-        self.log.append("update_critic")
-        return lambda: {"critic/vf_loss": 0.0}
+    def begin_update_critic(
+        self, minis: Sequence[TokenBatch]
+    ) -> Callable[[], list[dict[str, float]]]:
+        self.log += ["update_critic"] * len(minis)
+        return lambda: [{"critic/vf_loss": 0.0} for _ in minis]
 
     def take_calls(self) -> dict[str, list[Call]]:
         return {"rank 0": []}

@@ -281,10 +281,12 @@ class Ranks:
         self.log.append("actor")
         return {"size": float(len(mini))}
 
-    def begin_update_critic(self, mini: TokenBatch) -> Callable[[], dict[str, float]]:
-        self.sizes["critic"].append(len(mini))
+    def begin_update_critic(
+        self, minis: Sequence[TokenBatch]
+    ) -> Callable[[], list[dict[str, float]]]:
+        self.sizes["critic"] += map(len, minis)
         self.log.append("critic begins")
-        return self.answer({"value": 2.0 * len(mini)})
+        return self.answer([{"value": 2.0 * len(mini)} for mini in minis])
 
     def answer(self, found: Any) -> Callable[[], Any]:
         def answer() -> Any:

@@ -32,8 +32,9 @@ class Answers:
         return lambda: list(self.answers)
 
     def begin_scatter(self, method: str, shards: Sequence[Any]) -> Callable[[], list[Any]]:
-        self.sent = set(shards[0].tokens)
-        self.ids = [shard.tokens["input_ids"].tolist() for shard in shards]
+        given = [shard if isinstance(shard, tuple) else (shard,) for shard in shards]
+        self.sent = set(given[0][0].tokens)
+        self.ids = [[i for x in own for i in x.tokens["input_ids"].tolist()] for own in given]
         return self.begin(method)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -104,7 +105,7 @@ def test_each_question_goes_to_the_model_that_it_is_about() -> None:
     recorded = Answers([])
     ask_everything(ranks_of(recorded), recorded, recorded)
     assert recorded.called == ["actor.log_probs", "reference.log_probs", "critic.values",
-                               "actor.update", "critic.update"]  # fmt: skip
+                               "actor.update", "critic.updates"]  # fmt: skip
 
 
 def test_a_forward_gets_what_it_reads_and_an_update_everything() -> None:
@@ -133,8 +134,19 @@ def test_the_ranks_of_a_crew_get_the_same_and_are_heard_once() -> None:
     ranks.answers = [{}] * 4
     trainer.update_actor(batch)
     assert ranks.ids == [first, first, second, second]
-    trainer.begin_update_critic(batch)()
+    trainer.begin_update_critic([batch])()
     assert sorted(ranks.ids) == sorted([first, second, [], []])
+
+
+def test_a_critic_is_told_once_of_all_that_it_learns_from() -> None:
+    """In order: of several calls Ray lets small ones overtake, on each rank others, and the ranks
+    would add up gradients of different mini-batches."""
+    group, minis = Answers([[{"a": 1.0}, {"a": 2.0}]] * 2), [make_batch([2, 2]), make_batch([2, 2])]
+    minis[1].tokens["input_ids"] += 100
+    told = ranks_of(group).begin_update_critic(minis)
+    assert group.called == ["critic.updates"] and told() == [{"a": 1.0}, {"a": 2.0}]
+    first, second = (list(mini.sequences("input_ids")) for mini in minis)
+    assert group.ids == [[*a.tolist(), *b.tolist()] for a, b in zip(first, second, strict=True)]
 
 
 def ask_everything(ranks: TrainerRanks, *groups: Answers) -> None:
@@ -148,7 +160,7 @@ def ask_everything(ranks: TrainerRanks, *groups: Answers) -> None:
     for group in groups:
         group.answers = [{}]
     ranks.update_actor(batch)
-    ranks.begin_update_critic(batch)()
+    ranks.begin_update_critic([batch])()
 
 
 def test_a_critic_with_ranks_of_its_own_is_asked_there() -> None:
@@ -157,7 +169,7 @@ def test_a_critic_with_ranks_of_its_own_is_asked_there() -> None:
     ranks = ranks_of(actor, critic)
     ask_everything(ranks, actor, critic)
     assert actor.called == ["actor.log_probs", "reference.log_probs", "actor.update"]
-    assert critic.called == ["critic.values", "critic.update"]
+    assert critic.called == ["critic.values", "critic.updates"]
     ranks.start_checkpoint(Path("folder"))
     ranks.load_checkpoint(Path("folder"))
     ranks.scale_lr(0.5)
