@@ -57,6 +57,14 @@ def test_offloaded_state_is_not_on_the_device(outcomes: dict[str, Any]) -> None:
     assert held["none"] > held["reference"] > held["optimizer"]
 
 
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_what_is_saved_has_arrived(offload: str, outcomes: dict[str, Any]) -> None:
+    """Moments go to the host while that goes on; who reads them waits for the device, once for the
+    actor and once for the critic."""
+    found = outcomes[f"ppo-{offload}-2-bfloat16"]["phases"]["tensors"]
+    assert found["calls"] == {"synchronize": 2}
+
+
 def test_a_critic_on_a_card_of_its_own_takes_it_off_the_actors(outcomes: dict[str, Any]) -> None:
     """GRPO's rank and the critic's hold together what PPO's rank does."""
     together = outcomes["ppo-none-2-bfloat16"]["held"]

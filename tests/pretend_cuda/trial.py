@@ -202,6 +202,7 @@ class Trial:
         found = self.phase("update_actor", lambda: worker.actor.update(batch))
         self.outcome.metrics = {name: float(value) for name, value in found.items()}
         if self.case.shape == "tiny":
+            self.phase("tensors", lambda: [e.tensors() for e in worker.engines.values()])
             with tempfile.TemporaryDirectory() as folder:
                 self.phase("save_weights", lambda: worker.save_policy(folder, self.case.dtype))
         self.outcome.held = self.ledger.live

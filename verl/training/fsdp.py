@@ -287,6 +287,8 @@ class FsdpModel:
     def tensors(self) -> dict[str, Tensor]:
         """What is trained, and its optimizer state, sharded; for checkpoints to read and fill."""
         self.reshard()
+        if self.device.type == "cuda":  # what is offloaded may still be on its way to the host
+            torch.cuda.synchronize(self.device)
         named = self.learned()
         found = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
         if self.optimizer is not None:
