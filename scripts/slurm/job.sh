@@ -35,6 +35,7 @@ begin_job() {
   export RAY_TMPDIR=$ray_tmp
   # Marks all that this start begins, so that it can be found when its parents are gone.
   export SEARCH_R1_JOB=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$$
+  export SPT_NOENV=1 # vLLM gives its processes titles, which are else written over the mark
   # srun forgets the CPUs of a task unless told again.
   [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
   unset RAY_ADDRESS # of the shell that submitted

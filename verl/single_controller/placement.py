@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import (
 
 from verl.errors import RankLost, ReplicaLost, ResourceError
 from verl.single_controller.actors import ActorHost, Place, RayWorkerGroup, here
-from verl.single_controller.reaper import MARK, PART
+from verl.single_controller.reaper import KEEP_ENVIRONMENT, MARK, PART
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,10 @@ KEEP_VISIBLE_DEVICES = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 """Tell Ray to leave CUDA_VISIBLE_DEVICES as we set it for actors that share GPUs with others."""
+SET_VISIBLE_DEVICES = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
+"""Have Ray show a rank its own GPU alone, though other trainers' users export the opposite."""
+MARKED = {KEEP_ENVIRONMENT: "1"}
+"""Keeps the mark of what actors start readable; below a user's own Ray they do not inherit it."""
 
 
 def reserve(
@@ -96,7 +100,7 @@ def create_trainer_group(
             ActorHost.options(  # type: ignore[attr-defined]  # Ray's decorator adds it
                 num_cpus=1,
                 num_gpus=1 if use_gpu else 0,
-                runtime_env={"env_vars": dict(env)},
+                runtime_env={"env_vars": {**env, **MARKED, **SET_VISIBLE_DEVICES}},
                 scheduling_strategy=strategy,
             )
         )
@@ -145,7 +149,7 @@ def create_rollout_group(
     for replica in range(num_replicas):
         first = replica * gpus_per_replica if gpus_per_replica else firsts[replica % len(firsts)]
         shared = places[first : first + gpus_per_replica]
-        variables = {**env, PART: part_of(env, replica)}
+        variables = {**env, **MARKED, PART: part_of(env, replica)}
         if shared:
             devices = ",".join(gpu for place in shared for gpu in place.gpu_ids)
             variables |= {**KEEP_VISIBLE_DEVICES, "CUDA_VISIBLE_DEVICES": devices}

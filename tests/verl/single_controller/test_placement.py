@@ -15,7 +15,7 @@ from verl.single_controller.placement import (
     nodes_of,
     reserve,
 )
-from verl.single_controller.reaper import MARK
+from verl.single_controller.reaper import KEEP_ENVIRONMENT, MARK
 from verl.trainer.cluster import JOB_CONFIG
 from verl.trainer.groups import gpu_threads
 
@@ -39,7 +39,9 @@ def ranks() -> Iterator[RayWorkerGroup]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", ",".join(KEPT))
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        patch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")  # as a user's shell may
         patch.delenv("OMP_NUM_THREADS", raising=False)
+        patch.delenv(KEEP_ENVIRONMENT, raising=False)
         ray.init(
             "local", include_dashboard=False, num_cpus=CORES, num_gpus=RANKS, logging_level="error"
         )
@@ -76,6 +78,18 @@ def test_an_engine_sees_the_gpus_of_its_ranks(ranks: RayWorkerGroup) -> None:
     finally:
         for engines in groups.values():
             engines.shutdown()
+
+
+def test_what_actors_start_keeps_its_mark(ranks: RayWorkerGroup) -> None:
+    """Also below a Ray that the user started, which has nothing of the driver's environment: vLLM
+    gives its processes titles, which are else written over the mark."""
+    engines = create_rollout_group(ranks.places(), 1, 1, {MARK: "test"})
+    try:
+        for group in (ranks, engines):
+            look(group)
+            assert set(group.call("getenv", KEEP_ENVIRONMENT)) == {"1"}
+    finally:
+        engines.shutdown()
 
 
 def test_threads_are_the_users_where_the_user_says_so(ranks: RayWorkerGroup) -> None:
