@@ -96,7 +96,7 @@ def options(model: str, device: str, dtype: str, is_eager: bool, lora_rank: int 
 
 async def start_engine(config: Config) -> VllmEngine:
     """An engine as a replica starts it; in Ray's actors vLLM spawns its core too."""
-    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     engine = VllmEngine.from_config(config, 0)
     await engine.start()
     return engine
@@ -200,7 +200,7 @@ def adapter(report: Report) -> None:
 
 async def play_adapter(config: Config, folder: Path) -> tuple[list[Trajectory], list[Trajectory]]:
     """Dialogues without the adapter and with it."""
-    engine = start_engine(config)
+    engine = await start_engine(config)
     try:
         base = await generate(engine, range(NUM_PROMPTS))
         await engine.update_weights(str(folder), 1, is_adapter=True)
