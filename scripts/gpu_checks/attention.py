@@ -81,7 +81,8 @@ def run(
     """The output, and the gradients of query, key and value for a given one of the output."""
     *inputs, gradient = drawn
     leaves = [x.detach().requires_grad_() for x in inputs]
-    output = kernel(*leaves, bounds, inputs[0].shape[-1] ** -0.5, window)
+    query, key, value = leaves
+    output = kernel(query, key, value, bounds, inputs[0].shape[-1] ** -0.5, window)
     return [output, *torch.autograd.grad(output, leaves, gradient)]
 
 

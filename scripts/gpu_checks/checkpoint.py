@@ -59,6 +59,7 @@ def resumed(config: Config, folder: Path) -> tuple[list[dict[str, float]], torch
 def update(worker: TrainerWorker, seed: int) -> list[dict[str, float]]:
     """One update of actor and critic."""
     batch = random_batch(LENGTHS, seed=seed)
+    assert worker.critic is not None
     return [worker.actor.update(batch), worker.critic.update(batch)]
 
 

@@ -95,7 +95,7 @@ def stop_tree(pid: int) -> None:
 
 
 def _row(check: Check, seconds: float, ending: str, result: Path, log: Path) -> Row:
-    found = {"figures": {}, "failures": [], "skipped": None, "done": False}
+    found: dict[str, Any] = {"figures": {}, "failures": [], "skipped": None, "done": False}
     if result.exists():
         found = json.loads(result.read_text())
     errors = list(found["failures"])

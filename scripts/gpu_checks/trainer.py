@@ -65,6 +65,7 @@ def play(config: Config, rank: int = 0, size: int = 1, port: int | None = None) 
     with joined(config, rank, size, port) as worker:
         first = split_by_work(random_batch(LENGTHS), size).shards[rank]
         answers: Answers = {"log_probs": worker.actor.log_probs(first), "norms": []}
+        assert worker.reference is not None
         answers["ref_log_probs"] = worker.reference.log_probs(first)
         answers["start"] = weights(worker)
         for seed, lengths in enumerate(BATCHES):
@@ -88,7 +89,9 @@ def play_ranks(configs: dict[str, Config], size: int, folder: Path) -> dict[str,
     if size == 1:
         return {name: play(config) for name, config in configs.items()}
     ports = [free_port() for _ in configs]
-    mp.spawn(_rank, args=(size, configs, ports, str(folder)), nprocs=size)
+    mp.spawn(  # type: ignore[attr-defined, no-untyped-call]
+        _rank, args=(size, configs, ports, str(folder)), nprocs=size
+    )
     ranks = [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(size)]
     batch = random_batch(LENGTHS)
     split = split_by_work(batch, size)

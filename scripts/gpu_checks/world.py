@@ -39,7 +39,7 @@ def write_model(
     folder: Path, shape: str, seed: int = 0, device: str = "cpu", dtype: str = "float32"
 ) -> str:
     """Random weights of a shape and a tokenizer with a token for each byte; returns the path."""
-    sizes = SHAPES[shape]
+    sizes: dict[str, Any] = dict(SHAPES[shape])
     # So that log-probs differ between tokens: logits of a deviation of about 0.6 at any width.
     spread = 0.6 / sizes["hidden_size"] ** 0.5
     config = Qwen2Config(
