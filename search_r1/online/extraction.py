@@ -99,6 +99,7 @@ def main() -> None:
     most = MOST_MEMORY if hard == resource.RLIM_INFINITY else min(hard, MOST_MEMORY)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     connection = Connection(int(sys.argv[1]))
+    connection.send_bytes(b"")  # ready: the time to start is no page's
     with contextlib.suppress(EOFError, MemoryError):
         while True:
             page, with_title, seconds = connection.recv()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from search_r1.online.fetch import Deadline, Page, PageError
 
 READ_S = 5.0
-"""Of a page; usual ones take a tenth."""
+"""Of a page, once its process is there; usual ones take a tenth."""
 MOST_ANSWER = 64 << 20
 WORKER = "search_r1.online.extraction"
 
@@ -43,14 +43,22 @@ class _Reader:
             start_new_session=True,  # else a Ctrl-C at a terminal were its too
         )
         theirs.close()
+        self._is_ready = False
 
-    def read(self, page: Page, with_title: bool, seconds: float) -> dict[str, str]:
+    def read(self, page: Page, with_title: bool, deadline: Deadline) -> dict[str, str]:
         """Its answer; raises EOFError, OSError or TimeoutError, after which it is of no use."""
+        if not self._is_ready:
+            self._received(deadline.left())
+            self._is_ready = True
+        seconds = min(READ_S, deadline.left())
         self._connection.send((page, with_title, seconds))
+        answer: dict[str, str] = json.loads(self._received(seconds))
+        return answer
+
+    def _received(self, seconds: float) -> bytes:
         if not self._connection.poll(seconds):
             raise TimeoutError
-        answer: dict[str, str] = json.loads(self._connection.recv_bytes(MOST_ANSWER))
-        return answer
+        return self._connection.recv_bytes(MOST_ANSWER)
 
     def kill(self) -> None:
         """End it, whatever it is doing."""
@@ -72,7 +80,7 @@ class Readers:
         if not self._places.acquire(timeout=deadline.left()):
             raise PageError("too many pages are read at once")
         try:
-            answer = self._read(page, with_title, min(READ_S, deadline.left()))
+            answer = self._read(page, with_title, deadline)
         except (TimeoutError, EOFError, OSError) as error:
             raise PageError(f"its text takes over {READ_S:g} s, or too much memory") from error
         finally:
@@ -86,13 +94,13 @@ class Readers:
         while self._idle:
             self._idle.pop().kill()
 
-    def _read(self, page: Page, with_title: bool, seconds: float) -> dict[str, str]:
+    def _read(self, page: Page, with_title: bool, deadline: Deadline) -> dict[str, str]:
         try:
             reader = self._idle.pop()
         except IndexError:
             reader = _Reader()
         try:
-            answer = reader.read(page, with_title, seconds)
+            answer = reader.read(page, with_title, deadline)
         except BaseException:
             reader.kill()
             raise

@@ -63,6 +63,18 @@ def test_slow_pages_are_ended(readers: Readers, monkeypatch: pytest.MonkeyPatch)
     assert readers.read(GOOD, Deadline(30)).text
 
 
+def test_the_start_of_a_process_is_no_time_of_its_page(
+    readers: Readers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that starts for longer than a page may take; the deadline holds there too."""
+    monkeypatch.setattr(reading, "WORKER", "tests.online.late")
+    monkeypatch.setattr(reading, "READ_S", 1.0)
+    plain = Page(b"The Danube", "text/plain", None)
+    with pytest.raises(PageError, match="takes over"):
+        readers.read(plain, Deadline(0.3))
+    assert readers.read(plain, Deadline(30)).text == "The Danube"
+
+
 def test_large_pages_are_ended(readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes more memory than is allowed is an error of that page alone."""
     monkeypatch.setattr(reading, "READ_S", 30.0)
