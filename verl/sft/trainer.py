@@ -263,6 +263,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.stderr.write("stopped; nothing was written\n")
         sys.exit(130)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # gloo's threads may still let go of tensors, which aborts a rank whose interpreter ends,
+        # and then torchrun tells of a run that failed.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":
