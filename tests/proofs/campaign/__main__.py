@@ -127,13 +127,16 @@ def campaign(
                 shutil.copy(log, out)
         rows = disturbed.rows()
         logged = {int(row["step"] or 0) for row in rows}
+        different = list(differences(same.rows(), rows))
+        for one in different:
+            console.print(f"step {one.step} {one.name}: {one.got}, expected {one.expected}")
         whole = disturbed.complete() | {f"global_step_{step}" for step in logged}
         return Report(
             leg=leg, seed=seed, seconds=time.monotonic() - began, starts=disturbed.starts,
             steps=steps, effects=effects,
             not_run=[kind.value for kind in kinds if kind not in possible],
             missing_steps=sorted(set(range(1, steps + 1)) - logged),
-            differences=len(list(differences(same.rows(), rows))),
+            differences=len(different),
             same_weights=same_weights(same.folder / "model", disturbed.folder / "model"),
             touched=touched(same.folder / "rollouts", disturbed.folder / "rollouts"),
             broken=[name for name in disturbed.resumed() if name not in whole],
