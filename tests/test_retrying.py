@@ -36,7 +36,7 @@ def test_retry_after_is_read(text: str, expected: float) -> None:
 
 
 @given(st.text(max_size=60), st.text(max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_header_is_survived(text: str, date: str) -> None:
     """No header of a server raises; what comes out is never negative."""
     assert retry_after({"Retry-After": text, "Date": date}) >= 0

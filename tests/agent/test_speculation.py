@@ -147,7 +147,7 @@ QUERY = st.sampled_from(["a", "a b", "a b c", "A", "b", "ab", ""])
 STEP = st.tuples(st.sampled_from([0, 1]), st.booleans(), QUERY)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     steps=st.lists(STEP, max_size=14),
     ticks=st.fixed_dictionaries({q: st.integers(0, 2) for q in ["a", "a b", "a b c", "A", "b"]}),

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpcore
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from search_r1.online import addresses
@@ -161,7 +161,6 @@ def test_connects_to_what_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.one_of(st.ip_addresses(), st.ip_addresses(network="2000::/3")))
-@settings(deadline=None)
 def test_agrees_with_the_registries_on_any_address(address: addresses.Address) -> None:
     """Public is what is in no row, and what Python's own list calls global."""
     special = any(address in network for network in SPECIAL)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from search_r1.online.addresses import AddressPolicy
@@ -273,7 +273,6 @@ def test_what_is_no_web_address_is_refused(
 
 
 @given(st.text(max_size=30), st.sampled_from(["", "http://", "https://xn--", "http://[", "//"]))
-@settings(deadline=None)
 def test_no_address_breaks_the_fetcher(start: str, rest: str) -> None:
     """Whatever a service gives as an address, there is a page or a PageError."""
     with pytest.MonkeyPatch.context() as patch:

@@ -101,8 +101,9 @@ def assert_monotone(reward: RewardFn, case: Case, pays_first_search: bool) -> No
 
 
 @pytest.mark.parametrize("name", [*REWARDS, "sum"])
-@settings(max_examples=100, deadline=None, derandomize=True,
-          suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])  # fmt: skip
+@settings(
+    max_examples=100, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
+)
 @given(case=cases, data=st.data())
 def test_no_reward_inverts(name: str, case: Case, data: st.DataObject) -> None:
     """A right answer, fewer searches and a kept form never score less, all else being equal.

@@ -50,7 +50,7 @@ def test_all_files_are_listed(built: Path) -> None:
 
 
 @given(st.sampled_from(FILES), st.integers(0), st.integers(0, 7))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_flipped_bit_is_found(built: Path, file: tuple[str, str], place: int, bit: int) -> None:
     """A single flipped bit of any file fails the comparison of the whole."""
     target, path = built / file[0], built / file[1]
@@ -111,7 +111,6 @@ def flip(path: Path, place: int) -> None:
 
 
 @given(st.integers(0, 300), st.integers(2, 70))
-@settings(deadline=None)
 def test_chosen_are_few_with_both_ends(count: int, most: int) -> None:
     """All of few; of many as many as allowed, in order, with the first and the last."""
     found = chosen(count, most)

@@ -155,7 +155,7 @@ def scripted_documents(answers: list[Answer]) -> list[list[str]]:
     return found
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120)
 @given(st.lists(ANSWERS, max_size=8), QUERIES, st.sampled_from([None, 0.1, 0.3]))
 def test_line_19_every_search_ends_with_documents_or_a_typed_error(
     answers: list[Answer], queries: list[str], deadline: float | None

@@ -15,7 +15,7 @@ def oracle(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     return scores[columns], columns
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 60), st.integers(1, 70),
     st.integers(1, 6), st.integers(1, 25),

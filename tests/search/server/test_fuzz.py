@@ -28,9 +28,6 @@ CHECKS = [
 ]
 BOUNDED = settings(
     max_examples=60,
-    derandomize=True,
-    database=None,
-    deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

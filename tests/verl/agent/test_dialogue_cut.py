@@ -99,8 +99,7 @@ FOUND = st.lists(st.lists(ITEMS, max_size=4), min_size=1, max_size=2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None, derandomize=True, database=None,
-          suppress_health_check=list(HealthCheck))  # fmt: skip
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))  # fmt: skip
 @given(found=FOUND, limit=st.sampled_from([40, 60, 90, 200]))
 @example(found=[[Item("x " + " " * 20_000 + "y")]], limit=60)
 @example(found=[[Item(PROSE * 300, "Danube"), Item(PROSE)]], limit=200)

@@ -92,7 +92,7 @@ def test_without_a_folder_nothing_is_written() -> None:
     Trace(None).add_step(1, Timings(), [trajectory([1, 2, 3])], {})
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(TURNS, min_size=1, max_size=8))
 def test_a_row_holds_one_dialogue_at_a_time(all_marks: list[list[int]]) -> None:
     """Rows are used again when they are free; viewers would nest what overlaps."""

@@ -80,7 +80,7 @@ FAILURES = st.dictionaries(
 """In how many rounds a trajectory fails, by group, sample, and whether it is the greedy one."""
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(failures=FAILURES, max_share=st.sampled_from([0.0, 0.3, 0.6, 1.0]))
 def test_after_any_failures_a_step_is_made_of_whole_groups(
     failures: dict[tuple[int, int, bool], int], max_share: float

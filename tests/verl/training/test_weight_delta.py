@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,7 +26,6 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(BITS[one.itemsize]), other.view(BITS[one.itemsize]))
 
 
-@settings(deadline=None)
 @given(DTYPES, st.integers(1, 200_000), st.sampled_from([0, 1e-4, 0.01, 0.4, 1]), st.integers(0))
 def test_changes_make_the_new_tensor_of_the_old_one(
     dtype: torch.dtype, num: int, share: float, seed: int
