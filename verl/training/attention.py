@@ -11,9 +11,10 @@ response looks at the prompt, whose keys and values are copied in front of its o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -185,14 +186,9 @@ class ShortAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor
     ) -> Tensor:
         """`mask` (queries that share a key head, num_keys) is added to the scores."""
-        products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined] # made at run time
-        usual = products.fp32_precision
-        # Multiplied as bfloat16 they are as exact, and added as float32: a third of the time.
-        products.fp32_precision = "bf16" if query.dtype is torch.bfloat16 else usual
-        scores = torch.baddbmm(
-            mask, by_key_head(query, key).float(), key[0].float().transpose(1, 2), alpha=scale
-        )
-        products.fp32_precision = usual
+        factors = by_key_head(query, key).float(), key[0].float().transpose(1, 2)
+        with exact_products(query.dtype):
+            scores = torch.baddbmm(mask, *factors, alpha=scale)
         weights = scores.softmax(-1).to(query.dtype)
         ctx.scale = scale
         ctx.save_for_backward(query, key, value, weights)
@@ -210,6 +206,19 @@ class ShortAttention(torch.autograd.Function):
         of_query = torch.bmm(of_scores, key[0]).view(query.shape)
         of_key = torch.bmm(of_scores.transpose(1, 2), by_key_head(query, key))
         return of_query, of_key[None], of_value[None], None, None
+
+
+@contextlib.contextmanager
+def exact_products(dtype: torch.dtype) -> Iterator[None]:
+    """Inside of it float32 matrices whose numbers came from `dtype` may be multiplied as those: for
+    bfloat16, whose products float32 holds, as exact and a third of the time."""
+    options = torch.backends.mkldnn.matmul  # type: ignore[attr-defined] # made at run time
+    usual = options.fp32_precision
+    options.fp32_precision = "bf16" if dtype is torch.bfloat16 else usual
+    try:
+        yield
+    finally:
+        options.fp32_precision = usual
 
 
 def by_key_head(query: Tensor, key: Tensor) -> Tensor:
