@@ -1,9 +1,8 @@
 """`python -m benchmarks.rivals.step MODEL --trl-python PATH`: whole steps with searches.
 
 A run of ours with the demo's options (Ray, vLLM, a BM25 server, one rank), then TRL's GRPOTrainer
-with tools: the same policy, prompts, group, lengths and server, each alone on the machine. TRL
-samples by transformers or, with `--vllm`, by a vLLM in its process. The first step of each warms
-up.
+with tools: the same policy, prompts, group, lengths and server, each alone on the machine. The
+first step of each warms up.
 """
 
 from __future__ import annotations
@@ -25,12 +24,9 @@ from scripts.demo import OPTIONS, RETRIEVER, Demo
 from search_r1.search.local_server import LocalServer
 from verl.config import Config, cli
 from verl.data.trajectories import read_rows
-from verl.rollout.vllm_engine import CPU_ENV
 from verl.trainer.groups import cpu_env
 
 OUT = ROOT / "runs" / "benchmarks" / "step"
-IN_PROCESS = CPU_ENV | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-"""What vLLM needs in the process of TRL's trainer on a CPU: the settings of our engines."""
 
 console = Console(soft_wrap=True, highlight=False)
 
@@ -78,8 +74,8 @@ def theirs(given: argparse.Namespace, url: str, steps: int) -> list[Answer]:
     config = cli.compose([*OPTIONS["grpo"], *named, f"data.val_files={data}"])
     path.write_text(json.dumps(work(config)))
     command = [given.trl_python, "-m", "benchmarks.rivals.trl_step", str(given.model), str(path)]
-    command += ["--url", url, "--micro", str(given.micro), *["--vllm"] * given.vllm]
-    with contender(command, cpu_env() | (IN_PROCESS if given.vllm else {})) as process:
+    command += ["--url", url, "--micro", str(given.micro)]
+    with contender(command, cpu_env()) as process:
         return [process.turn(number) for number in range(steps)]
 
 
@@ -88,7 +84,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="the demo's warm start")
     parser.add_argument("--trl-python", required=True, help="an interpreter that has TRL")
-    parser.add_argument("--vllm", action="store_true", help="TRL samples with vLLM, colocated")
     parser.add_argument("--steps", type=int, default=4, help="of each, the first not counted")
     parser.add_argument("--micro", type=int, default=6, help="TRL's trajectories at a time")
     given = parser.parse_args()

@@ -46,11 +46,6 @@ RESPONSE = {
 }  # fmt: skip
 
 
-STOP = ["</search>", "</answer>"]
-VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 1024,
-        "vllm_gpu_memory_utilization": 0.1}  # fmt: skip
-
-
 class Steps(TrainerCallback):
     """A turn is a step, from its first batch to its optimizer step."""
 
@@ -122,15 +117,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(given.model, padding_side="left")
     tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
-    sampling: dict[str, Any] = {"generation_kwargs": {
-        "max_new_tokens": work["turn_length"], "stop_strings": STOP,
-    }}  # fmt: skip
-    if given.vllm:
-        sampling = VLLM | {"generation_kwargs": {
-            "max_tokens": work["turn_length"], "stop": STOP, "include_stop_str_in_output": True,
-        }}  # fmt: skip
-    else:  # transformers looks for stop strings with the tokenizer
-        model.generate = functools.partial(model.generate, tokenizer=tokenizer)
+    model.generate = functools.partial(model.generate, tokenizer=tokenizer)  # for stop strings
     rows = {
         "prompt": [[{"role": "user", "content": text}] for text in work["prompts"]],
         "answers": work["answers"],
@@ -139,7 +126,9 @@ def main() -> None:
         config = options(
             out, given.micro, work["step_size"], work["group"], work["lr"],
             max_completion_length=work["longest"], max_tool_calling_iterations=work["max_turns"],
-            **sampling,
+            generation_kwargs={
+                "max_new_tokens": work["turn_length"], "stop_strings": ["</search>", "</answer>"],
+            },
         )  # fmt: skip
         GRPOTrainer(
             model, exact_match, config, Dataset.from_dict(rows), processing_class=tokenizer,

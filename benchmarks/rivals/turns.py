@@ -23,7 +23,6 @@ def arguments(more: tuple[str, type]) -> argparse.Namespace:
     parser.add_argument("work", type=Path)
     parser.add_argument("--micro", type=int, required=True)
     parser.add_argument(more[0], type=more[1], required=True)
-    parser.add_argument("--vllm", action="store_true", help="sample with vLLM in this process")
     return parser.parse_args()
 
 
