@@ -210,8 +210,9 @@ class ShortAttention(torch.autograd.Function):
 
 @contextlib.contextmanager
 def exact_products(dtype: torch.dtype) -> Iterator[None]:
-    """Inside of it float32 matrices whose numbers were bfloat16 (`dtype`) are multiplied as bfloat16
-    and added up as float32: as exact, in a third of the time. Other dtypes change nothing."""
+    """Inside of it float32 matrices whose numbers were bfloat16 (`dtype`) are multiplied as
+    bfloat16 and added up as float32: as exact, in a third of the time. Other dtypes change
+    nothing."""
     options = torch.backends.mkldnn.matmul  # type: ignore[attr-defined] # made at run time
     usual = options.fp32_precision
     options.fp32_precision = "bf16" if dtype is torch.bfloat16 else usual
