@@ -48,6 +48,9 @@ QUIET_ENV = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 MIN_BATCHED_TOKENS = 8192
+CPU_BLOCK = 32
+"""Tokens of a cached block on the CPU, the fewest that its kernels take. vLLM's own 128 there is
+more than most first turns have, so that the next one would compute them again."""
 ONLINE = {None: None, "fp8": "fp8_per_tensor"}
 """vLLM's word for rounding weights as they are loaded; its own `fp8` is of rounded files."""
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
@@ -115,6 +118,7 @@ class VllmSettings:
         if is_cpu:
             return shared | {
                 "enable_chunked_prefill": False,
+                "block_size": CPU_BLOCK,
                 "max_num_batched_tokens": batched_tokens(self.max_num_seqs, longest),
                 "distributed_executor_backend": "uni",
             }

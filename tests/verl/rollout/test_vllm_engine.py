@@ -10,7 +10,7 @@ from verl.config import Config
 from verl.errors import ModelError
 from verl.packages import vllm_device
 from verl.rollout import vllm_engine
-from verl.rollout.vllm_engine import VllmEngine, VllmSettings
+from verl.rollout.vllm_engine import CPU_BLOCK, VllmEngine, VllmSettings
 from verl.types import Completion, EngineCounts, Sampling
 
 
@@ -170,8 +170,10 @@ def test_a_request_tells_what_of_its_prompt_was_cached(vllm: Running) -> None:
     nothing."""
     prompt = [5 + i % 50 for i in range(300)]
     first, sibling = vllm.generate(prompt), vllm.generate(prompt)
-    block = vllm.generate([*prompt, *first.ids, 7]).counts.cached // 2
+    known = [*prompt, *first.ids]
     assert first.counts == EngineCounts(300, 0)
-    assert block > 1 and sibling.counts == EngineCounts(300, 300 // block * block)
+    assert sibling.counts == EngineCounts(300, 300 // CPU_BLOCK * CPU_BLOCK)
+    whole = (len(known) - 1) // CPU_BLOCK * CPU_BLOCK  # the last token was never computed
+    assert vllm.generate([*known, 7]).counts == EngineCounts(len(known) + 1, whole)
     vllm.reset()
     assert vllm.generate(prompt).counts == EngineCounts(300, 0)
