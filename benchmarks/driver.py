@@ -36,6 +36,7 @@ from verl.rewards.interface import Reward
 from verl.rollout.retry import whole_groups
 from verl.single_controller.actors import ActorHost, RayWorkerGroup
 from verl.single_controller.dispatch import split_groups
+from verl.steady import one_thread, steady_memory
 from verl.trainer.collection import Samples
 from verl.trainer.learning import Learner, add_advantages, assemble
 from verl.trainer.metrics import (
@@ -45,7 +46,6 @@ from verl.trainer.metrics import (
     staleness_metrics,
 )
 from verl.trainer.ranks import TrainerRanks
-from verl.trainer.steady import one_thread, steady_memory
 from verl.trainer.validation import trajectory_seed
 from verl.types import (
     Origin,

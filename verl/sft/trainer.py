@@ -37,6 +37,7 @@ from verl.ports import free_port
 from verl.remote_code import set_trust
 from verl.sft.demonstrations import load_demonstrations
 from verl.single_controller.dispatch import split_by_work
+from verl.steady import NEVER, give_back
 from verl.tokenizer_files import check_model, load_tokenizer
 from verl.training.actor import Columns
 from verl.training.devices import (
@@ -142,6 +143,7 @@ def join_ranks(config: SftConfig) -> torch.device:
     device = resolve_device(config.device)
     if device.type == "cpu":
         share_threads(int(os.environ["LOCAL_WORLD_SIZE"]))
+        give_back(NEVER)  # pages of activations would be new ones in each step
     join_process_group(device, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     return device
 

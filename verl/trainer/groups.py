@@ -243,7 +243,9 @@ def cpu_env(is_crowded: bool = False) -> dict[str, str]:
     a layer is a dozen small parts, and to be woken for each takes longer than the part
     (docs/evidence/updates.md). Where the cores are crowded they sleep at once; what the user set
     wins. And memory that was touched once is kept, since giving it back after each forward costs
-    more in page faults than the forward itself.
+    more in page faults than the forward itself: in one arena, for Ray calls an actor in a thread
+    whose own arena would be given back whatever the threshold; in huge pages, of which fewer are
+    touched.
     """
     return {
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
@@ -251,4 +253,6 @@ def cpu_env(is_crowded: bool = False) -> dict[str, str]:
         "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "0" if is_crowded else SPINS),
         "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
         "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_ARENA_MAX": "1",
+        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
     }

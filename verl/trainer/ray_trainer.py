@@ -46,6 +46,7 @@ from verl.rewards.interface import RewardFn, RewardManager, adapted
 from verl.rollout.no_engines import NoEngines
 from verl.rollout.replicas import RolloutReplicas
 from verl.rollout.retry import RetryingRollout
+from verl.steady import one_thread, steady_memory
 from verl.trainer.cluster import uses_gpus
 from verl.trainer.collection import Samples
 from verl.trainer.learning import Learner, add_advantages, assemble, token_signals
@@ -57,7 +58,6 @@ from verl.trainer.metrics import (
 )
 from verl.trainer.ranks import TrainerRanks
 from verl.trainer.recorded import collector_of
-from verl.trainer.steady import one_thread, steady_memory
 from verl.trainer.stopping import Stopper, end_of_time
 from verl.trainer.validation import validate
 from verl.training.stored import reading

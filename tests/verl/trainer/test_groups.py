@@ -1,5 +1,9 @@
 """How a run's processes are placed and started."""
 
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -157,3 +161,32 @@ def test_threads_spin_where_their_process_has_its_cores_to_itself(
     assert groups.cpu_env(groups._is_crowded(config))["GOMP_SPINCOUNT"] == spins
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     assert groups.cpu_env(groups._is_crowded(config))["GOMP_SPINCOUNT"] == "7"
+
+
+IN_A_THREAD = """
+import resource
+import threading
+import torch
+
+def new_pages():
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    kept = [torch.ones(1 << 20) for _ in range(32)]
+    torch.ones(1 << 25)
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+thread = threading.Thread(target=lambda: print(*(new_pages() for _ in range(10))))
+torch.set_num_threads(1)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the variables are glibc's")
+def test_a_thread_touches_pages_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray calls actors in a thread, for which glibc would have an arena of its own."""
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    env = os.environ | groups.cpu_env()
+    command = [sys.executable, "-c", IN_A_THREAD]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    assert min(map(int, done.stdout.split())) < 100

@@ -1,4 +1,4 @@
-"""The driver's memory while it trains, kept once touched and collected between steps; its threads.
+"""A process's memory, kept once touched; the driver's, collected between steps; its threads.
 
 What a step of the driver costs a trajectory is else not the same for all sizes of a step. Columns
 of a large batch are pages that malloc gives back and the kernel clears anew, and Python collects
@@ -30,7 +30,7 @@ def steady_memory() -> Iterator[None]:
     """Inside of it no memory is given back and no garbage is collected but by `gc.collect`, which
     passes over all that was there before."""
     was_enabled = gc.isenabled()
-    _give_back(NEVER)
+    give_back(NEVER)
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -40,7 +40,7 @@ def steady_memory() -> Iterator[None]:
         gc.unfreeze()
         if was_enabled:
             gc.enable()
-        _give_back(USUAL)  # to a program that goes on after its run
+        give_back(USUAL)  # to a program that goes on after its run
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(usual)
 
 
-def _give_back(when: dict[int, int]) -> None:
+def give_back(when: dict[int, int]) -> None:
     """Tell malloc, where it is glibc's; others have no such function."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 
-from verl.trainer.steady import one_thread, steady_memory
+from verl.steady import one_thread, steady_memory
 
 
 class Knot:
@@ -55,7 +55,7 @@ def test_threads_come_back() -> None:
 NEW_PAGES = """
 import resource
 import torch
-from verl.trainer.steady import steady_memory
+from verl.steady import steady_memory
 
 def new_pages(size):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
