@@ -2,8 +2,9 @@
 
 A replica plays groups of dialogues as in training, over a real BM25 server. Then vLLM's own `LLM`,
 with the same settings and all requests given at once, samples as many tokens from the same
-prefixes: every turn as a request of its own, which waits for no search and no turn before it. Both
-have a process of their own and a warm-up of as much, and take turns.
+prefixes: every turn as a request of its own, which waits for no search and no turn before it. Last
+the same with the blocks of cached prefixes that vLLM has by itself. All have a process of their own
+and a warm-up of as much, and take turns.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from verl.tokenizer_files import load_tokenizer
 from verl.types import Origin, Sampling, Trajectory, start_trajectory
 
 console = Console(soft_wrap=True, highlight=False)
+PARTS = ("replica", "offline", "offline_own_blocks")
 Turn = tuple[list[int], int]
 """The tokens before it, and how many it has."""
 
@@ -91,13 +93,15 @@ async def play(config: Config, prompts: int, group: int) -> dict[str, Any]:
     return {"seconds": seconds, "turns": turns(list(ended.values()))}
 
 
-def offline(config: Config, played: Sequence[Turn]) -> dict[str, Any]:
-    """Seconds of vLLM for the same numbers of tokens."""
+def offline(config: Config, played: Sequence[Turn], own_blocks: bool) -> dict[str, Any]:
+    """Seconds of vLLM for the same numbers of tokens, with its `own_blocks` of cached prefixes or
+    with ours."""
     settings = VllmSettings(config)
     os.environ.update(settings.environment())
     from vllm import LLM, SamplingParams, TokensPrompt  # noqa: PLC0415 - after its variables
 
-    llm = LLM(**settings.arguments())
+    without = {"block_size"} if own_blocks else set[str]()
+    llm = LLM(**{key: x for key, x in settings.arguments().items() if key not in without})
     rollout = config.actor_rollout_ref.rollout
 
     def sample(given: Sequence[Turn]) -> float:
@@ -124,22 +128,24 @@ def child(part: str, arguments: Sequence[str], out: Path) -> dict[str, Any]:
 
 
 def compare(arguments: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Both parts in turn; the medians of their rates and of the ratios."""
-    rates: dict[str, list[float]] = {"replica": [], "offline": []}
+    """All parts in turn; the medians of their rates and of the ratios."""
+    rates: dict[str, list[float]] = {part: [] for part in PARTS}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
             ours = child("replica", arguments, Path(folder))
             tokens = sum(count for _, count in ours["turns"])
             rates["replica"].append(tokens / ours["seconds"])
-            theirs = child("offline", arguments, Path(folder))
-            rates["offline"].append(tokens / theirs["seconds"])
+            for part in PARTS[1:]:
+                theirs = child(part, arguments, Path(folder))
+                rates[part].append(tokens / theirs["seconds"])
             row = [f"{name} {found[-1]:.0f}" for name, found in rates.items()]
             console.print(f"round {number}: {tokens} tokens, tokens/s: {', '.join(row)}")
-    ratios = [ours / theirs for ours, theirs in zip(*rates.values(), strict=True)]
-    return {
-        "turns": len(ours["turns"]), "tokens": tokens, "ratio": median(ratios), "ratios": ratios,
-        **{f"{name}_tokens_per_s": median(found) for name, found in rates.items()},
-    }  # fmt: skip
+    answer: dict[str, Any] = {"turns": len(ours["turns"]), "tokens": tokens}
+    for part in PARTS[1:]:
+        pairs = zip(rates["replica"], rates[part], strict=True)
+        ratios = [replica / theirs for replica, theirs in pairs]
+        answer[part] = {"ratio": median(ratios), "ratios": ratios}
+    return answer | {f"{part}_tokens_per_s": median(found) for part, found in rates.items()}
 
 
 def main() -> None:
@@ -150,7 +156,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--url", help="of a running retriever; the example's when not given")
-    parser.add_argument("--part", choices=["replica", "offline"], help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("extra", nargs="*", help="further options of the run, key=value")
     given = parser.parse_args()
@@ -163,7 +169,8 @@ def main() -> None:
     if given.part == "replica":
         answer = asyncio.run(play(config, given.prompts, given.group))
     else:
-        answer = offline(config, json.loads((given.out / "replica.json").read_text())["turns"])
+        played = json.loads((given.out / "replica.json").read_text())["turns"]
+        answer = offline(config, played, own_blocks=given.part == PARTS[2])
     (given.out / f"{given.part}.json").write_text(json.dumps(answer))
 
 
