@@ -73,13 +73,16 @@ def test_weights_that_are_broadcast_are_those_of_files(
 def test_weights_that_are_broadcast_as_changes_are_the_whole_ones(
     world: dict[str, str], tmp_path: Path
 ) -> None:
-    """`weight_delta=true`, for engines in bfloat16: the same run, bit for bit, for fewer bytes."""
+    """`weight_delta=true`, for engines in bfloat16: the same run, bit for bit, for fewer bytes.
+
+    Resumed too, when engines that are new get all of them first.
+    """
     rollout = "actor_rollout_ref.rollout."
     split = (
         *PPO,
         "trainer.n_gpus_per_node=1",
         "trainer.rollout_gpus=1",
-        "trainer.save_freq=0",
+        "trainer.save_freq=3",
         f"{rollout}weight_sync=nccl",
         f"{rollout}dtype=bfloat16",
         "actor_rollout_ref.actor.optim.lr=1e-6",
@@ -92,6 +95,10 @@ def test_weights_that_are_broadcast_as_changes_are_the_whole_ones(
     for one, other in zip(whole[1:], delta[1:], strict=True):
         assert 0 < other["perf/weights_changed_share"] < 0.2
         assert other["perf/weights_sent_bytes"] < 0.5 * one["perf/weights_sent_bytes"]
+    mode = f"trainer.resume_mode={tmp_path / 'true' / 'global_step_3'}"
+    rest = train(world, tmp_path / "rest", *split, f"{rollout}weight_delta=true", mode)
+    assert list(differences([row for row in delta if row["step"] in (4, 5)], rest)) == []
+    assert same_weights(tmp_path / "false/model", tmp_path / "rest/model")
 
 
 @pytest.mark.slow
