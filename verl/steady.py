@@ -26,21 +26,30 @@ are freed; it no longer does once anything was set."""
 
 
 @contextlib.contextmanager
+def kept_memory() -> Iterator[None]:
+    """Inside of it no memory is given back."""
+    _give_back(NEVER)
+    try:
+        yield
+    finally:
+        _give_back(USUAL)  # to a program that goes on after its run
+
+
+@contextlib.contextmanager
 def steady_memory() -> Iterator[None]:
     """Inside of it no memory is given back and no garbage is collected but by `gc.collect`, which
     passes over all that was there before."""
     was_enabled = gc.isenabled()
-    give_back(NEVER)
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if was_enabled:
-            gc.enable()
-        give_back(USUAL)  # to a program that goes on after its run
+    with kept_memory():
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.unfreeze()
+            if was_enabled:
+                gc.enable()
 
 
 @contextlib.contextmanager
@@ -55,7 +64,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(usual)
 
 
-def give_back(when: dict[int, int]) -> None:
+def _give_back(when: dict[int, int]) -> None:
     """Tell malloc, where it is glibc's; others have no such function."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

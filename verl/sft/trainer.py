@@ -37,7 +37,7 @@ from verl.ports import free_port
 from verl.remote_code import set_trust
 from verl.sft.demonstrations import load_demonstrations
 from verl.single_controller.dispatch import split_by_work
-from verl.steady import NEVER, give_back
+from verl.steady import kept_memory
 from verl.tokenizer_files import check_model, load_tokenizer
 from verl.training.actor import Columns
 from verl.training.devices import (
@@ -143,7 +143,6 @@ def join_ranks(config: SftConfig) -> torch.device:
     device = resolve_device(config.device)
     if device.type == "cpu":
         share_threads(int(os.environ["LOCAL_WORLD_SIZE"]))
-        give_back(NEVER)  # pages of activations would be new ones in each step
     join_process_group(device, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     return device
 
@@ -226,6 +225,13 @@ def _train(config: SftConfig, part: Path | None) -> list[float]:
     if Path(config.model_path).expanduser().exists():  # else a name of the hub, fetched below
         check_model("model_path", config.model_path)
     device = join_ranks(config)
+    if device.type != "cpu":
+        return _learn(config, part, device)
+    with kept_memory():  # else the pages of activations are new ones in each step
+        return _learn(config, part, device)
+
+
+def _learn(config: SftConfig, part: Path | None, device: torch.device) -> list[float]:
     tokenizer = load_tokenizer(config.model_path, "model_path")
     data = TokenBatch.from_trajectories(
         load_demonstrations(config.train_file, tokenizer, config.max_length, config.end_of_turn)
