@@ -32,10 +32,10 @@ from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.errors import RankLost, ReplicaLost
 from verl.monitor.performance import Timings
+from verl.packing import split_groups
 from verl.rewards.interface import Reward
 from verl.rollout.retry import whole_groups
 from verl.single_controller.actors import ActorHost, RayWorkerGroup
-from verl.single_controller.dispatch import split_groups
 from verl.steady import one_thread, steady_memory
 from verl.trainer.collection import Samples
 from verl.trainer.learning import Learner, add_advantages, assemble

@@ -25,9 +25,9 @@ from tests.fakes import ByteTokenizer
 from verl.agent.dialogue import Limits, Tokenizer
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
+from verl.packing import split_groups
 from verl.ports import free_port
 from verl.preflight.memory.offload import settled
-from verl.single_controller.dispatch import split_groups
 from verl.training.worker import TrainerWorker
 from verl.types import (
     Origin,

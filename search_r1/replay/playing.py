@@ -20,7 +20,7 @@ from verl.agent.interface import DialogueFormat, Item, Turn
 from verl.data.trajectories import path_of, read_row, recorded_steps
 from verl.engine import RolloutEngine
 from verl.errors import DataError, ToolError, explain
-from verl.rollout.parts import Decode, Parts, cut_at_stop
+from verl.rollout.turns import Decode, Parts, cut_at_stop
 from verl.types import Completion, Origin, Sampling, Segment, Status, Trajectory, start_trajectory
 
 Said = tuple[Segment, Segment | None]

@@ -48,7 +48,7 @@ HEART: Mapping[str, Sequence[str]] = MappingProxyType(
         "verl/core_algos/shaping.py": [f"{ALGORITHMS}/test_shaping.py"],
         "verl/types.py": [
             "tests/verl/test_types.py",
-            "tests/verl/single_controller/test_dispatch.py",
+            "tests/verl/test_packing.py",
         ],
         "verl/data/sampler.py": ["tests/verl/data/test_data.py"],
         "verl/trainer/learning.py": ["tests/verl/trainer/test_learning.py"],

@@ -21,12 +21,11 @@ from typing import Any, Protocol
 from ray.exceptions import RayError, RayTaskError
 
 from verl.errors import ReplicaLost, UserError
-from verl.rollout.claims import Claims
-from verl.rollout.in_flight import Engines, InFlight
+from verl.packing import split_groups, together
+from verl.rollout.in_flight import Claims, Engines, InFlight
 from verl.rollout.replica import RolloutReplica
 from verl.single_controller.actors import RayWorkerGroup
 from verl.single_controller.deaths import cause_of
-from verl.single_controller.dispatch import split_groups, together
 from verl.single_controller.restarts import Restarts
 from verl.training.node_folder import new_path, on_node
 from verl.types import Name, Sampling, Trajectory

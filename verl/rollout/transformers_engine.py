@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from verl.config import Config
 from verl.model_files import refuse_values
 from verl.rollout.interface import INTERRUPTED, Listener, RolloutEngine
-from verl.rollout.parts import cut_at_stop
+from verl.rollout.turns import cut_at_stop
 from verl.tokenizer_files import load_tokenizer
 from verl.training.devices import device_type, rollout_dtype
 from verl.training.models import load_causal_lm

@@ -19,8 +19,8 @@ from verl.agent.interface import Agent
 from verl.config import Config
 from verl.errors import ConfigError, explain
 from verl.monitor.performance import WorkCounter
+from verl.rollout.in_flight import NoEngines
 from verl.rollout.interface import EngineDied, engine_takes_adapter
-from verl.rollout.no_engines import NoEngines
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import RayWorkerGroup

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from verl.errors import ConfigError, SaveError, explain
 from verl.monitor.flops import peak_flops
+from verl.packing import Split, join_tokens, split_by_work
 from verl.rollout.interface import WEIGHT_SYNC
 from verl.single_controller.actors import Call, RayWorkerGroup
-from verl.single_controller.dispatch import Split, join_tokens, split_by_work
 from verl.training.devices import PeakMemory
 from verl.training.node_folder import on_node
 from verl.training.weight_broadcast import SCHEME

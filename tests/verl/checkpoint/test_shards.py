@@ -15,7 +15,7 @@ from tests.verl.training import rank_bodies
 from tests.verl.training.ranks import make_batch, run_ranks, save_tiny
 from verl.checkpoint import folders
 from verl.checkpoint.exporting import export
-from verl.single_controller.dispatch import split_by_work
+from verl.packing import split_by_work
 
 
 def publish(root: Path) -> None:

@@ -16,14 +16,13 @@ from tests.verl.rollout.engines import (
 )
 from verl.config import Config
 from verl.errors import ConfigError
-from verl.rollout.gate import WeightGate
 from verl.rollout.interface import (
     build_engine,
     engine_class,
     engine_problems,
     engine_takes_adapter,
 )
-from verl.rollout.turns import BusyClock, TurnEngine
+from verl.rollout.turns import BusyClock, TurnEngine, WeightGate
 from verl.types import Completion, Sampling
 
 TOLERANCE = 1e-3

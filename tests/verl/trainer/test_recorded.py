@@ -25,8 +25,7 @@ from verl.data.trajectories import SIGNALS, open_folder, path_of, write_lines, w
 from verl.errors import ConfigError, DataError, UserError
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward
-from verl.rollout.in_flight import Engines
-from verl.rollout.no_engines import NoEngines
+from verl.rollout.in_flight import Engines, NoEngines
 from verl.trainer.metrics import Timings
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.recorded import RecordedCollector, check_record

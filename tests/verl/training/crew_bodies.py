@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from tests.verl.training.ranks import VOCAB, make_batch, make_groups, tiny_config
 from verl.config.policy import SELECTIVE
-from verl.packing import SHARED, common_prompts
-from verl.single_controller.dispatch import split_by_work
+from verl.packing import SHARED, common_prompts, split_by_work
 from verl.training.attention import PACKED
 from verl.training.crews import Crew
 from verl.training.models import LogProbModel, PackedInputs, ValueModel

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import state_dict_saver
 
 from tests.verl.training.ranks import make_batch, tiny_config
 from verl.checkpoint import folders
-from verl.single_controller.dispatch import split_by_work
+from verl.packing import split_by_work
 from verl.training.weight_stream import received
 from verl.training.worker import TrainerWorker
 

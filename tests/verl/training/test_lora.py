@@ -23,7 +23,7 @@ from verl.checkpoint import folders
 from verl.checkpoint.exporting import export
 from verl.config import ActorConfig, AdapterConfig, OptimConfig
 from verl.errors import ConfigError
-from verl.single_controller.dispatch import split_by_work
+from verl.packing import split_by_work
 from verl.training.actor import Actor, TokenBudgets
 from verl.training.adapters import check_same
 from verl.training.attention import PACKED

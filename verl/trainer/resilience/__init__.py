@@ -1,1 +1,0 @@
-"""What keeps a run alive: saving, stopping and resuming it, and living through what is lost."""
