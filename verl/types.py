@@ -352,18 +352,6 @@ class TokenBatch:
         for kind in KINDS:  # copied: what Ray gives cannot be written to
             setattr(self, kind, {name: torch.tensor(x) for name, x in state[kind].items()})
 
-    @classmethod
-    def concat(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
-        """Batches one after the other; all must have the same columns."""
-        first = batches[0]
-        lengths = torch.cat([b.lengths for b in batches])
-        return cls(
-            offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-            tokens={n: torch.cat([b.tokens[n] for b in batches]) for n in first.tokens},
-            rows={n: torch.cat([b.rows[n] for b in batches]) for n in first.rows},
-            columns={n: [x for b in batches for x in b.columns[n]] for n in first.columns},
-        )
-
     def sequences(self, name: str) -> Iterator[Tensor]:
         """The token column `name`, one view per sequence."""
         return iter(torch.split(self.tokens[name], self.lengths.tolist()))

@@ -161,17 +161,6 @@ def test_select_keeps_each_sequence_whole(lengths: list[int], random) -> None:
     assert chosen.columns["group"] == [str(i) for i in order]
 
 
-@given(lengths_strategy, st.integers(1, 4))
-def test_concat_of_parts_is_the_batch(lengths: list[int], cut: int) -> None:
-    """Cutting and joining gives the batch back."""
-    batch, at = numbered(lengths), min(cut, len(lengths))
-    parts = [batch.select(range(at)), batch.select(range(at, len(lengths)))]
-    joined = TokenBatch.concat(parts)
-    assert torch.equal(joined.offsets, batch.offsets)
-    assert torch.equal(joined.tokens["input_ids"], batch.tokens["input_ids"])
-    assert joined.columns == batch.columns
-
-
 @given(lengths_strategy, st.integers(1, 5))
 def test_balance_is_a_partition_with_bounded_spread(lengths: list[int], parts: int) -> None:
     """Every sequence goes to one part, and no part exceeds another by more than a sequence."""

@@ -1,4 +1,4 @@
-"""Weights that make one figure of token losses, the value loss, and entropy."""
+"""Weights that make one figure of token losses, and the value loss."""
 
 import torch
 from torch import Tensor
@@ -62,18 +62,3 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: 
     """
     near = old_values + (values - old_values).clamp(-clip_range, clip_range)
     return 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
-
-
-def _entropy_rows(logits: Tensor) -> Tensor:
-    log_p = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), dim=-1)
-    # p log p -> 0 as p -> 0: a vocabulary entry that is masked out by -inf adds nothing.
-    return -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
-
-
-def entropy_from_logits(logits: Tensor, chunk_size: int = 2048) -> Tensor:
-    """Entropy in nats of each row of (num_tokens, vocabulary) logits, (num_tokens,).
-
-    Computed in float32 (float64 stays), ``chunk_size`` rows at a time; rows do not interact, so
-    chunking changes no figure. Logits of -inf are allowed, except in a whole row.
-    """
-    return torch.cat([_entropy_rows(chunk) for chunk in torch.split(logits, chunk_size)])

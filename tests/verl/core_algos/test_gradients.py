@@ -16,7 +16,6 @@ from tests.oracles.chunk import chunk_of_logits
 from verl.core_algos.kl import KL_KINDS, kl_penalty
 from verl.core_algos.losses import (
     AGGREGATIONS,
-    entropy_from_logits,
     loss_weights,
     value_loss,
     weighted_sum,
@@ -242,8 +241,3 @@ def test_entropy_carries_no_gradient_unless_it_is_learned() -> None:
     """An entropy that is only logged costs no backward."""
     _, entropy = chunk_of_logits(some_logits(), [0, 5, 2, 2], learn_entropy=False)
     assert not entropy.requires_grad
-
-
-def test_entropy_of_logits_by_finite_differences() -> None:
-    """In chunks, too."""
-    assert gradcheck(lambda x: entropy_from_logits(x, chunk_size=3), some_logits())

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.verl.jagged_batches import CLOSE, DIALOGUES, Batch, batches, fast, make_batch, ppo_losses
+from tests.verl.jagged_batches import DIALOGUES, Batch, batches, fast, make_batch, ppo_losses
 from verl.core_algos.kl import KL_KINDS, kl_penalty
 from verl.core_algos.losses import (
     AGGREGATIONS,
-    entropy_from_logits,
     loss_weights,
     value_loss,
     weighted_sum,
@@ -128,37 +127,3 @@ def test_gradients_of_both_losses_pass_gradcheck() -> None:
 
         assert torch.autograd.gradcheck(actor, (start,))
         assert torch.autograd.gradcheck(critic, (start,))
-
-
-@fast
-@given(
-    st.lists(st.lists(st.floats(-30, 30), min_size=3, max_size=3), min_size=1, max_size=9),
-    st.integers(1, 4),
-)
-def test_entropy_follows_its_loop(rows: list[list[float]], chunk_size: int) -> None:
-    """-Σ p log p of each row's softmax, by a loop, in chunks of any size."""
-    expected = []
-    for row in rows:
-        shifted = [math.exp(x - max(row)) for x in row]
-        chances = [x / sum(shifted) for x in shifted]
-        expected.append(-sum(p * math.log(p) for p in chances if p > 0))
-    got = entropy_from_logits(torch.tensor(rows, dtype=torch.float64), chunk_size)
-    assert got.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
-
-
-def test_entropy_is_stable_and_independent_of_chunks() -> None:
-    """Entropy equals torch's, survives huge and -inf logits, and chunks change no bit."""
-    logits = torch.randn(11, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    whole = entropy_from_logits(logits)
-    expected = torch.distributions.Categorical(logits=logits).entropy()
-    torch.testing.assert_close(whole, expected, **CLOSE)
-    assert torch.equal(whole, entropy_from_logits(logits, chunk_size=3))
-    assert entropy_from_logits(logits[:0]).shape == (0,)
-
-    extreme = torch.tensor([[1e4, 1e4, -1e4], [0.0, -math.inf, 0.0]], requires_grad=True)
-    entropy = entropy_from_logits(extreme)
-    assert entropy.tolist() == pytest.approx([math.log(2)] * 2)
-    entropy.sum().backward()
-    assert extreme.grad is not None
-    assert torch.isfinite(extreme.grad).all()
-    assert entropy_from_logits(extreme.detach().bfloat16()).dtype == torch.float32

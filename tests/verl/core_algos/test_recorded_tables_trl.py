@@ -15,7 +15,7 @@ from verl.config import ActorConfig
 from verl.core_algos.advantages import ADVANTAGES, STD_EPSILON, AdvantageInputs
 from verl.core_algos.groups import Groups
 from verl.core_algos.kl import kl_penalty
-from verl.core_algos.losses import entropy_from_logits, loss_weights, weighted_sum
+from verl.core_algos.losses import loss_weights, weighted_sum
 from verl.core_algos.mismatch import importance_weights
 from verl.core_algos.policy_losses import POLICY_LOSSES, PolicyLossInputs
 
@@ -154,13 +154,6 @@ def test_log_probs_entropy_and_their_gradient_agree_with_trl(case: Case) -> None
     assert_agree(entropy, case.padded("entropy"))
     assert logits.grad is not None
     assert_agree(logits.grad, case.padded("grad"))
-
-
-def test_entropy_of_logits_agrees_with_trl() -> None:
-    """The chunked entropy of core_algos."""
-    case = TRL.case("logits_apart")
-    logits = torch.tensor(case.settings["logits"], dtype=torch.float64)
-    assert_agree(entropy_from_logits(logits, chunk_size=2), case.padded("entropy"))
 
 
 def test_a_groups_deviation_agrees_with_trl() -> None:
