@@ -6,12 +6,14 @@ vLLM is imported when an engine is built, so that everything else works without 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import multiprocessing
 import os
+import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -56,6 +58,8 @@ ONLINE = {None: None, "fp8": "fp8_per_tensor"}
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 WORKER_EXTENSION = "verl.rollout.weight_loading.WeightLoading"
 SHUTDOWN_TIMEOUT = RESET_TIMEOUT = 30.0
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""Where vLLM makes sockets between its processes, which it leaves there."""
 POLL_S = 0.01
 Answer = TypeVar("Answer")
 
@@ -218,7 +222,9 @@ class VllmEngine(RolloutEngine):
         # Else nobody asks for it: on a tiny model it costs vLLM up to 5 % of its rate.
         is_asked = settings.config.trainer.trace or settings.speculation()
         loggers = [_unheard(PrometheusStatLogger, self._note_drafts)] if is_asked else None
-        self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
+        self._sockets = tempfile.TemporaryDirectory(prefix="v-", dir=os.environ.get(SOCKETS))
+        with _sockets_in(self._sockets.name):
+            self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
         self._processes = [p for p in multiprocessing.active_children() if p not in others]
         self._watch_processes()
         if settings.device == "cpu" and settings.speculation():
@@ -397,6 +403,20 @@ class VllmEngine(RolloutEngine):
             if process.is_alive():
                 process.kill()
                 process.join()
+        self._sockets.cleanup()
+
+
+@contextlib.contextmanager
+def _sockets_in(folder: str) -> Iterator[None]:
+    """Have vLLM's processes that are started in the body make their sockets there."""
+    before = os.environ.get(SOCKETS)
+    os.environ[SOCKETS] = folder
+    try:
+        yield
+    finally:
+        del os.environ[SOCKETS]
+        if before is not None:
+            os.environ[SOCKETS] = before
 
 
 async def _last(outputs: AsyncIterator[Any], listener: Listener) -> Any:

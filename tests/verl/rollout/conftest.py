@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,12 +46,15 @@ def started(name: str, folder: Path) -> Iterator[Running]:
 def session_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """One vLLM engine; the tests of `test_vllm_death.py`, which come last, kill it."""
     before = children()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as sockets:
         patch.setenv(*PLAIN)
+        patch.setenv(vllm_engine.SOCKETS, sockets)
         patch.setattr(vllm_engine, "WORKER_EXTENSION", "tests.verl.rollout.forgetting.Forgetting")
         for running in started("vllm", tmp_path_factory.mktemp("vllm")):
             its_own = children() - before
+            assert any(path.is_socket() for path in Path(sockets).rglob("*"))
             yield running
+        assert not os.listdir(sockets), "the engine left sockets behind"
     assert not children() & its_own, "the engine left processes behind"
 
 
