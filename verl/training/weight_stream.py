@@ -17,16 +17,24 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from verl.training.weight_packing import NUM_BUFFERS, PATIENCE_S, Packed, Packer, Sent, unpacked
+from verl.training.weight_packing import (
+    NUM_BUFFERS,
+    PATIENCE_S,
+    Named,
+    Sent,
+    coming,
+    pack,
+    unpacked,
+)
 
 CREDENTIALS = struct.Struct("3i")
 """Process, user and group of the other end of a socket."""
@@ -42,18 +50,72 @@ def card(device: torch.device) -> str:
 
 
 def send(
-    named: Iterable[tuple[str, Tensor]], stream: str, device: torch.device, num_receivers: int,
-    dtype: torch.dtype,
-) -> Sent:  # fmt: skip
+    named: Named, stream: str, device: torch.device, num_receivers: int, dtype: torch.dtype
+) -> Sent:
     """Give tensors, as `dtype`, to the workers on this device that call `received(stream)`.
 
-    The iteration runs to its end in any case. A worker that does not come, or ends before, is left
-    out; who started it notices. Its seconds are those in which this rank packed and waited.
+    The iteration runs to its end in any case: ranks gather tensors together. A worker that does not
+    come, or ends before, is left out; who started it notices.
     """
-    with _accepted(_address(stream, device), num_receivers) as links:
-        sender = _Sender(links, device)
-        sender.pack(named, dtype)
-    return sender.sent
+    links, sent = _accepted(_address(stream, device), num_receivers), Sent()
+    try:
+        if links:
+            begin = time.perf_counter()
+            _send(coming(named, device, dtype, sent), links, device, sent)
+            sent.seconds += time.perf_counter() - begin
+        else:
+            for _ in named:
+                pass
+    finally:
+        for link in links:
+            link.close()
+    if device.type == "cuda":
+        torch.cuda.ipc_collect()
+    return sent
+
+
+def _send(named: Named, given: list[Connection], device: torch.device, sent: Sent) -> None:
+    links, unread = list(given), set[int]()
+
+    def each(call: Callable[..., object], *args: Any) -> None:
+        """Call it with each link; one whose other end is gone is left out from then on."""
+        for link in list(links):
+            try:
+                call(link, *args)
+            except (EOFError, OSError):
+                links.remove(link)
+
+    def wait(slot: int) -> None:
+        """For what every other end answers when it has its copies."""
+        if slot in unread:
+            each(Connection.recv)
+            unread.remove(slot)
+
+    def new_buffer(slot: int, num_bytes: int) -> Tensor:
+        """Memory that the other ends are shown."""
+        if device.type == "cuda":
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            each(lambda link: link.send((slot, reduce_tensor(buffer)[1], [])))
+            return buffer
+        descriptor = os.memfd_create("weights")
+        try:
+            os.ftruncate(descriptor, num_bytes)
+            each(Connection.send, (slot, num_bytes, []))
+            each(reduction.send_handle, descriptor, 0)
+            return _mapped(descriptor, num_bytes)
+        finally:
+            os.close(descriptor)
+
+    for slot, filled, packed in pack(named, new_buffer):
+        _synchronize(device)
+        each(Connection.send, (slot, None, packed))
+        unread.add(slot)
+        sent.num_bytes += len(filled)
+        wait((slot + 1) % NUM_BUFFERS)
+    for slot in range(NUM_BUFFERS):
+        wait(slot)
+    each(Connection.send, None)
+    each(Connection.recv)  # the other ends have let go of every buffer
 
 
 def received(stream: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -65,10 +127,11 @@ def received(stream: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         buffers: dict[int, Tensor] = {}
         try:
             while (message := link.recv()) is not None:
-                slot, num_bytes, packed = message
-                if num_bytes:
-                    buffers[slot] = _shown(link, num_bytes, device)
-                copies = unpacked(buffers[slot], packed)
+                slot, memory, packed = message
+                if memory is not None:
+                    buffers[slot] = _shown(link, memory, device)
+                    continue
+                copies = list(unpacked(buffers[slot], packed))
                 _synchronize(device)
                 link.send(slot)
                 yield from copies
@@ -78,106 +141,16 @@ def received(stream: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
             raise ConnectionError("the training rank ended while it sent weights") from None
 
 
-class _Sender(Packer):
-    """To those at the other ends of links."""
-
-    def __init__(self, links: list[Connection], device: torch.device) -> None:
-        super().__init__(device)
-        self.links = list(links)
-        self._shared: list[_Buffer | None] = [None] * NUM_BUFFERS
-        self._is_unread = [False] * NUM_BUFFERS
-        """Of each slot: what was sent is not acknowledged yet."""
-
-    @property
-    def has_receivers(self) -> bool:
-        """One whose other end is gone is left out."""
-        return bool(self.links)
-
-    def new_buffer(self, slot: int, num_bytes: int) -> Tensor:
-        """Memory that the other ends are shown with the next message."""
-        self._shared[slot] = buffer = _Buffer.of(num_bytes, self.device)
-        return buffer.bytes
-
-    def send(self, slot: int, buffer: Tensor, packed: list[Packed]) -> None:
-        """Say what lies in the slot."""
-        shared = self._shared[slot]
-        assert shared is not None
-        _synchronize(self.device)
-        message = slot, 0 if shared.is_known else len(buffer), packed
-
-        def tell(link: Connection) -> None:
-            link.send(message)
-            if not shared.is_known:
-                shared.show(link)
-
-        self._each(tell)
-        shared.is_known = True
-        self._is_unread[slot] = True
-
-    def wait(self, slot: int) -> None:
-        """For what every other end answers when it has its copies."""
-        if self._is_unread[slot]:
-            self._each(lambda link: link.recv())
-            self._is_unread[slot] = False
-
-    def end(self) -> None:
-        """Wait until every buffer is let go too."""
-        self._each(lambda link: link.send(None))
-        self._each(lambda link: link.recv())
-        self._shared = [None] * NUM_BUFFERS
-        if self.device.type == "cuda":
-            torch.cuda.ipc_collect()
-
-    def _each(self, call: Callable[[Connection], object]) -> None:
-        """Call it with each link; one whose other end is gone is left out from then on."""
-        for link in list(self.links):
-            try:
-                call(link)
-            except (EOFError, OSError):
-                self.links.remove(link)
-
-
-@dataclass
-class _Buffer:
-    """Bytes that another process can see."""
-
-    bytes: Tensor
-    descriptor: int | None
-    """Of memory without a name; None on a GPU."""
-    is_known: bool = False
-    """To those it is sent to."""
-
-    @classmethod
-    def of(cls, num_bytes: int, device: torch.device) -> _Buffer:
-        """A new one."""
-        if device.type == "cuda":
-            return cls(torch.empty(num_bytes, dtype=torch.uint8, device=device), None)
-        descriptor = os.memfd_create("weights")
-        os.ftruncate(descriptor, num_bytes)
-        return cls(_mapped(descriptor, num_bytes), descriptor)
-
-    def show(self, link: Connection) -> None:
-        """Let the other end of `link` see it."""
-        if self.descriptor is None:
-            link.send(reduce_tensor(self.bytes)[1])
-        else:
-            reduction.send_handle(link, self.descriptor, 0)
-
-    def __del__(self) -> None:
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-
-
-def _shown(link: Connection, num_bytes: int, device: torch.device) -> Tensor:
-    """The buffer that `_Buffer.show` lets this process see."""
+def _shown(link: Connection, memory: Any, device: torch.device) -> Tensor:
+    """The buffer that the rank shows this process: so many bytes, or an address of its device."""
     if device.type == "cuda":
-        arguments = list(link.recv())
+        arguments = list(memory)
         arguments[DEVICE_ARGUMENT] = device.index
         shown: Tensor = rebuild_cuda_tensor(*arguments)
         return shown
     descriptor = reduction.recv_handle(link)
     try:
-        return _mapped(descriptor, num_bytes)
+        return _mapped(descriptor, memory)
     finally:
         os.close(descriptor)
 
@@ -198,46 +171,39 @@ def _address(stream: str, device: torch.device) -> str:
     return f"\0verl-weights-{stream}-{card(device)}"
 
 
-@contextlib.contextmanager
-def _accepted(address: str, number: int) -> Iterator[list[Connection]]:
+def _accepted(address: str, number: int) -> list[Connection]:
     """Connections from so many processes of this user, or from those that come in time."""
     links: list[Connection] = []
-    with socket.socket(socket.AF_UNIX) as server:
-        if number:
-            server.bind(address)
-            server.listen(number)
-            server.settimeout(PATIENCE_S)
-        try:
-            while len(links) < number:
-                other, _ = server.accept()
-                if _is_ours(other):
-                    links.append(Connection(other.detach()))
-                else:
-                    other.close()
-        except TimeoutError:
-            pass
-        try:
-            yield links
-        finally:
-            for link in links:
-                link.close()
+    if not number:
+        return links
+    with contextlib.suppress(TimeoutError), socket.socket(socket.AF_UNIX) as server:
+        server.bind(address)
+        server.listen(number)
+        server.settimeout(PATIENCE_S)
+        while len(links) < number:
+            other, _ = server.accept()
+            if _is_ours(other):
+                links.append(Connection(other.detach()))
+            else:
+                other.close()
+    return links
 
 
 def _connected(address: str) -> Connection:
     """Raises ConnectionError."""
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
-        rank = socket.socket(socket.AF_UNIX)
-        try:
-            rank.connect(address)
-        except ConnectionRefusedError:  # it does not listen yet
-            rank.close()
-            time.sleep(0.01)
-            continue
-        if not _is_ours(rank):
-            rank.close()
-            raise ConnectionError("another user's process answers in place of the training rank")
-        return Connection(rank.detach())
+        with socket.socket(socket.AF_UNIX) as rank:
+            try:
+                rank.connect(address)
+            except ConnectionRefusedError:  # it does not listen yet
+                time.sleep(0.01)
+                continue
+            if not _is_ours(rank):
+                raise ConnectionError(
+                    "another user's process answers in place of the training rank"
+                )
+            return Connection(rank.detach())
     raise ConnectionError(f"no training rank sends weights here within {PATIENCE_S:.0f} s")
 
 
