@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from verl.config.known import Option, known_options, typed
-from verl.config.legacy import ALIASES, ROWS
+from verl.config.overrides import ALIASES, ROWS
 
 OPTIONS_HEAD = """# Every option
 

@@ -1,8 +1,10 @@
-"""Files that appear whole or not at all, or grow by whole lines; and whose fault an error is."""
+"""Files that appear whole or not at all, grow by whole lines, or have one writer at a time; and
+whose fault an error is."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import stat
@@ -10,10 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from verl.errors import ConfigError, explain
+
 MOST = 2**30
 """Characters that are read of a file which must be in memory at once."""
 GIVEN = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 """Where a process finds the pipes that whoever started it gave it: the only ones read."""
+LOCK = ".lock"
+"""The file in a folder that its writer locks for as long as it lives."""
 OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
@@ -108,3 +114,31 @@ def flush(*paths: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+@contextmanager
+def exclusive(path: Path, option: str, lock: Path | None = None) -> Iterator[None]:
+    """Hold the path which `option` named while the body lasts. Raises ConfigError.
+
+    It is a folder, unless `lock` says which file is locked: one beside it, or the path itself. The
+    lock goes with the process, however that ends. Where files cannot be locked there is none, nor
+    for a device or pipe, which many may write to.
+    """
+    what = "file" if lock == path else "folder"
+    lock = lock or path / LOCK
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("a")
+    except OSError as error:
+        got, expected = f"{path} ({error})", f"a {what} that can be written"
+        raise ConfigError(explain(option, got, expected, f"name another {what}")) from error
+    with file:
+        try:
+            if lock.is_file():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                got = f"{path}, which another run is writing to"
+                fix = f"wait until it has ended, or name another {what}"
+                raise ConfigError(explain(option, got, f"a {what} of this run", fix)) from error
+        yield

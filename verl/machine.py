@@ -44,26 +44,18 @@ class HostMemory:
 
 def control_groups(membership: Path, mount: Path = CONTROL_GROUPS) -> Iterator[HostMemory]:
     """The limit of our control group and of each around it, as far as they have one."""
-    if not membership.is_file():
-        return
-    for line in membership.read_text().splitlines():
+    for line in membership.read_text().splitlines() if membership.is_file() else ():
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            yield from _up_from(mount, path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
+        root, names = mount, ("memory.max", "memory.current", "inactive_file")
+        if controllers:  # of version 1
             names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-            yield from _up_from(mount / "memory", path, *names)
-
-
-def _up_from(
-    mount: Path, path: str, limit: str, usage: str, droppable: str
-) -> Iterator[HostMemory]:
-    folder = mount / path.strip("/")
-    while folder.is_relative_to(mount):
-        found = _group(folder, limit, usage, droppable)
-        if found is not None:
-            yield found
-        folder = folder.parent
+            root = mount / "memory"
+        if not controllers or "memory" in controllers.split(","):
+            folder = root / path.strip("/")
+            for around in (folder, *folder.parents):
+                found = _group(around, *names) if around.is_relative_to(root) else None
+                if found is not None:
+                    yield found
 
 
 def _group(folder: Path, limit: str, usage: str, droppable: str) -> HostMemory | None:

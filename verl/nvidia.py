@@ -76,10 +76,9 @@ def ask_driver() -> Nvidia | None:
             raise
         rows = _query(OLD_COLUMNS)
     if not rows:
-        fix = "make a card visible (docker run --gpus all, or a job with a GPU)"
-        raise ResourceError(
-            explain("NVIDIA driver", "no card from nvidia-smi", "at least one", fix)
-        )
+        got, fix = "no card from nvidia-smi", "docker run --gpus all, or a job with a GPU"
+        fix = f"make a card visible ({fix})"
+        raise ResourceError(explain("NVIDIA driver", got, "at least one", fix))
     cuda = re.search(r"CUDA(?: UMD)? Version\s*:\s*(\d+\.\d+)", _run())
     cards = tuple(_card(*row[1:]) for row in rows)
     listed = _run("-L") if any(card.has_mig for card in cards) else ""

@@ -55,9 +55,9 @@ def resolve(option: str, name: str, builtin: Mapping[str, Row]) -> Row:
     path, _, attribute = name.rpartition(":")
     module = _module(option, Path(path).expanduser().resolve())
     if not hasattr(module, attribute):
-        public = [key for key, value in vars(module).items()
-                  if getattr(value, "__module__", None) == module.__name__]  # fmt: skip
-        expected = f"a name in {path} ({', '.join(public) or 'it defines none'})"
+        own = ", ".join(key for key, value in vars(module).items()
+                        if getattr(value, "__module__", None) == module.__name__)  # fmt: skip
+        expected = f"a name in {path} ({own or 'it defines none'})"
         raise ConfigError(explain(option, repr(attribute), expected, "correct the name"))
     found: Any = getattr(module, attribute)
     return found  # type: ignore[no-any-return]
@@ -160,12 +160,9 @@ def _module(option: str, path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def told(
-    option: str,
-    what: object,
-    expected: str,
-    kind: type[UserError] = ConfigError,
+    option: str, what: object, expected: str, kind: type[UserError] = ConfigError,
     fix: str = "correct it, or install what it imports",
-) -> Iterator[None]:
+) -> Iterator[None]:  # fmt: skip
     """Make whatever a user's own code raises one line, a `kind`, that says where."""
     try:
         yield
@@ -204,7 +201,8 @@ def own_place(error: BaseException) -> str | None:
         return None
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         module = str(frame.f_globals.get("__name__"))
-        is_own = module.startswith(PREFIX) or module in _own_modules
-        if is_own or module.startswith("verl.rollout."):
-            return f"line {line} of {frame.f_code.co_filename}" if is_own else None
+        if module.startswith(PREFIX) or module in _own_modules:
+            return f"line {line} of {frame.f_code.co_filename}"
+        if module.startswith("verl.rollout."):
+            break
     return None

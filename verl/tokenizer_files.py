@@ -66,12 +66,10 @@ def _spare(tokenizer: Any) -> set[str]:
 
 def _ends(folder: Path, config: PretrainedConfig) -> list[Any]:
     """What ends a sequence, by the model's defaults of sampling."""
-    has_file = (folder / "generation_config.json").exists()
-    found = (
-        GenerationConfig.from_pretrained(folder, local_files_only=True)
-        if has_file
-        else GenerationConfig.from_model_config(config)
-    )
+    if (folder / "generation_config.json").exists():
+        found = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    else:
+        found = GenerationConfig.from_model_config(config)
     ends = found.eos_token_id
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
 

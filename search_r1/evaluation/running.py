@@ -47,7 +47,7 @@ from search_r1.rewards.registry import build_judge
 from verl.config import Config
 from verl.data import choose, load_rows
 from verl.errors import ConfigError, ToolError, UserError
-from verl.locks import LOCK, exclusive
+from verl.files import LOCK, exclusive
 from verl.remote_code import set_trust
 from verl.rollout.interface import RolloutEngine
 from verl.types import Sampling

@@ -29,8 +29,7 @@ from search_r1.plain import json_line, log
 from verl.data import load_rows
 from verl.data.rows import Message
 from verl.errors import DataError, ToolError, UserError, explain
-from verl.files import read_text
-from verl.locks import exclusive
+from verl.files import exclusive, read_text
 from verl.types import Status
 
 ROWS = (".parquet", ".jsonl", ".json", ".csv", ".tsv")

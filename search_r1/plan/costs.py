@@ -19,8 +19,7 @@ from verl.errors import ConfigError, explain
 from verl.machine import GB
 from verl.model_shape import ModelShape
 from verl.monitor.flops import ModelFlops
-from verl.preflight.memory.engines import kv_bytes
-from verl.preflight.memory.ranks import has_critic
+from verl.preflight.memory.needs import has_critic, kv_bytes
 from verl.training.budgets import actor_budgets, critic_budgets
 
 ITEM = 2

@@ -28,7 +28,7 @@ from verl.checkpoint.folders import all_complete, is_complete
 from verl.checkpoint.state import RunState
 from verl.config import Config
 from verl.errors import ConfigError, explain
-from verl.locks import exclusive
+from verl.files import exclusive
 from verl.remote_code import set_trust
 from verl.training.devices import DETERMINISTIC_ENV, device_type, rollout_dtype
 from verl.types import Sampling, Status

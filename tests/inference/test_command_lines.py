@@ -14,7 +14,7 @@ from search_r1.inference import command, opening
 from search_r1.inference.dialogue import AgentSession
 from tests.fakes import ScriptedEngine
 from tests.inference.scripted import TWO_SEARCHES, session
-from verl.locks import exclusive
+from verl.files import exclusive
 
 BASE = ["--model", "/nowhere", "--retriever-url", "empty"]
 AGENT = [

@@ -16,6 +16,7 @@ from example.tiny import tiny_llama
 from search_r1.agent.generation import build_dialogue
 from search_r1.replay import command
 from search_r1.replay.running import weights_of
+from tests.checkpoints import writing
 from tests.replay.talking import record
 from tests.view.runs import TOKENIZER, byte_tokenizer
 from verl.checkpoint import folders
@@ -45,7 +46,7 @@ def test_the_checkpoint_of_a_version_is_found(tmp_path: Path) -> None:
     config = Config()
     config.actor_rollout_ref.model.path = "base"
     for step, version in ((2, None), (5, 9)):
-        with folders.writing(tmp_path, step) as folder:
+        with writing(tmp_path, step) as folder:
             folders.write_state(folder, {"step": step, "version": version, "kl_coef": 0.0,
                                          "sampler": {}})  # fmt: skip
     steps = {v: str(folders.step_folder(tmp_path, step)) for v, step in ((3, 2), (9, 5))}

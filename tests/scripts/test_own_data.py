@@ -11,7 +11,7 @@ from search_r1.search.client import RetrievalClient
 from search_r1.search.local_server import LocalServer
 from verl.config import cli
 from verl.data import load_prompts
-from verl.data.__main__ import main as validate
+from verl.data.validation import main as validate
 
 TEXTS = {
     "animals/badger.md": "# The badger\nBadgers dig setts. A sett may be a century old.",

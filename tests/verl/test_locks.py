@@ -12,7 +12,7 @@ import pytest
 
 from search_r1 import cli
 from verl.errors import ConfigError
-from verl.locks import exclusive
+from verl.files import exclusive
 from verl.sft import trainer as sft
 from verl.trainer import main_ppo
 from verl.training.weights import whole_folder

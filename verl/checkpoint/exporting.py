@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig
 
-from verl.checkpoint.folders import MARKER, is_complete
+from verl.checkpoint.folders import EXPECTED, is_complete
 from verl.errors import ConfigError, explain
 from verl.model_files import check_weights, is_finite, model_errors, refuse_faulty
 from verl.remote_code import trusts_remote_code
@@ -24,12 +24,9 @@ from verl.training.weights import SHARD_BYTES, copy_tokenizer, whole_folder, wri
 
 
 def export(
-    step_dir: Path,
-    out: Path,
-    base: str | None = None,
-    dtype: str = "bfloat16",
+    step_dir: Path, out: Path, base: str | None = None, dtype: str = "bfloat16",
     adapter_only: bool = False,
-) -> Path:
+) -> Path:  # fmt: skip
     """Write the policy of a checkpoint as a Hugging Face folder with tokenizer; returns `out`.
 
     `base` names the model to take config and tokenizer from, instead of those in the checkpoint,
@@ -38,16 +35,14 @@ def export(
     adapter where one is asked for, or the base is not that of the adapter.
     """
     if not is_complete(step_dir):
-        raise ConfigError(
-            explain("checkpoint", step_dir, f"global_step_N with {MARKER} inside",
-                    "give a complete checkpoint; an interrupted one cannot be used")
-        )  # fmt: skip
+        fix = "give a complete checkpoint; an interrupted one cannot be used"
+        raise ConfigError(explain("checkpoint", step_dir, EXPECTED, fix))
     record = read_adapters(step_dir).get("actor")
     if adapter_only and record is None:
+        expected, fix = "a checkpoint of a run with lora_rank above 0", "leave --adapter out"
         raise ConfigError(
-            explain("--adapter", step_dir, "a checkpoint of a run with lora_rank above 0",
-                    "leave --adapter out: all weights were trained")
-        )  # fmt: skip
+            explain("--adapter", step_dir, expected, f"{fix}: all weights were trained")
+        )
     with whole_folder(out, "--out") as part:
         if adapter_only and record is not None:
             _read_adapter(step_dir, record, base).write(part)
@@ -94,20 +89,13 @@ def _read_adapter(step_dir: Path, record: Mapping[str, Any], base: str | None) -
 def _read_policy(shards: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and whole tensor of each of the policy's weights, a few GiB at a time."""
     prefix = "actor.model.lm."
-    group: dict[str, Tensor] = {}
-    for key, entry in ShardReader(shards).read_metadata().state_dict_metadata.items():
-        if not key.startswith(prefix):
-            continue
-        assert isinstance(entry, TensorStorageMetadata), "others are refused"
-        group[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        if sum(t.nbytes for t in group.values()) > SHARD_BYTES:
-            yield from _fill(group, shards, prefix)
-            group = {}
-    yield from _fill(group, shards, prefix)
-
-
-def _fill(group: dict[str, Tensor], shards: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    if group:
+    entries = ShardReader(shards).read_metadata().state_dict_metadata
+    waiting = [key for key in entries if key.startswith(prefix)]
+    while waiting:
+        group: dict[str, Tensor] = {}
+        while waiting and sum(t.nbytes for t in group.values()) <= SHARD_BYTES:
+            entry = entries[waiting[0]]
+            assert isinstance(entry, TensorStorageMetadata), "others are refused"
+            group[waiting.pop(0)] = torch.empty(entry.size, dtype=entry.properties.dtype)
         load_tensors(group, shards, alone=True)
-    for key, tensor in group.items():
-        yield key.removeprefix(prefix), tensor
+        yield from ((key.removeprefix(prefix), tensor) for key, tensor in group.items())

@@ -2,12 +2,11 @@
 
 A folder under another name than `global_step_N`, or without `COMPLETE`, is never resumed from. What
 a killed run left half-written is removed at the next start. A run holds its folder
-(`verl.locks`), so that no other run can be writing what looks half-written.
+(`verl.files`), so that no other run can be writing what looks half-written.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -16,7 +15,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,8 @@ logger = logging.getLogger(__name__)
 MARKER = "COMPLETE"
 HEALTHY = "HEALTHY"
 STATE_FILE = "trainer_state.json"
+EXPECTED = f"global_step_N with {MARKER} inside"
+"""A checkpoint, in the words of an error."""
 HASHED_BYTES = 64 << 20
 """Up to which a checkpoint's file is compared by content; tensors have checksums of their own."""
 STEP_NAME = re.compile(r"global_step_(\d+)")
@@ -67,7 +68,7 @@ def write_state(step_dir: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(step_dir: Path) -> dict[str, Any]:
-    """The driver's own state. Raises ModelError."""
+    """What `write_state` wrote. Raises ModelError."""
     with reading(step_dir / STATE_FILE):
         return dict(json.loads((step_dir / STATE_FILE).read_text()))
 
@@ -84,12 +85,6 @@ def refuse_changes(step_dir: Path) -> None:
         for name, facts in listed.items():
             if facts != (_facts(step_dir / name) if (step_dir / name).is_file() else None):
                 raise ValueError(f"{name} is not there as it was written")
-
-
-def _listing(folder: Path) -> dict[str, list[Any]]:
-    """What is known of each file below `folder`, by its path there."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): _facts(path) for path in files}
 
 
 def _facts(file: Path) -> list[Any]:
@@ -112,14 +107,12 @@ def is_complete(step_dir: Path) -> bool:
 
 def all_complete(root: Path) -> list[Path]:
     """The complete checkpoints below `root`, oldest step first."""
-    found = [path for path in root.glob("global_step_*") if is_complete(path)]
-    return sorted(found, key=step_of)
+    return sorted(filter(is_complete, root.glob("global_step_*")), key=step_of)
 
 
 def latest(root: Path) -> Path | None:
     """The complete checkpoint of the highest step below `root`, if any."""
-    found = all_complete(root)
-    return found[-1] if found else None
+    return max(all_complete(root), key=step_of, default=None)
 
 
 def resolve(resume_mode: str, root: Path) -> Path | None:
@@ -133,26 +126,9 @@ def resolve(resume_mode: str, root: Path) -> Path | None:
         return latest(root)
     path = Path(resume_mode)
     if not is_complete(path):
-        raise ConfigError(
-            explain("trainer.resume_mode", resume_mode, f"global_step_N with {MARKER} inside",
-                    "give auto, or the path of a complete checkpoint")
-        )  # fmt: skip
+        fix = "give auto, or the path of a complete checkpoint"
+        raise ConfigError(explain("trainer.resume_mode", resume_mode, EXPECTED, fix))
     return path
-
-
-@contextlib.contextmanager
-def writing(root: Path, step: int) -> Iterator[Path]:
-    """The folder to write checkpoint `step` into; it becomes `global_step_N` if the body succeeds.
-
-    Example: `with writing(root, 3) as folder: ranks.save_checkpoint(folder)`.
-    """
-    part = begin(root, step)
-    try:
-        yield part.folder
-    except BaseException:
-        abandon(part)
-        raise
-    publish(part)
 
 
 def begin(root: Path, step: int) -> Part:
@@ -164,13 +140,15 @@ def begin(root: Path, step: int) -> Part:
 
 def publish(part: Part) -> Path:
     """Make a written folder the checkpoint of its step, in place of one that was there."""
-    flush(*part.folder.rglob("*"))
-    marker = part.folder / MARKER
-    marker.write_text(json.dumps({"step": part.step, "files": _listing(part.folder)}) + "\n")
-    flush(marker, part.folder)
+    folder, marker = part.folder, part.folder / MARKER
+    flush(*folder.rglob("*"))
+    files = {str(path.relative_to(folder)): _facts(path)
+             for path in sorted(folder.rglob("*")) if path.is_file()}  # fmt: skip
+    marker.write_text(json.dumps({"step": part.step, "files": files}) + "\n")
+    flush(marker, folder)
     final = step_folder(part.root, part.step)
     remove(final)
-    os.replace(part.folder, final)
+    os.replace(folder, final)
     flush(part.root)
     return final
 

@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint: the same data, tools, model and options.
+"""Whether a run may go on from a checkpoint: whole, of the same data, tools, model and options.
 
 Each option's field says what another value than the checkpoint's leads to (`verl.config.option`).
 Other content, by its fingerprint, is refused unless `trainer.resume_anyway` names it.
@@ -13,16 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint import folders
+from verl.checkpoint import ahead, folders
+from verl.checkpoint.state import DRIVER_FILE, RunState
 from verl.config import Config
 from verl.config.cli import public
 from verl.config.known import known_options
 from verl.core_algos.advantages import ADVANTAGES
 from verl.data.rows import file_list
 from verl.data.trajectories import record_files
-from verl.errors import ConfigError
+from verl.errors import ConfigError, ModelError
 from verl.training.adapters import fingerprint
-from verl.training.stored import reading
+from verl.training.shards import folders_of, rank_file, read_adapters
+from verl.training.stored import ShardReader, read_states, reading
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,32 @@ def check_resume(config: Config, present: Mapping[str, Any]) -> None:
         )
 
 
+def check_contents(config: Config) -> None:
+    """Read all but the tensors of what a run starts from, if anything.
+
+    Raises ModelError, which names an earlier checkpoint.
+    """
+    root = Path(config.trainer.default_local_dir)
+    step_dir = folders.resolve(config.trainer.resume_mode, root)
+    if step_dir is None:
+        return
+    try:
+        folders.refuse_changes(step_dir)
+        RunState.read(step_dir)
+        ahead.read(step_dir)
+        read_adapters(step_dir)
+        if (step_dir / DRIVER_FILE).exists():
+            read_states(step_dir / DRIVER_FILE)
+        for folder in folders_of(step_dir):
+            read_states(rank_file(folder, 0))
+            ShardReader(folder / "shards").read_metadata()
+    except ModelError as error:
+        step = folders.step_of(step_dir)
+        earlier = [p for p in folders.all_complete(step_dir.parent) if folders.step_of(p) < step]
+        advice = f" (trainer.resume_mode={earlier[-1]})" if earlier else ""
+        raise ModelError(f"{error}{advice}") from error
+
+
 def _options(saved: Mapping[str, Any], present: Mapping[str, Any], config: Config) -> Iterator[str]:
     """Refused differences of options; those that are only logged are logged here."""
     old, new = flat(saved["config"]), flat(present["config"])
@@ -87,9 +115,13 @@ def _options(saved: Mapping[str, Any], present: Mapping[str, Any], config: Confi
         if kind == "free" or old[key] == new[key]:
             continue
         change = f"{key}: got {_short(new[key])}, the checkpoint has {_short(old[key])}"
-        if kind == "fixed" or _adds_critic(key, old[key], new[key]):
+        needs_new_critic = (key == "algorithm.adv_estimator" and ADVANTAGES[new[key]].needs_critic
+                            and not ADVANTAGES[old[key]].needs_critic)  # fmt: skip
+        if kind == "fixed" or needs_new_critic:
             yield f"{change}; what was saved cannot be used otherwise"
-        elif kind == "experiment" and not _is_in(key, config.trainer.resume_anyway):
+        elif kind == "experiment" and not any(
+            f"{key}.".startswith(f"{name}.") for name in config.trainer.resume_anyway
+        ):
             yield f"{change}; to go on all the same: {_accept(config, key)}"
         else:
             logger.warning("resuming with another %s", change)
@@ -110,20 +142,8 @@ def _fingerprints(
             yield f"{change}; to go on all the same: {_accept(config, name)}"
 
 
-def _adds_critic(key: str, old: Any, new: Any) -> bool:
-    """Whether a critic is needed that the checkpoint does not have."""
-    if key != "algorithm.adv_estimator":
-        return False
-    return ADVANTAGES[new].needs_critic and not ADVANTAGES[old].needs_critic
-
-
 def _accept(config: Config, name: str) -> str:
     return f"trainer.resume_anyway=[{','.join([*config.trainer.resume_anyway, name])}]"
-
-
-def _is_in(key: str, names: Sequence[str]) -> bool:
-    """Whether an option, or a section above it, is named."""
-    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:

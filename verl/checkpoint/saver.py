@@ -35,13 +35,9 @@ class Ranks(Protocol):
     """What saving needs of the training ranks; see `verl.trainer.ranks.TrainerRanks`."""
 
     def save_checkpoint(self, directory: Path) -> None: ...
-
     def checkpoint_bytes(self) -> int: ...
-
     def can_copy_checkpoint(self) -> bool: ...
-
     def start_checkpoint(self, directory: Path) -> None: ...
-
     def finish_checkpoint(self) -> None: ...
 
 
@@ -102,15 +98,13 @@ class Saver:
         """Write the checkpoint of a state; with `wait`, or without `async_save`, to its end.
 
         `beside` writes something else into its folder, also in the background. The one before is
-        waited for. Raises SaveError when writing failed twice in a row, or at
-        once with `wait`.
+        waited for. Raises SaveError when writing failed twice in a row, or at once with `wait`.
         """
         self.settle()
         part: Part | None = None
         try:
             part = folders.begin(self.root, state.step)
-            written = {**asdict(state), **self.identity}
-            folders.write_state(part.folder, written)
+            folders.write_state(part.folder, {**asdict(state), **self.identity})
             write_driver_random(part.folder)
             if self.config.async_save and not wait and self._can_copy():
                 self.ranks.start_checkpoint(part.folder)
@@ -226,11 +220,10 @@ def to_keep(
     """
     scores = {path: _score(path) for path in found}
     judged = [path for path in found if scores[path] is not None]
-    best = sorted(judged, key=lambda path: (scores[path], folders.step_of(path)))
+    best = sorted(judged, key=lambda path: (scores[path], folders.step_of(path)), reverse=True)
     healthy = [path for path in found if (path / folders.HEALTHY).exists()]
-    kept = {*found[-max(keep_last, 1) :], *healthy[-1:]}
-    kept |= set(best[-keep_best:]) if keep_best else set()
-    return kept | {path for path in found if folders.step_of(path) in protected}
+    needed = [path for path in found if folders.step_of(path) in protected]
+    return {*found[-max(keep_last, 1) :], *healthy[-1:], *best[:keep_best], *needed}
 
 
 def _score(step_dir: Path) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
 
 from verl.config.option import option
 
@@ -90,7 +89,7 @@ class CompatConfig:
     """Validation samples as training does (rollout.temperature, rollout.top_p)."""
 
 
-COMPAT_PRESETS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {"none": frozenset(), "search_r1": frozenset(field.name for field in fields(CompatConfig))}
-)
+COMPAT_PRESETS: Mapping[str, frozenset[str]] = {
+    "none": frozenset(), "search_r1": frozenset(field.name for field in fields(CompatConfig)),
+}  # fmt: skip
 """What `compat=NAME` switches on; it switches the others off."""

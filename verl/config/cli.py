@@ -27,8 +27,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import Config, overrides
-from verl.config.checks import check
-from verl.config.known import known_options, settings, typed
+from verl.config.known import check, known_options, settings, typed
 from verl.config.presets_source import PRESETS, PresetPath, PresetSource
 from verl.errors import ConfigError, explain, masked
 
@@ -49,8 +48,21 @@ def compose_runs(argv: Sequence[str]) -> list[Config]:
     the configuration is complete. Raises ConfigError.
     """
     args = _parser().parse_intermixed_args(list(argv))
+    folders = (path for folder in (PRESETS, args.config_dir) for path in folder.glob("*"))
+    groups = {path.name for path in folders if path.is_dir()}
+    runs = overrides.runs(args.overrides) if args.multirun else [(args.overrides, "")]
+    found = []
     with _resolving():
-        return _compose_runs(args)
+        for arguments, label in runs:
+            chosen = overrides.normalise(arguments, groups)
+            config = _compose(args.config_name, args.config_dir, chosen)
+            if label:
+                _set_apart(config, label)
+            found.append(config)
+        if args.cfg:
+            sys.stdout.write("---\n".join(map(_to_yaml, found)))
+            raise SystemExit(0)
+        return [_checked(config) for config in found]
 
 
 @contextlib.contextmanager
@@ -61,22 +73,6 @@ def _resolving() -> Iterator[None]:
     except OmegaConfBaseException as error:
         got, fix = " ".join(str(error).split()), "correct the ${…} of that option"
         raise ConfigError(explain("options", got, "references to options", fix)) from error
-
-
-def _compose_runs(args: argparse.Namespace) -> list[Config]:
-    groups = {path.name for folder in (PRESETS, args.config_dir) for path in _folders(folder)}
-    found = []
-    runs = overrides.runs(args.overrides) if args.multirun else [(args.overrides, "")]
-    for arguments, label in runs:
-        chosen = overrides.normalise(arguments, groups)
-        config = _compose(args.config_name, args.config_dir, chosen)
-        if label:
-            _set_apart(config, label)
-        found.append(config)
-    if args.cfg:
-        sys.stdout.write("---\n".join(map(_to_yaml, found)))
-        raise SystemExit(0)
-    return [_checked(config) for config in found]
 
 
 def checked(config: Config, words: Sequence[str] = ()) -> Config:
@@ -116,7 +112,9 @@ def _plain(value: Any) -> Any:
 
 def _checked(config: DictConfig) -> Config:
     _settle_record(config)
-    _refuse_missing(config)
+    if missing := sorted(OmegaConf.missing_keys(config)):
+        fix = "add " + " ".join(f"{key}=…" for key in missing)
+        raise ConfigError(explain(", ".join(missing), "nothing", "a value each", fix))
     run = cast(Config, OmegaConf.to_object(config))
     check(run)
     return run
@@ -139,10 +137,6 @@ def _set_apart(config: DictConfig, label: str) -> None:
         if trainer[key] is not None:
             trainer[key] = f"{trainer[key]}/{label}"
     trainer.experiment_name = f"{trainer.experiment_name}-{label}"
-
-
-def _folders(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("*") if path.is_dir()]
 
 
 def write_resolved(config: Config, directory: str | Path) -> Path:
@@ -172,19 +166,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the run")
     parser.add_argument("--cfg", choices=["job"], help="print the resolved options, start nothing")
-    parser.add_argument(
-        "--config-name",
-        "-cn",
-        default=DEFAULT_PRESET,
-        help=f"preset to start from: {', '.join(_preset_names(PRESETS))}",
-    )
+    names = f"preset to start from: {', '.join(_preset_names(PRESETS))}"
+    parser.add_argument("--config-name", "-cn", default=DEFAULT_PRESET, help=names)
     parser.add_argument("--config-dir", "-cd", default=PRESETS, type=Path, help="folder of presets")
-    parser.add_argument(
-        "--multirun",
-        "-m",
-        action="store_true",
-        help="a run of each of several values (trainer.seed=0,1,2), one after another",
-    )
+    sweep = "a run of each of several values (trainer.seed=0,1,2), one after another"
+    parser.add_argument("--multirun", "-m", action="store_true", help=sweep)
     return parser
 
 
@@ -216,9 +202,8 @@ def _compose(preset: str, folder: Path, arguments: Sequence[str]) -> DictConfig:
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         cause = " ".join(str(error).partition("Config search path")[0].split())
         fix = f"correct {folder / name}.yaml or the options given"
-        raise ConfigError(explain(f"preset {name}", cause, "options of verl/config/", fix)) from (
-            error
-        )
+        got = explain(f"preset {name}", cause, "options of verl/config/", fix)
+        raise ConfigError(got) from error
 
 
 @functools.cache
@@ -227,11 +212,3 @@ def _introduce() -> None:
     ConfigStore.instance().store(name="config_schema", node=Config)
     Plugins.instance().register(PresetSource)
     Plugins.instance().register(PresetPath)
-
-
-def _refuse_missing(config: DictConfig) -> None:
-    """Refuse options without default that nobody gave."""
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        fix = "add " + " ".join(f"{key}=…" for key in missing)
-        raise ConfigError(explain(", ".join(missing), "nothing", "a value each", fix))

@@ -1,7 +1,9 @@
-"""What the configuration's dataclasses say about themselves: names, types, defaults, meaning.
+"""What the configuration says about itself: names, types, defaults, meaning and limits of options.
 
-Read from `verl.config` by reflection, so that an option is described in one place only. Nothing
-here parses a command line; `scripts/option_pages.py` prints docs/options.md from it.
+Read from `verl.config` by reflection, so that an option is described in one place only;
+`scripts/option_pages.py` prints docs/options.md from it. `check` holds a configuration against its
+limits, and then against the rules between options (`verl.config.rules`), before any work; what
+needs the machine (files, devices, tools) is in `verl.preflight.checks`.
 """
 
 from __future__ import annotations
@@ -9,15 +11,16 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import itertools
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import verl.config
 from verl.config import Config
 from verl.config.option import Limits
+from verl.errors import ConfigError, explain
 
 
 @dataclass(frozen=True)
@@ -94,23 +97,54 @@ def _type_name(hint: Any) -> str:
 
 def _meaning(kind: type, name: str) -> str:
     """The string that follows a field in the source of its class, or of a class above it."""
-    docs = (_field_docs().get(above.__name__, {}).get(name) for above in kind.__mro__)
+    docs = (_field_docs().get((above.__name__, name)) for above in kind.__mro__)
     return next(filter(None, docs), "")
 
 
 @functools.cache
-def _field_docs() -> dict[str, dict[str, str]]:
+def _field_docs() -> dict[tuple[str, str], str]:
     """The string that follows each field in the source, by class and field."""
-    folder = Path(verl.config.__file__).parent
-    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in folder.glob("*.py"))
-    classes = (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
-    return {node.name: dict(_docs_of(node)) for node in classes}
+    found = {}
+    trees = [ast.parse(file.read_text("utf-8")) for file in Path(__file__).parent.glob("*.py")]
+    for node in (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)):
+        for pair in itertools.pairwise(node.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(text)):
+                    found[node.name, name] = " ".join(str(text).split())
+    return found
 
 
-def _docs_of(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """(field, sentence) for each annotated field that a bare string follows."""
-    for statement, after in zip(node.body, node.body[1:], strict=False):
-        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+def check(config: Config) -> None:
+    """Refuse settings that cannot work; the error lists every one found.
+
+    Rules between options see values that are within their limits only.
+    """
+    refuse(beyond_limits(config))
+    # What follows imports the registries of algorithms, and torch with them, which takes seconds.
+    refuse(beyond_limits(config, registered=True))
+    from verl.config.rules import problems  # noqa: PLC0415
+
+    refuse(problems(config))
+
+
+def refuse(problems: Iterator[str]) -> None:
+    """Raise ConfigError with all problems, if there are any."""
+    if lines := list(problems):
+        raise ConfigError("\n".join(lines))
+
+
+def beyond_limits(section: Any, registered: bool = False) -> Iterator[str]:
+    """Values of a dataclass that their own field does not allow; a field may be without limits.
+
+    With `registered`, only the words that a registry holds are looked at; without, all the rest.
+    """
+    for key, _, field, value in settings(section):
+        if value is None or "limits" not in field.metadata:
             continue
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            yield statement.target.id, " ".join(str(after.value.value).split())
+        limits = field.metadata["limits"]
+        if isinstance(limits.choices, str) is not registered:
+            continue
+        if not limits.allows(value):
+            usual = field.default_factory() if callable(field.default_factory) else field.default
+            expected = limits.expected(value) + (", or null" if "None" in str(field.type) else "")
+            yield explain(key, typed(value), expected, f"{key}={typed(usual)}, the default")

@@ -1,7 +1,8 @@
 """`key=value` arguments before Hydra sees them: plus signs, old names, unknown keys, types.
 
-The names of the original scripts all mean here what they meant there. Those that are
-spelled differently here, or have no effect any more, are in `verl.config.legacy`.
+The names of the scripts and YAML files of the original and veRL all mean here what they meant
+there. An option may have another name here (`ALIASES`), have no effect any more and say so once, or
+be refused with what to give instead (`LEGACY`); `legacy.yaml` lists them.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ import difflib
 import functools
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -22,12 +27,65 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.config import Config
 from verl.config.algorithm import COMPAT_PRESETS
 from verl.config.known import known_options, known_sections, typed
-from verl.config.legacy import ALIASES, Legacy, find, name_here
 from verl.errors import ConfigError, explain
 
 logger = logging.getLogger(__name__)
 
 _warned: set[str] = set()
+_FILE: Mapping[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("legacy.yaml").read_text("utf-8")
+)
+ALIASES: Mapping[str, str] = _FILE["aliases"]
+"""Other names of our options and sections."""
+
+
+@dataclass(frozen=True)
+class Legacy:
+    """An option without effect; `silent` are the values that ask for nothing else than we do."""
+
+    names: str
+    """Several for one advice; `{a,b}` stands for each of them. A name covers all below it."""
+    advice: str
+    silent: tuple[Any, ...]
+    is_refused: bool
+    """Any other value fails instead of warning: without it the run would not be the one meant."""
+
+
+def expand(names: str) -> Iterator[str]:
+    """The dotted names that a row's names stand for.
+
+    *Example*: `"x.{a,b} y"` gives `x.a`, `x.b` and `y`.
+    """
+    for name in names.split():
+        found = re.search(r"\{(.*?)\}", name)
+        if found is None:
+            yield name
+            continue
+        for part in found[1].split(","):
+            yield from expand(name.replace(found[0], part, 1))
+
+
+ROWS = [
+    Legacy(row["names"], row["advice"], (*row.get("silent", ()), None), is_refused="refused" in row)
+    for row in _FILE["without_effect"]
+]
+LEGACY: Mapping[str, Legacy] = {name: row for row in ROWS for name in expand(row.names)}
+"""What has no effect here, by dotted name; some are still options of `verl.config`."""
+
+
+def name_here(given: str) -> str:
+    """Our name of an option that was given under another one."""
+    for other, ours in ALIASES.items():
+        if given == other or given.startswith(f"{other}."):
+            return ours + given.removeprefix(other)
+    return given
+
+
+def find(key: str) -> Legacy | None:
+    """What is known of an option without effect, or of a section that it stands in."""
+    while key and key not in LEGACY:
+        key = key.rpartition(".")[0]
+    return LEGACY.get(key)
 
 
 def normalise(arguments: Sequence[str], groups: Collection[str] = ()) -> list[str]:
@@ -42,33 +100,30 @@ def normalise(arguments: Sequence[str], groups: Collection[str] = ()) -> list[st
 
 def runs(arguments: Sequence[str]) -> Iterator[tuple[list[str], str]]:
     """The arguments of each run of a sweep (`trainer.seed=0,1,2`), and what it differs in."""
-    swept = [parse(argument, may_sweep=True) for argument in arguments]
-    choices: list[list[tuple[str, bool]]] = []
-    for override in swept:
-        key, is_sweep = override.get_key_element(), override.is_sweep_override()
-        values = (
-            [f"{key}={value}" for value in override.sweep_string_iterator()] if is_sweep else []
-        )
-        choices.append([(text, is_sweep) for text in values or [str(override.input_line)]])
+    choices, swept = [], []
+    for override in (parse(argument, may_sweep=True) for argument in arguments):
+        values, key = [str(override.input_line)], override.get_key_element()
+        swept.append(override.is_sweep_override())
+        if swept[-1]:
+            values = [f"{key}={value}" for value in override.sweep_string_iterator()] or values
+        choices.append(values)
     for chosen in itertools.product(*choices):
-        label = ",".join(text.lstrip("+") for text, is_sweep in chosen if is_sweep)
-        yield [text for text, _ in chosen], label.replace("/", "_")
+        label = ",".join(text.lstrip("+") for text in itertools.compress(chosen, swept))
+        yield list(chosen), label.replace("/", "_")
 
 
 def parse(argument: str, may_sweep: bool = False) -> Override:
     """One `key=value` by Hydra's grammar; what is none, or would start a sweep, is refused."""
     if "=" not in argument or argument.startswith("~"):
-        raise ConfigError(
-            explain("argument", repr(argument), "key=value", "see --help for the keys")
-        )
+        fix = "see --help for the keys"
+        raise ConfigError(explain("argument", repr(argument), "key=value", fix))
     key, value = argument.split("=", 1)
     try:
         override = _parser().parse_override(argument)
     except (HydraException, ValueError, RecursionError) as error:  # thousands of digits, or of [
+        expected = "a value of Hydra's override grammar"
         fix = f"quote it for the parser as well: '{key}=\"…\"'"
-        raise ConfigError(
-            explain(key, shown(value), "a value of Hydra's override grammar", fix)
-        ) from error
+        raise ConfigError(explain(key, shown(value), expected, fix)) from error
     if override.is_sweep_override() and not may_sweep:
         fix = f"a list is {key}=[{value}]; --multirun makes a run of each"
         raise ConfigError(explain(key, value, "one value", fix))
@@ -128,12 +183,9 @@ def _compat(name: Any) -> dict[str, Any]:
 def unknown_key(key: str) -> ConfigError:
     """The error for a key that is no option, with the nearest that is one."""
     names = [*known_options(), *ALIASES]
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    leaf = [name for name in names if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    best = next(iter(leaf or near), None)
-    if leaf and len(leaf) > 1:
-        best = max(leaf, key=lambda name: difflib.SequenceMatcher(None, key, name).ratio())
-    hint = f"did you mean {best}?" if best else "see --help for all keys"
+    alike = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = difflib.get_close_matches(key, alike or names, n=1, cutoff=0.0 if alike else 0.5)
+    hint = f"did you mean {near[0]}?" if near else "see --help for all keys"
     return ConfigError(explain("unknown option", key, "a key of verl/config/", hint))
 
 

@@ -13,8 +13,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import Container, DictConfig, OmegaConf
 
 from verl.config.known import known_options
-from verl.config.legacy import name_here
-from verl.config.overrides import translate
+from verl.config.overrides import name_here, translate
 
 PRESETS = Path(__file__).parent / "presets"
 OF_HYDRA = ("defaults", "hydra")

@@ -63,11 +63,11 @@ def render(
         text = row.prompt
     elif templated:
         messages = [dict(message) for message in row.prompt]
-        with_tools: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        given: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        if tools:
+            given["tools"] = list(tools)
         try:
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **with_tools
-            )
+            text = tokenizer.apply_chat_template(messages, **given)
         except jinja2.TemplateError as error:
             got = " ".join(f"{[m['role'] for m in messages]} ({error})".split())
             fix = "correct the row, or the model's chat template"
@@ -102,17 +102,10 @@ class PromptDataset(list[Prompt]):
 
     @classmethod
     def load(
-        cls,
-        files: str | Sequence[str],
-        tokenizer: Tokenizer,
-        *,
-        max_start_length: int,
-        num_rows: int | None = None,
-        seed: int = 0,
-        prompt_key: str = "prompt",
-        filter_overlong: bool = True,
-        tools: Sequence[Schema] = (),
-    ) -> PromptDataset:
+        cls, files: str | Sequence[str], tokenizer: Tokenizer, *, max_start_length: int,
+        num_rows: int | None = None, seed: int = 0, prompt_key: str = "prompt",
+        filter_overlong: bool = True, tools: Sequence[Schema] = (),
+    ) -> PromptDataset:  # fmt: skip
         """Read, choose, render, and leave out (or refuse) prompts over `max_start_length` tokens.
 
         Raises DataError for malformed rows, for over-long ones if they are not to be filtered,
@@ -127,24 +120,16 @@ class PromptDataset(list[Prompt]):
 
 
 def load_prompts(
-    config: Config,
-    files: str | Sequence[str],
-    num_rows: int | None,
-    tokenizer: Tokenizer,
+    config: Config, files: str | Sequence[str], num_rows: int | None, tokenizer: Tokenizer,
     tools: Sequence[Schema] = (),
-) -> PromptDataset:
+) -> PromptDataset:  # fmt: skip
     """The training or validation prompts of a run, as its `data` options say."""
     data = config.data
     return PromptDataset.load(
-        files,
-        tokenizer,
-        max_start_length=data.max_start_length,
-        num_rows=num_rows,
-        seed=config.trainer.seed,
-        prompt_key=data.prompt_key,
-        filter_overlong=data.filter_overlong_prompts,
-        tools=tools,
-    )
+        files, tokenizer, max_start_length=data.max_start_length, num_rows=num_rows,
+        seed=config.trainer.seed, prompt_key=data.prompt_key,
+        filter_overlong=data.filter_overlong_prompts, tools=tools,
+    )  # fmt: skip
 
 
 def _report_overlong(prompts: Sequence[Prompt], limit: int, may_drop: bool) -> None:

@@ -131,10 +131,10 @@ def read_records(path: str, columns: Sequence[str] = ()) -> Iterator[Record]:
         raise DataError(explain(path, "no rows", "at least one", "build the file again"))
 
 
-def short(value: object, limit: int = 80) -> str:
+def short(value: object) -> str:
     """A value for an error message."""
     text = "nothing" if value is None else repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return text if len(text) <= 80 else text[:79] + "…"
 
 
 def _read_parquet(path: str, columns: Sequence[str]) -> Iterator[Record]:
@@ -186,25 +186,19 @@ def read_jsonl(path: str) -> Iterator[Record]:
 def _check_row(record: Any, path: str, name: str, number: int, prompt_key: str) -> Row | BadRow:
     """One raw row of `path` as a Row of `name`, or the part at fault."""
 
-    def refuse(part: str, got: object, expected: str) -> BadRow:
-        return BadRow.at(path, number, part, short(got), expected)
-
     if not isinstance(record, dict):
-        return refuse("", record, "an object")
-    source = record.get("data_source")
-    if not isinstance(source, str) or not source:
-        return refuse("data_source", source, "a name")
-    prompt = prompt_of(record.get(prompt_key))
-    if not prompt:
-        expected = "a string, or a list of messages {role, content} that is not empty"
-        return refuse(prompt_key, record.get(prompt_key), expected)
-    targets = _targets(record.get("reward_model"))
-    if not targets:
-        expected = "ground_truth, or its target: a string or a list of strings, none empty"
-        return refuse("reward_model", record.get("reward_model"), expected)
-    extra = record.get("extra_info") or {}
-    if not isinstance(extra, dict):
-        return refuse("extra_info", extra, "an object")
+        return BadRow.at(path, number, "", short(record), "an object")
+    source, extra = record.get("data_source") or "", record.get("extra_info") or {}
+    prompt, targets = prompt_of(record.get(prompt_key)), _targets(record.get("reward_model"))
+    for part, is_sound, expected in (
+        ("data_source", source and isinstance(source, str), "a name"),
+        (prompt_key, prompt, "a string, or a list of messages {role, content} that is not empty"),
+        ("reward_model", targets,
+         "ground_truth, or its target: a string or a list of strings, none empty"),
+        ("extra_info", isinstance(extra, dict), "an object"),
+    ):  # fmt: skip
+        if not is_sound:
+            return BadRow.at(path, number, part, short(record.get(part)), expected)
     if isinstance(record.get("question"), str):  # where the original's files keep it
         extra = {"question": record["question"], **extra}
     return Row(name, number, prompt, source, targets, extra)

@@ -22,12 +22,9 @@ class PromptSampler:
             expected = f"at most the {num_rows} rows there are"
             fix = f"data.train_batch_size={num_rows}, or give more rows"
             raise ConfigError(explain("data.train_batch_size", batch_size, expected, fix))
-        self.num_rows = num_rows
-        self.batch_size = batch_size
-        self._shuffle = shuffle
-        self._seed = seed
-        self._epoch = 0
-        self._position = 0
+        self.num_rows, self.batch_size = num_rows, batch_size
+        self._shuffle, self._seed = shuffle, seed
+        self._epoch = self._position = 0
         self._order = self._epoch_order(0, [])
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -47,12 +44,8 @@ class PromptSampler:
 
     def state_dict(self) -> dict[str, int]:
         """Where the next batch starts."""
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "num_rows": self.num_rows,
-            "batch_size": self.batch_size,
-        }
+        return {"epoch": self._epoch, "position": self._position, "num_rows": self.num_rows,
+                "batch_size": self.batch_size}  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on where a sampler of the same rows and batch size stood. Raises ConfigError."""
@@ -61,16 +54,12 @@ class PromptSampler:
                 fix = "resume with the data and data.train_batch_size of the checkpoint"
                 got = f"{getattr(self, name)} {name}"
                 raise ConfigError(explain("resumed data order", got, str(state[name]), fix))
-        self._seek(state["epoch"], state["position"])
-
-    def _seek(self, epoch: int, position: int) -> None:
-        """Rebuild the order of `epoch`, which depends on the tails of the epochs before."""
-        order: list[int] = []
-        for number in range(epoch + 1):
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = []
+        for number in range(self._epoch + 1):  # each depends on the tail of the one before
             tail_length = self.num_rows * number % self.batch_size
-            tail = order[self.num_rows - tail_length :] if number else []
-            order = self._epoch_order(number, tail)
-        self._epoch, self._position, self._order = epoch, position, order
+            tail = self._order[self.num_rows - tail_length :] if number else []
+            self._order = self._epoch_order(number, tail)
 
     def _epoch_order(self, epoch: int, tail: Sequence[int]) -> list[int]:
         """The epoch's permutation; rows of `tail` are swapped out of the batch they began."""

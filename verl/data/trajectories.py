@@ -70,40 +70,34 @@ def open_folder(directory: str | Path, tokenizer: Vocabulary, model: str = "") -
 
     Raises ConfigError for a folder with trajectories of another tokenizer.
     """
-    folder = Path(directory)
+    folder, key = Path(directory), "trainer.rollout_data_dir"
     header = {TOKENIZER: fingerprint(tokenizer), MODEL: model}
     if (folder / HEADER).is_file() and read_header(folder) != header[TOKENIZER]:
         got = f"{directory}, with trajectories of another tokenizer"
         fix = "name another folder, or delete it"
-        raise ConfigError(explain("trainer.rollout_data_dir", got, "a folder of its own", fix))
+        raise ConfigError(explain(key, got, "a folder of its own", fix))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_lines(folder / HEADER, [header])
     except OSError as error:
-        expected = "a folder that can be written"
-        raise ConfigError(
-            explain("trainer.rollout_data_dir", error, expected, "name another")
-        ) from error
+        problem = explain(key, error, "a folder that can be written", "name another")
+        raise ConfigError(problem) from error
 
 
 def write_step(
-    directory: str | Path,
-    step: int,
-    trajectories: Sequence[Trajectory],
-    rewards: Sequence[Reward],
-    greedy_scores: Sequence[float] = (),
+    directory: str | Path, step: int, trajectories: Sequence[Trajectory],
+    rewards: Sequence[Reward], greedy_scores: Sequence[float] = (),
     signals: Mapping[tuple[str, int], Signals] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write one step's trajectories with their scores; the file appears whole or not at all.
 
     `signals`: what the trainer found, of the trajectories whose (group, sample) it names.
     """
     baselines: Sequence[float | None] = greedy_scores or [None] * len(trajectories)
-    parts = zip(trajectories, rewards, baselines, strict=True)
-    known = signals or {}
+    known, size = signals or {}, len(trajectories)
     rows = [
-        row_of(step, len(trajectories), Recorded(*part), known.get((part[0].group, part[0].sample)))
-        for part in parts
+        row_of(step, size, Recorded(one, reward, greedy), known.get((one.group, one.sample)))
+        for one, reward, greedy in zip(trajectories, rewards, baselines, strict=True)
     ]
     write_lines(path_of(directory, step), rows)
 
@@ -130,15 +124,16 @@ def read_step(directory: str | Path, step: int) -> list[Recorded]:
     Log-probs that the engine did not tell are NaN.
     """
     path = path_of(directory, step)
-    found = [(where, row, read_row(where, row)) for where, row in _rows_of(path)]
-    sizes = {row.get("step_size") for _, row, _ in found} | {len(found)}
+    rows = list(_rows_of(path))
+    found = [read_row(where, row) for where, row in rows]
+    sizes = {row.get("step_size") for _, row in rows} | {len(found)}
     if len(sizes) > 1 or not found:
-        written = max((size for size in sizes if isinstance(size, int)), default=0)
+        written = max(size for size in sizes if isinstance(size, int))
         got = f"{len(found)} trajectories"
         fix = "copy the file again, or leave it and those of later steps out"
         expected = f"the {written} that the step had" if written > len(found) else "a whole step"
         raise DataError(explain(str(path), got, expected, fix))
-    return [one for _, _, one in found]
+    return found
 
 
 def read_header(directory: str | Path) -> str:
@@ -190,23 +185,15 @@ def row_of(
     trajectory, reward = recorded.trajectory, recorded.reward
     prompt = trajectory.prompt
     return {
-        "step": step,
-        "step_size": step_size,
-        "uid": prompt.uid,
-        "data_source": prompt.data_source,
+        "step": step, "step_size": step_size, "uid": prompt.uid, "data_source": prompt.data_source,
         "question": prompt.extra_info.get("question", ""),
-        "ground_truth": list(prompt.ground_truth),
-        "extra_info": dict(prompt.extra_info),
-        "group": trajectory.group,
-        "sample": trajectory.sample,
-        "seed": trajectory.seed,
-        "status": trajectory.status.value,
-        "score": reward.score,
-        "components": dict(reward.components),
-        "greedy_score": recorded.greedy_score,
+        "ground_truth": list(prompt.ground_truth), "extra_info": dict(prompt.extra_info),
+        "group": trajectory.group, "sample": trajectory.sample, "seed": trajectory.seed,
+        "status": trajectory.status.value, "score": reward.score,
+        "components": dict(reward.components), "greedy_score": recorded.greedy_score,
         "stats": trajectory.stats,
         "segments": list(_segments(trajectory.segments, signals or {})),
-    }
+    }  # fmt: skip
 
 
 def _segments(segments: Sequence[Segment], signals: Signals) -> Iterator[dict[str, Any]]:

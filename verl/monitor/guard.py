@@ -1,4 +1,9 @@
-"""The guard over a run: it says what is wrong, knows which checkpoints to trust, and what to do.
+"""The collapse guard: what it measures and bounds, which checkpoints it trusts, what it then does.
+
+A run with tools seldom ends in an error. The policy forgets its tags, calls no tool, never
+answers or repeats itself, and the score follows some steps later. Each row of `RULES` bounds one
+metric, absolutely or relative to a baseline: its median over the latest healthy steps. One step
+beyond a bound is a warning, `patience` of them in a row are a collapse.
 
 A checkpoint is healthy when the guard had nothing to say in the `patience` steps that followed it:
 they sampled with its weights and learned from there. Its folder is then marked `HEALTHY`. What a
@@ -8,18 +13,115 @@ run under `action=rollback` starts from, and what it goes on from, is trusted at
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from verl.checkpoint import folders
 from verl.config import GuardConfig
+from verl.core_algos.kl import kl_penalty
 from verl.errors import CollapseError
-from verl.monitor.collapse import rules
+from verl.types import TokenBatch
 
 logger = logging.getLogger(__name__)
+
+DRIFT = "guard/log_prob_drift"
+SHIFT = "guard/policy_shift"
+MALFORMED = "guard/malformed_rate"
+TOOL_USE = "guard/search_rate"
+"""Share of trajectories with a tool call; the name is from when there was one tool."""
+NO_ANSWER = "guard/no_answer_rate"
+LENGTH_CLIP = "guard/length_clip_rate"
+ENTROPY = "actor/entropy"
+GRAD_NORM = "actor/grad_norm"
+SKIPPED = "actor/skipped_updates"
+
+
+class Kind(StrEnum):
+    """How a rule's limit bounds its metric."""
+
+    DROP = "at least minus the limit"
+    CEILING = "at most the limit"
+    RISE = "at most the baseline plus the limit"
+    GROWTH = "at most the limit times the baseline"
+    SHARE = "at least the limit times the baseline"
+
+
+LEAST = (Kind.DROP, Kind.SHARE)
+"""Those whose bound is the least allowed, rather than the most."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One bound on one metric."""
+
+    name: str
+    """The option of `trainer.guard` that sets the limit."""
+    metric: str
+    kind: Kind
+    patience: int | None = None
+    """Steps in a row beyond the bound that make a collapse; None is the option's."""
+    limit: float = 0.0
+
+    def bound(self, baseline: float | None) -> float | None:
+        """The most or least allowed; None while a relative rule has nothing to compare with."""
+        if self.kind is Kind.DROP:
+            return -self.limit
+        if self.kind is Kind.CEILING:
+            return self.limit
+        if baseline is None or (baseline == 0.0 and self.kind is Kind.GROWTH):
+            return None  # any gradient is beyond a multiple of none
+        return baseline + self.limit if self.kind is Kind.RISE else baseline * self.limit
+
+    def is_broken(self, value: float, bound: float | None) -> bool:
+        """Whether `value` is beyond the bound; what is not finite always is."""
+        if not math.isfinite(value) or bound is None:
+            return not math.isfinite(value)
+        return value < bound if self.kind in LEAST else value > bound
+
+    def reason(self, value: float, baseline: float | None, count: int) -> str:
+        """`METRIC is VALUE, above BOUND (RULE, baseline …), step 1 of 3`."""
+        bound, side = self.bound(baseline), "below" if self.kind in LEAST else "above"
+        limit = "not finite" if bound is None or not math.isfinite(value) else f"{side} {bound:.3g}"
+        known = "" if baseline is None else f", baseline {baseline:.3g}"
+        return (
+            f"{self.metric} is {value:.3g}, {limit} (rule {self.name}{known}), "
+            f"step {count} of {self.patience}"
+        )
+
+
+# Rules about the updates themselves need less patience than those about what is sampled later.
+RULES = (
+    Rule("drift_drop", DRIFT, Kind.DROP),
+    Rule("drift_crash", DRIFT, Kind.DROP, patience=1),
+    Rule("shift_bound", SHIFT, Kind.CEILING, patience=2),
+    Rule("malformed_rise", MALFORMED, Kind.RISE),
+    Rule("no_answer_rise", NO_ANSWER, Kind.RISE),
+    Rule("length_clip_rise", LENGTH_CLIP, Kind.RISE),
+    Rule("search_share", TOOL_USE, Kind.SHARE),
+    Rule("entropy_share", ENTROPY, Kind.SHARE),
+    Rule("entropy_rise", ENTROPY, Kind.RISE),
+    Rule("grad_norm_growth", GRAD_NORM, Kind.GROWTH),
+    Rule("skipped_updates", SKIPPED, Kind.CEILING),
+)
+
+
+def rules(config: GuardConfig) -> list[Rule]:
+    """The rules of a run: those whose limit is not null."""
+    limits = [(rule, getattr(config, rule.name)) for rule in RULES]
+    patience = config.patience
+    return [
+        replace(rule, limit=limit, patience=min(rule.patience or patience, patience))
+        for rule, limit in limits
+        if limit is not None
+    ]
 
 
 @dataclass(frozen=True)
@@ -34,9 +136,7 @@ class Verdict:
     @property
     def health(self) -> str:
         """In a word."""
-        if self.is_collapsed:
-            return "collapsed"
-        return "warning" if self.reasons else "healthy"
+        return "collapsed" if self.is_collapsed else "warning" if self.reasons else "healthy"
 
     def __str__(self) -> str:
         return "; ".join(self.reasons)
@@ -163,37 +263,60 @@ class CollapseGuard:
     def _message(self, step: int, verdict: Verdict) -> str:
         """What happened, where the healthy weights are, and how to go on."""
         spent = f" after {self.rollbacks} rollbacks" if self.rollbacks else ""
-        head = f"the policy collapsed at step {step}{spent}: {verdict}; "
-        if self.healthy is None:
-            return head + (
-                "no checkpoint is known to be healthy: start anew with a lower "
-                "actor_rollout_ref.actor.optim.lr, and trainer.save_freq to have checkpoints"
-            )
-        folder = folders.step_folder(self.directory, self.healthy)
-        return head + (
-            f"the last healthy checkpoint is {folder}; go on from it with "
-            f"trainer.resume_mode={folder} and a lower actor_rollout_ref.actor.optim.lr"
-        )
+        lower = "a lower actor_rollout_ref.actor.optim.lr"
+        advice = (f"no checkpoint is known to be healthy: start anew with {lower}, and "
+                  "trainer.save_freq to have checkpoints")  # fmt: skip
+        if self.healthy is not None:
+            folder = folders.step_folder(self.directory, self.healthy)
+            advice = (f"the last healthy checkpoint is {folder}; go on from it with "
+                      f"trainer.resume_mode={folder} and {lower}")  # fmt: skip
+        return f"the policy collapsed at step {step}{spent}: {verdict}; {advice}"
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON."""
-        return {
-            "history": self.history,
-            "broken": self.broken,
-            "pending": self.pending,
-            "healthy": self.healthy,
-            "rollbacks": self.rollbacks,
-        }
+        names = ("history", "broken", "pending", "healthy", "rollbacks")
+        return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave, as far as the checkpoints are still here."""
         self.history = {name: list(values) for name, values in state["history"].items()}
         self.broken = dict(state["broken"])
         self.pending = [step for step in state["pending"] if self._exists(step)]
-        self.healthy = state["healthy"] if self._exists(state["healthy"]) else None
+        healthy = state["healthy"]
+        self.healthy = None if healthy is None or not self._exists(healthy) else healthy
         self.rollbacks = state["rollbacks"]
 
-    def _exists(self, step: int | None) -> bool:
-        if step is None:
-            return False
+    def _exists(self, step: int) -> bool:
         return folders.is_complete(folders.step_folder(self.directory, step))
+
+
+def correct_sequences(scores: Tensor, limit: int) -> list[int]:
+    """Indices of at most `limit` correct trajectories, evenly over the batch.
+
+    Correct is a positive score of at least half the batch's best, `scores` (num_seqs,).
+    """
+    if not len(scores):
+        return []
+    found = torch.nonzero((scores > 0) & (scores >= scores.max() / 2)).flatten().tolist()
+    chosen = min(limit, len(found))
+    return [found[i * len(found) // chosen] for i in range(chosen)]
+
+
+def correct_trajectories(batch: TokenBatch, limit: int) -> TokenBatch:
+    """The correct trajectories to look at again, with the columns that a forward needs only."""
+    chosen = batch.select(correct_sequences(batch.rows["scores"], limit))
+    names = ("input_ids", "policy_mask", "rollout_log_probs")
+    return TokenBatch(chosen.offsets, {name: chosen.tokens[name] for name in names})
+
+
+def drift_and_shift(sampled: TokenBatch, log_probs: Tensor) -> tuple[float, float]:
+    """How far the policy tokens' log-probs moved since the engine sampled them, in nats.
+
+    `log_probs` (num_tokens,) are those of the policy after the updates. The drift is the mean of
+    log π_after − log π_engine; the shift is KL(π_engine ‖ π_after) by k3, not negative: where some
+    tokens gain what others lose, the drift is near 0 and the shift is not.
+    """
+    mask = sampled.tokens["policy_mask"]
+    moved = (log_probs - sampled.tokens["rollout_log_probs"])[mask].double()
+    shift = kl_penalty(-moved, torch.zeros_like(moved), "k3")
+    return float(moved.mean()), float(shift.mean())

@@ -87,13 +87,10 @@ class WandbTracker(Tracker):
         self._directory.mkdir(parents=True, exist_ok=True)  # wandb leaves for /tmp where it lacks
         self.run_id = run_id(directory, is_resumed)
         options: dict[str, Any] = {
-            "project": project,
-            "name": experiment,
-            "dir": str(self._directory),
-            "config": config,
+            "project": project, "name": experiment, "dir": str(self._directory), "config": config,
             "id": self.run_id,
             "settings": wandb.Settings(init_timeout=INIT_S, finish_timeout=FINISH_S),
-        }
+        }  # fmt: skip
         obstacle = None if mode else why_offline(wandb)
         if obstacle is None:
             try:
@@ -125,10 +122,7 @@ class WandbTracker(Tracker):
 
 
 def run_id(directory: Path, is_resumed: bool) -> str:
-    """The id of the run in `directory`; a new one where the run begins anew.
-
-    `WANDB_RUN_ID` decides where it is set.
-    """
+    """wandb's id of the run in `directory`; `WANDB_RUN_ID` decides where it is set."""
     given, file = os.environ.get("WANDB_RUN_ID"), directory / ID_FILE
     return kept_id(file, is_resumed and given is None, given or secrets.token_hex(4))
 
@@ -215,11 +209,8 @@ class MlflowTracker(Tracker):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record one step, after those that wait. Raises OSError where MLflow does not take it."""
-        now = int(1000 * time.time())
-        self._waiting += [
-            self._metric(FOREIGN.sub("_", name), value, now, step)
-            for name, value in metrics.items()
-        ]
+        now, named = int(1000 * time.time()), metrics.items()
+        self._waiting += [self._metric(FOREIGN.sub("_", k), value, now, step) for k, value in named]
         try:
             while self._waiting:
                 self._client.log_batch(self.run_id, metrics=self._waiting[:MOST_AT_ONCE])

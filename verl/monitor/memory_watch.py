@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import threading
@@ -47,14 +48,14 @@ ADVICE = {
     "driver": "data.train_batch_size",
 }  # fmt: skip
 """What to lower, by what the largest user's name begins with."""
+OTHERS = "end other programs, or run them (a tool's server) on another machine"
 
 
 @dataclass
 class HostWatch:
-    """Looks every `seconds`; warns when less than `low` of the memory is free."""
+    """Looks every `seconds`, if above 0; warns when less than `low` of the memory is free."""
 
     seconds: float = 0.0
-    """0 never looks by itself."""
     low: float = 0.1
     names: Mapping[int, str] = field(default_factory=dict)
     """What processes are, by id, where it is known: `rank 0` …"""
@@ -68,8 +69,7 @@ class HostWatch:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="host-memory", daemon=True)
         self._worst: HostMemory | None = None
-        self._warned_free = float("inf")
-        self._warned_at = float("-inf")
+        self._warned_free, self._warned_at = math.inf, -math.inf
 
     def start(self) -> None:
         """Begin to look, unless `seconds` is 0."""
@@ -92,7 +92,7 @@ class HostWatch:
         if self._worst is None or memory.free < self._worst.free:
             self._worst = memory
         if memory.free >= self.low * memory.total:
-            self._warned_free = float("inf")
+            self._warned_free = math.inf
         elif memory.free < AGAIN * self._warned_free:
             self._warned_free, self._warned_at = memory.free, time.monotonic()
             self.report = describe(memory, usages(self.names))
@@ -109,10 +109,8 @@ class HostWatch:
         self.look()
         worst, self._worst = self._worst, None
         assert worst is not None
-        return {
-            "perf/host_memory_free_gb": worst.free / GB,
-            "perf/host_memory_used_share": worst.used_share,
-        }
+        return {"perf/host_memory_free_gb": worst.free / GB,
+                "perf/host_memory_used_share": worst.used_share}  # fmt: skip
 
 
 def rank_names(places: Sequence[Place], node_id: str, kind: str = "rank") -> dict[int, str]:
@@ -122,27 +120,18 @@ def rank_names(places: Sequence[Place], node_id: str, kind: str = "rank") -> dic
 
 def describe(memory: HostMemory, found: Sequence[Usage]) -> str:
     """One line: how much is left, who has the rest, and what to lower."""
-    ours = ", ".join(f"{usage.name} {amount(usage.bytes)}" for usage in found if usage.is_ours)
-    others = [f"{usage.name} {amount(usage.bytes)}" for usage in found if not usage.is_ours][:5]
-    shared = f"; /dev/shm {amount(_shared())} (weights, Ray's objects)" if _shared() else ""
-    beside = f"; not of this run: {', '.join(others)}" if others else ""
+    ours, others = ([f"{usage.name} {amount(usage.bytes)}" for usage in found
+                     if usage.is_ours is is_ours] for is_ours in (True, False))  # fmt: skip
+    in_shared = shutil.disk_usage(SHARED_MEMORY).used if SHARED_MEMORY.exists() else 0
+    shared = f"; /dev/shm {amount(in_shared)} (weights, Ray's objects)" if in_shared else ""
+    beside = f"; not of this run: {', '.join(others[:5])}" if others else ""
+    largest = found[0].name if found else ""
+    advice = next((text for word, text in ADVICE.items() if largest.startswith(word)), OTHERS)
     return (
         f"host memory is nearly used up: {amount(memory.free)} of {amount(memory.total)} are free "
-        f"(Ray and the kernel end processes when there is none); this run: {ours}{shared}{beside}; "
-        f"to need less: {_advice(found)}"
+        "(Ray and the kernel end processes when there is none); this run: "
+        f"{', '.join(ours)}{shared}{beside}; to need less: {advice}"
     )
-
-
-def _shared() -> int:
-    return shutil.disk_usage(SHARED_MEMORY).used if SHARED_MEMORY.exists() else 0
-
-
-def _advice(found: Sequence[Usage]) -> str:
-    """What to lower, by the largest user."""
-    for word, advice in ADVICE.items():
-        if found and found[0].name.startswith(word):
-            return advice
-    return "end other programs, or run them (a tool's server) on another machine"
 
 
 @contextlib.contextmanager

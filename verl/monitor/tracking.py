@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self
 
 from verl.config import Config
@@ -59,17 +58,16 @@ class JsonlTracker(Tracker):
         """Move what is forgotten to `metrics.superseded.jsonl`; a torn last line goes with it."""
         self._file.close()
         old = self._path.read_bytes()
-        if step is None:
-            kept, forgotten = old[: self._start], old[self._start :]
-        else:
+        kept, forgotten = [old[: self._start]], [old[self._start :]]
+        if step is not None:
             lines = old.splitlines(keepends=True)
-            kept = b"".join(line for line in lines if not _is_after(line, step))
-            forgotten = b"".join(line for line in lines if _is_after(line, step))
-        if forgotten:
+            kept = [line for line in lines if not _is_after(line, step)]
+            forgotten = [line for line in lines if _is_after(line, step)]
+        if any(forgotten):
             with self._path.with_name("metrics.superseded.jsonl").open("ab") as file:
-                file.write(forgotten)
+                file.writelines(forgotten)
             with whole_file(self._path) as part:
-                part.write_bytes(kept)
+                part.write_bytes(b"".join(kept))
         self._file = Lines(self._path)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -112,17 +110,13 @@ class TensorboardTracker(Tracker):
         self._file.close()
 
 
-_BUILDERS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "console": lambda *_: ConsoleTracker(),
-        "jsonl": lambda project, experiment, directory, *_: JsonlTracker(directory),
-        "wandb": WandbTracker,
-        "tensorboard": lambda project, experiment, directory, *_: TensorboardTracker(directory),
-        "mlflow": MlflowTracker,
-        "swanlab": SwanlabTracker,
-        "trackio": TrackioTracker,
-    }
-)
+_BUILDERS: Mapping[str, Callable[..., Any]] = {
+    "console": lambda *_: ConsoleTracker(),
+    "jsonl": lambda project, experiment, directory, *_: JsonlTracker(directory),
+    "wandb": WandbTracker,
+    "tensorboard": lambda project, experiment, directory, *_: TensorboardTracker(directory),
+    "mlflow": MlflowTracker, "swanlab": SwanlabTracker, "trackio": TrackioTracker,
+}  # fmt: skip
 BACKENDS = tuple(_BUILDERS)
 PACKAGES = BACKENDS[2:]
 """Those that need the package of their name."""
@@ -132,14 +126,9 @@ class Tracking:
     """All chosen backends at once; a context manager that closes them."""
 
     def __init__(
-        self,
-        project: str,
-        experiment: str,
-        backends: str | Sequence[str | Tracker],
-        directory: str | Path,
-        config: Mapping[str, Any] | None = None,
-        is_resumed: bool = False,
-    ) -> None:
+        self, project: str, experiment: str, backends: str | Sequence[str | Tracker],
+        directory: str | Path, config: Mapping[str, Any] | None = None, is_resumed: bool = False,
+    ) -> None:  # fmt: skip
         """Open backends by name (or take trackers as they are), which write below `directory`.
 
         `config` is a plain dict of the run's options; with `is_resumed` the run goes on with what
@@ -159,14 +148,10 @@ class Tracking:
     def from_config(cls, config: Config, trackers: Sequence[Tracker] = ()) -> Self:
         """The backends that a run's `trainer` options choose, and `trackers`."""
         trainer = config.trainer
-        return cls(
-            trainer.project_name,
-            trainer.experiment_name,
-            [*backend_names(trainer.logger), *trackers],
-            trainer.default_local_dir,
-            public(config),
-            is_resumed=trainer.resume_mode != "disable",
-        )
+        backends: list[str | Tracker] = [*backend_names(trainer.logger), *trackers]
+        return cls(trainer.project_name, trainer.experiment_name, backends,
+                   trainer.default_local_dir, public(config),
+                   is_resumed=trainer.resume_mode != "disable")  # fmt: skip
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Send one step's metrics to every backend; numbers of any kind become floats."""

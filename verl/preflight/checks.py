@@ -1,7 +1,7 @@
 """What a run needs of its machine, looked at by the driver before any long work.
 
 Model, adapters, questions, tools, devices, disk and tracking packages are all checked; the error
-lists every problem in one line each. Rules between options are in `verl.config.checks`.
+lists every problem in one line each. Rules between options are in `verl.config.rules`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from verl.agent.environment import Environment
 from verl.checkpoint import folders
 from verl.config import AdapterConfig, Config, DataConfig
-from verl.core_algos.advantages import ADVANTAGES
 from verl.data.rows import load_rows
 from verl.errors import (
     ConfigError,
@@ -36,9 +35,10 @@ from verl.errors import (
     UserError,
     explain,
 )
-from verl.model_files import check_context, model_errors, read_config
+from verl.model_files import check_context, model_errors, one_line, read_config
 from verl.monitor.tracking import PACKAGES, backend_names
 from verl.preflight.memory.check import look, memory_problems, settle_memory
+from verl.preflight.memory.needs import has_critic
 from verl.preflight.servers import server_problems
 from verl.remote_code import trusts_remote_code
 from verl.rollout import schedule
@@ -95,20 +95,18 @@ def model_problems(config: Config) -> Iterator[UserError]:
     path = config.actor_rollout_ref.model.path
     yield from _model("actor_rollout_ref.model.path", path, data=config.data)
     other = config.critic.model.path
-    if config.algorithm.adv_estimator == "gae" and other not in (None, path):
+    if has_critic(config) and other not in (None, path):
         yield from _model("critic.model.path", str(other), path)
 
 
 def _heads(config: Config) -> Iterator[UserError]:
     """Heads for each of the ranks that compute a dialogue together; a model that is not here yet
     is looked at by the ranks."""
-    policy = config.actor_rollout_ref
-    crews = {
-        "actor_rollout_ref.actor": (policy.model.path, policy.actor.ulysses_sequence_parallel_size)
-    }
-    if ADVANTAGES[config.algorithm.adv_estimator].needs_critic:
-        crews["critic"] = (config.critic_path, config.critic_crew_size)
-    for section, (path, size) in crews.items():
+    policy, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    crews = [("actor_rollout_ref.actor", policy.path, actor.ulysses_sequence_parallel_size)]
+    if has_critic(config):
+        crews.append(("critic", config.critic_path, config.critic_crew_size))
+    for section, path, size in crews:
         folder = model_folder(path)
         if size > 1 and folder is not None:
             try:
@@ -148,7 +146,7 @@ def _hub_problem(name: str) -> str:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return ""
     except HFValidationError as error:
-        return f" (no such folder, and no hub name: {_first_line(error)})"
+        return f" (no such folder, and no hub name: {one_line(error)})"
     if constants.HF_HUB_OFFLINE:
         return " (no such folder, not in the hub's cache, and HF_HUB_OFFLINE is set)"
     token = get_token()
@@ -158,7 +156,7 @@ def _hub_problem(name: str) -> str:
         url = f"{constants.ENDPOINT}/api/models/{name}"
         answer = httpx.get(url, headers=headers, timeout=PROBE_SECONDS, follow_redirects=True)
     except httpx.HTTPError as error:
-        return f" (no such folder, and the hub does not answer: {_first_line(error)})"
+        return f" (no such folder, and the hub does not answer: {one_line(error)})"
     says = f" (no such folder, and the hub says {answer.status_code})"
     return "" if answer.is_success else says
 
@@ -248,30 +246,21 @@ def _tracking(config: Config) -> Iterator[UserError]:
             yield ConfigError(explain("trainer.logger", f"{name}, not installed", expected, fix))
 
 
-def _first_line(error: Exception) -> str:
-    """The first line of an error, with its kind."""
-    text = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def adapter_problems(config: Config) -> Iterator[UserError]:
     """Layers that a model does not have, and a checkpoint of other adapters or another base.
 
     A model that is a name of the hub is looked at by the ranks only.
     """
     policy, critic = config.actor_rollout_ref.model, config.critic.model
-    sections: list[tuple[str, AdapterConfig, str]] = [
-        ("actor_rollout_ref.model", policy, policy.path)
-    ]
-    if ADVANTAGES[config.algorithm.adv_estimator].needs_critic:
-        sections.append(("critic.model", critic, critic.path or policy.path))
-    if not all(Path(path).expanduser().is_dir() for _, _, path in sections):
+    sections: dict[str, tuple[str, AdapterConfig, str]] = {
+        "actor": ("actor_rollout_ref.model", policy, policy.path)
+    }
+    if has_critic(config):
+        sections["critic"] = ("critic.model", critic, config.critic_path)
+    if not all(Path(path).expanduser().is_dir() for _, _, path in sections.values()):
         return
-    records: dict[str, Any] = {}
     try:
-        for key, options, path in sections:
-            if options.has_adapter:
-                records["actor" if options is policy else "critic"] = _record(key, options, path)
+        records = {role: _record(*one) for role, one in sections.items() if one[1].has_adapter}
         folder = Path(config.trainer.default_local_dir)
         step_dir = folders.resolve(config.trainer.resume_mode, folder)
         if step_dir is not None:

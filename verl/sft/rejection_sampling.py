@@ -11,54 +11,41 @@ import json
 import random
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import tyro
 
 from verl.bounds import MAX_SEED
-from verl.config.checks import beyond_limits, refuse
+from verl.config.known import beyond_limits, refuse
 from verl.config.option import option
-from verl.data.trajectories import (
-    TOKENIZER,
-    num_calls,
-    number,
-    read_header,
-    read_rows,
-    write_lines,
-)
+from verl.data.trajectories import TOKENIZER, num_calls, number, read_header, read_rows, write_lines
 from verl.errors import DataError, UserError, explain
 from verl.types import Status
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One accepted trajectory."""
+    """One trajectory of the run."""
 
     uid: str
     score: float
     """Of the measure that is judged."""
     step: int
-    num_tokens: int
+    status: str
     num_policy_tokens: int
     num_calls: float
+    ids: tuple[int, ...]
     segments: Sequence[Mapping[str, Any]]
 
-    @property
-    def ids(self) -> tuple[int, ...]:
-        return tuple(i for segment in self.segments for i in segment["ids"])
 
-
-PREFERENCES: Mapping[str, Callable[[Candidate], tuple[float, ...]]] = MappingProxyType(
-    {
-        "short": lambda c: (c.num_policy_tokens,),
-        "few_searches": lambda c: (c.num_calls, c.num_policy_tokens),
-        "random": lambda c: (),
-    }
-)
+PREFERENCES: Mapping[str, Callable[[Candidate], tuple[float, ...]]] = {
+    "short": lambda c: (c.num_policy_tokens,),
+    "few_searches": lambda c: (c.num_calls, c.num_policy_tokens),
+    "random": lambda c: (),
+}
 """What comes first among the accepted trajectories of one prompt; random is shuffled by seed."""
 
 
@@ -105,9 +92,12 @@ def choose(directory: str | Path, criteria: Criteria) -> tuple[list[Candidate], 
     """The trajectories to learn from, by question in order of appearance. Raises DataError."""
     report, by_prompt = Report(), defaultdict[str, list[Candidate]](list)
     seen: set[tuple[int, ...]] = set()
-    for candidate in _accepted(directory, criteria, report):
-        if candidate.ids in seen:
-            report.dropped["duplicate"] += 1
+    for where, row in read_rows(directory):
+        report.read += 1
+        candidate = _candidate(where, row, criteria.measure)
+        reason = _reason_against(candidate, criteria) or "duplicate" * (candidate.ids in seen)
+        if reason:
+            report.dropped[reason] += 1
             continue
         seen.add(candidate.ids)
         by_prompt[candidate.uid].append(candidate)
@@ -133,31 +123,21 @@ def write(path: str | Path, tokenizer: str, candidates: Sequence[Candidate]) -> 
     write_lines(out, rows)
 
 
-def _accepted(directory: str | Path, criteria: Criteria, report: Report) -> Iterator[Candidate]:
-    for where, row in read_rows(directory):
-        report.read += 1
-        candidate, status = _candidate(where, row, criteria.measure)
-        reason = _reason_against(candidate, status, criteria)
-        if reason:
-            report.dropped[reason] += 1
-        else:
-            yield candidate
-
-
-def _candidate(where: str, row: Any, measure: str) -> tuple[Candidate, str]:
-    """A row as a candidate, and how it ended. Raises DataError."""
+def _candidate(where: str, row: Any, measure: str) -> Candidate:
+    """Raises DataError."""
     try:
-        lengths = [(s["origin"], len(s["ids"])) for s in row["segments"]]
-        candidate = Candidate(
+        return Candidate(
             uid=str(row["uid"]),
             score=number(row["score"] if measure == "score" else row["components"][measure]),
             step=int(row["step"]),
-            num_tokens=sum(length for _, length in lengths),
-            num_policy_tokens=sum(length for origin, length in lengths if origin == "policy"),
+            status=str(row["status"]),
+            num_policy_tokens=sum(
+                len(s["ids"]) for s in row["segments"] if s["origin"] == "policy"
+            ),
             num_calls=num_calls(row["stats"]),
+            ids=tuple(i for s in row["segments"] for i in s["ids"]),
             segments=row["segments"],
         )
-        return candidate, str(row["status"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         got = f"{type(error).__name__} {error}"
         expected = f"a row as trainer.rollout_data_dir writes it, with {measure}"
@@ -165,13 +145,13 @@ def _candidate(where: str, row: Any, measure: str) -> tuple[Candidate, str]:
         raise DataError(explain(where, got, expected, fix)) from error
 
 
-def _reason_against(candidate: Candidate, status: str, criteria: Criteria) -> str:
+def _reason_against(candidate: Candidate, criteria: Criteria) -> str:
     """Why a trajectory is not accepted; empty if it is."""
-    if status != Status.ANSWERED:
+    if candidate.status != Status.ANSWERED:
         return "not_answered"
     if not candidate.score >= criteria.min_score:  # NaN is no score
         return "below_min_score"
-    if criteria.max_tokens is not None and candidate.num_tokens > criteria.max_tokens:
+    if criteria.max_tokens is not None and len(candidate.ids) > criteria.max_tokens:
         return "over_max_tokens"
     return ""
 

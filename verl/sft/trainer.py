@@ -6,11 +6,13 @@ learned. Runs in one process, or on several ranks under `torchrun`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import logging
 import os
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,7 +28,7 @@ from tqdm import tqdm
 
 from verl.bounds import MAX_SEED
 from verl.config import AdapterConfig, OptimConfig
-from verl.config.checks import beyond_limits, refuse
+from verl.config.known import beyond_limits, refuse
 from verl.config.option import option
 from verl.config.overrides import shown
 from verl.core_algos.losses import loss_weights, weighted_sum
@@ -115,12 +117,10 @@ def parse(arguments: Sequence[str]) -> SftConfig:
     known = [f.name for f in fields(SftConfig)]
     try:
         given = OmegaConf.from_dotlist([word.removeprefix("+") for word in arguments])
-        for key in given:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, 1) or known
-                raise ConfigError(
-                    explain("option", key, "a known option", f"did you mean {near[0]}?")
-                )
+        for key in (key for key in given if key not in known):
+            near = difflib.get_close_matches(str(key), known, 1) or known
+            fix = f"did you mean {near[0]}?"
+            raise ConfigError(explain("option", key, "a known option", fix))
         merged = OmegaConf.merge(OmegaConf.structured(SftConfig), given)
         for key in sorted(OmegaConf.missing_keys(merged)):
             raise ConfigError(explain(key, "nothing", "a path", f"give {key}=PATH"))
@@ -201,14 +201,13 @@ def save(config: SftConfig, engine: FsdpModel, model_config: Any, part: Path | N
     """Write the Hugging Face folder; rank 0, which has `part`, writes, all ranks give shards."""
     adapter = policy_adapter(engine) if config.has_adapter else None
     named = policy_weights(engine, config.save_dtype)
-    if part is not None:
+    if part is None:
+        deque(named, maxlen=0)
+    else:
         write_weights(part, named, model_config, config.save_dtype)
         copy_tokenizer(config.model_path, part)
         if adapter is not None:
             adapter.write(part / "adapter")
-    else:
-        for _ in named:
-            pass
     dist.barrier()
 
 
@@ -225,9 +224,8 @@ def _train(config: SftConfig, part: Path | None) -> list[float]:
     if Path(config.model_path).expanduser().exists():  # else a name of the hub, fetched below
         check_model("model_path", config.model_path)
     device = join_ranks(config)
-    if device.type != "cpu":
-        return _learn(config, part, device)
-    with kept_memory():  # else the pages of activations are new ones in each step
+    # On CPU the pages of activations are else new ones in each step.
+    with kept_memory() if device.type == "cpu" else contextlib.nullcontext():
         return _learn(config, part, device)
 
 
@@ -260,14 +258,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start_logging(logging.INFO)
     try:
         train(parse(sys.argv[1:] if arguments is None else arguments))
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(error.exit_code)
-    except OSError as error:
-        if not is_of_files(error):
+    except (UserError, OSError) as error:
+        if isinstance(error, OSError) and not is_of_files(error):
             raise
         sys.stderr.write(f"{error}\n")
-        sys.exit(2)
+        sys.exit(error.exit_code if isinstance(error, UserError) else 2)
     except KeyboardInterrupt:
         sys.stderr.write("stopped; nothing was written\n")
         sys.exit(130)

@@ -2,6 +2,9 @@
 
 An `ActorHost` is an empty Ray actor that first tells where it landed and later builds the object
 it hosts, so that a group can learn its addresses and devices before any heavy work starts.
+
+A rank that dies breaks the collective operation that its peers are in, and their errors may arrive
+first: those say only that somebody is missing.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import gc
 import inspect
 import operator
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +21,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnschedulableError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from verl.errors import UserError
 from verl.ports import free_port
-from verl.single_controller.deaths import DEATHS, broke_collective, cause_of
 from verl.single_controller.reaper import PART, OrphanReaper, sweep
 from verl.training.network import private
 
@@ -36,6 +47,16 @@ KEPT_CALLS = 1000
 """Calls that an actor remembers, where nobody asks for them."""
 LAST_CALL_S = 30.0
 """How long actors may take to end in good order before they are killed."""
+DEATHS = (RayActorError, ActorUnschedulableError, NodeDiedError, ObjectLostError, OutOfMemoryError)
+"""What a call raises when the process, or the node, that should have answered is gone."""
+CAUSES = (
+    (re.compile(r"memory monitor|low on memory|OutOfMemoryError", re.IGNORECASE),
+     "killed, or its node was short of memory"),
+    (re.compile(r"node (?:has )?died|node failure|NODE_DIED|node was terminated", re.IGNORECASE),
+     "its node is lost"),
+)  # fmt: skip
+COLLECTIVE = re.compile(r"gloo|nccl|connection (?:closed|reset) by peer", re.IGNORECASE)
+EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(?:\.\s|\.?$)", re.DOTALL)
 Answers = Callable[[], list[Any]]
 """Waits for the answers of calls that were begun, in the order of the actors."""
 
@@ -133,32 +154,25 @@ class RayWorkerGroup:
     """
 
     def __init__(
-        self,
-        options: Sequence[Any],
-        name: str,
-        lost: type[UserError],
-        placement: PlacementGroup | None = None,
-        deaths: tuple[type[Exception], ...] = (),
-    ) -> None:
+        self, options: Sequence[Any], name: str, lost: type[UserError],
+        placement: PlacementGroup | None = None, deaths: tuple[type[Exception], ...] = (),
+    ) -> None:  # fmt: skip
         """`name` is what users call one of the actors, `lost` the error when one is gone.
 
         `deaths` are errors of what the actors host that mean that it is gone, though they live.
         """
         self.name = name
-        self._lost_error = lost
-        self._deaths = (*DEATHS, *deaths)
+        self._lost_error, self._deaths = lost, (*DEATHS, *deaths)
         self._options = list(options)
-        self.hosts = self._start()
         self._placement = placement
         self._places: list[Place] = []
+        self.hosts = self._start()
 
     def _start(self) -> list[Any]:
         """New actors, which have the driver's secrets before anything else is asked of them."""
-        hosts = [option.remote() for option in self._options]
-        secrets = private(os.environ)
-        if secrets:
-            for host in hosts:
-                host.inherit.remote(secrets)
+        hosts, secrets = [option.remote() for option in self._options], private(os.environ)
+        for host in hosts if secrets else ():
+            host.inherit.remote(secrets)
         return hosts
 
     def __len__(self) -> int:
@@ -285,15 +299,11 @@ class RayWorkerGroup:
         return None
 
     def lost(self, index: int, cause: str) -> UserError:
-        """The error that says which actor is gone, where it was, and why."""
-        return self._lost_error(f"{self.describe(index)} is lost: {cause}")
-
-    def describe(self, index: int) -> str:
-        """An actor by its number, and where it runs if that is known."""
-        if not self._places:
-            return f"{self.name} {index}"
-        place = self._places[index]
-        return f"{self.name} {index} on node {place.host} (process {place.pid})"
+        """The error that says which actor is gone, where it was if that is known, and why."""
+        where = ""
+        if self._places:
+            where = f" on node {self._places[index].host} (process {self._places[index].pid})"
+        return self._lost_error(f"{self.name} {index}{where} is lost: {cause}")
 
     def restart(self) -> None:
         """Put an empty actor in the place of each, of which nothing is left then.
@@ -318,3 +328,26 @@ class RayWorkerGroup:
             ray.kill(host)
         if self._placement is not None:
             remove_placement_group(self._placement)
+
+
+def cause_of(error: BaseException) -> str:
+    """Why the process is gone, in a few words."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        return f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[-1]}"
+    text = str(error).strip()
+    for pattern, words in CAUSES:
+        if pattern.search(text):
+            return words
+    detail = EXIT_DETAIL.search(text)
+    return detail.group(1) if detail else text.splitlines()[0] if text else type(error).__name__
+
+
+def broke_collective(error: BaseException) -> bool:
+    """Whether a rank failed because it could not talk to another."""
+    if not isinstance(error, RayTaskError):
+        return False
+    cause = error.cause
+    # torch's by its name: an actor that hosts nothing yet starts without torch.
+    is_torchs = any(kind.__name__ == "DistError" for kind in type(cause).__mro__)
+    return is_torchs or (isinstance(cause, RuntimeError) and bool(COLLECTIVE.search(str(cause))))

@@ -91,19 +91,15 @@ def create_trainer_group(
     `name`: what users call one of them.
     """
     per_node = num_ranks // placement.bundle_count
-    options = []
-    for rank in range(num_ranks):
-        strategy = PlacementGroupSchedulingStrategy(
-            placement_group=placement, placement_group_bundle_index=rank // per_node
+    options = [
+        ActorHost.options(  # type: ignore[attr-defined]  # Ray's decorator adds it
+            num_cpus=1,
+            num_gpus=1 if use_gpu else 0,
+            runtime_env={"env_vars": {**env, **MARKED, **SET_VISIBLE_DEVICES}},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, rank // per_node),
         )
-        options.append(
-            ActorHost.options(  # type: ignore[attr-defined]  # Ray's decorator adds it
-                num_cpus=1,
-                num_gpus=1 if use_gpu else 0,
-                runtime_env={"env_vars": {**env, **MARKED, **SET_VISIBLE_DEVICES}},
-                scheduling_strategy=strategy,
-            )
-        )
+        for rank in range(num_ranks)
+    ]
     return RayWorkerGroup(options, name, RankLost, placement)
 
 
@@ -113,15 +109,12 @@ def gpus_beside(placement: PlacementGroup, engine_gpus: int) -> list[Place]:
     Ask when every rank has its own: these are the ones that are left. Engines themselves stay out
     of the placement group, for vLLM would start workers of its own in one that it finds itself in.
     """
-    tasks = []
-    for node in range(placement.bundle_count):
-        strategy = PlacementGroupSchedulingStrategy(
-            placement_group=placement, placement_group_bundle_index=node
-        )
-        look = ray.remote(here).options(
-            num_cpus=0, num_gpus=engine_gpus, scheduling_strategy=strategy
-        )
-        tasks.append(look.remote())
+    nodes = (PlacementGroupSchedulingStrategy(placement, i) for i in range(placement.bundle_count))
+    looks = (
+        ray.remote(here).options(num_cpus=0, num_gpus=engine_gpus, scheduling_strategy=node)
+        for node in nodes
+    )
+    tasks = [look.remote() for look in looks]
     return [replace(place, gpu_ids=(gpu,)) for place in ray.get(tasks) for gpu in place.gpu_ids]
 
 
@@ -132,24 +125,20 @@ def first_of_nodes(places: Sequence[Place]) -> list[int]:
 
 
 def create_rollout_group(
-    places: Sequence[Place],
-    num_replicas: int,
-    gpus_per_replica: int,
-    env: Mapping[str, str],
+    places: Sequence[Place], num_replicas: int, gpus_per_replica: int, env: Mapping[str, str],
     deaths: tuple[type[Exception], ...] = (),
-) -> RayWorkerGroup:
+) -> RayWorkerGroup:  # fmt: skip
     """One actor per engine, on the GPUs of `places`: the ranks', or those of `gpus_beside`.
 
-    `deaths`: see RayWorkerGroup.
-    Replica i has the GPUs of the places `i * gpus_per_replica ...`; without GPUs
-    (`gpus_per_replica` 0) replicas go round the ranks' nodes.
+    `deaths`: see RayWorkerGroup. Replica i has the GPUs of the places `i * gpus_per_replica ...`;
+    without GPUs (`gpus_per_replica` 0) replicas go round the ranks' nodes.
     """
     options = []
     firsts = first_of_nodes(places)
     for replica in range(num_replicas):
         first = replica * gpus_per_replica if gpus_per_replica else firsts[replica % len(firsts)]
         shared = places[first : first + gpus_per_replica]
-        variables = {**env, **MARKED, PART: part_of(env, replica)}
+        variables = {**env, **MARKED, PART: f"{env[MARK]}/replica-{replica}"}
         if shared:
             devices = ",".join(gpu for place in shared for gpu in place.gpu_ids)
             variables |= {**KEEP_VISIBLE_DEVICES, "CUDA_VISIBLE_DEVICES": devices}
@@ -163,8 +152,3 @@ def create_rollout_group(
             )
         )
     return RayWorkerGroup(options, "rollout replica", ReplicaLost, deaths=deaths)
-
-
-def part_of(env: Mapping[str, str], replica: int) -> str:
-    """The value of `PART` in the processes of a replica."""
-    return f"{env[MARK]}/replica-{replica}"

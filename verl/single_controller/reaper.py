@@ -35,15 +35,11 @@ KEEP_ENVIRONMENT = "SPT_NOENV"
 """Has Ray and vLLM, which give processes titles, not write these over the environment."""
 MAPPED_FILE = re.compile(r"\s(/dev/shm/[^/\s]+)$", re.MULTILINE)
 """A file directly in there, of a line of /proc/PID/maps; folders have owners of their own."""
-TRACKER = "multiprocessing.resource_tracker"
-"""In the command line of Python's own cleaner: it unlinks the semaphores of those that were killed,
-and ends, when the last of them is gone."""
-TRACKER_S = 2.0
-"""How long it may take for that."""
-POLL_S = 0.1
-"""Between two looks at the processes of the machine."""
-LOOK_S = 1.0
-"""Between the watchdog's looks at whose child it is."""
+TRACKER, TRACKER_S = "multiprocessing.resource_tracker", 2.0
+"""In the command line of Python's own cleaner, which unlinks the semaphores of those that were
+killed, and ends when the last of them is gone; and how long that may take."""
+POLL_S, LOOK_S = 0.1, 1.0
+"""Between looks at the processes of the machine, and the watchdog's at whose child it is."""
 NOTE_S = 5.0
 """Between its looks at the run's shared memory: what is killed before a sweep leaves no trace."""
 DEAF = 'trap "" INT TERM HUP USR1 USR2; exec "$@"'
@@ -92,11 +88,14 @@ def sweep(variable: str, value: str, seconds: float = math.inf, noted: Iterable[
         elif now - last_others > TRACKER_S:
             others = found
         for process in others:
-            _kill(process)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         killed |= {process.pid for process in others}
         time.sleep(POLL_S)
-    for path in files - mapped_files() if files else ():
-        path.unlink(missing_ok=True)
+    if files:
+        in_use = (path for process in psutil.process_iter() for path in shared_memory(process))
+        for path in files.difference(in_use):
+            path.unlink(missing_ok=True)
     return len(killed)
 
 
@@ -106,11 +105,6 @@ def is_tracker(process: psutil.Process) -> bool:
         return any(TRACKER in word for word in process.cmdline())
     except psutil.NoSuchProcess:
         return False
-
-
-def _kill(process: psutil.Process) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.kill()
 
 
 def shared_memory(process: psutil.Process) -> set[Path]:
@@ -130,11 +124,6 @@ def own_memory(process: psutil.Process) -> set[Path]:
             if path.stat().st_ctime >= process.create_time() - CLOCK_S:
                 found.add(path)
     return found
-
-
-def mapped_files() -> set[Path]:
-    """The files of /dev/shm that any process has mapped."""
-    return {path for process in psutil.process_iter() for path in shared_memory(process)}
 
 
 class OrphanReaper:

@@ -21,32 +21,25 @@ class Restarts:
 
     def spend_on_replicas(self, error: UserError) -> None:
         """Count a restart of the engines; raises the error where no more are allowed."""
-        self._refuse_more(error)
+        self._spend(error, "all engines start again and repeat what they were asked")
         self.of_replicas += 1
-        self._warn(error, "all engines start again and repeat what they were asked")
 
     def spend_on_run(self, error: UserError, start: str) -> None:
         """Count a restart of everything from `start`; raises the error as above."""
-        self._refuse_more(error)
+        self._spend(error, f"the run starts again from {start}")
         self.of_run += 1
-        self._warn(error, f"the run starts again from {start}")
 
     def metrics(self) -> Metrics:
         """The counts so far."""
-        return {
-            "fault/replica_restarts": float(self.of_replicas),
-            "fault/run_restarts": float(self.of_run),
-        }
+        counts = {"replica_restarts": self.of_replicas, "run_restarts": self.of_run}
+        return {f"fault/{name}": float(count) for name, count in counts.items()}
 
-    def _refuse_more(self, error: UserError) -> None:
+    def _spend(self, error: UserError, what_follows: str) -> None:
         spent = self.of_replicas + self.of_run
         if spent >= self.allowed:
             raise type(error)(
                 f"{error}; the run ends, after {spent} of trainer.max_restarts={self.allowed} "
                 "restarts: find out why, then go on with trainer.resume_mode=auto"
             ) from error
-
-    def _warn(self, error: UserError, what_follows: str) -> None:
-        spent = self.of_replicas + self.of_run
-        count = f"restart {spent} of trainer.max_restarts={self.allowed}"
+        count = f"restart {spent + 1} of trainer.max_restarts={self.allowed}"
         logger.warning("%s; %s (%s)", error, what_follows, count)

@@ -18,8 +18,7 @@ from verl.core_algos.losses import loss_weights
 from verl.core_algos.shaping import clip_advantages, overlong_penalty
 from verl.data.trajectories import SIGNALS, Signals
 from verl.errors import ConfigError, explain
-from verl.monitor.collapse import DRIFT, SHIFT
-from verl.monitor.drift import correct_trajectories, drift_and_shift
+from verl.monitor.guard import DRIFT, SHIFT, correct_trajectories, drift_and_shift
 from verl.monitor.performance import Timings, WorkCounter
 from verl.packing import share_prompts
 from verl.trainer.collection import Samples

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from verl.data.trajectories import num_calls
-from verl.monitor.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
+from verl.monitor.guard import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
 from verl.monitor.performance import Timings as Timings
 from verl.packing import spared_share
 from verl.rewards.interface import Reward

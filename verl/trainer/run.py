@@ -28,14 +28,13 @@ from search_r1.scoring import build_reward_manager
 from search_r1.view.report_files import write_report
 from verl.agent.environment import Environment
 from verl.checkpoint import folders
-from verl.checkpoint.contents import check_contents
-from verl.checkpoint.resume import check_resume, identity
+from verl.checkpoint.resume import check_contents, check_resume, identity
 from verl.config import Config, cli
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
 from verl.data import load_prompts, num_batches
 from verl.data.trajectories import open_folder
 from verl.errors import UserError
-from verl.locks import exclusive
+from verl.files import exclusive
 from verl.monitor.memory_watch import rank_names, watching
 from verl.monitor.tracking import Tracker, Tracking
 from verl.plugins import Carried

@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 
 from verl.errors import ConfigError, explain
-from verl.files import whole_file
-from verl.locks import exclusive
+from verl.files import exclusive, whole_file
 from verl.remote_code import trusts_remote_code
 
 SHARD_BYTES = 4 << 30

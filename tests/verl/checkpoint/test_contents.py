@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import LlamaConfig
 
 from example.tiny import tiny_model
+from tests.checkpoints import writing
 from tests.test_end_to_end import write_rows
 from verl.checkpoint import folders
-from verl.checkpoint.contents import check_contents
 from verl.checkpoint.exporting import export
+from verl.checkpoint.resume import check_contents
 from verl.checkpoint.state import read_driver_random, write_driver_random
 from verl.config import Config
 from verl.errors import UserError
@@ -39,7 +40,7 @@ FILES = ("trainer_state.json", "ranks/driver.pt", "ranks/rank_0.pt", "shards/.me
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint as one rank and the driver write it."""
     root = tmp_path_factory.mktemp("sound")
-    with folders.writing(root, 3) as part:
+    with writing(root, 3) as part:
         folders.write_state(part, STATE)
         write_driver_random(part)
         states = {"schedules": {"actor": {"last_epoch": 3}}, "random": random_states()}

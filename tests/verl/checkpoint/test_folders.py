@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoints import writing
 from verl.checkpoint import folders
 from verl.errors import ConfigError, ModelError
 
@@ -24,7 +25,7 @@ def run_and_die(work: Callable[[], object]) -> None:
 
 def save(root: Path, step: int) -> Path:
     """A checkpoint that holds its step."""
-    with folders.writing(root, step) as folder:
+    with writing(root, step) as folder:
         folders.write_state(folder, {"step": step})
     return folders.step_folder(root, step)
 
@@ -33,7 +34,7 @@ def test_only_whole_checkpoints_are_found(tmp_path: Path) -> None:
     """Folders without marker, or still under their temporary name, are never picked up."""
     assert folders.latest(tmp_path) is None
     for step in (2, 10):
-        with folders.writing(tmp_path, step) as folder:
+        with writing(tmp_path, step) as folder:
             folders.write_state(folder, {"step": step})
     (tmp_path / "global_step_11").mkdir()
     (tmp_path / "global_step_12.tmp").mkdir()
@@ -48,18 +49,18 @@ def test_only_whole_checkpoints_are_found(tmp_path: Path) -> None:
 
 def test_line_21_a_run_killed_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     """A process that dies in the middle of writing costs that checkpoint only."""
-    with folders.writing(tmp_path, 1) as folder:
+    with writing(tmp_path, 1) as folder:
         folders.write_state(folder, {"step": 1})
 
     def die_while_writing() -> None:
-        with folders.writing(tmp_path, 2) as folder:
+        with writing(tmp_path, 2) as folder:
             folders.write_state(folder, {"step": 2})
             os.kill(os.getpid(), signal.SIGKILL)
 
     run_and_die(die_while_writing)
     found = folders.latest(tmp_path)
     assert found is not None and folders.read_state(found) == {"step": 1}
-    with folders.writing(tmp_path, 2) as folder:
+    with writing(tmp_path, 2) as folder:
         assert list(folder.iterdir()) == []
 
 
@@ -155,7 +156,7 @@ def test_files_are_compared_by_content_up_to_a_size(
 ) -> None:
     """That size included; of a larger one its bytes are counted, and tensors have checksums."""
     monkeypatch.setattr(folders, "HASHED_BYTES", 3)
-    with folders.writing(tmp_path, 1) as folder:
+    with writing(tmp_path, 1) as folder:
         (folder / "small").write_text("abc")
         (folder / "large").write_text("abcd")
     step_dir = folders.step_folder(tmp_path, 1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints import writing
 from verl.checkpoint import folders
 from verl.checkpoint.resume import check_resume, flat, identity
 from verl.config import Config
@@ -30,7 +31,7 @@ def config(tmp_path: Path) -> Iterator[Config]:
     config.trainer.default_local_dir = str(tmp_path / "run")
     config.trainer.resume_mode = "auto"
     config.algorithm.adv_estimator = "grpo"
-    with folders.writing(tmp_path / "run", 1) as folder:
+    with writing(tmp_path / "run", 1) as folder:
         folders.write_state(folder, identity(config, SERVED))
     yield config
 

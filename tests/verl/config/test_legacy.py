@@ -10,7 +10,7 @@ from scripts import option_pages
 from tests.verl.config.test_cli import compose
 from verl.config import overrides
 from verl.config.known import known_options, known_sections, typed
-from verl.config.legacy import ALIASES, LEGACY, find
+from verl.config.overrides import ALIASES, LEGACY, find
 from verl.errors import ConfigError
 
 ASKING = ("8", "0.5", "false", "true", "x")

@@ -12,8 +12,7 @@ import pytest
 from tests.bad_models import BAD, whole_model
 from verl import tokenizer_files
 from verl.data import PromptDataset
-from verl.data.__main__ import lines, main, to_json
-from verl.data.validation import validate
+from verl.data.validation import lines, main, to_json, validate
 from verl.errors import DataError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from verl.config import GuardConfig
-from verl.monitor.collapse import (
+from verl.monitor.guard import (
     DRIFT,
     ENTROPY,
     GRAD_NORM,
@@ -19,9 +19,9 @@ from verl.monitor.collapse import (
     SHIFT,
     SKIPPED,
     TOOL_USE,
+    CollapseGuard,
     rules,
 )
-from verl.monitor.guard import CollapseGuard
 
 USUAL = {
     DRIFT: 0.01, SHIFT: 0.001, MALFORMED: 0.05, NO_ANSWER: 0.05, LENGTH_CLIP: 0.02, TOOL_USE: 0.9,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl.monitor.drift import correct_sequences, correct_trajectories, drift_and_shift
+from verl.monitor.guard import correct_sequences, correct_trajectories, drift_and_shift
 from verl.types import Origin, Prompt, Segment, TokenBatch, Trajectory
 
 

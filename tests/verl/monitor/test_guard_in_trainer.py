@@ -17,7 +17,7 @@ from verl.checkpoint import folders
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.errors import CollapseError
-from verl.monitor.collapse import DRIFT
+from verl.monitor.guard import DRIFT
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward, RewardFn
 from verl.trainer import main_ppo, run

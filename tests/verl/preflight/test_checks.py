@@ -13,7 +13,7 @@ import pytest
 
 from search_r1.agent.generation import build_environment
 from tests.bad_models import entry, whole_model
-from verl.checkpoint import folders
+from tests.checkpoints import writing
 from verl.config import Config, cli
 from verl.errors import PreflightError
 from verl.preflight import checks
@@ -251,7 +251,7 @@ def test_another_base_or_adapter_than_the_checkpoint_s_is_refused(
     config = cli.compose(adapter)
     lm = load_causal_lm(config.actor_rollout_ref.model.path)
     record = Adapter(peft_config(lm, config.actor_rollout_ref.model), {}).record()
-    with folders.writing(tmp_path / "runs" / "x", 1) as folder:
+    with writing(tmp_path / "runs" / "x", 1) as folder:
         (folder / ADAPTERS_FILE).write_text(json.dumps({"actor": record}))
     preflight(config)
     for wrong in ([*sound, "actor_rollout_ref.model.lora_rank=8"], sound):

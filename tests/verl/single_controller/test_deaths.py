@@ -8,8 +8,7 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayTaskError
 
 from verl.errors import ModelError, RankLost, ReplicaLost
-from verl.single_controller.actors import RayWorkerGroup
-from verl.single_controller.deaths import DEATHS, broke_collective, cause_of
+from verl.single_controller.actors import DEATHS, RayWorkerGroup, broke_collective, cause_of
 
 
 def raised_by_a_rank(error: Exception) -> RayTaskError:

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from verl.monitor.collapse import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
+from verl.monitor.guard import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
 from verl.trainer.metrics import (
     Timings,
     conduct_metrics,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.checkpoint import folders
+from tests.checkpoints import writing
 from verl.config import Config
 from verl.errors import (
     CollapseError,
@@ -37,7 +37,7 @@ class Script:
 
 
 def save(root: Path, step: int) -> None:
-    with folders.writing(root, step) as folder:
+    with writing(root, step) as folder:
         (folder / "content").write_text("x")
 
 

@@ -18,6 +18,7 @@ from verl.config import Config
 from verl.errors import ResourceError, UserError
 from verl.machine import LARGER_SHARED, Machine, amount
 from verl.model_shape import read_shape
+from verl.preflight.memory import offload
 from verl.preflight.memory.estimate import (
     CLOSE,
     REFUSED,
@@ -28,17 +29,7 @@ from verl.preflight.memory.estimate import (
     free_memory,
 )
 from verl.preflight.memory.needs import AWAKE, Memory
-from verl.preflight.memory.offload import (
-    OPTIONS,
-    ROOM,
-    choose,
-    everything,
-    of_a_rank,
-    open_choices,
-    settled,
-    spend,
-    unspent,
-)
+from verl.preflight.memory.offload import OPTIONS, ROOM, of_a_rank, settled, undecided
 from verl.training.devices import device_type, dtype_name, resolve_dtype
 
 logger = logging.getLogger(__name__)
@@ -52,10 +43,10 @@ HINTS = {
     "awake": "a smaller rollout.gpu_memory_utilization, a larger "
              f"rollout.tensor_model_parallel_size, {LESS_HELD}",
     "asleep": f"{LESS_WORK}, {LESS_HELD}",
-    "critic": "more critic.n_gpus_per_node, a smaller critic.ppo_max_token_len_per_gpu, "
+    Memory.CRITIC: "more critic.n_gpus_per_node, a smaller critic.ppo_max_token_len_per_gpu, "
               "critic.model.fsdp_config.param_offload=true, critic.model.lora_rank=32",
-    "engine": "a smaller rollout.gpu_memory_utilization",
-    "shared": LARGER_SHARED,
+    Memory.ENGINE: "a smaller rollout.gpu_memory_utilization",
+    Memory.SHARED: LARGER_SHARED,
     "host": "fsdp_config.param_offload and optimizer_offload=false, model.lora_rank=32, more nodes",
     "cpu": "actor_rollout_ref.rollout.cpu_kv_cache_gib=1, trainer.n_gpus_per_node=1, "
            f"model.lora_rank=32, {LESS_WORK}",
@@ -88,9 +79,9 @@ def look(config: Config) -> Setting | None:
 def settle_memory(config: Config, setting: Setting | None) -> Config:
     """The options with every null decided: what waits on the host, and what the room that is then
     left on GPUs is spent on; where it is not estimated, nothing is."""
-    keys, chosen = unspent(config), settle_offload(config, setting)
+    keys, chosen = undecided(config, ROOM), settle_offload(config, setting)
     if keys and setting is not None and setting.machine.devices:
-        chosen = spend(chosen, setting, keys)
+        chosen = offload.spend(chosen, setting, keys)
         values = [(ROOM[key], attrgetter(key)(chosen)) for key in keys]
         kept = [words[value] for words, value in values if value in words]
         logger.info("memory that is left: %s", ", ".join(kept) or "too little to save time with")
@@ -103,13 +94,13 @@ def settle_offload(config: Config, setting: Setting | None) -> Config:
     On CPU it is false. Where this driver cannot tell what the GPUs hold, it is true, which is slow
     but never the reason that a run does not fit.
     """
-    keys = open_choices(config)
+    keys = offload.open_choices(config)
     # A cluster may have GPUs that its driver does not see.
     on_cluster = config.trainer.device == "auto" and os.environ.get("RAY_ADDRESS")
     if not keys or (device_type(config.trainer.device) == "cpu" and not on_cluster):
         return settled(config)
     seen = setting if setting is not None and setting.machine.devices else None
-    chosen = everything(config) if seen is None else choose(config, seen)
+    chosen = offload.everything(config) if seen is None else offload.choose(config, seen)
     parts = [OPTIONS[key] for key in keys if attrgetter(key)(chosen)]
     line = f"offload to the host: {', '.join(parts) or 'nothing'}"
     if seen is None:
@@ -141,14 +132,11 @@ def memory_problems(config: Config, setting: Setting | None) -> Iterator[UserErr
 
 def verdict(word: str, config: Config, machine: Machine, found: Estimate, limit: float) -> str:
     """What is short by `limit`, and the options that need less."""
-    lines = "\n".join(
-        f"  {shortage_line(short, found)}; to need less: {hint(short, found)}"
-        for short in found.shortages(config, machine, limit)
-    )
-    return (
-        f"memory: this machine is {word} (refused above {REFUSED:.0%} of what is free; "
-        f"trainer.memory_preflight=warn starts it):\n{lines}"
-    )
+    head = (f"memory: this machine is {word} (refused above {REFUSED:.0%} of what is free; "
+            "trainer.memory_preflight=warn starts it):")  # fmt: skip
+    shortages = found.shortages(config, machine, limit)
+    lines = [f"  {shortage_line(s, found)}; to need less: {hint(s, found)}" for s in shortages]
+    return "\n".join([head, *lines])
 
 
 def shortage_line(short: Shortage, found: Estimate) -> str:
@@ -164,17 +152,13 @@ def shortage_line(short: Shortage, found: Estimate) -> str:
 
 def hint(short: Shortage, found: Estimate) -> str:
     """Options that lower what is too much there in that phase."""
-    if short.memory is Memory.SHARED:
-        return HINTS["shared"]
-    if short.memory is Memory.HOST:
-        return HINTS["host" if found.most(Memory.DEVICE) else "cpu"]
     if short.what != found.peak(short.memory):
         return HINTS["cache"]
-    if short.memory is Memory.ENGINE:
-        return HINTS["engine"]
-    if short.memory is Memory.CRITIC:
-        return HINTS["critic"]
-    return HINTS["awake" if short.what in AWAKE else "asleep"]
+    if short.memory is Memory.HOST:
+        return HINTS["host" if found.most(Memory.DEVICE) else "cpu"]
+    if short.memory is Memory.DEVICE:
+        return HINTS["awake" if short.what in AWAKE else "asleep"]
+    return HINTS[short.memory]
 
 
 def table(found: Estimate, machine: Machine) -> str:

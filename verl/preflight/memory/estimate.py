@@ -8,12 +8,6 @@ from dataclasses import dataclass, replace
 from verl.config import Config, FsdpConfig
 from verl.machine import Machine
 from verl.model_shape import ModelShape
-from verl.preflight.memory.engines import (
-    EngineMemory,
-    cpu_engine_needs,
-    engine_memory,
-    gpu_engine_needs,
-)
 from verl.preflight.memory.needs import (
     ALWAYS,
     CONTEXT,
@@ -22,11 +16,18 @@ from verl.preflight.memory.needs import (
     LOADED,
     PROCESSES,
     WHILE,
+    EngineMemory,
     Memory,
     Need,
     Phase,
+    activation_needs,
+    cpu_engine_needs,
+    engine_memory,
+    gathered_needs,
+    gpu_engine_needs,
+    held_models,
+    shard_needs,
 )
-from verl.preflight.memory.ranks import activation_needs, gathered_needs, held_models, shard_needs
 from verl.rollout.interface import engine_takes_adapter
 from verl.training.devices import DTYPES
 from verl.training.weight_packing import BUFFER_BYTES, NUM_BUFFERS
@@ -153,14 +154,11 @@ def rank_needs(config: Config, setting: Setting) -> list[Need]:
     """What one rank holds of its device (and, where it offloads, all of a node's of the host)."""
     policy, critic, dtype = setting.policy, setting.critic, setting.compute_dtype
     item = DTYPES[dtype].itemsize
-    models = held_models(config, policy, critic, item)
-    if not setting.on_gpu:  # offloading has no effect there
-        models = [
-            replace(model, offload=FsdpConfig(reshard_each=model.offload.reshard_each))
-            for model in models
-        ]
     found: list[Need] = []
-    for model in models:
+    for model in held_models(config, policy, critic, item):
+        if not setting.on_gpu:  # offloading has no effect there
+            only = FsdpConfig(reshard_each=model.offload.reshard_each)
+            model = replace(model, offload=only)
         ranks, local = config.num_ranks, config.trainer.n_gpus_per_node
         if model.memory is Memory.CRITIC:
             ranks, local = config.num_critic_ranks, config.critic_gpus_per_node

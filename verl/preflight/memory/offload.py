@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 from verl.config import Config
 from verl.config.policy import SELECTIVE
 from verl.preflight.memory.estimate import CLOSE, Estimate, Setting, estimate, free_memory
-from verl.preflight.memory.needs import Memory
-from verl.preflight.memory.ranks import has_critic
+from verl.preflight.memory.needs import Memory, has_critic
 from verl.training.kernels import kernel_problems
 
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
@@ -35,7 +34,6 @@ each update; of a model trained from the host, the CPU adds up gradients and com
 """
 KEYS = (*OPTIONS, f"{REFERENCE}.optimizer_offload")
 """Every option of this kind; a reference has no optimizer."""
-
 
 ROOM: dict[str, dict[bool | str, str]] = {
     **{
@@ -60,9 +58,9 @@ def changed(config: Config, change: Mapping[str, Any]) -> Config:
     return result
 
 
-def undecided(config: Config) -> list[str]:
-    """The options that are null, in the order of `OPTIONS`."""
-    return [key for key in KEYS if attrgetter(key)(config) is None]
+def undecided(config: Config, keys: Iterable[str] = KEYS) -> list[str]:
+    """Those of the options that are null, in order."""
+    return [key for key in keys if attrgetter(key)(config) is None]
 
 
 def open_choices(config: Config) -> list[str]:
@@ -84,12 +82,7 @@ def settled(config: Config, chosen: Mapping[str, Any] | None = None) -> Config:
     for key in undecided(result):
         twin = key.replace(CRITIC, ACTOR) if config.shares_base else key
         result = changed(result, {key: bool(attrgetter(twin)(result))})
-    return changed(result, dict.fromkeys(unspent(result), True))
-
-
-def unspent(config: Config) -> list[str]:
-    """The options of `ROOM` that are null."""
-    return [key for key in ROOM if attrgetter(key)(config) is None]
+    return changed(result, dict.fromkeys(undecided(result, ROOM), True))
 
 
 def spend(config: Config, setting: Setting, keys: Sequence[str]) -> Config:

@@ -14,7 +14,7 @@ from tests.verl.preflight.memory.test_presets import machine
 from tests.verl.preflight.memory.test_shortages import run
 from tests.verl.training.ranks import save_tiny, tiny_config
 from verl.config import Config
-from verl.config.checks import check
+from verl.config.known import check
 from verl.errors import ConfigError, ResourceError, UserError
 from verl.machine import HostMemory, Machine
 from verl.preflight.memory import check as memory

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tests.verl.preflight.memory.shapes import shape_of
 from tests.verl.preflight.memory.test_presets import machine
 from verl.config import Config
-from verl.preflight.memory.engines import SAMPLING_COPIES, kv_bytes
 from verl.preflight.memory.estimate import Estimate, Setting, estimate
-from verl.preflight.memory.needs import CPU_HEAP, Memory, Phase, pinned
+from verl.preflight.memory.needs import CPU_HEAP, SAMPLING_COPIES, Memory, Phase, kv_bytes, pinned
 from verl.preflight.memory.offload import changed
 
 GIB = 1 << 30
