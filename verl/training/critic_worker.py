@@ -9,9 +9,10 @@ from verl.training.budgets import critic_budgets
 from verl.training.crews import check_heads
 from verl.training.critic import Critic
 from verl.training.fsdp import FsdpModel, FsdpOptions
+from verl.training.kernels import prepare_blocks
 from verl.training.lora import Role, adapted_engine
 from verl.training.models import ValueModel, blocks
-from verl.training.rank import TrainingRank, offloading, prepare_blocks
+from verl.training.rank import TrainingRank, offloading
 from verl.training.shards import CRITIC_FOLDER
 
 

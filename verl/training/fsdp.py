@@ -1,8 +1,8 @@
 """A model over all ranks by FSDP2, its optimizer and schedule, and packed micro-batches.
 
 What is trained, its gradients and optimizer state are float32; forward and backward compute in the
-compute dtype, in float16 with a scaled loss. Several `FsdpModel`s may share a module, each with its
-own view of it. What the model answers and what is learned from it is left to actor and critic.
+compute dtype, in float16 with a scaled loss. What the model answers and what is learned from it is
+left to actor and critic.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -24,10 +24,11 @@ from verl.packing import Packing
 from verl.training.crews import Crew
 from verl.training.kernels import compile_seconds
 from verl.training.loading import fill_shards, take_values
-from verl.training.loss_scale import LossScale
 from verl.types import TokenBatch
 
 SCHEDULES = ("constant", "linear", "cosine")
+GROWTH_INTERVAL = 2000
+"""Finite gradients in a row after which a larger factor of the loss is tried."""
 
 
 @dataclass(frozen=True)
@@ -82,19 +83,26 @@ class StepResult:
         return {f"{model}/{name}": value for name, value in found.items()}
 
 
-class ModelView(Protocol):
-    """One of several uses of a module, for models that share it."""
+@dataclass
+class LossScale:
+    """The factor of one model's loss, by the rule and the constants of `torch.amp.GradScaler`.
 
-    def use(self) -> None:
-        """Make the module answer for this use."""
+    Below 6e-8 a float16 is 0, above 65,504 infinite. So the loss is multiplied before backward, and
+    the gradient, which FSDP sums in float32, divided again before anything looks at it.
+    """
 
-    def learns(self, name: str) -> bool:
-        """Whether the parameter of that name is trained by this use."""
-        ...
+    value: float = 65536.0
+    """A power of two always, so that dividing by it rounds nothing."""
+    num_finite: int = 0
+    """Finite gradients in a row with this factor."""
 
-    def record(self) -> dict[str, Any]:
-        """What a checkpoint must know apart from the trained parameters, as JSON."""
-        ...
+    def observe(self, is_finite: bool) -> None:
+        """Halve after a gradient that is not finite, double after enough that are."""
+        self.num_finite = self.num_finite + 1 if is_finite else 0
+        if not is_finite:
+            self.value /= 2
+        elif self.num_finite == GROWTH_INTERVAL:
+            self.value, self.num_finite = self.value * 2, 0
 
 
 @dataclass
@@ -107,8 +115,6 @@ class FsdpModel:
     options: FsdpOptions
     float32_modules: Sequence[nn.Module] = ()
     """Parts that compute in float32 whatever the compute dtype."""
-    view: ModelView | None = None
-    """What of the module is used here; None for all of it."""
     twin: InitVar[FsdpModel | None] = None
     """A model of the same weights, whose shards are copied; None to take the module's own."""
     optimizer: torch.optim.Optimizer | None = field(init=False, default=None)
@@ -124,23 +130,24 @@ class FsdpModel:
         if not isinstance(self.module, FSDPModule):
             if self.options.optim is None:
                 self.module.requires_grad_(False)
-            self._shard(default_mesh(self.device), twin)
+            self._shard(twin)
             self.module.train()
         if self.options.optim is not None:
             self._build_optimizer(self.options.optim)
 
     def forward(self, *arguments: Any) -> Any:
-        """What the module answers, in this view of it."""
-        if self.view is not None:
-            self.view.use()
+        """What the module answers."""
         return self.module(*arguments)
 
     def learned(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained and saved here, by name."""
-        learns = self.view.learns if self.view is not None else lambda _: True
-        return {name: p for name, p in self.module.named_parameters() if learns(name)}
+        return dict(self.module.named_parameters())
 
-    def _shard(self, mesh: DeviceMesh, twin: FsdpModel | None) -> None:
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint must know apart from these, as JSON."""
+        return {}
+
+    def _shard(self, twin: FsdpModel | None) -> None:
         def shard(module: nn.Module, dtype: torch.dtype) -> None:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
             fully_shard(
@@ -148,6 +155,7 @@ class FsdpModel:
                 reshard_after_forward=None if spreads else False,
             )  # fmt: skip
 
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         spreads = self.options.reshard_each and mesh.size() > 1
         on_host = self.options.param_offload and self.device.type == "cuda"
         offload: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if on_host else {}
@@ -340,11 +348,6 @@ def lr_factor(step: int, num_warmup: int, num_updates: int, schedule: str) -> fl
             return 0.5 * (1 + math.cos(math.pi * done))
         case _:
             raise ValueError(f"got schedule {schedule!r}; expected one of {', '.join(SCHEDULES)}")
-
-
-def default_mesh(device: torch.device) -> DeviceMesh:
-    """All ranks in one dimension; weights are sharded over it."""
-    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
 
 
 def reduce_sum(x: Tensor, device: torch.device) -> Tensor:

@@ -119,29 +119,28 @@ class AdaptedModel(LogProbModel):
         return super().forward(inputs, *arguments)
 
 
-@dataclass(frozen=True)
-class RoleView:
-    """What an engine needs to know of an adapted model that it shares with others."""
+@dataclass
+class AdaptedFsdpModel(FsdpModel):
+    """One role of an adapted model; those of other roles share the module, and learn other
+    parameters."""
 
-    model: AdaptedModel
-    role: Role
+    module: AdaptedModel
+    role: Role = Role.ACTOR
 
-    def use(self) -> None:
-        """Make the model answer for this role."""
-        self.model.use(self.role)
+    def forward(self, *arguments: Any) -> Any:
+        """What the model answers in this role."""
+        self.module.use(self.role)
+        return self.module(*arguments)
 
-    def learns(self, name: str) -> bool:
-        """Whether the parameter of that name is this role's to train."""
-        is_head = self.role is Role.CRITIC and name.startswith("value_head.")
-        return is_head or f".lora_A.{self.role}." in name or f".lora_B.{self.role}." in name
+    def learned(self) -> dict[str, nn.Parameter]:
+        """The parameters that this role trains and saves, by name."""
+        own = [f".lora_A.{self.role}.", f".lora_B.{self.role}."]
+        own += ["value_head."] * (self.role is Role.CRITIC)
+        return {name: p for name, p in super().learned().items() if any(x in name for x in own)}
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint has to say about this role's adapter."""
-        return Adapter(self.model.configs[self.role], {}).record()
-
-    def adapter(self, learned: Mapping[str, Tensor]) -> Adapter:
-        """The adapter whose whole tensors are `learned`, by the model's parameter names."""
-        return Adapter.of_parameters(self.model.configs[self.role], learned, self.role)
+        """The options and base of this role's adapter."""
+        return Adapter(self.module.configs[self.role], {}).record()
 
 
 def adapted_engine(
@@ -151,24 +150,23 @@ def adapted_engine(
     options: FsdpOptions,
 ) -> FsdpModel:
     """An engine that learns the first of `adapters`; `share` makes one for each other role."""
-    module = AdaptedModel(lm, adapters)
-    return FsdpModel(
-        module, blocks(lm, lm), device, options, module.float32_modules,
-        RoleView(module, next(iter(adapters))),
-    )  # fmt: skip
+    module, role = AdaptedModel(lm, adapters), next(iter(adapters))
+    heads = module.float32_modules
+    return AdaptedFsdpModel(module, blocks(lm, lm), device, options, heads, role=role)
 
 
 def share(engine: FsdpModel, role: Role, options: FsdpOptions) -> FsdpModel:
-    """An engine for another role of the same adapted model, which learns other parameters."""
-    assert isinstance(engine.view, RoleView), "all weights are trained: they cannot be shared"
-    view = RoleView(engine.view.model, role)
-    return FsdpModel(engine.module, engine.blocks, engine.device, options, view=view)
+    """An engine for another role of the same adapted model."""
+    assert isinstance(engine, AdaptedFsdpModel), "all weights are trained: they cannot be shared"
+    return AdaptedFsdpModel(engine.module, engine.blocks, engine.device, options, role=role)
 
 
 def policy_adapter(engine: FsdpModel) -> Adapter:
     """The adapter that an engine trains, whole on every rank; every rank must call this."""
-    assert isinstance(engine.view, RoleView), "all weights are trained: there is no adapter"
-    return engine.view.adapter(engine.full_learned())
+    assert isinstance(engine, AdaptedFsdpModel), "all weights are trained: there is no adapter"
+    return Adapter.of_parameters(
+        engine.module.configs[engine.role], engine.full_learned(), engine.role
+    )
 
 
 def policy_weights(engine: FsdpModel, dtype: str) -> Iterator[tuple[str, Tensor]]:
@@ -177,7 +175,7 @@ def policy_weights(engine: FsdpModel, dtype: str) -> Iterator[tuple[str, Tensor]
     To be written as `dtype`; merged weights come in that of the sum. Every rank must run the
     iteration to its end.
     """
-    if not isinstance(engine.view, RoleView):
+    if not isinstance(engine, AdaptedFsdpModel):
         yield from engine.full_parameters(prefix="lm.", dtype=getattr(torch, dtype))
         return
     adapter = policy_adapter(engine)

@@ -37,18 +37,9 @@ from verl.training.devices import (
     take_peak_memory,
 )
 from verl.training.fsdp import FsdpModel
-from verl.training.kernels import use_kernels
 from verl.training.loading import opened_causal_lm
 from verl.training.network import interface_variables
-from verl.training.recomputation import recompute
 from verl.training.shards import ShardWriter, load_shards, num_bytes, save_shards
-
-
-def prepare_blocks(lm: PreTrainedModel, config: ModelConfig | CriticModelConfig) -> None:
-    """Let the blocks of `lm` compute with the kernels that are configured, and recompute
-    activations in backward where that is."""
-    use_kernels(lm, config.kernels)
-    recompute(lm, config.enable_gradient_checkpointing)
 
 
 def offloading(options: FsdpConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from verl.training.adapters import check_same
-from verl.training.fsdp import FsdpModel
+from verl.training.fsdp import FsdpModel, LossScale
 from verl.training.stored import load_tensors, read_states, reading, reason
 from verl.training.weights import copy_tokenizer
 
@@ -107,7 +107,7 @@ def _write_own(
 ) -> str:
     """Write the small files of this rank; what went wrong, or an empty text."""
     schedules = {name: {"last_epoch": engine.num_done} for name, engine in engines.items()}
-    scales = {name: e.loss_scale.state_dict() for name, e in engines.items() if e.loss_scale}
+    scales = {name: asdict(e.loss_scale) for name, e in engines.items() if e.loss_scale}
     own = rank_file(directory, dist.get_rank())
     try:
         own.parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def _load_from(folder: Path, engines: Mapping[str, FsdpModel], with_random: bool
             engine.num_done = int(state["schedules"][name]["last_epoch"])
             scale = state.get("loss_scales", {}).get(name)  # older checkpoints, and other formats
             if engine.loss_scale is not None and scale is not None:
-                engine.loss_scale.load_state_dict(scale)
+                engine.loss_scale = LossScale(scale["value"], scale["num_finite"])
         if own.exists() and with_random:
             set_random_states(state["random"])
 
@@ -168,8 +168,7 @@ def folder_of(directory: Path, name: str) -> Path:
 
 def _adapter_records(engines: Mapping[str, FsdpModel]) -> dict[str, Any]:
     """The options and base of each engine that trains an adapter."""
-    views = {name: engine.view for name, engine in engines.items()}
-    return {name: view.record() for name, view in views.items() if view is not None}
+    return {name: record for name, engine in engines.items() if (record := engine.record())}
 
 
 def read_adapters(step_dir: Path) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from verl.training.crews import check_heads
 from verl.training.critic import Critic
 from verl.training.critic_worker import critic_of, critic_options, own_engine
 from verl.training.fsdp import FsdpModel, FsdpOptions
-from verl.training.kernels import use_kernels
+from verl.training.kernels import prepare_blocks, use_kernels
 from verl.training.loading import blank_copy
 from verl.training.lora import Role, adapted_engine, policy_adapter, policy_weights, share
 from verl.training.models import LogProbModel, blocks
 from verl.training.node_folder import NodeFolder
-from verl.training.rank import TrainingRank, offloading, prepare_blocks
+from verl.training.rank import TrainingRank, offloading
 from verl.training.weight_broadcast import WeightBroadcast
 from verl.training.weight_packing import Sent
 from verl.training.weight_stream import card, send

@@ -25,9 +25,9 @@ from verl.model_shape import ModelShape
 from verl.monitor.flops import ModelFlops, peak_flops
 from verl.packing import SHARED, Packing, common_prompts
 from verl.training.attention import PACKED
+from verl.training.kernels import recompute
 from verl.training.lora import AdaptedModel, Role
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
-from verl.training.recomputation import recompute
 
 LENGTHS = [12, 9, 17, 5]
 RANK = 4

@@ -20,8 +20,8 @@ from verl.training import attention
 from verl.training.actor import Actor, Columns, TokenBudgets, apply_update
 from verl.training.attention import PACKED
 from verl.training.fsdp import FsdpModel, FsdpOptions, lr_factor
+from verl.training.kernels import recompute
 from verl.training.models import LogProbModel, blocks
-from verl.training.recomputation import recompute
 from verl.training.worker import TrainerWorker
 from verl.types import TokenBatch
 

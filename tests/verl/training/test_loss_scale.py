@@ -11,8 +11,7 @@ from tests.verl.training.ranks import VOCAB, make_batch, save_tiny
 from verl.config import ActorConfig, OptimConfig
 from verl.training.actor import Actor, TokenBudgets
 from verl.training.attention import PACKED
-from verl.training.fsdp import FsdpModel, FsdpOptions
-from verl.training.loss_scale import GROWTH_INTERVAL, LossScale
+from verl.training.fsdp import GROWTH_INTERVAL, FsdpModel, FsdpOptions, LossScale
 from verl.training.models import LogProbModel, blocks
 from verl.training.shards import load_shards, save_shards
 

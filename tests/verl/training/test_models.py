@@ -20,8 +20,8 @@ from tests.verl.training.ranks import VOCAB, make_batch, make_groups
 from verl.config.policy import SELECTIVE
 from verl.packing import SHARED, common_prompts
 from verl.training.attention import PACKED
+from verl.training.kernels import recompute
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
-from verl.training.recomputation import recompute
 from verl.types import TokenBatch
 
 GROUPS = [(7, [5, 1, 12]), (4, [6]), (9, [3, 8, 2, 2]), (1, [4, 4])]

@@ -26,10 +26,10 @@ from verl.model_shape import ModelShape
 from verl.training.attention import PACKED, SequenceBounds
 from verl.training.crews import Answers, Crew
 from verl.training.devices import DTYPES
+from verl.training.kernels import recompute
 from verl.training.loading import replace_parameters
 from verl.training.lora import AdaptedModel, Role
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
-from verl.training.recomputation import recompute
 
 DEPTHS = (2, 3)
 """Numbers of blocks that are tried; a first block alone is unlike those that follow it."""
