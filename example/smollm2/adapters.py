@@ -20,7 +20,7 @@ from torch import Tensor
 
 from search_r1.inference.options import SETTINGS_FILE
 from verl.errors import ModelError, explain
-from verl.training.adapters import PREFIX, Adapter, config_of
+from verl.training.lora import PREFIX, Adapter, config_of
 
 WEIGHTS = "adapter_model.safetensors"
 LIMIT_BYTES = 12_000_000

@@ -15,8 +15,7 @@ from example.smollm2.adapters import LIMIT_BYTES, Factors, combine, write
 from example.tiny import tiny_llama
 from verl.config import AdapterConfig
 from verl.errors import ModelError
-from verl.training.adapters import Adapter
-from verl.training.lora import AdaptedModel, Role
+from verl.training.lora import AdaptedModel, Adapter, Role
 
 DIALOGUE = {"template": "short", "max_turns": 2, "topk": 3}
 

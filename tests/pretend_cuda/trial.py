@@ -32,7 +32,7 @@ from verl.preflight.memory.offload import settled
 from verl.sft import trainer as sft
 from verl.training import models
 from verl.training import rank as trainer_rank
-from verl.training.critic_worker import CriticWorker
+from verl.training.critic import CriticWorker
 from verl.training.devices import join_process_group
 from verl.training.loading import Placeholder, replace_parameters
 from verl.training.worker import TrainerWorker

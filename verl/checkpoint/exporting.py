@@ -15,8 +15,8 @@ from verl.checkpoint.folders import EXPECTED, is_complete
 from verl.errors import ConfigError, explain
 from verl.model_files import check_weights, is_finite, model_errors, refuse_faulty
 from verl.remote_code import trusts_remote_code
-from verl.training.adapters import Adapter, check_base, config_of
 from verl.training.devices import DTYPES
+from verl.training.lora import Adapter, check_base, config_of
 from verl.training.models import load_causal_lm
 from verl.training.shards import ADAPTERS_FILE, read_adapters
 from verl.training.stored import ShardReader, load_tensors, reading

@@ -22,7 +22,7 @@ from verl.core_algos.advantages import ADVANTAGES
 from verl.data.rows import file_list
 from verl.data.trajectories import record_files
 from verl.errors import ConfigError, ModelError
-from verl.training.adapters import fingerprint
+from verl.training.lora import fingerprint
 from verl.training.shards import folders_of, rank_file, read_adapters
 from verl.training.stored import ShardReader, read_states, reading
 

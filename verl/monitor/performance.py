@@ -18,8 +18,7 @@ from verl.model_shape import read_shape
 from verl.monitor.flops import ModelFlops
 from verl.packing import Packing
 from verl.single_controller.actors import Call
-from verl.training.actor import TokenBudgets
-from verl.training.budgets import actor_budgets, critic_budgets
+from verl.training.budgets import TokenBudgets, actor_budgets, critic_budgets
 from verl.training.devices import PeakMemory
 from verl.training.models import LOGITS_PER_CHUNK
 from verl.types import Metrics, TokenBatch

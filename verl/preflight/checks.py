@@ -44,12 +44,11 @@ from verl.remote_code import trusts_remote_code
 from verl.rollout import schedule
 from verl.rollout.interface import engine_problems
 from verl.tokenizer_files import check_model
-from verl.training.adapters import Adapter, check_same
 from verl.training.crews import check_heads
 from verl.training.devices import cores_of
 from verl.training.kernels import kernel_problems
 from verl.training.loading import is_cached, model_folder, weight_bytes
-from verl.training.lora import peft_config
+from verl.training.lora import Adapter, check_same, peft_config
 from verl.training.shards import read_adapters
 
 logger = logging.getLogger(__name__)

@@ -49,7 +49,7 @@ from verl.training.devices import (
     resolve_dtype,
     share_threads,
 )
-from verl.training.fsdp import SCHEDULES, FsdpModel, FsdpOptions, StepResult, reduce_sum
+from verl.training.fsdp import SCHEDULES, FsdpModel, FsdpOptions, StepResult, reduced
 from verl.training.lora import Role, adapted_engine, policy_adapter, policy_weights
 from verl.training.models import LogProbModel, PackedInputs, blocks, load_causal_lm
 from verl.training.weights import copy_tokenizer, whole_folder, write_weights
@@ -172,7 +172,7 @@ def train_step(engine: FsdpModel, batch: TokenBatch, budget: int) -> tuple[float
         loss = -weighted_sum(log_probs, Columns(micro, inputs)["loss_weights"])
         engine.backward(loss)
         losses.append(loss.detach())
-    loss_value = float(reduce_sum(torch.stack(losses).sum(), engine.device))
+    loss_value = float(reduced(torch.stack(losses).sum(), engine.device))
     return loss_value, engine.step(is_finite=bool(np.isfinite(loss_value)))
 
 

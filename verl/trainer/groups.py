@@ -36,7 +36,7 @@ from verl.single_controller.reaper import MARK, OrphanReaper
 from verl.single_controller.restarts import Restarts
 from verl.trainer.cluster import JOB_CONFIG, anchored, check_nodes, uses_gpus
 from verl.trainer.ranks import Division, TrainerRanks
-from verl.training.critic_worker import CriticWorker
+from verl.training.critic import CriticWorker
 from verl.training.devices import DETERMINISTIC_ENV, SPINS, rollout_dtype
 from verl.training.network import forwarded
 from verl.training.rank import TrainingRank

@@ -21,28 +21,19 @@ from verl.core_algos.policy_losses import (
     PolicyLossInputs,
     likelihood_loss,
 )
+from verl.training.budgets import TokenBudgets
 from verl.training.devices import sent
-from verl.training.fsdp import FsdpModel, reduce_max, reduce_sum
+from verl.training.fsdp import MAX, FsdpModel, reduced
 from verl.training.models import PackedInputs
 from verl.types import Metrics, TokenBatch
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_TOKEN_BUDGET = 16384
 
 
 def loss_mask(batch: TokenBatch) -> Tensor:
     """(num_tokens,) bool: the tokens that are learned from; the policy's unless said otherwise."""
     name = "loss_mask" if "loss_mask" in batch.tokens else "policy_mask"
     return batch.tokens[name].bool()
-
-
-@dataclass(frozen=True)
-class TokenBudgets:
-    """Tokens of one packed forward on one rank."""
-
-    update: int = DEFAULT_TOKEN_BUDGET
-    inference: int = 2 * DEFAULT_TOKEN_BUDGET
 
 
 def inputs_of(engine: FsdpModel, micro: TokenBatch) -> PackedInputs:
@@ -70,11 +61,10 @@ def apply_update(
 ) -> Metrics:  # fmt: skip
     """One optimizer step with the gradient at hand; metrics are over all ranks.
 
-    `rows` are the sums of this rank's `micros`, by `names`, the loss first, on the device: the host
-    has waited for none of them. What a crew's ranks all have counts once. Losses are reported as
-    they are, others as means over the tokens that were seen, by their `weight`.
+    `rows` are the sums of this rank's `micros`, by `names`, the loss first, still on the device.
+    Losses are reported as they are, others as means over the tokens seen, by their `weight`.
     """
-    total = reduce_sum(torch.stack(rows).sum(0), engine.device) / engine.num_together
+    total = reduced(torch.stack(rows).sum(0), engine.device) / engine.num_together
     is_finite = bool(total.isfinite().all())
     if not is_finite:
         for row, (_, micro) in zip(torch.stack(rows)[:, 0].tolist(), micros, strict=True):
@@ -143,7 +133,7 @@ class Actor:
             peaks.append(mismatch)
         metrics = apply_update(self.engine, "actor", mini_batch, micros, _SUMS, rows)
         if "rollout_log_probs" in mini_batch.tokens:
-            peak = reduce_max(torch.stack(peaks).amax(0, keepdim=True), self.engine.device)
+            peak = reduced(torch.stack(peaks).amax(0, keepdim=True), self.engine.device, MAX)
             metrics["actor/rollout_mismatch_max"] = float(peak)
         square = metrics.pop(f"actor/{_SQUARE}")
         mean = metrics["actor/rollout_weight"]
@@ -233,10 +223,8 @@ class Columns:
         return sent(breaks.long().cumsum(0), self.inputs.targets.device)
 
     def rollout_log_probs(self, old_log_probs: Tensor) -> Tensor:
-        """The engine's log-probs; where it sampled nothing, or did not say, the trainer's own.
-
-        Both are those of the weights that sampled, however many updates the step has made since.
-        """
+        """The engine's log-probs; where it sampled nothing, or did not say, the trainer's own. Both
+        are those of the weights that sampled, however many updates the step has made since."""
         if not {"rollout_log_probs", "policy_mask"} <= self.micro.tokens.keys():
             return old_log_probs
         return torch.where(self["policy_mask"].bool(), self["rollout_log_probs"], old_log_probs)

@@ -36,10 +36,8 @@ those of the last run that began at 0, which has just so many."""
 
 
 class ShortMasks:
-    """Masks of short runs on the CPU, of which all layers use those of the first.
-
-    No dict and no dataclass: FSDP copies those for each block that is called with them.
-    """
+    """Masks of short runs on the CPU, of which all layers use those of the first. No dict and no
+    dataclass: FSDP copies those for each block that is called with them."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], Tensor] = {}
@@ -281,10 +279,8 @@ def shares_key_heads(kernel: Callable[..., Any]) -> bool:
 
 @functools.cache
 def cuda_kernel() -> VarlenKernel:
-    """The fastest kernel for 16-bit tensors of this installation on this process's device.
-
-    Flash attention needs capability 8.0 (Ampere) or higher.
-    """
+    """The fastest kernel for 16-bit tensors of this installation on this process's device. Flash
+    attention needs capability 8.0 (Ampere) or higher."""
     if torch.cuda.get_device_capability() < (8, 0):
         return attend_one_by_one
     try:  # the function itself: any folder of that name on the path would import as the package

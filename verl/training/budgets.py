@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from verl.config import Config
-from verl.training.actor import DEFAULT_TOKEN_BUDGET, TokenBudgets
+
+DEFAULT_TOKEN_BUDGET = 16384
+
+
+@dataclass(frozen=True)
+class TokenBudgets:
+    """Tokens of one packed forward of a crew."""
+
+    update: int = DEFAULT_TOKEN_BUDGET
+    inference: int = 2 * DEFAULT_TOKEN_BUDGET
 
 
 def actor_budgets(config: Config) -> TokenBudgets:

@@ -1,4 +1,4 @@
-"""The value function on training ranks: values of a batch, and one optimizer step."""
+"""The value function: values of a batch, one optimizer step; and ranks that hold it alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from verl.config import CriticConfig
+from verl.config import Config, CriticConfig
 from verl.core_algos.losses import value_loss, weighted_sum
-from verl.training.actor import Columns, TokenBudgets, apply_update, at_targets, inputs_of
-from verl.training.fsdp import FsdpModel
-from verl.training.models import PackedInputs
+from verl.training.actor import Columns, apply_update, at_targets, inputs_of
+from verl.training.budgets import TokenBudgets, critic_budgets
+from verl.training.crews import check_heads
+from verl.training.fsdp import FsdpModel, FsdpOptions
+from verl.training.kernels import prepare_blocks
+from verl.training.lora import Role, adapted_engine
+from verl.training.models import PackedInputs, ValueModel, blocks
+from verl.training.rank import TrainingRank, offloading
+from verl.training.shards import CRITIC_FOLDER
 from verl.types import Metrics, TokenBatch
 
 _SUMS = ("vf_loss", "value_mean", "return_mean", "value_clip_fraction", "weight")
@@ -42,9 +48,7 @@ class Critic:
 
     def update(self, mini_batch: TokenBatch) -> Metrics:
         """One optimizer step on this rank's share of a mini-batch; metrics are over all ranks.
-
-        Needs the token columns `values` (the old ones), `returns` and `loss_weights`.
-        """
+        Needs the token columns `values` (the old ones), `returns` and `loss_weights`."""
         micros = self.engine.micro_batches(as_critic_sees(mini_batch), self.budgets.update)
         rows = []
         for number, (_, micro) in enumerate(micros, 1):
@@ -68,3 +72,53 @@ class Critic:
         is_clipped = ((values.detach() - old).abs() > bound).float()
         observed = [weighted_sum(x, weights) for x in (values, returns, is_clipped)]
         return loss, torch.stack([loss, *observed, weights.sum()]).detach()
+
+
+def critic_updates(config: Config, actor_updates: int) -> int:
+    """Optimizer steps of the critic in a run whose actor makes `actor_updates` without warm-up."""
+    size = config.critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
+    steps = actor_updates // max(config.updates_per_step, 1)
+    return steps * -(-config.num_trajectories // size) * config.critic.ppo_epochs
+
+
+def critic_options(rank: TrainingRank) -> FsdpOptions:
+    """How the critic is held and learned."""
+    critic = rank.config.critic
+    return FsdpOptions(
+        compute_dtype=rank.dtype,
+        num_updates=critic_updates(rank.config, rank.total_steps),
+        optim=critic.optim,
+        grad_clip=critic.grad_clip,
+        crew=rank.crew(rank.config.critic_crew_size),
+        **offloading(critic.model.fsdp_config),
+    )
+
+
+def critic_of(rank: TrainingRank, engine: FsdpModel) -> Critic:
+    """The value function in an engine."""
+    return Critic(engine, rank.config.critic, critic_budgets(rank.config))
+
+
+def own_engine(rank: TrainingRank) -> FsdpModel:
+    """An engine of weights that are the critic's alone."""
+    model = rank.config.critic.model
+    with rank.opened(model, rank.config.critic_path, needs_head=False) as lm:
+        prepare_blocks(lm, model)
+        check_heads(lm.config, rank.config.critic_crew_size, "critic")
+        options = critic_options(rank)
+        if model.has_adapter:
+            return adapted_engine(lm, {Role.CRITIC: model}, rank.device, options)
+        module = ValueModel(lm)
+        return FsdpModel(module, blocks(module, lm), rank.device, options, [module.value_head])
+
+
+class CriticWorker(TrainingRank):
+    """A rank of a critic on devices of its own (`critic.n_gpus_per_node`)."""
+
+    folder = CRITIC_FOLDER
+    is_critic_alone = True
+
+    def build(self) -> None:
+        """The critic alone."""
+        engine = own_engine(self)
+        self.critic, self.engines = critic_of(self, engine), {"critic": engine}

@@ -56,9 +56,7 @@ def has_bfloat16_units(device: torch.device) -> bool:
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 where the device has units for it, else float16 on GPUs, float32 on CPU.
-
-    Raises ValueError for another name.
-    """
+    Raises ValueError for another name."""
     if name == "auto":
         if has_bfloat16_units(device):
             return torch.bfloat16
@@ -123,9 +121,7 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
 
 def cores_of(num_engine_cores: int, is_engine: bool) -> list[int]:
     """Of the cores that this process may use, the engines' or the ranks', which have the others.
-
-    Raises ResourceError where the engines' leave none.
-    """
+    Raises ResourceError where the engines' leave none."""
     cores, key = sorted(os.sched_getaffinity(0)), "trainer.rollout_gpus"
     if num_engine_cores >= len(cores):
         got = f"{num_engine_cores} of {len(cores)} cores here for engines"

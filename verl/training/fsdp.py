@@ -26,6 +26,7 @@ from verl.training.kernels import compile_seconds
 from verl.training.loading import fill_shards, take_values
 from verl.types import TokenBatch
 
+MAX = dist.ReduceOp.MAX
 SCHEDULES = ("constant", "linear", "cosine")
 GROWTH_INTERVAL = 2000
 """Finite gradients in a row after which a larger factor of the loss is tried."""
@@ -191,9 +192,7 @@ class FsdpModel:
 
     def reshard(self) -> None:
         """Free gathered weights: a forward without backward leaves some, in the compute dtype.
-
-        Until then `module.parameters()` are the gathered copies, not the weights.
-        """
+        Until then `module.parameters()` are the gathered copies, not the weights."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -204,13 +203,11 @@ class FsdpModel:
         return 1 if self.options.crew is None else self.options.crew.size
 
     def micro_batches(self, batch: TokenBatch, budget: int) -> list[tuple[list[int], TokenBatch]]:
-        """Micro-batches of at most `budget` computed tokens, as (sequence indices, sequences).
-
-        All ranks get the same number, so some may be empty.
-        """
+        """Micro-batches of at most `budget` computed tokens, as (sequence indices, sequences). All
+        ranks get the same number, so some may be empty."""
         packing, every = Packing.of(batch), range(len(batch))
         needed = len(packing.micro_batches(every, budget)) if len(batch) else 0
-        count = int(reduce_max(torch.tensor([float(needed)]), self.device)[0])
+        count = int(reduced(torch.tensor([float(needed)]), self.device, MAX)[0])
         bins = packing.micro_batches(every, budget, at_least=max(count, 1))
         return [(indices, batch.select(indices)) for indices in bins]
 
@@ -229,15 +226,18 @@ class FsdpModel:
         (loss * (dist.get_world_size() * scale)).backward()
 
     def step(self, is_finite: bool = True) -> StepResult:
-        """Clip and apply the gradient, unless it or the loss (`is_finite`) is not finite.
-
-        `is_finite` must be the same on all ranks. The schedule moves on in any case. A gradient of
-        float16 that is not finite halves the loss's scale; a loss that is not says nothing of it.
+        """Clip and apply the gradient, unless it or the loss (`is_finite`, the same on all ranks)
+        is not finite. The schedule moves on in any case; a gradient of float16 that is not finite
+        halves the loss's scale.
         """
         assert self.optimizer is not None, "the model is frozen"
         self.reshard()
-        scale = self._take_scale_out()
-        total = nn.utils.clip_grad_norm_(list(self.learned().values()), self.options.grad_clip)
+        scale = self.loss_scale.value if self.loss_scale is not None else None
+        learned = list(self.learned().values())
+        if scale is not None:
+            for gradient in (p.grad for p in learned if p.grad is not None):
+                gradient.div_(scale)
+        total = nn.utils.clip_grad_norm_(learned, self.options.grad_clip)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         is_skipped = not (is_finite and math.isfinite(norm))
         lr = self.lr
@@ -250,24 +250,11 @@ class FsdpModel:
                 self._move_optimizer(torch.device("cpu"))
         self.optimizer.zero_grad(set_to_none=True)
         self.num_done += 1
-        return StepResult(norm, lr, is_skipped, scale, self._overflowed(is_finite, is_skipped))
-
-    def _take_scale_out(self) -> float | None:
-        """Divide the gradient by what the loss was multiplied by, which is returned."""
-        if self.loss_scale is None:
-            return None
-        for parameter in self.learned().values():
-            if parameter.grad is not None:
-                parameter.grad.div_(self.loss_scale.value)
-        return self.loss_scale.value
-
-    def _overflowed(self, loss_is_finite: bool, is_skipped: bool) -> bool:
-        """Tell the loss's scale of an update; whether that was skipped for the scale alone."""
-        if self.loss_scale is None or not loss_is_finite:
-            return False
-        can_shrink = self.loss_scale.value > 1
-        self.loss_scale.observe(not is_skipped)
-        return is_skipped and can_shrink
+        is_overflow = False
+        if self.loss_scale is not None and is_finite:
+            is_overflow = is_skipped and self.loss_scale.value > 1
+            self.loss_scale.observe(not is_skipped)
+        return StepResult(norm, lr, is_skipped, scale, is_overflow)
 
     def take_compile_seconds(self) -> float:
         """What this process has compiled since the last call."""
@@ -332,10 +319,8 @@ class FsdpModel:
 
 
 def lr_factor(step: int, num_warmup: int, num_updates: int, schedule: str) -> float:
-    """Share of the peak learning rate in update `step` (from 0): linear warm-up, then schedule.
-
-    The first update already learns: warm-up over w updates runs 1/w, 2/w … 1.
-    """
+    """Share of the peak learning rate in update `step` (from 0): linear warm-up, then schedule. The
+    first update already learns: warm-up over w updates runs 1/w, 2/w … 1."""
     if step < num_warmup:
         return (step + 1) / num_warmup
     done = min((step - num_warmup) / max(num_updates - num_warmup, 1), 1.0)
@@ -350,17 +335,10 @@ def lr_factor(step: int, num_warmup: int, num_updates: int, schedule: str) -> fl
             raise ValueError(f"got schedule {schedule!r}; expected one of {', '.join(SCHEDULES)}")
 
 
-def reduce_sum(x: Tensor, device: torch.device) -> Tensor:
-    """Sum over ranks; the argument is left as it is. Returns a CPU tensor."""
-    return _reduce(x, device, dist.ReduceOp.SUM)
-
-
-def reduce_max(x: Tensor, device: torch.device) -> Tensor:
-    """Maximum over ranks; the argument is left as it is. Returns a CPU tensor."""
-    return _reduce(x, device, dist.ReduceOp.MAX)
-
-
-def _reduce(x: Tensor, device: torch.device, op: dist.ReduceOp.RedOpType) -> Tensor:
+def reduced(
+    x: Tensor, device: torch.device, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
+    """Sum (or `op`) over ranks, as a CPU tensor; the argument is left as it is."""
     copy = x.detach().clone().to(device)
     dist.all_reduce(copy, op)
     return copy.cpu()

@@ -1,9 +1,8 @@
 """How weights reach the ranks: each rank reads the rows of its own shards, and no other.
 
-A checkpoint of safetensors is mapped into memory, which reads nothing. The rows are copied from
-there once the model is cut into shards, so every byte of the files is read by the one rank that
-keeps it, all ranks at once and without a collective. Other checkpoints are loaded whole by each
-rank of a node, one after another where memory is short.
+A checkpoint of safetensors is mapped into memory, which reads nothing; its rows are copied from
+there once the model is cut into shards, by all ranks at once and without a collective. Other
+checkpoints are loaded whole by each rank of a node, one after another where memory is short.
 """
 
 from __future__ import annotations
@@ -85,9 +84,9 @@ def take_values(module: nn.Module) -> list[Tensor]:
 def fill_shards(module: nn.Module, values: list[Tensor], home: torch.device) -> None:
     """Give the shards of a blank `module` memory on `home`, and this rank's rows of `values`.
 
-    `values` are whole tensors, or shards placed as the module's own, in the order of the
-    parameters; the list is emptied, so that what is read is freed in turn. Raises ModelError for
-    rows that are no finite numbers.
+    These are whole tensors, or shards placed as the module's own, in the order of the parameters;
+    the list is emptied, so that what is read is freed in turn. Raises ModelError for rows that are
+    no finite numbers.
     """
     values.reverse()
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -120,10 +119,8 @@ def own_rows(value: Tensor, shard: DTensor) -> Tensor:
 def opened_causal_lm(
     path: str, dtype: torch.dtype, num_ranks: int, needs_head: bool = True
 ) -> Iterator[PreTrainedModel]:
-    """The model at `path` in `dtype`, to be given to an engine inside of the `with`.
-
-    Its weights are read when the engine shards it. Raises ModelError as `load_causal_lm` does.
-    """
+    """The model at `path` in `dtype`, to be given to an engine inside of the `with`. Its weights
+    are read when the engine shards it. Raises ModelError as `load_causal_lm` does."""
     lm = map_causal_lm(path, dtype, needs_head)
     if lm is not None:
         yield lm
@@ -193,28 +190,15 @@ def weight_bytes(path: str) -> int:
     return sum(file.stat().st_size for file in files if file.name.endswith(WEIGHT_SUFFIXES))
 
 
-def needs_turns(largest: int, num_ranks: int, free: int) -> bool:
-    """Whether `num_ranks` models with files of `largest` bytes are too much for `free` bytes."""
-    return num_ranks * FLOAT32_FACTOR * largest > MEMORY_SHARE * free
-
-
 @contextlib.contextmanager
 def loading_turn(path: str, num_ranks: int) -> Iterator[None]:
-    """Wait for the other ranks of this node to have loaded the model, where memory is short.
-
-    `num_ranks` of them load it whole, in float32.
-    """
-    if not needs_turns(weight_bytes(path), num_ranks, HostMemory.now().free):
+    """Have the `num_ranks` of this node load a whole model one after another, where the memory is
+    short for all at once, in float32."""
+    needed = num_ranks * FLOAT32_FACTOR * weight_bytes(path)
+    if needed <= MEMORY_SHARE * HostMemory.now().free:
         yield
         return
-    lock = os.open(
-        Path(tempfile.gettempdir()) / f"search-r1-loading-{os.getuid()}.lock",
-        os.O_CREAT | os.O_RDWR,
-        0o600,
-    )
-    try:
-        logger.info("models are read one rank after another, for lack of memory to do it at once")
+    logger.info("models are read one rank after another, for lack of memory to do it at once")
+    with Path(tempfile.gettempdir(), f"search-r1-loading-{os.getuid()}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(lock)

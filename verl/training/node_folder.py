@@ -6,6 +6,7 @@ is missing from the next one: so nothing here relies on a process ending in good
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -19,7 +20,7 @@ from verl.machine import SHARED_MEMORY
 
 PREFIX = "verl-weights-"
 UNFINISHED_S = 60.0
-"""Making and locking a folder takes far less."""
+"""For which a folder may not be locked yet; making and locking it takes far less."""
 NODE_DIGITS = 12
 """Of a node's id; enough to tell those of one machine apart."""
 LOCK = ".lock"
@@ -80,26 +81,13 @@ class NodeFolder:
         os.close(self._lock)
 
 
-def is_old(folder: Path) -> bool:
-    """Whether it was made so long ago that its owner would have finished it."""
-    try:
-        return time.time() - folder.stat().st_mtime > UNFINISHED_S
-    except FileNotFoundError:
-        return False
-
-
 def sweep(root: Path) -> None:
     """Remove the folders below `root` whose owners are gone; another user's are left alone."""
-    unfinished = [f for f in root.glob(f".{PREFIX}*") if is_old(f)]
-    for folder in (*root.glob(f"{PREFIX}*"), *unfinished):
-        try:
-            lock = os.open(folder / LOCK, os.O_RDWR)
-        except OSError:
-            continue  # gone by now, or not ours
-        try:
+    for folder in (*root.glob(f"{PREFIX}*"), *root.glob(f".{PREFIX}*")):
+        # Gone by now, not ours, or its owner lives: each is an OSError.
+        with contextlib.suppress(OSError), (folder / LOCK).open("r+") as lock:
+            is_unfinished = time.time() - folder.stat().st_mtime < UNFINISHED_S
+            if folder.name.startswith(".") and is_unfinished:
+                continue
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
-        except BlockingIOError:
-            pass  # its owner lives
-        finally:
-            os.close(lock)

@@ -2,7 +2,7 @@
 
 A plain class; the single controller runs it in a Ray actor, tests in a process of their own.
 Every rank of a group gets every call, with its shard of the batch. `verl.training.worker` and
-`verl.training.critic_worker` build the models.
+`verl.training.critic` build the models.
 """
 
 from __future__ import annotations
@@ -109,18 +109,14 @@ class TrainingRank:
     def opened(
         self, model: ModelConfig | CriticModelConfig, path: str, needs_head: bool = True
     ) -> AbstractContextManager[PreTrainedModel]:
-        """The language model at `path`, to be sharded inside of the `with`.
-
-        What is trained is float32; below an adapter it is held as it computes.
-        """
+        """The language model at `path`, to be sharded inside of the `with`. What is trained is
+        float32; below an adapter it is held as it computes."""
         dtype = self.dtype if model.has_adapter else torch.float32
         return opened_causal_lm(path, dtype, self.num_on_node, needs_head)
 
     def save_checkpoint(self, directory: str | Path) -> str:
         """Write this rank's shards below `directory`, which the driver publishes when all did.
-
-        Returns what went wrong, or an empty text.
-        """
+        Returns what went wrong, or an empty text."""
         return save_shards(Path(directory, self.folder), self.engines, self.described)
 
     def start_checkpoint(self, directory: str | Path) -> None:

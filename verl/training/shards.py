@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from verl.training.adapters import check_same
 from verl.training.fsdp import FsdpModel, LossScale
+from verl.training.lora import check_same
 from verl.training.stored import load_tensors, read_states, reading, reason
 from verl.training.weights import copy_tokenizer
 
@@ -34,20 +34,17 @@ CRITIC_FOLDER = "critic"
 """Below a checkpoint, the files of a critic that had devices of its own, as those beside it."""
 
 
-@dataclass
 class ShardWriter:
     """Writes this rank's part of checkpoints, one at a time; all ranks make the same calls."""
 
-    _group: dist.ProcessGroup | None = field(init=False, default=None)
-    _shards: Future[Any] | None = field(init=False, default=None)
-    _problem: str = field(init=False, default="")
+    _group: dist.ProcessGroup | None = None
+    _shards: Future[Any] | None = None
+    _problem = ""
 
     def start(
-        self,
-        directory: Path,
-        engines: Mapping[str, FsdpModel],
+        self, directory: Path, engines: Mapping[str, FsdpModel],
         model_config: PretrainedConfig | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Copy this rank's shards to host memory and begin to write them; training may go on."""
         assert self._shards is None, "the checkpoint before is still being written: call finish"
         if self._group is None:
@@ -59,11 +56,6 @@ class ShardWriter:
         )
         assert isinstance(shards, Future), "the answer without a stager of our own"
         self._shards = shards
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether what `start` began is still under way."""
-        return self._shards is not None and not self._shards.done()
 
     def finish(self) -> str:
         """Wait for what `start` began; what went wrong, or an empty text."""
@@ -79,10 +71,8 @@ class ShardWriter:
 def save_shards(
     directory: Path, engines: Mapping[str, FsdpModel], model_config: PretrainedConfig | None
 ) -> str:
-    """Write this rank's part of all engines; every rank calls it with the same directory.
-
-    Returns what went wrong, or an empty text.
-    """
+    """Write this rank's part of all engines; every rank calls it with the same directory. Returns
+    what went wrong, or an empty text."""
     problem = _write_own(directory, engines, model_config)
     try:
         save(_tensors(engines), checkpoint_id=directory / "shards")
@@ -94,12 +84,8 @@ def save_shards(
 
 def num_bytes(engines: Mapping[str, FsdpModel]) -> int:
     """Bytes of this rank's shards, which is what a copy of them takes."""
-    return sum(_local(tensor).nbytes for tensor in _tensors(engines).values())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    found = _tensors(engines).values()
+    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in found)
 
 
 def _write_own(
@@ -172,10 +158,8 @@ def _adapter_records(engines: Mapping[str, FsdpModel]) -> dict[str, Any]:
 
 
 def read_adapters(step_dir: Path) -> dict[str, Any]:
-    """The adapters that a checkpoint holds, by engine; none where all weights were trained.
-
-    Raises ModelError.
-    """
+    """The adapters that a checkpoint holds, by engine; none where all weights were trained. Raises
+    ModelError."""
     found: dict[str, Any] = {}
     for path in (folder / ADAPTERS_FILE for folder in folders_of(step_dir)):
         with reading(path):
@@ -190,22 +174,15 @@ def rank_file(directory: Path, rank: int) -> Path:
 
 def _tensors(engines: Mapping[str, FsdpModel]) -> dict[str, Tensor]:
     """All tensors to keep, by flat name; loading fills them in place."""
-    return {
-        f"{name}.{key}": tensor
-        for name, engine in engines.items()
-        for key, tensor in engine.tensors().items()
-    }
+    found = ((name, engine.tensors()) for name, engine in engines.items())
+    return {f"{name}.{key}": tensor for name, own in found for key, tensor in own.items()}
 
 
 def random_states() -> dict[str, Any]:
     """The states of all random generators of this process."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
-    }
+    return {"python": random.getstate(), "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(), "cuda": cuda}  # fmt: skip
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:

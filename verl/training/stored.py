@@ -137,9 +137,7 @@ class ShardReader(filesystem.FileSystemReader):
 
 def load_tensors(tensors: dict[str, Tensor], shards: Path, alone: bool = False) -> None:
     """Fill tensors in place from a distributed checkpoint, together with all ranks unless `alone`.
-
-    Raises ModelError.
-    """
+    Raises ModelError."""
     try:
         load(tensors, storage_reader=ShardReader(shards), no_dist=alone)
     except CheckpointException as error:  # what a rank found; a lost rank is another error

@@ -83,11 +83,8 @@ def pack(
 
 
 def unpacked(buffer: Tensor, packed: Iterable[Packed]) -> Iterator[tuple[str, Tensor]]:
-    """Name and copy of each tensor.
-
-    They are copies because vLLM keeps what it was given until a layer is complete, when the
-    buffer holds other tensors.
-    """
+    """Name and copy of each tensor. They are copies because vLLM keeps what it was given until a
+    layer is complete, when the buffer holds other tensors."""
     for name, dtype, shape, start, num_bytes in packed:
         flat = buffer[start : start + num_bytes]
         yield name, flat.view(getattr(torch, dtype)).view(shape).clone()

@@ -119,10 +119,8 @@ def _send(named: Named, given: list[Connection], device: torch.device, sent: Sen
 
 
 def received(stream: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Name and copy of each tensor that the rank on this device sends.
-
-    Raises ConnectionError where the rank does not come, or ends.
-    """
+    """Name and copy of each tensor that the rank on this device sends. Raises ConnectionError where
+    the rank does not come, or ends."""
     with contextlib.closing(_connected(_address(stream, device))) as link:
         buffers: dict[int, Tensor] = {}
         try:

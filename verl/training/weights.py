@@ -111,13 +111,18 @@ def write_weights(
     seconds += _write_file(directory / current, held)
     if writer > 0:
         return seconds
-    index = layout.index
-    if len(set(index.values())) == 1:  # beside an index, transformers would take this file alone
+    files, index = set(layout.index.values()), directory / "model.safetensors.index.json"
+    if len(files) == 1:  # beside an index, transformers would take this file alone
+        files = {"model.safetensors"}
         os.replace(directory / current, directory / "model.safetensors")
-        index = dict.fromkeys(index, "model.safetensors")
+        index.unlink(missing_ok=True)
+    else:
+        facts = {"metadata": {"total_size": layout.num_bytes}, "weight_map": layout.index}
+        index.write_text(json.dumps(facts))
     if num_writers == 1:
-        _remove_stale(directory, index)
-    _write_index(directory, index, layout.num_bytes)
+        for stale in directory.glob("model*.safetensors"):
+            if stale.name not in files:
+                stale.unlink()
     config.dtype = dtype
     config.save_pretrained(directory)
     return seconds
@@ -130,21 +135,6 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> float:
         with whole_file(path) as part:
             save_file(tensors, part, metadata={"format": "pt"})
     return time.perf_counter() - start
-
-
-def _remove_stale(directory: Path, index: dict[str, str]) -> None:
-    files = set(index.values())
-    for stale in directory.glob("model*.safetensors"):
-        if stale.name not in files:
-            stale.unlink()
-
-
-def _write_index(directory: Path, index: dict[str, str], total: int) -> None:
-    path = directory / "model.safetensors.index.json"
-    if len(set(index.values())) == 1:
-        path.unlink(missing_ok=True)
-        return
-    path.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}))
 
 
 def copy_tokenizer(source: str, directory: Path) -> None:

@@ -15,8 +15,7 @@ from verl.core_algos.advantages import ADVANTAGES
 from verl.training.actor import Actor
 from verl.training.budgets import actor_budgets
 from verl.training.crews import check_heads
-from verl.training.critic import Critic
-from verl.training.critic_worker import critic_of, critic_options, own_engine
+from verl.training.critic import Critic, critic_of, critic_options, own_engine
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.kernels import prepare_blocks, use_kernels
 from verl.training.loading import blank_copy
@@ -41,16 +40,18 @@ class TrainerWorker(TrainingRank):
         needs_critic = ADVANTAGES[self.config.algorithm.adv_estimator].needs_critic
         self.has_critic = needs_critic and not self.config.has_own_critic
         self.actor, self.reference = self._build_policy()
-        self.critic = self._build_critic() if self.has_critic else None
+        self.critic: Critic | None = None
         self.engines = {"actor": self.actor.engine}
-        if self.critic is not None:
-            self.engines["critic"] = self.critic.engine
+        if self.has_critic:
+            if self.config.shares_base:
+                engine = share(self.actor.engine, Role.CRITIC, critic_options(self))
+            else:
+                engine = own_engine(self)
+            self.critic, self.engines["critic"] = critic_of(self, engine), engine
 
     def _build_policy(self) -> tuple[Actor, Actor | None]:
-        """The actor, and the reference where one is needed: the policy before training.
-
-        Below an adapter the reference is there already; else it copies the actor's shards.
-        """
+        """The actor, and the reference where one is needed: the policy before training. Below an
+        adapter the reference is there already; else it copies the actor's shards."""
         section = self.config.actor_rollout_ref
         needs_twin = self.config.needs_reference and not section.model.has_adapter
         with self.opened(section.model, section.model.path) as lm:
@@ -60,10 +61,9 @@ class TrainerWorker(TrainingRank):
             size = section.actor.ulysses_sequence_parallel_size
             check_heads(lm.config, size, "actor_rollout_ref.actor")
             actor = self._actor_engine(lm)
-        reference = None
-        if self.config.needs_reference:
-            reference = self._policy(self._reference_engine(actor, twin))
-        return self._policy(actor), reference
+        if not self.config.needs_reference:
+            return self._policy(actor), None
+        return self._policy(actor), self._policy(self._reference_engine(actor, twin))
 
     def _policy(self, engine: FsdpModel) -> Actor:
         section = self.config.actor_rollout_ref
@@ -95,11 +95,6 @@ class TrainerWorker(TrainingRank):
         use_kernels(twin, self.config.actor_rollout_ref.model.kernels)
         module = LogProbModel(twin)
         return FsdpModel(module, blocks(twin, twin), self.device, options, twin=actor)
-
-    def _build_critic(self) -> Critic:
-        if self.config.shares_base:
-            return critic_of(self, share(self.actor.engine, Role.CRITIC, critic_options(self)))
-        return critic_of(self, own_engine(self))
 
     def save_policy(
         self, directory: str | Path, dtype: str = "bfloat16", is_adapter: bool = False
@@ -159,18 +154,17 @@ class TrainerWorker(TrainingRank):
         seconds = 0.0
         if is_adapter:
             adapter = policy_adapter(self.actor.engine)
+            start = time.perf_counter()
             if writer == 0:
-                start = time.perf_counter()
                 adapter.write(directory)
-                seconds = time.perf_counter() - start
+            seconds = time.perf_counter() - start
         else:
             named = policy_weights(self.actor.engine, dtype)
             if writer < num_writers:
                 parts = (writer, num_writers)
                 seconds = write_weights(directory, named, self.model_config, dtype, *parts)
-            else:
-                for _ in named:  # each tensor is gathered by all ranks together
-                    pass
+            for _ in named:  # each tensor is gathered by all ranks together
+                pass
         dist.barrier()
         return seconds
 

@@ -18,8 +18,7 @@ from verl.config import Config, cli
 from verl.errors import PreflightError
 from verl.preflight import checks
 from verl.preflight.memory.offload import undecided
-from verl.training.adapters import Adapter
-from verl.training.lora import peft_config
+from verl.training.lora import Adapter, peft_config
 from verl.training.models import load_causal_lm
 from verl.training.shards import ADAPTERS_FILE
 

@@ -20,7 +20,7 @@ from tests.verl.rollout.conftest import PLAIN
 from verl.agent.interface import Agent
 from verl.config import Config
 from verl.rollout.replica import RolloutReplica
-from verl.training.adapters import Adapter
+from verl.training.lora import Adapter
 from verl.types import Completion, Sampling
 
 pytestmark = pytest.mark.vllm_cpu

@@ -8,7 +8,7 @@ from typing import Any
 from tests.verl.training.rank_bodies import LENGTHS, shard_of
 from tests.verl.training.ranks import tiny_config
 from verl.config import Config
-from verl.training.critic_worker import CriticWorker
+from verl.training.critic import CriticWorker
 from verl.training.rank import TrainingRank
 from verl.training.worker import TrainerWorker
 

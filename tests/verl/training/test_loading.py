@@ -29,11 +29,11 @@ from transformers import (
 from tests.verl.training import loading_bodies
 from tests.verl.training.ranks import VOCAB, run_ranks
 from verl.errors import ModelError
+from verl.machine import HostMemory
 from verl.training import loading
 from verl.training.loading import (
     Placeholder,
     loading_turn,
-    needs_turns,
     opened_causal_lm,
     weight_bytes,
 )
@@ -215,10 +215,15 @@ def test_only_a_critic_may_lack_the_head(tmp_path: Path) -> None:
     ],
 )
 def test_turns_are_taken_where_all_at_once_would_take_half_the_memory(
-    num_ranks: int, files: int, free: int, expected: bool
+    num_ranks: int, files: int, free: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight ranks that read 6 GiB of bfloat16 hold 96 GiB of float32: 200 are enough, 150 not."""
-    assert needs_turns(files * GIB, num_ranks, free * GIB) is expected
+    taken: list[object] = []
+    monkeypatch.setattr(loading.fcntl, "flock", lambda *given: taken.append(given))
+    monkeypatch.setattr(loading, "weight_bytes", lambda _: files * GIB)
+    monkeypatch.setattr(loading.HostMemory, "now", lambda: HostMemory(free * GIB, free * GIB))
+    with loading_turn("model", num_ranks):
+        assert bool(taken) is expected
 
 
 @pytest.mark.parametrize("share", [0.0, 1e9])

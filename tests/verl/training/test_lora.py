@@ -25,10 +25,9 @@ from verl.config import ActorConfig, AdapterConfig, OptimConfig
 from verl.errors import ConfigError
 from verl.packing import split_by_work
 from verl.training.actor import Actor, TokenBudgets
-from verl.training.adapters import check_same
 from verl.training.attention import PACKED
 from verl.training.fsdp import FsdpOptions
-from verl.training.lora import AdaptedModel, Role, adapted_engine, target_names
+from verl.training.lora import AdaptedModel, Role, adapted_engine, check_same, target_names
 from verl.training.shards import read_adapters
 
 LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]

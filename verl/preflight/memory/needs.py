@@ -18,8 +18,7 @@ from verl.model_shape import ModelShape
 from verl.preflight.memory.trial import Pass, activation_bytes
 from verl.rollout.interface import engine_takes_adapter
 from verl.rollout.vllm_engine import batched_tokens
-from verl.training.actor import TokenBudgets
-from verl.training.budgets import actor_budgets, critic_budgets
+from verl.training.budgets import TokenBudgets, actor_budgets, critic_budgets
 
 FLOAT = 4
 """Bytes of a float32 value: master weights, gradients, moments."""
