@@ -25,8 +25,8 @@ from rich.console import Console
 from search_r1.agent.search import SearchTool
 from search_r1.agent.tags import TEMPLATES
 from search_r1.inference.model import load_agent, running_engine
+from search_r1.inference.opening import run_config
 from search_r1.inference.options import AgentOptions
-from search_r1.inference.settings import run_config
 from search_r1.search.backends.registry import build_retriever
 from search_r1.search.backends.settings import RetrieverConfig
 from search_r1.search.client import RetrievalClient

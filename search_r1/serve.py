@@ -55,7 +55,7 @@ class ServingOptions(InferenceOptions):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
-    return run("search_r1.agent_server.running:start", ServingOptions, argv, prog="search-r1 serve",
+    return run("search_r1.agent_server.app:start", ServingOptions, argv, prog="search-r1 serve",
                description=__doc__)  # fmt: skip
 
 

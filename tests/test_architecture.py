@@ -168,7 +168,7 @@ def test_asking_knows_one_dialogue_only() -> None:
 
 def test_measures_and_intervals_are_plain_numbers() -> None:
     """What is measured, and how surely, can be read without tensors."""
-    for name in ("samples", "measures", "intervals", "summary", "comparison"):
+    for name in ("samples", "measures", "summary"):
         names = imported(ROOT / f"search_r1/evaluation/{name}.py")
         assert not any(starts(m, p) for m in names for p in ("torch", "transformers")), name
 

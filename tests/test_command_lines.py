@@ -19,7 +19,7 @@ from search_r1.evaluation import __main__ as evaluate
 from search_r1.evaluation.options import CompareOptions, EvaluationOptions, TableOptions
 from search_r1.infer import InferOptions
 from search_r1.plan import command as plan
-from search_r1.plan.options import PlanOptions
+from search_r1.plan.command import PlanOptions
 from search_r1.replay import command as replay
 from search_r1.search import index_builder, retrieval_server
 from search_r1.search.index.build_config import BuildConfig

@@ -8,7 +8,7 @@ from types import FrameType
 
 import pytest
 
-from search_r1.datasets.options import OwnOptions
+from search_r1.datasets.command import OwnOptions
 from search_r1.datasets.own import read_files
 from search_r1.datasets.retrieving import cache_finder
 from search_r1.inference import command

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from search_r1.exchange import Exchanges
-from search_r1.rewards.judge.endpoint import JudgeEndpoint, JudgeFailed
 from search_r1.rewards.judge.options import JudgeOptions
+from search_r1.rewards.judge.reward import JudgeEndpoint, JudgeFailed
 from tests.endless import DRIPS, FLOOD, endless
 from tests.rewards.judge.server import judge_server
 

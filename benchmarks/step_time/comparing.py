@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.step_time.cases import Case
-from search_r1.plan.engine import EngineRates
 from search_r1.plan.probes import Observation, fit_engine, rollout_s
+from search_r1.plan.simulation import EngineRates
 from search_r1.plan.workload import Batch, Dialogue, LogNormal, Turn, with_waits
 
 GUESS = EngineRates(step_s=0.03, sequence_s=0.0004, prefill_tokens_s=20_000, slots=1)

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import sys
 
-from search_r1.plan.costs import Costs
-from search_r1.plan.engine import EngineRates
-from search_r1.plan.options import PlanOptions
-from search_r1.plan.placements import Placement, plan, room
+from search_r1.plan.command import PlanOptions
+from search_r1.plan.placements import Costs, Placement, plan, room
 from search_r1.plan.planning import compose, workload
-from search_r1.plan.simulation import Setup, StepCosts, simulate
+from search_r1.plan.simulation import EngineRates, Setup, StepCosts, simulate
 from search_r1.plan.workload import Batch, Dialogue, Turn
 from verl.machine import GB
 from verl.model_shape import read_shape

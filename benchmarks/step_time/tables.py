@@ -8,10 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from search_r1.plan.options import DialogueOptions, PlanOptions, RateOptions
+from search_r1.plan.command import DialogueOptions, PlanOptions, RateOptions
 from search_r1.plan.placements import Planned
-from search_r1.plan.planning import plan_all
-from search_r1.plan.report import choose, margins
+from search_r1.plan.planning import choose, margins, plan_all
 
 SEARCHES = {
     "BM25, 44k passages": (0.015, 0.032),

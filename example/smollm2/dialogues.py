@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 from example.smollm2.evidence import Evidence, find_evidence, key_words
 from search_r1.agent.generation import search_agent
 from search_r1.agent.tags import TEMPLATES
-from search_r1.inference.questions import question_of
+from search_r1.inference.dialogue import question_of
 from search_r1.search.client import RetrievalClient
 from search_r1.search.schema import Document
 from verl.agent.dialogue import DialogueAgent, Limits

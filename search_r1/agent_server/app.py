@@ -1,29 +1,45 @@
-"""The service's routes: chat completions, models, health, and the chat page at `/`."""
+"""The agent as a process: its routes (chat completions, models, health, the chat page at `/`), a
+port, and an orderly end."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import signal
+import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from transformers.utils import logging as transformers_logging
 
 from search_r1.agent.generation import retrieval_of
-from search_r1.agent_server.answers import Envelope
-from search_r1.agent_server.errors import ApiError, answer_errors
+from search_r1.agent_server.answers import ApiError, Envelope, answer_errors, misdirected
 from search_r1.agent_server.requests import ChatRequest, Order, read, understand
-from search_r1.agent_server.streaming import Listener, events, outcome, unless_left
-from search_r1.agent_server.thoughts import Thoughts, reasoning
+from search_r1.agent_server.streaming import (
+    Listener,
+    Thoughts,
+    events,
+    outcome,
+    reasoning,
+    unless_left,
+)
 from search_r1.bearer import has_token
 from search_r1.inference.dialogue import SILENCE, AgentSession, DialogueListener, Reply
+from search_r1.inference.opening import opened
+from search_r1.plain import log
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
+from search_r1.search.server.connections import configure
+from search_r1.search.server.hosts import checked
 from search_r1.search.server.pages import page_routes
+from search_r1.search.server.running import bind, listen, read_token, warn_if_open, write_port
 from search_r1.serve import ServingOptions
 from verl import __version__
 
@@ -181,3 +197,45 @@ def _guarded(service: Service) -> APIRouter:
         )
 
     return router
+
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "AGENT_TOKEN"
+GRACE_S = 8
+"""Seconds that dialogues are given to end when the service is told to."""
+
+
+async def serve(options: ServingOptions, bound: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM. Raises UserError when the agent cannot be opened."""
+    token = read_token(TOKEN_VARIABLE)
+    warn_if_open(bound, token, f"set {TOKEN_VARIABLE}")
+    async with opened(options) as session:
+        service = Service(session, options.name, token, options.max_body_bytes, options.chat_peers)
+        app = build_app(service)
+        guarded = checked(app, bound.getsockname()[0], options.allowed_hosts, misdirected)
+        server = uvicorn.Server(configure(guarded, options.max_body_bytes, GRACE_S))
+        address = listen(bound)
+        # uvicorn raises the signal again once it is done, which would cut short the closing of
+        # the engine.
+        for ending in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(ending, signal.SIG_IGN)
+        running = asyncio.ensure_future(server.serve(sockets=[bound]))
+        while not server.started and not running.done():
+            await asyncio.sleep(0.05)
+        told = "%s answers at http://%s/v1; chat page: http://%s"
+        logger.info(told, options.name, address, address)
+        if options.port_file is not None:
+            write_port(options.port_file, bound.getsockname()[1])
+        await running
+
+
+def start(options: ServingOptions) -> int:
+    """Serve; returns the exit code. Raises UserError or SetupError for a user's mistake."""
+    log(logging.INFO, "%(levelname)s %(name)s: %(message)s")
+    for chatty in ("httpx", "vllm"):
+        logging.getLogger(chatty).setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    with bind(options.host, options.port, options.port_file) as bound:
+        asyncio.run(serve(options, bound))
+    return 0

@@ -13,7 +13,7 @@ from fastapi import HTTPException
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive
 
-from search_r1.agent_server.errors import ApiError
+from search_r1.agent_server.answers import ApiError
 from search_r1.inference.dialogue import AgentSession
 from search_r1.search.errors import DeadlineExceeded
 from search_r1.search.schema import well_formed

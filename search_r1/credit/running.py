@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,14 +19,13 @@ import torch
 from tqdm import tqdm
 
 from search_r1.credit.command import CreditOptions
-from search_r1.credit.documents import Document, answer_tokens, documents_of, without
 from search_r1.inference.model import at_last_step, computed_dtype, model_folder
 from search_r1.inference.options import AgentOptions
 from search_r1.plain import log
 from search_r1.replay.given import read_run
 from search_r1.replay.running import nearest, weights_of
 from search_r1.scoring import build_reward_manager
-from search_r1.view.dialogue import Dialogue, read_dialogue, tags_of
+from search_r1.view.dialogue import DOCUMENT, OBSERVATION, Dialogue, read_dialogue, tags_of
 from search_r1.view.run import CREDIT, find_rollouts, read_config
 from search_r1.view.tokens import Pieces
 from verl.agent.dialogue import derived_seed
@@ -47,6 +48,84 @@ from verl.rewards.interface import RewardManager
 from verl.rollout.transformers_engine import TransformersEngine
 from verl.training.devices import device_type
 from verl.types import Origin, Sampling, Segment, Status, Trajectory
+
+RANK = re.compile(r"^Doc \d+")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document of a dialogue, wherever it stands."""
+
+    title: str
+    text: str
+    id: str
+    has_answer: bool
+    places: tuple[tuple[int, int], ...]
+    """Numbers of the search and of the document among those it brought, from 0."""
+
+
+def documents_of(dialogue: Dialogue) -> list[Document]:
+    """Each document once, in the order in which they were read."""
+    found: dict[tuple[str, str], Document] = {}
+    for number, search in enumerate(dialogue.searches):
+        for rank, one in enumerate(search.documents):
+            known = found.get((one.title, one.text))
+            places = (*(known.places if known else ()), (number, rank))
+            found[one.title, one.text] = Document(
+                one.title, one.text, one.id, one.has_answer, places
+            )
+    return list(found.values())
+
+
+def without(dialogue: Dialogue, document: Document, tags: Grammar) -> dict[int, str]:
+    """The observations that a document stands in as they would be without it, by segment."""
+    texts = {
+        number: _left_out(one["text"], document, tags)
+        for number, one in enumerate(dialogue.segments)
+        if one["origin"] == OBSERVATION
+    }
+    return {n: text for n, text in texts.items() if text != dialogue.segments[n]["text"]}
+
+
+def _left_out(text: str, document: Document, tags: Grammar) -> str:
+    """An observation without the document; those behind it move up a rank."""
+    opening, closing = map(re.escape, (tags.information.opening, tags.information.closing))
+    between = re.compile(f"(?<={opening})(.*?)(?={closing})", re.DOTALL)
+    return between.sub(lambda found: _kept(found[1], document), text)
+
+
+def _kept(information: str, document: Document) -> str:
+    starts = list(DOCUMENT.finditer(information))
+    if not starts:
+        return "" if information.strip() == document.text else information
+    ends = [*(one.start() for one in starts[1:]), len(information)]
+    kept = [
+        information[one.start() : end]
+        for one, end in zip(starts, ends, strict=True)
+        if (one["title"], information[one.end() : end].strip()) != (document.title, document.text)
+    ]
+    ranks = (RANK.match(one[0]) for one in starts)
+    moved = (RANK.sub(rank[0], one) for rank, one in zip(ranks, kept, strict=False) if rank)
+    return information[: starts[0].start()] + "".join(moved)
+
+
+def answer_tokens(pieces: Sequence[str], tags: Grammar) -> range:
+    """Which tokens of a turn, given by their texts, spell what stands in its last answer tag; a
+    token that reaches beyond the tag counts. Empty where there is none."""
+    text = "".join(pieces)
+    start = text.rfind(tags.answer.opening)
+    end = text.find(tags.answer.closing, start)
+    if start < 0 or end < 0:
+        return range(0)
+    start += len(tags.answer.opening)
+    ends = list(itertools.accumulate(map(len, pieces)))
+    inside = [
+        number
+        for number, (piece, last) in enumerate(zip(pieces, ends, strict=True))
+        if last > start and last - len(piece) < end
+    ]
+    return range(inside[0], inside[-1] + 1) if inside else range(0)
+
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from search_r1.datasets.building import make_rows, take_sound, write_rows
-from search_r1.datasets.options import CorpusOptions, OwnOptions
-from search_r1.datasets.question import ANSWER_COLUMNS, Place, Question, read_question
+from search_r1.datasets.command import CorpusOptions, OwnOptions
+from search_r1.datasets.question import (
+    ANSWER_COLUMNS,
+    Place,
+    Question,
+    make_rows,
+    read_question,
+    take_sound,
+    write_rows,
+)
 from search_r1.datasets.wording import Style, writer
 from search_r1.search.index.passages import read_folder, write_corpus
 from verl.data.rows import BadRow, Record, read_records

@@ -1,8 +1,8 @@
 """Question files of published sets: a function for each script of the original.
 
-Raw records come from the hub through `datasets`, or from files laid out as there. `HF_ENDPOINT`
-names a mirror, and `HF_HUB_OFFLINE=1` takes what an earlier run left in the cache; both are read by
-the hub's own library.
+The seven sets of the Search-R1 paper come from the hub through `datasets`, or from files laid out
+as there. `HF_ENDPOINT` names a mirror, and `HF_HUB_OFFLINE=1` takes what an earlier run left in the
+cache; both are read by the hub's own library.
 """
 
 from __future__ import annotations
@@ -10,19 +10,85 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
 import huggingface_hub.errors
 
-from search_r1.datasets.building import copy_folder, make_rows, take_sound, write_rows
-from search_r1.datasets.catalogue import HUB, QuestionSet, find_sets
-from search_r1.datasets.options import MergeOptions, RagOptions, SetOptions
-from search_r1.datasets.question import ANSWER_COLUMNS, Place, Question, read_question
+from search_r1.datasets.command import MergeOptions, RagOptions, SetOptions
+from search_r1.datasets.question import (
+    ANSWER_COLUMNS,
+    Place,
+    Question,
+    copy_folder,
+    make_rows,
+    read_question,
+    take_sound,
+    write_rows,
+)
 from search_r1.datasets.retrieving import Finder, cache_finder, server_finder
 from search_r1.datasets.wording import Style, writer
 from verl.data.rows import BadRow, Record, read_records
 from verl.errors import ConfigError, DataError, explain, first_line
+
+HUB = "RUC-NLPIR/FlashRAG_datasets"
+"""The FlashRAG collection on the Hugging Face hub; its configurations are named as the sets."""
+TEST_SPLITS = ("test", "dev", "train")
+"""The first of these that a set has is what it is tested on, as in the original scripts."""
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """One published set."""
+
+    name: str
+    title: str
+    splits: tuple[str, ...]
+    """What the collection has of it."""
+
+    @property
+    def test_split(self) -> str:
+        """The split that becomes `test.parquet`."""
+        return next(split for split in TEST_SPLITS if split in self.splits)
+
+    def split_for(self, role: str) -> str:
+        """The published split behind `train` or `test`. Raises ConfigError where there is none."""
+        if role == "test":
+            return self.test_split
+        if role not in self.splits:
+            got = f"{self.name}, which has {' and '.join(self.splits)} only"
+            fix = "leave it out of --data_sources here; it is a test set"
+            raise ConfigError(explain("--data_sources", got, f"sets with a {role} split", fix))
+        return role
+
+
+SETS = {
+    one.name: one
+    for one in (
+        QuestionSet("nq", "Natural Questions", ("train", "dev", "test")),
+        QuestionSet("triviaqa", "TriviaQA", ("train", "dev", "test")),
+        QuestionSet("popqa", "PopQA", ("test",)),
+        QuestionSet("hotpotqa", "HotpotQA", ("train", "dev")),
+        QuestionSet("2wikimultihopqa", "2WikiMultiHopQA", ("train", "dev")),
+        QuestionSet("musique", "MuSiQue", ("train", "dev")),
+        QuestionSet("bamboogle", "Bamboogle", ("test",)),
+    )
+}
+
+
+def find_sets(names: Sequence[str]) -> list[QuestionSet]:
+    """The sets of `--data_sources`, in that order. Raises ConfigError for a wrong name or twice."""
+    for name in names:
+        if name not in SETS:
+            fix = "correct it; a set of your own is built by own_questions.py (docs/data.md)"
+            expected = f"names among {', '.join(SETS)}"
+            raise ConfigError(explain("--data_sources", repr(name), expected, fix))
+        if list(names).count(name) > 1:
+            got = f"{name} {list(names).count(name)} times"
+            raise ConfigError(explain("--data_sources", got, "each set once", "drop the others"))
+    return [SETS[name] for name in names]
+
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from search_r1.datasets.building import take_sound
-from search_r1.datasets.catalogue import HUB
+from search_r1.datasets.command import HotpotOptions
 from search_r1.datasets.hub import fetch, list_files
-from search_r1.datasets.options import HotpotOptions
-from search_r1.datasets.question import Place, read_question
+from search_r1.datasets.published import HUB
+from search_r1.datasets.question import Place, read_question, take_sound
 from verl.data.rows import Record, read_records
 from verl.errors import DataError, explain
 from verl.files import whole_file

@@ -12,8 +12,8 @@ from typing import Any
 
 import verl
 from search_r1.agent.generation import build_environment, words_of
-from search_r1.evaluation.methods import METHODS
 from search_r1.evaluation.options import EvaluationOptions
+from search_r1.evaluation.runner import METHODS
 from verl.config import Config
 from verl.errors import masked
 from verl.files import sha256

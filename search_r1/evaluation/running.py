@@ -17,20 +17,18 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from search_r1 import loops
-from search_r1.evaluation.comparison import compare
 from search_r1.evaluation.manifest import build_manifest
-from search_r1.evaluation.methods import METHODS
 from search_r1.evaluation.options import (
     CompareOptions,
     EvaluationOptions,
     ReportOptions,
     TableOptions,
 )
-from search_r1.evaluation.report import write_report
-from search_r1.evaluation.runner import Judge, Runner, Task, agent_of, check_rows
+from search_r1.evaluation.report import comparison_table, read_all, table, write_report
+from search_r1.evaluation.runner import METHODS, Judge, Runner, Task, agent_of, check_rows
 from search_r1.evaluation.samples import FAILED
 from search_r1.evaluation.store import REPORT, Store
-from search_r1.evaluation.tables import comparison_table, read_all, table
+from search_r1.evaluation.summary import compare
 from search_r1.inference.model import (
     at_last_step,
     computed_dtype,
@@ -38,8 +36,7 @@ from search_r1.inference.model import (
     model_folder,
     running_engine,
 )
-from search_r1.inference.retriever import NO_RETRIEVER, facts_of
-from search_r1.inference.settings import run_config
+from search_r1.inference.opening import NO_RETRIEVER, facts_of, run_config
 from search_r1.plain import log
 from search_r1.rewards import RewardInput
 from search_r1.rewards.judge.options import JudgeOptions, key_in

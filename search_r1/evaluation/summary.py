@@ -1,4 +1,8 @@
-"""From samples to figures with intervals: for each set, averaged over sets, and over all rows."""
+"""From samples to figures with intervals, and two evaluations paired by question. No torch here.
+
+Figures are those of each set, averaged over sets, and over all rows; uncertainty comes from a
+bootstrap over questions, and from McNemar's exact test.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,77 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import binomtest
 
-from search_r1.evaluation.intervals import (
-    NUM_RESAMPLES,
-    Array,
-    Interval,
-    interval,
-    ratio,
-    resampled_sums,
-)
 from search_r1.evaluation.measures import by_question, sums, titles
 from search_r1.evaluation.samples import Sample
+from verl.errors import DataError, explain
+
+Array = NDArray[np.float64]
+
+NUM_RESAMPLES = 2000
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A percentile interval of `LEVEL`."""
+
+    low: float
+    high: float
+
+
+def resampled_sums(columns: Array, num_resamples: int, seed: int | list[int]) -> Array:
+    """(num_resamples, num_columns) sums of columns over questions drawn with replacement.
+
+    `columns` (num_questions, num_columns): the same questions are drawn for all columns, so that
+    differences of columns are paired.
+    """
+    generator = np.random.default_rng(seed)
+    num_questions = len(columns)
+    drawn = np.empty((num_resamples, columns.shape[1]))
+    for row in range(num_resamples):
+        choice = generator.integers(num_questions, size=num_questions)
+        drawn[row] = np.bincount(choice, minlength=num_questions) @ columns
+    return drawn
+
+
+def ratio(part: Array, whole: Array) -> Array:
+    """part / whole, nan where the whole is 0."""
+    return np.divide(part, whole, out=np.full_like(part, np.nan), where=whole != 0)
+
+
+def interval(values: Array) -> Interval | None:
+    """The percentile interval of resampled values; none where any of them is undefined."""
+    if len(values) == 0 or not np.isfinite(values).all():
+        return None
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(values, [tail, 1 - tail])
+    return Interval(float(low), float(high))
+
+
+def p_value(differences: Array) -> float | None:
+    """Two-sided bootstrap p-value that the difference is 0; none where any is undefined.
+
+    Twice the smaller share of resampled differences on one side of 0, itself included; one
+    resample is added to both counts, so that p is never 0 (Davison and Hinkley 1997).
+    """
+    if len(differences) == 0 or not np.isfinite(differences).all():
+        return None
+    fewer = min(int((differences <= 0).sum()), int((differences >= 0).sum()))
+    return min(1.0, 2 * (fewer + 1) / (len(differences) + 1))
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Exact two-sided p-value of McNemar's test.
+
+    `only_first` questions are right in the first evaluation alone, `only_second` in the second
+    alone; under the hypothesis of no difference each of them is either with probability 1/2.
+    """
+    discordant = only_first + only_second
+    return float(binomtest(only_first, discordant, 0.5).pvalue) if discordant else 1.0
+
 
 MACRO = "average of sets"
 ROWS = "all rows"
@@ -117,3 +181,70 @@ def _estimate(value: float, draws: Array) -> Estimate:
     if not np.isfinite(value):
         return Estimate(None, None)
     return Estimate(float(value), interval(draws))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """First minus second, over the questions that both have."""
+
+    where: str
+    """A set, or an average."""
+    num_questions: int
+    first: float
+    second: float
+    difference: float
+    interval: Interval | None
+    p_bootstrap: float | None
+    only_first: int | None = None
+    """Questions that the first alone answers correctly; none with several samples a question."""
+    only_second: int | None = None
+    p_mcnemar: float | None = None
+
+
+def compare(
+    first: Sequence[Sample],
+    second: Sequence[Sample],
+    measure: str = "em",
+    *,
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
+) -> list[Difference]:
+    """The difference in `measure` for each set, averaged over sets, and over all rows.
+
+    Only questions that both evaluations have are compared. Raises DataError if there are none.
+    """
+    common = {s.uid for s in first} & {s.uid for s in second}
+    if not common:
+        fix = "compare evaluations of the same data files"
+        raise DataError(explain("comparison", "no question in common", "equal uids", fix))
+    firsts, seconds = (by_set([s for s in one if s.uid in common]) for one in (first, second))
+    pairs = {
+        name: _paired(tally(firsts[name], [measure]), tally(seconds[name], [measure]))
+        for name in firsts
+    }
+    values, draws = ratios(pairs, num_resamples, seed)
+    return [
+        _difference(where, values[where][0], draws[where], pairs)
+        for where in (values if len(pairs) > 1 else pairs)
+    ]
+
+
+def _paired(first: Tally, second: Tally) -> Tally:
+    """One set's questions, with a column for each evaluation."""
+    parts, wholes = (first.parts, second.parts), (first.wholes, second.wholes)
+    return Tally(first.uids, np.hstack(parts), np.hstack(wholes))
+
+
+def _difference(where: str, values: Array, draws: Array, pairs: dict[str, Tally]) -> Difference:
+    """Of one set or average: `values` (2,) and `draws` (num_resamples, 2) of both evaluations."""
+    tallies = [pairs[where]] if where in pairs else list(pairs.values())
+    parts = np.vstack([one.parts for one in tallies])
+    wholes = np.vstack([one.wholes for one in tallies])
+    first, second = (float(value) for value in values)
+    apart = draws[:, 0] - draws[:, 1]
+    result = (where, len(parts), first, second, first - second, interval(apart), p_value(apart))
+    # McNemar's test counts questions that are right or wrong; an average of sets weighs them.
+    if where == MACRO or not (wholes == 1).all() or not np.isin(parts, (0, 1)).all():
+        return Difference(*result)
+    only_first, only_second = (int((parts[:, a] > parts[:, b]).sum()) for a, b in ((0, 1), (1, 0)))
+    return Difference(*result, only_first, only_second, mcnemar(only_first, only_second))

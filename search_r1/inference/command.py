@@ -19,12 +19,10 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from search_r1.infer import QUESTION, InferOptions
-from search_r1.inference.dialogue import SILENCE, AgentSession, DialogueListener, Reply
-from search_r1.inference.interactive import converse
+from search_r1.inference.dialogue import SILENCE, AgentSession, DialogueListener, Reply, question_of
 from search_r1.inference.opening import opened
 from search_r1.inference.options import InferenceOptions
-from search_r1.inference.questions import question_of
-from search_r1.inference.terminal import Terminal
+from search_r1.inference.terminal import Terminal, converse
 from search_r1.plain import json_line, log
 from verl.data import load_rows
 from verl.data.rows import Message

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize
 
-from search_r1.plan.engine import EngineRates
-from search_r1.plan.options import RateOptions
-from search_r1.plan.simulation import Setup, StepCosts, simulate
+from search_r1.plan.command import RateOptions
+from search_r1.plan.simulation import EngineRates, Setup, StepCosts, simulate
 from search_r1.plan.workload import Batch, Dialogue, LogNormal, Turn, with_waits
 from verl.config import Config
 from verl.data.rows import BadRow, read_jsonl

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from search_r1.view.app import PAGE, Runs
-from search_r1.view.finding import SHOWN
+from search_r1.view.index import SHOWN
 from search_r1.view.run import Run
 from verl.files import whole_file
 

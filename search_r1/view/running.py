@@ -19,7 +19,7 @@ from search_r1.search.server.running import bind, listen, read_token, write_port
 from search_r1.view.app import TOKEN_VARIABLE, Runs, create_app
 from search_r1.view.command import ViewOptions
 from search_r1.view.export import write_export
-from search_r1.view.report_files import write_report
+from search_r1.view.report import write_report
 from search_r1.view.run import Run
 from verl.errors import ConfigError, explain
 

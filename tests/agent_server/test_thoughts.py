@@ -5,7 +5,7 @@ import random
 import pytest
 
 from search_r1.agent import grammar
-from search_r1.agent_server.thoughts import Thoughts, reasoning
+from search_r1.agent_server.streaming import Thoughts, reasoning
 
 TAGS = grammar.SEARCH_R1
 

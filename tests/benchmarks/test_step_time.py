@@ -8,7 +8,7 @@ import time
 from benchmarks.step_time.cases import draw_cases
 from benchmarks.step_time.comparing import Fitted, foresee, report
 from benchmarks.step_time.paced import Pace, PacedEngine
-from search_r1.plan.engine import EngineRates
+from search_r1.plan.simulation import EngineRates
 from verl.types import Sampling
 
 PACE = Pace(0.005, 0.0, 1e6, slots=2, words_p50=40, sigma=0.0, search_share=0.0)

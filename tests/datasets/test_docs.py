@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.datasets.catalogue import SETS
 from search_r1.datasets.command import RECIPES
+from search_r1.datasets.published import SETS
 from search_r1.options import parse
 from tests.datasets.collection import SPLITS
 

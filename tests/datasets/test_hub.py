@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from search_r1.datasets.catalogue import HUB
+from search_r1.datasets.published import HUB
 from tests.datasets.collection import SPLITS, records
 from tests.hub import serving_hub
 

@@ -10,7 +10,7 @@ import pytest
 from example.tiny import tiny_model
 from search_r1.evaluation.__main__ import main
 from search_r1.evaluation.options import EvaluationOptions
-from search_r1.inference.settings import run_config
+from search_r1.inference.opening import run_config
 
 ROW = (
     '{"data_source": "nq", "prompt": "Question: who?", '

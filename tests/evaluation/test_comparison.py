@@ -5,9 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from search_r1.evaluation.comparison import compare
 from search_r1.evaluation.samples import Sample
-from search_r1.evaluation.summary import MACRO, ROWS
+from search_r1.evaluation.summary import MACRO, ROWS, compare
 from tests.evaluation.worlds import sample
 from verl.errors import DataError
 

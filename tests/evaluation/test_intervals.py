@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from search_r1.evaluation.intervals import (
+from search_r1.evaluation.summary import (
     interval,
     mcnemar,
     p_value,

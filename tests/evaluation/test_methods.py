@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from search_r1.evaluation.methods import METHODS, put, question_of
+from search_r1.evaluation.runner import METHODS, put, question_of
 from tests.evaluation.worlds import row
 from verl.data.rows import Row
 from verl.errors import DataError

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from search_r1.evaluation.__main__ import main
-from search_r1.evaluation.report import as_markdown
+from search_r1.evaluation.report import as_markdown, table
 from search_r1.evaluation.store import Store
 from search_r1.evaluation.summary import summarize
-from search_r1.evaluation.tables import table
 from tests.evaluation.worlds import sample, search
 from verl.errors import ConfigError
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from search_r1.agent.generation import search_agent
 from search_r1.agent.tags import TEMPLATES
-from search_r1.evaluation.methods import METHODS
-from search_r1.evaluation.runner import Runner, Task, agent_of
+from search_r1.evaluation.runner import METHODS, Runner, Task, agent_of
 from search_r1.evaluation.samples import Sample, Search
 from search_r1.search.client import InMemoryRetrieval, Retrieval
 from search_r1.search.schema import Document

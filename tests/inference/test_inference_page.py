@@ -14,7 +14,7 @@ import pytest
 import infer
 from example.tiny import tiny_model
 from search_r1 import mcp_server, serve
-from search_r1.agent_server import app, errors, requests, running
+from search_r1.agent_server import answers, app, requests
 from search_r1.infer import InferOptions
 from search_r1.options import parse
 from search_r1.search.local_server import LocalServer
@@ -103,12 +103,12 @@ def test_names_and_defaults_of_the_page_are_those_of_the_code() -> None:
     options = serve.ServingOptions()
     assert f"--port {options.port}" in PAGE and f"127.0.0.1:{options.port}/v1" in PAGE
     assert f'model="{options.name}"' in PAGE
-    assert f"`{running.TOKEN_VARIABLE}`" in PAGE
+    assert f"`{app.TOKEN_VARIABLE}`" in PAGE
     assert f"--port {mcp_server.McpOptions().port}" in PAGE
     refused = re.search(r"cannot be honoured\n\s+\((.*?) …\)", PAGE)
     assert refused is not None
     assert set(re.findall(r"`(\w+)`", refused[1])) <= set(requests.UNSUPPORTED)
-    assert errors.ApiError(503, "").body()["error"]["type"] == "server_error"
+    assert answers.ApiError(503, "").body()["error"]["type"] == "server_error"
     served = app.build_app(app.Service(session(ScriptedEngine([])), "m"))
     assert {route.path for route in served.routes} >= {
         "/v1/chat/completions", "/v1/models", "/health",

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 
-from search_r1.inference.interactive import Conversation, talk
-from search_r1.inference.terminal import Terminal
+from search_r1.inference.terminal import Conversation, Terminal, talk
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from tests.inference.scripted import SHORT, session
 from verl.rollout.interface import RolloutEngine

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from example.tiny import tiny_model
 from search_r1.inference.model import at_last_step, load_agent, model_folder
+from search_r1.inference.opening import run_config
 from search_r1.inference.options import AgentOptions
-from search_r1.inference.settings import run_config
 from tests.bad_models import NORM, entry, gone, weights, whole_model
 from verl.checkpoint.exporting import export
 from verl.checkpoint.folders import MARKER

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 from example.tiny import tiny_model
 from search_r1.inference.dialogue import Reply
 from search_r1.inference.model import model_folder
-from search_r1.inference.opening import opened, with_default_model
+from search_r1.inference.opening import opened, run_config, with_default_model
 from search_r1.inference.options import InferenceOptions
-from search_r1.inference.settings import run_config
 from tests.bad_models import bytes_of, entry, gone, text
 from verl.errors import ModelError, ToolError, UserError
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from search_r1.inference.retriever import facts_of
+from search_r1.inference.opening import facts_of
 from verl.config import Config
 from verl.errors import ToolError
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from example.tiny import tiny_model
-from search_r1.datasets.catalogue import HUB
 from search_r1.datasets.download import ITEMS
+from search_r1.datasets.published import HUB
 from tests.datasets.collection import records
 from tests.hub import serving_hub
 from tests.pages.stand_ins import lay_out

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from search_r1.plan.engine import Clock, EngineRates, SimulatedEngine
+from search_r1.plan.simulation import Clock, EngineRates, SimulatedEngine
 
 RATES = EngineRates(step_s=0.02, sequence_s=0.001, prefill_tokens_s=5000, slots=4)
 Request = tuple[float, int, int]

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from search_r1.plan.command import main
-from search_r1.plan.costs import Costs
-from search_r1.plan.options import RateOptions
-from search_r1.plan.placements import Placement, room
+from search_r1.plan.command import RateOptions, main
+from search_r1.plan.placements import Costs, Placement, room
 from search_r1.plan.workload import Batch, Dialogue, Turn
 from tests.verl.preflight.memory.shapes import FACTS, shape_of
 from verl.config import cli

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from search_r1.plan import simulation
-from search_r1.plan.engine import EngineRates
-from search_r1.plan.simulation import Setup, StepCosts, simulate
+from search_r1.plan.simulation import EngineRates, Setup, StepCosts, simulate
 from search_r1.plan.workload import Batch, Dialogue, LogNormal, Turn, Workload
 
 RATES = EngineRates(step_s=0.01, sequence_s=0.001, prefill_tokens_s=10_000, slots=8)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from search_r1.replay.effects import advantage, gradients, learned, without_advantage
+from search_r1.replay.findings import advantage, gradients, learned, without_advantage
 from tests.verl.training.ranks import VOCAB, save_tiny, tiny_config
 from verl.config import Config
 from verl.data.trajectories import Recorded

@@ -12,7 +12,7 @@ import torch
 
 from search_r1 import cli
 from search_r1.infer import InferOptions
-from search_r1.inference.settings import run_config
+from search_r1.inference.opening import run_config
 from search_r1.search.backends.settings import EncoderConfig, RerankConfig
 from search_r1.search.encoders.cross_encoder import CrossEncoder
 from search_r1.search.encoders.families import family_of

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from search_r1.view.alarms import alarms
-from search_r1.view.metrics import MetricsLog
+from search_r1.view.advice import alarms
+from search_r1.view.run import MetricsLog
 from verl.config import GuardConfig
 from verl.monitor.guard import CollapseGuard
 

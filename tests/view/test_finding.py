@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from search_r1.view.finding import Wanted, find, over_steps
+from search_r1.view.index import Wanted, find, over_steps
 from search_r1.view.run import Run
 from tests.view import runs
 

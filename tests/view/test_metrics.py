@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from search_r1.view.metrics import MetricsLog, thinned
+from search_r1.view.run import MetricsLog, thinned
 from verl.monitor.tracking import JsonlTracker
 
 

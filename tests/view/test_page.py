@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from playwright import sync_api as playwright
 
-from search_r1.view import replaying
-from search_r1.view.app import Runs, create_app
+from search_r1.view import app
+from search_r1.view.app import Asked, Runs, create_app
 from search_r1.view.export import write_export
-from search_r1.view.replaying import Asked
-from search_r1.view.report_files import write_report
+from search_r1.view.report import write_report
 from search_r1.view.run import Run
 from tests.apps import running
 from tests.tabs import Visit, chromium
@@ -274,7 +273,7 @@ def test_a_turn_is_edited_and_replayed_by_keys_alone(
         pair = {"recorded": -1.0, "replayed": None}
         return replayed(run, notes=[runs.HOSTILE], advantage=pair, gradient=gradient), b""
 
-    monkeypatch.setattr(replaying, "_said", said)
+    monkeypatch.setattr(app, "_said", said)
     page = visit()
     page.open("#/trajectory?run=0&kind=train&step=1&line=0")
     summary = page.tab.locator("details.travel summary")

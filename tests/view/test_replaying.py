@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from search_r1.view import replaying
-from search_r1.view.app import Runs, create_app
-from search_r1.view.replaying import Asked
+from search_r1.view import app
+from search_r1.view.app import Asked, Runs, create_app
 from search_r1.view.run import Run
 from tests.view import runs
 
@@ -43,7 +42,7 @@ def says(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
             asked.append(command)
             return out, err
 
-        monkeypatch.setattr(replaying, "_said", said)
+        monkeypatch.setattr(app, "_said", said)
         return asked
 
     return install
@@ -112,7 +111,7 @@ def test_one_at_a_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(0.005)
         return replayed(run), b""
 
-    monkeypatch.setattr(replaying, "_said", said)
+    monkeypatch.setattr(app, "_said", said)
     with TestClient(create_app(Runs([run]))) as client:
         statuses: list[int] = []
         first = threading.Thread(

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from search_r1.view.report import report
-from search_r1.view.report_files import write_report
+from search_r1.view.report import report, write_report
 from search_r1.view.run import Run
 from tests.view import runs
 from tests.view.test_export import held

@@ -25,7 +25,7 @@ from search_r1.agent.generation import (
 )
 from search_r1.agent.retriever import WithToken
 from search_r1.scoring import build_reward_manager
-from search_r1.view.report_files import write_report
+from search_r1.view.report import write_report
 from verl.agent.environment import Environment
 from verl.checkpoint import folders
 from verl.checkpoint.resume import check_contents, check_resume, identity

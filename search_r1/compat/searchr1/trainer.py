@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from search_r1.datasets.building import make_rows, take_sound, write_rows
-from search_r1.datasets.question import Place, read_question
+from search_r1.datasets.question import Place, make_rows, read_question, take_sound, write_rows
 from search_r1.datasets.wording import Style, writer
 from search_r1.trainer import History, Listener, OwnRetriever, Trainer
 from verl.config import Config, cli

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from search_r1.rewards.judge.verdict import ask, quoted, read
+from search_r1.rewards.judge.reward import ask, quoted, read
 
 
 @pytest.mark.parametrize(
