@@ -30,7 +30,7 @@ from verl.config.reward import JudgeConfig, RewardConfig, StageConfig
 from verl.config.rules import names_in_use
 from verl.errors import ConfigError, PluginError
 from verl.rewards.interface import Reward, RewardManager
-from verl.rewards.stages import Stage, StagedReward
+from verl.rewards.stages import StagedReward
 from verl.types import Origin, Trajectory
 
 ORIGIN_NAMES: dict[Origin, OriginName] = {
@@ -93,7 +93,7 @@ def build_reward_manager(config: Config) -> RewardManager:
         raise ConfigError(f"reward_model: {error}; {fix}") from error
     if not options.stages:
         return rewards[0]
-    return StagedReward([Stage(s, r) for s, r in zip(options.stages, rewards, strict=True)])
+    return StagedReward(options.stages, rewards)
 
 
 def _own(config: Config, names: Iterable[str]) -> dict[str, Any]:

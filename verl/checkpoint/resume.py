@@ -17,7 +17,7 @@ from verl.checkpoint import ahead, folders
 from verl.checkpoint.state import DRIVER_FILE, RunState
 from verl.config import Config
 from verl.config.cli import public
-from verl.config.known import known_options
+from verl.config.known import flattened, known_options
 from verl.core_algos.advantages import ADVANTAGES
 from verl.data.rows import file_list
 from verl.data.trajectories import record_files
@@ -27,8 +27,6 @@ from verl.training.shards import folders_of, rank_file, read_adapters
 from verl.training.stored import ShardReader, read_states, reading
 
 logger = logging.getLogger(__name__)
-
-MISSING = object()
 
 
 def identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
@@ -148,14 +146,8 @@ def _accept(config: Config, name: str) -> str:
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """The options of today by dotted key, as far as a configuration, a nested dict, has them."""
-    found: dict[str, Any] = {}
-    for key in known_options():
-        value: Any = config
-        for name in key.split("."):
-            value = value.get(name, MISSING) if isinstance(value, Mapping) else MISSING
-        if value is not MISSING:
-            found[key] = value
-    return found
+    known = known_options()
+    return {k: v for k, v in flattened(config, is_whole=known.__contains__) if k in known}
 
 
 def _short(value: Any) -> str:

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,12 +70,14 @@ def settings(
                 yield from settings(item, f"{key}[{number}].")
 
 
-def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a nested mapping by their dotted names."""
+def flattened(
+    config: Mapping[str, Any], prefix: str = "", is_whole: Callable[[str], bool] = lambda _: False
+) -> Iterator[tuple[str, Any]]:
+    """The values of a nested mapping by their dotted names; a mapping that `is_whole` is one."""
     for key, value in config.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from flattened(value, f"{name}.")
+        if isinstance(value, Mapping) and value and not is_whole(name):
+            yield from flattened(value, f"{name}.", is_whole)
         else:
             yield name, value
 

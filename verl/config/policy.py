@@ -68,13 +68,9 @@ class FsdpConfig:
 
 
 @dataclass
-class ModelConfig(AdapterConfig):
-    """The policy's weights, and how its forward runs."""
+class BlocksConfig(AdapterConfig):
+    """A model that learns, and how its blocks compute."""
 
-    path: str = option(MISSING, resume="free")
-    """Folder (or hub name) of a Hugging Face causal language model."""
-    trust_remote_code: bool = option(False, resume="free")
-    """Run the code that the models' folders bring, as some need: whoever wrote it acts as you."""
     enable_gradient_checkpointing: bool | str | None = option(
         True, resume="free", choices=RECOMPUTED
     )
@@ -86,6 +82,16 @@ class ModelConfig(AdapterConfig):
     """What blocks compute norms, rotation and activation with: torch, compile (torch.compile, with
     some seconds of compiling at first: `actor/compile_s`) or liger (the package liger-kernel, on
     GPUs). Results differ by rounding."""
+
+
+@dataclass
+class ModelConfig(BlocksConfig):
+    """The policy's weights, and how its forward runs."""
+
+    path: str = option(MISSING, resume="free")
+    """Folder (or hub name) of a Hugging Face causal language model."""
+    trust_remote_code: bool = option(False, resume="free")
+    """Run the code that the models' folders bring, as some need: whoever wrote it acts as you."""
 
 
 @dataclass
@@ -279,17 +285,11 @@ class ActorRolloutRefConfig:
 
 
 @dataclass
-class CriticModelConfig(AdapterConfig):
+class CriticModelConfig(BlocksConfig):
     """The critic's weights; with an adapter beside the policy's, both share one base."""
 
     path: str | None = option(None, resume="free")
     """Folder of the model whose trunk the critic starts from; null for the policy's."""
-    enable_gradient_checkpointing: bool | str | None = option(
-        True, resume="free", choices=RECOMPUTED
-    )
-    """As the policy's."""
-    kernels: str = option("torch", resume="logged", choices=("torch", "compile", "liger"))
-    """As the policy's."""
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import Container, DictConfig, OmegaConf
 
-from verl.config.known import known_options
+from verl.config.known import flattened, known_options
 from verl.config.overrides import name_here, translate
 
 PRESETS = Path(__file__).parent / "presets"
@@ -61,17 +60,7 @@ def _translated(preset: Container, is_whole: bool) -> DictConfig:
     if is_whole:
         kept.setdefault("defaults", ["config_schema", "_self_"])
     found = OmegaConf.create(kept)
-    for given, value in _leaves(plain):
+    for given, value in flattened(plain, is_whole=lambda key: name_here(key) in known_options()):
         for key, its_value in translate(given, value).items():
             OmegaConf.update(found, key, its_value, force_add=True)
     return found
-
-
-def _leaves(section: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values; a mapping that is the value of one option stays whole."""
-    for name, value in section.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value and name_here(key) not in known_options():
-            yield from _leaves(value, f"{key}.")
-        else:
-            yield key, value

@@ -97,39 +97,22 @@ def num_tokens(prompt: Prompt, limit: int) -> str:
     return f"over {2 * limit}" if is_cut else str(len(prompt.ids))
 
 
-class PromptDataset(list[Prompt]):
-    """Prompts that fit the budget, in file order."""
-
-    @classmethod
-    def load(
-        cls, files: str | Sequence[str], tokenizer: Tokenizer, *, max_start_length: int,
-        num_rows: int | None = None, seed: int = 0, prompt_key: str = "prompt",
-        filter_overlong: bool = True, tools: Sequence[Schema] = (),
-    ) -> PromptDataset:  # fmt: skip
-        """Read, choose, render, and leave out (or refuse) prompts over `max_start_length` tokens.
-
-        Raises DataError for malformed rows, for over-long ones if they are not to be filtered,
-        and when none is left.
-        """
-        rows = choose(load_rows(files, prompt_key), num_rows, seed)
-        prompts = [render(row, tokenizer, tools, max_start_length) for row in rows]
-        kept = [prompt for prompt in prompts if len(prompt.ids) <= max_start_length]
-        if len(kept) < len(prompts):
-            _report_overlong(prompts, max_start_length, filter_overlong and bool(kept))
-        return cls(kept)
-
-
 def load_prompts(
     config: Config, files: str | Sequence[str], num_rows: int | None, tokenizer: Tokenizer,
     tools: Sequence[Schema] = (),
-) -> PromptDataset:  # fmt: skip
-    """The training or validation prompts of a run, as its `data` options say."""
-    data = config.data
-    return PromptDataset.load(
-        files, tokenizer, max_start_length=data.max_start_length, num_rows=num_rows,
-        seed=config.trainer.seed, prompt_key=data.prompt_key,
-        filter_overlong=data.filter_overlong_prompts, tools=tools,
-    )  # fmt: skip
+) -> list[Prompt]:  # fmt: skip
+    """The training or validation prompts of a run, as its `data` options say, in file order.
+
+    Those over `max_start_length` tokens are left out, or refused. Raises DataError for malformed
+    rows, for over-long ones if they are not to be filtered, and when none is left.
+    """
+    data, limit = config.data, config.data.max_start_length
+    rows = choose(load_rows(files, data.prompt_key), num_rows, config.trainer.seed)
+    prompts = [render(row, tokenizer, tools, limit) for row in rows]
+    kept = [prompt for prompt in prompts if len(prompt.ids) <= limit]
+    if len(kept) < len(prompts):
+        _report_overlong(prompts, limit, data.filter_overlong_prompts and bool(kept))
+    return kept
 
 
 def _report_overlong(prompts: Sequence[Prompt], limit: int, may_drop: bool) -> None:

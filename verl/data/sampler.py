@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -26,10 +26,6 @@ class PromptSampler:
         self._shuffle, self._seed = shuffle, seed
         self._epoch = self._position = 0
         self._order = self._epoch_order(0, [])
-
-    def __iter__(self) -> Iterator[list[int]]:
-        while True:
-            yield self.next_batch()
 
     def next_batch(self) -> list[int]:
         """`batch_size` different row numbers."""

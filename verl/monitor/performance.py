@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from verl.config import Config, CriticModelConfig, ModelConfig
+from verl.config import Config
+from verl.config.policy import BlocksConfig
 from verl.machine import GB
 from verl.model_shape import read_shape
 from verl.monitor.flops import ModelFlops
@@ -154,9 +155,7 @@ class WorkCounter:
         return dict(done)
 
 
-def model_flops(
-    options: ModelConfig | CriticModelConfig, path: str, is_critic: bool
-) -> ModelFlops | None:
+def model_flops(options: BlocksConfig, path: str, is_critic: bool) -> ModelFlops | None:
     """The FLOPs of the model at `path` with its adapter, if any; None for an unknown shape."""
     shape = read_shape(path)
     if shape is None:

@@ -97,7 +97,7 @@ def busy(trajectories: Sequence[Trajectory]) -> list[tuple[float, float]]:
 def _ranks(step: int, calls: Mapping[str, Sequence[Call]]) -> Iterator[Event]:
     """A row for each rank, below the trainer's phases; waiting for a file is no work."""
     for row, (name, made) in enumerate(calls.items(), 1):
-        yield _row_name(TRAINER, row, name)
+        yield _name(TRAINER, name, row)
         for call in made:
             if call.method != WAITS:
                 yield _span(call.method, TRAINER, row, call.begin, call.end, step=step)
@@ -108,10 +108,7 @@ def _span(name: str, process: int, row: int, begin: float, end: float, **about: 
             "dur": round(1e6 * (end - begin)), "args": about}  # fmt: skip
 
 
-def _name(process: int, name: str) -> Event:
-    return {"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}}
-
-
-def _row_name(process: int, row: int, name: str) -> Event:
-    about = {"name": name}
-    return {"name": "thread_name", "ph": "M", "pid": process, "tid": row, "args": about}
+def _name(process: int, name: str, row: int | None = None) -> Event:
+    """Names a process, or a row of one."""
+    of = {"name": "process_name"} if row is None else {"name": "thread_name", "tid": row}
+    return {**of, "ph": "M", "pid": process, "args": {"name": name}}

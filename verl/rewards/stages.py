@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from verl.config.reward import StageConfig
@@ -20,29 +19,17 @@ from verl.types import Trajectory
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A reward, and the options that say when its stage ends."""
-
-    options: StageConfig
-    reward: RewardManager
-
-
 class StagedReward(RewardManager):
     """The reward of the stage that the run has reached."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        assert stages, "a staged reward has one stage or more"
-        self._stages = list(stages)
+    def __init__(self, stages: Sequence[StageConfig], rewards: Sequence[RewardManager]) -> None:
+        """The options that say when a stage ends, and what it scores by."""
+        assert stages and len(stages) == len(rewards), "one stage or more, a reward each"
+        self._stages, self._rewards = list(stages), list(rewards)
         self._enter(0)
 
-    @property
-    def stage(self) -> Stage:
-        """The stage whose reward counts now."""
-        return self._stages[self._index]
-
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        return self.stage.reward(trajectories)
+        return self._rewards[self._index](trajectories)
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Move on where the step, or the metric's plateau, ends the stage.
@@ -50,11 +37,13 @@ class StagedReward(RewardManager):
         Returns `reward/stage`, the stage (from 1) whose reward this step was scored by.
         """
         seen = {"reward/stage": float(self._index + 1)}
-        reached_plateau = self._note(metrics)
-        while not self._is_last and (reached_plateau or self._is_past(step)):
-            self._enter(self._index + 1)
-            reached_plateau = False
-            logger.info("step %d: the reward is %s from now on", step, self._names[self._index])
+        is_over = self._reached_plateau(metrics)
+        for number, stage in enumerate(self._stages[self._index : -1], self._index + 1):
+            if not is_over and (stage.until_step is None or step < stage.until_step):
+                break
+            self._enter(number)
+            is_over = False
+            logger.info("step %d: the reward is %s from now on", step, self._names[number])
         return seen
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,26 +67,17 @@ class StagedReward(RewardManager):
     def _names(self) -> list[str]:
         """What each stage scores by: a reward, or a weighted sum of them."""
         return [
-            " + ".join(f"{weight:g} {name}" for name, weight in stage.options.weights.items())
-            or stage.options.name
+            " + ".join(f"{weight:g} {name}" for name, weight in stage.weights.items()) or stage.name
             for stage in self._stages
         ]
-
-    @property
-    def _is_last(self) -> bool:
-        return self._index == len(self._stages) - 1
 
     def _enter(self, index: int) -> None:
         self._index, self._best, self._stale = index, -math.inf, 0
         self._has_warned = False
 
-    def _is_past(self, step: int) -> bool:
-        until = self.stage.options.until_step
-        return until is not None and step >= until
-
-    def _note(self, metrics: Mapping[str, float]) -> bool:
+    def _reached_plateau(self, metrics: Mapping[str, float]) -> bool:
         """Record the plateau's metric; true once it has not risen for `patience` values."""
-        plateau = self.stage.options.plateau
+        plateau = self._stages[self._index].plateau
         if plateau is None:
             return False
         if plateau.metric not in metrics:

@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 
 from verl.agent.dialogue import CHARS_PER_TOKEN
-from verl.data import PromptDataset, PromptSampler, choose, load_rows, num_batches, render
+from verl.config import Config
+from verl.data import PromptSampler, choose, load_prompts, load_rows, num_batches, render
 from verl.data.prompts import encode_within
 from verl.data.validation import validate
 from verl.errors import ConfigError, DataError
@@ -176,6 +177,13 @@ def test_render_follows_the_tokenizer(tmp_path: Path) -> None:
     assert render(chat, base).ground_truth == ("Ada",)
 
 
+def load(path: object, tokenizer: ByteTokenizer, limit: int, is_filtered: bool = True) -> list[Any]:
+    """The prompts of a run with these `data` options."""
+    config = Config()
+    config.data.max_start_length, config.data.filter_overlong_prompts = limit, is_filtered
+    return load_prompts(config, str(path), None, tokenizer)
+
+
 def test_line_16_overlong_prompts_are_counted_or_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,13 +191,13 @@ def test_line_16_overlong_prompts_are_counted_or_refused(
     path = write_jsonl(tmp_path / "t.jsonl", [record("q" * n) for n in (5, 50, 9, 60)])
     tokenizer = ByteTokenizer()
     with caplog.at_level(logging.WARNING):
-        kept = PromptDataset.load(path, tokenizer, max_start_length=10)
+        kept = load(path, tokenizer, 10)
     assert [prompt.uid for prompt in kept] == ["t.jsonl#0", "t.jsonl#2"]
     assert "2 of 4 prompts over 10 tokens (longest 61)" in caplog.text
     with pytest.raises(DataError, match=r"t\.jsonl#1, t\.jsonl#3"):
-        PromptDataset.load(path, tokenizer, max_start_length=10, filter_overlong=False)
+        load(path, tokenizer, 10, is_filtered=False)
     with pytest.raises(DataError, match="4 of 4 prompts"):
-        PromptDataset.load(path, tokenizer, max_start_length=2)
+        load(path, tokenizer, 2)
 
 
 class Counting(ByteTokenizer):
@@ -214,7 +222,7 @@ def test_of_a_long_text_no_more_is_tokenized_than_tells(length: int, tmp_path: P
     if length == 10**6:
         rows, lines = tmp_path / "r.jsonl", tmp_path / "d.jsonl"
         write_jsonl(rows, [record("Who?"), record(text)])
-        assert len(PromptDataset.load(str(rows), tokenizer, max_start_length=50)) == 1
+        assert len(load(rows, tokenizer, 50)) == 1
         parts = [{"origin": "policy", "text": text}]
         for prompt, segments in ((text, [{"origin": "policy", "text": "a"}]), ("Who?", parts)):
             lines.write_text(json.dumps({"prompt": prompt, "segments": segments}))
@@ -240,7 +248,7 @@ SIZES = [(7, 3), (8, 4), (5, 5), (5, 4), (10, 7), (64, 24), (3, 1)]
 def test_sampler_sees_each_row_once_an_epoch(num_rows: int, batch_size: int, shuffle: bool) -> None:
     """Epochs are permutations laid end to end, and no batch holds a row twice."""
     sampler = PromptSampler(num_rows, batch_size, shuffle, seed=3)
-    batches = list(itertools.islice(sampler, 6 * num_rows))
+    batches = [sampler.next_batch() for _ in range(6 * num_rows)]
     assert all(len(set(batch)) == batch_size for batch in batches)
     stream = list(itertools.chain.from_iterable(batches))
     for start in range(0, len(stream) - num_rows + 1, num_rows):

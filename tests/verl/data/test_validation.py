@@ -11,7 +11,8 @@ import pytest
 
 from tests.bad_models import BAD, whole_model
 from verl import tokenizer_files
-from verl.data import PromptDataset
+from verl.config import Config
+from verl.data import load_prompts
 from verl.data.validation import lines, main, to_json, validate
 from verl.errors import DataError
 
@@ -76,15 +77,17 @@ def test_line_that_is_not_utf8_is_a_bad_row(tmp_path: Path) -> None:
 
 
 def test_lengths_agree_with_what_a_run_filters(tmp_path: Path) -> None:
-    """Counts over each budget are those that PromptDataset leaves out; statistics by hand."""
+    """Counts over each budget are those that a run leaves out; statistics by hand."""
     path = jsonl(tmp_path / "t.jsonl", [record("q" * n) for n in (5, 50, 9, 60, 10)])
     tokenizer = ByteTokenizer()
     lengths = validate([path], tokenizer, [9, 10, 59, 60]).lengths
     assert lengths is not None and lengths.unit == "tokens"
     assert (lengths.smallest, lengths.largest, lengths.mean) == (5, 60, 26.8)
     assert lengths.percentiles == {50: 10, 95: 60, 99: 60}
+    config = Config()
     for budget, count in lengths.over.items():
-        assert 5 - len(PromptDataset.load(path, tokenizer, max_start_length=budget)) == count
+        config.data.max_start_length = budget
+        assert 5 - len(load_prompts(config, path, None, tokenizer)) == count
 
 
 def test_the_shown_prompt_is_what_the_model_reads(tmp_path: Path) -> None:
@@ -118,7 +121,7 @@ def test_status_is_what_a_run_would_say(
     status = main(["validate", path, "--json"])
     told = json.loads(capsys.readouterr().out)
     try:
-        PromptDataset.load(path, ByteTokenizer(), max_start_length=10)
+        load_prompts(Config(), path, None, ByteTokenizer())
     except DataError as error:
         assert status == 1 and not told["is_sound"]
         problem = told["files"][0]["bad_rows"][0]["problem"]

@@ -9,7 +9,7 @@ from tests.verl.trainer.recording import prompts
 from verl.config.reward import PlateauConfig, StageConfig
 from verl.errors import ConfigError
 from verl.rewards.interface import EachAlone, Reward, adapted
-from verl.rewards.stages import Stage, StagedReward
+from verl.rewards.stages import StagedReward
 from verl.types import Trajectory, start_trajectory
 
 STARTED = [start_trajectory(prompt) for prompt in prompts(4)]
@@ -21,7 +21,7 @@ def staged(*options: StageConfig) -> StagedReward:
     def paying(number: int) -> EachAlone:
         return EachAlone(lambda trajectory: Reward(number))
 
-    return StagedReward([Stage(o, paying(n)) for n, o in enumerate(options, 1)])
+    return StagedReward(options, [paying(n) for n in range(1, len(options) + 1)])
 
 
 def play(reward: StagedReward, values: Sequence[float | None], first: int = 1) -> list[float]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from verl.config import Config, FsdpConfig
-from verl.config.policy import VLLM_LORA_RANKS
+from verl.config.policy import VLLM_LORA_RANKS, BlocksConfig
 from verl.core_algos.advantages import ADVANTAGES
 from verl.model_shape import ModelShape
 from verl.preflight.memory.trial import Pass, activation_bytes
@@ -230,7 +229,7 @@ def activation_needs(
     section, own, longest = config.actor_rollout_ref, config.critic, config.data.max_model_len
     minis = section.actor.ppo_mini_batch_size
 
-    def needs(work: Pass, budgets: TokenBudgets, minis: int, crews: int, model: Any,
+    def needs(work: Pass, budgets: TokenBudgets, minis: int, crews: int, model: BlocksConfig,
               reads: frozenset[Phase], update: Phase) -> Iterator[Need]:  # fmt: skip
         """The largest micro-batch holds the budget, or all there is, or one whole trajectory."""
         what = "activations" if work.is_critic else "activations and logits"
