@@ -31,9 +31,9 @@ from search_r1.agent.generation import build_agent
 from search_r1.search.local_server import LocalServer
 from verl.config import Config, cli
 from verl.data import load_prompts
+from verl.model_files import load_tokenizer
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.vllm_engine import VllmSettings
-from verl.tokenizer_files import load_tokenizer
 from verl.types import Origin, Sampling, Trajectory, start_trajectory
 
 console = Console(soft_wrap=True, highlight=False)

@@ -30,7 +30,7 @@ from scripts.processes import run
 from search_r1.search.errors import RetrieverUnavailable
 from search_r1.search.local_server import LocalServer
 from verl.errors import ResourceError, explain
-from verl.packages import vllm_device
+from verl.nvidia import vllm_device
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"

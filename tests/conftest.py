@@ -15,7 +15,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 from tests.pretend_cuda.stopping import stop
-from verl.packages import vllm_device
+from verl.nvidia import vllm_device
 
 # A shell that starts the tests in the background has them ignore ctrl-c, which some are about;
 # processes that they start would inherit it.

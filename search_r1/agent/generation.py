@@ -18,7 +18,7 @@ from verl.agent.native import ChatTokenizer, NativeFormat
 from verl.agent.tags import TagFormat, plain_format
 from verl.config import Config
 from verl.errors import ConfigError, DataError, explain
-from verl.tokenizer_files import load_tokenizer
+from verl.model_files import load_tokenizer
 from verl.types import Prompt
 
 TOOLS: Mapping[str, Callable[[Config], Tool]] = {

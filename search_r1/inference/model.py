@@ -37,14 +37,16 @@ from verl.errors import ConfigError, ModelError, explain, first_line
 from verl.model_files import (
     Unfit,
     check_context,
+    check_model,
+    check_template,
     few,
+    load_tokenizer,
     model_errors,
     quiet,
     refuse_values,
     refuse_values_of,
 )
 from verl.rollout.interface import RolloutEngine, build_engine
-from verl.tokenizer_files import check_model, check_template, load_tokenizer
 from verl.training.devices import device_type, dtype_name, resolve_dtype
 from verl.training.models import load_causal_lm
 from verl.training.weights import copy_tokenizer

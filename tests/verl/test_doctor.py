@@ -11,8 +11,7 @@ import pytest
 from tests import nvidia_smi
 from verl import doctor
 from verl.doctor import GIB, Facts, Line, Torch, lines
-from verl.nvidia import Card, Nvidia
-from verl.packages import vllm_device
+from verl.nvidia import Card, Nvidia, vllm_device
 
 ROOT = Path(__file__).parents[2]
 H100 = Card("NVIDIA H100 80GB HBM3", 81559, (9, 0))

@@ -22,13 +22,12 @@ from verl.checkpoint import __main__ as checkpoint
 from verl.checkpoint import folders
 from verl.config import Config, ModelConfig
 from verl.errors import UserError
-from verl.model_files import read_config
+from verl.model_files import load_tokenizer, read_config
 from verl.model_shape import read_shape
 from verl.preflight.checks import _record
 from verl.remote_code import TRUST, set_trust
 from verl.rollout.vllm_engine import VllmSettings
 from verl.sft import trainer as sft
-from verl.tokenizer_files import load_tokenizer
 from verl.training.loading import map_causal_lm
 from verl.training.models import load_causal_lm
 

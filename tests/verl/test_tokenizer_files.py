@@ -30,9 +30,9 @@ from transformers import (
 )
 
 from tests.bad_models import BAD, NORM, SHARD, entry, gone, in_tokenizer, whole_model
-from verl import tokenizer_files
+from verl import model_files
 from verl.errors import ModelError
-from verl.tokenizer_files import check_model, load_tokenizer, tokenizer_identity
+from verl.model_files import check_model, load_tokenizer, tokenizer_identity
 
 ROWS = 257
 SIZES: dict[str, Any] = {
@@ -63,7 +63,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(tokenizer_files, "TEMPLATE_S", 0.2)
+    monkeypatch.setattr(model_files, "TEMPLATE_S", 0.2)
 
 
 def refusal(path: Path | str, **options: Any) -> str:

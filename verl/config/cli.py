@@ -16,22 +16,27 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from omegaconf import MISSING, DictConfig, OmegaConf
+from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import MISSING, Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import Config, overrides
-from verl.config.known import check, known_options, settings, typed
-from verl.config.presets_source import PRESETS, PresetPath, PresetSource
+from verl.config.known import check, flattened, known_options, settings, typed
 from verl.errors import ConfigError, explain, masked
 
+PRESETS = Path(__file__).parent / "presets"
 DEFAULT_PRESET = "ppo_trainer"
+OF_HYDRA = ("defaults", "hydra")
 USAGE = """python3 -m verl.trainer.main_ppo [--config-name PRESET] [--cfg job] [--multirun]
        [+hardware=MACHINE] [key=value ...]"""
 
@@ -212,3 +217,53 @@ def _introduce() -> None:
     ConfigStore.instance().store(name="config_schema", node=Config)
     Plugins.instance().register(PresetSource)
     Plugins.instance().register(PresetPath)
+
+
+class PresetSource(FileConfigSource):
+    """Folders of YAML files under `preset://`, a scheme beside Hydra's own `file://`.
+
+    Names must be translated file by file: once files are merged, nobody can tell which of two
+    names for one option came last. Hydra has no public base class for that.
+    """
+
+    @staticmethod
+    def scheme() -> str:
+        """What a search path that is read in this way begins with."""
+        return "preset"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """One file; raises ConfigError where a key of it is no option."""
+        result = super().load_config(config_path)
+        is_whole = "/" not in config_path
+        if is_whole or result.header["package"] == "_global_":
+            result.config = _translated(result.config, is_whole)
+        return result
+
+
+class PresetPath(SearchPathPlugin):
+    """Where Hydra looks for presets: the user's folder, then ours.
+
+    `hydra.searchpath` would be too late: Hydra reads the first preset before it.
+    """
+
+    user_folder: ClassVar[Path] = PRESETS
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Add both folders."""
+        for folder in (self.user_folder, PRESETS):
+            search_path.append("presets", f"{PresetSource.scheme()}://{folder.resolve()}")
+
+
+def _translated(preset: Container, is_whole: bool) -> DictConfig:
+    """The preset under the names here; a whole one without `defaults` starts from ours."""
+    plain: Any = OmegaConf.to_container(preset, resolve=False)
+    kept = {name: plain.pop(name) for name in OF_HYDRA if name in plain}
+    if is_whole:
+        kept.setdefault("defaults", ["config_schema", "_self_"])
+    found = OmegaConf.create(kept)
+    for given, value in flattened(
+        plain, is_whole=lambda key: overrides.name_here(key) in known_options()
+    ):
+        for key, its_value in overrides.translate(given, value).items():
+            OmegaConf.update(found, key, its_value, force_add=True)
+    return found

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from verl import tokenizer_files
+from verl import model_files
 from verl.config import DataConfig
 from verl.data.prompts import Tokenizer, render
 from verl.data.rows import BadRow, Row, scan_rows
@@ -153,8 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = None
     try:
         if options.model:
-            tokenizer = tokenizer_files.load_tokenizer(options.model, "--model")
-            tokenizer_files.check_template(tokenizer, options.model, "--model")
+            tokenizer = model_files.load_tokenizer(options.model, "--model")
+            model_files.check_template(tokenizer, options.model, "--model")
     except ModelError as error:
         sys.stderr.write(f"validate: {error}\n")
         return 2

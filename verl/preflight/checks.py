@@ -35,7 +35,7 @@ from verl.errors import (
     UserError,
     explain,
 )
-from verl.model_files import check_context, model_errors, one_line, read_config
+from verl.model_files import check_context, check_model, model_errors, one_line, read_config
 from verl.monitor.tracking import PACKAGES, backend_names
 from verl.preflight.memory.check import look, memory_problems, settle_memory
 from verl.preflight.memory.needs import has_critic
@@ -43,7 +43,6 @@ from verl.preflight.servers import server_problems
 from verl.remote_code import trusts_remote_code
 from verl.rollout import schedule
 from verl.rollout.interface import engine_problems
-from verl.tokenizer_files import check_model
 from verl.training.crews import check_heads
 from verl.training.devices import cores_of
 from verl.training.kernels import kernel_problems

@@ -19,8 +19,8 @@ from pydantic import BaseModel, Field, StrictStr
 
 from verl.config import Config
 from verl.errors import AnswerInvalid, ConfigError, explain, masked
+from verl.model_files import load_tokenizer
 from verl.rollout.interface import URL, RolloutEngine
-from verl.tokenizer_files import load_tokenizer
 from verl.types import Completion, Sampling
 
 logger = logging.getLogger(__name__)

@@ -16,12 +16,12 @@ from verl import plugins
 from verl.agent.interface import Agent
 from verl.config import Config
 from verl.errors import PluginError, explain
+from verl.model_files import load_tokenizer
 from verl.remote_code import set_trust
 from verl.rollout.in_flight import Claims, Room, names_of
 from verl.rollout.interface import build_engine
 from verl.rollout.schedule import of_run
 from verl.rollout.turns import BusyClock, TurnEngine, WeightGate
-from verl.tokenizer_files import load_tokenizer
 from verl.training.devices import device_type, keep_to_cores, rollout_dtype
 from verl.types import Name, Sampling, Trajectory
 

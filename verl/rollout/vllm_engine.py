@@ -22,7 +22,7 @@ from verl.config import Config
 from verl.config.policy import VLLM_LORA_RANKS
 from verl.errors import ModelError, explain
 from verl.model_files import refuse_faulty
-from verl.packages import vllm_device
+from verl.nvidia import vllm_device
 from verl.remote_code import trusts_remote_code
 from verl.rollout.interface import (
     INTERRUPTED,

@@ -35,12 +35,12 @@ from verl.core_algos.losses import loss_weights, weighted_sum
 from verl.errors import ConfigError, UserError, explain
 from verl.files import is_of_files
 from verl.logs import start_logging
+from verl.model_files import check_model, load_tokenizer
 from verl.packing import split_by_work
 from verl.ports import free_port
 from verl.remote_code import set_trust
 from verl.sft.demonstrations import load_demonstrations
 from verl.steady import kept_memory
-from verl.tokenizer_files import check_model, load_tokenizer
 from verl.training.actor import Columns
 from verl.training.devices import (
     DTYPES,

@@ -35,6 +35,7 @@ from verl.data import load_prompts, num_batches
 from verl.data.trajectories import open_folder
 from verl.errors import UserError
 from verl.files import exclusive
+from verl.model_files import load_tokenizer, tokenizer_identity
 from verl.monitor.memory_watch import rank_names, watching
 from verl.monitor.tracking import Tracker, Tracking
 from verl.plugins import Carried
@@ -43,7 +44,6 @@ from verl.remote_code import set_trust
 from verl.rewards.interface import EachAlone, Reward, RewardManager
 from verl.single_controller.reaper import OrphanReaper
 from verl.single_controller.restarts import Restarts
-from verl.tokenizer_files import load_tokenizer, tokenizer_identity
 from verl.trainer.cluster import start_ray
 from verl.trainer.groups import build_groups, build_ranks
 from verl.trainer.ray_trainer import RayPPOTrainer

@@ -26,7 +26,7 @@ from transformers.integrations.liger import apply_liger_kernel
 from verl.config import Config, CriticModelConfig, ModelConfig
 from verl.config.policy import SELECTIVE
 from verl.errors import ConfigError, explain
-from verl.packages import version_of
+from verl.nvidia import version_of
 from verl.training.attention import PACKED, packed_attention
 from verl.training.devices import device_type
 from verl.training.models import blocks

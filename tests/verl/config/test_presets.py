@@ -8,7 +8,7 @@ import yaml
 from tests.test_train_scripts import config_of
 from tests.verl.config.test_cli import REQUIRED
 from verl.config import cli, overrides
-from verl.config.presets_source import PRESETS
+from verl.config.cli import PRESETS
 from verl.errors import ConfigError, Interrupted, ModelError
 from verl.trainer import main_ppo, run
 

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.bad_models import BAD, whole_model
-from verl import tokenizer_files
+from verl import model_files
 from verl.config import Config
 from verl.data import load_prompts
 from verl.data.validation import lines, main, to_json, validate
@@ -149,7 +149,7 @@ def test_a_model_s_bad_text_parts_are_refused_in_one_line(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokenizers and chat templates that no prompt can go through (`tests/bad_models.py`)."""
-    monkeypatch.setattr(tokenizer_files, "TEMPLATE_S", 0.2)
+    monkeypatch.setattr(model_files, "TEMPLATE_S", 0.2)
     BAD[case][0](whole_model(tmp_path / "model"))
     assert main(["validate", "none.jsonl", "--model", str(tmp_path / "model")]) in (1, 2)
     found = capsys.readouterr()

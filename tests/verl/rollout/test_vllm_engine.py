@@ -8,7 +8,7 @@ import pytest
 from tests.verl.rollout.engines import Running
 from verl.config import Config
 from verl.errors import ModelError
-from verl.packages import vllm_device
+from verl.nvidia import vllm_device
 from verl.rollout import vllm_engine
 from verl.rollout.vllm_engine import CPU_BLOCK, VllmEngine, VllmSettings
 from verl.types import Completion, EngineCounts, Sampling
