@@ -282,8 +282,11 @@ def check_model(
     rows = check_weights(path, config, needs_head, by_transformers, subject)
     tokenizer = load_tokenizer(tokenizer_of or path, subject)
     beyond = {token: id for token, id in tokenizer.get_vocab().items() if id >= rows}
+    # Special tokens that no text of ours has: Gemma 3 of text alone has one for images.
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    spare = special - {tokenizer.bos_token, tokenizer.eos_token}
     with model_errors(path, subject=subject):
-        if beyond.keys() - _spare(tokenizer):
+        if beyond.keys() - spare:
             largest = max(beyond.values())
             raise Unfit(f"a tokenizer with ids up to {largest} over an embedding of {rows} rows")
         for end in ends:
@@ -292,12 +295,6 @@ def check_model(
     if tokenizer_of is None:
         check_template(tokenizer, path, subject)
     return config
-
-
-def _spare(tokenizer: Any) -> set[str]:
-    """Special tokens that no text of ours has: Gemma 3 of text alone has one for images."""
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return special - {tokenizer.bos_token, tokenizer.eos_token}
 
 
 def _ends(folder: Path, config: PretrainedConfig) -> list[Any]:

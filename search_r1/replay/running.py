@@ -24,8 +24,7 @@ from search_r1.scoring import build_reward_manager
 from verl.agent.dialogue import DialogueAgent
 from verl.agent.environment import Listener
 from verl.agent.interface import ToolCall
-from verl.checkpoint.folders import all_complete, is_complete
-from verl.checkpoint.state import RunState
+from verl.checkpoint.folders import RunState, all_complete, is_complete
 from verl.config import Config
 from verl.errors import ConfigError, explain
 from verl.files import exclusive

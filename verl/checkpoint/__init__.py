@@ -16,7 +16,7 @@ A checkpoint is the folder `global_step_N`:
 It is written as `global_step_N.<random>.tmp` and renamed, so that a run killed at any moment leaves
 whole checkpoints only. `python -m verl.checkpoint export STEP_DIR --out DIR` makes a Hugging Face
 folder without starting ranks; an adapter is merged into its base, or alone with `--adapter`.
-`folders` names, publishes and removes these folders, `state` is the driver's part, `saver` decides
-when a run saves and what it keeps, `resume` whether it may go on. `verl.training.shards` writes
-the shards.
+`folders` names, publishes and removes these folders and has the driver's part, `saver` decides when
+a run saves and what it keeps, `resume` whether it may go on. `verl.training.shards` writes the
+shards.
 """

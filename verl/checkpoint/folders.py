@@ -1,4 +1,4 @@
-"""Folders of checkpoints: names, markers, the driver's state, and how they appear and go at once.
+"""Folders of checkpoints: names, markers, the driver's part, and how they appear and go at once.
 
 A folder under another name than `global_step_N`, or without `COMPLETE`, is never resumed from. What
 a killed run left half-written is removed at the next start. A run holds its folder
@@ -10,25 +10,30 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import torch
+from pydantic import TypeAdapter
 
 from verl.errors import ConfigError, explain
 from verl.files import flush
-from verl.training.stored import reading
+from verl.training.shards import random_states, set_random_states
+from verl.training.stored import read_states, reading
 
 logger = logging.getLogger(__name__)
 
 MARKER = "COMPLETE"
 HEALTHY = "HEALTHY"
-STATE_FILE = "trainer_state.json"
+STATE_FILE, DRIVER_FILE = "trainer_state.json", "ranks/driver.pt"
 EXPECTED = f"global_step_N with {MARKER} inside"
 """A checkpoint, in the words of an error."""
 HASHED_BYTES = 64 << 20
@@ -71,6 +76,51 @@ def read_state(step_dir: Path) -> dict[str, Any]:
     """What `write_state` wrote. Raises ModelError."""
     with reading(step_dir / STATE_FILE):
         return dict(json.loads((step_dir / STATE_FILE).read_text()))
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Where a run stood after a finished step; JSON throughout."""
+
+    step: int
+    sampler: Mapping[str, Any]
+    """The data position."""
+    kl_coef: float
+    reward: Mapping[str, Any] = field(default_factory=dict)
+    guard: Mapping[str, Any] | None = None
+    best: Mapping[str, Any] | None = None
+    """`metric`, `value` and `step` of the best validation so far."""
+    score: float | None = None
+    """The best metric's value at this very step, where it was validated."""
+    pending: Mapping[str, float] | None = None
+    """Metrics of a step that was learned from but not yet validated and logged."""
+    ahead: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    """Prompts that were drawn, and perhaps being sampled, for later steps."""
+    version: int | None = None
+    """Of the weights that engines were given after the step."""
+
+    @classmethod
+    def read(cls, step_dir: Path) -> Self:
+        """A checkpoint's, which may hold more, and less if it is an old one. Raises ModelError."""
+        with reading(step_dir / STATE_FILE):
+            state = TypeAdapter(cls).validate_python(read_state(step_dir))
+            if state.step != step_of(step_dir) or not math.isfinite(state.kl_coef):
+                raise ValueError(f"it says step {state.step}, KL coefficient {state.kl_coef}")
+            return state
+
+
+def write_driver_random(step_dir: Path) -> None:
+    """Keep the driver's random states."""
+    (step_dir / DRIVER_FILE).parent.mkdir(exist_ok=True)
+    torch.save(random_states(), step_dir / DRIVER_FILE)
+
+
+def read_driver_random(step_dir: Path) -> None:
+    """Bring the driver's random states back, where the checkpoint has them. Raises ModelError."""
+    path = step_dir / DRIVER_FILE
+    if path.exists():
+        with reading(path):
+            set_random_states(read_states(path))
 
 
 def refuse_changes(step_dir: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint import ahead, folders
-from verl.checkpoint.state import DRIVER_FILE, RunState
+from verl.checkpoint.folders import DRIVER_FILE, RunState
 from verl.config import Config
 from verl.config.cli import public
 from verl.config.known import flattened, known_options

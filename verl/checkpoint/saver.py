@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.checkpoint import folders
-from verl.checkpoint.folders import Part, abandon
-from verl.checkpoint.state import RunState, write_driver_random
+from verl.checkpoint.folders import Part, RunState, abandon, write_driver_random
 from verl.config import TrainerConfig
 from verl.errors import ModelError, SaveError, UserError
 

@@ -23,8 +23,8 @@ from tqdm import tqdm
 from verl.agent.environment import Environment
 from verl.agent.wording import TEMPLATE_FILE, is_file
 from verl.checkpoint import ahead, folders
+from verl.checkpoint.folders import RunState, read_driver_random
 from verl.checkpoint.saver import LOST_RANK_S, SavePlan, Saver, is_due
-from verl.checkpoint.state import RunState, read_driver_random
 from verl.config import Config
 from verl.core_algos.kl import KLController
 from verl.errors import (

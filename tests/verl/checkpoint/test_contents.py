@@ -22,8 +22,8 @@ from tests.checkpoints import writing
 from tests.test_end_to_end import write_rows
 from verl.checkpoint import folders
 from verl.checkpoint.exporting import export
+from verl.checkpoint.folders import read_driver_random, write_driver_random
 from verl.checkpoint.resume import check_contents
-from verl.checkpoint.state import read_driver_random, write_driver_random
 from verl.config import Config
 from verl.errors import UserError
 from verl.trainer import main_ppo, run

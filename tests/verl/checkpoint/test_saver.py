@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from verl.checkpoint import folders
-from verl.checkpoint.folders import Part
+from verl.checkpoint.folders import Part, RunState
 from verl.checkpoint.saver import SavePlan, Saver
-from verl.checkpoint.state import RunState
 from verl.config import TrainerConfig
 from verl.errors import SaveError
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from verl.checkpoint.folders import write_state
-from verl.checkpoint.state import RunState, read_driver_random, write_driver_random
+from verl.checkpoint.folders import RunState, read_driver_random, write_driver_random, write_state
 
 
 def draw() -> tuple[float, float, float]:
