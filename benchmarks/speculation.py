@@ -28,11 +28,10 @@ from search_r1.inference.model import load_agent, running_engine
 from search_r1.inference.opening import run_config
 from search_r1.inference.options import AgentOptions
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.backends.settings import RetrieverConfig
 from search_r1.search.client import RetrievalClient
 from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.search.server.app import create_app
-from search_r1.search.server.config import ServiceConfig
+from search_r1.search.settings import RetrieverConfig, ServiceConfig
 from tests.apps import running
 from tests.fakes import ByteTokenizer, RecitingEngine
 from tests.search.server.engines import Slow

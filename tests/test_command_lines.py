@@ -22,7 +22,7 @@ from search_r1.plan import command as plan
 from search_r1.plan.command import PlanOptions
 from search_r1.replay import command as replay
 from search_r1.search import index_builder, retrieval_server
-from search_r1.search.index.build_config import BuildConfig
+from search_r1.search.index_builder import BuildConfig
 from search_r1.serve import ServingOptions
 from search_r1.view import command as view
 from verl.sft import rejection_sampling

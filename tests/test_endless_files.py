@@ -14,7 +14,7 @@ from search_r1.datasets.retrieving import cache_finder
 from search_r1.inference import command
 from search_r1.inference.command import read_questions
 from search_r1.rewards import build_reward
-from search_r1.search.backends import oracle
+from search_r1.search.backends import diagnostics
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SearchError
 from search_r1.search.recording import read_facts
@@ -36,7 +36,7 @@ READERS: dict[str, Reader] = {
     "own.csv": lambda path: list(read_files(OwnOptions(files=(Path(path),)))),
     "demonstrations.jsonl": lambda path: load_demonstrations(path, ByteTokenizer(), 100),
     "template.yaml": read_format,
-    "oracle.jsonl": lambda path: oracle.load_rows(path, None),
+    "oracle.jsonl": lambda path: diagnostics.load_rows(path, None),
     "record.jsonl": read_facts,
     "corpus.jsonl": Corpus.open,
     "cache.json": lambda path: cache_finder([Path(path)], Path(path), 3),

@@ -117,6 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     search = Search(args.corpus_path, args.index_file, args.model, cache)
     app = create_app(search, is_concurrent=args.concurrent)
     with bind(args.host, args.port) as bound:
+        bound.listen()  # who connects from now on waits
         if args.port_file:
             write_port(args.port_file, bound.getsockname()[1])
         config = uvicorn.Config(app, log_level="warning", access_log=False)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from search_r1 import loops
-from search_r1.search.client import TOKEN_VARIABLE, WHOLE_REQUEST, RetrievalClient
+from search_r1.search.client import WHOLE_REQUEST, RetrievalClient
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable, SearchError
+from search_r1.search.schema import TOKEN_VARIABLE
 from verl import plugins
 from verl.agent.interface import Tool
 from verl.config import Config

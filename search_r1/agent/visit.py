@@ -20,8 +20,7 @@ from search_r1.agent.retriever import (
     given_retrieval,
 )
 from search_r1.search.client import RETRIED, RetrievalClient, counting
-from search_r1.search.errors import SearchError
-from search_r1.search.extras import install_command
+from search_r1.search.errors import SearchError, install_command
 from search_r1.search.schema import Document
 from verl.agent.interface import Item, Observation, text_arguments
 from verl.config import Config

@@ -37,9 +37,15 @@ from search_r1.plain import log
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
 from search_r1.search.server.connections import configure
-from search_r1.search.server.hosts import checked
 from search_r1.search.server.pages import page_routes
-from search_r1.search.server.running import bind, listen, read_token, warn_if_open, write_port
+from search_r1.search.server.running import (
+    bind,
+    checked,
+    listen,
+    read_token,
+    warn_if_open,
+    write_port,
+)
 from search_r1.serve import ServingOptions
 from verl import __version__
 

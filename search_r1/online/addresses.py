@@ -46,10 +46,7 @@ class AddressPolicy:
     """Networks outside the public internet that may be fetched from all the same."""
 
     def resolve(self, host: str, port: int) -> list[str]:
-        """Addresses of `host` that may be connected to; raises AddressRefused.
-
-        One address that is not public condemns the name.
-        """
+        """Addresses of `host` to connect to; AddressRefused where one of them is not public."""
         if port not in self.ports:
             ports = ", ".join(map(str, sorted(self.ports)))
             raise AddressRefused(f"port {port} of {host!r}; pages are fetched from ports {ports}")

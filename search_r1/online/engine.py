@@ -12,13 +12,12 @@ from search_r1.online.fetch import Deadline, PageFetcher
 from search_r1.online.pages import PageReader
 from search_r1.online.services import SERVICES, Ask, Found
 from search_r1.online.upstream import Upstream, read_credentials
-from search_r1.search.backends.base import Retriever, fingerprint
-from search_r1.search.backends.settings import OnlineConfig, RetrieverConfig
-from search_r1.search.errors import SetupError
-from search_r1.search.extras import install_command
+from search_r1.search.backends.base import Retriever, fingerprint, stage
+from search_r1.search.errors import SetupError, install_command
 from search_r1.search.schema import Document, Hit
-from search_r1.search.timing import stage
-from search_r1.storage import FileStore, MemoryStore, Storage, StorageError
+from search_r1.search.server.batching import open_store
+from search_r1.search.settings import OnlineConfig, RetrieverConfig
+from search_r1.storage import MemoryStore, Storage
 from verl.errors import masked
 
 T = TypeVar("T")
@@ -50,10 +49,7 @@ class OnlineRetriever:
         self._fetches = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="pages")
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """At most `k` results per query, best first; a blank query finds nothing.
-
-        Equal queries are asked once. Raises UpstreamUnavailable or UpstreamRefused.
-        """
+        """At most `k` results per query, best first; raises an Upstream error."""
         distinct = list(dict.fromkeys(queries))
         with stage("search"):
             results = _all(self._requests, lambda query: self._find(query, k), distinct)
@@ -140,16 +136,10 @@ def open_online(name: str, config: OnlineConfig, policy: AddressPolicy) -> Onlin
 
 
 def open_stores(path: str | None) -> tuple[Storage, Storage]:
-    """Of answers and of pages: the file at `path`, or for None the last ones, in memory.
-
-    In memory they spare paying twice for a batch that failed in part. Raises SetupError.
-    """
+    """Of answers and of pages: the file at `path`, or memory, which spares paying twice."""
     if path is None:
         return MemoryStore(NUM_RECENT_ANSWERS), MemoryStore(NUM_RECENT_PAGES)
-    try:
-        file = FileStore(path, "--online_cache")
-    except StorageError as error:
-        raise SetupError(str(error)) from error
+    file = open_store(path, "--online_cache")
     return file, file
 
 

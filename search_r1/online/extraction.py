@@ -1,7 +1,7 @@
 """The readable text of a page: article text out of HTML, in any charset.
 
 Strangers write HTML on which a parser takes minutes and gigabytes, so this runs in processes of its
-own, which `reading` starts and ends: `python -m search_r1.online.extraction DESCRIPTOR`.
+own, which `pages` starts and ends: `python -m search_r1.online.extraction DESCRIPTOR`.
 """
 
 import codecs
@@ -72,10 +72,7 @@ def decode(page: Page) -> str:
 
 
 def _decoded(body: bytes, charset: str) -> str | None:
-    """None for a charset that is unknown, not one of text, or not this page's.
-
-    A last character that was cut off with the page is left out.
-    """
+    """None for another charset than this page's; a last character that was cut off is left out."""
     name = "cp1252" if charset.lower() in LATIN else charset
     try:
         b"ab".decode(name, "ignore")  # refuses codecs that are not of text, such as zlib

@@ -1,8 +1,8 @@
 """A page of a stranger, fetched with limits: addresses, time, size, redirects and types."""
 
-import ssl
+import asyncio
+import threading
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -66,42 +66,58 @@ class Page:
 
 
 class PageFetcher:
-    """Fetches pages without proxies and cookies; safe to use from several threads."""
+    """Fetches pages without proxies and cookies; safe to use from several threads.
+
+    An event loop in a thread of its own bounds each page as a whole: a client of threads bounds
+    each read alone, and a byte now and then keeps that going for hours.
+    """
 
     def __init__(self, policy: AddressPolicy, most_bytes: int) -> None:
         """`most_bytes` of a page are read."""
-        self._policy = policy
         self._most_bytes = most_bytes
         self._tls = httpcore.default_ssl_context()
         self._lookups = ThreadPoolExecutor(NUM_LOOKUPS, thread_name_prefix="lookup")
+        self._backend = _Backend(policy, self._lookups)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="pages")
+        self._thread.start()
 
     def fetch(self, url: str, deadline: Deadline) -> Page:
         """The page at `url` or where it redirects to, before `deadline`; raises PageError."""
-        backend = _Backend(self._policy, self._lookups, deadline)
-        for _ in range(MOST_REDIRECTS + 1):
-            try:
-                with httpcore.ConnectionPool(self._tls, network_backend=backend) as connection:
-                    answer = self._get(connection, _parse(url))
-            except (httpcore.TimeoutException, TimeoutError) as error:
-                raise PageError(deadline.said) from error
-            except FAILURES as error:
-                raise PageError(f"{type(error).__name__}: {error}") from error
-            if isinstance(answer, Page):
-                return answer
-            url = answer
-        raise PageError(f"more than {MOST_REDIRECTS} redirects")
+        page = asyncio.run_coroutine_threadsafe(self._fetch(url, deadline), self._loop)
+        try:
+            return page.result()
+        except (httpcore.TimeoutException, TimeoutError) as error:
+            raise PageError(deadline.said) from error
+        except FAILURES as error:
+            raise PageError(f"{type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """Let go of threads; a lookup that is under way ends by itself."""
         self._lookups.shutdown(wait=False, cancel_futures=True)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
-    def _get(self, connection: httpcore.ConnectionPool, url: httpx.URL) -> Page | str:
+    async def _fetch(self, url: str, deadline: Deadline) -> Page:
+        async with asyncio.timeout(deadline.left()):
+            for _ in range(MOST_REDIRECTS + 1):
+                async with httpcore.AsyncConnectionPool(
+                    self._tls, network_backend=self._backend
+                ) as connection:
+                    answer = await self._get(connection, _parse(url))
+                if isinstance(answer, Page):
+                    return answer
+                url = answer
+        raise PageError(f"more than {MOST_REDIRECTS} redirects")
+
+    async def _get(self, connection: httpcore.AsyncConnectionPool, url: httpx.URL) -> Page | str:
         """The page, or the address that it redirects to."""
         target = httpcore.URL(
             scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
         )
         headers = [*HEADERS.items(), ("Host", url.netloc.decode())]
-        with connection.stream("GET", target, headers=headers) as response:
+        async with connection.stream("GET", target, headers=headers) as response:
             fields = httpx.Headers(response.headers)
             if response.status in REDIRECTS and "Location" in fields:
                 return str(_parse(fields["Location"], url))
@@ -109,7 +125,7 @@ class PageFetcher:
                 raise PageError(f"status {response.status}")
             media_type, charset = _content_type(fields)
             body = bytearray()
-            for chunk in response.iter_stream():
+            async for chunk in response.aiter_stream():
                 body += chunk
                 if len(body) >= self._most_bytes:
                     break
@@ -120,74 +136,23 @@ class PageFetcher:
             raise PageError(str(error)) from error
 
 
-class _Backend(httpcore.SyncBackend):
+class _Backend(httpcore.AnyIOBackend):
     """Connections of httpcore to addresses that the policy has checked; TLS is to the name."""
 
-    def __init__(
-        self, policy: AddressPolicy, lookups: ThreadPoolExecutor, deadline: Deadline
-    ) -> None:
+    def __init__(self, policy: AddressPolicy, lookups: ThreadPoolExecutor) -> None:
         self._policy = policy
         self._lookups = lookups
-        self._deadline = deadline
 
-    def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> httpcore.NetworkStream:
+    async def connect_tcp(self, host: str, port: int, *more: Any, **kind: Any) -> Any:
         """A connection to the first address that answers; raises AddressRefused."""
+        loop = asyncio.get_running_loop()
         failure: Exception | None = None
-        lookup = self._lookups.submit(self._policy.resolve, host, port)
-        for address in lookup.result(self._deadline.left()):
+        for address in await loop.run_in_executor(self._lookups, self._policy.resolve, host, port):
             try:
-                stream = super().connect_tcp(
-                    address, port, self._deadline.left(), local_address, socket_options
-                )
-                return _Stream(stream, self._deadline)
-            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+                return await super().connect_tcp(address, port, *more, **kind)
+            except httpcore.ConnectError as error:
                 failure = error
         raise failure or AddressRefused(f"{host!r} has no address")
-
-    def connect_unix_socket(
-        self,
-        path: str,
-        timeout: float | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> httpcore.NetworkStream:
-        """Never: a page is not on this machine."""
-        raise AddressRefused(f"unix socket {path!r}")
-
-
-class _Stream(httpcore.NetworkStream):
-    """A connection whose every step ends with the deadline: else each byte would start it anew."""
-
-    def __init__(self, stream: httpcore.NetworkStream, deadline: Deadline) -> None:
-        self._stream = stream
-        self._deadline = deadline
-
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return self._stream.read(max_bytes, self._deadline.left())
-
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self._stream.write(buffer, self._deadline.left())
-
-    def close(self) -> None:
-        self._stream.close()
-
-    def start_tls(
-        self,
-        ssl_context: ssl.SSLContext,
-        server_hostname: str | None = None,
-        timeout: float | None = None,
-    ) -> httpcore.NetworkStream:
-        left = self._deadline.left()
-        return _Stream(self._stream.start_tls(ssl_context, server_hostname, left), self._deadline)
-
-    def get_extra_info(self, info: str) -> Any:
-        return self._stream.get_extra_info(info)
 
 
 def _parse(url: str, base: httpx.URL | None = None) -> httpx.URL:

@@ -64,12 +64,12 @@ class Service:
     url: str
     key_variable: str
     """The environment variable with the key."""
-    most_per_request: int
-    most: int
-    """Results that can be had for a query over all its pages."""
     build: Callable[[Credentials, Ask], Call]
     read: Callable[[Json], list[Found]]
     """Raises KeyError, TypeError or AttributeError for an answer outside the documented form."""
+    most_per_request: int = 10
+    most: int = 100
+    """Results that can be had for a query over all its pages."""
     setting_variable: str | None = None
     spent: re.Pattern[str] = NEVER
     """In a 429: the quota is used up, asking again is useless."""
@@ -192,8 +192,6 @@ ALL = (
         url="https://www.googleapis.com/customsearch/v1",
         key_variable="GOOGLE_API_KEY",
         setting_variable="GOOGLE_CSE_ID",
-        most_per_request=10,
-        most=100,
         build=_ask_google,
         read=_read_google,
         spent=re.compile(r"per day|daily ?limit", re.IGNORECASE),
@@ -203,8 +201,6 @@ ALL = (
         name="serpapi",
         url="https://serpapi.com/search.json",
         key_variable="SERPAPI_API_KEY",
-        most_per_request=10,
-        most=100,
         build=_ask_serpapi,
         read=_read_serpapi,
         spent=re.compile(r"run out of searches", re.IGNORECASE),
@@ -225,8 +221,6 @@ ALL = (
         name="serper",
         url="https://google.serper.dev/search",
         key_variable="SERPER_API_KEY",
-        most_per_request=10,
-        most=100,
         build=_ask_serper,
         read=_read_serper,
     ),

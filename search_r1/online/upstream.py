@@ -17,13 +17,13 @@ import httpx
 from search_r1.exchange import Answer, Exchanges
 from search_r1.online.services import Ask, Call, Credentials, Found, Json, Service
 from search_r1.retrying import Pauses, Transient, retry_after, try_again
-from search_r1.search.backends.settings import OnlineConfig
 from search_r1.search.errors import (
     SetupError,
     UpstreamInvalid,
     UpstreamRefused,
     UpstreamUnavailable,
 )
+from search_r1.search.settings import OnlineConfig
 
 logger = logging.getLogger(__name__)
 

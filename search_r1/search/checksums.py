@@ -108,10 +108,7 @@ def add(target: Path, corpus: str = "") -> None:
 
 
 def check(target: Path, *, whole: bool = False) -> Checksums | None:
-    """Compare files with their checksums; None, and a warning, for a target without any.
-
-    Raises IndexMismatch for the first file that is missing or has changed.
-    """
+    """Raise IndexMismatch for a file that has changed; None, and a warning, without checksums."""
     if not place(target).exists():
         if target.exists():
             logger.warning("%s has no checksums; add them: %s", target, add_command(target))

@@ -18,10 +18,10 @@ import time
 import urllib.parse
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -31,7 +31,7 @@ from pydantic import SecretStr
 from search_r1.retrying import Pauses
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable, SearchError
 from search_r1.search.retrieval import EmptyRetrieval, InMemoryRetrieval, Retrieval
-from search_r1.search.schema import Document, from_wire, well_formed
+from search_r1.search.schema import TOKEN_VARIABLE, Document, from_wire, well_formed
 from search_r1.search.transport import Answer, Garbled, Patience, Servers, Transport, read_urls
 from verl.errors import masked
 
@@ -39,7 +39,6 @@ __all__ = ["Document", "EmptyRetrieval", "InMemoryRetrieval", "Retrieval", "Retr
 
 T = TypeVar("T")
 
-TOKEN_VARIABLE = "RETRIEVER_TOKEN"
 RETRIED = "searches_retried"
 """Searches that one attempt was not enough for, whether or not they were answered then."""
 NOT_FOUND = 404
@@ -55,7 +54,7 @@ _counts: ContextVar[Counter[str] | None] = ContextVar("counts", default=None)
 
 @contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """What `note` tells of the searches that the body awaits."""
+    """How many of the searches that the body awaits were tried again, under RETRIED."""
     counts = Counter({RETRIED: 0})
     token = _counts.set(counts)
     try:
@@ -64,22 +63,9 @@ def counting() -> Iterator[Counter[str]]:
         _counts.reset(token)
 
 
-def note(num_retries: int) -> None:
-    """One search is over, after so many further attempts; nothing is kept where nobody counts."""
-    counts = _counts.get()
-    if counts is not None:
-        counts[RETRIED] += int(num_retries > 0)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What one search found, and how many attempts failed before."""
-
-    documents: list[Document]
-    num_retries: int
-
-
-Waiters = list[asyncio.Future[_Found]]
+Found = tuple[list[Document], int]
+"""What one search found, and how many attempts failed before."""
+Waiters = list[asyncio.Future[Found]]
 
 
 @dataclass
@@ -117,10 +103,7 @@ class _LoopState:
 
 
 class RetrievalClient:
-    """A `Retrieval` over HTTP; usable from any event loop, connections are made when needed.
-
-    `async with` closes the connections of the loop it runs in, as `aclose` does.
-    """
+    """A `Retrieval` over HTTP, usable from any event loop; `async with` closes the loop's own."""
 
     def __init__(
         self,
@@ -185,37 +168,33 @@ class RetrievalClient:
         return self._transport.servers.urls
 
     async def search(self, query: str, began: float | None = None) -> list[Document]:
-        """The documents for one query, best first.
-
-        The deadline counts from `began`, a `time.monotonic`, or from now. Raises
-        RetrieverUnavailable or RetrieverRefused.
-        """
+        """Documents, best first; `began`: when the deadline began. Raises a Retriever error."""
+        num_retries = 0
         try:
-            found = await self._ask(self._state().wanted, query, began)
+            documents, num_retries = await self._ask(self._state().wanted, query, began)
         except RetrieverUnavailable as error:
-            note(error.num_retries)
+            num_retries = error.num_retries
             raise
-        note(found.num_retries)
-        return found.documents
+        finally:
+            if (counts := _counts.get()) is not None:
+                counts[RETRIED] += int(num_retries > 0)
+        return documents
 
     @property
     def has_room_ahead(self) -> bool:
-        """Whether `search_ahead` would be in nobody's way: a server is well, connections are free.
-
-        One that failed is well again when a search that somebody waits for was answered.
-        """
+        """Whether `search_ahead` is in nobody's way: a server is well, connections are free."""
         state = self._state()
         is_free = len(state.wanted.tasks) < MOST_REQUESTS and len(state.ahead.tasks) < MOST_AHEAD
         return is_free and self._transport.servers.has_sound()
 
     async def search_ahead(self, query: str) -> list[Document]:
         """As `search`, for an answer that may never be wanted: with one attempt, and uncounted."""
-        return (await self._ask(self._state().ahead, query)).documents
+        return (await self._ask(self._state().ahead, query))[0]
 
-    async def _ask(self, lane: _Lane, query: str, began: float | None = None) -> _Found:
+    async def _ask(self, lane: _Lane, query: str, began: float | None = None) -> Found:
         """One search, in a request with others of its lane."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[_Found] = loop.create_future()
+        future: asyncio.Future[Found] = loop.create_future()
         deadline = (time.monotonic() if began is None else began) + self._deadline
         lane.deadline = min(lane.deadline, deadline) if lane.waiting else deadline
         lane.waiting.setdefault(well_formed(query), []).append(future)
@@ -234,10 +213,7 @@ class RetrievalClient:
         return await self._get("/info", _object)
 
     async def document(self, id: str) -> Document | None:
-        """The document with this id; None where the server that answers has none.
-
-        Raises RetrieverUnavailable or RetrieverRefused.
-        """
+        """The document with this id, or None; raises RetrieverUnavailable or RetrieverRefused."""
         path = f"/document?{urllib.parse.urlencode({'id': well_formed(id)})}"
         try:
             return await self._get(path, _document, is_patient=True)
@@ -308,52 +284,35 @@ class RetrievalClient:
             q: waiters for q, waiters in waiting.items() if not all(f.done() for f in waiters)
         }
         if wanted:
-            ask = partial(self._retrieve, lane.http, lane.deadline, lane.max_retries)
-            task = asyncio.ensure_future(self._serve(ask, wanted))
+            task = asyncio.ensure_future(self._serve(lane, lane.deadline, wanted))
             lane.tasks.add(task)
             task.add_done_callback(lane.tasks.discard)
 
-    async def _serve(
-        self, ask: Callable[[list[str]], Awaitable[list[_Found]]], waiting: Mapping[str, Waiters]
-    ) -> None:
-        """Give every waiter its documents or the error; a refused batch is asked one by one.
+    async def _serve(self, lane: _Lane, deadline: float, waiting: Mapping[str, Waiters]) -> None:
+        """Give each waiter documents or an error; a refused batch is asked one by one.
 
-        Whatever else happens, no waiter is left waiting: cancelling a finished one has no effect.
+        Scores are asked for because the original server fails without them.
         """
+        body = {"queries": list(waiting), "topk": self._topk, "return_scores": True}
+        futures = [future for waiters in waiting.values() for future in waiters]
         try:
-            found = await ask(list(waiting))
-        except RetrieverRefused as error:
-            if len(waiting) > 1 and error.status not in WHOLE_REQUEST:
-                parts = ({query: waiters} for query, waiters in waiting.items())
-                await asyncio.gather(*(self._serve(ask, part) for part in parts))
-            else:
-                _fail(waiting, error)
+            found, num_retries = await self._transport.exchange(
+                lane.http, "POST", "/retrieve", body, read=partial(_documents, len(waiting)),
+                max_retries=lane.max_retries, deadline=deadline,
+            )  # fmt: skip
+            for waiters, documents in zip(waiting.values(), found, strict=True):
+                for future in (one for one in waiters if not one.done()):
+                    future.set_result((list(documents), num_retries))
         except SearchError as error:
-            _fail(waiting, error)
-        else:
-            for waiters, one in zip(waiting.values(), found, strict=True):
-                for future in waiters:
-                    if not future.done():
-                        future.set_result(_Found(list(one.documents), one.num_retries))
+            is_of_one = isinstance(error, RetrieverRefused) and error.status not in WHOLE_REQUEST
+            if is_of_one and len(waiting) > 1:
+                parts = ({query: waiters} for query, waiters in waiting.items())
+                await asyncio.gather(*(self._serve(lane, deadline, part) for part in parts))
+            for future in (one for one in futures if not one.done()):
+                future.set_exception(error)
         finally:
-            for waiters in waiting.values():
-                for future in waiters:
-                    future.cancel()
-
-    async def _retrieve(
-        self,
-        http: aiohttp.ClientSession,
-        deadline: float,
-        max_retries: int | None,
-        queries: list[str],
-    ) -> list[_Found]:
-        """One request; scores are asked for because the original server fails without them."""
-        body = {"queries": queries, "topk": self._topk, "return_scores": True}
-        found, num_retries = await self._transport.exchange(
-            http, "POST", "/retrieve", body, read=partial(_documents, len(queries)),
-            max_retries=max_retries, deadline=deadline,
-        )  # fmt: skip
-        return [_Found(documents, num_retries) for documents in found]
+            for future in futures:  # whatever happened, nobody is left waiting
+                future.cancel()
 
 
 def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
@@ -379,13 +338,6 @@ def _token(text: str | None) -> SecretStr | None:
     return SecretStr(text)
 
 
-def _fail(waiting: Mapping[str, Waiters], error: SearchError) -> None:
-    for waiters in waiting.values():
-        for future in waiters:
-            if not future.done():
-                future.set_exception(error)
-
-
 def _documents(num_queries: int, answer: Answer) -> list[list[Document]]:
     """The documents of an answer; raises Garbled if it is outside the contract."""
     parsed = _object(answer)
@@ -398,21 +350,16 @@ def _documents(num_queries: int, answer: Answer) -> list[list[Document]]:
     if len(found) != num_queries:
         raise _outside_contract(answer, f"{len(found)} results for {num_queries} queries")
     if re.search(rb"\\u[dD]", answer.body):  # half of a surrogate pair can be written in JSON
-        return [[_well_formed(document) for document in documents] for documents in found]
+        return [[document.well_formed() for document in documents] for documents in found]
     return found
 
 
 def _document(answer: Answer) -> Document:
     """The document of an answer to `/document`; raises Garbled."""
     try:
-        return _well_formed(Document.from_mapping(_object(answer)["document"]))
+        return Document.from_mapping(_object(answer)["document"]).well_formed()
     except (KeyError, TypeError, AttributeError) as error:
         raise _outside_contract(answer, repr(error)) from error
-
-
-def _well_formed(document: Document) -> Document:
-    """`document` without lone surrogates, which no tokenizer takes."""
-    return Document(*(well_formed(getattr(document, f.name)) for f in fields(Document)))
 
 
 def _object(answer: Answer) -> dict[str, Any]:
@@ -429,6 +376,5 @@ def _object(answer: Answer) -> dict[str, Any]:
 def _outside_contract(answer: Answer, reason: str) -> Garbled:
     return Garbled(
         f"answered outside the wire contract ({reason}): got {answer.excerpt(200)!r}; expected "
-        '{"result": [[{"document": {"id", "contents", ...}, "score"}]]}: is the url a retrieval '
-        "server's?"
+        '{"result": [[{"document": {"id", "contents", ...}, "score"}]]}; fix: the url'
     )

@@ -79,17 +79,13 @@ class Corpus:
         except OSError as error:
             got = f"cannot be read ({error.strerror})" if path.exists() else "does not exist"
             raise CorpusError(
-                f"corpus {path} {got}; expected a jsonl file: give --corpus_path, "
-                "or take example/corpus.jsonl"
+                f"corpus {path} {got}; expected jsonl: give --corpus_path, or example/corpus.jsonl"
             ) from error
         offsets, digest = _load(path, status, whole) or _scan(path, data, status)
         return cls(path, data, offsets, digest)
 
     def check_rows(self, *, whole: bool = False) -> None:
-        """Raise CorpusError for a malformed row or an id that comes twice.
-
-        Of a large corpus some rows by chance are read, unless the `whole` is asked for.
-        """
+        """Raise CorpusError for a malformed row or a second id, in samples or the `whole`."""
         is_all = whole or len(self) <= ALL_ROWS
         rows = range(len(self)) if is_all else chosen(len(self), SAMPLED_ROWS)
         hashes = np.fromiter((hash(self[row].id) for row in rows), np.int64, len(rows))
@@ -147,8 +143,9 @@ class Corpus:
         try:
             return _parse(self._data[start:end])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
+            said = f"field {error} is missing" if isinstance(error, KeyError) else error
             raise CorpusError(
-                f"{self.path} row {row + 1} (byte {start}): {_describe(error)}, got "
+                f"{self.path} row {row + 1} (byte {start}): {said}, got "
                 f"{self._data[start : min(end, start + 80)]!r}; {EXPECTED_ROW}: "
                 "fix or drop this row, then build the index again"
             ) from error
@@ -158,28 +155,17 @@ class Corpus:
 
 
 def _parse(line: bytes) -> Document:
-    """One row; raises ValueError, KeyError or TypeError for a malformed one.
-
-    orjson refuses what could not be sent (lone surrogates); what it refuses has a second reading.
-    """
+    """One row; what orjson refuses has a second reading. Raises ValueError, KeyError, TypeError."""
     try:
         return Document.from_mapping(orjson.loads(line))
     except (ValueError, KeyError, TypeError, AttributeError):
-        return _parse_slowly(line)
-
-
-def _parse_slowly(line: bytes) -> Document:
-    """As `_parse`, but takes `NaN` in other fields, integers of any size and a byte-order mark."""
-    row = json.loads(line.decode("utf-8-sig"))
+        # `NaN` in other fields, integers of any size and a byte-order mark are no mistakes
+        row = json.loads(line.decode("utf-8-sig"))
     if not isinstance(row, dict):
         raise TypeError(f"the row is {type(row).__name__}, expected an object")
     document = Document.from_mapping(row)
     f"{document.id}{document.title}{document.text}{document.contents}".encode()
     return document
-
-
-def _describe(error: Exception) -> str:
-    return f"field {error} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def _load(path: Path, status: os.stat_result, whole: bool) -> tuple[Offsets, int] | None:

@@ -1,4 +1,4 @@
-"""Text to vectors: the choice of encoder, the one without a model, and two of one space.
+"""Text to vectors: what an encoder is and how its family was trained, and the choice of one.
 
 torch and transformers are loaded only when a model is opened, so BM25 needs neither.
 """
@@ -6,16 +6,93 @@ torch and transformers are loaded only when a model is opened, so BM25 needs nei
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from search_r1.search.backends.settings import EncoderConfig
-from search_r1.search.encoders.families import family_of, model_name
-from search_r1.search.encoders.interface import Encoder, Vectors
-from search_r1.search.errors import SetupError
-from search_r1.search.extras import install_command
+from search_r1.search.errors import SetupError, install_command
+from search_r1.search.settings import EncoderConfig
+
+Vectors = npt.NDArray[np.float32]
+
+
+class Encoder(Protocol):
+    """Anything that embeds queries and passages into one space, compared by inner product."""
+
+    name: str
+    pooling: str
+    normalizes: bool
+    """Whether vectors have unit length."""
+    query_prefix: str
+    passage_prefix: str
+
+    def encode_queries(self, queries: Sequence[str]) -> Vectors:
+        """(num_queries, dim) float32, contiguous, in the order of `queries`."""
+        ...
+
+    def encode_passages(self, passages: Sequence[str]) -> Vectors:
+        """(num_passages, dim) float32, contiguous, in the order of `passages`."""
+        ...
+
+    def info(self) -> dict[str, Any]:
+        """JSON-ready facts that decide a vector: name, pooling, prefixes, dtype, weights ..."""
+        ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the encoders of one family were trained to be used."""
+
+    name: str
+    pattern: str
+    """A regular expression that the lower-case name of a model has as a word."""
+    query_prefix: str = ""
+    passage_prefix: str = ""
+    pooling: str | None = None
+    """Pooling of a folder that declares none."""
+    normalizes: bool = True
+    """Whether the vectors of a folder that declares no modules have unit length."""
+
+
+E5_TASK = "Given a web search query, retrieve relevant passages that answer the query"
+FAMILIES = (
+    Family("e5-instruct", r"e5[a-z0-9_-]*instruct", f"Instruct: {E5_TASK}\nQuery: ", "", "mean"),
+    Family("e5", "e5", "query: ", "passage: ", "mean"),
+    Family(
+        "bge-en",
+        "bge-(?:small|base|large)-en",
+        "Represent this sentence for searching relevant passages: ",
+        pooling="cls",
+    ),
+    Family("bge", "bge", pooling="cls"),
+    Family("dpr", "dpr", pooling="cls", normalizes=False),
+    Family("contriever", "contriever", pooling="mean", normalizes=False),
+)
+"""Looked through in this order."""
+OTHER = Family("other", "")
+NAMES = (*(family.name for family in FAMILIES), OTHER.name)
+
+
+def model_name(model_path: str) -> str:
+    """The name of a model folder or hub name, also inside the hub's cache."""
+    path = Path(model_path)
+    if path.parent.name == "snapshots":
+        return path.parent.parent.name.rpartition("--")[2]
+    return path.name
+
+
+def family_of(name: str, wanted: str | None = None) -> Family:
+    """The family `wanted`, or whose pattern is a word of the model's name; raises SetupError."""
+    if wanted is not None and wanted not in NAMES:
+        raise SetupError(f"--encoder_family {wanted}; expected {', '.join(NAMES)}")
+    for family in FAMILIES:
+        word = rf"(?<![a-z0-9])(?:{family.pattern})(?![a-z0-9])"
+        if wanted == family.name or (wanted is None and re.search(word, name.lower())):
+            return family
+    return OTHER
 
 
 class HashEncoder:
@@ -23,7 +100,6 @@ class HashEncoder:
 
     name = "hash"
     pooling = "sum"
-    dtype = "float32"
     normalizes = True
     query_prefix = ""
     passage_prefix = ""
@@ -37,9 +113,7 @@ class HashEncoder:
             return np.zeros((0, self._dim), dtype=np.float32)
         return np.stack([self._encode(query) for query in queries])
 
-    def encode_passages(self, passages: Sequence[str]) -> Vectors:
-        """(num_passages, dim) float32, L2-normalised."""
-        return self.encode_queries(passages)
+    encode_passages = encode_queries
 
     def info(self) -> dict[str, Any]:
         """Name and dimensions."""
@@ -60,14 +134,13 @@ class PairEncoder:
         """Raises SetupError when their vectors cannot be compared."""
         self._queries, self._passages = queries, passages
         self.name = passages.name
-        self.pooling, self.dtype = passages.pooling, passages.dtype
-        self.normalizes = passages.normalizes
+        self.pooling, self.normalizes = passages.pooling, passages.normalizes
         self.query_prefix, self.passage_prefix = queries.query_prefix, passages.passage_prefix
         dims = [len(e.encode_passages(["a"])[0]) for e in (queries, passages)]
         if dims[0] != dims[1] or queries.normalizes != passages.normalizes:
             raise SetupError(
                 f"--query_model {queries.name} gives {_kind(queries, dims[0])}, but "
-                f"--retriever_model {passages.name} {_kind(passages, dims[1])}; expected the two "
+                f"--retriever_model {passages.name} {_kind(passages, dims[1])}; expected two "
                 "encoders of one training"
             )
 
@@ -85,10 +158,7 @@ class PairEncoder:
 
 
 def open_encoder(config: EncoderConfig, max_length: int | None = None) -> Encoder:
-    """The encoder that the settings name; raises SetupError with the fix.
-
-    `max_length`: tokens of a passage that are encoded; the model's own limit if None.
-    """
+    """The encoder of the settings; `max_length`: tokens of a passage. Raises SetupError."""
     encoder = _open_one(replace(config, query_model=None), max_length)
     if config.query_model is not None:
         queries = replace(config, retriever_model=config.query_model, query_model=None)
@@ -102,15 +172,6 @@ def open_encoder(config: EncoderConfig, max_length: int | None = None) -> Encode
     return encoder
 
 
-def check_pooling(encoder: Encoder, wanted: str | None) -> None:
-    """Raise SetupError when `wanted` (mean, cls ...) is not what the encoder does."""
-    if wanted is not None and encoder.pooling and wanted != encoder.pooling:
-        raise SetupError(
-            f"--pooling_method {wanted}, but {encoder.name} declares {encoder.pooling!r}; "
-            "leave the option out, or change 1_Pooling/config.json in the model folder"
-        )
-
-
 def _open_one(config: EncoderConfig, max_length: int | None) -> Encoder:
     """The encoder of one model."""
     path = config.retriever_model
@@ -120,13 +181,15 @@ def _open_one(config: EncoderConfig, max_length: int | None) -> Encoder:
         return HashEncoder(int(dim or 64))
     family = family_of(model_name(path), config.encoder_family)
     try:
+        from search_r1.search.encoders.loading import explained  # noqa: PLC0415
         from search_r1.search.encoders.sentence import SentenceEncoder  # noqa: PLC0415
     except ImportError as error:
         raise SetupError(
             f"dense retrieval needs torch and sentence-transformers ({error}); "
             f"install them: {install_command('dense')}"
         ) from error
-    return SentenceEncoder.open(config, family, max_length)
+    with explained("retriever_model", path):
+        return SentenceEncoder(path, family, config, max_length)
 
 
 def _kind(encoder: Encoder, dim: int) -> str:

@@ -14,7 +14,12 @@ SearchError
 └── SetupError             something to load is not there: package, GPU, model, index
 """
 
+from pathlib import Path
+
 from verl.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The checkout, or the folder of an installed copy."""
 
 
 class SearchError(UserError):
@@ -79,3 +84,10 @@ class IndexMismatch(SearchError):
 
 class SetupError(SearchError):
     """A package, device, model or index that the settings ask for is missing."""
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra of pyproject.toml; the project is on no registry."""
+    if (ROOT / "pyproject.toml").is_file():
+        return f"pip install -e '{ROOT}[{extra}]'"
+    return f"pip install '.[{extra}]' in a checkout of Search-R1"

@@ -8,21 +8,21 @@ word adds checksums to an index and a corpus that have none, or compares them (`
 
 import importlib
 import logging
+import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 if not __package__:  # started as a file: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from search_r1.options import parse
+from search_r1.options import Bounds, parse
 from search_r1.search import checksums
 from search_r1.search.backends.dense import vectors_file
 from search_r1.search.backends.flat_file import FlatFile, is_flat
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SearchError, SetupError
-from search_r1.search.index.build_config import BuildConfig, ChecksumConfig, index_folder
-
-__all__ = ["BuildConfig", "build_index", "index_folder", "main"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,67 @@ DENSE = ("dense_builder", "a dense index needs FAISS", "faiss-cpu")
 """The module that builds, and what is said, with the package to install, where it cannot."""
 
 
-def build_index(config: BuildConfig) -> Path:
-    """Build the index and return its folder; an older one there is replaced when it is complete.
+@dataclass(frozen=True)
+class BuildConfig:
+    """What to index, how, and where to."""
 
-    Raises CorpusError for a malformed row, SetupError for what is missing or does not fit.
-    """
+    retrieval_method: str
+    """bm25, or a name for a dense index such as e5"""
+    corpus_path: str
+    """jsonl with id and contents"""
+    save_dir: str
+    """folder that receives the index"""
+    model_path: str | None = None
+    """encoder: a folder, a hub name, or `hash` (no model, for trials); dense needs it"""
+    use_fp16: bool = False
+    """encode in half precision"""
+    max_length: Annotated[int, Bounds(1)] | None = None
+    """tokens of a passage that are encoded; default: the model's own limit"""
+    batch_size: Annotated[int, Bounds(1)] = 64
+    """passages per encoder call"""
+    pooling_method: str | None = None
+    """mean, cls or pooler; default: what the model folder or its family declares"""
+    encoder_family: str | None = None
+    """e5, e5-instruct, bge-en, bge, dpr, contriever or other: decides prefixes and pooling;
+    default: by the model's name"""
+    devices: tuple[str, ...] = ()
+    """devices that share the encoding, one process each; default: all GPUs, else cpu"""
+    faiss_type: str = "Flat"
+    """a FAISS factory: Flat, HNSW64, SQ8, IVF4096,Flat ..."""
+    faiss_gpu: bool = False
+    """train IVF lists on the GPUs that FAISS sees"""
+    embedding_dtype: str = "float32"
+    """float32 or float16: how embeddings are kept"""
+    save_embedding: bool = False
+    """keep the embeddings beside the index"""
+    embedding_path: str | None = None
+    """index these embeddings (.npy, or bare values) instead of encoding the corpus"""
+    shard_rows: Annotated[int, Bounds(1)] = 1024
+    """documents between two saves, the most that a killed build loses"""
+    trust_remote_code: bool = False
+    """run Python code that comes with a model"""
+
+
+@dataclass(frozen=True)
+class ChecksumConfig:
+    """Whose checksums are kept or compared."""
+
+    index_path: str | None = None
+    """the folder of an index, or a bare FAISS file"""
+    corpus_path: str | None = None
+    """its corpus, which a bare FAISS file is served with from then on, and no other"""
+    verify: bool = False
+    """compare all with the checksums that are there"""
+
+
+def index_folder(save_dir: str | Path, method: str, faiss_type: str = "Flat") -> Path:
+    """Where `build_index` puts the index of `method`."""
+    factory = re.sub(r"[^A-Za-z0-9]+", "_", faiss_type)
+    return Path(save_dir) / ("bm25" if method == "bm25" else f"{method}_{factory}.index")
+
+
+def build_index(config: BuildConfig) -> Path:
+    """Build the index, or replace an older one; its folder. Raises CorpusError or SetupError."""
     corpus = Corpus.open(config.corpus_path)
     folder = index_folder(config.save_dir, config.retrieval_method, config.faiss_type)
     name, what, package = BM25 if config.retrieval_method == "bm25" else DENSE
@@ -49,10 +105,7 @@ def build_index(config: BuildConfig) -> Path:
 
 
 def keep_checksums(config: ChecksumConfig) -> None:
-    """Keep the checksums of index and corpus as they are now, or compare them.
-
-    Raises CorpusError or IndexMismatch for what is damaged, SetupError for what is not there.
-    """
+    """Keep checksums of index and corpus, or compare them; raises SearchError for any damage."""
     digest = ""
     if config.corpus_path is not None:
         if not config.verify:

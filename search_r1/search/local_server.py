@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 from typing import Self
 
-import httpx
-
 from search_r1.search.errors import RetrieverUnavailable
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -34,10 +32,7 @@ class LocalServer:
         log_path: str | Path | None = None,
         module: str = MODULE,
     ) -> None:
-        """`args` are the server's flags without host and port; `timeout` to be healthy, in s.
-
-        `port` 0 takes any free one; another `module` takes host, port and port_file likewise.
-        """
+        """`args`: flags without host and port (0: any free one); `timeout`: to listen, in s."""
         self._args = args
         self._timeout = timeout
         self._log_path = log_path
@@ -60,7 +55,7 @@ class LocalServer:
         return self._process.poll()
 
     def start(self) -> Self:
-        """Start and wait until `/health` answers; raises RetrieverUnavailable with the log."""
+        """Start and wait until it listens; raises RetrieverUnavailable with the log."""
         self._folder = tempfile.TemporaryDirectory(prefix="retriever-")
         self._log = Path(self._log_path or Path(self._folder.name) / "server.log")
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -104,13 +99,10 @@ class LocalServer:
 
     def _wait(self, port_file: Path) -> None:
         deadline = time.monotonic() + self._timeout
-        while not port_file.exists():
+        while not port_file.exists():  # it comes once requests are accepted
             self._check_alive(deadline)
             time.sleep(POLL_S)
         self.port = int(port_file.read_text())
-        while not _is_healthy(self.url):
-            self._check_alive(deadline)
-            time.sleep(POLL_S)
 
     def _check_alive(self, deadline: float) -> None:
         status = self._process.poll()
@@ -121,10 +113,3 @@ class LocalServer:
         raise RetrieverUnavailable(
             f"the retrieval server {fate} (limit {self._timeout} s); its last words:\n{log}"
         )
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5.0, trust_env=False).is_success
-    except httpx.TransportError:
-        return False

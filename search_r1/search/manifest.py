@@ -1,4 +1,4 @@
-"""What an index was built from, written beside it, and the check before it is served."""
+"""Where corpus and index lie, what the index was built from, and whether they belong together."""
 
 import math
 import textwrap
@@ -10,8 +10,10 @@ from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter
 
-from search_r1.search.corpus import Fingerprint
-from search_r1.search.errors import IndexMismatch
+from search_r1.search import checksums
+from search_r1.search.corpus import Corpus, Fingerprint
+from search_r1.search.errors import IndexMismatch, SetupError
+from search_r1.search.settings import RetrieverConfig
 
 FILE_NAME = "manifest.json"
 
@@ -76,7 +78,9 @@ class Manifest:
 
     def check_probe(self, folder: Path, encoder: str, probe: Sequence[float]) -> None:
         """Raise IndexMismatch unless the encoder embeds the probe as at indexing (cos > 0.99)."""
-        similarity = _cosine(self.probe, probe)
+        scale = math.hypot(*self.probe) * math.hypot(*probe)
+        product = sum(x * y for x, y in zip(self.probe, probe, strict=False))
+        similarity = product / scale if scale else 0.0
         if len(probe) != self.dim or not similarity >= 0.99:  # so that nan fits nothing
             raise IndexMismatch(
                 f"index {folder} was built with encoder {self.encoder!r} ({self.dim} dimensions), "
@@ -86,12 +90,6 @@ class Manifest:
 
 
 PROBE_TEXT = '"Paris"\nParis is the capital of France.'
-
-
-def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
-    """Cosine of two vectors, which need not have length 1; 0 if one has length 0."""
-    scale = math.hypot(*a) * math.hypot(*b)
-    return sum(x * y for x, y in zip(a, b, strict=False)) / scale if scale else 0.0
 
 
 def now() -> str:
@@ -106,3 +104,43 @@ def build_command(corpus: str, save_dir: str, method: str = "bm25") -> str:
         f"python -m search_r1.search.index_builder --retrieval_method {method}"
         f" --corpus_path {corpus} --save_dir {save_dir}{model}"
     )
+
+
+def open_corpus(config: RetrieverConfig) -> Corpus:
+    """The corpus that the settings name, checked; raises SetupError without one."""
+    if config.corpus_path is None:
+        raise SetupError(
+            f"--retriever_name {config.retriever_name} without --corpus_path; expected a jsonl "
+            "corpus, for example --corpus_path example/corpus.jsonl"
+        )
+    corpus = Corpus.open(config.corpus_path, whole=config.verify)
+    corpus.check_rows(whole=config.verify)
+    return corpus
+
+
+def check_files(config: RetrieverConfig, index: Path, corpus: Corpus | None) -> None:
+    """Raise IndexMismatch for a damaged index, or one whose checksums name another corpus."""
+    known = checksums.check(index, whole=config.verify)
+    if known and known.corpus and corpus and known.corpus != corpus.fingerprint.digest:
+        raise IndexMismatch(
+            f"index {index}: got the corpus {corpus.path} with hash {corpus.fingerprint.digest}, "
+            f"expected hash {known.corpus}; fix: give the corpus that its checksums were made with"
+        )
+
+
+def locate(config: RetrieverConfig, index_name: str) -> Path:
+    """The index itself, when `index_path` is it or the folder around it."""
+    command = build_command(str(config.corpus_path), "<folder>", config.retriever_name)
+    if not config.index_path:
+        raise SetupError(
+            f"--retriever_name {config.retriever_name} without --index_path; fix: `{command}`"
+        )
+    path = Path(config.index_path)
+    inner = path / index_name
+    if inner.exists():
+        return inner
+    if not path.exists():
+        raise SetupError(
+            f"index {path} does not exist; expected a built index: --index_path, or `{command}`"
+        )
+    return path

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from search_r1.search.backends.base import fingerprint
 from search_r1.search.errors import SetupError
 from search_r1.search.schema import Document, Hit
-from verl.files import MOST, regular
+from verl.files import MOST, Lines, regular
 
 logger = logging.getLogger(__name__)
 
@@ -41,50 +41,49 @@ class Recorder:
     """Appends records to a file; safe to use from several threads, refused to two processes."""
 
     def __init__(self, path: str | Path, facts: Mapping[str, Any]) -> None:
-        """Create or continue the record at `path` of the engine with these `facts` (its info()).
-
-        Raises SetupError for a file that cannot be written, that another process writes, or that
-        is not a record of this very engine.
-        """
+        """Create or continue the record of the engine with these `facts`; raises SetupError."""
         self._path = Path(path)
         self._lock = threading.Lock()
-        self._file = _open_locked(self._path)
-        try:
-            self._known = self._continue(facts)
-        except BaseException as error:
-            with contextlib.suppress(OSError):  # what could not be written is tried again
-                self._file.close()
-            if isinstance(error, OSError):
-                raise _unwritable(self._path, error) from error
-            raise
+        with contextlib.ExitStack() as stack:
+            try:
+                self._file = stack.enter_context(self._path.open("ab+"))
+                self._lines = stack.enter_context(contextlib.closing(Lines(self._path)))
+                self._known = self._continue(facts)
+            except BlockingIOError as error:
+                raise SetupError(
+                    f"{path} is being recorded by another server; give each server its own "
+                    "--record file"
+                ) from error
+            except OSError as error:
+                raise SetupError(
+                    f"cannot record into {path} ({error}); expected a file in a folder that exists "
+                    "and may be written, on a disk with room"
+                ) from error
+            stack.pop_all()
 
     def write(self, records: Sequence[Record]) -> None:
-        """Append the records whose query and k are not there yet, and flush."""
+        """Append the records whose query and k are not there yet."""
         with self._lock:
-            lines = []
+            new: dict[tuple[str, int], bytes] = {}
             for record in records:
-                key = (record.query, record.k)
-                if key not in self._known:
-                    self._known.add(key)
-                    lines.append(to_line(record))
-            self._file.write(b"".join(lines))
-            self._file.flush()
+                if (key := (record.query, record.k)) not in self._known:
+                    new.setdefault(key, to_line(record))
+            self._lines.add(b"".join(new.values()))
+            self._known |= new.keys()
 
     def close(self) -> None:
         """Close the file; writing afterwards is an error."""
         with self._lock:
-            try:
-                self._file.close()
-            except OSError as error:
-                logger.error("the end of a record was lost: %s", _unwritable(self._path, error))
+            self._lines.close()
+            self._file.close()
 
     def _continue(self, facts: Mapping[str, Any]) -> set[tuple[str, int]]:
         """Write the header, or check it and cut off a half-written line; what is known already."""
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
         text = json.dumps(facts)  # facts as they read back
         if _cut(self._file) == 0:
             header = {"format": FORMAT, "version": VERSION, "facts": json.loads(text)}
-            self._file.write(_encode({**header, "fingerprint": fingerprint(json.loads(text))}))
-            self._file.flush()
+            self._lines.add(_encode({**header, "fingerprint": fingerprint(json.loads(text))}))
             return set()
         recorded = read_facts(self._path)
         if fingerprint(recorded) != fingerprint(json.loads(text)):
@@ -104,15 +103,13 @@ def read_facts(path: str | Path) -> dict[str, Any]:
         header = json.loads(line) if line.endswith(b"\n") else None
     except OSError as error:
         raise SetupError(
-            f"record {path} cannot be read ({error}); expected a file that a server wrote "
-            "with --record"
+            f"record {path} cannot be read ({error}); expected a file of --record"
         ) from error
     except ValueError:
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise SetupError(
-            f"{path} is no record: its first line is {line[:80]!r}; expected a file that a server "
-            "wrote with --record"
+            f"{path} is no record: its first line is {line[:80]!r}; expected a file of --record"
         )
     if header.get("version") != VERSION:
         raise SetupError(
@@ -123,16 +120,8 @@ def read_facts(path: str | Path) -> dict[str, Any]:
     return facts
 
 
-def read_records(path: str | Path) -> Iterator[Record]:
-    """Every record of the file in order, without a half-written last one.
-
-    Raises SetupError for a file that is no record or has a malformed line in its middle.
-    """
-    return (to_record(row) for _, row in read_rows(path))
-
-
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Byte offset and fields of every complete line after the header; errors as read_records."""
+    """Byte offset and fields of every line but a half-written last one; raises SetupError."""
     path = Path(path)
     read_facts(path)
     with path.open("rb") as file:
@@ -141,7 +130,15 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if not line.endswith(b"\n"):
                 logger.warning("%s: left out its half-written last line", path)
                 return
-            yield offset, _parse(path, number, line)
+            try:
+                row = json.loads(line)
+                to_record(row)
+            except (ValueError, KeyError, TypeError) as error:
+                raise SetupError(
+                    f"{path} line {number} is no record ({type(error).__name__}: {error}), got "
+                    f"{line[:80]!r}; drop this line, or record again"
+                ) from error
+            yield offset, row
             offset += len(line)
 
 
@@ -152,60 +149,21 @@ def to_record(row: Mapping[str, Any]) -> Record:
 
 
 def to_line(record: Record) -> bytes:
-    """A record as one line, newline included."""
-    hits = [_item(hit) for hit in record.hits]
+    """A record as one line; titles and texts only where `contents` do not give them."""
+    hits = []
+    for hit in record.hits:
+        document = hit.document
+        item = {"id": document.id, "contents": document.contents, "score": float(hit.score)}
+        if Document.from_contents(document.id, document.contents) != document:
+            item |= {"title": document.title, "text": document.text}
+        hits.append(item)
     row = {"query": record.query, "k": record.k, "seconds": float(record.seconds), "hits": hits}
     return _encode(row)
-
-
-def _item(hit: Hit) -> dict[str, Any]:
-    """`id` and `contents`, and the title and text only where contents do not give them."""
-    document = hit.document
-    item = {"id": document.id, "contents": document.contents, "score": float(hit.score)}
-    if Document.from_contents(document.id, document.contents) != document:
-        item |= {"title": document.title, "text": document.text}
-    return item
 
 
 def _encode(row: Mapping[str, Any]) -> bytes:
     """ASCII JSON: no character of a query or a document can break the line."""
     return json.dumps(row, separators=(",", ":")).encode() + b"\n"
-
-
-def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-        to_record(row)
-    except (ValueError, KeyError, TypeError) as error:
-        raise SetupError(
-            f"{path} line {number} is no record ({type(error).__name__}: {error}), got "
-            f"{line[:80]!r}; drop this line, or record again"
-        ) from error
-    fields: dict[str, Any] = row
-    return fields
-
-
-def _open_locked(path: Path) -> BinaryIO:
-    """The file for appending, locked until it is closed or the process ends."""
-    try:
-        file = path.open("ab+")
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        raise SetupError(
-            f"{path} is being recorded by another server; give each server its own --record file"
-        ) from error
-    return file
-
-
-def _unwritable(path: Path, error: OSError) -> SetupError:
-    return SetupError(
-        f"cannot record into {path} ({error}); expected a file in a folder that exists and may be "
-        "written, on a disk with room"
-    )
 
 
 def _cut(file: BinaryIO) -> int:

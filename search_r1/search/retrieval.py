@@ -12,11 +12,7 @@ class Retrieval(Protocol):
     """What an agent needs of a retriever."""
 
     async def search(self, query: str) -> list[Document]:
-        """The documents for one query, best first.
-
-        Raises SearchError when it fails for good, which is an infrastructure failure and never an
-        observation.
-        """
+        """The documents, best first; raises SearchError, an infrastructure failure, for good."""
         ...
 
 

@@ -8,8 +8,11 @@ import faulthandler
 import functools
 import logging
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,25 +21,23 @@ if not __package__:  # started as a file: the checkout may not be installed
 
 from search_r1.options import Port, parse
 from search_r1.plain import log, shown
-from search_r1.search.backends.base import Retriever
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.backends.settings import RetrieverConfig
 from search_r1.search.corpus import Corpus
-from search_r1.search.errors import SearchError, SetupError
-from search_r1.search.preflight import check
+from search_r1.search.errors import IndexMismatch, SearchError, SetupError
+from search_r1.search.memory import check
 from search_r1.search.recording import Recorder
-from search_r1.search.schema import Document
+from search_r1.search.schema import TOKEN_VARIABLE, Document
 from search_r1.search.server.app import create_app
-from search_r1.search.server.config import TOKEN_VARIABLE, ServiceConfig
-from search_r1.search.server.faults import FaultConfig, FaultInjector
+from search_r1.search.server.faults import FaultInjector
 from search_r1.search.server.running import bind, read_token, serve, warn_if_open
-from search_r1.search.watch import watching
+from search_r1.search.settings import FaultConfig, RetrieverConfig, ServiceConfig
 
 __all__ = ["bind", "create_app", "main", "serve"]
 
 logger = logging.getLogger(__name__)
 
-WARM_UP = "warm up"
+WATCH_S = 1.0
+MAPS = Path("/proc/self/maps")
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def _run(options: ServerOptions) -> bool:
             raise SetupError(
                 f"{error}; expected files and folders that may be read: correct their permissions"
             ) from error
-        _warm_up(retriever, service.topk)
+        if retriever.num_threads == 1:  # asks no network: no client shall wait for a first search
+            retriever.search(["warm up"], service.topk)
         logger.info("%s: %d documents", retriever.name, retriever.num_documents)
         recorder = None if service.record is None else Recorder(service.record, retriever.info())
         find = _finder(options.retriever.corpus_path)
@@ -87,20 +89,64 @@ def _run(options: ServerOptions) -> bool:
 
 
 def _finder(corpus_path: str | None) -> Callable[[str], Document | None] | None:
-    """Finds documents by id; the corpus is opened for the first of them, as few servers are asked.
-
-    None without a corpus file.
-    """
+    """Finds documents by id in a corpus that is opened for the first; None without a file."""
     if corpus_path is None or not Path(corpus_path).is_file():
         return None
     opened = functools.cache(Corpus.open)
     return lambda id: opened(corpus_path).find(id)
 
 
-def _warm_up(retriever: Retriever, topk: int) -> None:
-    """A first search, so that no client waits for it; not for engines that ask a network."""
-    if retriever.num_threads == 1:
-        retriever.search([WARM_UP], topk)
+@contextmanager
+def watching(roots: Iterable[str | None]) -> Iterator[None]:
+    """Send SIGTERM when a file below `roots` that is mapped changes; IndexMismatch on leaving.
+
+    Builders rename a new index into its place, which leaves a server its own files. What else
+    writes into them (`cp`, `rsync --inplace`) is seen within WATCH_S, on Linux. A search that reads
+    beyond the end of a file that was cut off meanwhile ends the process at once (SIGBUS).
+    """
+    before = {path: _state(path) for path in _mapped([Path(r).resolve() for r in roots if r])}
+    problems: list[str] = []
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(WATCH_S):
+            for path, was in before.items():
+                now = _state(path)
+                if was and now and now[0] == was[0] and now != was and not problems:
+                    problems.append(
+                        f"{path} was changed in place while it was served, expected the file that "
+                        "was opened; fix: rename a new file into its place, start the server again"
+                    )
+                    logger.error("stopping: %s", problems[0])
+            if problems:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=look, name="watch-files", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    if problems:
+        raise IndexMismatch(problems[0])
+
+
+def _mapped(roots: list[Path]) -> set[Path]:
+    if not MAPS.exists():
+        return set()
+    lines = MAPS.read_text(errors="surrogateescape").splitlines()
+    paths = {Path("/" + line.partition("/")[2]) for line in lines if "/" in line}
+    return {path for path in paths if any(path.is_relative_to(root) for root in roots)}
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    """The file's number, size and time of change; None where it is gone."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,11 +5,14 @@ Both sides use these types: the server writes hits, the client reads them. Nothi
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
 
 import orjson
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import BaseModel
+
+TOKEN_VARIABLE = "RETRIEVER_TOKEN"
+"""The environment variable with the bearer token of server and clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +38,7 @@ class Document:
 
     @classmethod
     def from_mapping(cls, row: Mapping[str, Any]) -> "Document":
-        """Read `id` with `contents`, or with `title` and `text`, or with all of them.
-
-        Raises KeyError for a missing field and TypeError for one that is not text.
-        """
+        """Read contents, or title and text, or all; raises KeyError or TypeError."""
         id = row["id"]
         if isinstance(id, bool) or not isinstance(id, str | int):
             raise TypeError(f"id is {type(id).__name__}, expected text or an integer")
@@ -50,6 +50,10 @@ class Document:
         title = document.title if row.get("title") is None else _text(row, "title")
         text = document.text if row.get("text") is None else _text(row, "text")
         return cls(document.id, title, text, document.contents)
+
+    def well_formed(self) -> "Document":
+        """Itself without lone surrogates, which no tokenizer takes."""
+        return Document(*map(well_formed, astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +73,6 @@ BEGIN, SCORE, END = b'{"document":', b',"score":', b"}"
 def well_formed(text: str) -> str:
     """`text` with lone surrogates, which no encoder or tokenizer takes, replaced by `?`."""
     return text.encode("utf-8", "replace").decode()
-
-
-class RetrieveRequest(BaseModel):
-    """The body of `POST /retrieve`; an empty list of queries has an empty result."""
-
-    queries: list[Annotated[str, AfterValidator(well_formed)]] = Field(
-        description="Questions, each searched on its own."
-    )
-    topk: int | None = Field(
-        default=None, ge=1, description="Documents per query; null means the server's --topk."
-    )
-    return_scores: bool = Field(default=False, description="Wrap each document with its score.")
-    deadline_s: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Seconds to wait for the answer, at most the server's --deadline; then 504.",
-    )
 
 
 class RetrieveResponse(BaseModel):
@@ -141,10 +127,7 @@ def _without_scores(hits: Written) -> bytes:
 
 
 def from_wire(answer: Mapping[str, Any]) -> list[list[Document]]:
-    """The documents of an answer, written with or without scores, by us or by an older server.
-
-    Raises KeyError or TypeError for an answer outside the contract.
-    """
+    """The documents of an answer, with or without scores; raises KeyError or TypeError."""
     return [
         [Document.from_mapping(item.get("document", item)) for item in found]
         for found in answer["result"]

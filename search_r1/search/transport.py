@@ -32,6 +32,27 @@ logger = logging.getLogger(__name__)
 REST_S = 5.0
 """Rest after a first failure; it doubles with each further one."""
 MAX_REST_S = 60.0
+DEADLINE_FIELD = "deadline_s"
+"""Optional field of a request: seconds for which this attempt waits for the answer."""
+OUTAGE_S = 30.0
+"""After an exchange that no server answered, for so long every other one tries just once."""
+MOST_BYTES = 256 << 20
+"""Of an answer: six times what 256 queries of 100 long passages come to."""
+CONNECT_S = 5.0
+"""Longest that a connection may take to be opened, of an attempt's time."""
+JSON = {"Content-Type": "application/json"}
+TOKEN = "export RETRIEVER_TOKEN with the server's token"
+ADDRESS = "give the address of a retrieval server, http://HOST:PORT/retrieve"
+FIXES = {
+    401: TOKEN,
+    403: TOKEN,
+    404: ADDRESS,
+    405: ADDRESS,
+    422: "ask for no more than the server allows (retriever.topk; the server's --max_topk)",
+}
+"""What mends a refusal, by its status."""
+EXAMPLE = "http://127.0.0.1:8000"
+T = TypeVar("T")
 
 
 @dataclass
@@ -45,6 +66,11 @@ class Server:
     rests_until: float = -math.inf
     takes_deadline: bool = True
     """False once it refused the optional field `deadline_s`."""
+
+    @property
+    def rest(self) -> float:
+        """Seconds that it rests after its failures."""
+        return min(MAX_REST_S, REST_S * 2.0 ** min(self.num_failures - 1, 10))
 
 
 class Servers:
@@ -68,7 +94,7 @@ class Servers:
         for server in self._servers:
             if server.rests_until <= now:
                 if server.num_failures:  # one request tries it, the others still pass it by
-                    server.rests_until = now + _rest(server.num_failures)
+                    server.rests_until = now + server.rest
                 return server
         return min(self._servers, key=lambda server: server.rests_until)
 
@@ -86,40 +112,30 @@ class Servers:
         server.num_failures, server.rests_until = 0, -math.inf
 
     def failed(self, server: Server, started: float, retry_after: float) -> None:
-        """`server` failed a request begun at `started`; it rests `retry_after` s where it says so.
-
-        Requests that were under way at the same moment count as one failure.
-        """
+        """`server` failed what began at `started`; it rests `retry_after` s where it says so."""
         now = time.monotonic()
         if started >= server.failed_at:
             server.num_failures += 1
             server.failed_at = now
-        rest = min(retry_after, MAX_REST_S) or _rest(server.num_failures)
+        rest = min(retry_after, MAX_REST_S) or server.rest
         server.rests_until = max(server.rests_until, now + rest)
 
 
 def read_urls(url: str | Sequence[str]) -> tuple[str, ...]:
-    """Base addresses from one url, several with commas between them, or a sequence of urls.
-
-    Raises ValueError for one that is not http, or has a port that is no number.
-    """
+    """Base addresses of one or more urls, also with commas between; raises ValueError."""
     given = url.split(",") if isinstance(url, str) else list(url)
     if not given:
         raise ValueError("no retriever url given; expected one or more, for example " + EXAMPLE)
-    return tuple(dict.fromkeys(_base(one.strip()) for one in given))
-
-
-EXAMPLE = "http://127.0.0.1:8000"
-
-
-def _base(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-        raise ValueError(
-            f"retriever url {url!r}; expected http:// or https:// and a host, for example {EXAMPLE}"
-            f" (several: {EXAMPLE},http://10.0.0.6:8000)"
-        )
-    return url.rstrip("/").removesuffix("/retrieve")
+    bases: dict[str, None] = {}
+    for one in map(str.strip, given):
+        parts = urlsplit(one)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError(
+                f"retriever url {one!r}; expected http:// or https:// and a host, for example "
+                f"{EXAMPLE} (several: {EXAMPLE},http://10.0.0.6:8000)"
+            )
+        bases[one.rstrip("/").removesuffix("/retrieve")] = None
+    return tuple(bases)
 
 
 def preferred(urls: Sequence[str]) -> list[str]:
@@ -129,34 +145,6 @@ def preferred(urls: Sequence[str]) -> list[str]:
     order = list(urls)
     random.Random(f"{socket.gethostname()}/{os.getpid()}").shuffle(order)
     return sorted(order, key=lambda url: not is_here(urlsplit(url).hostname or ""))
-
-
-def _rest(num_failures: int) -> float:
-    """Seconds that a server rests after that many failures in a row."""
-    return float(min(MAX_REST_S, REST_S * 2.0 ** min(num_failures - 1, 10)))
-
-
-T = TypeVar("T")
-
-DEADLINE_FIELD = "deadline_s"
-"""Optional field of a request: seconds for which this attempt waits for the answer."""
-OUTAGE_S = 30.0
-"""After an exchange that no server answered, for so long every other one tries just once."""
-MOST_BYTES = 256 << 20
-"""Of an answer: six times what 256 queries of 100 long passages come to."""
-CONNECT_S = 5.0
-"""Longest that a connection may take to be opened, of an attempt's time."""
-JSON = {"Content-Type": "application/json"}
-TOKEN = "export RETRIEVER_TOKEN with the server's token"
-ADDRESS = "give the address of a retrieval server, http://HOST:PORT/retrieve"
-FIXES = {
-    401: TOKEN,
-    403: TOKEN,
-    404: ADDRESS,
-    405: ADDRESS,
-    422: "ask for no more than the server allows (retriever.topk; the server's --max_topk)",
-}
-"""What mends a refusal, by its status."""
 
 
 class Garbled(Transient):
@@ -240,10 +228,7 @@ class Failures:
 
 
 class Transport:
-    """Sends requests to whichever of the servers answers.
-
-    An outage is found out once, not by each search again: see `OUTAGE_S`.
-    """
+    """Sends requests to whichever of the servers answers; an outage is found out once."""
 
     def __init__(self, servers: Servers, patience: Patience) -> None:
         self.servers = servers
@@ -299,10 +284,7 @@ class Transport:
         raise failures.error(", since the deadline is over before the next could be answered")
 
     def _give_up(self, begun: float) -> None:
-        """Spare other exchanges the wait, if none was answered since this one of all tries began.
-
-        A time before all others, as of one that was to try less, spares nothing.
-        """
+        """Spare others the wait, if none was answered since `begun` (-inf: spare nothing)."""
         if self._answered_at < begun:
             self._outage_until = time.monotonic() + OUTAGE_S
 

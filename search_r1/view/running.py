@@ -13,9 +13,8 @@ import uvicorn
 
 from search_r1.plain import log
 from search_r1.search.server.connections import configure
-from search_r1.search.server.hosts import LOOPBACK, checked
-from search_r1.search.server.http_errors import misdirected
-from search_r1.search.server.running import bind, listen, read_token, write_port
+from search_r1.search.server.requests import misdirected
+from search_r1.search.server.running import LOOPBACK, bind, checked, listen, read_token, write_port
 from search_r1.view.app import TOKEN_VARIABLE, Runs, create_app
 from search_r1.view.command import ViewOptions
 from search_r1.view.export import write_export

@@ -18,7 +18,7 @@ from search_r1.agent.visit import VisitTool
 from search_r1.search.client import EmptyRetrieval
 from search_r1.search.schema import Document
 from search_r1.search.server.app import create_app
-from search_r1.search.server.config import ServiceConfig
+from search_r1.search.settings import ServiceConfig
 from tests.apps import running
 from tests.bad_models import whole_model
 from tests.search.server.engines import Watched

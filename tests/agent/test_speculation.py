@@ -19,13 +19,12 @@ from search_r1.rewards.em import build_em
 from search_r1.rewards.interface import RewardScores
 from search_r1.scoring import reward_input
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.backends.settings import RetrieverConfig
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import RetrieverUnavailable
 from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.search.schema import Document
 from search_r1.search.server.app import create_app
-from search_r1.search.server.config import ServiceConfig
+from search_r1.search.settings import RetrieverConfig, ServiceConfig
 from tests.apps import running
 from tests.fakes import ByteTokenizer, RecitingEngine
 from tests.search.conftest import write_corpus

@@ -149,11 +149,11 @@ def test_connects_to_what_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = resolving(monkeypatch, PUBLIC[0])
     connected: list[tuple[str, int]] = []
 
-    def connect(self: Any, host: str, port: int, *more: Any) -> Any:
+    async def connect(self: Any, host: str, port: int, *more: Any, **kind: Any) -> Any:
         connected.append((host, port))
         raise httpcore.ConnectError("enough")
 
-    monkeypatch.setattr(httpcore.SyncBackend, "connect_tcp", connect)
+    monkeypatch.setattr(httpcore.AnyIOBackend, "connect_tcp", connect)
     fetcher = PageFetcher(AddressPolicy(), 1000)
     with pytest.raises(PageError, match="enough"):
         fetcher.fetch("https://example.org/", Deadline(5))

@@ -20,16 +20,15 @@ from search_r1.online.addresses import AddressPolicy
 from search_r1.online.engine import OnlineRetriever, open_online
 from search_r1.online.services import SERVICES
 from search_r1.retrying import Pauses
-from search_r1.search.backends.base import fingerprint
+from search_r1.search.backends.base import collect, fingerprint
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.backends.settings import OnlineConfig, RetrieverConfig
 from search_r1.search.errors import (
     SetupError,
     UpstreamInvalid,
     UpstreamRefused,
     UpstreamUnavailable,
 )
-from search_r1.search.timing import collect
+from search_r1.search.settings import OnlineConfig, RetrieverConfig
 
 Results = list[tuple[str, str, str]]
 Open = Callable[..., OnlineRetriever]
@@ -424,7 +423,7 @@ def test_nothing_heavy_is_loaded_for_snippets() -> None:
     """A service without page texts needs neither an HTML reader nor torch, FAISS or numpy."""
     code = (
         "import sys; from search_r1.search.backends.registry import build_retriever;"
-        "from search_r1.search.backends.settings import RetrieverConfig;"
+        "from search_r1.search.settings import RetrieverConfig;"
         "build_retriever(RetrieverConfig('brave'));"
         "print({'torch', 'faiss', 'trafilatura', 'numpy', 'bm25s'} & set(sys.modules))"
     )

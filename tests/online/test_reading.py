@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from search_r1.online import reading
+from search_r1.online import pages
 from search_r1.online.fetch import Deadline, Page, PageError
-from search_r1.online.reading import READERS, Article, Readers
+from search_r1.online.pages import READERS, Article, Readers
 
 GOOD = Page(
     b"<html><head><title>Danube</title></head><body><article><p>"
@@ -49,7 +49,7 @@ def test_a_process_is_kept_from_page_to_page(readers: Readers) -> None:
 def test_slow_pages_are_ended(readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page of line breaks, on which the parser takes minutes; the next page is read again."""
     readers.read(GOOD, Deadline(30))
-    monkeypatch.setattr(reading, "READ_S", 0.4)
+    monkeypatch.setattr(pages, "READ_S", 0.4)
     slow, before, start = (
         Page(b"<html><body>" + b"x<br>" * 400_000, "text/html", None),
         children(),
@@ -59,7 +59,7 @@ def test_slow_pages_are_ended(readers: Readers, monkeypatch: pytest.MonkeyPatch)
         readers.read(slow, Deadline(30))
     assert time.monotonic() - start < 5
     assert children() < before
-    monkeypatch.setattr(reading, "READ_S", 30.0)
+    monkeypatch.setattr(pages, "READ_S", 30.0)
     assert readers.read(GOOD, Deadline(30)).text
 
 
@@ -67,8 +67,8 @@ def test_the_start_of_a_process_is_no_time_of_its_page(
     readers: Readers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that starts for longer than a page may take; the deadline holds there too."""
-    monkeypatch.setattr(reading, "WORKER", "tests.online.late")
-    monkeypatch.setattr(reading, "READ_S", 1.0)
+    monkeypatch.setattr(pages, "WORKER", "tests.online.late")
+    monkeypatch.setattr(pages, "READ_S", 1.0)
     plain = Page(b"The Danube", "text/plain", None)
     with pytest.raises(PageError, match="takes over"):
         readers.read(plain, Deadline(0.3))
@@ -77,7 +77,7 @@ def test_the_start_of_a_process_is_no_time_of_its_page(
 
 def test_large_pages_are_ended(readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes more memory than is allowed is an error of that page alone."""
-    monkeypatch.setattr(reading, "READ_S", 30.0)
+    monkeypatch.setattr(pages, "READ_S", 30.0)
     with pytest.raises(PageError, match=r"MemoryError|memory"):
         readers.read(Page(b"x" * 260_000_000, "text/plain", None), Deadline(30))
     assert readers.read(GOOD, Deadline(30)).text
@@ -98,7 +98,7 @@ def test_waiting_for_a_process_counts(readers: Readers) -> None:
 def test_readers_end_with_their_starter() -> None:
     """A server that is killed leaves no process behind."""
     code = (
-        "import os, psutil; from search_r1.online.reading import READERS;"
+        "import os, psutil; from search_r1.online.pages import READERS;"
         "from search_r1.online.fetch import Deadline, Page;"
         "READERS.read(Page(b'a', 'text/plain', None), Deadline(30));"
         "print(psutil.Process().children()[0].pid, flush=True); os.kill(os.getpid(), 9)"

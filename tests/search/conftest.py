@@ -9,14 +9,14 @@ import pytest
 
 from search_r1.search.backends.base import Retriever
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.backends.settings import (
+from search_r1.search.index_builder import BuildConfig, build_index
+from search_r1.search.recording import Record, Recorder
+from search_r1.search.settings import (
     DiagnosticConfig,
     EncoderConfig,
     RetrieverConfig,
     TorchConfig,
 )
-from search_r1.search.index_builder import BuildConfig, build_index
-from search_r1.search.recording import Record, Recorder
 from tests.apps import running
 
 TEXTS = [

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from search_r1.search import checksums
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.backends.settings import EncoderConfig, RetrieverConfig
 from search_r1.search.checksums import check, chosen
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import IndexMismatch, SearchError
 from search_r1.search.index_builder import main
+from search_r1.search.settings import EncoderConfig, RetrieverConfig
 from tests.search.conftest import write_corpus
 
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from search_r1.search import retrieval_server
-from search_r1.search.backends.settings import (
+from search_r1.search.index_builder import main as build
+from search_r1.search.settings import (
     DiagnosticConfig,
     EncoderConfig,
     RetrieverConfig,
     TorchConfig,
 )
-from search_r1.search.index_builder import main as build
 from tests.search.conftest import write_corpus
 
 Damage = Callable[[Path], object]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.backends.settings import EncoderConfig, RetrieverConfig
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import CorpusError, IndexMismatch, SearchError, SetupError
 from search_r1.search.index_builder import BuildConfig, build_index, main
 from search_r1.search.manifest import Manifest
+from search_r1.search.settings import EncoderConfig, RetrieverConfig
 
 ROW = '{{"id": "{0}", "contents": "\\"T{0}\\"\\nsome words {0}"}}\n'
 

@@ -8,12 +8,11 @@ import httpx
 import pytest
 from playwright import sync_api as playwright
 
-from search_r1.search.backends.base import Retriever
+from search_r1.search.backends.base import Retriever, stage
 from search_r1.search.errors import Overloaded, QueryNotRecorded
 from search_r1.search.schema import Document, Hit
 from search_r1.search.server.app import create_app
-from search_r1.search.server.config import ServiceConfig
-from search_r1.search.timing import stage
+from search_r1.search.settings import ServiceConfig
 from tests import tabs
 from tests.tabs import TIMEOUT_MS, chromium
 

@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from search_r1.search.backends.flat_file import HEADER
-from search_r1.search.backends.settings import (
+from search_r1.search.errors import SetupError
+from search_r1.search.memory import Host, check, estimate, table
+from search_r1.search.settings import (
     EncoderConfig,
     FaissConfig,
     RerankConfig,
     RetrieverConfig,
     TorchConfig,
 )
-from search_r1.search.errors import SetupError
-from search_r1.search.memory import Host
-from search_r1.search.preflight import check, estimate, table
 
 ROWS, DIM = 21_015_324, 768
 GB = 10**9
@@ -139,8 +138,8 @@ def test_missing_files_are_left_to_whoever_opens_them() -> None:
 def test_bm25_is_checked_without_torch(tmp_path: Path) -> None:
     """The memory check loads neither torch nor FAISS unless an engine needs them."""
     code = (
-        "import sys; from search_r1.search.preflight import check;"
-        "from search_r1.search.backends.settings import RetrieverConfig;"
+        "import sys; from search_r1.search.memory import check;"
+        "from search_r1.search.settings import RetrieverConfig;"
         "check(RetrieverConfig('bm25'));"
         "sys.exit(bool({'torch', 'faiss'} & set(sys.modules)))"
     )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_r1.search.errors import SetupError
-from search_r1.search.recording import Record, Recorder, read_facts, read_records, to_line
+from search_r1.search.recording import Record, Recorder, read_facts, read_rows, to_line, to_record
 from search_r1.search.schema import Document, Hit
 
 FACTS = {"engine": "bm25", "k1": 1.5, "corpus": {"count": 8}}
@@ -24,6 +24,10 @@ def bits(value: float) -> bytes:
     return struct.pack("d", value)
 
 
+def read_records(path: Path) -> list[Record]:
+    return [to_record(row) for _, row in read_rows(path)]
+
+
 def fill(path: Path, *records: Record) -> None:
     recorder = Recorder(path, FACTS)
     recorder.write(records)
@@ -33,7 +37,7 @@ def fill(path: Path, *records: Record) -> None:
 def test_reads_back_what_was_written(tmp_path: Path) -> None:
     """Queries, documents with odd titles, order and facts survive the file."""
     fill(tmp_path / "r", FIRST, SECOND)
-    assert list(read_records(tmp_path / "r")) == [FIRST, SECOND]
+    assert read_records(tmp_path / "r") == [FIRST, SECOND]
     assert read_facts(tmp_path / "r") == FACTS
 
 
@@ -53,7 +57,7 @@ def test_is_on_disk_before_it_is_closed(tmp_path: Path) -> None:
     """A write can be read at once, so a kill loses nothing that was written."""
     recorder = Recorder(tmp_path / "r", FACTS)
     recorder.write([FIRST])
-    assert list(read_records(tmp_path / "r")) == [FIRST]
+    assert read_records(tmp_path / "r") == [FIRST]
     recorder.close()
 
 
@@ -66,7 +70,7 @@ def test_a_kill_at_any_byte_costs_the_last_line_only(tmp_path: Path) -> None:
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
         if size >= ends[0]:
-            assert list(read_records(path)) == [FIRST, SECOND][: sum(e <= size for e in ends) - 1]
+            assert read_records(path) == [FIRST, SECOND][: sum(e <= size for e in ends) - 1]
         fill(path, FIRST, SECOND)
         assert path.read_bytes() == whole
 
@@ -87,7 +91,7 @@ def test_a_query_is_written_once_per_k(tmp_path: Path) -> None:
     larger = Record(FIRST.query, 5, [], 9.0)
     fill(tmp_path / "r", FIRST, other)
     fill(tmp_path / "r", other, larger)
-    assert list(read_records(tmp_path / "r")) == [FIRST, larger]
+    assert read_records(tmp_path / "r") == [FIRST, larger]
 
 
 def test_refuses_another_engines_record(tmp_path: Path) -> None:
@@ -125,7 +129,7 @@ def test_refuses_what_is_no_record(tmp_path: Path, content: bytes | None, said: 
     if content is not None:
         (tmp_path / "r").write_bytes(content)
     with pytest.raises(SetupError, match=said):
-        list(read_records(tmp_path / "r"))
+        read_records(tmp_path / "r")
 
 
 def test_never_appends_to_a_foreign_file(tmp_path: Path) -> None:
@@ -142,7 +146,7 @@ def test_names_a_malformed_line(tmp_path: Path) -> None:
     with (tmp_path / "r").open("ab") as file:
         file.write(b'{"query": "a"}\n')
     with pytest.raises(SetupError, match="line 3 is no record"):
-        list(read_records(tmp_path / "r"))
+        read_records(tmp_path / "r")
 
 
 def test_a_missing_folder_is_said_at_once(tmp_path: Path) -> None:

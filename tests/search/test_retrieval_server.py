@@ -19,11 +19,11 @@ import pytest
 from search_r1.search.backends.base import Retriever, fingerprint
 from search_r1.search.errors import CorpusError, RetrieverUnavailable, SetupError
 from search_r1.search.local_server import LocalServer
-from search_r1.search.recording import read_records
+from search_r1.search.recording import read_rows
 from search_r1.search.retrieval_server import bind, create_app, main
 from search_r1.search.schema import Document, Hit
-from search_r1.search.server.config import ServiceConfig
 from search_r1.search.server.running import warn_if_open
+from search_r1.search.settings import ServiceConfig
 
 FIELDS = {"id", "title", "text", "contents"}
 HTTP = httpx.Client(timeout=30, trust_env=False)
@@ -265,7 +265,7 @@ def test_shutdown_finishes_what_was_accepted(corpus_path: Path, tmp_path: Path) 
     assert 100 <= len(answered) < 1000
     assert server.status == 0
     assert "Traceback" not in log.read_text()
-    assert {r.query for r in read_records(record)} >= set(answered)
+    assert {row["query"] for _, row in read_rows(record)} >= set(answered)
 
 
 def test_a_token_is_wanted_and_given_by_the_environment(

@@ -13,11 +13,11 @@ import torch
 from search_r1 import cli
 from search_r1.infer import InferOptions
 from search_r1.inference.opening import run_config
-from search_r1.search.backends.settings import EncoderConfig, RerankConfig
+from search_r1.search.encoder import family_of
 from search_r1.search.encoders.cross_encoder import CrossEncoder
-from search_r1.search.encoders.families import family_of
 from search_r1.search.encoders.loading import explained
 from search_r1.search.encoders.sentence import SentenceEncoder
+from search_r1.search.settings import EncoderConfig, RerankConfig
 from verl.checkpoint import __main__ as checkpoint
 from verl.checkpoint import folders
 from verl.config import Config, ModelConfig
@@ -87,10 +87,8 @@ def ask(path: str) -> object:
 
 
 def encode(path: str) -> object:
-    return explained(
-        "retriever_model", path,
-        lambda: SentenceEncoder(path, family_of("e5"), EncoderConfig(), None),
-    )  # fmt: skip
+    with explained("retriever_model", path):
+        return SentenceEncoder(path, family_of("e5"), EncoderConfig(), None)
 
 
 LOADERS: list[Callable[[str], object]] = [

@@ -11,16 +11,14 @@ import bm25s
 import numpy as np
 import numpy.typing as npt
 
-from search_r1.search.backends.base import Retriever
-from search_r1.search.backends.locations import check_files, locate, open_corpus
-from search_r1.search.backends.settings import RetrieverConfig
+from search_r1.search.backends.base import Retriever, stage
 from search_r1.search.checksums import chosen
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import IndexMismatch
 from search_r1.search.index_builder import BuildConfig, build_index, index_folder
-from search_r1.search.manifest import Manifest, build_command
+from search_r1.search.manifest import Manifest, build_command, check_files, locate, open_corpus
 from search_r1.search.schema import Hit
-from search_r1.search.timing import stage
+from search_r1.search.settings import RetrieverConfig
 from search_r1.search.tokenization import tokenize
 
 logger = logging.getLogger(__name__)
@@ -46,7 +44,7 @@ class Bm25Retriever:
 
     def __init__(self, index: bm25s.BM25, corpus: Corpus) -> None:
         self._index = index
-        self._corpus = corpus
+        self._corpus, self.num_documents = corpus, len(corpus)
         # plain arrays over the same map: slicing a `np.memmap` costs as much as a short posting
         index.scores |= {name: np.asarray(index.scores[name]) for name in POSTINGS}
 
@@ -66,11 +64,6 @@ class Bm25Retriever:
                 f"`{build_command(str(corpus.path), str(folder.parent))}`"
             ) from error
         return cls(index, corpus)
-
-    @property
-    def num_documents(self) -> int:
-        """Documents that can be found."""
-        return len(self._corpus)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """At most `k` hits per query, best first, ties by row."""
@@ -93,10 +86,7 @@ class Bm25Retriever:
         return rows, scores[rows].tolist()
 
     def _floor(self, words_ids: list[int], scores: Scores, k: int) -> float:
-        """A score that at least `k` documents reach, from those of one word; 0 if none is known.
-
-        It spares `top_rows` the sorting of all documents that share only a frequent word.
-        """
+        """A score that `k` documents of one word reach, which spares sorting all; 0: unknown."""
         starts = self._index.scores["indptr"]
         sizes = [(int(starts[word + 1] - starts[word]), word) for word in words_ids]
         size, word = min((pair for pair in sizes if pair[0] >= k), default=(0, 0))
@@ -129,10 +119,7 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
 
 
 def _check_arrays(index: bm25s.BM25, num_documents: int, whole: bool) -> None:
-    """Raise ValueError unless the index is one of so many documents.
-
-    Of large arrays the first, the last and some blocks by chance are looked at, or the `whole`.
-    """
+    """Raise ValueError unless the index is one of so many documents, by samples or the `whole`."""
     words = np.array([id for word, id in index.vocab_dict.items() if word] or [0])
     data, indices, indptr = (np.asarray(index.scores[name]) for name in POSTINGS)
     if (data.dtype.kind, indices.dtype.kind, indptr.dtype.kind) != ("f", "i", "i"):
@@ -157,10 +144,7 @@ def _check_arrays(index: bm25s.BM25, num_documents: int, whole: bool) -> None:
 
 
 def top_rows(scores: Scores, k: int, floor: float = 0.0) -> list[int]:
-    """The rows of the `k` highest positive scores, best first, equal scores by row.
-
-    `floor`: a score that at least `k` rows are known to reach, so that no other needs sorting.
-    """
+    """The rows of the `k` highest scores, ties by row; `floor`: what the k-th is known to reach."""
     rows = np.flatnonzero(scores >= floor if floor > 0 else scores > 0)
     found = scores[rows]
     if len(rows) > k:

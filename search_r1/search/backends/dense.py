@@ -12,15 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from search_r1.search.backends.locations import check_files, locate, open_corpus
-from search_r1.search.backends.settings import RetrieverConfig
+from search_r1.search.backends.base import stage
 from search_r1.search.corpus import Corpus
-from search_r1.search.encoder import open_encoder
-from search_r1.search.encoders.interface import Encoder, Vectors
+from search_r1.search.encoder import Encoder, Vectors, open_encoder
 from search_r1.search.errors import IndexMismatch, SetupError
-from search_r1.search.manifest import PROBE_TEXT, Manifest
+from search_r1.search.manifest import PROBE_TEXT, Manifest, check_files, locate, open_corpus
 from search_r1.search.schema import Hit
-from search_r1.search.timing import stage
+from search_r1.search.settings import RetrieverConfig
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +56,9 @@ class DenseRetriever:
         self, name: str, index: VectorIndex, digest: str, corpus: Corpus, encoder: Encoder
     ) -> None:
         """`digest` identifies the file of the index."""
-        self.name = name
+        self.name, self.num_documents = name, len(corpus)
         self._index, self._digest = index, digest
         self._corpus, self._encoder = corpus, encoder
-
-    @property
-    def num_documents(self) -> int:
-        """Documents that can be found."""
-        return len(self._corpus)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """At most `k` hits per query, best first, ties by row."""
@@ -103,10 +96,7 @@ def open_dense(
 
 
 def locate_index(config: RetrieverConfig) -> Path:
-    """The dense index of the settings: our folder or a bare file; raises SetupError without.
-
-    Of a folder around several it is `<name>_Flat.index`, else the only `<name>_*.index`.
-    """
+    """Our folder or a bare file: `<name>_Flat.index`, else the only `<name>_*.index`."""
     flat = f"{config.retriever_name}_Flat.index"
     around = Path(config.index_path or "")
     found = sorted(path.name for path in around.glob(f"{config.retriever_name}_*.index"))
@@ -134,8 +124,7 @@ def check(path: Path, index: VectorIndex, corpus: Corpus, encoder: Encoder) -> N
     if index.num_rows != len(corpus):
         raise IndexMismatch(
             f"index {path} holds {index.num_rows} vectors, but corpus {corpus.path} has "
-            f"{len(corpus)} documents; expected one for each: give the corpus that the index was "
-            "built from"
+            f"{len(corpus)} documents; expected one for each: give the index's own corpus"
         )
     encoded = encoder.encode_queries([PROBE_TEXT]).shape[1]
     if index.dim != encoded:
@@ -173,11 +162,7 @@ def read_ahead(file: Path) -> threading.Thread:
 
 
 def index_digest(file: Path) -> str:
-    """64-bit BLAKE2b hash (hex) of a file's size and of samples from its first to its last byte.
-
-    Two indexes of one corpus differ in nearly every vector, so samples tell them apart without
-    reading 64 GB.
-    """
+    """64-bit hash (hex) of a file's size and of samples: nearly every vector would differ."""
     size = file.stat().st_size
     hasher = hashlib.blake2b(str(size).encode(), digest_size=8)
     last = max(0, size - SAMPLE_BYTES)

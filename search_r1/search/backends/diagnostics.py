@@ -1,22 +1,41 @@
 """Backends that an agent is judged against: no documents, documents by chance, the row's own.
 
-An agent that searches well must beat `empty` and `random`; `oracle` (see `oracle.py`) shows what it
-would score if every search found the supporting passages.
+An agent that searches well must beat `empty` and `random`; `oracle` shows what it would score if
+every search found the supporting passages.
 """
 
 import hashlib
+import json
+import logging
 import random
-from collections.abc import Sequence
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import bm25s
+import numpy as np
+import orjson
+
 from search_r1.search.backends.base import Retriever
-from search_r1.search.backends.locations import open_corpus
-from search_r1.search.backends.oracle import OracleRetriever, load_rows
-from search_r1.search.backends.settings import RetrieverConfig
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SetupError
-from search_r1.search.schema import Hit
+from search_r1.search.manifest import open_corpus
+from search_r1.search.schema import Document, Hit
+from search_r1.search.settings import RetrieverConfig
+from search_r1.search.tokenization import tokenize
+from verl.files import read_text
+
+logging.getLogger("bm25s").setLevel(logging.INFO)  # it sets itself to DEBUG
+
+EXPECTED = (
+    'expected {"question": "...", "documents": [{"id": "7", "contents": "..."}]}, or '
+    '{"question": "...", "ids": ["7"]} with --corpus_path'
+)
+Row = tuple[str, list[Document]]
+"""A question and the passages that answer it."""
 
 
 class EmptyRetriever:
@@ -42,26 +61,18 @@ class RandomRetriever:
     num_threads = 1
 
     def __init__(self, corpus: Corpus, seed: int) -> None:
-        self._corpus = corpus
+        self._corpus, self.num_documents = corpus, len(corpus)
         self._seed = seed
 
-    @property
-    def num_documents(self) -> int:
-        """Documents that can be drawn."""
-        return len(self._corpus)
-
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """`k` different documents per query with scores 1, 1/2, 1/3 ...; fewer if there are fewer.
-
-        A smaller `k` gives the first documents of a larger one.
-        """
-        return [self._draw(query, k) for query in queries]
-
-    def _draw(self, query: str, k: int) -> list[Hit]:
-        key = f"{self._seed}\n{query}".encode("utf-8", "surrogatepass")
-        digest = hashlib.blake2b(key, digest_size=16).digest()
-        rows = draw_rows(int.from_bytes(digest, "big"), len(self._corpus), k)
-        return [Hit(self._corpus[row], 1 / rank) for rank, row in enumerate(rows, start=1)]
+        """The first `k` documents of each query's draw, with scores 1, 1/2, 1/3 ..."""
+        found = []
+        for query in queries:
+            key = f"{self._seed}\n{query}".encode("utf-8", "surrogatepass")
+            digest = hashlib.blake2b(key, digest_size=16).digest()
+            rows = draw_rows(int.from_bytes(digest, "big"), len(self._corpus), k)
+            found.append([Hit(self._corpus[row], 1 / rank) for rank, row in enumerate(rows, 1)])
+        return found
 
     def info(self) -> dict[str, Any]:
         """Backend, seed and the corpus."""
@@ -79,6 +90,130 @@ def draw_rows(seed: int, num_rows: int, k: int) -> list[int]:
         rows.append(moved.get(other, other))
         moved[other] = moved.get(place, place)
     return rows
+
+
+class OracleRetriever:
+    """Knows each question's supporting passages, whatever is indexed.
+
+    A query belongs to the row whose question it is (case, punctuation and spaces aside), any other
+    to the row that BM25 over question and passages ranks best; without a common word it finds
+    nothing. Rows of equal questions are one.
+    """
+
+    name = "oracle"
+    num_threads = 1
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        """`rows`: at least one."""
+        self._passages: dict[str, dict[str, Document]] = {}
+        for question, documents in rows:
+            of_question = self._passages.setdefault(normalise(question), {})
+            for document in documents:
+                of_question.setdefault(document.id, document)
+        self._questions = list(self._passages)
+        self.num_documents = len({id for passages in self._passages.values() for id in passages})
+        texts = [
+            "\n".join([question, *(document.contents for document in passages.values())])
+            for question, passages in self._passages.items()
+        ]
+        tokens: Any = bm25s.tokenize(texts, stopwords="en", show_progress=False)
+        if not tokens.vocab:
+            tokens.vocab[""] = 0  # rows of stop words only: an index needs a word
+        self._index = bm25s.BM25()
+        self._index.index(tokens, show_progress=False)
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """The first `k` passages of each query's row with scores 1, 1/2, 1/3 ..."""
+        return [
+            [Hit(d, 1 / rank) for rank, d in enumerate(list(self._row(query).values())[:k], 1)]
+            for query in queries
+        ]
+
+    def _row(self, query: str) -> dict[str, Document]:
+        """The passages of the query's question, else of BM25's best row, else none."""
+        found = self._passages.get(normalise(query))
+        if found is not None:
+            return found
+        words = tokenize([query])[0]
+        scores = self._index.get_scores_from_ids(self._index.get_tokens_ids(words))
+        best = int(np.argmax(scores))
+        return self._passages[self._questions[best]] if scores[best] > 0 else {}
+
+    def info(self) -> dict[str, Any]:
+        """Backend, number of questions, and a hash of questions and passages."""
+        hasher = hashlib.blake2b(digest_size=8)
+        for question, passages in self._passages.items():
+            fields = [[d.id, d.title, d.text, d.contents] for d in passages.values()]
+            hasher.update(json.dumps([question, fields]).encode())
+        rows = {"count": len(self._questions), "digest": hasher.hexdigest()}
+        return {"engine": self.name, "rows": rows}
+
+
+def normalise(question: str) -> str:
+    """`question` without case, punctuation and repeated spaces; itself if nothing is left."""
+    words = re.findall(r"\w+", unicodedata.normalize("NFKC", question).casefold())
+    return " ".join(words) or question.strip()
+
+
+def load_rows(path: str | Path, corpus_path: str | None) -> list[Row]:
+    """The rows of a file, with the corpus's documents for its ids; raises SetupError."""
+    rows = _read(Path(path))
+    if not rows:
+        raise SetupError(f"{path} has no rows; {EXPECTED} on each line")
+    ids = {entry for _, passages in rows for entry in passages if isinstance(entry, str)}
+    found = _look_up(ids, path, corpus_path) if ids else {}
+    return [(q, [found[e] if isinstance(e, str) else e for e in passages]) for q, passages in rows]
+
+
+def _read(path: Path) -> list[tuple[str, list[Document | str]]]:
+    """Questions with their documents, or with the ids of them."""
+    try:
+        lines = read_text(path).split("\n")
+    except (OSError, ValueError) as error:
+        raise SetupError(f"--oracle_path {path} cannot be read ({error}); {EXPECTED}") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                rows.append(_row(orjson.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise SetupError(
+                f"{path} line {number}: {type(error).__name__} {error}, got {line[:80]!r}; "
+                f"{EXPECTED}"
+            ) from error
+    return rows
+
+
+def _row(row: Any) -> tuple[str, list[Document | str]]:
+    """A parsed row; raises KeyError or TypeError for one of another form."""
+    if not isinstance(row, Mapping):
+        raise TypeError(f"the row is {type(row).__name__}, not an object")
+    if not isinstance(row["question"], str):
+        raise TypeError(f"question is {type(row['question']).__name__}, not text")
+    name = "documents" if "documents" in row else "ids"
+    if not isinstance(row[name], list):
+        raise TypeError(f"{name} is {type(row[name]).__name__}, not a list")
+    if name == "documents":
+        return row["question"], [Document.from_mapping(item) for item in row[name]]
+    if not all(isinstance(id, str | int) and not isinstance(id, bool) for id in row[name]):
+        raise TypeError("ids are neither text nor integers")
+    return row["question"], [str(id) for id in row[name]]
+
+
+def _look_up(wanted: set[str], path: str | Path, corpus_path: str | None) -> dict[str, Document]:
+    """The corpus's documents with the `wanted` ids."""
+    if corpus_path is None:
+        raise SetupError(
+            f"{path} has ids, but --corpus_path is not given; give it, or rows with documents"
+        )
+    corpus = Corpus.open(corpus_path)
+    found = {id: document for id in sorted(wanted) if (document := corpus.find(id)) is not None}
+    if missing := sorted(wanted - found.keys()):
+        raise SetupError(
+            f"{len(missing)} ids of {path} are in no row of {corpus_path}: "
+            f"{', '.join(missing[:5])} ...; expected ids of its documents: give their corpus"
+        )
+    return found
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:

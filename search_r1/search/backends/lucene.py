@@ -16,14 +16,14 @@ from typing import Any
 import jnius_config
 import pyserini
 
-from search_r1.search.backends.base import Retriever
+from search_r1.search.backends.base import Retriever, stage
 from search_r1.search.backends.java import bundled_java, choose_java
-from search_r1.search.backends.locations import check_files, open_corpus
-from search_r1.search.backends.settings import RetrieverConfig
+from search_r1.search.backends.registry import lucene_folder
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import IndexMismatch, SetupError
+from search_r1.search.manifest import check_files, open_corpus
 from search_r1.search.schema import Document, Hit, well_formed
-from search_r1.search.timing import stage
+from search_r1.search.settings import RetrieverConfig
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +52,9 @@ class LuceneRetriever:
         self._index = index
         self._read = read
         self._facts = facts
+        self.num_documents = int(index.get_total_num_docs())
         self._new_list = _java("java.util.ArrayList")
         index.set_bm25(K1, B)
-
-    @property
-    def num_documents(self) -> int:
-        """Documents that can be found."""
-        return int(self._index.get_total_num_docs())
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """At most `k` hits per query, best first; the queries share the machine's cores."""
@@ -86,10 +82,7 @@ class LuceneRetriever:
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
-    """The Lucene index at `index_path`, with the corpus if the index stores no passages.
-
-    Raises SetupError for a missing Java or index, IndexMismatch for a corpus that is not its.
-    """
+    """The index at `index_path`, and the corpus if it stores no passages; raises SearchError."""
     folder = _locate(config.index_path)
     check_files(config, folder, None)
     index = _open_index(folder)
@@ -106,10 +99,9 @@ def _locate(index_path: str | None) -> Path:
     """The folder with Lucene's files: `index_path` or the `bm25` inside it."""
     if index_path is None:
         raise SetupError("--retriever_name lucene without --index_path; " + BUILD_HINT)
-    folders = [Path(index_path), Path(index_path) / "bm25"]
-    folder = next((path for path in folders if any(path.glob("segments_*"))), None)
+    folder = lucene_folder(Path(index_path))
     if folder is None:
-        raise SetupError(f"{folders[0]} has no segments_* file; {BUILD_HINT}")
+        raise SetupError(f"{index_path} has no segments_* file; {BUILD_HINT}")
     return folder
 
 

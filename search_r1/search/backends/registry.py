@@ -5,33 +5,31 @@ it needs, so that a backend's packages are wanted only by its users.
 """
 
 import importlib
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from search_r1.search.backends.base import Retriever
-from search_r1.search.backends.settings import RetrieverConfig
-from search_r1.search.errors import SetupError
-from search_r1.search.extras import install_command
+from search_r1.search.backends.rerank import RerankingRetriever
+from search_r1.search.errors import SetupError, install_command
+from search_r1.search.settings import RetrieverConfig
 
 PACKAGE = "search_r1.search.backends"
 
 
-@dataclass(frozen=True)
-class Backend:
-    """A row of the registry."""
+class Backend(NamedTuple):
+    """A row: a module's full name, and the command that installs what its import wants."""
 
     module: str
-    """Its full name."""
     install: str = ""
-    """The command that installs what its import wants."""
 
 
 FAISS = Backend(f"{PACKAGE}.faiss_index", install_command("dense"))
 TORCH = Backend(f"{PACKAGE}.torch_flat", install_command("dense"))
 LUCENE = Backend(f"{PACKAGE}.lucene", install_command("lucene"))
 ONLINE = Backend("search_r1.online.engine", install_command("online"))
-RERANK = Backend(f"{PACKAGE}.rerank", install_command("dense"))
+RERANKER = Backend("search_r1.search.encoders.cross_encoder", install_command("dense"))
+DIAGNOSTICS = Backend(f"{PACKAGE}.diagnostics")
 BACKENDS = {
     "bm25": Backend(f"{PACKAGE}.bm25", "pip install bm25s"),
     "lucene": LUCENE,
@@ -40,9 +38,9 @@ BACKENDS = {
     "brave": ONLINE,
     "serper": ONLINE,
     "tavily": ONLINE,
-    "empty": Backend(f"{PACKAGE}.diagnostics"),
-    "random": Backend(f"{PACKAGE}.diagnostics"),
-    "oracle": Backend(f"{PACKAGE}.diagnostics"),
+    "empty": DIAGNOSTICS,
+    "random": DIAGNOSTICS,
+    "oracle": DIAGNOSTICS,
     "replay": Backend(f"{PACKAGE}.replay"),
 }
 """By --retriever_name; any other name is a dense index."""
@@ -50,19 +48,19 @@ BACKENDS = {
 
 def build_retriever(config: RetrieverConfig) -> Retriever:
     """Open the backend that `config` names; raises a SearchError that says what to fix."""
-    backend, settings = _load(_choose(config)), config.rerank
-    reranking = None if settings.reranker_model is None else _load(RERANK)
-    scorer = reranking and reranking.open_scorer(settings)  # before an index that takes minutes
+    backend, settings, scorer = _load(_choose(config)), config.rerank, None
+    if settings.reranker_model is not None:  # before an index that takes minutes
+        scorer = _load(RERANKER).CrossEncoder.open(settings)
     retriever: Retriever = backend.open_retriever(config)
-    if reranking is not None:
-        retriever = reranking.RerankingRetriever(retriever, scorer, settings.retrieval_topk)
+    if scorer is not None:
+        retriever = RerankingRetriever(retriever, scorer, settings.retrieval_topk)
     return retriever
 
 
 def _choose(config: RetrieverConfig) -> Backend:
     """The backend of the settings; `bm25` with the folder of a Lucene index is Lucene's."""
     name = config.retriever_name
-    if name == "bm25" and config.index_path and _is_lucene(Path(config.index_path)):
+    if name == "bm25" and config.index_path and lucene_folder(Path(config.index_path)):
         return LUCENE
     if name in BACKENDS:
         return BACKENDS[name]
@@ -78,11 +76,6 @@ def _choose(config: RetrieverConfig) -> Backend:
     return dense[config.torch.dense_engine]
 
 
-def _is_lucene(path: Path) -> bool:
-    """Whether the folder, or the `bm25` folder in it, holds Lucene's segments."""
-    return any(any(folder.glob("segments_*")) for folder in (path, path / "bm25"))
-
-
 def _load(backend: Backend) -> ModuleType:
     try:
         return importlib.import_module(backend.module)
@@ -90,3 +83,8 @@ def _load(backend: Backend) -> ModuleType:
         raise SetupError(
             f"{error}, which this backend needs; install it: {backend.install}"
         ) from error
+
+
+def lucene_folder(path: Path) -> Path | None:
+    """The folder with Lucene's segments: `path` or the `bm25` inside it; None without any."""
+    return next((one for one in (path, path / "bm25") if any(one.glob("segments_*"))), None)

@@ -6,18 +6,17 @@ smallest of them: its first `k` hits. A larger `k` than any recorded is not reco
 
 import hashlib
 import json
-import os
+import mmap
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from search_r1.search.backends.base import Retriever
-from search_r1.search.backends.settings import RetrieverConfig
+from search_r1.search.backends.base import Retriever, stage
 from search_r1.search.errors import QueryNotRecorded, SetupError
 from search_r1.search.recording import Record, read_facts, read_rows, to_record
 from search_r1.search.schema import Hit
-from search_r1.search.timing import stage
+from search_r1.search.settings import RetrieverConfig
 
 
 class ReplayRetriever:
@@ -27,10 +26,7 @@ class ReplayRetriever:
     num_threads = 64
 
     def __init__(self, path: str | Path, with_latency: bool = False) -> None:
-        """Read the record at `path`; `with_latency` makes answers as slow as they were.
-
-        Raises SetupError for a file that is missing or is no record.
-        """
+        """Read the record; `with_latency`: answers as slow as they were. Raises SetupError."""
         self._path = Path(path)
         self._with_latency = with_latency
         self._recorded = read_facts(path)
@@ -42,20 +38,14 @@ class ReplayRetriever:
             if of_query.setdefault(row["k"], offset) == offset:  # the first answer stays
                 ids.update(item["id"] for item in row["hits"])
                 hasher.update(json.dumps([row["query"], row["k"], row["hits"]]).encode())
-        self._num_documents = len(ids)
-        self._digest = hasher.hexdigest()
-        self._file = self._path.open("rb")
-
-    @property
-    def num_documents(self) -> int:
+        self.num_documents = len(ids)
         """Different documents in the record."""
-        return self._num_documents
+        self._digest = hasher.hexdigest()
+        with self._path.open("rb") as file:
+            self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """The recorded hits; raises QueryNotRecorded if a query has none at `k` or above.
-
-        With latency, a batch takes as long as its slowest recorded search.
-        """
+        """The recorded hits, with latency as late as the slowest; raises QueryNotRecorded."""
         with stage("search"):
             start = time.monotonic()
             records = [self._find(query, k) for query in queries]
@@ -73,17 +63,8 @@ class ReplayRetriever:
                 f"query {query[:200]!r} with k = {k} is recorded {known} in {self._path}; record "
                 "it with this topk first, or serve the backend itself"
             )
-        line = self._read_line(recorded[min(large_enough)])
-        return to_record(json.loads(line))
-
-    def _read_line(self, offset: int) -> bytes:
-        """The line at a byte offset; reads in no shared position, so threads do not disturb."""
-        line, size = b"", 1 << 14
-        while not line.endswith(b"\n"):
-            line = os.pread(self._file.fileno(), size, offset).partition(b"\n")[0] + b"\n"
-            if len(line) > size:
-                line, size = b"", size * 4
-        return line
+        start = recorded[min(large_enough)]
+        return to_record(json.loads(self._lines[start : self._lines.find(b"\n", start)]))
 
     def info(self) -> dict[str, Any]:
         """The recorded backend and a hash of the recorded answers."""
@@ -97,7 +78,6 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
     path = config.diagnostics.replay_path
     if path is None:
         raise SetupError(
-            "--retriever_name replay without --replay_path; expected a file that a server wrote "
-            "with --record"
+            "--retriever_name replay without --replay_path; expected a file of --record"
         )
     return ReplayRetriever(path, config.diagnostics.replay_latency)

@@ -8,12 +8,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from search_r1.search.backends.base import Retriever
-from search_r1.search.backends.settings import RerankConfig
-from search_r1.search.errors import SetupError
-from search_r1.search.extras import install_command
+from search_r1.search.backends.base import Retriever, stage
 from search_r1.search.schema import Hit
-from search_r1.search.timing import stage
 
 Pair = tuple[str, str]
 """A query and the contents of a document."""
@@ -38,15 +34,11 @@ class RerankingRetriever:
         """`retrieval_topk`: documents asked of the backend, or more where a request wants more."""
         self.name = retriever.name
         self.num_threads = retriever.num_threads
+        self.num_documents = retriever.num_documents
         self._retriever = retriever
         self._scorer = scorer
         self._retrieval_topk = retrieval_topk
         self._one_at_a_time = threading.Lock()  # a tokenizer is not thread-safe
-
-    @property
-    def num_documents(self) -> int:
-        """Documents that can be found."""
-        return self._retriever.num_documents
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """The `k` hits with the highest scores per query, ties in the order of the backend."""
@@ -58,7 +50,9 @@ class RerankingRetriever:
                 for hit in hits
             ]
             scores = iter(self._score(pairs))
-            return [_best([Hit(hit.document, next(scores)) for hit in hits], k) for hits in found]
+            scored = [[Hit(hit.document, next(scores)) for hit in hits] for hits in found]
+            # the sort is stable, so ties stay as they came
+            return [sorted(hits, key=lambda hit: -hit.score)[:k] for hits in scored]
 
     def info(self) -> dict[str, Any]:
         """The backend's facts, and the reranker's."""
@@ -74,20 +68,3 @@ class RerankingRetriever:
             scores = self._scorer.scores(distinct)
         score_of = dict(zip(distinct, scores, strict=True))
         return [score_of[pair] for pair in pairs]
-
-
-def open_scorer(config: RerankConfig) -> PairScorer:
-    """The cross-encoder that the settings name; raises SetupError without it."""
-    try:
-        from search_r1.search.encoders.cross_encoder import CrossEncoder  # noqa: PLC0415
-    except ImportError as error:
-        raise SetupError(
-            f"--reranker_model needs torch and transformers ({error}); "
-            f"install them: {install_command('dense')}"
-        ) from error
-    return CrossEncoder.open(config)
-
-
-def _best(hits: list[Hit], k: int) -> list[Hit]:
-    """The `k` highest scores; the sort is stable, so ties stay as they came."""
-    return sorted(hits, key=lambda hit: -hit.score)[:k]

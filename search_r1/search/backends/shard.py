@@ -1,4 +1,7 @@
-"""Consecutive rows of a matrix on one device, as floats or int8 codes, and their products."""
+"""Consecutive rows of a matrix on one device, as floats or int8 codes, and the best of them.
+
+Equal scores rank by row, whatever the tiling.
+"""
 
 from collections.abc import Callable
 
@@ -6,7 +9,6 @@ import torch
 from torch import Tensor
 
 from search_r1.search.backends.flat_file import FlatFile
-from search_r1.search.backends.top_k import Best, best_columns, merge
 
 DTYPES = {
     "float32": torch.float32,
@@ -17,6 +19,8 @@ DTYPES = {
 CPU_TILE_ROWS = 8192
 """Most rows that a CPU scores at a time: their scores stay in its cache."""
 
+Best = tuple[Tensor, Tensor]
+"""Scores (num_queries, k) float, best first, and their rows (num_queries, k) int64."""
 Product = Callable[[int, int], Tensor]
 """Inner products of the queries with the rows [start, end): (num_queries, n) float32."""
 
@@ -131,10 +135,47 @@ def _improve(best: Best | None, scores: Tensor, first_row: int, k: int) -> Best:
 
 
 def quantize(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 codes (n, dim) and a scale per row (n,): vector ≈ code · scale.
-
-    The scale is the largest magnitude over 127, so no value is off by more than half of it.
-    """
+    """Symmetric int8 codes (n, dim) and scales (n,), largest magnitude over 127: code · scale."""
     scales = vectors.abs().amax(dim=1) / 127
     scales = torch.where(scales > 0, scales, torch.ones_like(scales))
     return (vectors / scales[:, None]).round().clamp(-127, 127).to(torch.int8), scales
+
+
+def best_columns(scores: Tensor, k: int) -> Best:
+    """The k highest of (num_queries, n) scores, ties by column, which torch.topk leaves open."""
+    if k >= scores.shape[1]:
+        return _stable(scores, torch.arange(scores.shape[1], device=scores.device))
+    values, columns = scores.topk(k + 1, dim=1)
+    is_tied = values[:, k - 1] == values[:, k]
+    columns = columns[:, :k]
+    for query in is_tied.nonzero().flatten().tolist():
+        columns[query] = _lowest_columns(scores[query], values[query, k - 1], k)
+    columns = columns.sort(dim=1).values
+    return _stable(scores.gather(1, columns), columns)
+
+
+def _lowest_columns(scores: Tensor, least: Tensor, k: int) -> Tensor:
+    """The k columns of one query that score more than `least`, then the first that equal it."""
+    above = (scores > least).nonzero().flatten()
+    equal = (scores == least).nonzero().flatten()
+    return torch.cat([above, equal[: k - len(above)]])
+
+
+def _stable(values: Tensor, rows: Tensor) -> Best:
+    """Both by falling value; equal values keep their order."""
+    values, order = values.sort(dim=1, descending=True, stable=True)
+    return values, rows.expand_as(values).gather(1, order)
+
+
+def merge(first: Best, second: Best, k: int) -> Best:
+    """The k best of two lists of best rows, where all rows of `second` come after `first`'s."""
+    values = torch.cat([first[0], second[0]], dim=1)
+    values, rows = _stable(values, torch.cat([first[1], second[1]], dim=1))
+    return values[:, :k], rows[:, :k]
+
+
+def by_score_then_row(scores: Tensor, rows: Tensor, k: int) -> Best:
+    """The k best of rows that come in any order."""
+    rows, order = rows.sort(dim=1)
+    values, rows = _stable(scores.gather(1, order), rows)
+    return values[:, :k], rows[:, :k]

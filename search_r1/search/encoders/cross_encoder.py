@@ -7,8 +7,7 @@ import sentence_transformers
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from search_r1.search.backends.settings import RerankConfig
-from search_r1.search.encoders.families import model_name
+from search_r1.search.encoder import model_name
 from search_r1.search.encoders.loading import (
     check_weights,
     explained,
@@ -18,6 +17,7 @@ from search_r1.search.encoders.loading import (
     weights_digest,
 )
 from search_r1.search.errors import SetupError
+from search_r1.search.settings import RerankConfig
 
 
 class CrossEncoder:
@@ -54,13 +54,11 @@ class CrossEncoder:
         """The model that the settings name; raises SetupError with the fix."""
         path = config.reranker_model
         assert path is not None, "the caller names a model"
-        return explained("reranker_model", path, lambda: cls(path, config))
+        with explained("reranker_model", path):
+            return cls(path, config)
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """The logit of each pair, in order; for two outputs the log-odds of yes.
-
-        A pair that is too long loses the end of its longer text.
-        """
+        """The logit of each pair, in order; for two outputs the log-odds of yes."""
         logits = self._model.predict(
             list(pairs),
             batch_size=self._batch_size,

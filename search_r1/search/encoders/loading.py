@@ -6,9 +6,10 @@ Needs torch and transformers; imported only by the encoder and the reranker.
 import hashlib
 import socket
 import textwrap
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -18,8 +19,6 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from search_r1.search.errors import SetupError
-
-T = TypeVar("T")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 HUB_S = 10.0
@@ -45,14 +44,14 @@ def pick_device(flag: str, name: str | None) -> str:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise SetupError(
-            f"--{flag} {name} cannot be used ({error}); expected cpu, or a GPU that "
-            "torch sees such as cuda:0"
+            f"--{flag} {name} cannot be used ({error}); expected cpu, or cuda:0 that torch sees"
         ) from error
     return device
 
 
-def explained(flag: str, model_path: str, load: Callable[[], T]) -> T:
-    """What `load` returns; its failure becomes a SetupError with the fix."""
+@contextmanager
+def explained(flag: str, model_path: str) -> Iterator[None]:
+    """Makes a failure of the body, which loads a model, a SetupError with the fix."""
     if model_path.startswith((".", "/", "~")) and not Path(model_path).is_dir():
         raise SetupError(
             f"model folder {model_path} does not exist; expected a model folder or a hub name "
@@ -60,13 +59,12 @@ def explained(flag: str, model_path: str, load: Callable[[], T]) -> T:
         )
     try:
         look_up(flag, model_path)
-        return load()
+        yield
     except UNREADABLE as error:
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
         raise SetupError(
-            f"model {model_path!r} cannot be loaded ({reason}); expected a complete model folder "
-            f"or a hub name such as intfloat/e5-base-v2: set --{flag} (a model with code of its "
-            "own needs --trust_remote_code)"
+            f"model {model_path!r} cannot be loaded ({reason}); expected a whole folder or a hub "
+            f"name: set --{flag} (a model with code of its own needs --trust_remote_code)"
         ) from error
 
 

@@ -18,18 +18,16 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.models.dpr.modeling_dpr import DPRContextEncoder
 from transformers.utils.hub import cached_file
 
-from search_r1.search.backends.settings import EncoderConfig
-from search_r1.search.encoders.families import Family, model_name
-from search_r1.search.encoders.interface import Vectors
+from search_r1.search.encoder import Family, Vectors, model_name
 from search_r1.search.encoders.loading import (
     check_weights,
-    explained,
     longest_input,
     pick_device,
     torch_dtype,
     weights_digest,
 )
 from search_r1.search.errors import SetupError
+from search_r1.search.settings import EncoderConfig
 
 POOLINGS = ("mean", "cls", "pooler")
 SIMPLE = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
@@ -53,10 +51,7 @@ class SentenceEncoder:
     """The encoder of a model folder or hub name."""
 
     def __init__(self, path: str, family: Family, config: EncoderConfig, max_length: int | None):
-        """Load the model; `max_length`: tokens of a passage, the model's own limit if None.
-
-        Raises SetupError for an unknown pooling, dtype or device, and for missing weights.
-        """
+        """Load the model; `max_length`: tokens of a passage. Raises SetupError."""
         self.name, self.dtype = model_name(path), config.encoder_dtype
         self.query_prefix, self.passage_prefix = family.query_prefix, family.passage_prefix
         self._dtype = torch_dtype("encoder_dtype", self.dtype)
@@ -94,15 +89,6 @@ class SentenceEncoder:
             self._model.compile(dynamic=True)
             for texts in (["a"], ["a", "a b c"]):  # else the first searches would wait for it
                 self._encode(texts, self.query_prefix, self._query_length)
-
-    @classmethod
-    def open(
-        cls, config: EncoderConfig, family: Family, max_length: int | None
-    ) -> "SentenceEncoder":
-        """The model that the settings name; raises SetupError with the fix."""
-        path = config.retriever_model
-        assert path is not None, "the caller names a model"
-        return explained("retriever_model", path, lambda: cls(path, family, config, max_length))
 
     def encode_queries(self, queries: Sequence[str]) -> Vectors:
         """(num_queries, dim) float32; raises SetupError for an encoder of passages alone."""
@@ -227,10 +213,7 @@ class SentenceEncoder:
 def batches(
     lengths: Sequence[int], max_rows: int, max_tokens: int | None = None
 ) -> Iterator[slice]:
-    """Divide rows, the longest first, into batches of so many rows, and tokens with padding.
-
-    A row that is longer than `max_tokens` is a batch of its own.
-    """
+    """Slices of rows, longest first, of at most so many rows, and tokens with their padding."""
     start = 0
     while start < len(lengths):
         fitting = max_tokens // max(lengths[start], 1) if max_tokens else max_rows

@@ -3,7 +3,6 @@
 Words are numbered by their first appearance, so the index does not depend on the shards.
 """
 
-import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,10 +13,10 @@ from typing import NamedTuple
 import bm25s
 import numpy as np
 import numpy.typing as npt
+from bm25s.tokenization import Tokenized
 
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SetupError
-from search_r1.search.index.build_config import BuildConfig
 from search_r1.search.index.build_folder import (
     READY_NAME,
     check_disk,
@@ -26,6 +25,7 @@ from search_r1.search.index.build_folder import (
     work_folder,
 )
 from search_r1.search.index.progress import progress
+from search_r1.search.index_builder import BuildConfig
 from search_r1.search.manifest import Manifest, now
 from search_r1.search.tokenization import tokenize
 from verl.files import whole_file
@@ -45,13 +45,6 @@ class Shard(NamedTuple):
     """(num_documents,) words of each document."""
     words: list[str]
     """The distinct words in the order of their first appearance."""
-
-
-class Numbered(NamedTuple):
-    """What bm25s indexes: documents as lists of word ids, and each word's id."""
-
-    ids: "Documents"
-    vocab: dict[str, int]
 
 
 class Documents(Sequence[list[int]]):
@@ -97,7 +90,7 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
         publish(work, folder)
 
 
-def number(shards: Iterator[Shard]) -> Numbered:
+def number(shards: Iterator[Shard]) -> Tokenized:
     """The documents of all shards, with one number for each word."""
     vocab: dict[str, int] = {}
     documents = []
@@ -106,7 +99,7 @@ def number(shards: Iterator[Shard]) -> Numbered:
         documents.append((np.array(numbers, dtype=np.int32)[shard.ids], shard.lengths))
     if not vocab:
         vocab[""] = 0  # bm25s wants one word at least
-    return Numbered(Documents(documents), vocab)
+    return Tokenized(Documents(documents), vocab)
 
 
 def _tokenize_corpus(corpus: Corpus, work: Path, shard_rows: int) -> Iterator[Shard]:
@@ -117,8 +110,10 @@ def _tokenize_corpus(corpus: Corpus, work: Path, shard_rows: int) -> Iterator[Sh
             path = work / f"words-{start:010d}.npz"
             if not path.exists():
                 texts = [document.contents for document in corpus.documents(rows)]
-                with whole_file(path, is_lasting=True) as part:
-                    part.write_bytes(_packed(shard_of(tokenize(texts))))
+                shard = shard_of(tokenize(texts))
+                words = np.frombuffer(json.dumps(shard.words).encode(), dtype=np.uint8)
+                with whole_file(path, is_lasting=True) as part, part.open("wb") as file:
+                    np.savez(file, ids=shard.ids, lengths=shard.lengths, words=words)
             yield _unpacked(path)
             report(rows.stop)
 
@@ -129,13 +124,6 @@ def shard_of(documents: list[list[str]]) -> Shard:
     ids = [vocab.setdefault(word, len(vocab)) for words in documents for word in words]
     lengths = np.array([len(words) for words in documents], dtype=np.int32)
     return Shard(np.array(ids, dtype=np.int32), lengths, list(vocab))
-
-
-def _packed(shard: Shard) -> bytes:
-    buffer = io.BytesIO()
-    words = np.frombuffer(json.dumps(shard.words).encode(), dtype=np.uint8)
-    np.savez(buffer, ids=shard.ids, lengths=shard.lengths, words=words)
-    return buffer.getvalue()
 
 
 def _unpacked(path: Path) -> Shard:

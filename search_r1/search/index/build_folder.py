@@ -17,6 +17,7 @@ from typing import Any
 
 from search_r1.search import checksums
 from search_r1.search.errors import CorpusError, SetupError
+from search_r1.search.memory import size
 from verl.files import flush, whole_file
 
 logger = logging.getLogger(__name__)
@@ -28,27 +29,20 @@ READY_NAME = "ready"
 
 @contextmanager
 def work_folder(target: Path, key: Mapping[str, Any]) -> Iterator[Path]:
-    """The folder with what earlier runs of the build `key` left; a run that fails keeps it.
-
-    Raises SetupError if another builder is at work there or nothing can be written.
-    """
+    """The folder with what earlier runs of this build left; raises SetupError if it is in use."""
     work = target.with_name(f".{target.name}.partial")
     with _locked(target):
-        shutil.rmtree(_trash(work), ignore_errors=True)
-        _resume_or_start(work, dict(key))
+        _resume_or_start(work, json.loads(json.dumps(key)))
         try:
             yield work
         except CorpusError:
-            _discard(work)  # a corpus that is put right is another corpus
+            shutil.rmtree(work)  # a corpus that is put right is another corpus
             raise
-        _discard(work)
+        shutil.rmtree(work)
 
 
 def publish(work: Path, target: Path) -> None:
-    """Put the complete index in `work`, with checksums, in place of an older one.
-
-    A server that has the older one mapped keeps its files until it ends.
-    """
+    """Put the complete index, with checksums, in place of an older one, which readers keep."""
     ready = work / READY_NAME
     checksums.add(ready)
     flush(*ready.rglob("*"), ready)
@@ -71,17 +65,12 @@ def check_disk(folder: Path, need: int, parts: str) -> None:
     """Say what the build needs and raise SetupError if the disk has less; bytes."""
     existing = next(path for path in [folder, *folder.parents] if path.exists())
     free = shutil.disk_usage(existing).free
-    logger.info("disk: %s needed in %s (%s), %s free", gb(need), folder, parts, gb(free))
+    logger.info("disk: %s needed in %s (%s), %s free", size(need), folder, parts, size(free))
     if need > free:
         raise SetupError(
-            f"{folder} has {gb(free)} free, but the build needs {gb(need)} ({parts}); expected "
+            f"{folder} has {size(free)} free, but the build needs {size(need)} ({parts}); expected "
             "room for all of it: free some, or give a --save_dir on another disk"
         )
-
-
-def gb(size: float) -> str:
-    """Bytes in a person's unit."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
 
 
 @contextmanager
@@ -89,7 +78,14 @@ def _locked(target: Path) -> Iterator[None]:
     """Exclude other builders of `target`; the lock goes with the process, however it ends."""
     path = target.with_name(f".{target.name}.lock")
     while True:
-        handle = _open_lock(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise SetupError(
+                f"cannot write an index into {path.parent} ({error}); expected a writable folder: "
+                "build it elsewhere with index_builder --save_dir, and give that as --index_path"
+            ) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -98,7 +94,7 @@ def _locked(target: Path) -> Iterator[None]:
                 f"another builder is making {target}; expected one at a time: wait for it, end "
                 "it, or give another --save_dir"
             ) from error
-        if _is_at(handle, path):
+        if path.exists() and path.stat().st_ino == os.fstat(handle).st_ino:
             break
         os.close(handle)  # its owner finished and removed it while this one was opening it
     try:
@@ -108,41 +104,18 @@ def _locked(target: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _open_lock(path: Path) -> int:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise SetupError(
-            f"cannot write an index into {path.parent} ({error}); expected a writable folder: "
-            "build it elsewhere with index_builder --save_dir, and give that as --index_path"
-        ) from error
-
-
-def _discard(work: Path) -> None:
-    """Remove the folder; renamed first, so that a kill meanwhile leaves no half of it."""
-    work.rename(_trash(work))
-    shutil.rmtree(_trash(work))
-
-
-def _trash(work: Path) -> Path:
-    return work.with_name(work.name + ".trash")
-
-
-def _is_at(handle: int, path: Path) -> bool:
-    """Whether the open file is still the one at `path`."""
-    return path.exists() and path.stat().st_ino == os.fstat(handle).st_ino
-
-
 def _resume_or_start(work: Path, key: dict[str, Any]) -> None:
     """Keep the work folder if it is of the same build, else empty it and say so."""
-    found = _read_key(work)
-    differing = [name for name in key if found is None or not _same(found.get(name), key[name])]
-    if found is not None and not differing:
+    try:
+        found: dict[str, Any] = json.loads((work / KEY_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = {}
+    differing = [name for name in key if not _same(found.get(name), key[name])]
+    if not differing:
         logger.info("going on with the work in %s", work)
         return
     if work.exists():
-        reason = "has no key" if found is None else f"was of another {', '.join(differing)}"
+        reason = f"was of another {', '.join(differing)}" if found else "has no key"
         logger.warning("the work in %s %s: starting over", work, reason)
     fresh_folder(work)
     with whole_file(work / KEY_NAME, is_lasting=True) as part:
@@ -154,11 +127,3 @@ def _same(found: Any, wanted: Any) -> bool:
     if isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
         return all(abs(a - b) < 0.005 for a, b in zip(found, wanted, strict=True))
     return bool(found == wanted)
-
-
-def _read_key(work: Path) -> dict[str, Any] | None:
-    try:
-        found: dict[str, Any] = json.loads((work / KEY_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found

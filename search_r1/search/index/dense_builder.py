@@ -1,89 +1,97 @@
 """Builds a dense index: corpus → embeddings → FAISS, each step checked before it starts."""
 
 import logging
-from dataclasses import asdict
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+import faiss
 import numpy as np
+import numpy.typing as npt
 
 from search_r1.search.backends.dense import VECTORS_NAME, probe
-from search_r1.search.backends.settings import EncoderConfig
+from search_r1.search.backends.faiss_index import check_gpu
+from search_r1.search.backends.torch_flat import choose_devices
 from search_r1.search.corpus import Corpus
-from search_r1.search.encoder import check_pooling, open_encoder
-from search_r1.search.encoders.interface import Encoder
+from search_r1.search.encoder import Encoder, HashEncoder, open_encoder
 from search_r1.search.errors import IndexMismatch, SetupError
-from search_r1.search.index import faiss_builder
-from search_r1.search.index.build_config import BuildConfig
 from search_r1.search.index.build_folder import (
     READY_NAME,
     check_disk,
     fresh_folder,
-    gb,
     publish,
     work_folder,
 )
-from search_r1.search.index.embeddings import DTYPES, EmbeddingFile, Matrix, open_embeddings
-from search_r1.search.index.encoding import EncodeJob, encode, visible_devices
+from search_r1.search.index.embeddings import (
+    DTYPES,
+    EmbeddingFile,
+    Matrix,
+    blocks,
+    encode,
+    open_embeddings,
+)
+from search_r1.search.index.progress import progress
+from search_r1.search.index_builder import BuildConfig
 from search_r1.search.manifest import Manifest, now
+from search_r1.search.memory import size
+from search_r1.search.settings import EncoderConfig
 from verl.files import flush
 
 logger = logging.getLogger(__name__)
+
+MADE_WITH = f"faiss {faiss.__version__}"
+MIN_POINTS, MAX_POINTS = 39, 256
+"""Training vectors per centroid: below the first FAISS warns, beyond the second it samples."""
+SCALAR_POINTS = 65536
+"""Training vectors of a scalar quantizer, which only learns ranges."""
+SEED = 1234
 
 
 def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
     """Embed and index all documents; raises CorpusError, SetupError or IndexMismatch."""
     settings = _encoder_settings(config)
-    devices = _devices(config)
-    encoder = open_encoder(settings, config.max_length)
-    check_pooling(encoder, config.pooling_method)
+    encoder = open_encoder(settings[0], config.max_length)
     manifest = _manifest(config, corpus, encoder)
-    faiss_builder.check_factory(config.faiss_type, manifest.dim, len(corpus))
+    check_factory(config.faiss_type, manifest.dim, len(corpus))
     with work_folder(folder, _key(config, manifest)) as work:
         if config.embedding_path is None:
-            job = EncodeJob(
-                work, config.corpus_path, settings, config.max_length, config.shard_rows
-            )
-            matrix = _embed(config, corpus, manifest, encoder, job, devices)
+            matrix = _embed(config, corpus, manifest, encoder, settings, work)
         else:
             corpus.check_rows(whole=True)
             matrix = _existing(Path(config.embedding_path), corpus, encoder, manifest.dim)
             _check_disk(config, work, manifest, embedded_bytes=0)
         ready = fresh_folder(work / READY_NAME)
-        faiss_builder.build_faiss(
-            matrix, config.faiss_type, ready / VECTORS_NAME, on_gpu=config.faiss_gpu
-        )
+        build_faiss(matrix, config.faiss_type, ready / VECTORS_NAME, on_gpu=config.faiss_gpu)
         manifest.save(ready)
         publish(work, folder)
         _keep_embeddings(config, work)
 
 
-def _encoder_settings(config: BuildConfig) -> EncoderConfig:
-    """The encoder on the first device; raises SetupError for settings that cannot be."""
+def _encoder_settings(config: BuildConfig) -> list[EncoderConfig]:
+    """The encoder on each device that encodes; raises SetupError for settings that cannot be."""
     if config.model_path is None:
         raise SetupError(
             f"--retrieval_method {config.retrieval_method} without --model_path; expected bm25, "
-            "or another name together with an encoder: for example --model_path "
-            "intfloat/e5-base-v2"
+            "or another name and an encoder, for example --model_path intfloat/e5-base-v2"
         )
     if config.embedding_dtype not in DTYPES:
         raise SetupError(f"--embedding_dtype {config.embedding_dtype}; expected float32 or float16")
     if config.faiss_gpu:
-        faiss_builder.check_gpu()
-    return EncoderConfig(
+        check_gpu("train")
+    settings = EncoderConfig(
         config.model_path,
         encoder_family=config.encoder_family,
         pooling_method=config.pooling_method,
         encoder_batch_size=config.batch_size,
         encoder_dtype="float16" if config.use_fp16 else "float32",
-        encoder_device=config.devices[0] if config.devices else None,
         trust_remote_code=config.trust_remote_code,
     )
-
-
-def _devices(config: BuildConfig) -> tuple[str, ...]:
-    """The devices that encode; the trial encoder knows no GPU."""
-    is_trial = str(config.model_path).partition(":")[0] == "hash"
-    return config.devices or (("cpu",) if is_trial else visible_devices())
+    if not config.devices and config.model_path.partition(":")[0] == HashEncoder.name:
+        return [settings]
+    return [replace(settings, encoder_device=name) for name in choose_devices(config.devices)]
 
 
 def _manifest(config: BuildConfig, corpus: Corpus, encoder: Encoder) -> Manifest:
@@ -104,22 +112,15 @@ def _manifest(config: BuildConfig, corpus: Corpus, encoder: Encoder) -> Manifest
         passage_prefix=encoder.passage_prefix,
         normalizes=encoder.normalizes,
         created=now(),
-        made_with=faiss_builder.MADE_WITH,
+        made_with=MADE_WITH,
     )
 
 
 def _key(config: BuildConfig, manifest: Manifest) -> dict[str, object]:
     """What decides the embeddings: only the same build goes on with them."""
-    return {
-        "corpus": asdict(manifest.corpus),
-        "encoder": manifest.encoder,
-        "probe": list(manifest.probe),
-        "pooling": manifest.pooling,
-        "dtype": manifest.dtype,
-        "precision": "float16" if config.use_fp16 else "float32",
-        "max_length": manifest.max_length,
-        "shard_rows": config.shard_rows,
-    }
+    of_index = ("engine", "factory", "created", "made_with")
+    facts = {name: fact for name, fact in asdict(manifest).items() if name not in of_index}
+    return facts | {"precision": config.use_fp16, "shard_rows": config.shard_rows}
 
 
 def _embed(
@@ -127,27 +128,26 @@ def _embed(
     corpus: Corpus,
     manifest: Manifest,
     encoder: Encoder,
-    job: EncodeJob,
-    devices: tuple[str, ...],
+    settings: list[EncoderConfig],
+    work: Path,
 ) -> Matrix:
     """The embeddings of the corpus, of which an earlier run may have made a part."""
     dim, dtype = manifest.dim, manifest.dtype
-    file = EmbeddingFile.create(job.folder, len(corpus), dim, dtype, config.shard_rows)
+    file = EmbeddingFile.create(work, len(corpus), dim, dtype, config.shard_rows)
     done = file.num_done
-    row_bytes = dim * np.dtype(dtype).itemsize
-    _check_disk(config, job.folder, manifest, (len(corpus) - done) * row_bytes)
+    _check_disk(config, work, manifest, (len(corpus) - done) * dim * np.dtype(dtype).itemsize)
     if done == 0:
         corpus.check_rows(whole=True)  # before hours of encoding
     else:
         logger.info("%d of %d documents are encoded already", done, len(corpus))
-    encode(job, corpus, encoder, devices)
+    encode(file, corpus, encoder, settings, config.max_length)
     return file.matrix
 
 
 def _check_disk(config: BuildConfig, work: Path, manifest: Manifest, embedded_bytes: int) -> None:
     """Raise SetupError unless embeddings and index fit on the disk."""
-    index = manifest.count * faiss_builder.bytes_per_vector(config.faiss_type, manifest.dim)
-    parts = f"embeddings {gb(embedded_bytes)}, index about {gb(index)}"
+    index = manifest.count * bytes_per_vector(config.faiss_type, manifest.dim)
+    parts = f"embeddings {size(embedded_bytes)}, index about {size(index)}"
     check_disk(work, embedded_bytes + index, parts)
 
 
@@ -177,3 +177,103 @@ def _keep_embeddings(config: BuildConfig, work: Path) -> None:
         made.replace(kept)
         flush(kept.parent)
         logger.info("the embeddings are in %s, for --embedding_path", kept)
+
+
+def check_factory(factory: str, dim: int, count: int) -> None:
+    """Raise SetupError unless FAISS makes `factory` for `dim` and `count` vectors can train it."""
+    try:
+        _make(factory, dim)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise SetupError(
+            f"--faiss_type {factory} cannot be made for {dim} dimensions ({reason}); expected a "
+            "FAISS factory such as Flat, HNSW64, SQ8, IVF4096,Flat or IVF4096,PQ64, where the "
+            "number after PQ divides the dimensions"
+        ) from error
+    least = MIN_POINTS * num_centroids(factory)
+    if count < least:
+        raise SetupError(
+            f"--faiss_type {factory} needs {least} documents to train its "
+            f"{num_centroids(factory)} centroids, but the corpus has {count}; expected a factory "
+            f"for a smaller corpus: Flat, SQ8, or at most {count // MIN_POINTS} lists in IVF"
+        )
+
+
+def num_centroids(factory: str) -> int:
+    """The largest number of centroids that a part of `factory` learns; 0 if none does."""
+    lists = [int(n) for n in re.findall(r"IVF(\d+)", factory)]
+    bits = [int(n or 8) for n in re.findall(r"(?<!O)PQ\d+(?:x(\d+))?", factory)]
+    return max(lists + [2**n for n in bits], default=0)
+
+
+def bytes_per_vector(factory: str, dim: int) -> int:
+    """About what one vector takes in the index, in bytes."""
+    links = [int(n) for n in re.findall(r"HNSW(\d+)", factory) if "IVF" not in factory]
+    if links:
+        codes = dim if "SQ8" in factory else 4 * dim
+        return codes + 4 * (2 * links[0] + links[0] // 8) + 20
+    return int(_make(factory, dim).sa_code_size()) + (8 if "IVF" in factory else 0)
+
+
+def build_faiss(matrix: Matrix, factory: str, path: Path, *, on_gpu: bool = False) -> None:
+    """Write the index of all rows of `matrix` (num_documents, dim) to `path`."""
+    if factory == "Flat":
+        _write_flat(matrix, path)
+        return
+    index = _make(factory, matrix.shape[1])
+    if not index.is_trained:
+        _train(index, factory, matrix, on_gpu)
+    for vectors in _watched(matrix, f"add to {factory}"):
+        index.add(vectors)
+    faiss.write_index(index, str(path))
+
+
+def training_sample(matrix: Matrix, factory: str) -> npt.NDArray[np.float32]:
+    """The seeded sample of rows that trains `factory`, in row order."""
+    wanted = min(len(matrix), MAX_POINTS * num_centroids(factory) or SCALAR_POINTS)
+    rows = np.random.default_rng(SEED).choice(len(matrix), wanted, replace=False)
+    sample = np.ascontiguousarray(matrix[np.sort(rows)], dtype=np.float32)
+    if not np.isfinite(sample).all():
+        for _ in blocks(matrix):  # names the row
+            pass
+    return sample
+
+
+def _make(factory: str, dim: int) -> Any:
+    return faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+
+
+def _train(index: Any, factory: str, matrix: Matrix, on_gpu: bool) -> None:
+    sample = training_sample(matrix, factory)
+    logger.info("training %s on %d of %d vectors", factory, len(sample), len(matrix))
+    inverted = faiss.try_extract_index_ivf(index)
+    if on_gpu and inverted is not None:
+        flat = faiss.IndexFlatIP(inverted.d)
+        inverted.clustering_index = faiss.index_cpu_to_all_gpus(flat)
+    index.train(sample)
+
+
+def _write_flat(matrix: Matrix, path: Path) -> None:
+    """An exact index, written as a stream: what FAISS writes, without the matrix in memory.
+
+    An empty index ends with the number of its values, 0; its count of rows is 8 bytes from the
+    9th on, after the kind (4 bytes) and the dimensions (4 bytes).
+    """
+    empty = faiss.serialize_index(faiss.IndexFlatIP(matrix.shape[1])).tobytes()
+    assert empty[8:16] == bytes(8), "FAISS writes Flat indexes otherwise than expected"
+    assert empty[-8:] == bytes(8), "FAISS writes Flat indexes otherwise than expected"
+    rows, values = struct.pack("<q", len(matrix)), struct.pack("<Q", matrix.size)
+    with path.open("wb") as file:
+        file.write(empty[:8] + rows + empty[16:-8] + values)
+        for vectors in _watched(matrix, "write Flat"):
+            file.write(memoryview(vectors.data).cast("B"))
+
+
+def _watched(matrix: Matrix, what: str) -> Iterator[npt.NDArray[np.float32]]:
+    """The rows block by block, with progress."""
+    done = 0
+    with progress(what, "vectors", len(matrix)) as report:
+        for vectors in blocks(matrix):
+            yield vectors
+            done += len(vectors)
+            report(done)

@@ -1,10 +1,15 @@
-"""Embeddings of a whole corpus as one .npy file that survives a kill: `EmbeddingFile`.
+"""Embeddings of a whole corpus as one .npy file that survives a kill, and how it is filled.
 
 Rows are written in shards. A shard's byte in `done.bin` is set only after its rows are on the
 disk, and different processes write different bytes, so several can fill one file.
 """
 
-from collections.abc import Iterator
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from search_r1.search.backends.flat_file import check_finite
+from search_r1.search.corpus import Corpus
+from search_r1.search.encoder import Encoder, open_encoder
 from search_r1.search.errors import SetupError
+from search_r1.search.index.progress import progress
+from search_r1.search.settings import EncoderConfig
 from verl.files import flush, whole_file
 
 Matrix = npt.NDArray[Any]
@@ -21,6 +30,9 @@ Matrix = npt.NDArray[Any]
 FILE_NAME = "embeddings.npy"
 DONE_NAME = "done.bin"
 DTYPES = ("float32", "float16")
+SECONDS_BETWEEN_LOOKS = 0.5
+_stop: Event
+"""Of the process pool that this process belongs to."""
 
 
 class EmbeddingFile:
@@ -31,6 +43,9 @@ class EmbeddingFile:
         self._folder, self._shard_rows = folder, shard_rows
         self.matrix: np.memmap[Any, Any] = np.load(folder / FILE_NAME, mmap_mode="r+")
         self._done = np.memmap(folder / DONE_NAME, np.bool_, "r+")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EmbeddingFile, (self._folder, self._shard_rows)
 
     @classmethod
     def create(
@@ -58,7 +73,8 @@ class EmbeddingFile:
     @property
     def num_done(self) -> int:
         """Rows that are on the disk, by all processes."""
-        return sum(len(self.rows(int(shard))) for shard in np.flatnonzero(self._done))
+        lacking = len(self._done) * self._shard_rows - len(self.matrix)  # in the last shard
+        return int(self._done.sum()) * self._shard_rows - lacking * int(self._done[-1])
 
     def write(self, shard: int, vectors: Matrix) -> None:
         """Put a shard's vectors (rows, dim) on the disk, then mark it done."""
@@ -70,6 +86,67 @@ class EmbeddingFile:
         flush(self._folder / FILE_NAME)
         self._done[shard] = True
         flush(self._folder / DONE_NAME)
+
+
+def encode(
+    file: EmbeddingFile,
+    corpus: Corpus,
+    encoder: Encoder,
+    settings: Sequence[EncoderConfig],
+    max_length: int | None,
+) -> None:
+    """Encode what is missing by `encoder`, or by processes, of which the first failure ends all."""
+    missing = file.missing()
+    with progress("encode", "documents", len(corpus), file.num_done) as report:
+        if len(settings) < 2:
+            for shard in missing:
+                _encode_shard(file, shard, corpus, encoder)
+                report(file.num_done)
+            return
+        spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        stop = spawn.Event()
+        with ProcessPoolExecutor(len(settings), spawn, _share, (stop,)) as pool:
+            parts = ((one, missing[i :: len(settings)]) for i, one in enumerate(settings))
+            left = {pool.submit(_work, file, corpus.path, *part, max_length) for part in parts}
+            try:
+                while left:
+                    done, left = wait(left, SECONDS_BETWEEN_LOOKS, FIRST_EXCEPTION)
+                    report(file.num_done)
+                    for future in done:
+                        future.result()
+            except BrokenProcessPool as error:
+                raise SetupError(
+                    "an encoder process ended before its work; expected none to: see its error "
+                    "above (a kill is often a lack of memory: a smaller --batch_size), then run "
+                    "the same command, which goes on where this one stopped"
+                ) from error
+            finally:
+                stop.set()
+
+
+def _share(stop: Event) -> None:
+    """Keep the event that ends this process's work where `_work` finds it."""
+    global _stop  # an event reaches a process only while it starts
+    _stop = stop
+
+
+def _work(
+    file: EmbeddingFile, path: Path, settings: EncoderConfig, shards: list[int], limit: int | None
+) -> None:
+    """The part of one process; it ends early when another part failed or its parent has gone."""
+    parent = os.getppid()
+    corpus, encoder = Corpus.open(path), open_encoder(settings, limit)
+    for shard in shards:
+        if os.getppid() != parent:
+            os._exit(1)  # the pool would wait for further work for ever
+        if _stop.is_set():
+            return
+        _encode_shard(file, shard, corpus, encoder)
+
+
+def _encode_shard(file: EmbeddingFile, shard: int, corpus: Corpus, encoder: Encoder) -> None:
+    passages = [document.contents for document in corpus.documents(file.rows(shard))]
+    file.write(shard, encoder.encode_passages(passages))
 
 
 def open_embeddings(path: Path, count: int, dim: int) -> Matrix:

@@ -62,10 +62,7 @@ def split_file(name: str, text: str, max_words: int = MAX_WORDS) -> Iterator[Doc
 
 
 def split_text(text: str, max_words: int = MAX_WORDS) -> list[str]:
-    """Pieces of whole sentences, at most `max_words` each; only longer sentences are cut.
-
-    Every word is kept, in order; line breaks become blanks.
-    """
+    """Pieces of whole sentences, at most `max_words` each; only longer sentences are cut."""
     passages: list[list[str]] = []
     for sentence in _sentences(text):
         for start in range(0, len(sentence), max_words):
@@ -78,10 +75,7 @@ def split_text(text: str, max_words: int = MAX_WORDS) -> list[str]:
 
 
 def write_corpus(documents: Iterable[Document], path: Path) -> int:
-    """Write jsonl as in wiki-18 (`id`, `contents`), whole or not at all; the number of rows.
-
-    Raises CorpusError where there is no document.
-    """
+    """Write jsonl (`id`, `contents`); the number of rows. Raises CorpusError for none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
     with whole_file(path) as part, part.open("w", encoding="utf-8", newline="\n") as file:

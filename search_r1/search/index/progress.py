@@ -33,10 +33,7 @@ def progress(what: str, unit: str, total: int, done: int = 0) -> Iterator[Report
 def log_lines(
     what: str, unit: str, total: int, before: int, clock: Callable[[], float] = time.monotonic
 ) -> Report:
-    """Logs a line in SECONDS_BETWEEN_LINES, and one when all is done.
-
-    `before` of `total` were there when the clock (s) was started: they say nothing of the rate.
-    """
+    """Log now and then; of what was there `before` the clock (s) began, the rate says nothing."""
     start = last = clock()
 
     def report(done: int) -> None:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from search_r1.bearer import has_token
 from search_r1.search.backends.base import Retriever, fingerprint
-from search_r1.search.errors import DeadlineExceeded, Overloaded, SearchError, SetupError
+from search_r1.search.errors import DeadlineExceeded, Overloaded, SearchError
 from search_r1.search.memory import resident
 from search_r1.search.recording import Recorder
 from search_r1.search.schema import (
@@ -25,22 +25,22 @@ from search_r1.search.schema import (
     Health,
     RetrieveResponse,
     json_parts,
+    well_formed,
 )
-from search_r1.search.server.batching import Batcher, Claim
-from search_r1.search.server.config import ServiceConfig
-from search_r1.search.server.http_errors import (
+from search_r1.search.server.batching import Batcher, Claim, Searcher, open_store
+from search_r1.search.server.metrics import Metrics
+from search_r1.search.server.pages import page_routes
+from search_r1.search.server.requests import (
     STATUSES,
     Problem,
     as_response,
     http_error,
-    printable,
+    limited,
+    parse,
+    read_body,
     without_token,
 )
-from search_r1.search.server.metrics import Metrics
-from search_r1.search.server.pages import page_routes
-from search_r1.search.server.requests import limited, parse, read_body
-from search_r1.search.server.searching import Searcher
-from search_r1.storage import FileStore, StorageError
+from search_r1.search.settings import ServiceConfig
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,8 @@ class Service:
         self.is_draining = False
         self._token = token
         self.metrics = Metrics()
-        self._searcher = Searcher(retriever, _open_cache(config.cache_path), recorder)
+        disk = open_store(config.cache_path, "--cache_path") if config.cache_path else None
+        self._searcher = Searcher(retriever, disk, recorder)
         self.batcher = Batcher(self._searcher, retriever.num_threads, config, self.metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,7 +95,7 @@ class Service:
                 logger.error("search failed: %s", error)
         except ClientDisconnect:
             answer = Response(status_code=CLIENT_CLOSED)
-        self.metrics.count_request(answer.status_code)
+        self.metrics.requests.labels(str(answer.status_code)).inc()
         return answer
 
     async def health(self) -> Health:
@@ -170,7 +171,12 @@ class Service:
 
 async def _wait(claim: Claim, request: Request, seconds: float) -> None:
     """Until the results are here; raises ClientDisconnect if the client leaves before."""
-    watch = asyncio.ensure_future(_until_left(request))
+
+    async def until_left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    watch = asyncio.ensure_future(until_left())
     watch.add_done_callback(lambda _: claim.fail(ClientDisconnect()))
     try:
         async with asyncio.timeout(seconds):
@@ -182,24 +188,10 @@ async def _wait(claim: Claim, request: Request, seconds: float) -> None:
         watch.cancel()
 
 
-async def _until_left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _one_by_one(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
     for part in parts:
         yield part
         await asyncio.sleep(0)  # a client that reads fast would keep all others waiting
-
-
-def _open_cache(path: str | None) -> FileStore | None:
-    if path is None:
-        return None
-    try:
-        return FileStore(path, "--cache_path")
-    except StorageError as error:
-        raise SetupError(str(error)) from error
 
 
 def create_app(
@@ -226,11 +218,13 @@ def create_app(
     app.router.routes.extend(page_routes(sorted(FOLDER.glob("page.*"))))
     app.get("/health", responses={503: {"model": Problem}})(service.health)
     app.get("/info", responses=unauthorized, dependencies=guard)(service.info)
+    # for OpenAPI: the route reads its body itself, to bound its size and time
+    body = {"application/json": {"schema": service.request_model.model_json_schema()}}
     app.post(
         "/retrieve",
         response_model=RetrieveResponse,
         responses={code: {"model": Problem, "description": s} for code, s in STATUSES.items()},
-        openapi_extra={"requestBody": _request_body(service)},
+        openapi_extra={"requestBody": {"required": True, "content": body}},
     )(service.retrieve)
 
     missing: dict[int | str, Any] = {404: {"model": Problem}, **unauthorized}
@@ -241,7 +235,7 @@ def create_app(
         found = None if find is None else find(id)
         if found is None:
             why = "has no corpus file" if find is None else f"has no document {id!r}"
-            raise HTTPException(404, printable(f"this server {why}"))
+            raise HTTPException(404, well_formed(f"this server {why}"))
         return DocumentResponse(document=asdict(found))
 
     @app.get("/metrics", response_class=Response, responses=unauthorized, dependencies=guard)
@@ -250,9 +244,3 @@ def create_app(
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     return app
-
-
-def _request_body(service: Service) -> dict[str, Any]:
-    """For OpenAPI: the route reads its body itself, to bound its size and time."""
-    schema = service.request_model.model_json_schema()
-    return {"required": True, "content": {"application/json": {"schema": schema}}}

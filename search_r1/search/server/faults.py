@@ -7,14 +7,11 @@ included, always answer.
 import logging
 import random
 from collections import Counter
-from dataclasses import dataclass
-from typing import Annotated
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from search_r1.options import Bounds, Seed
-from search_r1.search.errors import SetupError
+from search_r1.search.settings import FaultConfig
 
 logger = logging.getLogger(__name__)
 
@@ -26,31 +23,6 @@ FAILURES = ("500", "503", GARBLED, TORN)
 """Ways to fail: two statuses, a good status with what is no answer, and half an answer."""
 LOG_EVERY = 100
 """Requests between two lines that say what was done so far."""
-
-
-@dataclass(frozen=True)
-class FaultConfig:
-    """Test faults (never in production): requests that fail on purpose."""
-
-    inject_failures: Annotated[float, Bounds(0, 1)] = 0.0
-    """share of requests to fail, for tests"""
-    inject_hangs: Annotated[float, Bounds(0, 1)] = 0.0
-    """share of requests never to answer, for tests"""
-    inject_seed: Seed = 0
-    """which requests those are"""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether any request is to fail."""
-        return self.inject_failures > 0 or self.inject_hangs > 0
-
-    def check(self) -> None:
-        """Raise SetupError for shares that leave nothing to answer."""
-        if not self.inject_failures + self.inject_hangs <= 1:
-            raise SetupError(
-                f"--inject_failures {self.inject_failures:g} and --inject_hangs "
-                f"{self.inject_hangs:g}; expected shares of at most 1 together"
-            )
 
 
 class FaultInjector:

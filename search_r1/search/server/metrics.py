@@ -5,13 +5,9 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from search_r1.search.server.searching import Outcome
+from search_r1.search.backends.base import Seconds
 
-# fmt: off
-SECONDS = (
-    .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60,
-)
-# fmt: on
+SECONDS = (5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -22,9 +18,7 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         counter = partial(Counter, registry=registry)
         histogram = partial(Histogram, registry=registry)
-        self._requests = counter(
-            "retriever_requests", "Requests to /retrieve by status", ["status"]
-        )
+        self.requests = counter("retriever_requests", "Requests to /retrieve by status", ["status"])
         self._queries = counter(
             "retriever_queries",
             "Queries by how they were answered: hit (memory), joined (a search under way, or an "
@@ -49,21 +43,17 @@ class Metrics:
         both = Gauge("retriever_pending", "Queries waiting or searching", registry=self._registry)
         both.set_function(pending)
 
-    def count_request(self, status: int) -> None:
-        """One request more with this status."""
-        self._requests.labels(str(status)).inc()
-
     def count_queries(self, hits: int, joined: int, misses: int) -> None:
         """The queries of a request; those repeated within it count as joined."""
         for how, count in (("hit", hits), ("joined", joined), ("miss", misses)):
             if count:
                 self._queries.labels(how).inc(count)
 
-    def observe(self, num_queries: int, outcome: Outcome) -> None:
+    def observe(self, num_queries: int, num_searched: int, stages: Seconds) -> None:
         """A batch that was searched."""
         self._batch.observe(num_queries)
-        self._cached.inc(num_queries - outcome.num_searched)
-        for stage, seconds in outcome.seconds.items():
+        self._cached.inc(num_queries - num_searched)
+        for stage, seconds in stages.items():
             self._stages.labels(stage).observe(seconds)
 
     def text(self) -> bytes:

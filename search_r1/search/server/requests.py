@@ -1,20 +1,54 @@
-"""Requests to `/retrieve`: their bodies read within a size and a time, and checked by limits."""
+"""Requests to `/retrieve`, read within a size and a time, checked by limits; and their errors."""
 
 import asyncio
 import json
+import math
 import re
 from typing import Annotated, Any, TypeVar
 
 from fastapi import HTTPException
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from search_r1.search.errors import DeadlineExceeded
-from search_r1.search.schema import RetrieveRequest, well_formed
-from search_r1.search.server.config import ServiceConfig
-from search_r1.search.server.http_errors import printable
+from search_r1.search.errors import (
+    DeadlineExceeded,
+    Overloaded,
+    QueryNotRecorded,
+    SearchError,
+    UpstreamInvalid,
+    UpstreamRefused,
+    UpstreamUnavailable,
+)
+from search_r1.search.schema import TOKEN_VARIABLE, well_formed
+from search_r1.search.settings import ServiceConfig
 
+STATUSES = {
+    401: "the bearer token is missing or wrong",
+    413: "the body has more bytes than are allowed",
+    421: "`Host` is a name that the server was not given with --allowed_hosts",
+    422: "the request is not of this form, or beyond a limit; `detail` says where and what is "
+    "allowed",
+    424: "an online service refused for good (a wrong key, a spent quota), or a replay has no "
+    "record of a query; retrying is useless",
+    500: "the search failed; `detail` says why (for example a malformed corpus row)",
+    502: "an online service answers, but not in its documented form",
+    503: "the queue is full, the server is stopping, or an online service is away: ask again "
+    "after `Retry-After` seconds",
+    504: "no answer within the request's `deadline_s` or the server's --deadline",
+}
+"""Every error status of `POST /retrieve`. 424 is no 5xx, so that no client retries it."""
+STATUS_OF: tuple[tuple[type[SearchError], int], ...] = (
+    (Overloaded, 503),
+    (UpstreamInvalid, 502),
+    (UpstreamUnavailable, 503),
+    (UpstreamRefused, 424),
+    (QueryNotRecorded, 424),
+    (DeadlineExceeded, 504),
+)
+"""The first that an error is counts; all others are 500."""
+UPSTREAM_RETRY_S = 5.0
 READ_ON = 4
 """Times the largest body that is read all the same, so that a client reads our 413."""
 MAX_PARTS = 250_000
@@ -24,22 +58,71 @@ STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 Model = TypeVar("Model", bound=BaseModel)
 
 
+class Problem(BaseModel):
+    """What is wrong: a sentence, or for 422 a list of places and messages."""
+
+    detail: str | list[dict[str, Any]]
+
+
+def http_error(error: SearchError) -> HTTPException:
+    """The answer to a request that met `error`."""
+    status = next((status for kind, status in STATUS_OF if isinstance(error, kind)), 500)
+    seconds = max(1, math.ceil(getattr(error, "retry_after", UPSTREAM_RETRY_S)))
+    headers = {"Retry-After": str(seconds)} if status == 503 else None
+    return HTTPException(status, well_formed(str(error)), headers)
+
+
+def as_response(error: HTTPException) -> JSONResponse:
+    """The error as FastAPI writes it."""
+    return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+
+
+def misdirected(text: str) -> JSONResponse:
+    """The answer to a request for a name that is not this server's."""
+    return as_response(HTTPException(421, text))
+
+
+def without_token() -> HTTPException:
+    """The answer to a request that needs the token and does not carry it."""
+    text = (
+        "a bearer token is needed: send `Authorization: Bearer TOKEN` with the value that the "
+        f"server has in its environment variable {TOKEN_VARIABLE}"
+    )
+    return HTTPException(401, text, {"WWW-Authenticate": "Bearer"})
+
+
+class RetrieveRequest(BaseModel):
+    """The body of `POST /retrieve`; an empty list of queries has an empty result."""
+
+    queries: list[str]
+    topk: int | None = None
+    return_scores: bool = Field(default=False, description="Wrap each document with its score.")
+    deadline_s: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds to wait for the answer, at most the server's --deadline; then 504.",
+    )
+
+
 def limited(config: ServiceConfig) -> type[RetrieveRequest]:
     """The wire contract's request with the limits of this server."""
-    fields = RetrieveRequest.model_fields
+
+    def mended(value: Any) -> Any:
+        return well_formed(value) if isinstance(value, str) else value
 
     class Limited(RetrieveRequest):
         model_config = ConfigDict(title="RetrieveRequest")
 
         queries: list[
-            Annotated[str, BeforeValidator(_mend), Field(max_length=config.max_query_chars)]
+            Annotated[str, BeforeValidator(mended), Field(max_length=config.max_query_chars)]
         ] = Field(
             max_length=config.max_queries,
             fail_fast=True,  # or each of a million wrong queries is an error of its own
-            description=fields["queries"].description,
+            description="Questions, each searched on its own.",
         )
         topk: Annotated[int, Field(ge=1, le=config.max_topk)] | None = Field(
-            default=None, description=fields["topk"].description
+            default=None, description="Documents per query; null means the server's --topk."
         )
 
     return Limited
@@ -104,8 +187,4 @@ def _faults(error: ValidationError) -> list[Any]:
 
 def _detail(place: tuple[Any, ...], message: str, kind: str) -> dict[str, Any]:
     """One mistake, without the input: it may not even be valid Unicode."""
-    return {"loc": ["body", *place], "msg": printable(message), "type": kind}
-
-
-def _mend(value: Any) -> Any:
-    return well_formed(value) if isinstance(value, str) else value
+    return {"loc": ["body", *place], "msg": well_formed(message), "type": kind}

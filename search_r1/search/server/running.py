@@ -1,30 +1,35 @@
-"""A service on a port: bound early, announced when ready, drained at SIGINT or SIGTERM."""
+"""A service on a port: bound early, announced when ready, drained at SIGTERM; its names."""
 
 import contextlib
+import functools
 import gc
+import ipaddress
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from search_r1.search.errors import SetupError
+from search_r1.search.schema import TOKEN_VARIABLE
 from search_r1.search.server.app import Service
-from search_r1.search.server.config import TOKEN_VARIABLE
 from search_r1.search.server.connections import SEND_S, configure
-from search_r1.search.server.hosts import LOOPBACK, checked
-from search_r1.search.server.http_errors import misdirected
+from search_r1.search.server.requests import misdirected
 from verl.files import whole_file
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
+ANY = "*"
+LOOPBACK = ("127.", "::1")
 
 
 class _Server(uvicorn.Server):
@@ -61,11 +66,7 @@ def serve(
     port_file: Path | None = None,
     allowed_hosts: Collection[str] = (),
 ) -> bool:
-    """Serve `app` on a bound socket until SIGINT or SIGTERM; accepted requests are finished.
-
-    Called from the main thread. Returns whether no search was left running. Raises SetupError for
-    a port that another server took meanwhile.
-    """
+    """Serve until SIGINT or SIGTERM; whether no search was left running. Raises SetupError."""
     service: Service = app.state.service
     guarded = checked(app, bound.getsockname()[0], allowed_hosts, misdirected)
     config = configure(guarded, service.config.max_body_bytes, service.config.drain)
@@ -82,10 +83,7 @@ def serve(
 
 
 def listen(bound: socket.socket) -> str:
-    """Take connections from now on; the address. Raises SetupError if another server does.
-
-    Two sockets may be bound to one port, but only one of them listens.
-    """
+    """Take connections at the address that is returned; SetupError if another server does."""
     host, port = bound.getsockname()[:2]
     if sys.platform == "linux":  # ends a connection, also a closed one, whose peer takes nothing
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SEND_S))
@@ -97,10 +95,7 @@ def listen(bound: socket.socket) -> str:
 
 
 def bind(host: str, port: int, port_file: Path | None = None) -> socket.socket:
-    """A socket bound to the address, not yet listening.
-
-    Raises SetupError if it is taken, or if `port_file` could not be written once it listens.
-    """
+    """A bound socket; raises SetupError if it is taken or `port_file` could not be written."""
     if not host:
         raise SetupError("--host is empty; expected an address, as 127.0.0.1, or 0.0.0.0 for all")
     if port_file is not None:
@@ -167,3 +162,44 @@ def warn_if_open(
             host,
             fix,
         )
+
+
+def checked(
+    app: ASGIApp, address: str, allowed: Collection[str], refuse: Callable[[str], Response]
+) -> ASGIApp:
+    """`app` behind a look at `Host`, where it is bound to this machine alone or names are given.
+
+    A page of a browser can have its own name lead to this machine (DNS rebinding), and would then
+    read what is answered: its requests carry that name. Addresses and `localhost` cannot be made
+    to lead elsewhere. `address`: what it is bound to. `refuse`: the answer to another name.
+    """
+    if ANY in allowed or not (allowed or address.startswith(LOOPBACK)):
+        return app
+    names = {name.lower().rstrip(".") for name in allowed}
+
+    @functools.lru_cache(1024)
+    def is_mine(host: bytes) -> bool:
+        """Whether it is an address, `localhost`, or one of `names`, at any port."""
+        name = host.decode("latin-1").strip().lower()
+        if name.startswith("["):
+            name = name[1:].partition("]")[0]
+        elif name.count(":") < 2:
+            name = name.partition(":")[0]
+        name = name.rstrip(".")
+        if name in names or name == "localhost" or name.endswith(".localhost"):
+            return True
+        try:
+            return bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False
+
+    async def check(scope: Scope, receive: Receive, send: Send) -> None:
+        for name, host in scope.get("headers", ()):
+            if name == b"host" and not is_mine(host):
+                shown = ascii(host.decode("latin-1")[:100])
+                text = f"this server has no name {shown}; its --allowed_hosts can give it one"
+                await refuse(text)(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return check

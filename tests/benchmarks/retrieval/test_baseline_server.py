@@ -10,8 +10,8 @@ from benchmarks.retrieval.answers import same
 from benchmarks.retrieval.baseline_server import Search, create_app
 from benchmarks.retrieval.corpora import encoder_folder
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.backends.settings import EncoderConfig, RetrieverConfig
 from search_r1.search.index_builder import BuildConfig, build_index
+from search_r1.search.settings import EncoderConfig, RetrieverConfig
 from tests.apps import running
 from tests.search.test_schema import to_wire
 

@@ -6,7 +6,8 @@ import faiss
 import numpy as np
 
 from search_r1.search.backends.flat_file import FlatFile
-from search_r1.search.backends.matrix import Layout, Matrix
+from search_r1.search.backends.torch_flat import Matrix
+from search_r1.search.settings import TorchConfig
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:
@@ -31,10 +32,17 @@ def write(path: Path, vectors: np.ndarray, kind: type[faiss.Index] = faiss.Index
     return FlatFile.open(path)
 
 
-def load(flat: FlatFile, layout: Layout) -> Matrix:
-    """A loaded matrix."""
-    matrix = Matrix(flat, layout)
-    matrix.load()
+def layout(
+    dtype: str = "float32", devices: tuple[str, ...] = ("cpu",), tile_rows: int = 65536, rescore=0
+) -> TorchConfig:
+    """The settings of a matrix."""
+    return TorchConfig("torch", dtype, devices, tile_rows, rescore)
+
+
+def load(flat: FlatFile, config: TorchConfig) -> Matrix:
+    """A filled matrix."""
+    matrix = Matrix(flat, config)
+    matrix.fill()
     return matrix
 
 

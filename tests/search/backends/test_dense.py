@@ -7,14 +7,13 @@ import faiss
 import numpy as np
 import pytest
 
-from search_r1.search.backends.base import Retriever, fingerprint
+from search_r1.search.backends.base import Retriever, collect, fingerprint
 from search_r1.search.backends.faiss_index import FaissIndex
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.backends.settings import EncoderConfig, FaissConfig, RetrieverConfig
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import HashEncoder
 from search_r1.search.errors import IndexMismatch, SetupError
-from search_r1.search.timing import collect
+from search_r1.search.settings import EncoderConfig, FaissConfig, RetrieverConfig
 
 DIM = 32
 

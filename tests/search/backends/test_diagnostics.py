@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from search_r1.search.backends.base import Retriever, fingerprint
 from search_r1.search.backends.diagnostics import draw_rows
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.backends.settings import DiagnosticConfig, RetrieverConfig
 from search_r1.search.errors import SetupError
+from search_r1.search.settings import DiagnosticConfig, RetrieverConfig
 
 
 def open_random(corpus_path: Path, seed: int = 0) -> Retriever:

@@ -10,8 +10,8 @@ from search_r1.search.backends.dense import (
     read_ahead,
     vectors_file,
 )
-from search_r1.search.backends.settings import RetrieverConfig
 from search_r1.search.errors import SetupError
+from search_r1.search.settings import RetrieverConfig
 
 
 def located(folder: Path) -> Path:

@@ -13,13 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from search_r1.search.backends.base import Retriever, fingerprint
+from search_r1.search.backends.base import Retriever, collect, fingerprint
 from search_r1.search.backends.java import bundled_java, choose_java, read_java
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.backends.settings import RetrieverConfig
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import IndexMismatch, SetupError
-from search_r1.search.timing import collect
+from search_r1.search.settings import RetrieverConfig
 
 pytestmark = pytest.mark.lucene
 
@@ -50,7 +49,7 @@ STORES = {"nothing": [], "raw": ["--storeRaw"], "contents": ["--storeContents"]}
 SEARCH = """
 import json, sys
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.backends.settings import RetrieverConfig
+from search_r1.search.settings import RetrieverConfig
 index, corpus, queries = sys.argv[1:]
 engine = build_retriever(RetrieverConfig("lucene", corpus, index))
 found = engine.search(json.loads(queries), 9)

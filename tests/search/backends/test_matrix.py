@@ -10,10 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from search_r1.search.backends.matrix import Layout, Matrix, choose_devices, recall
 from search_r1.search.backends.shard import DTYPES, quantize
+from search_r1.search.backends.torch_flat import Matrix, choose_devices, recall
 from search_r1.search.errors import SetupError
-from tests.search.backends.flat_indexes import brute_force, load, random_rows, unit, write
+from tests.search.backends.flat_indexes import brute_force, layout, load, random_rows, unit, write
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_ids_are_those_of_faiss_flat(tmp_path: Path, kind: type[faiss.Index], di
     index = faiss.read_index(str(tmp_path / "flat"))
     queries = unit(vectors[:1000] + 0.1 * random_rows(2, 1000, dim))
     expected_scores, expected = index.search(queries, 5)
-    scores, rows = load(flat, Layout(tile_rows=1111)).search(queries, 5)
+    scores, rows = load(flat, layout(tile_rows=1111)).search(queries, 5)
     sign = 1 if kind is faiss.IndexFlatIP else -1
     np.testing.assert_allclose(np.array(scores), sign * expected_scores, atol=2e-6)
     for query, mine, theirs in zip(queries, rows, expected.tolist(), strict=True):
@@ -45,7 +45,7 @@ def test_ids_without_copies_are_exactly_those_of_faiss(tmp_path: Path) -> None:
     flat = write(tmp_path / "flat", vectors)
     queries = random_rows(4, 1000, 96)
     expected = faiss.read_index(str(tmp_path / "flat")).search(queries, 3)[1]
-    assert load(flat, Layout()).search(queries, 3)[1] == expected.tolist()
+    assert load(flat, layout()).search(queries, 3)[1] == expected.tolist()
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -65,7 +65,7 @@ def test_any_size_is_brute_force(
     queries = rng.integers(-2, 3, (4, dim)).astype(np.float32)
     kind = faiss.IndexFlatL2 if is_l2 else faiss.IndexFlatIP
     matrix = load(
-        write(tmp_path / "flat", vectors, kind), Layout("float32", ("cpu",) * shards, tile)
+        write(tmp_path / "flat", vectors, kind), layout("float32", ("cpu",) * shards, tile)
     )
     scores, found = matrix.search(queries, k)
     expected = brute_force(queries, vectors, k, is_l2)
@@ -79,11 +79,11 @@ def test_layout_and_batch_change_nothing(tmp_path: Path, dtype: str, rescore: in
     """Tiles, shards and the queries beside it leave an answer the same, bit for bit."""
     flat = write(tmp_path / "flat", random_rows(5, 700, 48, copies=100))
     queries = random_rows(6, 300, 48)
-    expected = load(flat, Layout(dtype, rescore=rescore)).search(queries, 4)
+    expected = load(flat, layout(dtype, rescore=rescore)).search(queries, 4)
     for devices, tile in ((("cpu",) * 3, 50), (("cpu",) * 2, 7 * 41), (("cpu",), 1)):
-        matrix = load(flat, Layout(dtype, devices, tile, rescore))
+        matrix = load(flat, layout(dtype, devices, tile, rescore))
         assert matrix.search(queries, 4) == expected
-    matrix = load(flat, Layout(dtype, rescore=rescore))
+    matrix = load(flat, layout(dtype, rescore=rescore))
     alone = [matrix.search(queries[i : i + 1], 4) for i in range(20)]
     assert [(s[0], r[0]) for s, r in alone] == list(
         zip(expected[0][:20], expected[1][:20], strict=True)
@@ -101,7 +101,7 @@ def test_scores_stay_within_the_rounding_of_the_dtype(
     Half of the last bit of each value for floats, half of the row's scale for int8.
     """
     vectors, queries = random_rows(7, 400, 32), random_rows(8, 50, 32)
-    scores, rows = load(write(tmp_path / "flat", vectors), Layout(dtype)).search(queries, 10)
+    scores, rows = load(write(tmp_path / "flat", vectors), layout(dtype)).search(queries, 10)
     assert scores != brute_force(queries, vectors, 10)[0].tolist()
     for query, values, found in zip(queries, scores, rows, strict=True):
         for score, row in zip(values, found, strict=True):
@@ -125,14 +125,14 @@ def test_rescored_candidates_have_exact_scores(tmp_path: Path, dtype: str) -> No
     """Enough candidates give the float32 answer, scores included."""
     vectors, queries = random_rows(9, 500, 24, copies=50), random_rows(10, 64, 24)
     flat = write(tmp_path / "flat", vectors)
-    exact = load(flat, Layout()).search(queries, 3)
-    assert load(flat, Layout(dtype, rescore=100)).search(queries, 3) == exact
+    exact = load(flat, layout()).search(queries, 3)
+    assert load(flat, layout(dtype, rescore=100)).search(queries, 3) == exact
 
 
 def test_rescoring_fewer_than_k_still_gives_k(tmp_path: Path) -> None:
     """--rescore 2 with topk 5 scores five."""
     vectors = random_rows(11, 40, 8)
-    matrix = load(write(tmp_path / "flat", vectors), Layout("bfloat16", rescore=2))
+    matrix = load(write(tmp_path / "flat", vectors), layout("bfloat16", rescore=2))
     assert [len(rows) for rows in matrix.search(vectors[:3], 5)[1]] == [5, 5, 5]
 
 
@@ -140,16 +140,16 @@ def test_float16_overflow_is_refused(tmp_path: Path) -> None:
     """Infinite rows would win every search."""
     flat = write(tmp_path / "flat", np.full((3, 4), 1e5, dtype=np.float32))
     with pytest.raises(SetupError, match=r"beyond float16.*bfloat16"):
-        load(flat, Layout("float16"))
+        load(flat, layout("float16"))
 
 
 def test_unknown_device_and_dtype_are_refused(tmp_path: Path) -> None:
     """The error names the flag and what is expected."""
     flat = write(tmp_path / "flat", random_rows(12, 3, 4))
     with pytest.raises(SetupError, match="--matrix_devices gpu7 cannot hold 3 rows"):
-        Matrix(flat, Layout(devices=("gpu7",)))
+        Matrix(flat, layout(devices=("gpu7",)))
     with pytest.raises(SetupError, match="--matrix_dtype fp16; expected float32, float16"):
-        Matrix(flat, Layout("fp16"))
+        Matrix(flat, layout("fp16"))
 
 
 def test_recall_counts_what_was_found() -> None:
@@ -163,9 +163,9 @@ def test_gpu_agrees_with_cpu(tmp_path: Path, dtype: str) -> None:
     """The same rows are found on a GPU, and in shards on GPU and CPU."""
     vectors, queries = random_rows(13, 5000, 96), random_rows(14, 300, 96)
     flat = write(tmp_path / "flat", vectors)
-    exact = load(flat, Layout(dtype)).search(queries, 3)[1]
+    exact = load(flat, layout(dtype)).search(queries, 3)[1]
     for devices in (("cuda:0",), ("cuda:0", "cpu", "cuda:0")):
-        found = load(flat, Layout(dtype, devices, 999)).search(queries, 3)[1]
+        found = load(flat, layout(dtype, devices, 999)).search(queries, 3)[1]
         assert recall(found, exact) > 0.999
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from search_r1.search.backends.base import Retriever, fingerprint
-from search_r1.search.backends.oracle import normalise
+from search_r1.search.backends.diagnostics import normalise
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.backends.settings import DiagnosticConfig, RetrieverConfig
 from search_r1.search.errors import SetupError
 from search_r1.search.schema import Document
+from search_r1.search.settings import DiagnosticConfig, RetrieverConfig
 
 ROWS: list[dict[str, Any]] = [
     {"question": "What is the capital of France?", "ids": ["d0", "d1"]},

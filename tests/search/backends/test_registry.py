@@ -6,8 +6,8 @@ import pytest
 
 from search_r1.search.backends import registry
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.backends.settings import EncoderConfig, RetrieverConfig, TorchConfig
 from search_r1.search.errors import SetupError
+from search_r1.search.settings import EncoderConfig, RetrieverConfig, TorchConfig
 
 
 @pytest.mark.parametrize("inner", [".", "bm25"])
@@ -32,6 +32,6 @@ def test_an_unknown_dense_engine_is_refused() -> None:
 def test_every_row_names_a_module_of_its_package() -> None:
     """No row points to an engine that is not there."""
     root = Path(registry.__file__).parents[3]
-    rows = [*registry.BACKENDS.values(), registry.FAISS, registry.TORCH, registry.RERANK]
+    rows = [*registry.BACKENDS.values(), registry.FAISS, registry.TORCH, registry.RERANKER]
     for row in rows:
         assert (root / (row.module.replace(".", "/") + ".py")).is_file(), row

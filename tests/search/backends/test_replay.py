@@ -9,10 +9,10 @@ import pytest
 from search_r1.search.backends import replay
 from search_r1.search.backends.base import Retriever, fingerprint
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.backends.settings import DiagnosticConfig, RetrieverConfig
 from search_r1.search.errors import QueryNotRecorded, SetupError
 from search_r1.search.recording import Record, Recorder
 from search_r1.search.schema import Document, Hit
+from search_r1.search.settings import DiagnosticConfig, RetrieverConfig
 
 
 def record(path: Path, engine: Retriever, queries: Sequence[str], k: int) -> None:

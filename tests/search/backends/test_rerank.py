@@ -17,13 +17,13 @@ from transformers import (
     BertTokenizerFast,
 )
 
-from search_r1.search.backends.base import Retriever, fingerprint
-from search_r1.search.backends.rerank import RerankingRetriever, open_scorer
-from search_r1.search.backends.settings import RerankConfig
+from search_r1.search.backends.base import Retriever, collect, fingerprint
+from search_r1.search.backends.rerank import RerankingRetriever
 from search_r1.search.encoders import loading
+from search_r1.search.encoders.cross_encoder import CrossEncoder
 from search_r1.search.errors import SetupError
 from search_r1.search.schema import Document, Hit
-from search_r1.search.timing import collect
+from search_r1.search.settings import RerankConfig
 
 WORDS = "capital of france the danube river two cities is lies on city in passage about identical"
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS.split()]
@@ -164,7 +164,7 @@ def test_line_20_with_a_real_cross_encoder(
     """Batches across queries change no score and no order, each by the model's own formula."""
     path, engine = make_reranker(num_labels), open_engine("bm25")
     config = RerankConfig(path, retrieval_topk=8, reranker_batch_size=3)
-    retriever = RerankingRetriever(engine, open_scorer(config), config.retrieval_topk)
+    retriever = RerankingRetriever(engine, CrossEncoder.open(config), config.retrieval_topk)
     merged = retriever.search(queries, 3)
     for query, hits in zip(queries, merged, strict=True):
         alone = retriever.search([query], 3)[0]
@@ -184,7 +184,9 @@ def test_half_precision_reranker(
 ) -> None:
     """A half-precision model serves, and says so."""
     config = RerankConfig(make_reranker(), reranker_dtype="bfloat16")
-    retriever = RerankingRetriever(open_engine("bm25"), open_scorer(config), config.retrieval_topk)
+    retriever = RerankingRetriever(
+        open_engine("bm25"), CrossEncoder.open(config), config.retrieval_topk
+    )
     assert len(retriever.search(["capital"], 3)[0]) == 3
     assert retriever.info()["rerank"]["dtype"] == "bfloat16"
 
@@ -196,7 +198,7 @@ def test_a_model_on_no_disk_waits_for_no_hub(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(loading, "getproxies", dict)
     start = time.monotonic()
     with pytest.raises(SetupError, match=r"no-such/model.*127\.0\.0\.1 does not answer"):
-        open_scorer(RerankConfig("no-such/model"))
+        CrossEncoder.open(RerankConfig("no-such/model"))
     assert time.monotonic() - start < 5
 
 
@@ -206,13 +208,13 @@ def test_what_is_no_cross_encoder_is_refused(
     """A missing folder, an encoder without a classifier, many outputs, unknown values."""
     path = make_reranker()
     with pytest.raises(SetupError, match=r"absent does not exist.*--reranker_model"):
-        open_scorer(RerankConfig(str(tmp_path / "absent")))
+        CrossEncoder.open(RerankConfig(str(tmp_path / "absent")))
     with pytest.raises(SetupError, match="3 outputs; expected a cross-encoder"):
-        open_scorer(RerankConfig(make_reranker(3)))
+        CrossEncoder.open(RerankConfig(make_reranker(3)))
     with pytest.raises(SetupError, match="--reranker_dtype int4; expected float32"):
-        open_scorer(RerankConfig(path, reranker_dtype="int4"))
+        CrossEncoder.open(RerankConfig(path, reranker_dtype="int4"))
     with pytest.raises(SetupError, match="--reranker_device mars cannot be used"):
-        open_scorer(RerankConfig(path, reranker_device="mars"))
+        CrossEncoder.open(RerankConfig(path, reranker_device="mars"))
     BertModel.from_pretrained(path).save_pretrained(path)
     with pytest.raises(SetupError, match=r"no weights for classifier\.bias"):
-        open_scorer(RerankConfig(path))
+        CrossEncoder.open(RerankConfig(path))

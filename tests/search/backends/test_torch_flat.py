@@ -10,16 +10,14 @@ import faiss
 import numpy as np
 import pytest
 
-from search_r1.search.backends.base import Retriever, fingerprint
-from search_r1.search.backends.matrix import Layout, Matrix
+from search_r1.search.backends.base import Retriever, collect, fingerprint
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.backends.settings import EncoderConfig, RetrieverConfig, TorchConfig
-from search_r1.search.backends.torch_flat import load_and_compare
+from search_r1.search.backends.torch_flat import Matrix, load_and_compare
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import HashEncoder
 from search_r1.search.errors import IndexMismatch, SetupError
-from search_r1.search.timing import collect
-from tests.search.backends.flat_indexes import brute_force, random_rows, write
+from search_r1.search.settings import EncoderConfig, RetrieverConfig, TorchConfig
+from tests.search.backends.flat_indexes import brute_force, layout, random_rows, write
 
 
 @pytest.fixture
@@ -94,7 +92,7 @@ def test_recall_is_that_of_brute_force(tmp_path: Path, tile_rows: int) -> None:
     vectors = random_rows(20, 900, 6)
     queries = random_rows(21, 64, 6)
     flat = write(tmp_path / "flat", vectors)
-    matrix = Matrix(flat, Layout("int8", ("cpu", "cpu"), tile_rows))
+    matrix = Matrix(flat, layout("int8", ("cpu", "cpu"), tile_rows))
     measured = load_and_compare(matrix, flat, queries)
     exact, found = brute_force(queries, vectors, 3)[1], matrix.search(queries, 3)[1]
     hits = sum(len(set(a) & set(b)) for a, b in zip(exact.tolist(), found, strict=True))

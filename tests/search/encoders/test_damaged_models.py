@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from search_r1.search.backends.settings import EncoderConfig
 from search_r1.search.encoder import open_encoder
 from search_r1.search.errors import SetupError
+from search_r1.search.settings import EncoderConfig
 
 WEIGHTS = "model.safetensors"
 

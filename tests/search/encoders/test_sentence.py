@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer, DPRContextEncoder, DPRQuestionEncoder
 
-from search_r1.search.backends.settings import EncoderConfig
-from search_r1.search.encoder import open_encoder
-from search_r1.search.encoders.interface import Encoder
+from search_r1.search.encoder import Encoder, open_encoder
 from search_r1.search.encoders.sentence import batches
 from search_r1.search.errors import SetupError
+from search_r1.search.settings import EncoderConfig
 
 TEXTS = [
     "who is the capital of france",

@@ -6,15 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from search_r1.search.backends.settings import EncoderConfig
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import HashEncoder
 from search_r1.search.errors import CorpusError, IndexMismatch, SetupError
 from search_r1.search.index import dense_builder
-from search_r1.search.index.embeddings import EmbeddingFile
-from search_r1.search.index.encoding import EncodeJob, encode
+from search_r1.search.index.embeddings import EmbeddingFile, encode
 from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.search.manifest import Manifest
+from search_r1.search.settings import EncoderConfig
 
 
 def write_rows(path: Path, count: int) -> Path:
@@ -41,10 +40,9 @@ def test_an_error_of_a_process_is_told(tmp_path: Path) -> None:
     """A malformed row that only a worker reads ends the build with its name."""
     path = write_rows(tmp_path / "c.jsonl", 30)
     path.write_text(path.read_text() + '{"id": "30"}\n')
-    EmbeddingFile.create(tmp_path, 31, 64, "float32", 4)
-    job = EncodeJob(tmp_path, str(path), EncoderConfig("hash"), None, 4)
+    file = EmbeddingFile.create(tmp_path, 31, 64, "float32", 4)
     with pytest.raises(CorpusError, match="row 31"):
-        encode(job, Corpus.open(path), HashEncoder(), ("cpu", "cpu"))
+        encode(file, Corpus.open(path), HashEncoder(), [EncoderConfig("hash")] * 2, None)
 
 
 def test_done_shards_are_not_encoded_again(tmp_path: Path) -> None:
@@ -62,8 +60,7 @@ def test_done_shards_are_not_encoded_again(tmp_path: Path) -> None:
     wanted = wanted_embeddings(path)
     file.write(1, wanted[4:8])
     encoder = Counting()
-    job = EncodeJob(tmp_path, str(path), EncoderConfig("hash"), None, 4)
-    encode(job, Corpus.open(path), encoder, ("cpu",))
+    encode(file, Corpus.open(path), encoder, [EncoderConfig("hash")], None)
     assert encoder.passages == 6
     np.testing.assert_array_equal(file.matrix, wanted)
 

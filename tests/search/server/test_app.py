@@ -15,9 +15,9 @@ from search_r1.search.errors import (
     UpstreamUnavailable,
 )
 from search_r1.search.server.app import create_app
-from search_r1.search.server.config import ServiceConfig
-from search_r1.search.server.http_errors import STATUSES
-from search_r1.search.server.searching import Outcome
+from search_r1.search.server.batching import Outcome
+from search_r1.search.server.requests import STATUSES
+from search_r1.search.settings import ServiceConfig
 from tests.search.server.engines import Watched, ask, client, ids, metric, until
 
 SMALL = ServiceConfig(

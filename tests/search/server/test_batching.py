@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from search_r1.search.errors import CorpusError, QueryNotRecorded
-from search_r1.search.recording import Recorder, read_records
+from search_r1.search.recording import Recorder, read_rows, to_record
 from search_r1.search.server.app import create_app
-from search_r1.search.server.config import ServiceConfig
+from search_r1.search.settings import ServiceConfig
 from tests.search.server.engines import Watched, ask, client, hits_of, ids, metric, until
 
 PATIENT = ServiceConfig(batch_wait_ms=20_000, max_batch=8, cache_entries=0)
@@ -238,7 +238,7 @@ def test_results_are_written_down_once_each(tmp_path: Path) -> None:
 
     asyncio.run(main())
     assert app.state.service.close()
-    records = list(read_records(path))
+    records = [to_record(row) for _, row in read_rows(path)]
     assert [(r.query, r.k, r.hits) for r in records] == [(q, 2, hits_of(q, 2)) for q in "ab"]
     assert all(r.seconds > 0 for r in records)
 

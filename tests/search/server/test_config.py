@@ -10,8 +10,8 @@ import pytest
 
 from search_r1.search.retrieval_server import main
 from search_r1.search.server.app import create_app
-from search_r1.search.server.config import ServiceConfig
-from search_r1.search.server.http_errors import STATUSES
+from search_r1.search.server.requests import STATUSES
+from search_r1.search.settings import ServiceConfig
 from tests.search.server.engines import Watched
 
 MANUAL = (Path(__file__).parents[3] / "docs" / "retriever.md").read_text()

@@ -7,7 +7,7 @@ import pytest
 
 from search_r1.search.errors import SetupError
 from search_r1.search.server.app import create_app
-from search_r1.search.server.config import ServiceConfig
+from search_r1.search.settings import ServiceConfig
 from tests.search.server.engines import Watched, ask, client, metric
 
 

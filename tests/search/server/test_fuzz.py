@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
 
 from search_r1.search.backends.base import Retriever
 from search_r1.search.server.app import create_app
-from search_r1.search.server.config import ServiceConfig
+from search_r1.search.settings import ServiceConfig
 from tests.search.server.engines import client
 
 CHECKS = [

@@ -10,7 +10,7 @@ import pytest
 
 from search_r1.search.local_server import LocalServer
 from search_r1.search.server.app import create_app
-from search_r1.search.server.config import ServiceConfig
+from search_r1.search.settings import ServiceConfig
 from tests.search.server.engines import Watched, client
 from tests.search.server.hostile import NUM_CLASSES, classes
 

@@ -7,8 +7,8 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
-from search_r1.search.server.hosts import checked
-from search_r1.search.server.http_errors import misdirected
+from search_r1.search.server.requests import misdirected
+from search_r1.search.server.running import checked
 
 OWN = ["localhost", "LOCALHOST:8000", "a.localhost", "localhost.", "127.0.0.1", "127.9.9.9:80",
        "[::1]:8000", "::1", "192.168.1.5:8000", "0.0.0.0"]  # fmt: skip

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from search_r1.agent.search import build_search
 from search_r1.search.retrieval_server import create_app
-from search_r1.search.server.faults import FaultConfig, FaultInjector
+from search_r1.search.server.faults import FaultInjector
+from search_r1.search.settings import FaultConfig
 from tests.apps import running
 from tests.search.server.engines import Watched
 from tests.verl.trainer.playing import InProcess

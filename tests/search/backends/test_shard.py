@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_r1.search.backends.top_k import best_columns, by_score_then_row, merge
+from search_r1.search.backends.shard import best_columns, by_score_then_row, merge
 
 
 def oracle(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -6,12 +6,12 @@ import faiss
 import numpy as np
 import pytest
 
+from search_r1.search.backends.faiss_index import check_gpu
 from search_r1.search.errors import SetupError
-from search_r1.search.index.faiss_builder import (
+from search_r1.search.index.dense_builder import (
     build_faiss,
     bytes_per_vector,
     check_factory,
-    check_gpu,
     num_centroids,
     training_sample,
 )
@@ -105,4 +105,4 @@ def test_training_on_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.Monk
     """The flag does not quietly fall back to the CPU."""
     monkeypatch.setattr(faiss, "get_num_gpus", lambda: 0, raising=False)
     with pytest.raises(SetupError, match="sees no GPU"):
-        check_gpu()
+        check_gpu("train")

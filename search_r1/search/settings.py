@@ -1,4 +1,4 @@
-"""What decides a server's backend: every option of every backend, as data and as flags.
+"""Every option of a server and of its backends, as data and as flags; the token is never a flag.
 
 This module loads nothing heavy, so that `--help` and BM25 need neither torch nor FAISS.
 """
@@ -6,7 +6,10 @@ This module loads nothing heavy, so that `--help` and BM25 need neither torch no
 from dataclasses import dataclass, field
 from typing import Annotated
 
+import tyro
+
 from search_r1.options import Bounds, Seed
+from search_r1.search.errors import SetupError
 
 
 @dataclass(frozen=True)
@@ -137,3 +140,79 @@ class RetrieverConfig:
     rerank: RerankConfig = field(default_factory=RerankConfig)
     online: OnlineConfig = field(default_factory=OnlineConfig)
     diagnostics: DiagnosticConfig = field(default_factory=DiagnosticConfig)
+
+
+@dataclass(frozen=True)
+class ServiceConfig:
+    """The service: limits, batches, caches, record."""
+
+    topk: Annotated[int, Bounds(1), tyro.conf.arg(aliases=("--reranking-topk",))] = 3
+    """documents for a request without topk"""
+    max_topk: Annotated[int, Bounds(1)] = 100
+    """largest topk of a request"""
+    max_queries: Annotated[int, Bounds(1)] = 4096
+    """most queries in one request"""
+    max_query_chars: Annotated[int, Bounds(1)] = 16384
+    """longest query, in characters"""
+    max_body_bytes: Annotated[int, Bounds(64)] = 8 * 2**20
+    """longest request body, in bytes"""
+    max_pending: Annotated[int, Bounds(1)] = 8192
+    """queries waiting or searching; beyond it 503"""
+    max_batch: Annotated[int, Bounds(1)] = 256
+    """most queries in one search of the engine"""
+    batch_wait_ms: Annotated[float, Bounds(0)] = 2.0
+    """how long an idle engine waits for more queries (ms)"""
+    cache_entries: Annotated[int, Bounds(0)] = 100_000
+    """results kept in memory, the last used (0: none)"""
+    cache_bytes: Annotated[int, Bounds(0, 2**50)] = 768 * 2**20
+    """memory of these results, in bytes (0: none)"""
+    cache_path: str | None = None
+    """sqlite file that keeps results across restarts"""
+    deadline: Annotated[float, Bounds(0.001)] = 60.0
+    """seconds a request may take before 504"""
+    drain: Annotated[float, Bounds(0)] = 20.0
+    """seconds to finish accepted requests at shutdown"""
+    record: str | None = None
+    """jsonl file that receives every search, for `replay`"""
+
+    def check(self) -> None:
+        """Raise SetupError for limits that contradict each other."""
+        if self.topk > self.max_topk:
+            raise SetupError(
+                f"--topk {self.topk}; expected --max_topk ({self.max_topk}) or less: raise that"
+            )
+        if self.batch_wait_ms >= 1000 * self.deadline:
+            raise SetupError(
+                f"--batch_wait_ms {self.batch_wait_ms:g}; expected less than --deadline "
+                f"({self.deadline:g} s), or no search would begin in time"
+            )
+        if self.max_pending < self.max_queries:
+            raise SetupError(
+                f"--max_pending {self.max_pending}; expected --max_queries ({self.max_queries}) "
+                "or more, or a full request could never be accepted"
+            )
+
+
+@dataclass(frozen=True)
+class FaultConfig:
+    """Test faults (never in production): requests that fail on purpose."""
+
+    inject_failures: Annotated[float, Bounds(0, 1)] = 0.0
+    """share of requests to fail, for tests"""
+    inject_hangs: Annotated[float, Bounds(0, 1)] = 0.0
+    """share of requests never to answer, for tests"""
+    inject_seed: Seed = 0
+    """which requests those are"""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any request is to fail."""
+        return self.inject_failures > 0 or self.inject_hangs > 0
+
+    def check(self) -> None:
+        """Raise SetupError for shares that leave nothing to answer."""
+        if not self.inject_failures + self.inject_hangs <= 1:
+            raise SetupError(
+                f"--inject_failures {self.inject_failures:g} and --inject_hangs "
+                f"{self.inject_hangs:g}; expected shares of at most 1 together"
+            )

@@ -2,7 +2,7 @@
 
 import time
 
-from search_r1.search.timing import collect, stage
+from search_r1.search.backends.base import collect, stage
 
 
 def test_stages_add_up_inside_a_collection_only() -> None:
