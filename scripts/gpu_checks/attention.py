@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 
@@ -29,7 +30,8 @@ def check(report: Report) -> None:
     found = kernels() if has_kernels else {"one_by_one": attention.attend_one_by_one}
     report.record("kernels", list(found))
     if report.on_card:
-        report.record("chosen", attention.cuda_kernel().__name__)
+        chosen = attention.cuda_kernel()
+        report.record("chosen", getattr(chosen, "func", chosen).__name__)
     if not found:
         report.fail("no packed kernel: this card would attend to one sequence at a time")
     for (name, kernel), dtype in itertools.product(found.items(), BOUNDS):
@@ -39,13 +41,13 @@ def check(report: Report) -> None:
 
 def kernels() -> dict[str, VarlenKernel]:
     """Those that this installation has."""
-    found = {}
+    found: dict[str, VarlenKernel] = {}
     for name, (module, needed, ours) in KERNELS.items():
         try:
-            getattr(importlib.import_module(module), needed)
+            function = getattr(importlib.import_module(module), needed)
         except (ImportError, AttributeError):
             continue
-        found[name] = getattr(attention, ours)
+        found[name] = functools.partial(getattr(attention, ours), **{needed: function})
     return found
 
 

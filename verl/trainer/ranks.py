@@ -19,7 +19,7 @@ from verl.single_controller.actors import Call, RayWorkerGroup
 from verl.training.devices import PeakMemory
 from verl.training.node_folder import on_node
 from verl.training.weight_broadcast import SCHEME
-from verl.training.weight_packing import Sent
+from verl.training.weight_stream import Sent
 from verl.types import Metrics, TokenBatch
 
 SEEN = frozenset({"input_ids", "policy_mask", "loss_mask", "value_mask"})

@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -233,14 +233,10 @@ def with_heads_of(query: Tensor, x: Tensor) -> Tensor:
 
 def attend_with_flash(
     query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int,
-    kernel: Callable[..., Any] | None = None,
+    flash_attn_varlen_func: Callable[..., Any],
 ) -> Tensor:  # fmt: skip
-    """The same by the flash-attn package (2.4.1 or newer, or what `kernel` is); 16-bit only."""
-    if kernel is None:
-        from flash_attn import flash_attn_varlen_func  # noqa: PLC0415 - optional, CUDA only
-
-        kernel = flash_attn_varlen_func
-    found: Tensor = kernel(
+    """The same by a function of the flash-attn package (2.4.1 or newer); 16-bit, CUDA only."""
+    found: Tensor = flash_attn_varlen_func(
         query, key, value, bounds.cu_seqlens, bounds.cu_keys,
         max(bounds.lengths), max(bounds.num_keys), softmax_scale=scale, causal=True,
         window_size=(window - 1, 0) if window else (-1, -1),
@@ -251,19 +247,15 @@ def attend_with_flash(
 
 def attend_with_torch_varlen(
     query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int,
-    kernel: Callable[..., Any] | None = None,
+    varlen_attn: Callable[..., Any],
 ) -> Tensor:  # fmt: skip
-    """The same by torch's own variable-length flash attention (or `kernel`); 16-bit, CUDA only."""
-    if kernel is None:
-        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - newer torch only
-
-        kernel = cast("Callable[..., Tensor]", varlen_attn)  # it was asked for nothing more
+    """The same by torch's own variable-length flash attention; 16-bit, CUDA only."""
     shares_heads = {}
-    if shares_key_heads(kernel):
+    if shares_key_heads(varlen_attn):
         shares_heads = {"enable_gqa": query.shape[1] != key.shape[1]}
     else:
         key, value = with_heads_of(query, key), with_heads_of(query, value)
-    found: Tensor = kernel(
+    found: Tensor = varlen_attn(
         query, key, value, bounds.cu_seqlens, bounds.cu_keys,
         max(bounds.lengths), max(bounds.num_keys), scale=scale,
         window_size=(window - 1 if window else -1, 0), **shares_heads,
@@ -283,17 +275,16 @@ def cuda_kernel() -> VarlenKernel:
     attention needs capability 8.0 (Ampere) or higher."""
     if torch.cuda.get_device_capability() < (8, 0):
         return attend_one_by_one
-    try:  # the function itself: any folder of that name on the path would import as the package
-        from flash_attn import flash_attn_varlen_func  # noqa: F401, PLC0415 - optional
-    except ImportError:
-        pass
-    else:
-        return attend_with_flash
-    try:
-        from torch.nn.attention import varlen  # noqa: F401, PLC0415 - newer torch only
-    except ImportError:
-        return attend_one_by_one
-    return attend_with_torch_varlen
+    with contextlib.suppress(ImportError):
+        # The function: any folder of that name on the path would import as the package.
+        from flash_attn import flash_attn_varlen_func  # noqa: PLC0415 - optional
+
+        return functools.partial(attend_with_flash, flash_attn_varlen_func=flash_attn_varlen_func)
+    with contextlib.suppress(ImportError):
+        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - newer torch only
+
+        return functools.partial(attend_with_torch_varlen, varlen_attn=varlen_attn)
+    return attend_one_by_one
 
 
 def packed_attention(

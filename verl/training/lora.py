@@ -218,11 +218,6 @@ class AdaptedModel(LogProbModel):
         self.role: Role | None = None
         self.use(next(iter(adapters)))
 
-    @property
-    def float32_modules(self) -> list[nn.Module]:
-        """Parts that compute in float32 whatever the compute dtype."""
-        return [self.value_head] if Role.CRITIC in self.configs else []
-
     def _adapter_parameters(self) -> list[nn.Parameter]:
         return [p for name, p in self.lm.named_parameters() if ".lora_" in name]
 
@@ -279,7 +274,7 @@ def adapted_engine(
 ) -> FsdpModel:
     """An engine that learns the first of `adapters`; `share` makes one for each other role."""
     module, role = AdaptedModel(lm, adapters), next(iter(adapters))
-    heads = module.float32_modules
+    heads = [module.value_head] if Role.CRITIC in adapters else []
     return AdaptedFsdpModel(module, blocks(lm, lm), device, options, heads, role=role)
 
 

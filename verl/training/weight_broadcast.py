@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.training import weight_packing
+from verl.training import weight_stream
 from verl.training.weight_delta import KeptWeights
-from verl.training.weight_packing import NUM_BUFFERS, Named, Packed, Sent, coming, pack, unpacked
+from verl.training.weight_stream import NUM_BUFFERS, Named, Packed, Sent, coming, pack, unpacked
 
 SCHEME = "nccl:"
 """How the name of such a stream begins; the address of its store and the group's size follow."""
@@ -54,7 +54,7 @@ class _Member:
 
     def __init__(self, host: str, port: int, device: torch.device) -> None:
         """Find the store at a port; make it at port 0."""
-        self._device, self._patience = device, timedelta(seconds=weight_packing.PATIENCE_S)
+        self._device, self._patience = device, timedelta(seconds=weight_stream.PATIENCE_S)
         self._store = _TcpStore(
             host, port, is_master=port == 0, wait_for_workers=False, timeout=self._patience
         )
@@ -151,7 +151,7 @@ class WeightBroadcast(_Member):
     def _changes(self, kept: KeptWeights, named: Named, sent: Sent) -> Iterator[tuple[str, Tensor]]:
         """What changed of each tensor."""
         for name, tensor in named:
-            if time.monotonic() - self._said_at > weight_packing.PATIENCE_S / 4:
+            if time.monotonic() - self._said_at > weight_stream.PATIENCE_S / 4:
                 with _translated(NOT_TAKEN):  # few changes may fill no buffer before patience ends
                     self._say([])
             encoded, num_changed = kept.replace(name, tensor)

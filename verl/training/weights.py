@@ -8,7 +8,6 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -32,33 +31,30 @@ MODEL_FILES = ("config.json", "adapter_config.json")
 """One of these is in each folder that is written here."""
 
 
-@dataclass
 class Layout:
-    """Which of several writers writes which tensor, and into which file.
-
-    The same for all who place the same tensors in the same order. The files that they hold at once
-    have at most SHARD_BYTES together, or a single tensor each.
+    """Which of several writers writes which tensor, and into which file: the same for all who place
+    the same tensors in the same order. The files that they hold at once have at most SHARD_BYTES
+    together, or a single tensor each.
     """
 
-    num_writers: int = 1
-    index: dict[str, str] = field(default_factory=dict)
-    """The file of each tensor."""
-    num_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        self._totals = [0] * self.num_writers
-        self._files = [(0, 0)] * self.num_writers  # number and bytes of each one's last file
+    def __init__(self, num_writers: int = 1) -> None:
+        self.index: dict[str, str] = {}
+        """The file of each tensor."""
+        self.num_bytes = 0
+        self._totals = [0] * num_writers
+        self._files = [(0, 0)] * num_writers  # number and bytes of each one's last file
 
     def place(self, name: str, num_bytes: int) -> tuple[int, str]:
         """The writer of the next tensor, which is the one with the least to write, and its file."""
-        writer = min(range(self.num_writers), key=self._totals.__getitem__)
+        num_writers = len(self._files)
+        writer = min(range(num_writers), key=self._totals.__getitem__)
         number, size = self._files[writer]
-        if size and size + num_bytes > SHARD_BYTES // self.num_writers:
+        if size and size + num_bytes > SHARD_BYTES // num_writers:
             number, size = number + 1, 0
         self._files[writer] = number, size + num_bytes
         self._totals[writer] += num_bytes
         self.num_bytes += num_bytes
-        self.index[name] = f"model-{number * self.num_writers + writer + 1:05d}.safetensors"
+        self.index[name] = f"model-{number * num_writers + writer + 1:05d}.safetensors"
         return writer, self.index[name]
 
 
@@ -91,9 +87,8 @@ def write_weights(
     """Write tensors as `dtype` (float32, bfloat16, float16) with the model's config.
 
     Several processes may write a new folder together: each is given all tensors, in one order, and
-    writes its part; the first writes the rest. Each file appears whole or not at all, and where one
-    process writes, the old files of a reused directory disappear. Returns the seconds in which this
-    process wrote files, without those in which tensors came.
+    writes its part; the first writes the rest. Each file appears whole or not at all; one process
+    alone removes what else a reused directory holds. Returns the seconds in which it wrote files.
     """
     directory.mkdir(parents=True, exist_ok=True)
     target = getattr(torch, dtype)
@@ -117,8 +112,8 @@ def write_weights(
         os.replace(directory / current, directory / "model.safetensors")
         index.unlink(missing_ok=True)
     else:
-        facts = {"metadata": {"total_size": layout.num_bytes}, "weight_map": layout.index}
-        index.write_text(json.dumps(facts))
+        metadata = {"total_size": layout.num_bytes}
+        index.write_text(json.dumps({"metadata": metadata, "weight_map": layout.index}))
     if num_writers == 1:
         for stale in directory.glob("model*.safetensors"):
             if stale.name not in files:

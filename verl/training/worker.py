@@ -24,8 +24,7 @@ from verl.training.models import LogProbModel, blocks
 from verl.training.node_folder import NodeFolder
 from verl.training.rank import TrainingRank, offloading
 from verl.training.weight_broadcast import WeightBroadcast
-from verl.training.weight_packing import Sent
-from verl.training.weight_stream import card, send
+from verl.training.weight_stream import Sent, card, send
 from verl.training.weights import write_weights
 
 

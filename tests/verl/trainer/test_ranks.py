@@ -12,7 +12,7 @@ from verl.errors import SaveError
 from verl.single_controller.actors import Place
 from verl.trainer.ranks import Division, TrainerRanks
 from verl.training.devices import PeakMemory
-from verl.training.weight_packing import Sent
+from verl.training.weight_stream import Sent
 
 
 class Answers:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.verl.training.test_weight_stream import CPU, Named, broken, noting, tensors
-from verl.training import weight_packing
+from verl.training import weight_stream
 from verl.training.weight_broadcast import WeightBroadcast, WeightReceiver
 
 HOST = "127.0.0.1"
@@ -20,8 +20,8 @@ HOST = "127.0.0.1"
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers that a few tensors fill, and little patience."""
-    monkeypatch.setattr(weight_packing, "BUFFER_BYTES", 4096)
-    monkeypatch.setattr(weight_packing, "PATIENCE_S", 3.0)
+    monkeypatch.setattr(weight_stream, "BUFFER_BYTES", 4096)
+    monkeypatch.setattr(weight_stream, "PATIENCE_S", 3.0)
 
 
 Taking = Callable[[], list[Future[Named]]]
@@ -174,7 +174,7 @@ def test_a_long_search_for_changes_is_no_end_of_the_weights(
             waiting = taking(pool, [worker])
             rank.send(slowly(named, pause), torch.float32)
             assert [name for name, _ in waiting[0].result()] == [name for name, _ in named]
-            monkeypatch.setattr(weight_packing, "PATIENCE_S", 1.0)
+            monkeypatch.setattr(weight_stream, "PATIENCE_S", 1.0)
             worker._store.set_timeout(timedelta(seconds=1.0))
 
 

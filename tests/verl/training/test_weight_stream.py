@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl.training import weight_packing, weight_stream
-from verl.training.weight_packing import Sent
-from verl.training.weight_stream import received, send
+from verl.training import weight_stream
+from verl.training.weight_stream import Sent, received, send
 
 CPU = torch.device("cpu")
 Named = list[tuple[str, Tensor]]
@@ -22,7 +21,7 @@ Named = list[tuple[str, Tensor]]
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers that a few tensors fill."""
-    monkeypatch.setattr(weight_packing, "BUFFER_BYTES", 4096)
+    monkeypatch.setattr(weight_stream, "BUFFER_BYTES", 4096)
 
 
 def tensors(seed: int = 0) -> Named:

@@ -30,7 +30,7 @@ from verl.preflight.memory.needs import (
 )
 from verl.rollout.interface import engine_takes_adapter
 from verl.training.devices import DTYPES
-from verl.training.weight_packing import BUFFER_BYTES, NUM_BUFFERS
+from verl.training.weight_stream import BUFFER_BYTES, NUM_BUFFERS
 from verl.training.weights import SHARD_BYTES
 
 BATCH_BYTES = 160
