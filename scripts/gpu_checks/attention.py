@@ -55,7 +55,7 @@ def compare(report: Report, name: str, kernel: VarlenKernel, dtype: torch.dtype)
     """Sequences or responses to one prompt, grouped heads or as many of each, windows or none,
     heads of 64 and 128."""
     device = torch.device(report.device)
-    rows = (SequenceBounds.of(LENGTHS, device), SequenceBounds.of_spans(SHARED, device))
+    rows = (SequenceBounds.of([(0, n) for n in LENGTHS], device), SequenceBounds.of(SHARED, device))
     worst = {"forward": 0.0, "backward": 0.0}
     cases = itertools.product(rows, (2, 8), (0, 64), (64, 128))
     for bounds, kv_heads, window, size in cases:

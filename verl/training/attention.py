@@ -67,12 +67,7 @@ class SequenceBounds:
     """Of short runs."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> SequenceBounds:
-        """Bounds of whole sequences with these lengths."""
-        return cls.of_spans([(0, length) for length in lengths], device)
-
-    @classmethod
-    def of_spans(
+    def of(
         cls, spans: Sequence[Span], device: torch.device, crew: Crew | None = None
     ) -> SequenceBounds:
         """Bounds of runs with these positions."""

@@ -17,7 +17,7 @@ from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.kernels import prepare_blocks
 from verl.training.lora import Role, adapted_engine
 from verl.training.models import PackedInputs, ValueModel, blocks
-from verl.training.rank import TrainingRank, offloading
+from verl.training.rank import TrainingRank
 from verl.training.shards import CRITIC_FOLDER
 from verl.types import Metrics, TokenBatch
 
@@ -90,7 +90,7 @@ def critic_options(rank: TrainingRank) -> FsdpOptions:
         optim=critic.optim,
         grad_clip=critic.grad_clip,
         crew=rank.crew(rank.config.critic_crew_size),
-        **offloading(critic.model.fsdp_config),
+        held=critic.model.fsdp_config,
     )
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from verl.config import OptimConfig
+from verl.config import FsdpConfig, OptimConfig
 from verl.packing import Packing
 from verl.training.crews import Crew
 from verl.training.kernels import compile_seconds
@@ -46,12 +46,13 @@ class FsdpOptions:
     """Bound on the norm of the gradient over all ranks."""
     schedule: str = "constant"
     """After the warm-up: constant, or linear or cosine to 0 at `num_updates`."""
-    param_offload: bool = False
-    optimizer_offload: bool = False
-    reshard_each: bool = True
-    """Spread weights and gradients over the ranks in each micro-batch, not once an update."""
+    held: FsdpConfig = field(default_factory=lambda: FsdpConfig(False, False))
+    """What leaves the device between uses."""
     crew: Crew | None = None
     """Ranks that compute each micro-batch together, and so get the same; None for each alone."""
+
+    def __post_init__(self) -> None:
+        assert None not in vars(self.held).values(), "null is decided before ranks start"
 
 
 @dataclass(frozen=True)
@@ -157,8 +158,8 @@ class FsdpModel:
             )  # fmt: skip
 
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
-        spreads = self.options.reshard_each and mesh.size() > 1
-        on_host = self.options.param_offload and self.device.type == "cuda"
+        spreads = self.options.held.reshard_each and mesh.size() > 1
+        on_host = self.options.held.param_offload and self.device.type == "cuda"
         offload: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if on_host else {}
         values = take_values(self.module)
         if twin is not None:
@@ -217,7 +218,7 @@ class FsdpModel:
         The ranks of a crew have the same share, and each the gradient that its slice adds to it.
         Without `reshard_each` ranks add them up with an update's last micro-batch.
         """
-        if not self.options.reshard_each:
+        if not self.options.held.reshard_each:
             assert isinstance(self.module, FSDPModule)
             self.module.set_requires_gradient_sync(is_last)
             self.module.set_reshard_after_backward(is_last)
@@ -246,7 +247,7 @@ class FsdpModel:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-            if self.options.optimizer_offload:
+            if self.options.held.optimizer_offload:
                 self._move_optimizer(torch.device("cpu"))
         self.optimizer.zero_grad(set_to_none=True)
         self.num_done += 1
@@ -271,8 +272,8 @@ class FsdpModel:
         return optim.lr * self.lr_scale * share
 
     def _move_optimizer(self, device: torch.device) -> None:
-        options = self.options
-        if self.optimizer is None or not options.optimizer_offload or options.param_offload:
+        held = self.options.held
+        if self.optimizer is None or not held.optimizer_offload or held.param_offload:
             return
         for state in self.optimizer.state.values():
             for name, value in state.items():

@@ -72,7 +72,7 @@ class PackedInputs:
         else:
             spans, row = [(0, 2)], torch.zeros(2, dtype=torch.int64)
             positions = targets = before = row[:0]
-        bounds, answers, own = SequenceBounds.of_spans(spans, device, crew), None, row[None]
+        bounds, answers, own = SequenceBounds.of(spans, device, crew), None, row[None]
         if crew is not None:
             size, own = crew.slice_size(len(row)), crew.own(own)
             answers, mine = Answers.of(crew, before // size, device)

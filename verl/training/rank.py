@@ -13,14 +13,13 @@ import random
 import socket
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verl.config import Config, CriticModelConfig, FsdpConfig, ModelConfig
+from verl.config import Config, CriticModelConfig, ModelConfig
 from verl.machine import HostMemory
 from verl.remote_code import set_trust
 from verl.training.crews import Crew
@@ -40,13 +39,6 @@ from verl.training.fsdp import FsdpModel
 from verl.training.loading import opened_causal_lm
 from verl.training.network import interface_variables
 from verl.training.shards import ShardWriter, load_shards, num_bytes, save_shards
-
-
-def offloading(options: FsdpConfig) -> dict[str, Any]:
-    """What leaves the device between uses; the driver has decided it for all ranks."""
-    found = dict(vars(options))
-    assert None not in found.values(), "null is decided before ranks start"
-    return found
 
 
 class TrainingRank:

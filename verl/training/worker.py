@@ -22,7 +22,7 @@ from verl.training.loading import blank_copy
 from verl.training.lora import Role, adapted_engine, policy_adapter, policy_weights, share
 from verl.training.models import LogProbModel, blocks
 from verl.training.node_folder import NodeFolder
-from verl.training.rank import TrainingRank, offloading
+from verl.training.rank import TrainingRank
 from verl.training.weight_broadcast import WeightBroadcast
 from verl.training.weight_stream import Sent, card, send
 from verl.training.weights import write_weights
@@ -77,7 +77,7 @@ class TrainerWorker(TrainingRank):
             optim=section.actor.optim,
             grad_clip=section.actor.grad_clip,
             crew=self.crew(section.actor.ulysses_sequence_parallel_size),
-            **offloading(section.actor.fsdp_config),
+            held=section.actor.fsdp_config,
         )
         if not section.model.has_adapter:
             return FsdpModel(LogProbModel(lm), blocks(lm, lm), self.device, options)
@@ -87,8 +87,8 @@ class TrainerWorker(TrainingRank):
         return adapted_engine(lm, adapters, self.device, options)
 
     def _reference_engine(self, actor: FsdpModel, twin: PreTrainedModel | None) -> FsdpModel:
-        fsdp, crew = self.config.actor_rollout_ref.ref.fsdp_config, actor.options.crew
-        options = FsdpOptions(compute_dtype=self.dtype, crew=crew, **offloading(fsdp))
+        held, crew = self.config.actor_rollout_ref.ref.fsdp_config, actor.options.crew
+        options = FsdpOptions(compute_dtype=self.dtype, crew=crew, held=held)
         if twin is None:
             return share(actor, Role.REFERENCE, options)
         use_kernels(twin, self.config.actor_rollout_ref.model.kernels)

@@ -38,8 +38,8 @@ LENGTHS = [7, 1, 12, 4]
 rows = pytest.mark.parametrize(
     "bounds",
     [
-        SequenceBounds.of(LENGTHS, torch.device("cpu")),
-        SequenceBounds.of_spans([(0, 5), (5, 7), (5, 12), (5, 6), (0, 4)], torch.device("cpu")),
+        SequenceBounds.of([(0, n) for n in LENGTHS], torch.device("cpu")),
+        SequenceBounds.of([(0, 5), (5, 7), (5, 12), (5, 6), (0, 4)], torch.device("cpu")),
     ],
     ids=["whole sequences", "a shared prompt"],
 )
@@ -71,7 +71,7 @@ def test_packed_logits_equal_one_by_one(
     ids = torch.randint(0, 61, (1, sum(LENGTHS)))
     expected = torch.cat([plain(part).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
     plain.set_attn_implementation(PACKED)
-    bounds = SequenceBounds.of(LENGTHS, torch.device("cpu"))
+    bounds = SequenceBounds.of([(0, n) for n in LENGTHS], torch.device("cpu"))
     packed = plain(ids, position_ids=bounds.position_ids, bounds=bounds, use_cache=False).logits
     torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-5)
 
@@ -80,7 +80,7 @@ def test_a_window_limits_what_a_token_sees() -> None:
     """Sliding-window attention equals softmax over the last `window` tokens, by hand."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(9, 1, 8) for _ in range(3))
-    found = attend_one_by_one(q, k, v, SequenceBounds.of([9], torch.device("cpu")), 0.5, 3)
+    found = attend_one_by_one(q, k, v, SequenceBounds.of([(0, 9)], torch.device("cpu")), 0.5, 3)
     for t in range(9):
         seen = slice(max(0, t - 2), t + 1)
         weights = torch.softmax(0.5 * k[seen, 0] @ q[t, 0], 0)
@@ -95,7 +95,7 @@ def test_a_layer_that_names_no_scale_has_the_usual_one(
     given = []
     monkeypatch.setattr(attention, "attend_one_by_one", lambda q, *rest: given.append(rest) or q)
     heads = torch.zeros(1, 2, 5, 16)
-    bounds = SequenceBounds.of([5], torch.device("cpu"))
+    bounds = SequenceBounds.of([(0, 5)], torch.device("cpu"))
     found, _ = packed_attention(nn.Module(), heads, heads, heads, None, None, bounds, window)
     assert found.shape == (1, 5, 2, 16)
     assert given[0][2:] == (bounds, 0.25, window or 0)
@@ -216,7 +216,7 @@ def test_long_and_short_runs_are_attended_to_alike(
 ) -> None:
     """Whichever way a run's length chooses: output and gradients are those of one matrix."""
     torch.manual_seed(0)
-    bounds = SequenceBounds.of_spans(spans, torch.device("cpu"))
+    bounds = SequenceBounds.of(spans, torch.device("cpu"))
     sizes = (sum(bounds.lengths), sum(bounds.num_keys), sum(bounds.num_keys))
     drawn = [
         torch.randn(size, heads, 16).to(dtype).requires_grad_()
@@ -240,7 +240,7 @@ def test_scores_of_short_runs_are_not_rounded() -> None:
     other products of the process stay as they were."""
     torch.manual_seed(0)
     query, key, value = (4 * torch.randn(100, heads, 16).bfloat16() for heads in (6, 2, 2))
-    bounds = SequenceBounds.of([100], query.device)
+    bounds = SequenceBounds.of([(0, 100)], query.device)
     expected = at_once(query, key, value, bounds, 0)
     rounded = at_once(query, key, value, bounds, 0, torch.bfloat16)
     before = torch.backends.mkldnn.matmul.fp32_precision
@@ -265,7 +265,7 @@ class Recorder:
 def call_with(attend: Callable[..., Tensor], kernel: Recorder) -> dict[str, Any]:
     """What `kernel` is given for a row of a grouped-query model."""
     query, key = torch.randn(5, 4, 8), torch.randn(5, 2, 8)
-    attend(query, key, key, SequenceBounds.of([2, 3], query.device), 0.5, 0, kernel)
+    attend(query, key, key, SequenceBounds.of([(0, 2), (0, 3)], query.device), 0.5, 0, kernel)
     return kernel.seen
 
 

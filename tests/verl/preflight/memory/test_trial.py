@@ -55,7 +55,7 @@ def saved(work: Pass, layers: int) -> int:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     weights = {p.untyped_storage().data_ptr() for p in lm.parameters()}
     held: list[Tensor] = []
-    bounds = SequenceBounds.of([40] * 7 + [20], torch.device("cpu"))
+    bounds = SequenceBounds.of([(0, 40)] * 7 + [(0, 20)], torch.device("cpu"))
     with torch.autograd.graph.saved_tensors_hooks(
         lambda x: held.append(x) or x, lambda x: x
     ):  # the list keeps them alive, so that no address is used twice
