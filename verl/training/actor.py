@@ -119,9 +119,8 @@ class Actor:
     def update(self, mini_batch: TokenBatch) -> Metrics:
         """One optimizer step on this rank's share of a mini-batch; metrics are over all ranks.
 
-        Needs the token columns `advantages` and `loss_weights` (made for the mini-batch of all
-        ranks), `ref_log_probs` if KL is in the loss; without `old_log_probs` the present policy
-        is the old one.
+        Needs the token columns `advantages`, `loss_weights` (made for all ranks), `ref_log_probs`
+        if KL is in the loss; without `old_log_probs` the present policy is the old one.
         """
         micros = self.engine.micro_batches(mini_batch, self.budgets.update)
         rows, peaks = [], []

@@ -114,11 +114,9 @@ VarlenKernel = Callable[[Tensor, Tensor, Tensor, SequenceBounds, float, int], Te
 def attend_one_by_one(
     query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float, window: int
 ) -> Tensor:
-    """Causal attention of each run by itself: no padding and no mask over the whole row.
-
-    `query` is (num_tokens, heads, head_dim), `key` and `value` are what `keys_of` gives of the
-    key-value heads; `window` 0 means unlimited. Returns the shape of `query`.
-    """
+    """Causal attention of each run by itself: `query` and the answer are (num_tokens, heads,
+    head_dim), `key` and `value` what `keys_of` gives of the key-value heads; `window` 0 means
+    unlimited."""
     if query.is_cuda:  # the kernel there that needs no length x length matrix shares no heads
         key, value = with_heads_of(query, key), with_heads_of(query, value)
     sizes = (bounds.lengths, bounds.num_keys, bounds.num_keys)
@@ -167,11 +165,9 @@ def _mask(length: int, num_keys: int, window: int, like: Tensor) -> Tensor:
 
 
 class ShortAttention(torch.autograd.Function):
-    """Attention of few 16-bit keys on the CPU by plain products, kept in 16 bits.
-
-    Queries that share a key head are multiplied with it together. Scores are float32, where
-    rounding would hurt; weights and gradients are multiplied in 16 bits, as torch's kernel for them
-    does, which takes up to three times as long.
+    """Attention of few 16-bit keys on the CPU by plain products: torch's kernel for them takes up
+    to three times as long. Queries that share a key head are multiplied with it together. Scores
+    are float32, where rounding would hurt; weights and gradients are 16 bits, as with that kernel.
     """
 
     @staticmethod
@@ -293,11 +289,9 @@ def packed_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer; tensors are (1, heads, num_tokens, head_dim).
-
-    Returns (1, num_tokens, heads, head_dim). Dropout is not applied: sampling had none. A rank of a
-    crew gives and gets those of its slice.
-    """
+    """What transformers calls in each layer: from (1, heads, num_tokens, head_dim) to
+    (1, num_tokens, heads, head_dim), of a crew's rank those of its slice. Dropout is not applied:
+    sampling had none."""
     assert bounds is not None, f"{PACKED} needs `bounds`: call the model with a SequenceBounds"
     assert attention_mask is None, f"{PACKED} takes no mask, got {attention_mask.shape}"
     has_kernel = query.is_cuda and query.dtype in HALF

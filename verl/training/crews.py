@@ -53,11 +53,10 @@ class Crew:
         return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
 
     def to_heads(self, parts: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
-        """From all heads of this rank's slice to the whole row of this rank's heads.
+        """From all heads of this rank's slice to the whole row of this rank's heads, at once.
 
         `parts` are queries, keys and values, (slice_size, heads, head_dim) each; answers
-        (num_tokens, heads // size, head_dim). Key-value heads that are not enough to go round are
-        repeated first, as often as each is needed; queries must be enough. One exchange for all.
+        (num_tokens, heads // size, head_dim). Key-value heads that do not go round are repeated.
         """
         copies = [self.size // gcd(x.shape[1], self.size) for x in parts]
         parts = [
@@ -128,10 +127,7 @@ class Answers:
 
     def gathered(self, *columns: Tensor) -> tuple[Tensor, ...]:
         """The answers of all, (num_targets,) each, where this rank's are `columns`, (count,) each.
-
-        The gradient is that of this rank's alone: all compute the same loss of all answers, and
-        what the others' answers add to its gradient they add.
-        """
+        The gradient is that of this rank's alone: the others add what their answers do."""
         own = torch.stack(columns)
         found = own.new_zeros(len(columns), sum(self.counts))
         parts = list(found.split(self.counts, dim=1))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from verl.config import Config, CriticConfig
+from verl.config import CriticConfig
 from verl.core_algos.losses import value_loss, weighted_sum
 from verl.training.actor import Columns, apply_update, at_targets, inputs_of
 from verl.training.budgets import TokenBudgets, critic_budgets
@@ -74,19 +74,14 @@ class Critic:
         return loss, torch.stack([loss, *observed, weights.sum()]).detach()
 
 
-def critic_updates(config: Config, actor_updates: int) -> int:
-    """Optimizer steps of the critic in a run whose actor makes `actor_updates` without warm-up."""
-    size = config.critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
-    steps = actor_updates // max(config.updates_per_step, 1)
-    return steps * -(-config.num_trajectories // size) * config.critic.ppo_epochs
-
-
 def critic_options(rank: TrainingRank) -> FsdpOptions:
     """How the critic is held and learned."""
-    critic = rank.config.critic
+    config, critic = rank.config, rank.config.critic
+    size = critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
+    steps = rank.total_steps // max(config.updates_per_step, 1)  # of the run, without warm-up
     return FsdpOptions(
         compute_dtype=rank.dtype,
-        num_updates=critic_updates(rank.config, rank.total_steps),
+        num_updates=steps * -(-config.num_trajectories // size) * critic.ppo_epochs,
         optim=critic.optim,
         grad_clip=critic.grad_clip,
         crew=rank.crew(rank.config.critic_crew_size),

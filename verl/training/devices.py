@@ -106,9 +106,9 @@ def card_name(device: torch.device) -> str:
 def make_deterministic() -> None:
     """Let torch take algorithms of this process that give the same bits each time.
 
-    One that cannot is an error: with a warning instead, torch's attention would keep its faster
-    backward, which adds up in any order. Call it before the process group is made: NCCL then does
-    without its sums inside of the switch, which have no order either.
+    With a warning in place of an error, torch's attention would keep its faster backward, which
+    adds up in any order. Call it before the process group is made, for NCCL to do without its sums
+    inside of the switch.
     """
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
@@ -145,11 +145,10 @@ def keep_to(cores: Sequence[int]) -> None:
 
 
 def share_threads(num_processes: int, num_beside: int = 0, comes_first: bool = True) -> None:
-    """Give this process its share of the cores that it may use, for computing on the CPU.
+    """Give this process its share of the cores that it may use, as one of `num_processes`.
 
-    `num_processes` compute together. `num_beside` others do something else meanwhile: where there
-    is a core for each, they have cores of their own, the last or, unless the processes asked for
-    come first, the first.
+    `num_beside` others do something else meanwhile: where there is a core for each, they have cores
+    of their own, before or behind these.
     """
     cores, together = sorted(os.sched_getaffinity(0)), num_processes + num_beside
     if num_beside and len(cores) >= together:
@@ -161,12 +160,8 @@ def share_threads(num_processes: int, num_beside: int = 0, comes_first: bool = T
 
 
 def join_process_group(device: torch.device, rank: int, world_size: int) -> None:
-    """Join the process group of all ranks; MASTER_ADDR and MASTER_PORT say where it meets.
-
-    On GPUs it serves both devices: what is offloaded has its gradients, and so their norm, in host
-    memory, where NCCL does not reach.
-    """
-    if device.type == "cuda":
+    """Join the process group of all ranks; MASTER_ADDR and MASTER_PORT say where it meets."""
+    if device.type == "cuda":  # gloo too: what is offloaded has its gradients in host memory
         dist.init_process_group(
             "cpu:gloo,cuda:nccl", rank=rank, world_size=world_size, device_id=device
         )

@@ -213,11 +213,9 @@ class FsdpModel:
         return [(indices, batch.select(indices)) for indices in bins]
 
     def backward(self, loss: Tensor, is_last: bool = True) -> None:
-        """Add the gradient of this rank's share of the loss; shares add up over ranks.
-
-        The ranks of a crew have the same share, and each the gradient that its slice adds to it.
-        Without `reshard_each` ranks add them up with an update's last micro-batch.
-        """
+        """Add the gradient of this rank's share of the loss; shares add up over ranks, without
+        `reshard_each` with an update's last micro-batch. A crew's ranks have the same share, and
+        each the gradient that its slice adds to it."""
         if not self.options.held.reshard_each:
             assert isinstance(self.module, FSDPModule)
             self.module.set_requires_gradient_sync(is_last)
@@ -297,11 +295,8 @@ class FsdpModel:
         self, prefix: str = "", keep: Callable[[str], bool] = bool,
         dtype: torch.dtype | None = None,
     ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-        """Name and whole tensor of each parameter below `prefix` that `keep` accepts, in turn.
-
-        As `dtype`, or as they are kept. Every rank must run the iteration to its end; tied
-        parameters come once.
-        """
+        """Name and whole tensor, as `dtype`, of each parameter below `prefix` that `keep` accepts;
+        tied ones come once. Every rank must run the iteration to its end."""
         self.reshard()
         for name, parameter in self.module.named_parameters():
             if name.startswith(prefix) and keep(name):

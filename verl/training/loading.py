@@ -82,12 +82,9 @@ def take_values(module: nn.Module) -> list[Tensor]:
 
 
 def fill_shards(module: nn.Module, values: list[Tensor], home: torch.device) -> None:
-    """Give the shards of a blank `module` memory on `home`, and this rank's rows of `values`.
-
-    These are whole tensors, or shards placed as the module's own, in the order of the parameters;
-    the list is emptied, so that what is read is freed in turn. Raises ModelError for rows that are
-    no finite numbers.
-    """
+    """Give the shards of a blank `module` memory on `home`, and this rank's rows of `values`: whole
+    tensors, or shards placed as the module's own, in the order of the parameters. The list is
+    emptied, to free what was read. Raises ModelError for rows that are no finite numbers."""
     values.reverse()
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     faulty: list[str] = []
@@ -96,7 +93,11 @@ def fill_shards(module: nn.Module, values: list[Tensor], home: torch.device) -> 
         value = values.pop()
         shard = torch.empty_like(parameter, device=home)
         assert isinstance(shard, DTensor), "fill a module that is sharded"
-        rows = value.to_local() if isinstance(value, DTensor) else own_rows(value, shard)
+        if isinstance(value, DTensor):
+            rows = value.to_local()
+        else:  # the rows that FSDP2 keeps on this rank, cut as torch.chunk cuts
+            size = -(-len(value) // shard.device_mesh.size())
+            rows = value[size * shard.device_mesh.get_local_rank() :][:size]
         # On the device before the cast: 16-bit values travel, not float32 ones.
         shard.to_local().copy_(rows.to(home))
         if not is_finite(shard.to_local()):
@@ -106,13 +107,6 @@ def fill_shards(module: nn.Module, values: list[Tensor], home: torch.device) -> 
     with torch.no_grad():
         replace_parameters(module, filled)
     refuse_faulty(faulty)
-
-
-def own_rows(value: Tensor, shard: DTensor) -> Tensor:
-    """The rows of `value` that FSDP2 keeps on this rank, cut as torch.chunk cuts."""
-    size = -(-len(value) // shard.device_mesh.size())
-    start = size * shard.device_mesh.get_local_rank()
-    return value[start : start + size]
 
 
 @contextlib.contextmanager

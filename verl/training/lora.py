@@ -198,8 +198,8 @@ def peft_config(lm: PreTrainedModel, options: AdapterConfig) -> LoraConfig:
 class AdaptedModel(LogProbModel):
     """A frozen language model with an adapter for each of `adapters`, answering for one role.
 
-    Adapters and the critic's value head are float32 and learn; the base keeps the dtype it was
-    loaded in. A new adapter changes nothing: B is 0, and so is the value head.
+    Adapters and the critic's value head are float32 and learn; the base keeps its dtype. New ones
+    change nothing: B is 0, and so is the value head.
     """
 
     def __init__(self, lm: PreTrainedModel, adapters: Mapping[Role, AdapterConfig]) -> None:
@@ -293,11 +293,9 @@ def policy_adapter(engine: FsdpModel) -> Adapter:
 
 
 def policy_weights(engine: FsdpModel, dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole tensor of each weight of the policy, its adapter merged if it has one.
-
-    To be written as `dtype`; merged weights come in that of the sum. Every rank must run the
-    iteration to its end.
-    """
+    """Name and whole tensor of each weight of the policy, its adapter merged if it has one, to be
+    written as `dtype`; merged weights come in that of the sum. Every rank must run the iteration to
+    its end."""
     if not isinstance(engine, AdaptedFsdpModel):
         yield from engine.full_parameters(prefix="lm.", dtype=getattr(torch, dtype))
         return

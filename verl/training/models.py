@@ -30,13 +30,11 @@ LOGITS_PER_CHUNK = 1 << 26
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """One forward: the tokens of all sequences in a row, and the tokens that are asked for.
+    """One forward: the tokens of all sequences in a row, and the tokens that are asked for. A rank
+    of a crew has the same batch as the others, and computes a slice of the row.
 
-    A prompt that several sequences share is there once, with their responses behind it:
-
-    Example: of P P A B and P P C the row holds P P A B C; A and C are asked of its second token.
-
-    A rank of a crew has the same batch as the others, and computes a slice of the row.
+    Example: of P P A B and P P C, which share a prompt, the row holds P P A B C; A and C are asked
+    of its second token.
     """
 
     input_ids: Tensor
@@ -57,11 +55,8 @@ class PackedInputs:
     def of(
         cls, batch: TokenBatch, mask: Tensor, device: torch.device, crew: Crew | None = None
     ) -> PackedInputs:
-        """Pack `batch`, asking for tokens where `mask` (num_tokens,) is True.
-
-        A batch without tokens becomes two dummy tokens of which none is asked for, so that a rank
-        with nothing to do still takes part in collectives.
-        """
+        """Pack `batch`, asking for tokens where `mask` (num_tokens,) is True. A batch without
+        tokens becomes two that are not asked for: its rank still takes part in collectives."""
         if batch.num_tokens:
             starts = batch.offsets[:-1]
             is_target = mask.bool().clone()
@@ -161,11 +156,11 @@ class LogProbModel(nn.Module):
     def forward(
         self, inputs: PackedInputs, temperature: float, learn_entropy: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies in nats at `temperature`, (num_targets,) float32 each.
+        """Log-probs and entropies (with a gradient if `learn_entropy`) in nats at `temperature`,
+        (num_targets,) float32 each.
 
         Logits exist for a chunk of tokens at a time, forward and backward: the last one, where
-        backward begins, is kept, and those before it are computed again. Entropies carry a gradient
-        only if `learn_entropy`.
+        backward begins, is kept, and those before it are computed again.
         """
         hidden, targets = states(self.lm.get_decoder(), inputs), inputs.targets
         size = max(1, LOGITS_PER_CHUNK // self.lm.config.vocab_size)

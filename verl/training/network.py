@@ -54,10 +54,7 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_variables(master: str) -> dict[str, str]:
-    """Variables that have gloo and NCCL talk through the interface that leads to `master`.
-
-    Left alone gloo takes the address of the host's name, which is often 127.0.0.1: ranks of other
-    nodes then never reach it.
-    """
+    """Variables that have gloo and NCCL talk through the interface that leads to `master`: gloo
+    would take the address of the host's name, often 127.0.0.1, where no other node reaches it."""
     name = interface_of(address_towards(master))
     return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}

@@ -1,8 +1,7 @@
 """What every training rank has, whatever models it holds: its process, its shards, its clocks.
 
-A plain class; the single controller runs it in a Ray actor, tests in a process of their own.
-Every rank of a group gets every call, with its shard of the batch. `verl.training.worker` and
-`verl.training.critic` build the models.
+A plain class; the single controller runs it in a Ray actor, tests in a process of their own. Every
+rank of a group gets every call, with its shard of the batch. `worker` and `critic` build models.
 """
 
 from __future__ import annotations

@@ -114,9 +114,8 @@ def _write_own(
 def load_shards(directory: Path, engines: Mapping[str, FsdpModel]) -> None:
     """Take up what `save_shards` wrote, whatever number of ranks wrote it, and beside whatever.
 
-    A rank that did not exist then keeps its random states. Raises ConfigError when the adapters, or
-    the base below them, are not those of the checkpoint, and ModelError when its files cannot be
-    used.
+    A rank that did not exist then keeps its random states. Raises ConfigError for other adapters
+    than the checkpoint's, or another base below them; ModelError for files that cannot be used.
     """
     saved = read_adapters(directory)
     check_same({name: saved[name] for name in engines if name in saved}, _adapter_records(engines))

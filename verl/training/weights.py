@@ -60,11 +60,9 @@ class Layout:
 
 @contextlib.contextmanager
 def whole_folder(out: Path, option: str) -> Iterator[Path]:
-    """A folder to write into, which takes the place of `out` when the body has succeeded.
-
-    Raises ConfigError where `out`, which `option` named, holds something else than a model, or
-    another process is about to replace it.
-    """
+    """A folder to write into, which takes the place of `out` when the body has succeeded. Raises
+    ConfigError where `out`, which `option` named, holds something else than a model, or another
+    process is about to replace it."""
     out = out.absolute()
     is_model = any((out / name).is_file() for name in MODEL_FILES)
     if out.exists() and not is_model and (not out.is_dir() or any(out.iterdir())):

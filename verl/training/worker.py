@@ -35,34 +35,28 @@ class TrainerWorker(TrainingRank):
     _broadcast: WeightBroadcast | None = None
 
     def build(self) -> None:
-        """The actor, and what computes beside it."""
-        needs_critic = ADVANTAGES[self.config.algorithm.adv_estimator].needs_critic
-        self.has_critic = needs_critic and not self.config.has_own_critic
-        self.actor, self.reference = self._build_policy()
-        self.critic: Critic | None = None
-        self.engines = {"actor": self.actor.engine}
-        if self.has_critic:
-            if self.config.shares_base:
-                engine = share(self.actor.engine, Role.CRITIC, critic_options(self))
-            else:
-                engine = own_engine(self)
-            self.critic, self.engines["critic"] = critic_of(self, engine), engine
-
-    def _build_policy(self) -> tuple[Actor, Actor | None]:
-        """The actor, and the reference where one is needed: the policy before training. Below an
-        adapter the reference is there already; else it copies the actor's shards."""
-        section = self.config.actor_rollout_ref
-        needs_twin = self.config.needs_reference and not section.model.has_adapter
+        """The actor, and what computes beside it. The reference is the policy before training:
+        below an adapter it is there already, else it copies the actor's shards."""
+        config, section = self.config, self.config.actor_rollout_ref
+        needs_critic = ADVANTAGES[config.algorithm.adv_estimator].needs_critic
+        self.has_critic = needs_critic and not config.has_own_critic
+        needs_twin = config.needs_reference and not section.model.has_adapter
         with self.opened(section.model, section.model.path) as lm:
             self.model_config = self.described = lm.config
             twin = blank_copy(lm) if needs_twin else None
             prepare_blocks(lm, section.model)
             size = section.actor.ulysses_sequence_parallel_size
             check_heads(lm.config, size, "actor_rollout_ref.actor")
-            actor = self._actor_engine(lm)
-        if not self.config.needs_reference:
-            return self._policy(actor), None
-        return self._policy(actor), self._policy(self._reference_engine(actor, twin))
+            engine = self._actor_engine(lm)
+        self.actor, self.engines = self._policy(engine), {"actor": engine}
+        self.reference: Actor | None = None
+        if config.needs_reference:
+            self.reference = self._policy(self._reference_engine(engine, twin))
+        self.critic: Critic | None = None
+        if self.has_critic:
+            shared = config.shares_base
+            own = share(engine, Role.CRITIC, critic_options(self)) if shared else own_engine(self)
+            self.critic, self.engines["critic"] = critic_of(self, own), own
 
     def _policy(self, engine: FsdpModel) -> Actor:
         section = self.config.actor_rollout_ref
@@ -98,22 +92,17 @@ class TrainerWorker(TrainingRank):
     def save_policy(
         self, directory: str | Path, dtype: str = "bfloat16", is_adapter: bool = False
     ) -> None:
-        """Write the policy as a Hugging Face folder, once, with its adapter merged into it.
-
-        With `is_adapter`, write the adapter alone as peft's folder. `directory` is on a file system
-        that the first rank sees.
-        """
+        """Write the policy as a Hugging Face folder, once, with its adapter merged into it, or the
+        adapter alone as peft's folder, where the first rank sees `directory`."""
         self._write_policy(Path(directory), dtype, is_adapter, writer=self.rank, num_writers=1)
 
     def share_policy(
         self, directory: str | Path, version: int, needed: Sequence[int], dtype: str,
         is_adapter: bool,
     ) -> float:  # fmt: skip
-        """As `save_policy`, but into a folder of each node's memory that goes with its rank.
-
-        There `version` gets a folder of its own, and of those before only the `needed` ones stay.
-        All ranks of a node write, each its part. Returns the seconds in which this one did.
-        """
+        """As `save_policy`, but into a folder of each node's memory, by all of its ranks together:
+        a folder for `version`, beside which only the `needed` ones stay. Returns the seconds in
+        which this rank wrote."""
         writer = self.rank % self.num_local
         if writer == 0:
             self._folder = self._folder or NodeFolder(Path(directory))
@@ -134,10 +123,7 @@ class TrainerWorker(TrainingRank):
 
     def send_policy(self, num_receivers: int, stream: str, dtype: str) -> Sent:
         """Send the policy, with its adapter merged into it, to engines' workers: those on this
-        device, or all that have joined the stream that this rank opened.
-
-        Every rank takes part in gathering.
-        """
+        device, or all that have joined the stream that this rank opened."""
         named, target = policy_weights(self.actor.engine, dtype), getattr(torch, dtype)
         if self._broadcast is not None and self._broadcast.stream == stream:
             sent = self._broadcast.send(named, target)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from verl.training.weight_delta import BITS, CHANGES, KeptWeights, change, changes
+from verl.training.weight_broadcast import BITS, CHANGES, KeptWeights, change, changes
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 SPECIAL = [0.0, -0.0, float("nan"), float("inf"), 1.0, -1.0]
