@@ -50,7 +50,7 @@ HEART: Mapping[str, Sequence[str]] = MappingProxyType(
             "tests/verl/test_types.py",
             "tests/verl/test_packing.py",
         ],
-        "verl/data/sampler.py": ["tests/verl/data/test_data.py"],
+        "verl/data/prompts.py": ["tests/verl/data/test_data.py"],
         "verl/trainer/learning.py": ["tests/verl/trainer/test_learning.py"],
         "verl/training/actor.py": ["tests/verl/training/test_actor.py"],
         "verl/training/attention.py": ["tests/verl/training/test_attention.py"],

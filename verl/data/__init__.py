@@ -3,9 +3,16 @@
 Rows and their format are read in `verl.data.rows`. No tools and no Ray here.
 """
 
-from verl.data.prompts import Tokenizer, choose, load_prompts, num_tokens, render
+from verl.data.prompts import (
+    PromptSampler,
+    Tokenizer,
+    choose,
+    load_prompts,
+    num_batches,
+    num_tokens,
+    render,
+)
 from verl.data.rows import load_rows
-from verl.data.sampler import PromptSampler, num_batches
 
 __all__ = [
     "PromptSampler", "Tokenizer", "choose", "load_prompts", "load_rows", "num_batches",

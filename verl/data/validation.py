@@ -14,7 +14,6 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -26,12 +25,6 @@ from verl.errors import DataError, ModelError
 
 PERCENTILES = (50, 95, 99)
 BUDGETS = (256, 512, 1024, DataConfig.max_start_length, 4096)
-
-
-class DecodingTokenizer(Tokenizer, Protocol):
-    """A tokenizer that can also turn ids back into text."""
-
-    def decode(self, token_ids: list[int]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +86,7 @@ class Report:
 
 def validate(
     files: Sequence[str],
-    tokenizer: DecodingTokenizer | None = None,
+    tokenizer: Tokenizer | None = None,
     budgets: Sequence[int] = (),
     prompt_key: str = "prompt",
 ) -> Report:

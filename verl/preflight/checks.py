@@ -181,36 +181,33 @@ def _questions(config: Config) -> Iterator[UserError]:
 
 def _devices(config: Config) -> Iterator[UserError]:
     """Enough devices here; on a running cluster (RAY_ADDRESS) Ray's placement tells."""
-    trainer, own = config.trainer, config.trainer.rollout_gpus
-    key, num_ranks = "trainer.n_gpus_per_node", trainer.n_gpus_per_node
-    critic = config.critic_gpus_per_node
-    wanted = {"trainer.rollout_gpus": own, "critic.n_gpus_per_node": critic}
-    beside = {name: number for name, number in wanted.items() if number}
     if os.environ.get("RAY_ADDRESS"):
         return
-    num_gpus = torch.cuda.device_count()
-    on_nodes = {"trainer.nnodes": trainer.nnodes, "critic.nnodes": config.critic.nnodes or 1}
-    for name, nodes in on_nodes.items():
+    trainer, key, num_gpus = config.trainer, "trainer.n_gpus_per_node", torch.cuda.device_count()
+    own, critic = trainer.rollout_gpus, config.critic_gpus_per_node
+    for name, nodes in (("trainer", trainer.nnodes), ("critic", config.critic.nnodes or 1)):
         if nodes > 1:
             fix = "start a Ray cluster and export RAY_ADDRESS (docs/multinode.md), or nnodes=1"
-            got = f"{nodes} without RAY_ADDRESS"
-            yield ResourceError(explain(name, got, "1 node, or a cluster", fix))
+            got, expected = f"{nodes} without RAY_ADDRESS", "1 node, or a cluster"
+            yield ResourceError(explain(f"{name}.nnodes", got, expected, fix))
     if trainer.device == "cuda" or (trainer.device == "auto" and num_gpus):
         if num_gpus < config.gpus_per_node:
+            wanted = {"trainer.rollout_gpus": own, "critic.n_gpus_per_node": critic}
+            beside = {name: number for name, number in wanted.items() if number}
             fix = f"set {key}={num_gpus}" if num_gpus else "set trainer.device=cpu, or add a GPU"
             if beside and num_gpus:
                 fix = f"lower them to {num_gpus} together, or leave out {' and '.join(beside)}"
-            given = " and ".join([str(num_ranks), *(f"{k}={n}" for k, n in beside.items())])
-            got = f"{given} with {num_gpus} GPUs here"
+            given = [str(trainer.n_gpus_per_node), *(f"{k}={n}" for k, n in beside.items())]
+            got = f"{' and '.join(given)} with {num_gpus} GPUs here"
             yield ResourceError(explain(key, got, "as many", fix))
         return
-    num_cores = os.cpu_count() or 1
+    num_cores, num_ranks = os.cpu_count() or 1, trainer.n_gpus_per_node + critic
     try:
         cores_of(own, is_engine=False)
     except ResourceError as error:
         yield error
-    if num_ranks + critic > max(2, num_cores):
-        got = f"{num_ranks + critic} ranks with no GPU and {num_cores} cores"
+    if num_ranks > max(2, num_cores):
+        got = f"{num_ranks} ranks with no GPU and {num_cores} cores"
         expected = "a GPU each, or on CPU at most one rank per core"
         yield ResourceError(explain(key, got, expected, f"set {key}=1"))
 

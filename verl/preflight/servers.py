@@ -65,10 +65,9 @@ def server_problems(
 
 def _folder_problem(config: Config) -> ResourceError | None:
     """Why `weights_dir` cannot take the versions of the weights that are held at once."""
-    given = config.actor_rollout_ref.rollout.weights_dir
-    if given is None:
+    if config.actor_rollout_ref.rollout.weights_dir is None:
         return None
-    folder = Path(given).absolute()
+    folder = Path(config.actor_rollout_ref.rollout.weights_dir).absolute()
     needed = config.num_weight_versions * weight_bytes(config.actor_rollout_ref.model.path)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -9,12 +9,12 @@ instead, the prompt's included, and they are taken as they are.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from verl.data import Tokenizer, render
 from verl.data.prompts import encode_within
 from verl.data.rows import BadRow, Row, prompt_of, read_jsonl
-from verl.data.trajectories import TOKENIZER, Vocabulary, fingerprint
+from verl.data.trajectories import TOKENIZER, fingerprint
 from verl.errors import DataError, explain
 from verl.types import Origin, Prompt, Segment, Trajectory
 
@@ -25,16 +25,12 @@ EXACT_FORM = (
 )
 
 
-class SftTokenizer(Tokenizer, Vocabulary, Protocol):
-    """What demonstrations need of a Hugging Face tokenizer."""
-
-
 class _Malformed(ValueError):
     """What is wrong with a row, in words of our own."""
 
 
 def load_demonstrations(
-    path: str, tokenizer: SftTokenizer, max_length: int, end_of_turn: str = ""
+    path: str, tokenizer: Tokenizer, max_length: int, end_of_turn: str = ""
 ) -> list[Trajectory]:
     """All rows as trajectories of at most `max_length` tokens; longer ones are refused.
 
