@@ -1,6 +1,7 @@
 """The backend that asks a search service: one request per query, many at once, answers kept."""
 
 import importlib.util
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,8 +9,8 @@ from dataclasses import astuple
 from typing import Any, TypeVar
 
 from search_r1.online.addresses import AddressPolicy
-from search_r1.online.fetch import Deadline, PageFetcher
-from search_r1.online.pages import PageReader
+from search_r1.online.fetch import Deadline, PageError, PageFetcher
+from search_r1.online.pages import READERS, cut
 from search_r1.online.services import SERVICES, Ask, Found
 from search_r1.online.upstream import Upstream, read_credentials
 from search_r1.search.backends.base import Retriever, fingerprint, stage
@@ -20,7 +21,11 @@ from search_r1.search.settings import OnlineConfig, RetrieverConfig
 from search_r1.storage import MemoryStore, Storage
 from verl.errors import masked
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+MOST_KEPT = 100_000
+"""Characters of a page; beyond them only what is asked for."""
 NUM_RECENT_ANSWERS = 4096
 NUM_RECENT_PAGES = 512
 NUM_REQUESTS = 16
@@ -36,14 +41,16 @@ class OnlineRetriever:
     num_documents = 0
 
     def __init__(
-        self, upstream: Upstream, config: OnlineConfig, answers: Storage, pages: PageReader | None
-    ) -> None:
-        """`answers` keeps the service's; `pages` replaces snippets by the pages' texts."""
+        self, upstream: Upstream, config: OnlineConfig, policy: AddressPolicy, answers: Storage,
+        texts: Storage,
+    ) -> None:  # fmt: skip
+        """`answers` keeps the service's, `texts` those of pages that `policy` lets fetch."""
         self.name = upstream.service.name
         self._upstream = upstream
         self._config = config
-        self._answers = answers
-        self._pages = pages
+        self._answers, self._texts = answers, texts
+        self._pages = PageFetcher(policy, config.page_bytes) if config.page_text else None
+        self._page_scope = fingerprint({"page_bytes": config.page_bytes})
         self._scope = fingerprint(self._service_facts())
         self._requests = ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="online")
         self._fetches = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="pages")
@@ -112,8 +119,22 @@ class OnlineRetriever:
         distinct = list(dict.fromkeys(urls))
         pages, deadline = self._pages, Deadline(self._config.online_timeout)
         with stage("fetch"):
-            texts = _all(self._fetches, lambda url: pages.text(url, deadline), distinct)
+            texts = _all(self._fetches, lambda url: self._text(pages, url, deadline), distinct)
         return {url: text for url, text in zip(distinct, texts, strict=True) if text is not None}
+
+    def _text(self, pages: PageFetcher, url: str, deadline: Deadline) -> str | None:
+        """The first characters of the page's text, cut at a word; None if it cannot be read."""
+        key, most = ("page", self._page_scope, url), self._config.page_chars
+        text = self._texts.get([key]).get(key)
+        if text is None:
+            try:
+                whole = READERS.read(pages.fetch(url, deadline), deadline).text
+            except PageError as error:
+                logger.info("no text of page %r: %s", url, error)
+                return None
+            text = cut(whole, max(MOST_KEPT, most))
+            self._texts.put({key: text})
+        return cut(text, most)
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
@@ -125,22 +146,14 @@ def open_online(name: str, config: OnlineConfig, policy: AddressPolicy) -> Onlin
     """The service `name`; pages are fetched from where `policy` allows. Raises SetupError."""
     service = SERVICES[name]
     upstream = Upstream(service, read_credentials(service), config)
-    (answers, texts), pages = open_stores(config.online_cache), None
-    if config.page_text:
-        if importlib.util.find_spec("trafilatura") is None:
-            command = install_command("online")
-            raise SetupError(f"--page_text needs trafilatura; install it: {command}")
-        fetcher, scope = PageFetcher(policy, config.page_bytes), {"page_bytes": config.page_bytes}
-        pages = PageReader(fetcher, texts, fingerprint(scope), config.page_chars)
-    return OnlineRetriever(upstream, config, answers, pages)
-
-
-def open_stores(path: str | None) -> tuple[Storage, Storage]:
-    """Of answers and of pages: the file at `path`, or memory, which spares paying twice."""
-    if path is None:
-        return MemoryStore(NUM_RECENT_ANSWERS), MemoryStore(NUM_RECENT_PAGES)
-    file = open_store(path, "--online_cache")
-    return file, file
+    answers: Storage = MemoryStore(NUM_RECENT_ANSWERS)  # spares paying twice for a failed batch
+    texts: Storage = MemoryStore(NUM_RECENT_PAGES)
+    if config.online_cache is not None:
+        answers = texts = open_store(config.online_cache, "--online_cache")
+    if config.page_text and importlib.util.find_spec("trafilatura") is None:
+        command = install_command("online")
+        raise SetupError(f"--page_text needs trafilatura; install it: {command}")
+    return OnlineRetriever(upstream, config, policy, answers, texts)
 
 
 def _all(pool: ThreadPoolExecutor, work: Callable[[str], T], items: Sequence[str]) -> list[T]:

@@ -82,13 +82,6 @@ def _decoded(body: bytes, charset: str) -> str | None:
     return well_formed(text)
 
 
-def _answer(page: Page, with_title: bool) -> dict[str, str]:
-    try:
-        return {"text": extract(page), "title": extract_title(page) if with_title else ""}
-    except PageError as error:
-        return {"error": str(error)}
-
-
 def main() -> None:
     """Answer pages that come over the descriptor until nobody sends any, or memory is out."""
     logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # a page without text is no error
@@ -102,7 +95,12 @@ def main() -> None:
             page, with_title, seconds = connection.recv()
             signal.alarm(math.ceil(seconds) + 1)  # ends this process should its starter be killed
             # as JSON: the starter must not unpickle what was near a stranger's page
-            connection.send_bytes(json.dumps(_answer(page, with_title)).encode())
+            try:
+                title = extract_title(page) if with_title else ""
+                answer = {"text": extract(page), "title": title}
+            except PageError as error:
+                answer = {"error": str(error)}
+            connection.send_bytes(json.dumps(answer).encode())
             signal.alarm(0)
 
 

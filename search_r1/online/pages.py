@@ -1,11 +1,10 @@
-"""The text of the page at an address: fetched, read in another process, and kept.
+"""The text of the page at an address: fetched, and read in another process.
 
 Processes take the text out of pages, within a time, a memory and a number.
 """
 
 import atexit
 import json
-import logging
 import multiprocessing
 import os
 import re
@@ -16,12 +15,7 @@ from dataclasses import dataclass
 
 from search_r1.online.addresses import AddressPolicy
 from search_r1.online.fetch import Deadline, Page, PageError, PageFetcher
-from search_r1.storage import Storage
 
-logger = logging.getLogger(__name__)
-
-MOST_KEPT = 100_000
-"""Characters of a page; beyond them only what is asked for."""
 READ_S = 5.0
 """Of a page, once its process is there; usual ones take a tenth."""
 MOST_ANSWER = 64 << 20
@@ -91,7 +85,16 @@ class Readers:
         if not self._places.acquire(timeout=deadline.left()):
             raise PageError("too many pages are read at once")
         try:
-            answer = self._read(page, with_title, deadline)
+            try:
+                reader = self._idle.pop()
+            except IndexError:
+                reader = _Reader()
+            try:
+                answer = reader.read(page, with_title, deadline)
+            except BaseException:
+                reader.kill()
+                raise
+            self._idle.append(reader)
         except (TimeoutError, EOFError, OSError) as error:
             raise PageError(f"its text takes over {READ_S:g} s, or too much memory") from error
         finally:
@@ -105,19 +108,6 @@ class Readers:
         while self._idle:
             self._idle.pop().kill()
 
-    def _read(self, page: Page, with_title: bool, deadline: Deadline) -> dict[str, str]:
-        try:
-            reader = self._idle.pop()
-        except IndexError:
-            reader = _Reader()
-        try:
-            answer = reader.read(page, with_title, deadline)
-        except BaseException:
-            reader.kill()
-            raise
-        self._idle.append(reader)
-        return answer
-
 
 READERS = Readers(max(2, min(8, os.cpu_count() or 2)))
 """Those of this process."""
@@ -130,41 +120,15 @@ def visit(
     most_bytes: int = 2_000_000,
     timeout: float = 15.0,
 ) -> Article:
-    """Title and text of a public page, or of one that `policy` allows; raises PageError."""
+    """Title and text of a page, of which at most `most_bytes` are read, within `timeout` s.
+
+    Only public addresses are fetched from, unless `policy` allows others. Raises PageError.
+    """
     fetcher, deadline = PageFetcher(policy or AddressPolicy(), most_bytes), Deadline(timeout)
     try:
         return READERS.read(fetcher.fetch(url, deadline), deadline, with_title=True)
     finally:
         fetcher.close()
-
-
-class PageReader:
-    """Texts of pages, kept ones first."""
-
-    def __init__(self, fetcher: PageFetcher, texts: Storage, scope: str, most_chars: int) -> None:
-        """`scope` tells the pages of `texts` apart by how they were read."""
-        self._fetcher = fetcher
-        self._texts = texts
-        self._scope = scope
-        self._most_chars = most_chars
-
-    def text(self, url: str, deadline: Deadline) -> str | None:
-        """The first characters of the page's text, cut at a word; None if it cannot be read."""
-        key = ("page", self._scope, url)
-        text = self._texts.get([key]).get(key)
-        if text is None:
-            try:
-                whole = READERS.read(self._fetcher.fetch(url, deadline), deadline).text
-                text = cut(whole, max(MOST_KEPT, self._most_chars))
-            except PageError as error:
-                logger.info("no text of page %r: %s", url, error)
-                return None
-            self._texts.put({key: text})
-        return cut(text, self._most_chars)
-
-    def close(self) -> None:
-        """Let go of threads."""
-        self._fetcher.close()
 
 
 def cut(text: str, most_chars: int) -> str:

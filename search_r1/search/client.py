@@ -168,7 +168,10 @@ class RetrievalClient:
         return self._transport.servers.urls
 
     async def search(self, query: str, began: float | None = None) -> list[Document]:
-        """Documents, best first; `began`: when the deadline began. Raises a Retriever error."""
+        """The documents for one query, best first; the deadline counts from `began`, or from now.
+
+        Raises RetrieverUnavailable or RetrieverRefused.
+        """
         num_retries = 0
         try:
             documents, num_retries = await self._ask(self._state().wanted, query, began)

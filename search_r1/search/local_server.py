@@ -69,7 +69,11 @@ class LocalServer:
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment
             )
         try:
-            self._wait(port_file)
+            deadline = time.monotonic() + self._timeout
+            while not port_file.exists():  # it comes once requests are accepted
+                self._check_alive(deadline)
+                time.sleep(POLL_S)
+            self.port = int(port_file.read_text())
         except BaseException:
             self.stop()
             raise
@@ -96,13 +100,6 @@ class LocalServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-    def _wait(self, port_file: Path) -> None:
-        deadline = time.monotonic() + self._timeout
-        while not port_file.exists():  # it comes once requests are accepted
-            self._check_alive(deadline)
-            time.sleep(POLL_S)
-        self.port = int(port_file.read_text())
 
     def _check_alive(self, deadline: float) -> None:
         status = self._process.poll()

@@ -12,7 +12,7 @@ class Retrieval(Protocol):
     """What an agent needs of a retriever."""
 
     async def search(self, query: str) -> list[Document]:
-        """The documents, best first; raises SearchError, an infrastructure failure, for good."""
+        """The documents, best first; SearchError is an infrastructure failure, never a result."""
         ...
 
 

@@ -346,7 +346,7 @@ def test_what_is_no_cache_is_refused(tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text('{"id": "1"}\n' * 100)
     for path in (tmp_path / "corpus.jsonl", tmp_path / "none" / "c"):
         with pytest.raises(SetupError, match="--online_cache"):
-            online_engine.open_stores(str(path))
+            open_online("serper", OnlineConfig(online_cache=str(path)), AddressPolicy())
     assert (tmp_path / "corpus.jsonl").read_text() == '{"id": "1"}\n' * 100
 
 

@@ -157,16 +157,6 @@ def normalise(question: str) -> str:
 
 def load_rows(path: str | Path, corpus_path: str | None) -> list[Row]:
     """The rows of a file, with the corpus's documents for its ids; raises SetupError."""
-    rows = _read(Path(path))
-    if not rows:
-        raise SetupError(f"{path} has no rows; {EXPECTED} on each line")
-    ids = {entry for _, passages in rows for entry in passages if isinstance(entry, str)}
-    found = _look_up(ids, path, corpus_path) if ids else {}
-    return [(q, [found[e] if isinstance(e, str) else e for e in passages]) for q, passages in rows]
-
-
-def _read(path: Path) -> list[tuple[str, list[Document | str]]]:
-    """Questions with their documents, or with the ids of them."""
     try:
         lines = read_text(path).split("\n")
     except (OSError, ValueError) as error:
@@ -181,7 +171,11 @@ def _read(path: Path) -> list[tuple[str, list[Document | str]]]:
                 f"{path} line {number}: {type(error).__name__} {error}, got {line[:80]!r}; "
                 f"{EXPECTED}"
             ) from error
-    return rows
+    if not rows:
+        raise SetupError(f"{path} has no rows; {EXPECTED} on each line")
+    ids = {entry for _, passages in rows for entry in passages if isinstance(entry, str)}
+    found = _look_up(ids, path, corpus_path) if ids else {}
+    return [(q, [found[e] if isinstance(e, str) else e for e in passages]) for q, passages in rows]
 
 
 def _row(row: Any) -> tuple[str, list[Document | str]]:

@@ -42,12 +42,19 @@ SMOOTHING = 0.2
 LONGEST_RETRY_S = 60.0
 
 
-@dataclass(eq=False)
-class Batch:
-    """A search of several queries: when it began, and the seconds of its stages."""
+Result = Written | SearchError
 
-    start: float
+
+@dataclass(eq=False)
+class Outcome:
+    """A search of several queries: results in their order, and where the time (s) went."""
+
+    results: list[Result]
+    start: float = field(default_factory=time.perf_counter)
     seconds: Seconds = field(default_factory=dict)
+    num_searched: int = 0
+    """Queries that the engine answered."""
+    elapsed: float = 0.0
 
 
 @dataclass(eq=False)
@@ -68,11 +75,11 @@ class Claim:
     found: dict[str, Written] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
     """Queries without a result yet."""
-    batches: set[Batch] = field(default_factory=set)
+    batches: set[Outcome] = field(default_factory=set)
     """Searches that answered it."""
     start: float = field(default_factory=time.perf_counter)
 
-    def take(self, job: Job, result: Written, batch: Batch) -> None:
+    def take(self, job: Job, result: Written, batch: Outcome) -> None:
         """One result."""
         self.found[job.query] = result
         self.batches.add(batch)
@@ -93,20 +100,6 @@ class Claim:
             for name, seconds in batch.seconds.items():
                 total[name] = total.get(name, 0.0) + seconds
         return total
-
-
-Result = Written | SearchError
-
-
-@dataclass
-class Outcome:
-    """Results in the order of the queries, and where the time (s) went."""
-
-    results: list[Result]
-    seconds: Seconds = field(default_factory=dict)
-    num_searched: int = 0
-    """Queries that the engine answered."""
-    elapsed: float = 0.0
 
 
 class Searcher:
@@ -137,7 +130,8 @@ class Searcher:
             if missing:
                 results |= zip(missing, self._search(missing, k), strict=True)
         elapsed = time.perf_counter() - start
-        return Outcome([results[query] for query in queries], seconds, len(missing), elapsed)
+        found = [results[query] for query in queries]
+        return Outcome(found, start, seconds, len(missing), elapsed)
 
     def close(self) -> None:
         """Finish what is to be written, and close the files."""
@@ -297,11 +291,11 @@ class Batcher:
             self._timer = None
         loop = asyncio.get_running_loop()
         while self._num_free and self._waiting:
-            jobs, batch = self._take(), Batch(time.perf_counter())
+            jobs = self._take()
             self._num_free -= 1
             queries = [job.query for job in jobs]
             searched = loop.run_in_executor(self._threads, self._searcher.run, queries, jobs[0].k)
-            searched.add_done_callback(partial(self._finish, jobs, batch))
+            searched.add_done_callback(partial(self._finish, jobs))
 
     def _take(self) -> list[Job]:
         """The next jobs of one k, spread over the free threads; the other k's have their turns."""
@@ -316,7 +310,7 @@ class Batcher:
             self._waiting[k] = of_k
         return jobs
 
-    def _finish(self, jobs: list[Job], batch: Batch, searched: "asyncio.Future[Outcome]") -> None:
+    def _finish(self, jobs: list[Job], searched: "asyncio.Future[Outcome]") -> None:
         """Hand out the results, then search what has accumulated."""
         self._num_free += 1
         if searched.cancelled():
@@ -329,7 +323,6 @@ class Batcher:
         else:
             outcome = searched.result()
             self._learn(len(jobs), outcome)
-        batch.seconds = outcome.seconds
         for job, result in zip(jobs, outcome.results, strict=True):
             del self._in_flight[job.query, job.k]
             if isinstance(result, SearchError):
@@ -340,7 +333,7 @@ class Batcher:
                 size = max(self._share, num_bytes(job.query, result))
                 self._cache[job.query, job.k] = size, result
             for claim in job.claims:
-                claim.take(job, result, batch)
+                claim.take(job, result, outcome)
         self._wake(self._linger)
 
     def _learn(self, num_queries: int, outcome: Outcome) -> None:

@@ -14,7 +14,7 @@ from search_r1.search.server.requests import STATUSES
 from search_r1.search.settings import ServiceConfig
 from tests.search.server.engines import Watched
 
-MANUAL = (Path(__file__).parents[3] / "docs" / "retriever.md").read_text()
+MANUAL = (Path(__file__).parents[2] / "docs" / "retriever.md").read_text()
 
 
 def test_the_manual_lists_every_flag() -> None:
