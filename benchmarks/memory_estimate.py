@@ -24,9 +24,9 @@ from verl.config import Config
 from verl.core_algos.losses import loss_weights
 from verl.model_shape import ModelShape
 from verl.ports import free_port
+from verl.preflight.memory.check import settled
 from verl.preflight.memory.estimate import Estimate, Setting, estimate
 from verl.preflight.memory.needs import CPU_HEAP, Need, Phase
-from verl.preflight.memory.offload import settled
 from verl.training.worker import TrainerWorker
 from verl.types import TokenBatch
 

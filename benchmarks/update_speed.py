@@ -29,7 +29,7 @@ from verl.core_algos.kl import FixedKLController
 from verl.data.trajectories import read_rows
 from verl.packing import SHARED, Packing
 from verl.ports import free_port
-from verl.preflight.memory.offload import settled
+from verl.preflight.memory.check import settled
 from verl.rewards.interface import Reward
 from verl.trainer.collection import Samples
 from verl.trainer.groups import cpu_env

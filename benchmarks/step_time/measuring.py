@@ -27,7 +27,7 @@ from verl.config import Config
 from verl.core_algos.losses import loss_weights
 from verl.packing import split_groups
 from verl.ports import free_port
-from verl.preflight.memory.offload import settled
+from verl.preflight.memory.check import settled
 from verl.training.worker import TrainerWorker
 from verl.types import (
     Origin,

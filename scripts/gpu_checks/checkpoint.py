@@ -13,7 +13,7 @@ from scripts.gpu_checks.report import Report
 from scripts.gpu_checks.trainer import KINDS, LENGTHS, OFFLOADS, joined, weights
 from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
-from verl.preflight.memory.offload import changed
+from verl.preflight.memory.check import changed
 from verl.training.devices import DETERMINISTIC_ENV
 from verl.training.worker import TrainerWorker
 

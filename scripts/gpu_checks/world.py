@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
-from verl.preflight.memory.offload import settled
+from verl.preflight.memory.check import settled
 from verl.types import TokenBatch
 
 END = "<|im_end|>"

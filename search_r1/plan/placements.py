@@ -24,9 +24,9 @@ from verl.errors import ConfigError, explain
 from verl.machine import GB, DeviceMemory, HostMemory, Machine
 from verl.model_shape import ModelShape
 from verl.monitor.flops import ModelFlops
+from verl.preflight.memory.check import OPTIONS, changed, choose
 from verl.preflight.memory.estimate import CLOSE, Setting, estimate
 from verl.preflight.memory.needs import Memory, has_critic, kv_bytes
-from verl.preflight.memory.offload import OPTIONS, changed, choose
 from verl.training.budgets import actor_budgets, critic_budgets
 
 ITEM = 2

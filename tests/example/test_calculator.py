@@ -25,7 +25,7 @@ from verl.config import Config, cli
 from verl.core_algos.kl import FixedKLController
 from verl.monitor.tracking import Tracking
 from verl.ports import free_port
-from verl.preflight.memory.offload import settled
+from verl.preflight.memory.check import settled
 from verl.rollout.in_flight import Engines
 from verl.trainer.ranks import TrainerRanks
 from verl.trainer.ray_trainer import RayPPOTrainer

@@ -75,7 +75,7 @@ def resolve(case: dict[str, Any]) -> dict[str, Any]:
     """The settings that an engine of this case starts with."""
     pretend(case["card"])
     from verl.config import Config  # noqa: PLC0415
-    from verl.preflight.memory.offload import changed  # noqa: PLC0415
+    from verl.preflight.memory.check import changed  # noqa: PLC0415
     from verl.rollout.vllm_engine import VllmSettings  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder:

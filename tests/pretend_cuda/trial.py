@@ -28,7 +28,7 @@ from tests.pretend_cuda.ledger import Ledger
 from tests.pretend_cuda.mode import PretendCuda
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
-from verl.preflight.memory.offload import settled
+from verl.preflight.memory.check import settled
 from verl.sft import trainer as sft
 from verl.training import models
 from verl.training import rank as trainer_rank

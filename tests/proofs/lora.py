@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
 from verl.ports import free_port
-from verl.preflight.memory.offload import settled
+from verl.preflight.memory.check import settled
 from verl.training.worker import TrainerWorker
 from verl.types import TokenBatch
 

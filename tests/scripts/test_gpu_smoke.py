@@ -14,7 +14,7 @@ from scripts import gpu_smoke
 from scripts.gpu_checks.runner import Row, run_all, run_one
 from scripts.gpu_checks.table import ALL, Check
 from scripts.gpu_checks.world import small_run
-from verl.preflight.memory.offload import undecided
+from verl.preflight.memory.check import undecided
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = (sys.executable, str(Path(__file__).with_name("scripted_check.py")))

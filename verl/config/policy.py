@@ -53,7 +53,7 @@ class FsdpConfig:
     """What leaves the device between uses: of offloading, without effect on CPU.
 
     What is null is chosen before the run starts: on, where the memory estimate says that the device
-    has not the room (`verl.preflight.memory.offload`), and where nothing can be estimated.
+    has not the room (`verl.preflight.memory.check`), and where nothing can be estimated.
     """
 
     param_offload: bool | None = option(None, resume="free")

@@ -13,7 +13,7 @@ from verl.checkpoint.resume import check_resume, flat, identity
 from verl.config import Config
 from verl.config.known import known_options
 from verl.errors import ConfigError
-from verl.preflight.memory.offload import everything, settled
+from verl.preflight.memory.check import everything, settled
 
 SERVED = {"corpus": "c1", "index": "i1", "encoder": "e1"}
 

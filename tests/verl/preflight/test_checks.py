@@ -17,7 +17,7 @@ from tests.checkpoints import writing
 from verl.config import Config, cli
 from verl.errors import PreflightError
 from verl.preflight import checks
-from verl.preflight.memory.offload import undecided
+from verl.preflight.memory.check import undecided
 from verl.training.lora import Adapter, peft_config
 from verl.training.models import load_causal_lm
 from verl.training.shards import ADAPTERS_FILE

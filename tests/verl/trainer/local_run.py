@@ -24,7 +24,7 @@ from verl.config import Config, cli
 from verl.core_algos.kl import FixedKLController
 from verl.monitor.tracking import Tracking
 from verl.ports import free_port
-from verl.preflight.memory.offload import settled
+from verl.preflight.memory.check import settled
 from verl.rewards.interface import Reward
 from verl.rollout.interface import RolloutEngine
 from verl.rollout.replica import RolloutReplica

@@ -13,7 +13,7 @@ import pytest
 from tests.verl.trainer.test_ranks import Answers
 from verl.config import Config
 from verl.errors import ConfigError
-from verl.preflight.memory.offload import changed
+from verl.preflight.memory.check import changed
 from verl.single_controller.actors import Place
 from verl.single_controller.restarts import Restarts
 from verl.trainer import groups

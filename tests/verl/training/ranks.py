@@ -16,7 +16,7 @@ from example.tiny import tiny_llama
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
 from verl.ports import free_port
-from verl.preflight.memory.offload import settled
+from verl.preflight.memory.check import settled
 from verl.types import TokenBatch
 
 VOCAB = 97

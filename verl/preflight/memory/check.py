@@ -1,24 +1,28 @@
 """The run's memory against this machine's, before anything is loaded.
 
-What waits on the host is chosen where the options leave it open. What cannot fit is refused, what
-is close is warned of, both with the options that need less. What other nodes of a cluster have is
-not seen from here: on a cluster nothing is refused.
+Where the options leave it open, the estimate chooses what waits on the host between uses, and what
+the room that is left on the devices is spent on. What cannot fit is refused, what is close is
+warned of, both with the options that need less. What other nodes of a cluster have is not seen from
+here: on a cluster nothing is refused.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 
 from verl.config import Config
+from verl.config.policy import SELECTIVE
 from verl.errors import ResourceError, UserError
 from verl.machine import LARGER_SHARED, Machine, amount
 from verl.model_shape import read_shape
-from verl.preflight.memory import offload
 from verl.preflight.memory.estimate import (
     CLOSE,
     REFUSED,
@@ -28,9 +32,9 @@ from verl.preflight.memory.estimate import (
     estimate,
     free_memory,
 )
-from verl.preflight.memory.needs import AWAKE, Memory
-from verl.preflight.memory.offload import OPTIONS, ROOM, of_a_rank, settled, undecided
+from verl.preflight.memory.needs import AWAKE, Memory, has_critic
 from verl.training.devices import device_type, dtype_name, resolve_dtype
+from verl.training.kernels import kernel_problems
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +56,36 @@ HINTS = {
            f"model.lora_rank=32, {LESS_WORK}",
 }  # fmt: skip
 """Options that lower what is too much."""
+ACTOR = "actor_rollout_ref.actor.fsdp_config"
+REFERENCE = "actor_rollout_ref.ref.fsdp_config"
+CRITIC = "critic.model.fsdp_config"
+OPTIONS = {
+    f"{REFERENCE}.param_offload": "reference's weights",
+    f"{CRITIC}.optimizer_offload": "critic's optimizer state",
+    f"{ACTOR}.optimizer_offload": "actor's optimizer state",
+    f"{CRITIC}.param_offload": "critic's weights, gradients and optimizer state",
+    f"{ACTOR}.param_offload": "actor's weights, gradients and optimizer state",
+}
+"""What may wait on the host, by rising cost of a step: each costs more than all before it.
+
+The reference's weights are copied to the device as they are used, optimizer state to and fro at
+each update; of a model trained from the host, the CPU adds up gradients and computes the update.
+"""
+KEYS = (*OPTIONS, f"{REFERENCE}.optimizer_offload")
+"""Every option of this kind; a reference has no optimizer."""
+
+ROOM: dict[str, dict[bool | str, str]] = {
+    **{
+        f"{section}.enable_gradient_checkpointing": {
+            False: f"the {name}'s activations are kept",
+            SELECTIVE: f"the {name}'s activations are kept, but for what is cheap to recompute",
+        }
+        for section, name in (("actor_rollout_ref.model", "actor"), ("critic.model", "critic"))
+    },
+    f"{ACTOR}.reshard_each": {False: "the actor's weights and gradients stay whole in an update"},
+    f"{CRITIC}.reshard_each": {False: "the critic's weights and gradients stay whole in an update"},
+}
+"""Options, by the time that they save, with the values that save it and take memory, most first."""
 
 
 def look(config: Config) -> Setting | None:
@@ -81,7 +115,7 @@ def settle_memory(config: Config, setting: Setting | None) -> Config:
     left on GPUs is spent on; where it is not estimated, nothing is."""
     keys, chosen = undecided(config, ROOM), settle_offload(config, setting)
     if keys and setting is not None and setting.machine.devices:
-        chosen = offload.spend(chosen, setting, keys)
+        chosen = spend(chosen, setting, keys)
         values = [(ROOM[key], attrgetter(key)(chosen)) for key in keys]
         kept = [words[value] for words, value in values if value in words]
         logger.info("memory that is left: %s", ", ".join(kept) or "too little to save time with")
@@ -94,13 +128,13 @@ def settle_offload(config: Config, setting: Setting | None) -> Config:
     On CPU it is false. Where this driver cannot tell what the GPUs hold, it is true, which is slow
     but never the reason that a run does not fit.
     """
-    keys = offload.open_choices(config)
+    keys = open_choices(config)
     # A cluster may have GPUs that its driver does not see.
     on_cluster = config.trainer.device == "auto" and os.environ.get("RAY_ADDRESS")
     if not keys or (device_type(config.trainer.device) == "cpu" and not on_cluster):
         return settled(config)
     seen = setting if setting is not None and setting.machine.devices else None
-    chosen = offload.everything(config) if seen is None else offload.choose(config, seen)
+    chosen = everything(config) if seen is None else choose(config, seen)
     parts = [OPTIONS[key] for key in keys if attrgetter(key)(chosen)]
     line = f"offload to the host: {', '.join(parts) or 'nothing'}"
     if seen is None:
@@ -179,3 +213,76 @@ def table(found: Estimate, machine: Machine) -> str:
         lines.append(f"  {found.engine.memory:{width}} {cache:>9}  of the engine's share is "
                      f"KV cache, for {tokens:,} tokens")  # fmt: skip
     return "\n".join(lines)
+
+
+def changed(config: Config, change: Mapping[str, Any]) -> Config:
+    """A copy of the options with some of them set, by their dotted names."""
+    result = copy.deepcopy(config)
+    for key, value in change.items():
+        section, _, name = key.rpartition(".")
+        setattr(attrgetter(section)(result), name, value)
+    return result
+
+
+def undecided(config: Config, keys: Iterable[str] = KEYS) -> list[str]:
+    """Those of the options that are null, in order."""
+    return [key for key in keys if attrgetter(key)(config) is None]
+
+
+def open_choices(config: Config) -> list[str]:
+    """Those of them that have an effect: the parts exist, and have weights of their own."""
+    parts = [ACTOR]
+    if config.needs_reference and not config.actor_rollout_ref.model.has_adapter:
+        parts.append(REFERENCE)
+    if has_critic(config) and not config.shares_base:
+        parts.append(CRITIC)
+    return [key for key in undecided(config) if key in OPTIONS and key.startswith(tuple(parts))]
+
+
+def settled(config: Config, chosen: Mapping[str, Any] | None = None) -> Config:
+    """A copy with `chosen` and without nulls: what else is open is false.
+
+    A critic that shares the policy's base goes where that goes.
+    """
+    result = changed(config, chosen or {})
+    for key in undecided(result):
+        twin = key.replace(CRITIC, ACTOR) if config.shares_base else key
+        result = changed(result, {key: bool(attrgetter(twin)(result))})
+    return changed(result, dict.fromkeys(undecided(result, ROOM), True))
+
+
+def spend(config: Config, setting: Setting, keys: Sequence[str]) -> Config:
+    """A copy of settled options; each of `keys` has the first value of `ROOM` for which there is
+    room, if any."""
+    limit = CLOSE * free_memory(setting.machine)[Memory.DEVICE]
+    for key in keys:
+        ways = [changed(config, {key: value}) for value in ROOM[key]]
+        able = (way for way in ways if not any(kernel_problems(way)))
+        fitting = (way for way in able if of_a_rank(estimate(way, setting)) <= limit)
+        config = next(fitting, config)
+    return config
+
+
+def everything(config: Config) -> Config:
+    """A copy in which all that is open waits on the host."""
+    return settled(config, dict.fromkeys(open_choices(config), True))
+
+
+def choose(config: Config, setting: Setting) -> Config:
+    """The cheapest that the host can hold and that fits each GPU with room to spare.
+
+    Where there is none, the most that the host can hold.
+    """
+    keys, free = open_choices(config)[::-1], free_memory(setting.machine)
+    values = itertools.product((False, True), repeat=len(keys))  # the last, cheapest, varies most
+    ways = [settled(config, dict(zip(keys, way, strict=True))) for way in values]
+    needs = [(way, estimate(way, setting)) for way in ways]
+    held = [(way, found) for way, found in needs if found.most(Memory.HOST) <= free[Memory.HOST]]
+    limit = CLOSE * free[Memory.DEVICE]
+    fitting = (way for way, found in held if of_a_rank(found) <= limit)
+    return next(fitting, held[-1][0] if held else ways[0])
+
+
+def of_a_rank(found: Estimate) -> int:
+    """Bytes of the GPU of a rank, the actor's or a critic's own, that holds most."""
+    return max(found.most(Memory.DEVICE), found.most(Memory.CRITIC))

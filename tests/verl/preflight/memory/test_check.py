@@ -18,9 +18,16 @@ from verl.config.known import check
 from verl.errors import ConfigError, ResourceError, UserError
 from verl.machine import HostMemory, Machine
 from verl.preflight.memory import check as memory
-from verl.preflight.memory.check import look, settle_offload
+from verl.preflight.memory.check import (
+    KEYS,
+    choose,
+    everything,
+    look,
+    settle_offload,
+    settled,
+    undecided,
+)
 from verl.preflight.memory.estimate import Estimate, Setting
-from verl.preflight.memory.offload import KEYS, choose, everything, settled, undecided
 
 GIB = 1 << 30
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.verl.preflight.memory.shapes import shape_of
 from tests.verl.preflight.memory.test_presets import machine
 from verl.config import Config
+from verl.preflight.memory.check import changed
 from verl.preflight.memory.estimate import Estimate, Setting, estimate
 from verl.preflight.memory.needs import CPU_HEAP, SAMPLING_COPIES, Memory, Phase, kv_bytes, pinned
-from verl.preflight.memory.offload import changed
 
 GIB = 1 << 30
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"

@@ -14,18 +14,18 @@ from tests.verl.preflight.memory.test_presets import machine
 from tests.verl.preflight.memory.test_shortages import run, setting
 from verl.config import Config
 from verl.machine import Machine
-from verl.preflight.memory.check import settle_offload
-from verl.preflight.memory.estimate import Setting, estimate
-from verl.preflight.memory.needs import Memory
-from verl.preflight.memory.offload import (
+from verl.preflight.memory.check import (
     KEYS,
     changed,
     choose,
     everything,
     open_choices,
+    settle_offload,
     settled,
     undecided,
 )
+from verl.preflight.memory.estimate import Setting, estimate
+from verl.preflight.memory.needs import Memory
 
 ACTOR, REFERENCE, CRITIC = (
     "actor_rollout_ref.actor.fsdp_config",

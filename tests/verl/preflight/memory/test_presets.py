@@ -9,8 +9,8 @@ from tests.test_train_scripts import ROOT, arguments, config_of
 from tests.verl.preflight.memory.shapes import FACTS, shape_of
 from verl.config import Config
 from verl.machine import DeviceMemory, HostMemory, Machine
+from verl.preflight.memory.check import KEYS, choose
 from verl.preflight.memory.estimate import CLOSE, REFUSED, Setting, estimate
-from verl.preflight.memory.offload import KEYS, choose
 
 GIB = 1 << 30
 SIZES = list(FACTS)

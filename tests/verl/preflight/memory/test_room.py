@@ -10,9 +10,8 @@ from tests.verl.preflight.memory.test_presets import machine
 from tests.verl.preflight.memory.test_shortages import run, setting
 from verl.config import Config
 from verl.config.policy import SELECTIVE
-from verl.preflight.memory.check import settle_memory
+from verl.preflight.memory.check import ROOM, changed, of_a_rank, settle_memory, settled
 from verl.preflight.memory.estimate import estimate
-from verl.preflight.memory.offload import ROOM, changed, of_a_rank, settled
 from verl.training import kernels
 
 KEYS = [key for key in ROOM if key.startswith("actor")]

@@ -8,10 +8,9 @@ from tests.verl.preflight.memory.shapes import shape_of
 from tests.verl.preflight.memory.test_presets import machine
 from verl.config import Config
 from verl.machine import DeviceMemory, HostMemory, Machine, amount
-from verl.preflight.memory.check import hint, shortage_line, table
+from verl.preflight.memory.check import changed, hint, shortage_line, table
 from verl.preflight.memory.estimate import CLOSE, REFUSED, Setting, estimate
 from verl.preflight.memory.needs import Memory, Phase
-from verl.preflight.memory.offload import changed
 
 GIB = 1 << 30
 
