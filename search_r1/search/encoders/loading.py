@@ -58,7 +58,10 @@ def explained(flag: str, model_path: str) -> Iterator[None]:
             f"such as intfloat/e5-base-v2: set --{flag}"
         )
     try:
-        look_up(flag, model_path)
+        # loading would ask an absent hub for each file of the model several times, for minutes
+        is_here = Path(model_path).is_dir() or try_to_load_from_cache(model_path, "config.json")
+        if not (is_here or constants.HF_HUB_OFFLINE or getproxies()):
+            _reach_hub(flag, model_path)
         yield
     except UNREADABLE as error:
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
@@ -68,15 +71,7 @@ def explained(flag: str, model_path: str) -> Iterator[None]:
         ) from error
 
 
-def look_up(flag: str, model_path: str) -> None:
-    """Raise SetupError for a model that would be waited for: not on this disk, and no hub is there.
-
-    Loading it would ask for each of its files several times, for minutes. Raises ValueError for a
-    name that no hub can have.
-    """
-    is_here = Path(model_path).is_dir() or try_to_load_from_cache(model_path, "config.json")
-    if is_here or constants.HF_HUB_OFFLINE or getproxies():
-        return
+def _reach_hub(flag: str, model_path: str) -> None:
     hub = urlsplit(constants.ENDPOINT)
     try:
         port = hub.port or {"http": 80}.get(hub.scheme, 443)
@@ -89,10 +84,10 @@ def look_up(flag: str, model_path: str) -> None:
 
 
 def check_weights(kind: Any, model_path: str, *, spare: str = "", **options: Any) -> None:
-    """Raise SetupError if the files lack weights of class `kind`, which would then be random.
+    """Raise SetupError if weights of class `kind` are missing, but for those that begin `spare`.
 
-    Weights whose names start with `spare` are not used and may be missing. sentence-transformers
-    does not report them, so the model is loaded once more, without memory, for its report.
+    Libraries would draw them at random. sentence-transformers does not report it, so the model is
+    loaded once more, without memory.
     """
     _, report = kind.from_pretrained(
         model_path, output_loading_info=True, device_map="meta", **options

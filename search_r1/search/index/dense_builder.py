@@ -67,7 +67,12 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
         build_faiss(matrix, config.faiss_type, ready / VECTORS_NAME, on_gpu=config.faiss_gpu)
         manifest.save(ready)
         publish(work, folder)
-        _keep_embeddings(config, work)
+        made = work / "embeddings.npy"
+        if config.save_embedding and made.exists():
+            kept = Path(config.save_dir) / f"{config.retrieval_method}_embeddings.npy"
+            made.replace(kept)
+            flush(kept.parent)
+            logger.info("the embeddings are in %s, for --embedding_path", kept)
 
 
 def _encoder_settings(config: BuildConfig) -> list[EncoderConfig]:
@@ -169,16 +174,6 @@ def _existing(path: Path, corpus: Corpus, encoder: Encoder, dim: int) -> Matrix:
     return matrix
 
 
-def _keep_embeddings(config: BuildConfig, work: Path) -> None:
-    """Move the embeddings beside the index if they are wanted."""
-    made = work / "embeddings.npy"
-    if config.save_embedding and made.exists():
-        kept = Path(config.save_dir) / f"{config.retrieval_method}_embeddings.npy"
-        made.replace(kept)
-        flush(kept.parent)
-        logger.info("the embeddings are in %s, for --embedding_path", kept)
-
-
 def check_factory(factory: str, dim: int, count: int) -> None:
     """Raise SetupError unless FAISS makes `factory` for `dim` and `count` vectors can train it."""
     try:
@@ -222,7 +217,13 @@ def build_faiss(matrix: Matrix, factory: str, path: Path, *, on_gpu: bool = Fals
         return
     index = _make(factory, matrix.shape[1])
     if not index.is_trained:
-        _train(index, factory, matrix, on_gpu)
+        sample = training_sample(matrix, factory)
+        logger.info("training %s on %d of %d vectors", factory, len(sample), len(matrix))
+        inverted = faiss.try_extract_index_ivf(index)
+        if on_gpu and inverted is not None:
+            flat = faiss.IndexFlatIP(inverted.d)
+            inverted.clustering_index = faiss.index_cpu_to_all_gpus(flat)
+        index.train(sample)
     for vectors in _watched(matrix, f"add to {factory}"):
         index.add(vectors)
     faiss.write_index(index, str(path))
@@ -241,16 +242,6 @@ def training_sample(matrix: Matrix, factory: str) -> npt.NDArray[np.float32]:
 
 def _make(factory: str, dim: int) -> Any:
     return faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
-
-
-def _train(index: Any, factory: str, matrix: Matrix, on_gpu: bool) -> None:
-    sample = training_sample(matrix, factory)
-    logger.info("training %s on %d of %d vectors", factory, len(sample), len(matrix))
-    inverted = faiss.try_extract_index_ivf(index)
-    if on_gpu and inverted is not None:
-        flat = faiss.IndexFlatIP(inverted.d)
-        inverted.clustering_index = faiss.index_cpu_to_all_gpus(flat)
-    index.train(sample)
 
 
 def _write_flat(matrix: Matrix, path: Path) -> None:

@@ -152,7 +152,15 @@ def _encode_shard(file: EmbeddingFile, shard: int, corpus: Corpus, encoder: Enco
 def open_embeddings(path: Path, count: int, dim: int) -> Matrix:
     """Existing embeddings, .npy or the bare values, by memory map; raises SetupError otherwise."""
     try:
-        matrix = _map(path, count, dim)
+        with path.open("rb") as file:
+            is_npy = file.read(6) == b"\x93NUMPY"
+        if is_npy:
+            matrix: Matrix = np.load(path, mmap_mode="r", allow_pickle=False)
+        else:
+            size, rest = divmod(path.stat().st_size, count * dim)
+            if rest or size not in (2, 4):
+                raise ValueError(f"{path.stat().st_size} bytes are not {count} x {dim} values")
+            matrix = np.memmap(path, np.dtype(f"f{size}"), mode="r", shape=(count, dim))
     except (OSError, ValueError, EOFError) as error:
         raise SetupError(
             f"embeddings {path} cannot be read ({error}); expected a .npy file or bare values: "
@@ -173,15 +181,3 @@ def blocks(matrix: Matrix, rows: int = 65536) -> Iterator[npt.NDArray[np.float32
         vectors = np.ascontiguousarray(matrix[start : start + rows], dtype=np.float32)
         check_finite(path, start, vectors)
         yield vectors
-
-
-def _map(path: Path, count: int, dim: int) -> Matrix:
-    with path.open("rb") as file:
-        is_npy = file.read(6) == b"\x93NUMPY"
-    if is_npy:
-        matrix: Matrix = np.load(path, mmap_mode="r", allow_pickle=False)
-        return matrix
-    bytes_per_value, rest = divmod(path.stat().st_size, count * dim)
-    if rest or bytes_per_value not in (2, 4):
-        raise ValueError(f"{path.stat().st_size} bytes are not {count} x {dim} values")
-    return np.memmap(path, np.dtype(f"f{bytes_per_value}"), mode="r", shape=(count, dim))

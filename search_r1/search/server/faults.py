@@ -45,7 +45,10 @@ class FaultInjector:
             while (await receive())["type"] != "http.disconnect":
                 pass
         elif fate == TORN:
-            await send_half(send)
+            await send({"type": "http.response.start", "status": 200,
+                        "headers": [(b"content-length", b"20")]})  # fmt: skip
+            half = {"type": "http.response.body", "body": b'{"result": [', "more_body": True}
+            await send(half)
         elif fate == GARBLED:
             garbled = Response("<html>spoilt on purpose (--inject_failures)</html>")
             await garbled(scope, receive, send)
@@ -55,21 +58,11 @@ class FaultInjector:
 
     def _draw(self) -> str:
         """The next request's fate."""
-        lot, kind = self._random.random(), self._random.choice(FAILURES)
-        config = self._config
-        fate = ANSWER
-        if lot < config.inject_failures:
-            fate = kind
-        elif lot < config.inject_failures + config.inject_hangs:
-            fate = HANG
+        lot, fate = self._random.random(), self._random.choice(FAILURES)
+        if lot >= self._config.inject_failures:
+            lot -= self._config.inject_failures
+            fate = HANG if lot < self._config.inject_hangs else ANSWER
         self.fates[fate] += 1
         if self.fates.total() % LOG_EVERY == 0:
             logger.warning("test faults: of %d requests %s", self.fates.total(), dict(self.fates))
         return fate
-
-
-async def send_half(send: Send) -> None:
-    """An answer of which half arrives before the connection is closed."""
-    await send({"type": "http.response.start", "status": 200,
-                "headers": [(b"content-length", b"20")]})  # fmt: skip
-    await send({"type": "http.response.body", "body": b'{"result": [', "more_body": True})

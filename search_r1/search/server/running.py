@@ -98,8 +98,16 @@ def bind(host: str, port: int, port_file: Path | None = None) -> socket.socket:
     """A bound socket; raises SetupError if it is taken or `port_file` could not be written."""
     if not host:
         raise SetupError("--host is empty; expected an address, as 127.0.0.1, or 0.0.0.0 for all")
-    if port_file is not None:
-        _check(port_file)
+    # a port file replaces what is there: never a device, nor anything that is no file
+    if port_file is not None and (
+        not os.access(port_file.parent, os.W_OK)
+        or (port_file.exists() and not port_file.is_file())
+        or not port_file.parent.is_dir()
+    ):
+        raise SetupError(
+            f"--port_file {port_file} is no file, or in a folder that may not be written; expected "
+            "a new file, or one to replace"
+        )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,18 +117,6 @@ def bind(host: str, port: int, port_file: Path | None = None) -> socket.socket:
         bound.close()
         raise _taken(host, port, error) from error
     return bound
-
-
-def _check(port_file: Path) -> None:
-    """A port file replaces what is there: never a device, nor anything that is no file."""
-    folder = port_file.parent
-    if port_file.exists() and not port_file.is_file():
-        raise SetupError(
-            f"--port_file {port_file} is no file; expected a new one, or one to replace"
-        )
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise SetupError(f"--port_file {port_file}: {folder} is no folder that may be written; "
-                         "expected one that may")  # fmt: skip
 
 
 def _taken(host: str, port: int, error: Exception) -> SetupError:
