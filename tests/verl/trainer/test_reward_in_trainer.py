@@ -13,7 +13,7 @@ from verl.core_algos.kl import FixedKLController
 from verl.errors import PluginError
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import EachAlone, Reward, RewardManager
-from verl.rewards.stages import Stage, StagedReward
+from verl.rewards.stages import StagedReward
 from verl.trainer.ray_trainer import RayPPOTrainer
 
 
@@ -27,8 +27,7 @@ def build(
     def paying(score: float) -> EachAlone:
         return EachAlone(lambda t: Reward(score + t.sample, {"em": 0.5}))
 
-    pairs = zip(stages, (paying(1.0), paying(2.0)), strict=True)
-    staged = StagedReward([Stage(options, paid) for options, paid in pairs])
+    staged = StagedReward(stages, [paying(1.0), paying(2.0)])
     trainer = RayPPOTrainer(
         config=config,
         ranks=RecordingRanks([]),
