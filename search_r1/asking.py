@@ -44,9 +44,7 @@ OwnRetriever = Retrieval | Finder | LocalServer
 class SearchAgent:
     """A running agent; `close` it, or use it as a context manager."""
 
-    def __init__(
-        self, options: InferenceOptions, given: Given, retriever: LocalServer | None
-    ) -> None:
+    def __init__(self, options: InferenceOptions, given: Given, retriever: Any) -> None:
         """`load_agent` makes one. Raises UserError."""
         with contextlib.ExitStack() as stack:
             options = served(options, retriever, stack)
@@ -72,19 +70,19 @@ class SearchAgent:
 
     def ask_all(self, questions: Sequence[str]) -> list[Reply]:
         """A reply to each, many at once; one that failed has `status` FAILED and an `error`."""
-        return self._loop.run(self._ask_all(questions))
-
-    async def _ask(self, question: str, listener: DialogueListener = SILENCE) -> Reply:
-        return await self._session.ask(question, self._session.prompt(question), listener)
-
-    async def _ask_all(self, questions: Sequence[str]) -> list[Reply]:
         places = asyncio.Semaphore(self._session.num_at_once)
 
         async def one(question: str) -> Reply:
             async with places:
                 return await self._ask(question)
 
-        return list(await asyncio.gather(*map(one, questions)))
+        async def all_of_them() -> list[Reply]:
+            return await asyncio.gather(*map(one, questions))
+
+        return self._loop.run(all_of_them())
+
+    async def _ask(self, question: str, listener: DialogueListener = SILENCE) -> Reply:
+        return await self._session.ask(question, self._session.prompt(question), listener)
 
     def close(self) -> None:
         """End the engine; a second call does nothing."""
@@ -112,7 +110,7 @@ def load_agent(
     """
     given, words = _given(retriever, tools)
     chosen = typed_options(InferenceOptions, {"model": str(model), **words, **options})
-    return SearchAgent(chosen, given, _server(retriever))
+    return SearchAgent(chosen, given, retriever)
 
 
 @dataclass(frozen=True)
@@ -149,19 +147,17 @@ def evaluate(
         folder = Path(out or stack.enter_context(tempfile.TemporaryDirectory()) + "/evaluation")
         words |= {"model": str(model), "data": files, "out": str(folder), **options}
         chosen = typed_options(EvaluationOptions, words)
-        chosen = served(chosen, _server(retriever), stack)
+        chosen = served(chosen, retriever, stack)
         stack.enter_context(plugins.giving(given.objects))
         running.evaluate(chosen)
         estimates = json.loads((folder / METRICS).read_bytes())["estimates"]
         _, rows = read_evaluation(folder)
     scores = {name: {m: e["value"] for m, e in found.items()} for name, found in estimates.items()}
-    bounds = {name: {m: _bounds(e) for m, e in found.items()} for name, found in estimates.items()}
+    bounds = {
+        name: {m: (i["low"], i["high"]) if (i := e["interval"]) else None for m, e in found.items()}
+        for name, found in estimates.items()
+    }
     return Evaluation(scores, bounds, rows, Path(out) if out else None)
-
-
-def _bounds(estimate: Mapping[str, Any]) -> tuple[float, float] | None:
-    found = estimate["interval"]
-    return None if found is None else (found["low"], found["high"])
 
 
 def _given(retriever: Any, tools: Sequence[Any] | None) -> tuple[Given, dict[str, Any]]:
@@ -174,15 +170,11 @@ def _given(retriever: Any, tools: Sequence[Any] | None) -> tuple[Given, dict[str
     return given, words
 
 
-def _server(retriever: Any) -> LocalServer | None:
-    return retriever if isinstance(retriever, LocalServer) else None
-
-
-def served(options: Options, server: LocalServer | None, stack: contextlib.ExitStack) -> Options:
-    """The options with the address of the server, if there is one, which runs with the stack."""
-    if server is None:
+def served(options: Options, retriever: Any, stack: contextlib.ExitStack) -> Options:
+    """The options with the address of a server that was given, which runs with the stack."""
+    if not isinstance(retriever, LocalServer):
         return options
-    url = stack.enter_context(server).url
+    url = stack.enter_context(retriever).url
     return type(options)(**{**vars(options), "retriever_url": url})
 
 
@@ -200,8 +192,5 @@ def typed_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
         key, got = str(first["loc"][0]) if first["loc"] else "options", shown(first["input"])
         raise ConfigError(explain(key, got, first["msg"], "correct it")) from error
     except ConfigError as error:
-        raise ConfigError(re.sub(r"--([a-z][a-z-]*)", _as_keyword, str(error))) from error
-
-
-def _as_keyword(flag: re.Match[str]) -> str:
-    return flag[1].replace("-", "_")
+        text = re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), str(error))
+        raise ConfigError(text) from error

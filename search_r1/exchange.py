@@ -5,12 +5,14 @@ are not followed: they would carry a key to another machine.
 """
 
 import asyncio
-import threading
+import contextlib
 import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+
+from search_r1.loops import LoopThread
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,13 @@ class Exchanges:
         """`seconds` and `most_bytes` of an answer; `settings` are httpx's."""
         self._seconds, self._most_bytes = seconds, most_bytes
         self._client = httpx.AsyncClient(timeout=seconds, **settings)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="http")
-        self._thread.start()
+        self._open = contextlib.ExitStack()
+        self._loop = self._open.enter_context(LoopThread())
+        self._open.callback(lambda: self._loop.run(self._client.aclose()))
 
     def send(self, method: str, url: str, **fields: Any) -> Answer:
         """The answer. Raises httpx.HTTPError without one, ValueError for one that is no use."""
-        sent = asyncio.run_coroutine_threadsafe(self._send(method, url, fields), self._loop)
-        answer, most = sent.result(), self._most_bytes
+        answer, most = self._loop.run(self._send(method, url, fields)), self._most_bytes
         encoding = answer.headers.get("Content-Encoding", "")
         body = decompress(answer.body, encoding, most + 1)
         if max(len(answer.body), len(body)) > most:
@@ -50,12 +51,7 @@ class Exchanges:
 
     def close(self) -> None:
         """Close the connections; a second time does nothing."""
-        if self._loop.is_closed():
-            return
-        asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._open.close()
 
     async def _send(self, method: str, url: str, fields: dict[str, Any]) -> Answer:
         """The answer as it came, or the beginning of one that is too long."""

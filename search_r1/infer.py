@@ -8,8 +8,9 @@ of the user ends in one message and exit code 2. See docs/inference.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tyro
@@ -65,7 +66,5 @@ def _is_same(one: Path, other: Path) -> bool:
         return os.path.realpath(one) == os.path.realpath(other)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command-line entry; returns the exit code."""
-    return run("search_r1.inference.command:answer", InferOptions, argv, prog="search-r1 infer",
+main = partial(run, "search_r1.inference.command:answer", InferOptions, prog="search-r1 infer",
                description=__doc__)  # fmt: skip

@@ -6,8 +6,8 @@ The tool `search` asks a `/retrieve` server, over standard input and output or s
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from search_r1.options import Port, run
@@ -27,9 +27,7 @@ class McpOptions:
     """for streamable-http"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command-line entry; returns the exit code."""
-    return run("search_r1.mcp_tool:start", McpOptions, argv, prog="search-r1 mcp",
+main = partial(run, "search_r1.mcp_tool:start", McpOptions, prog="search-r1 mcp",
                description=__doc__)  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from typing import Annotated
@@ -37,33 +38,14 @@ class Results(BaseModel):
     documents: list[Found]
 
 
-class Searcher:
-    """Clients of one retriever, one for each number of documents."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._clients: dict[int, RetrievalClient] = {}
-        self._client(1)  # a url that is none is refused at once
-
-    async def search(self, query: str, topk: int) -> Results:
-        """Raises ToolError, whose message the caller's model reads."""
-        if not query.strip():
-            raise ToolError("an empty query; expected words to search for")
-        try:
-            documents = await self._client(topk).search(query)
-        except SearchError as error:
-            raise ToolError(f"the search failed: {error}") from error
-        return Results(documents=[Found(id=d.id, title=d.title, text=d.text) for d in documents])
-
-    def _client(self, topk: int) -> RetrievalClient:
-        if topk not in self._clients:
-            self._clients[topk] = RetrievalClient(self._url, topk, max_retries=MAX_RETRIES)
-        return self._clients[topk]
-
-
 def build_server(url: str) -> MCPServer:
     """The server of one retriever; raises ValueError for a url that is none."""
-    searcher = Searcher(url)
+
+    @functools.cache
+    def client(topk: int) -> RetrievalClient:
+        return RetrievalClient(url, topk, max_retries=MAX_RETRIES)
+
+    client(1)  # a url that is none is refused at once
     server = MCPServer(
         "search-r1",
         version=__version__,
@@ -79,7 +61,13 @@ def build_server(url: str) -> MCPServer:
         ] = 3,
     ) -> Results:
         """Find the passages that fit a query best."""
-        return await searcher.search(query, topk)
+        if not query.strip():
+            raise ToolError("an empty query; expected words to search for")
+        try:
+            documents = await client(topk).search(query)
+        except SearchError as error:
+            raise ToolError(f"the search failed: {error}") from error
+        return Results(documents=[Found(id=d.id, title=d.title, text=d.text) for d in documents])
 
     return server
 

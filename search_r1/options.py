@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -86,13 +86,9 @@ def problems(options: object) -> Iterator[str]:
         values = value if isinstance(value, tuple) else (value,)
         flag = f"--{field.name.replace('_', '-')}"
         for bounds in _bounds(hints[field.name]) or (FINITE,):
-            for wrong in (one for one in values if _is_number(one) and one not in bounds):
+            for wrong in (x for x in values if isinstance(x, int | float) and x not in bounds):
                 fix = f"give {flag} such a number, or leave it out"
                 yield explain(flag, wrong, bounds.expected(wrong), fix)
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float)
 
 
 def _bounds(hint: Any) -> list[Bounds]:
@@ -105,7 +101,7 @@ def _bounds(hint: Any) -> list[Bounds]:
 def run(
     work: str,
     options: Any,
-    argv: Sequence[str] | None,
+    argv: Sequence[str] | None = None,
     *,
     prog: str,
     description: str | None,

@@ -83,7 +83,14 @@ def build_reward_manager(config: Config) -> RewardManager:
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(RewardScores)}
     try:
         scores = RewardScores(**given)
-        judge = _judge(options.judge) if LLM_JUDGE in names else None
+        judge = None
+        if LLM_JUDGE in names:  # known to answer before work starts
+            asked = {
+                f.name: getattr(options.judge, f.name) for f in dataclasses.fields(JudgeConfig)
+            }
+            key = key_in(asked.pop("api_key_env"), "judge.api_key_env")
+            judge = build_judge(JudgeOptions(**asked, api_key=key))
+            judge.check()
         rewards = [
             DialogueReward(build_batch_reward(s.name, scores, s.weights, judge, own), grammar)
             for s in sections
@@ -105,12 +112,3 @@ def _own(config: Config, names: Iterable[str]) -> dict[str, Any]:
             is_manager = isinstance(one, type) and issubclass(one, RewardManager)
             found[name] = one(config) if is_manager else one
     return found
-
-
-def _judge(config: JudgeConfig) -> BatchRewardFn:
-    """The judge, known to answer. Raises ConfigError or ValueError."""
-    given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    key = key_in(given.pop("api_key_env"), "judge.api_key_env")
-    judge = build_judge(JudgeOptions(**given, api_key=key))
-    judge.check()
-    return judge

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -53,9 +54,7 @@ class ServingOptions(InferenceOptions):
                               "--chat-peers http://127.0.0.1:8003")  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command-line entry; returns the exit code."""
-    return run("search_r1.agent_server.app:start", ServingOptions, argv, prog="search-r1 serve",
+main = partial(run, "search_r1.agent_server.app:start", ServingOptions, prog="search-r1 serve",
                description=__doc__)  # fmt: skip
 
 

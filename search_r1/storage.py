@@ -4,13 +4,14 @@ Keys are tuples of text and numbers, values whatever JSON holds; numbers read ba
 cache is never needed: a file that fails while it is in use is logged and passed over.
 """
 
+import contextlib
 import json
 import logging
 import sqlite3
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cachetools import LRUCache
 
@@ -31,24 +32,8 @@ class StorageError(ValueError):
     """A file that cannot be a store."""
 
 
-class Storage(Protocol):
-    """What a cache needs; safe to use from several threads."""
-
-    def get(self, keys: Sequence[Key]) -> dict[Key, Any]:
-        """The values that are here, by key."""
-        ...
-
-    def put(self, values: Mapping[Key, Any]) -> None:
-        """Keep values; where one is here already either may stay."""
-        ...
-
-    def close(self) -> None:
-        """Let go of files."""
-        ...
-
-
 class MemoryStore:
-    """The `most` values that were used last."""
+    """The `most` values that were used last; safe to use from several threads."""
 
     def __init__(self, most: int) -> None:
         self._values: LRUCache[Key, Any] = LRUCache(most)
@@ -69,7 +54,7 @@ class MemoryStore:
 
 
 class FileStore:
-    """A sqlite file, kept for good; several processes may use it at once."""
+    """A sqlite file, kept for good; several threads and processes may use it at once."""
 
     def __init__(self, path: str | Path, option: str) -> None:
         """Create or open the file; raises StorageError, which names the `option` it came from.
@@ -80,12 +65,11 @@ class FileStore:
         self._lock = threading.Lock()
         self._has_failed = False
         try:
-            self._file = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
-            try:
+            with contextlib.ExitStack() as stack:
+                self._file = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
+                stack.callback(self._file.close)
                 _prepare(self._file)
-            except sqlite3.Error:
-                self._file.close()
-                raise
+                stack.pop_all()
         except sqlite3.Error as error:
             raise StorageError(
                 f"{option} {path} cannot be used ({error}); expected a new path in a folder that "
@@ -128,6 +112,9 @@ class FileStore:
         level = logging.DEBUG if self._has_failed else logging.WARNING
         self._has_failed = True
         logger.log(level, "%s is not used for now: %s", self._path, error)
+
+
+Storage = MemoryStore | FileStore
 
 
 def _prepare(file: sqlite3.Connection) -> None:

@@ -74,26 +74,20 @@ class VisitTool(RetrieverTool):
     async def call(self, *, target: str) -> Observation:  # type: ignore[override]
         """The document or page. Raises ToolError when the retrieval server does not answer."""
         if target.startswith(PAGES):
-            return Observation((await self._page(target),))
-        return await self._document(target)
-
-    async def _page(self, url: str) -> Item:
-        try:
-            page = await asyncio.to_thread(self._open_page, url)
-        except PageUnavailable as error:
-            return Item(f"Error: {error}")
-        return Item(page.text, page.title, url)
-
-    async def _document(self, id: str) -> Observation:
+            try:
+                page = await asyncio.to_thread(self._open_page, target)
+            except PageUnavailable as error:
+                return Observation((Item(f"Error: {error}"),))
+            return Observation((Item(page.text, page.title, target),))
         if self.documents is None:
             return Observation((Item("Error: there are no documents"),))
         with counting() as faults:
             try:
-                found = await self.documents.document(id)
+                found = await self.documents.document(target)
             except SearchError as error:
                 raise failure(error, {**faults, FAILED: 1}) from error
         if found is None:
-            return Observation((Item(f"Error: no document has the id {id!r}"),), dict(faults))
+            return Observation((Item(f"Error: no document has the id {target!r}"),), dict(faults))
         return Observation((Item(found.text, found.title, found.id, found),), dict(faults))
 
     async def try_out(self, client: RetrievalClient) -> None:

@@ -34,14 +34,11 @@ class ApiError(Exception):
         self.status, self.code, self.param = status, code, param
 
     def body(self) -> dict[str, Any]:
-        """What the client gets."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
     def response(self) -> JSONResponse:
-        """As an answer."""
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else None
         return JSONResponse(self.body(), self.status, headers)
 
@@ -123,8 +120,5 @@ def usage(reply: Reply) -> dict[str, int]:
     """Tokens of the request and of the policy; what was read in between is counted apart."""
     prompt = reply.trajectory.num_tokens_of(Origin.PROMPT)
     sampled = reply.trajectory.num_policy_tokens
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
-    }
+    total = prompt + sampled
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": total}

@@ -74,12 +74,8 @@ class Service:
 
     def model(self) -> dict[str, Any]:
         """The only model there is."""
-        return {
-            "id": self.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "search-r1",
-        }
+        facts = {"created": self.created, "owned_by": "search-r1"}
+        return {"id": self.name, "object": "model", **facts}
 
     def require(self, name: str) -> None:
         """Raise ApiError for another model."""
@@ -94,16 +90,10 @@ class Service:
 
     def dialogue(self, order: Order, listener: DialogueListener) -> asyncio.Task[Reply]:
         """The dialogue, started."""
-        return asyncio.ensure_future(
-            self.session.ask(
-                order.question,
-                order.prompt,
-                listener,
-                sampling=order.sampling,
-                seed=order.seed,
-                max_tokens=order.max_tokens,
-            )
-        )
+        return asyncio.ensure_future(self.session.ask(
+            order.question, order.prompt, listener,
+            sampling=order.sampling, seed=order.seed, max_tokens=order.max_tokens,
+        ))  # fmt: skip
 
     async def answer(self, body: ChatRequest) -> Response:
         """What the client gets; a long prompt is rendered beside the event loop."""

@@ -107,7 +107,10 @@ async def read(receive: Receive, max_bytes: int) -> ChatRequest:
 
 def understand(body: ChatRequest, session: AgentSession) -> Order:
     """What is to be done. Raises ApiError for what cannot be."""
-    _refuse_unsupported(body)
+    for name, value in (body.model_extra or {}).items():
+        if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
+            message = f"{name} is not supported by a search agent: leave it out"
+            raise ApiError(400, message, "unsupported_parameter", name)
     *before, last = body.messages
     if last.role != "user":
         raise ApiError(
@@ -116,13 +119,15 @@ def understand(body: ChatRequest, session: AgentSession) -> Order:
     question = _text(last)
     if not question.strip():
         raise ApiError(400, "the last message is empty, expected a question", None, "messages")
-    earlier = tuple({"role": _role(m.role), "content": _text(m)} for m in before)
+    # `developer` is the newer name of `system`, which chat templates know.
+    earlier = tuple(
+        {"role": "system" if m.role == "developer" else m.role, "content": _text(m)} for m in before
+    )
     try:
         prompt = session.prompt(question, earlier)
     except DataError as error:
         raise ApiError(400, str(error), "context_length_exceeded", "messages") from error
-    given = {"temperature": body.temperature, "top_p": body.top_p}
-    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    chosen = body.model_dump(include={"temperature", "top_p"}, exclude_none=True)
     return Order(
         question,
         prompt,
@@ -131,13 +136,6 @@ def understand(body: ChatRequest, session: AgentSession) -> Order:
         body.max_completion_tokens or body.max_tokens,
         body.stream_options or StreamOptions(),
     )
-
-
-def _refuse_unsupported(body: ChatRequest) -> None:
-    for name, value in (body.model_extra or {}).items():
-        if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
-            message = f"{name} is not supported by a search agent: leave it out"
-            raise ApiError(400, message, "unsupported_parameter", name)
 
 
 def _text(message: ChatMessage) -> str:
@@ -150,8 +148,3 @@ def _text(message: ChatMessage) -> str:
             400, f"content of type {others[0]}, expected text", "unsupported_content", "messages"
         )
     return well_formed("\n".join(part.text for part in message.content))
-
-
-def _role(role: str) -> str:
-    """`developer` is the newer name of `system`, which chat templates know."""
-    return "system" if role == "developer" else role

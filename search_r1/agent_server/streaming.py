@@ -112,25 +112,26 @@ class Listener(DialogueListener):
             self._deltas.put_nowait({"reasoning_content": text})
 
 
-def checked(reply: Reply) -> Reply:
-    """The reply; raises ApiError when infrastructure broke the dialogue."""
+async def outcome(work: asyncio.Task[Reply]) -> Reply:
+    """The reply of a dialogue; raises ApiError for whatever went wrong with it."""
+    try:
+        reply = await work
+    except UserError as error:
+        status = 502 if isinstance(error, AnswerInvalid) else 503
+        raise ApiError(status, str(error), "engine_unavailable") from error
     if reply.status is Status.FAILED:
         raise ApiError(503, f"the retriever failed: {reply.error}", "retriever_unavailable")
     return reply
 
 
-async def outcome(work: asyncio.Task[Reply]) -> Reply:
-    """The reply of a dialogue; raises ApiError for whatever went wrong with it."""
-    try:
-        return checked(await work)
-    except UserError as error:
-        status = 502 if isinstance(error, AnswerInvalid) else 503
-        raise ApiError(status, str(error), "engine_unavailable") from error
-
-
 async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
     """The result of `work`, or None, with `work` cancelled, if the client leaves before."""
-    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
@@ -138,12 +139,6 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T | Non
         for either in (task, leaving):
             either.cancel()
         await asyncio.gather(task, leaving, return_exceptions=True)
-
-
-async def _left(request: Request) -> None:
-    """Return when the client has closed its connection."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def events(

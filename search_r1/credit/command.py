@@ -7,8 +7,8 @@ looked at again by the same weights; docs/view.md.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -46,9 +46,7 @@ class CreditOptions:
     """run the code that the model's folder brings"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command-line entry; returns the exit code."""
-    return run("search_r1.credit.running:start", CreditOptions, argv, prog="search-r1 credit",
+main = partial(run, "search_r1.credit.running:start", CreditOptions, prog="search-r1 credit",
                description=__doc__)  # fmt: skip
 
 

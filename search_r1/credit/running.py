@@ -78,20 +78,18 @@ def documents_of(dialogue: Dialogue) -> list[Document]:
 
 
 def without(dialogue: Dialogue, document: Document, tags: Grammar) -> dict[int, str]:
-    """The observations that a document stands in as they would be without it, by segment."""
+    """The observations that a document stands in as they would be without it, by segment.
+
+    Documents behind it move up a rank.
+    """
+    opening, closing = map(re.escape, (tags.information.opening, tags.information.closing))
+    between = re.compile(f"(?<={opening})(.*?)(?={closing})", re.DOTALL)
     texts = {
-        number: _left_out(one["text"], document, tags)
+        number: between.sub(lambda found: _kept(found[1], document), one["text"])
         for number, one in enumerate(dialogue.segments)
         if one["origin"] == OBSERVATION
     }
     return {n: text for n, text in texts.items() if text != dialogue.segments[n]["text"]}
-
-
-def _left_out(text: str, document: Document, tags: Grammar) -> str:
-    """An observation without the document; those behind it move up a rank."""
-    opening, closing = map(re.escape, (tags.information.opening, tags.information.closing))
-    between = re.compile(f"(?<={opening})(.*?)(?={closing})", re.DOTALL)
-    return between.sub(lambda found: _kept(found[1], document), text)
 
 
 def _kept(information: str, document: Document) -> str:
@@ -154,14 +152,13 @@ class Judge:
     def mean_reward(self, before: Trajectory) -> float:
         """Of answers that are sampled behind a dialogue; the same seeds whatever it is."""
         assert self.reward is not None
-        ended = [self._sampled(before, number) for number in range(self.samples)]
+        ended = []
+        for number in range(self.samples):
+            seed = derived_seed(self.seed, before.group, before.sample, number)
+            said = asyncio.run(self.engine.generate(before.ids, replace(self.sampling, seed=seed)))
+            turn = Segment(Origin.POLICY, said.ids, said.text, said.log_probs)
+            ended.append(replace(before, segments=[*before.segments, turn]))
         return fmean(one.score for one in self.reward(ended))
-
-    def _sampled(self, before: Trajectory, number: int) -> Trajectory:
-        seed = derived_seed(self.seed, before.group, before.sample, number)
-        said = asyncio.run(self.engine.generate(before.ids, replace(self.sampling, seed=seed)))
-        turn = Segment(Origin.POLICY, said.ids, said.text, said.log_probs)
-        return replace(before, segments=[*before.segments, turn])
 
 
 def start(options: CreditOptions) -> int:
@@ -263,33 +260,23 @@ def credit(judge: Judge, trajectory: Trajectory, dialogue: Dialogue) -> Iterator
             sums["reward"] = judge.mean_reward(replace(trajectory, segments=list(segments)))
         return sums
 
+    def encoded(text: str) -> tuple[int, ...]:
+        return tuple(judge.engine.tokenizer.encode(text, add_special_tokens=False))
+
     whole = looked(before)
     told = {"turn": sum(last.log_probs), "answer": sum(last.log_probs[i] for i in inside)}
     for document in documents_of(dialogue):
         changed = without(dialogue, document, judge.tags)
         part = looked([
-            _worded(judge, segment, changed[n]) if n in changed else segment
+            Segment(segment.origin, encoded(changed[n]), changed[n]) if n in changed else segment
             for n, segment in enumerate(before)
         ])  # fmt: skip
         yield {
-            **_named(document),
+            **{name: value for name, value in asdict(document).items() if name != "text"},
             "worth": {name: value - part[name] for name, value in whole.items()},
             "with": whole, "without": part,
             "recorded": {n: x if math.isfinite(x) else None for n, x in told.items()},
         }  # fmt: skip
-
-
-def _worded(judge: Judge, segment: Segment, text: str) -> Segment:
-    """An observation with another text."""
-    ids = judge.engine.tokenizer.encode(text, add_special_tokens=False)
-    return Segment(segment.origin, tuple(ids), text)
-
-
-def _named(document: Document) -> dict[str, Any]:
-    """A document without its text."""
-    found = asdict(document)
-    del found["text"]
-    return found
 
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> str:

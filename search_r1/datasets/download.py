@@ -91,10 +91,12 @@ SERVE = {
 
 
 class Joined:
-    """A file that is made by appending parts; how long it is says which parts it has."""
+    """A file that is made by appending parts; how long it is says which parts it has.
+
+    `target` appears when all `parts` are joined.
+    """
 
     def __init__(self, target: Path, parts: Sequence[HubFile]) -> None:
-        """`target` appears when all `parts` are joined."""
         self._target = target
         self._partial = target.with_name(f".{target.name}.partial")
         self._parts = list(parts)
@@ -287,18 +289,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parse(DownloadOptions, argv, prog="search-r1 download", description=__doc__)
         if options.save_path is not None:
             return _keep(options.save_path, is_dry=options.dry_run)
-        return _run(options.items, options.save_dir, is_dry=options.dry_run)
+        _obtain([ITEMS[name] for name in options.items], options.save_dir, is_dry=options.dry_run)
+        if not options.dry_run:
+            served = [name for name in options.items if name in SERVE]
+            _say("serve with:", *[serve_command(name, options.save_dir) for name in served])
+        return 0
     except (DownloadError, OSError) as error:  # OSError: a disk that is full or may not be written
         sys.stderr.write(f"download: {error}\n")
         return 2
-
-
-def _run(names: Sequence[str], save_dir: Path, *, is_dry: bool) -> int:
-    _obtain([ITEMS[name] for name in names], save_dir, is_dry=is_dry)
-    served = [name for name in names if name in SERVE]
-    if not is_dry:
-        _say("serve with:", *[serve_command(n, save_dir) for n in served])
-    return 0
 
 
 def _keep(save_path: Path, *, is_dry: bool) -> int:

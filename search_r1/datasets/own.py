@@ -73,7 +73,11 @@ def divide(questions: Sequence[Question], test_share: float, seed: int = 0) -> l
     A question's side depends on its words and the seed, not on its place, and questions of the
     same words are on one side. Raises ConfigError for a share that leaves a side empty.
     """
-    keys = sorted({q.key for q in questions if not q.split}, key=lambda key: _rank(key, seed))
+
+    def rank(key: str) -> bytes:
+        return hashlib.sha256(f"{seed}:{key}".encode()).digest()
+
+    keys = sorted({q.key for q in questions if not q.split}, key=rank)
     num_test = max(1, round(test_share * len(keys))) if test_share and keys else 0
     if keys and num_test == len(keys):
         got = f"{test_share} of {len(keys)} different questions"
@@ -94,10 +98,6 @@ def select(questions: Iterable[Question], names: Sequence[str]) -> list[Question
         expected = f"sets of the files: {', '.join(known)}"
         raise ConfigError(explain("--data_sources", ", ".join(wrong), expected, fix))
     return [question for question in questions if not names or question.data_source in names]
-
-
-def _rank(key: str, seed: int) -> bytes:
-    return hashlib.sha256(f"{seed}:{key}".encode()).digest()
 
 
 def _read_csv(path: Path, separator: str) -> Iterator[Record]:

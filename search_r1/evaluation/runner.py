@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from search_r1.agent.grammar import SEARCH_R1, Grammar, tag_pattern
 from search_r1.datasets.wording import direct_prompt, rag_prompt
@@ -121,23 +121,6 @@ class Task:
         return self.row.uid, self.sample
 
 
-@dataclass
-class Recorder:
-    """Notes what one dialogue searched for, and what came back."""
-
-    ground_truth: Sequence[str]
-    searches: list[Search] = field(default_factory=list)
-
-    def heard(self, call: ToolCall, observation: Observation) -> None:
-        """A search was answered; one that fails is not noted."""
-        if call.tool != "search":
-            return
-        documents = [i.source for i in observation.items if isinstance(i.source, Document)]
-        text = "\n".join(document.contents for document in documents)
-        ids = tuple(document.id for document in documents)
-        self.searches.append(Search(query_of(call), ids, holds(text, self.ground_truth)))
-
-
 def holds(text: str, accepted: Sequence[str]) -> bool:
     """Whether an accepted answer stands in the text, in whole words, both normalised.
 
@@ -174,31 +157,33 @@ class Runner:
 
     async def play(self, task: Task, engine: RolloutEngine) -> Sample:
         """One finished and scored dialogue; a failed search makes a failed one."""
-        recorder = Recorder(task.row.ground_truth)
-        environment = replace(self.agent.environment, heard=recorder.heard)
+        searches = list[Search]()
+
+        def heard(call: ToolCall, observation: Observation) -> None:
+            if call.tool == "search":
+                found = [i.source for i in observation.items if isinstance(i.source, Document)]
+                text, ids = "\n".join(one.contents for one in found), tuple(one.id for one in found)
+                has_answer = holds(text, task.row.ground_truth)
+                searches.append(Search(query_of(call), ids, has_answer))
+
+        environment = replace(self.agent.environment, heard=heard)
         agent = replace(self.agent, environment=environment)
+        row, num_read, problem = put(task.row, self.method), 0, ""
+        if self.method.reads_first:
+            try:
+                _, words = await agent.consult(ToolCall("search", row.extra_info["question"]))
+                documents = words.strip()
+                num_read = len(self.tokenizer.encode(documents, add_special_tokens=False))
+                row = put(task.row, self.method, documents)
+            except ToolError as error:
+                problem = str(error)
         seed = derived_seed(self.seed, *task.key)
-        try:
-            row, num_read = await self._put(task.row, agent)
-        except ToolError as error:
-            start = self._start(put(task.row, self.method), task.sample, seed)
-            start.status, start.error = Status.FAILED, str(error)
-            return await self._scored(start, recorder, 0)
-        start = self._start(row, task.sample, seed)
-        return await self._scored(await agent.run(start, engine, self.sampling), recorder, num_read)
-
-    async def _put(self, row: Row, agent: DialogueAgent) -> tuple[Row, int]:
-        """The row as the method puts it, and how many tokens of documents it brings."""
-        plain = put(row, self.method)
-        if not self.method.reads_first:
-            return plain, 0
-        _, words = await agent.consult(ToolCall("search", plain.extra_info["question"]))
-        documents = words.strip()
-        num_read = len(self.tokenizer.encode(documents, add_special_tokens=False))
-        return put(row, self.method, documents), num_read
-
-    def _start(self, row: Row, sample: int, seed: int) -> Trajectory:
-        return start_trajectory(render(row, self.tokenizer), sample=sample, seed=seed)
+        end = start_trajectory(render(row, self.tokenizer), sample=task.sample, seed=seed)
+        if problem:
+            end.status, end.error = Status.FAILED, problem
+        else:
+            end = await agent.run(end, engine, self.sampling)
+        return await self._scored(end, searches, num_read)
 
     def _read(self, dialogue: RewardInput) -> RewardInput:
         """The dialogue as it is scored: where that is wanted, the last reply is its answer."""
@@ -208,7 +193,7 @@ class Runner:
         answer = read_answer(last, dialogue.grammar)
         return replace(dialogue, policy_texts=[*before, dialogue.grammar.answer.wrap(answer)])
 
-    async def _scored(self, end: Trajectory, recorder: Recorder, num_read: int) -> Sample:
+    async def _scored(self, end: Trajectory, searches: Sequence[Search], num_read: int) -> Sample:
         question = str(end.prompt.extra_info["question"])
         seen = reward_input(end, self.agent.format.tags)
         dialogue = self._read(replace(seen, question=question))
@@ -229,7 +214,7 @@ class Runner:
             em=scores["em"],
             f1=scores["f1"],
             cover_em=scores["cover_em"],
-            searches=tuple(recorder.searches),
+            searches=tuple(searches),
             turns=int(stats.get("turns", 0)),
             invalid_actions=int(stats.get("invalid_actions", 0)),
             truncated_turns=int(stats.get("truncated_turns", 0)),

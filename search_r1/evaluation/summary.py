@@ -169,18 +169,15 @@ def summarize(
     values, draws = ratios(tallies, num_resamples, seed)
     estimates = {
         where: {
-            name: _estimate(values[where][0, i], draws[where][:, i]) for i, name in enumerate(names)
+            name: Estimate(float(value), interval(draws[where][:, i]))
+            if np.isfinite(value := values[where][0, i])
+            else Estimate(None, None)
+            for i, name in enumerate(names)
         }
         for where in values
     }
     counts = {name: len(one.uids) for name, one in tallies.items()}
     return Summary(counts | {ROWS: sum(counts.values())}, estimates)
-
-
-def _estimate(value: float, draws: Array) -> Estimate:
-    if not np.isfinite(value):
-        return Estimate(None, None)
-    return Estimate(float(value), interval(draws))
 
 
 @dataclass(frozen=True)
@@ -218,21 +215,16 @@ def compare(
         fix = "compare evaluations of the same data files"
         raise DataError(explain("comparison", "no question in common", "equal uids", fix))
     firsts, seconds = (by_set([s for s in one if s.uid in common]) for one in (first, second))
-    pairs = {
-        name: _paired(tally(firsts[name], [measure]), tally(seconds[name], [measure]))
-        for name in firsts
-    }
+    pairs = {}  # of each set, with a column for each evaluation
+    for name in firsts:
+        one, other = tally(firsts[name], [measure]), tally(seconds[name], [measure])
+        parts, wholes = (one.parts, other.parts), (one.wholes, other.wholes)
+        pairs[name] = Tally(one.uids, np.hstack(parts), np.hstack(wholes))
     values, draws = ratios(pairs, num_resamples, seed)
     return [
         _difference(where, values[where][0], draws[where], pairs)
         for where in (values if len(pairs) > 1 else pairs)
     ]
-
-
-def _paired(first: Tally, second: Tally) -> Tally:
-    """One set's questions, with a column for each evaluation."""
-    parts, wholes = (first.parts, second.parts), (first.wholes, second.wholes)
-    return Tally(first.uids, np.hstack(parts), np.hstack(wholes))
 
 
 def _difference(where: str, values: Array, draws: Array, pairs: dict[str, Tally]) -> Difference:

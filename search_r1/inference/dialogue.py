@@ -229,15 +229,12 @@ class AgentSession:
         environment = replace(self.agent.environment, heard=heard.answered)
         agent = replace(self.agent, environment=environment)
         end = await agent.run(start, heard, self.sampling if sampling is None else sampling)
-        return Reply(question, self._answer(end), tuple(heard.searches), end)
-
-    def _answer(self, end: Trajectory) -> str | None:
-        if end.status is not Status.ANSWERED:
-            return None
-        last = end.segments[-1]
-        return self.agent.format.parse(
-            Completion(last.ids, last.log_probs, last.text, "stop")
-        ).answer
+        answer = None
+        if end.status is Status.ANSWERED:
+            last = end.segments[-1]
+            said = Completion(last.ids, last.log_probs, last.text, "stop")
+            answer = self.agent.format.parse(said).answer
+        return Reply(question, answer, tuple(heard.searches), end)
 
 
 def query_of(call: ToolCall) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import json
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
@@ -62,7 +62,13 @@ async def facts_of(config: Config) -> Facts:
     if config.retriever.url.startswith(plugins.GIVEN):
         return {"retriever": config.retriever.url}
     first: Facts | None = None
-    for url in _addresses(config.retriever.url):
+    try:
+        addresses = read_urls(config.retriever.url)
+    except ValueError as error:
+        fix = "--retriever-url http://HOST:PORT, or --retriever-url empty"
+        url = config.retriever.url
+        raise ConfigError(explain("--retriever-url", url, str(error), fix)) from error
+    for url in addresses:
         found = await _facts_of(url, config)
         if first is not None and found != first:
             fix = "give addresses of servers with the same corpus and index"
@@ -70,14 +76,6 @@ async def facts_of(config: Config) -> Facts:
         first = found
     assert first is not None, "read_urls gives at least one"
     return first
-
-
-def _addresses(urls: str) -> tuple[str, ...]:
-    try:
-        return read_urls(urls)
-    except ValueError as error:
-        fix = "--retriever-url http://HOST:PORT, or --retriever-url empty"
-        raise ConfigError(explain("--retriever-url", urls, str(error), fix)) from error
 
 
 async def _facts_of(url: str, config: Config) -> Facts:
@@ -111,9 +109,15 @@ def run_config(options: AgentOptions, model: str) -> Config:
     config, own = Config(), _own_settings(model)
     config.actor_rollout_ref.model.path = model
     config.actor_rollout_ref.model.trust_remote_code = options.trust_remote_code
-    config.template = _first(options.template, _own_template(model, own), config.template)
-    if options.tools is None and not options.trust_remote_code:
-        _refuse_files(model, own.get("tools") or ())
+    template = own.get("template")
+    if template == TEMPLATE_FILE:
+        template = str(Path(model) / TEMPLATE_FILE)
+    config.template = _first(options.template, template, config.template)
+    code = [tool for tool in own.get("tools") or () if ".py" in tool]
+    if code and options.tools is None and not options.trust_remote_code:
+        got, expected = f"the tool {code[0]}, which is code", "tools that are built in"
+        fix = "--trust-remote-code, once you have read it"
+        raise ModelError(explain(f"{SETTINGS_FILE} of {model}", got, expected, fix))
     config.agent.tools = list(_first(options.tools, own.get("tools") or None, config.agent.tools))
     config.max_turns = _first(options.max_turns, own.get("max_turns"), config.max_turns)
     config.retriever.topk = _first(options.topk, own.get("topk"), config.retriever.topk)
@@ -133,15 +137,6 @@ def run_config(options: AgentOptions, model: str) -> Config:
     return config
 
 
-def _refuse_files(model: str, tools: Sequence[str]) -> None:
-    """Refuse tools of a model's own that are files of code. Raises ModelError."""
-    for tool in tools:
-        if ".py" in tool:
-            got, expected = f"the tool {tool}, which is code", "tools that are built in"
-            fix = "--trust-remote-code, once you have read it"
-            raise ModelError(explain(f"{SETTINGS_FILE} of {model}", got, expected, fix))
-
-
 def _own_settings(model: str) -> dict[str, Any]:
     """What `search_r1.json` of a model's folder says; nothing where there is none."""
     file = Path(model) / SETTINGS_FILE
@@ -157,12 +152,6 @@ def _own_settings(model: str) -> dict[str, Any]:
         if not all(isinstance(tool, str) for tool in found.get("tools") or ()):
             raise Unfit(f"tools={found['tools']!r}")
         return found
-
-
-def _own_template(model: str, own: Mapping[str, Any]) -> str | None:
-    """What the model's folder says of its wording, which may be a file in there."""
-    template = own.get("template")
-    return str(Path(model) / TEMPLATE_FILE) if template == TEMPLATE_FILE else template
 
 
 def _first(*values: Any) -> Any:
@@ -184,20 +173,14 @@ def with_default_model(options: Options) -> Options:
     In a checkout that is the demo's model or the adapter that ships; elsewhere an adapter's base.
     Raises ModelError when none is known.
     """
-    shipped = _checkout()
-    if shipped is not None:
+    # What ships is in a checkout of this project alone.
+    if (ROOT / "example" / "smollm2" / "shipped.py").is_file():
+        if str(ROOT) not in sys.path:
+            sys.path.append(str(ROOT))
+        shipped = importlib.import_module("example.smollm2.shipped")
         chosen = shipped.with_model({"model": options.model, "adapter": options.adapter})
         options = replace(options, **chosen)
     return options if options.model else replace(options, model=default_model(options.adapter))
-
-
-def _checkout() -> Any:
-    """The module of what ships with a checkout of this project; None in an installed copy."""
-    if not (ROOT / "example" / "smollm2" / "shipped.py").is_file():
-        return None
-    if str(ROOT) not in sys.path:
-        sys.path.append(str(ROOT))
-    return importlib.import_module("example.smollm2.shipped")
 
 
 def default_model(adapter: str | None) -> str:
@@ -223,7 +206,7 @@ async def opened(options: AgentOptions) -> AsyncIterator[AgentSession]:
     await facts_of(_retriever(Config(), options))
     set_trust(options.trust_remote_code)
     options = at_last_step(with_default_model(options))
-    with _folder(options) as folder:
+    with model_folder(options.model, computed_dtype(options), options.adapter) as folder:
         config = _retriever(run_config(options, str(folder)), options)
         agent = load_agent(config)
         tokenizer: Any = agent.tokenizer
@@ -235,10 +218,6 @@ async def opened(options: AgentOptions) -> AsyncIterator[AgentSession]:
                                    options.num_at_once)  # fmt: skip
         finally:
             await agent.environment.aclose()
-
-
-def _folder(options: AgentOptions) -> contextlib.AbstractContextManager[Path]:
-    return model_folder(options.model, computed_dtype(options), options.adapter)
 
 
 def _retriever(config: Config, options: AgentOptions) -> Config:

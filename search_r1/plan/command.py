@@ -6,8 +6,9 @@ or by a run of some steps (--run). Nothing is loaded or started. See docs/placem
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -118,7 +119,5 @@ class PlanOptions:
     """print one JSON object with every placement"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command-line entry; returns the exit code."""
-    return run("search_r1.plan.planning:start", PlanOptions, argv, prog="search-r1 plan",
+main = partial(run, "search_r1.plan.planning:start", PlanOptions, prog="search-r1 plan",
                description=__doc__)  # fmt: skip

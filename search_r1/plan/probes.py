@@ -132,19 +132,13 @@ def read_run(folder: Path, config: Config) -> Run:
     steps: dict[int, list[Dialogue]] = {}
     kept = config.trainer.rollout_data_dir
     for place, row in read_rows(kept) if kept is not None else ():
-        steps.setdefault(_step(place, row), []).append(_dialogue(place, row))
+        step, dialogue = _dialogue(place, row)
+        steps.setdefault(step, []).append(dialogue)
     return Run(tuple(metrics[1:] or metrics), {n: tuple(found) for n, found in steps.items()})
 
 
-def _step(place: str, row: Mapping[str, Any]) -> int:
-    try:
-        return int(row["step"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise _malformed(place, error) from error
-
-
-def _dialogue(place: str, row: Mapping[str, Any]) -> Dialogue:
-    """The token counts of a dumped trajectory. Raises DataError."""
+def _dialogue(place: str, row: Mapping[str, Any]) -> tuple[int, Dialogue]:
+    """The step of a dumped trajectory, and its token counts. Raises DataError."""
     prompt, turns = 0, list[Turn]()
     try:
         for segment in row["segments"]:
@@ -155,12 +149,7 @@ def _dialogue(place: str, row: Mapping[str, Any]) -> Dialogue:
                 turns[-1] = replace(turns[-1], observed=turns[-1].observed + count)
             else:
                 prompt += count
-        return Dialogue(prompt, tuple(turns) or (Turn(1),))
-    except (KeyError, TypeError, IndexError) as error:
-        raise _malformed(place, error) from error
-
-
-def _malformed(place: str, error: Exception) -> DataError:
-    return DataError(
-        explain(place, repr(error), "a trajectory as a run writes it", "delete the file")
-    )
+        return int(row["step"]), Dialogue(prompt, tuple(turns) or (Turn(1),))
+    except (LookupError, TypeError, ValueError) as error:
+        expected = "a trajectory as a run writes it"
+        raise DataError(explain(place, repr(error), expected, "delete the file")) from error

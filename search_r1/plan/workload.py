@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
@@ -101,12 +100,12 @@ class Workload:
     def draw(self, seed: int) -> Batch:
         """The dialogues of one step; equal seeds give equal ones."""
         random = np.random.default_rng(seed)
-        make = self._recorded if self.recorded else self._drawn
-        return Batch(tuple(make(random)), self.group)
-
-    def _recorded(self, random: np.random.Generator) -> list[Dialogue]:
-        chosen = random.integers(len(self.recorded), size=self.prompts * self.group)
-        return with_waits([self.recorded[i] for i in chosen], self.search_s, random)
+        if self.recorded:
+            chosen = random.integers(len(self.recorded), size=self.prompts * self.group)
+            some = with_waits([self.recorded[i] for i in chosen], self.search_s, random)
+        else:
+            some = self._drawn(random)
+        return Batch(tuple(some), self.group)
 
     def _drawn(self, random: np.random.Generator) -> list[Dialogue]:
         count = self.prompts * self.group
@@ -144,12 +143,7 @@ def with_waits(
     return [
         Dialogue(
             one.prompt,
-            tuple(
-                Turn(turn.tokens, turn.observed, wait if turn.observed else 0.0)
-                for turn, wait in zip(
-                    one.turns, itertools.islice(waits, len(one.turns)), strict=True
-                )
-            ),
+            tuple(replace(t, search_s=next(waits) * (t.observed > 0)) for t in one.turns),
         )
         for one in dialogues
     ]

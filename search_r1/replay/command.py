@@ -6,8 +6,8 @@ Without an edit it says whether every token and log-prob is the recorded one; se
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -44,9 +44,7 @@ class ReplayOptions:
     """print one JSON object a trajectory, the replayed one's tokens included"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command-line entry; returns the exit code."""
-    return run("search_r1.replay.running:start", ReplayOptions, argv, prog="search-r1 replay",
+main = partial(run, "search_r1.replay.running:start", ReplayOptions, prog="search-r1 replay",
                description=__doc__)  # fmt: skip
 
 

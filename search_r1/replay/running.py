@@ -42,7 +42,11 @@ def start(options: ReplayOptions) -> int:
     edit, places = read_edit(options), read_places(options)
     set_trust(config.actor_rollout_ref.model.trust_remote_code)
     reward = build_reward_manager(config)
-    _compute_alike(config)
+    # This process computes as a replica of the run does on this machine.
+    threads = os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    torch.set_num_threads(int(threads))
+    if config.trainer.deterministic:
+        os.environ.update(DETERMINISTIC_ENV)
     with contextlib.ExitStack() as stack:
         if device_type(config.trainer.device) == "cuda":  # a run that trains needs all of its cards
             stack.enter_context(exclusive(options.run, "RUN, without --device cpu"))
@@ -114,11 +118,3 @@ def weights_of(run: Path, config: Config) -> dict[int, str]:
 def nearest(known: Iterable[int], version: int) -> int:
     """The version of those that is next to another, the older of two."""
     return min(known, key=lambda one: (abs(one - version), one))
-
-
-def _compute_alike(config: Config) -> None:
-    """Have this process compute as a replica of the run does on this machine."""
-    threads = os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    torch.set_num_threads(int(threads))
-    if config.trainer.deterministic:
-        os.environ.update(DETERMINISTIC_ENV)

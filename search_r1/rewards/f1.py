@@ -7,21 +7,17 @@ from search_r1.rewards.interface import RewardFn, RewardInput, RewardOutput, Rew
 from search_r1.rewards.normalize import covers, matches_exactly, normalize_answer
 
 
-def _f1_of_pair(answer: str, gold: str) -> float:
-    answer_words = normalize_answer(answer).split()
-    gold_words = normalize_answer(gold).split()
-    num_common = (Counter(answer_words) & Counter(gold_words)).total()
-    if num_common == 0:
-        return 0.0
-    return 2.0 * num_common / (len(answer_words) + len(gold_words))
-
-
 def token_f1(answer: str, accepted: Sequence[str]) -> float:
     """Harmonic mean of word precision and recall against the best accepted answer, 0 to 1.
 
     Source: Rajpurkar et al. 2016. Two empty texts share no word, hence 0.
     """
-    return max((_f1_of_pair(answer, gold) for gold in accepted), default=0.0)
+    words, best = Counter(normalize_answer(answer).split()), 0.0
+    for gold in accepted:
+        wanted = Counter(normalize_answer(gold).split())
+        if num_common := (words & wanted).total():
+            best = max(best, 2.0 * num_common / (words.total() + wanted.total()))
+    return best
 
 
 def compared(dialogue: RewardInput) -> dict[str, float]:

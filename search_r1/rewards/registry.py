@@ -31,10 +31,7 @@ from search_r1.rewards.r1_searcher import build_stage_1, build_stage_2
 def each_alone(rule: RewardFn) -> BatchRewardFn:
     """The rule of one dialogue, applied to each."""
 
-    def score_each(dialogues: Sequence[RewardInput]) -> list[RewardOutput]:
-        return [rule(dialogue) for dialogue in dialogues]
-
-    return score_each
+    return lambda dialogues: [rule(dialogue) for dialogue in dialogues]
 
 
 def weighted(rules: Mapping[str, BatchRewardFn], weights: Mapping[str, float]) -> BatchRewardFn:
@@ -44,18 +41,16 @@ def weighted(rules: Mapping[str, BatchRewardFn], weights: Mapping[str, float]) -
     """
 
     def score_weighted(dialogues: Sequence[RewardInput]) -> list[RewardOutput]:
-        outputs = {name: rule(dialogues) for name, rule in rules.items()}
-        by_dialogue = [{name: outputs[name][i] for name in rules} for i in range(len(dialogues))]
-        return [_sum(parts, weights) for parts in by_dialogue]
+        found = []
+        for outputs in zip(*(rule(dialogues) for rule in rules.values()), strict=True):
+            score, components = 0.0, dict[str, float]()
+            for name, output in zip(rules, outputs, strict=True):
+                score += weights[name] * output.score
+                components |= {**output.components, f"{name}_score": output.score}
+            found.append(RewardOutput(score, components))
+        return found
 
     return score_weighted
-
-
-def _sum(parts: Mapping[str, RewardOutput], weights: Mapping[str, float]) -> RewardOutput:
-    components: dict[str, float] = {}
-    for name, output in parts.items():
-        components |= {**output.components, f"{name}_score": output.score}
-    return RewardOutput(sum(weights[n] * o.score for n, o in parts.items()), components)
 
 
 def load_function(spec: str) -> RewardFn:
@@ -185,10 +180,7 @@ def build_reward(
     """Return the reward of that name for one dialogue; see ``build_batch_reward``."""
     rule = build_batch_reward(name, scores, weights)
 
-    def score_one(dialogue: RewardInput) -> RewardOutput:
-        return rule([dialogue])[0]
-
-    return score_one
+    return lambda dialogue: rule([dialogue])[0]
 
 
 def _build_one(

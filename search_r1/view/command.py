@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -39,9 +39,7 @@ class ViewOptions:
     """most trajectories of each run in that file, spread over its steps"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command-line entry; returns the exit code."""
-    return run("search_r1.view.running:start", ViewOptions, argv, prog="search-r1 view",
+main = partial(run, "search_r1.view.running:start", ViewOptions, prog="search-r1 view",
                description=__doc__)  # fmt: skip
 
 

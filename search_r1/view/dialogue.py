@@ -98,13 +98,15 @@ def read_dialogue(row: Row, tags: Grammar) -> Dialogue:
     segments = tuple(row["segments"]) if is_whole else tuple(_cut(row["dialogue"], tags))
     gold = tuple(map(str, row["ground_truth"]))
     texts = [one["text"] for one in segments if one["origin"] == POLICY]
+    # A validation's row has the parts of its reward beside the score.
+    parts = {k: v for k, v in row.items() if isinstance(v, float) and k != "score"}
     return Dialogue(
         question=str(row.get("question") or _question(segments)),
         answer=extract_answer(texts, tags),
         gold=gold,
         searches=tuple(_searches(segments, tags, gold)),
         segments=segments,
-        components=row["components"] if is_whole else _components(row),
+        components=row["components"] if is_whole else parts,
     )
 
 
@@ -114,11 +116,6 @@ def _cut(text: str, tags: Grammar) -> Iterator[dict[str, str]]:
     for number, part in enumerate(re.split(f"({opening}.*?{closing})", text, flags=re.DOTALL)):
         if part:
             yield {"origin": OBSERVATION if number % 2 else POLICY, "text": part}
-
-
-def _components(row: Row) -> dict[str, float]:
-    """What a validation's row has beside its score: the parts of its reward."""
-    return {k: v for k, v in row.items() if isinstance(v, float) and k != "score"}
 
 
 def _question(segments: Sequence[Row]) -> str:

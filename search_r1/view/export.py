@@ -47,7 +47,8 @@ def snapshot(
 ) -> dict[str, Any]:
     """What the page may ask for: by the name of the question and, of a trajectory, its place."""
     asked, none = Runs(runs), [set[Place]()] * len(runs)
-    named = [_examples(one) for one in reports] or none
+    shown = [[row for e in r["examples"] for row in (e["before"], e["after"])] for r in reports]
+    named = [{(o["kind"], o["step"], o["line"]) for o in rows if o} for rows in shown] or none
     rows = [chosen(run, most, own) for run, own in zip(runs, named, strict=True)]
     return ({"report": list(reports)} if reports else {}) | {
         "runs": asked.about(),
@@ -61,12 +62,6 @@ def snapshot(
             for run, own in zip(runs, rows, strict=True)
         ],
     }
-
-
-def _examples(report: Mapping[str, Any]) -> set[Place]:
-    """The trajectories that a report shows."""
-    pairs = ((one["before"], one["after"]) for one in report["examples"])
-    return {(row["kind"], row["step"], row["line"]) for pair in pairs for row in pair if row}
 
 
 def chosen(run: Run, most: int, named: Collection[Place] = ()) -> list[dict[str, Any]]:
@@ -87,7 +82,8 @@ def page(data: dict[str, Any]) -> str:
     """The whole file."""
     html = (PAGE / "page.html").read_text(encoding="utf-8")
     style = (PAGE / "page.css").read_text(encoding="utf-8")
-    script = "".join(_plain((PAGE / f"{name}.js").read_text("utf-8")) for name in MODULES)
+    modules = [(PAGE / f"{name}.js").read_text("utf-8") for name in MODULES]
+    script = "".join(EXPORT.sub("", IMPORT.sub("", module)) for module in modules)
     policy = (f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
               "base-uri 'none'; form-action 'none'")  # fmt: skip
     # "<" is escaped, so that no text of a trajectory can end the element.
@@ -100,11 +96,6 @@ def page(data: dict[str, Any]) -> str:
     )
     start, end = html.index("<!-- files -->"), html.index("<!-- end of files -->")
     return html[:start] + head + html[end:]
-
-
-def _plain(module: str) -> str:
-    """A module's text without what joins it to others."""
-    return EXPORT.sub("", IMPORT.sub("", module))
 
 
 def _hash(text: str) -> str:

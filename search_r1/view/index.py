@@ -55,15 +55,6 @@ INSERT = """INSERT INTO trajectories VALUES (NULL, :kind, :step, :line, :uid, :s
     :queries, :words, :is_found, :is_given, :start, :length)"""
 
 
-@dataclass(frozen=True)
-class Place:
-    """What names a trajectory within its run, and where its line is."""
-
-    path: Path
-    start: int
-    length: int
-
-
 class TrajectoryIndex:
     """The trajectories of one run; safe to read from several threads."""
 
@@ -136,15 +127,27 @@ class TrajectoryIndex:
         rows = self.db.execute("SELECT kind, step, state FROM files")
         return {(kind, step): state for kind, step, state in rows}
 
-    def place(self, kind: str, step: int, line: int) -> tuple[dict[str, Any], Place] | None:
-        """A trajectory's facts and where its line is; None for one that is not there."""
-        row = self.db.execute(
+    def read(
+        self, kind: str, step: int, line: int
+    ) -> tuple[dict[str, Any], Path, dict[str, Any], Dialogue] | None:
+        """A trajectory's facts, its file, its row there, and the row's dialogue.
+
+        None for one that is not there, or whose file was replaced since.
+        """
+        found = self.db.execute(
             "SELECT t.*, f.path FROM trajectories t JOIN files f USING (kind, step) "
             "WHERE step = ? AND kind = ? AND line = ?", (step, kind, line)).fetchone()  # fmt: skip
-        if row is None:
+        if found is None:
             return None
-        facts = dict(row)
-        return facts, Place(Path(facts.pop("path")), facts.pop("start"), facts.pop("length"))
+        facts = dict(found)
+        path, start, length = Path(facts.pop("path")), facts.pop("start"), facts.pop("length")
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                row = orjson.loads(file.read(length))
+            return facts, path, row, read_dialogue(row, self._tags)
+        except (FileNotFoundError, orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+            return None
 
     def kept(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
         """The first column of a query's rows, kept until the index changes."""
@@ -215,17 +218,6 @@ class TrajectoryIndex:
                     rows.append(facts | place | {"start": start, "length": len(line)})
             start += len(line)
         return rows, num_bad
-
-
-def read_line(place: Place, tags: Grammar) -> tuple[dict[str, Any], Dialogue] | None:
-    """The row at a place and its dialogue; None where the file was replaced since."""
-    try:
-        with place.path.open("rb") as file:
-            file.seek(place.start)
-            row = orjson.loads(file.read(place.length))
-        return row, read_dialogue(row, tags)
-    except (FileNotFoundError, orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def _facts(line: bytes, tags: Grammar) -> dict[str, Any] | None:

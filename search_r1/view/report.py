@@ -268,12 +268,9 @@ def as_markdown(made: Report) -> str:
         parts += [_code(f"{one.question}\naccepted: {one.accepted}"), ""]
         for when, row in (("before", one.before), ("after", one.after)):
             if row is not None:
-                parts += [f"{when}, score {row['score']}:", "", _code(_spoken(row)), ""]
+                said = (s["text"] for s in row["segments"] if s["origin"] != "prompt")
+                parts += [f"{when}, score {row['score']}:", "", _code("".join(said).strip()), ""]
     return "\n".join([*parts, "Curves, all options and trajectories: `report.html`.", ""])
-
-
-def _spoken(row: Mapping[str, Any]) -> str:
-    return "".join(one["text"] for one in row["segments"] if one["origin"] != "prompt").strip()
 
 
 def _code(text: str) -> str:

@@ -15,7 +15,7 @@ import orjson
 import yaml
 
 from search_r1.view.dialogue import Dialogue, tags_of
-from search_r1.view.index import TRAIN, VALIDATION, Place, TrajectoryIndex, read_line
+from search_r1.view.index import TRAIN, VALIDATION, TrajectoryIndex
 from search_r1.view.tokens import Pieces, find_pieces
 from verl.config.known import flattened
 from verl.data.trajectories import HEADER, SIGNALS
@@ -206,16 +206,16 @@ class Run:
 
         `is_brief`: without its tokens.
         """
-        found = self.index.place(kind, step, line)
-        read = None if found is None else read_line(found[1], self.tags)
-        if found is None or read is None:
+        found = self.index.read(kind, step, line)
+        if found is None:
             return None
-        shown = self.shown(*read, is_brief=is_brief)
-        worths = self._worths(found[1], step, line)
+        facts, path, row, dialogue = found
+        shown = self.shown(row, dialogue, is_brief=is_brief)
+        worths = self._worths(path, step, line)
         for number, call in enumerate(shown["calls"]):
             for rank, document in enumerate(call["documents"]):
                 document["worth"] = worths.get((number, rank))
-        return {**found[0], **shown}
+        return {**facts, **shown}
 
     def shown(
         self, row: Mapping[str, Any], dialogue: Dialogue, *, is_brief: bool = False
@@ -236,11 +236,11 @@ class Run:
             "calls": [asdict(search) for search in dialogue.searches],
         }
 
-    def _worths(self, place: Place, step: int, line: int) -> Worths:
+    def _worths(self, recorded: Path, step: int, line: int) -> Worths:
         """What documents were worth, unless the step was run again since."""
-        path = self.folder / CREDIT / place.path.name
+        path = self.folder / CREDIT / recorded.name
         try:
-            if path.stat().st_mtime_ns < place.path.stat().st_mtime_ns:
+            if path.stat().st_mtime_ns < recorded.stat().st_mtime_ns:
                 return {}
             rows = [orjson.loads(one) for one in path.read_bytes().splitlines()]
             return {

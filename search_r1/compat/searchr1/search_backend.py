@@ -43,7 +43,9 @@ class DenseRetriever(LocalServer):
             )
             raise ConfigError(explain("index_path", index, "an index that exists", fix))
         corpus = Path(corpus_path) if corpus_path is not None else corpus_beside(index)
-        args = ["--retriever_name", _name_in(index) or name, "--index_path", str(index),
+        indexes = list(index.glob("*_*.index"))  # none where the path is an index itself
+        name = indexes[0].name.rpartition("_")[0] if len(indexes) == 1 else name
+        args = ["--retriever_name", name, "--index_path", str(index),
                 "--corpus_path", str(corpus), "--retriever_model", embedding_model,
                 "--topk", str(top_k), "--max_topk", str(max(100, top_k))]  # fmt: skip
         super().__init__(args, timeout=LOADING_S)
@@ -67,9 +69,3 @@ def _is_corpus(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.readline(1 << 16)
     return b'"contents"' in head or b'"text"' in head
-
-
-def _name_in(folder: Path) -> str:
-    """What the only dense index of a folder is called; empty for a folder that is an index."""
-    found = [path.name.rpartition("_")[0] for path in folder.glob("*_*.index")]
-    return found[0] if len(found) == 1 else ""

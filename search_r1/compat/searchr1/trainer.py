@@ -139,8 +139,9 @@ def place(config: Config, devices: Any) -> str | None:
     if isinstance(devices, int) and not isinstance(devices, bool) and devices >= 1:
         config.trainer.n_gpus_per_node = devices
         return None
-    listed = [devices] if isinstance(devices, str) else devices
-    ids = [str(one).removeprefix("cuda").removeprefix(":") for one in _sequence(listed)]
+    given = [devices] if isinstance(devices, str) else devices
+    listed = given if isinstance(given, list | tuple | range) else ()
+    ids = [str(one).removeprefix("cuda").removeprefix(":") for one in listed]
     if ids and all(one == "cpu" for one in ids):
         config.trainer.device = "cpu"
     elif ids == [""]:  # cuda
@@ -150,10 +151,6 @@ def place(config: Config, devices: Any) -> str | None:
         raise ConfigError(explain("devices", repr(devices), expected, "devices=1"))
     config.trainer.n_gpus_per_node = len(ids)
     return ",".join(ids) if torch.cuda.is_available() and ids[0] != "cpu" else None
-
-
-def _sequence(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple | range) else ()
 
 
 def give_room(config: Config, backend: object) -> None:

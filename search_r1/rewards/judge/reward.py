@@ -110,11 +110,9 @@ class JudgeEndpoint:
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
-        """Serve a batch."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the connections."""
         self._exchanges.close()
 
     def judge(self, message: str) -> float:
@@ -178,7 +176,14 @@ class LlmJudge:
     def __init__(self, options: JudgeOptions) -> None:
         """Open the cache; raises ValueError if it cannot be one."""
         self._options = options
-        self._cache = _open_cache(options.cache_path) if options.cache_path else None
+        self._cache, path, option = None, options.cache_path, "reward_model.judge.cache_path"
+        if path:
+            try:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                expected = "expected a path to write to"
+                raise ValueError(f"got {option}={path} ({error}), {expected}") from error
+            self._cache = FileStore(path, option)
 
     def __call__(self, dialogues: Sequence[RewardInput]) -> list[RewardOutput]:
         asked = [self._message(dialogue) for dialogue in dialogues]
@@ -236,16 +241,6 @@ class LlmJudge:
         if self._cache:
             self._cache.put({key: score})
         return score
-
-
-def _open_cache(path: str) -> FileStore:
-    """A file of verdicts, which several runs may share; raises ValueError."""
-    option = "reward_model.judge.cache_path"
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"got {option}={path} ({error}), expected a path to write to") from error
-    return FileStore(path, option)
 
 
 def _output(
