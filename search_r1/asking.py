@@ -3,8 +3,6 @@
 What `search-r1 infer` and `search-r1 evaluate` do, with their options as keywords.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import difflib

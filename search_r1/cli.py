@@ -1,7 +1,5 @@
 """`search-r1 COMMAND …`: every command line of the project, each imported when it is called."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import sys
@@ -52,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """Every command with what it does."""
     width = max(map(len, COMMANDS))
     rows = [f"  {name:{width}}  {about}" for name, (_, about) in COMMANDS.items()]
     lines = ["usage: search-r1 COMMAND ...", "", *rows, "", "search-r1 COMMAND --help says more"]

@@ -25,7 +25,6 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The body, whatever it is."""
         return self.body.decode("utf-8", "replace")
 
 
@@ -72,10 +71,7 @@ class Exchanges:
 
 
 def decompress(body: bytes, encoding: str, most_bytes: int) -> bytes:
-    """A body in the `Content-Encoding` that it came in, never more than `most_bytes` of it.
-
-    Raises ValueError for another encoding than gzip, and for what is broken.
-    """
+    """At most `most_bytes` of a body in its `Content-Encoding`. Raises ValueError, but for gzip."""
     name = encoding.strip().lower()
     if name in ("", "identity"):
         return body

@@ -4,8 +4,6 @@ A class or function of a file has the name that a command line has for it, `path
 that a checkpoint made from Python is that command line's too. Anything else is `python:NAME`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import sys

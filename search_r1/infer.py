@@ -5,8 +5,6 @@ the answer comes last with its sources; `--json` prints one object for scripts i
 of the user ends in one message and exit code 2. See docs/inference.md.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Coroutines called from plain code, also in a notebook, whose thread runs a loop already."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import threading

@@ -3,8 +3,6 @@
 The tool `search` asks a `/retrieve` server, over standard input and output or streamable HTTP.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from functools import partial

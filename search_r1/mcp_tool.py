@@ -1,7 +1,5 @@
 """The tool `search` of the Model Context Protocol, which asks a `/retrieve` server."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import sys
@@ -25,8 +23,6 @@ MAX_RETRIES = 2
 
 
 class Found(BaseModel):
-    """A document of the corpus."""
-
     id: str
     title: str
     text: str

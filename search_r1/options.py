@@ -5,8 +5,6 @@ help; `Annotated[int, Bounds(1)]` refuses what is out of bounds. Modules of opti
 heavy, so that `--help` and a mistyped flag are answered at once.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,11 +61,7 @@ def _one_value(
 def parse(
     options: Callable[..., T], argv: Sequence[str] | None, *, prog: str, description: str | None
 ) -> T:
-    """The options that a command line gives.
-
-    `--help` ends with status 0. What is unknown, malformed or out of bounds ends with status 2 and
-    a message.
-    """
+    """The options that a command line gives; wrong ones end with status 2 and a message."""
     given: T = tyro.cli(options, args=argv, prog=prog, description=description, config=STYLE,
                         registry=registry)  # fmt: skip
     for problem in problems(given):

@@ -29,10 +29,7 @@ def json_line(value: Any) -> str:
 
 
 class PlainFormatter(logging.Formatter):
-    """Indents further lines of a message, so that none of them passes for another message.
-
-    Passwords of addresses are hidden.
-    """
+    """Hides passwords, and indents further lines, so that none passes for another message."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""

@@ -68,7 +68,6 @@ def retry_after(headers: Mapping[str, str]) -> float:
 
 
 def _date(text: str) -> datetime | None:
-    """An HTTP date; None for anything else."""
     try:
         date = parsedate_to_datetime(text)
     except (ValueError, TypeError, IndexError, OverflowError):

@@ -3,8 +3,6 @@
 The one place where trajectories turn into the plain text that `search_r1.rewards` scores.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The agent behind an OpenAI-compatible server and a chat page; docs/inference.md."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

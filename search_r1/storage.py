@@ -103,7 +103,6 @@ class FileStore:
             self._pass_over(error)
 
     def close(self) -> None:
-        """Close the file."""
         with self._lock:
             self._file.close()
 

@@ -4,8 +4,6 @@ The run is that of `search-r1 train`: the same checks, files and checkpoints, so
 with what the other began. Mistakes raise `verl.errors.UserError`; see docs/python_api.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import logging

@@ -10,7 +10,7 @@ import pytest
 
 from search_r1.datasets.command import OwnOptions
 from search_r1.datasets.own import read_files
-from search_r1.datasets.retrieving import cache_finder
+from search_r1.datasets.published import cache_finder
 from search_r1.inference import command
 from search_r1.inference.command import read_questions
 from search_r1.rewards import build_reward

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.step_time.cases import Case
-from search_r1.plan.probes import Observation, fit_engine, rollout_s
+from search_r1.plan.planning import Observation, fit_engine, rollout_s
 from search_r1.plan.simulation import EngineRates
 from search_r1.plan.workload import Batch, Dialogue, LogNormal, Turn, with_waits
 

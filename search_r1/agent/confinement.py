@@ -8,8 +8,6 @@ back). It is not a wall against an attacker: the program can still read the file
 Standard library only, since the program runs in an empty environment.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os
@@ -36,10 +34,7 @@ CALLS = {
 
 
 def refuse_network_and_signals() -> None:
-    """Have the kernel refuse sockets, and whatever reaches into other processes.
-
-    Raises OSError where that cannot be had, so that nothing ever runs without it.
-    """
+    """Have the kernel refuse sockets and reaching into other processes. Raises OSError."""
     if platform.machine() not in CALLS:
         raise OSError(f"no list of system calls for {platform.machine()}; have {', '.join(CALLS)}")
     architecture, refused = CALLS[platform.machine()]

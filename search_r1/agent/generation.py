@@ -1,7 +1,5 @@
 """The agent of a run, built from its options: format, tools and budgets of its dialogues."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from search_r1.agent.python import PythonTool
@@ -51,7 +49,6 @@ def build_dialogue(config: Config) -> DialogueAgent:
 
 
 AGENTS: Mapping[str, Callable[[Config], Agent]] = {"dialogue": build_dialogue}
-"""The agents that `agent.name` may name."""
 
 
 def build_environment(config: Config) -> Environment:
@@ -68,10 +65,7 @@ def build_environment(config: Config) -> Environment:
 def build_format(
     config: Config, environment: Environment, tokenizer: ChatTokenizer
 ) -> DialogueFormat:
-    """The run's template for its tools.
-
-    Raises ConfigError for one that is not there, or cannot work.
-    """
+    """The run's template for its tools. Raises ConfigError for none, or one that cannot work."""
     tools, is_native = environment.tools, config.template == native.NAME
     found = NativeFormat(tokenizer, tools) if is_native else words_of(config, tools)
     refuse_closed_think(found, config.algorithm.no_think_rl)
@@ -87,10 +81,7 @@ def words_of(config: Config, tools: Sequence[Tool]) -> TagFormat:
 
 
 def check_prompts(format: DialogueFormat, prompts: Iterable[Prompt]) -> None:
-    """Refuse prompts that tell the policy of other tags than the format's.
-
-    A prompt that names no tags of calls at all is left alone. Raises DataError.
-    """
+    """Refuse prompts that name other tags of calls than the format's. Raises DataError."""
     own = [tag.opening for tag in format.tags.calls] if not format.schemas else []
     others = {
         tag.opening: template.name

@@ -1,7 +1,5 @@
 """The tags of the dialogues that search. Rewards read them, too: plain text, no tensors."""
 
-from __future__ import annotations
-
 from verl.agent.grammar import (
     Grammar,
     Tag,

@@ -5,8 +5,6 @@ program that loops, fills memory or prints without end, and keep it from the net
 hide files: whoever lets a policy run programs gives the run a container, or a user, of its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """What tools share that ask the retrieval server: its client, and whether it serves this run."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +40,6 @@ class RetrieverTool(Tool):
 
     @property
     def label(self) -> str:
-        """The address of the server."""
         return self.options.url
 
     async def try_out(self, client: RetrievalClient) -> None:
@@ -126,10 +123,7 @@ def given_retrieval(config: Config) -> Any:
 
 @dataclass(frozen=True)
 class WithToken(Generic[Made]):
-    """A factory for processes of other nodes, with the retriever's token that they do not have.
-
-    It travels in the call, for Ray writes runtime environments into its logs.
-    """
+    """A factory for other nodes, with the retriever's token; Ray would log an environment."""
 
     make: Callable[[Config], Made]
     token: str | None = field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE), repr=False)

@@ -78,11 +78,9 @@ class SearchTool(RetrieverTool):
         return retriever_identity(self.options.url, min(self.options.timeout, PROBE_S))
 
     def settings(self) -> Mapping[str, Any]:
-        """How many documents a search brings."""
         return {"topk": self.options.topk}
 
     async def aclose(self) -> None:
-        """Close the connections of this event loop."""
         if isinstance(self.retrieval, RetrievalClient):
             await self.retrieval.aclose()
 
@@ -102,7 +100,6 @@ class ForeseeingSearch(SearchTool):
         self._question = questions.predict(foresight, question)
 
     def anticipate(self, *, query: str) -> None:  # type: ignore[override]
-        """Ask ahead."""
         self.retrieval.predict(query)
 
     def ended(self) -> Mapping[str, float]:

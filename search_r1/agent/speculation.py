@@ -6,8 +6,6 @@ prediction that fails, or is not what the policy asks in the end, leaves nothing
 ordinary search runs as it would have.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter, deque

@@ -1,7 +1,5 @@
 """The wordings of the dialogues that search: prompts, observations and feedback."""
 
-from __future__ import annotations
-
 from search_r1.agent import grammar
 from verl.agent import native, wording
 from verl.agent.tags import TagFormat

@@ -4,8 +4,6 @@ Documents come from the retrieval server that searches. Pages come through `sear
 policy keeps a policy away from addresses that are not public; that package is an extra.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 from collections.abc import Callable
@@ -91,10 +89,7 @@ class VisitTool(RetrieverTool):
         return Observation((Item(found.text, found.title, found.id, found),), dict(faults))
 
     async def try_out(self, client: RetrievalClient) -> None:
-        """The document of the first id that a search shows.
-
-        Raises ToolRefused where it is neither there nor a page: such a server opens no documents.
-        """
+        """The document of the first id that a search shows. Raises ToolRefused for none."""
         for id in [document.id for document in await client.search(QUERY)][:1]:
             is_page = id.startswith(PAGES)
             if not is_page and await client.document(id) is None:
@@ -103,7 +98,6 @@ class VisitTool(RetrieverTool):
                 raise ToolRefused(explain(f"visit: retriever.url={self.label}", got, "it", fix))
 
     async def aclose(self) -> None:
-        """Close the connections of this event loop."""
         if isinstance(self.documents, RetrievalClient):
             await self.documents.aclose()
 

@@ -4,8 +4,6 @@ Ours: `reasoning_content`, and `search_r1` with searches, status, turns and the 
 what was read.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 import uuid
@@ -77,7 +75,6 @@ class Envelope:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def completion(self, reply: Reply, reasoning: str) -> dict[str, Any]:
-        """The whole answer."""
         message = {
             "role": "assistant",
             "content": reply.answer or "",
@@ -88,7 +85,6 @@ class Envelope:
         return self._wrap("chat.completion", [choice]) | {"usage": usage(reply)}
 
     def chunk(self, delta: Mapping[str, Any], finish: str | None = None) -> dict[str, Any]:
-        """A part of a stream."""
         choice = {"index": 0, "delta": dict(delta), "finish_reason": finish}
         return self._wrap("chat.completion.chunk", [choice])
 
@@ -102,7 +98,6 @@ class Envelope:
 
 
 def facts(reply: Reply) -> dict[str, Any]:
-    """How the answer came about."""
     return {
         "searches": [search_json(search) for search in reply.searches],
         "status": reply.status.value,

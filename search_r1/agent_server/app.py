@@ -1,8 +1,6 @@
 """The agent as a process: its routes (chat completions, models, health, the chat page at `/`), a
 port, and an orderly end."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import signal
@@ -73,12 +71,10 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model(self) -> dict[str, Any]:
-        """The only model there is."""
         facts = {"created": self.created, "owned_by": "search-r1"}
         return {"id": self.name, "object": "model", **facts}
 
     def require(self, name: str) -> None:
-        """Raise ApiError for another model."""
         if name != self.name:
             message = f"there is no model {name!r}; expected {self.name!r}"
             raise ApiError(404, message, "model_not_found", "model")
@@ -89,7 +85,6 @@ class Service:
             raise ApiError(401, "a wrong API key, or none: send the server's", "invalid_api_key")
 
     def dialogue(self, order: Order, listener: DialogueListener) -> asyncio.Task[Reply]:
-        """The dialogue, started."""
         return asyncio.ensure_future(self.session.ask(
             order.question, order.prompt, listener,
             sampling=order.sampling, seed=order.seed, max_tokens=order.max_tokens,
@@ -102,7 +97,6 @@ class Service:
         return await make(order, Envelope(self.name))
 
     async def whole(self, order: Order, envelope: Envelope) -> Response:
-        """One answer after the end."""
         reply = await outcome(self.dialogue(order, SILENCE))
         thinking = reasoning(reply.turns, self._tags, self._special_tokens)
         return JSONResponse(envelope.completion(reply, thinking))
@@ -145,7 +139,6 @@ class Service:
 
 
 def build_app(service: Service) -> FastAPI:
-    """The routes of a service."""
     app = FastAPI(title="Search-R1 agent", version=__version__, docs_url=None, redoc_url=None)
     answer_errors(app)
     app.include_router(_guarded(service))

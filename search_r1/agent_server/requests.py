@@ -4,8 +4,6 @@ A field that would change the answer and that the agent cannot honour is refused
 ignored.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -40,8 +38,6 @@ BODY_S = 60.0
 
 
 class Part(BaseModel):
-    """A part of a message's content."""
-
     type: str
     text: str = ""
 
@@ -79,8 +75,6 @@ class ChatRequest(BaseModel):
 
 @dataclass(frozen=True)
 class Order:
-    """A request that can be carried out."""
-
     question: str
     prompt: Prompt
     sampling: Sampling

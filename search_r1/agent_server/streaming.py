@@ -5,8 +5,6 @@ answer that ends a turn, for which it has fields of their own. Text is given as 
 turn out to be such a tag.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -87,24 +85,19 @@ class Listener(DialogueListener):
         self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
 
     def said(self, text: str) -> None:
-        """Reasoning, as far as it is decided."""
         self._reason(self._thoughts.say(text))
 
     def turned(self) -> None:
-        """The rest of a turn's reasoning."""
         self._reason(self._thoughts.end_turn())
 
     def searched(self, search: Search) -> None:
-        """A search, as soon as it is answered."""
         told = search_json(search, self._includes_documents)
         self._deltas.put_nowait({"search_r1": {"searches": [told]}})
 
     def close(self) -> None:
-        """Nothing more will be heard."""
         self._deltas.put_nowait(None)
 
     async def next(self) -> Delta | None:
-        """The next delta; None at the end."""
         return await self._deltas.get()
 
     def _reason(self, text: str) -> None:
@@ -148,10 +141,7 @@ async def events(
     work: asyncio.Task[Reply],
     includes_usage: bool,
 ) -> AsyncIterator[str]:
-    """The stream: role, reasoning and searches as they come, answer, end, and usage on request.
-
-    An error that comes up in mid-stream is its last event. Ends the dialogue when it is closed.
-    """
+    """The stream: role, reasoning and searches, answer, end, usage; an error is its last."""
     try:
         yield _event(envelope.chunk({"role": "assistant", "content": ""}))
         delta = first

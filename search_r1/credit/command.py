@@ -4,8 +4,6 @@ A document is left out of what the searches brought, wherever it stands, and the
 looked at again by the same weights; docs/view.md.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """From a run's record to a line for each trajectory and document: `RUN/credit/step_N.jsonl`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -22,12 +20,11 @@ from search_r1.credit.command import CreditOptions
 from search_r1.inference.model import at_last_step, computed_dtype, model_folder
 from search_r1.inference.options import AgentOptions
 from search_r1.plain import log
-from search_r1.replay.given import read_run
-from search_r1.replay.running import nearest, weights_of
+from search_r1.replay.running import nearest, read_run, weights_of
 from search_r1.scoring import build_reward_manager
 from search_r1.view.dialogue import DOCUMENT, OBSERVATION, Dialogue, read_dialogue, tags_of
 from search_r1.view.run import CREDIT, find_rollouts, read_config
-from search_r1.view.tokens import Pieces
+from search_r1.view.tokens import pieces
 from verl.agent.dialogue import derived_seed
 from verl.agent.grammar import Grammar
 from verl.config import Config
@@ -78,10 +75,7 @@ def documents_of(dialogue: Dialogue) -> list[Document]:
 
 
 def without(dialogue: Dialogue, document: Document, tags: Grammar) -> dict[int, str]:
-    """The observations that a document stands in as they would be without it, by segment.
-
-    Documents behind it move up a rank.
-    """
+    """Observations as they would be without a document, by segment; others move up a rank."""
     opening, closing = map(re.escape, (tags.information.opening, tags.information.closing))
     between = re.compile(f"(?<={opening})(.*?)(?={closing})", re.DOTALL)
     texts = {
@@ -183,7 +177,12 @@ def start(options: CreditOptions) -> int:
     set_trust(options.trust_remote_code)
     for step in steps:
         recorded = read_step(rollouts, step)
-        weights = options.checkpoint or _sampled_by(options.run, config, recorded)
+        weights = options.checkpoint
+        if not weights:  # those that sampled most of the step, or what the run kept next to them
+            assert config is not None
+            wanted = Counter(one.trajectory.segments[-1].weight_version for one in recorded)
+            kept = weights_of(options.run, config)
+            weights = kept[nearest(kept, wanted.most_common(1)[0][0])]
         with _judging(options, rollouts, weights, tags_of(found), config) as judge:
             rows = _step(judge, recorded, step, options.limit, weights)
         out = options.run / CREDIT / path_of("", step).name
@@ -191,14 +190,6 @@ def start(options: CreditOptions) -> int:
         write_lines(out, rows)
         logger.info("%s, by %s: %s", out, weights, _summary(rows))
     return 0
-
-
-def _sampled_by(run: Path, config: Config | None, recorded: Sequence[Recorded]) -> str:
-    """The weights that sampled a step, or those that a run has kept next to them."""
-    assert config is not None
-    wanted = Counter(one.trajectory.segments[-1].weight_version for one in recorded)
-    version, known = wanted.most_common(1)[0][0], weights_of(run, config)
-    return known[nearest(known, version)]
 
 
 @contextlib.contextmanager
@@ -250,7 +241,7 @@ def credit(judge: Judge, trajectory: Trajectory, dialogue: Dialogue) -> Iterator
     the policy said in between stays as it was.
     """
     *before, last = trajectory.segments
-    inside = answer_tokens(Pieces(judge.engine.tokenizer)(last.ids), judge.tags)
+    inside = answer_tokens(pieces(judge.engine.tokenizer, last.ids), judge.tags)
 
     def looked(segments: Sequence[Segment]) -> dict[str, float]:
         context = [i for segment in segments for i in segment.ids]
@@ -280,7 +271,6 @@ def credit(judge: Judge, trajectory: Trajectory, dialogue: Dialogue) -> Iterator
 
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A step's figures in a line."""
     if not rows:
         return "no trajectory that searched and answered"
     means = []

@@ -1,7 +1,5 @@
 """`search-r1 data NAME …`: question files and corpora; the scripts of `scripts/data_process/`."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ what would be fetched and the disk it needs. `python scripts/download.py --save_
 original Search-R1's command: corpus and e5 index, left packed and in parts as it left them.
 """
 
-from __future__ import annotations
-
 import gzip
 import logging
 import os
@@ -91,10 +89,7 @@ SERVE = {
 
 
 class Joined:
-    """A file that is made by appending parts; how long it is says which parts it has.
-
-    `target` appears when all `parts` are joined.
-    """
+    """The file `target`, made by appending parts; its length so far says which parts it has."""
 
     def __init__(self, target: Path, parts: Sequence[HubFile]) -> None:
         self._target = target
@@ -103,7 +98,6 @@ class Joined:
 
     @property
     def size(self) -> int:
-        """Bytes that are joined by now."""
         return self._partial.stat().st_size if self._partial.exists() else 0
 
     def missing(self) -> Iterator[HubFile]:
@@ -129,7 +123,6 @@ class Joined:
         path.unlink()
 
     def finish(self) -> None:
-        """Let the target appear."""
         whole = sum(part.size for part in self._parts)
         assert self.size == whole, f"{self._partial}: {self.size} bytes, expected {whole}"
         self._partial.replace(self._target)
@@ -165,17 +158,14 @@ class Plan:
 
     @property
     def target(self) -> Path:
-        """Where the finished item lies."""
         return self.save_dir / self.item.target
 
     @property
     def aside(self) -> Path:
-        """The folder of files that are not joined or unpacked yet."""
         return self.save_dir / f".{self.item.target}.parts"
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes that come over the network."""
         return sum(file.size for file in self.files) or self.item.published_bytes
 
     @property
@@ -199,10 +189,7 @@ class Plan:
 
 
 def make_plan(item: Item, save_dir: Path, *, may_guess: bool) -> Plan:
-    """The files of an item by the hub's listing; raises DownloadError if it cannot be asked.
-
-    `may_guess`: then the plan holds the table's published size alone.
-    """
+    """An item's files; with `may_guess`, none of a hub that is away. Raises DownloadError."""
     patience = Patience(tries=1) if may_guess else Patience()
     try:
         files = tuple(list_files(item.repo, item.prefix, patience))
@@ -249,7 +236,6 @@ def carry_out(plan: Plan) -> None:
 
 
 def serve_command(name: str, save_dir: Path) -> str:
-    """The command that serves an index of the published corpus."""
     target = save_dir / ITEMS[name].target
     corpus = save_dir / ITEMS["corpus"].target
     return (
@@ -282,7 +268,6 @@ class DownloadOptions:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command-line entry; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:

@@ -4,8 +4,6 @@ The hub's own library starts a file anew when the process was killed, so its doc
 are asked here: `/api/datasets/<repo>/tree/main` and `/datasets/<repo>/resolve/main/<file>`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -54,8 +52,6 @@ NOT_LISTED = (Transient, httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, V
 
 @dataclass(frozen=True)
 class HubFile:
-    """What the hub says of a file."""
-
     path: str
     size: int
     sha256: str | None
@@ -77,10 +73,7 @@ class Patience:
 
 
 def list_files(repo: str, prefix: str, patience: Patience = Patience()) -> list[HubFile]:
-    """The files of a data set whose paths start with `prefix`, by name.
-
-    Raises DownloadError, also for a name that could be written elsewhere than into its folder.
-    """
+    """The files of a data set whose paths start with `prefix`, by name. Raises DownloadError."""
     try:
         files = [_read_entry(entry, prefix) for entry in _tree(repo, patience)]
     except NOT_LISTED as error:
@@ -113,10 +106,7 @@ def _read_entry(entry: Any, prefix: str) -> HubFile | None:
 
 
 def fetch(repo: str, file: HubFile, folder: Path, patience: Patience = Patience()) -> Path:
-    """The file in `folder`, gone on with if an earlier run was interrupted, and checked.
-
-    Raises DownloadError if it cannot be fetched or differs from the hub's SHA-256.
-    """
+    """The file in `folder`, checked; an interrupted one is gone on with. Raises DownloadError."""
     path = folder / file.path
     part = path.with_name(path.name + INCOMPLETE)
     if path.exists():
@@ -218,10 +208,7 @@ def _get(url: str) -> tuple[bytes, str | None]:
 
 @contextmanager
 def _open(url: str, have: int = 0) -> Iterator[httpx.Response]:
-    """The hub's answer as it comes, from byte `have` on; no token of the environment goes along.
-
-    Raises Transient for what may pass, else an error of httpx.
-    """
+    """The hub's answer from byte `have` on, without a token. Raises Transient or httpx's errors."""
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
     options: Any = {"headers": headers, "timeout": TIMEOUT, "follow_redirects": True}
     try:

@@ -6,8 +6,6 @@ a separator between them. jsonl and parquet have `question` and `golden_answers`
 `train.parquet` and `test.parquet`.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import logging
@@ -106,7 +104,12 @@ def _read_csv(path: Path, separator: str) -> Iterator[Record]:
         with regular(path).open(encoding="utf-8-sig", newline="") as file:
             lines = iter(partial(file.readline, MOST), "")  # csv refuses what is longer
             reader = csv.DictReader(lines, restkey="", strict=True)
-            answers = _answer_column(path, reader.fieldnames or ())
+            names = reader.fieldnames or ()
+            answers = next((name for name in ANSWER_COLUMNS if name in names), None)
+            if answers is None or "question" not in names:
+                got = f"columns {', '.join(names) or '(none)'}"
+                fix = "begin the file with the line question,answer"
+                raise DataError(explain(str(path), got, "a header with question and answer", fix))
             number = -1
             for number, record in enumerate(reader):
                 yield number, _csv_record(path, number, reader.line_num, record, answers, separator)
@@ -116,16 +119,6 @@ def _read_csv(path: Path, separator: str) -> Iterator[Record]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         fix = "save it as csv in UTF-8, with quotes around fields that hold commas"
         raise DataError(explain(str(path), str(error), "a csv file", fix)) from error
-
-
-def _answer_column(path: Path, names: Sequence[str]) -> str:
-    """The column of answers. Raises DataError where the header lacks it or the question."""
-    found = next((name for name in ANSWER_COLUMNS if name in names), None)
-    if found is None or "question" not in names:
-        got = f"columns {', '.join(names) or '(none)'}"
-        fix = "begin the file with the line question,answer"
-        raise DataError(explain(str(path), got, "a header with question and answer", fix))
-    return found
 
 
 def _csv_record(

@@ -4,8 +4,6 @@ A raw record has `question` and `golden_answers`, or `answers` or `answer`, whic
 `id`, `data_source` and `split` where it knows them. The same questions give the same bytes.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import Counter

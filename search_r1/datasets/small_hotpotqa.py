@@ -4,8 +4,6 @@ Fetches the published files from the hub and writes train.jsonl, dev.jsonl and c
 `example/smollm2/run.sh` and `make bench` read.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

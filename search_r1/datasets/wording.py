@@ -4,8 +4,6 @@ The wording of dialogues that search is that of `search_r1.agent.tags`; here are
 prompts of the baselines, which ask for the same tags and are those of evaluation too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
@@ -67,7 +65,6 @@ def writer(style: Style, template_type: str = BASE) -> Writer:
 
 
 def direct_prompt(question: str) -> str:
-    """The user's message without documents."""
     return f"{DIRECT}Question: {question}\n"
 
 

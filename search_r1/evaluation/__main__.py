@@ -1,7 +1,5 @@
 """Answers of a model or its baselines, scored and compared (docs/evaluation.md)."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Annotated

@@ -1,7 +1,5 @@
 """What exactly was evaluated: hashes of weights and data, the retriever, wording, decoding."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import platform
@@ -78,7 +76,6 @@ def _hashes(folder: Path, patterns: Sequence[str]) -> dict[str, str]:
 
 
 def _model(options: EvaluationOptions, folder: Path) -> dict[str, Any]:
-    """The model's name, and the hashes of what of it was used."""
     model: dict[str, Any] = {"name": options.model, "tokenizer": _hashes(folder, TOKENIZER)}
     if options.adapter:
         model["adapter"] = options.adapter

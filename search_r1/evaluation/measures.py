@@ -5,8 +5,6 @@ conditional rate a part over those that meet the condition, a cost a part over t
 and the bootstrap needs the sums of each question only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +26,6 @@ class Measure:
 
     name: str
     title: str
-    """As tables head it."""
     part: Part
     whole: Part = lambda _: 1.0
 
@@ -119,5 +116,4 @@ def sums(samples: Sequence[Sample], pass_k: Sequence[int] = ()) -> dict[str, tup
 
 
 def titles(pass_k: Sequence[int] = ()) -> Mapping[str, str]:
-    """The heading of every measure, by name."""
     return {m.name: m.title for m in MEASURES} | {f"pass@{k}": f"pass@{k}" for k in pass_k}

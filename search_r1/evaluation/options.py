@@ -1,7 +1,5 @@
 """Options of `search-r1 evaluate`: one dataclass for each of its commands."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

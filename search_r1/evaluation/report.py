@@ -3,8 +3,6 @@
 Of several, the questions of equality are asked first.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -111,7 +109,6 @@ def decoding_name(manifest: Manifest) -> str:
 
 
 def corpus_name(corpus: Any) -> str:
-    """A corpus by size and hash."""
     if isinstance(corpus, dict) and {"count", "digest"} <= corpus.keys():
         return f"{corpus['count']} documents ({corpus['digest']})"
     return str(corpus)
@@ -150,7 +147,6 @@ class Evaluation:
 
     @property
     def retriever(self) -> str:
-        """The kind of retriever."""
         return str(self.manifest["retriever"]["retriever"])
 
     @property
@@ -201,10 +197,7 @@ def table(
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
 ) -> str:
-    """What each evaluation is, the measure on each set with intervals, and what searching brings.
-
-    Raises ConfigError where unequal things would stand side by side.
-    """
+    """What each evaluation is, its measure by set, what searching brings. Raises ConfigError."""
     evaluations = read_all(folders, is_mixed=is_mixed)
     parts = [_legend(evaluations), _figures(evaluations, measure, num_resamples, seed)]
     utilities = _utilities(evaluations, num_resamples, seed)

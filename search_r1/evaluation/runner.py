@@ -1,7 +1,5 @@
 """Playing one question to its end, by the training loop's agent or a baseline, and scoring it."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Callable, Sequence
@@ -110,22 +108,16 @@ _SCORES = build_reward("f1")
 
 @dataclass(frozen=True)
 class Task:
-    """One dialogue to play."""
-
     row: Row
     sample: int
 
     @property
     def key(self) -> tuple[str, int]:
-        """As a `Sample`'s."""
         return self.row.uid, self.sample
 
 
 def holds(text: str, accepted: Sequence[str]) -> bool:
-    """Whether an accepted answer stands in the text, in whole words, both normalised.
-
-    *Example*: "no" does not stand in "He knows".
-    """
+    """Whether an accepted answer stands in the text in whole words, both normalised."""
     words = f" {normalize_answer(text)} "
     return any(gold and f" {gold} " in words for gold in map(normalize_answer, accepted))
 
@@ -185,18 +177,14 @@ class Runner:
             end = await agent.run(end, engine, self.sampling)
         return await self._scored(end, searches, num_read)
 
-    def _read(self, dialogue: RewardInput) -> RewardInput:
-        """The dialogue as it is scored: where that is wanted, the last reply is its answer."""
-        if self.untagged != READ or dialogue.answer is not None or not dialogue.policy_texts:
-            return dialogue
-        *before, last = dialogue.policy_texts
-        answer = read_answer(last, dialogue.grammar)
-        return replace(dialogue, policy_texts=[*before, dialogue.grammar.answer.wrap(answer)])
-
     async def _scored(self, end: Trajectory, searches: Sequence[Search], num_read: int) -> Sample:
         question = str(end.prompt.extra_info["question"])
-        seen = reward_input(end, self.agent.format.tags)
-        dialogue = self._read(replace(seen, question=question))
+        tags = self.agent.format.tags
+        dialogue = replace(reward_input(end, tags), question=question)
+        if self.untagged == READ and dialogue.answer is None and dialogue.policy_texts:
+            *before, last = dialogue.policy_texts
+            answer = tags.answer.wrap(read_answer(last, tags))
+            dialogue = replace(dialogue, policy_texts=[*before, answer])
         scores = _SCORES(dialogue).components
         judged = None
         if self.judge is not None and end.status is not Status.FAILED:
@@ -228,10 +216,7 @@ class Runner:
 
 
 def check_rows(rows: Sequence[Row], runner: Runner, limit: int) -> None:
-    """Raise DataError, which counts them, when prompts are longer than `limit` tokens.
-
-    Every row is scored, so none is left out. A baseline that reads first needs room for documents.
-    """
+    """Raise DataError for prompts over `limit` tokens, since every row is scored."""
     method = runner.method
     room = runner.agent.limits.max_obs_length if method.reads_first else 0
     put_rows = (put(row, method) for row in rows)
@@ -252,10 +237,7 @@ _LEAD = re.compile(r".*\banswer\b[^.\n]*?(?:\bis\b|:)\s*:?\s*(?=\S)", re.IGNOREC
 
 
 def read_answer(reply: str, tags: Grammar) -> str:
-    """What the reply says the answer is, else the whole reply; its thinking is left out.
-
-    *Example*: "So the answer to this is: Oslo." gives "Oslo."
-    """
+    """What the reply says the answer is ("The answer is: Oslo."), else all but its thinking."""
     opening, closing = map(re.escape, (tags.think.opening, tags.think.closing))
     spoken = re.sub(f"{opening}.*?{closing}", " ", reply, flags=re.DOTALL)
     spoken = _CONTROL.sub(" ", tag_pattern(tags).sub(" ", spoken)).strip()

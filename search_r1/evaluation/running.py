@@ -3,8 +3,6 @@
 And what the commands of `search-r1 evaluate` do with finished ones.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import shutil
@@ -58,11 +56,7 @@ MAX_FAILURES_IN_A_ROW = 32
 
 
 def evaluate(options: EvaluationOptions) -> Path:
-    """Play and score every row; returns the folder with the report.
-
-    Raises UserError for what the user can mend, before long work where possible. What is
-    finished is kept: the same options go on from there.
-    """
+    """Play and score what is not yet; returns the folder with the report. Raises UserError."""
     set_trust(options.trust_remote_code)
     out = Path(options.out)
     with exclusive(out, "--out"):
@@ -126,13 +120,10 @@ def open_judge(options: EvaluationOptions) -> Judge | None:
 async def play_all(
     tasks: Sequence[Task], runner: Runner, engine: RolloutEngine, store: Store, concurrency: int
 ) -> None:
-    """Play every task, `concurrency` at once, and store each as it ends.
-
-    Raises ToolError when too many fail one after the other.
-    """
+    """Play every task, `concurrency` at once; store each. Raises ToolError when too many fail."""
     waiting, num_correct, failures = iter(tasks), 0.0, 0
 
-    async def work(bar: tqdm[Never]) -> None:
+    async def work(bar: "tqdm[Never]") -> None:
         nonlocal num_correct, failures
         for task in waiting:
             sample = await runner.play(task, engine)
@@ -174,7 +165,6 @@ def act(options: object) -> int:
 
 
 def text_of(options: object) -> str:
-    """The report or table of a command."""
     match options:
         case EvaluationOptions():
             return (evaluate(options) / REPORT).read_text(encoding="utf-8")

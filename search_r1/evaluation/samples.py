@@ -51,11 +51,9 @@ class Sample:
     judge: float | None = None
     """What the judge gave, if one was asked."""
     error: str = ""
-    """What failed, when the status is failed."""
 
     @property
     def key(self) -> tuple[str, int]:
-        """What names this sample within its evaluation."""
         return self.uid, self.sample
 
     @property
@@ -64,7 +62,6 @@ class Sample:
         return any(search.has_answer for search in self.searches)
 
     def to_json(self) -> str:
-        """One line."""
         return json.dumps(asdict(self), ensure_ascii=False)
 
     @classmethod

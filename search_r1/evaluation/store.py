@@ -6,8 +6,6 @@ metrics.json    every measure with its interval, once all samples are there
 report.md       the same for people
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,10 +37,7 @@ class Store:
     """The open folder of a running evaluation; a context manager."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        """Open or go on with the folder.
-
-        Raises ConfigError when it holds an evaluation of something else.
-        """
+        """Open or go on with the folder. Raises ConfigError where it holds another evaluation."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         _claim(folder, manifest)
@@ -131,10 +126,7 @@ def _read(file: Path) -> list[Sample]:
 
 
 def read_evaluation(folder: Path) -> tuple[Manifest, Sequence[Sample]]:
-    """Manifest and samples of a finished evaluation.
-
-    Raises DataError for a folder that is not one, or that lacks samples.
-    """
+    """Manifest and samples of a finished evaluation. Raises DataError for any other folder."""
     if not (folder / MANIFEST).is_file():
         fix = "give the --out of an evaluation"
         raise DataError(explain(str(folder), f"no {MANIFEST}", "an evaluation", fix))

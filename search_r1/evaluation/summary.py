@@ -4,8 +4,6 @@ Figures are those of each set, averaged over sets, and over all rows; uncertaint
 bootstrap over questions, and from McNemar's exact test.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -74,11 +72,7 @@ def p_value(differences: Array) -> float | None:
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Exact two-sided p-value of McNemar's test.
-
-    `only_first` questions are right in the first evaluation alone, `only_second` in the second
-    alone; under the hypothesis of no difference each of them is either with probability 1/2.
-    """
+    """Exact two-sided p-value of McNemar's test, by how many are right in one evaluation alone."""
     discordant = only_first + only_second
     return float(binomtest(only_first, discordant, 0.5).pvalue) if discordant else 1.0
 
@@ -105,7 +99,6 @@ class Summary:
     """By set (then `MACRO` and `ROWS`), then by measure."""
 
     def to_json(self) -> dict[str, Any]:
-        """As `metrics.json` holds it."""
         return asdict(self)
 
 
@@ -206,10 +199,7 @@ def compare(
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
 ) -> list[Difference]:
-    """The difference in `measure` for each set, averaged over sets, and over all rows.
-
-    Only questions that both evaluations have are compared. Raises DataError if there are none.
-    """
+    """The difference in `measure` over common questions, by set. Raises DataError without any."""
     common = {s.uid for s in first} & {s.uid for s in second}
     if not common:
         fix = "compare evaluations of the same data files"

@@ -3,8 +3,6 @@
 Those of a file are asked many at once, and answered line by line in their order.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -38,8 +36,6 @@ MOST = 2**28
 
 @dataclass(frozen=True)
 class BatchQuestion:
-    """One question of a file."""
-
     uid: str
     """`file#row`, rows from 0 (of a text file: lines)."""
     question: str
@@ -48,35 +44,24 @@ class BatchQuestion:
 
 
 def read_questions(file: str) -> list[BatchQuestion]:
-    """The questions of a text file, one a line, or of rows in parquet or jsonl.
-
-    Raises DataError for a file that is missing, malformed or empty.
-    """
+    """The questions of a text file, one a line, or of rows. Raises DataError for no such file."""
     if Path(file).suffix.lower() in ROWS:
         return [BatchQuestion(row.uid, question_of(row), row.prompt) for row in load_rows(file)]
-    found = list(_lines(Path(file)))
+    try:
+        lines = read_text(Path(file), MOST).split("\n")
+    except (OSError, ValueError) as error:
+        fix = "give a text file in UTF-8, or rows as .parquet or .jsonl"
+        raise DataError(explain(f"--file {file}", str(error), "questions", fix)) from error
+    asked = [(number, line.strip()) for number, line in enumerate(lines) if line.strip()]
+    found = [BatchQuestion(f"{Path(file).name}#{number}", line) for number, line in asked]
     if not found:
         fix = "write one question a line, or give rows as .parquet or .jsonl"
         raise DataError(explain(f"--file {file}", "no question", "questions", fix))
     return found
 
 
-def _lines(file: Path) -> Iterator[BatchQuestion]:
-    try:
-        text = read_text(file, MOST)
-    except (OSError, ValueError) as error:
-        fix = "give a text file in UTF-8, or rows as .parquet or .jsonl"
-        raise DataError(explain(f"--file {file}", str(error), "questions", fix)) from error
-    for number, line in enumerate(text.split("\n")):
-        if line.strip():
-            yield BatchQuestion(f"{file.name}#{number}", line.strip())
-
-
 async def answer_all(questions: Sequence[BatchQuestion], session: AgentSession, out: TextIO) -> int:
-    """Write one JSON object a line, in order, each as soon as those before it are there.
-
-    Returns how many dialogues failed; one that fails ends no other.
-    """
+    """Write one JSON object a line, in order, as soon as can be; returns how many failed."""
     places = asyncio.Semaphore(session.num_at_once)
     num_failed = 0
     with tqdm(total=len(questions), desc="ask", unit="question") as bar:

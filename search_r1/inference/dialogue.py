@@ -1,7 +1,5 @@
 """One question asked of an agent: heard as it happens, and its outcome as plain data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,10 +18,7 @@ MARK = "Question:"
 
 
 def question_of(row: Row) -> str:
-    """The question itself: `extra_info.question`, else what follows the last `Question:`, else ''.
-
-    Only the last message of a prompt is looked at.
-    """
+    """`extra_info.question`, else what follows `Question:` in the last message, else ''."""
     named = row.extra_info.get("question")
     if isinstance(named, str) and named.strip():
         return named.strip()
@@ -83,7 +78,6 @@ class Reply:
 
     @property
     def error(self) -> str:
-        """What failed, when the status is failed."""
         return self.trajectory.error
 
     @property
@@ -190,10 +184,7 @@ class AgentSession:
     """Dialogues that the engine takes together."""
 
     def prompt(self, question: str, before: Sequence[Message] = ()) -> Prompt:
-        """The question in the agent's wording, after the messages `before` as they are.
-
-        Raises DataError when it is too long.
-        """
+        """The question in the agent's wording, after messages. Raises DataError if too long."""
         wording = self.agent.format.user_prompt(well_formed(question))
         return self.render((*before, {"role": "user", "content": wording}))
 
@@ -238,7 +229,6 @@ class AgentSession:
 
 
 def query_of(call: ToolCall) -> str:
-    """The query of a search."""
     arguments = call.arguments
     return arguments if isinstance(arguments, str) else str(arguments.get("query", ""))
 

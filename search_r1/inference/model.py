@@ -4,8 +4,6 @@ An adapter over the model is merged with it into one folder that any engine read
 rounded to the engine's dtype, as an export of training does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -121,10 +119,7 @@ def _plain_folder(name: str, dtype: str) -> Iterator[Path]:
 
 
 def load_agent(config: Config) -> DialogueAgent:
-    """The agent of a training run with these options, its model's files held to be whole.
-
-    An endpoint needs the tokenizer only. Raises ModelError.
-    """
+    """The agent of a run with these options, whose files are whole. Raises ModelError."""
     section, subject = config.actor_rollout_ref, "--model"
     if section.rollout.name == "remote":
         check_template(load_tokenizer(section.model.path, subject), section.model.path, subject)

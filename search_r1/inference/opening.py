@@ -4,8 +4,6 @@ The retriever is reached before long work, and known by what it says of itself; 
 a training run with these options.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json
@@ -52,11 +50,7 @@ CONTROLS = ("none", "empty", "random", "oracle")
 
 
 async def facts_of(config: Config) -> Facts:
-    """What answers the searches: engine, corpus, index and encoder, as `/info` tells them.
-
-    Servers that stand in for each other must serve the same. Raises ToolError when one does
-    not answer, or differs.
-    """
+    """What answers the searches, as `/info` tells; alike for all addresses. Raises ToolError."""
     if config.retriever.url == EMPTY:
         return NOTHING_FOUND
     if config.retriever.url.startswith(plugins.GIVEN):
@@ -168,11 +162,7 @@ MAX_RETRIES = 2
 
 
 def with_default_model(options: Options) -> Options:
-    """The options with a model where they name none.
-
-    In a checkout that is the demo's model or the adapter that ships; elsewhere an adapter's base.
-    Raises ModelError when none is known.
-    """
+    """The options with a model: what ships, the demo's, an adapter's base. Raises ModelError."""
     # What ships is in a checkout of this project alone.
     if (ROOT / "example" / "smollm2" / "shipped.py").is_file():
         if str(ROOT) not in sys.path:
@@ -199,10 +189,7 @@ def default_model(adapter: str | None) -> str:
 
 @contextlib.asynccontextmanager
 async def opened(options: AgentOptions) -> AsyncIterator[AgentSession]:
-    """The agent of these options, running; the retriever is reached before any model is loaded.
-
-    Raises UserError for what the user can mend.
-    """
+    """The agent of these options, running; its retriever is reached first. Raises UserError."""
     await facts_of(_retriever(Config(), options))
     set_trust(options.trust_remote_code)
     options = at_last_step(with_default_model(options))

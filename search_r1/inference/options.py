@@ -1,7 +1,5 @@
 """Options that open an agent: model, engine, retriever, wording and budgets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -3,8 +3,6 @@
 Each question of a conversation sees the ones before it, and ctrl-c ends a turn only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal
@@ -21,7 +19,7 @@ from search_r1.plain import shown
 from search_r1.search.schema import Document
 from verl.data.rows import Message
 from verl.errors import DataError, UserError
-from verl.types import Prompt, Status
+from verl.types import Status
 
 POLICY = "cyan"
 FOUND = "yellow"
@@ -39,7 +37,6 @@ class Terminal(DialogueListener):
     _is_in_line: bool = False
 
     def said(self, text: str) -> None:
-        """Print it as it is."""
         self.console.print(Text(shown(text), style=POLICY), end="", soft_wrap=True)
         self._is_in_line = not text.endswith("\n") if text else self._is_in_line
 
@@ -81,11 +78,9 @@ class Terminal(DialogueListener):
         self._num_searches = 0
 
     def note(self, text: str) -> None:
-        """A line about the program itself."""
         self._line(Text(text, style=ASIDE))
 
     def _line(self, text: Text) -> None:
-        """Print on a line of its own."""
         if self._is_in_line:
             self.console.print()
             self._is_in_line = False
@@ -94,7 +89,6 @@ class Terminal(DialogueListener):
 
 
 def label(document: Document) -> str:
-    """A document's title and id."""
     return f"{document.title or 'untitled'} [{document.id}]".replace("\n", " ")
 
 
@@ -110,25 +104,22 @@ class Conversation:
     _past: list[tuple[Message, Message]] = field(default_factory=list)
 
     async def ask(self, question: str, terminal: Terminal) -> Reply:
-        """Play one turn, and remember it if it has an answer."""
-        reply = await self.session.ask(question, self._prompt(question), terminal)
+        """Play one turn after as many earlier ones as fit; remember it if it has an answer."""
+        while True:
+            try:
+                prompt = self.session.prompt(question, [m for turn in self._past for m in turn])
+                break
+            except DataError:
+                if not self._past:
+                    raise
+                del self._past[0]  # for good
+        reply = await self.session.ask(question, prompt, terminal)
         if reply.answer is not None:
             self._past.append(past(question, reply.answer))
         return reply
 
     def forget(self) -> None:
-        """Start anew."""
         self._past.clear()
-
-    def _prompt(self, question: str) -> Prompt:
-        """The question after as many earlier turns as fit; the oldest go first, for good."""
-        while True:
-            try:
-                return self.session.prompt(question, [m for turn in self._past for m in turn])
-            except DataError:
-                if not self._past:
-                    raise
-                del self._past[0]
 
 
 def converse(options: AgentOptions, terminal: Terminal, read: Callable[[str], str] = input) -> None:

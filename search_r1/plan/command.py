@@ -4,8 +4,6 @@ Options of the training run are given as `search-r1 train` takes them; speeds an
 or by a run of some steps (--run). Nothing is loaded or started. See docs/placement.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial

@@ -5,8 +5,6 @@ card at the speeds of `RateOptions`, which are assumptions until a run was measu
 weights and caches from memory, training multiplies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -151,7 +149,6 @@ class Costs:
         return seconds + max(epochs * update / speed, micro * (2 * gather + spread))
 
     def driver_s(self, batch: Batch) -> float:
-        """Of rewards and of building the batch."""
         return sum(batch.lengths) / self.rates.driver_tokens_s
 
     @property
@@ -209,17 +206,14 @@ class Placement:
 
     @property
     def cards(self) -> int:
-        """All of them."""
         return self.rollout_cards + self.train_cards + self.critic_cards
 
     @property
     def num_engines(self) -> int:
-        """Replicas."""
         return (self.rollout_cards or self.train_cards) // self.tensor_parallel
 
     @property
     def name(self) -> str:
-        """As the table shows it."""
         own = f" + {self.critic_cards}" if self.critic_cards else ""
         if self.shares_cards:
             return f"shared{own}"
@@ -257,10 +251,7 @@ def divisions(
     cards: int, rollout_cards: Sequence[int], staleness: Sequence[int],
     budgets: Sequence[int | None], sizes: Sequence[int], critics: int = 0,
 ) -> Iterator[Placement]:  # fmt: skip
-    """Every placement of these that leaves whole engines and a rank, beside cards of `critics`.
-
-    On shared cards engines sleep while ranks train: there is no staleness there.
-    """
+    """Every placement that leaves whole engines and a rank; on shared cards none is stale."""
     for size in sizes:
         for rollout in rollout_cards:
             train = cards - critics - rollout

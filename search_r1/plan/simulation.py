@@ -181,20 +181,15 @@ class Outcome:
 
     @property
     def engine_idle(self) -> float:
-        """Share of the time in which an engine runs nothing."""
         return 1 - self.engine_busy
 
     @property
     def trainer_idle(self) -> float:
-        """Share of the time in which the ranks compute nothing."""
         return 1 - self.trainer_busy
 
 
 def simulate(setup: Setup, batches: Sequence[Batch], steps: int = 3) -> Outcome:
-    """The mean of `steps` steps, after the first ones, whose batches were not all in flight.
-
-    `batches` are taken in turn, from the first again after the last.
-    """
+    """The mean of `steps` steps once `batches`, taken in turn, were all in flight."""
     run = _Run(setup, batches)
     # Of shared cards without staleness the first step is as every other.
     warm = 0 if setup.shares_cards and not setup.staleness else setup.staleness + 1
@@ -214,8 +209,6 @@ def simulate(setup: Setup, batches: Sequence[Batch], steps: int = 3) -> Outcome:
 
 @dataclass
 class _Flight:
-    """A batch whose dialogues run."""
-
     batch: Batch
     started: float
     left: int
@@ -241,7 +234,6 @@ class _Run:
             self._start(number)
 
     def until(self, version: int) -> None:
-        """Go on until so many steps were published."""
         while self.version < version:
             self.clock.tick()
 

@@ -1,7 +1,5 @@
 """What a step has to do: dialogues with their tokens and searches, from numbers or from a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +25,6 @@ class LogNormal:
 
     @property
     def sigma(self) -> float:
-        """Of the logarithm."""
         return math.log(self.p99 / self.p50) / P99
 
 
@@ -45,17 +42,14 @@ class Dialogue:
     """One trajectory, as far as its time depends on it."""
 
     prompt: int
-    """Tokens."""
     turns: tuple[Turn, ...]
 
     @property
     def sampled(self) -> int:
-        """Tokens of the policy, which are in the loss."""
         return sum(turn.tokens for turn in self.turns)
 
     @property
     def length(self) -> int:
-        """All tokens."""
         return self.prompt + self.sampled + sum(turn.observed for turn in self.turns)
 
 
@@ -68,12 +62,10 @@ class Batch:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each."""
         return [dialogue.length for dialogue in self.dialogues]
 
     @property
     def sampled(self) -> int:
-        """Tokens of the policy."""
         return sum(dialogue.sampled for dialogue in self.dialogues)
 
 

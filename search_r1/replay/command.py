@@ -3,8 +3,6 @@
 Without an edit it says whether every token and log-prob is the recorded one; see docs/view.md.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ place of the other. The gradient is that of the policy loss where the weights th
 ones being trained.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math
@@ -19,7 +17,6 @@ import torch
 from torch import Tensor
 
 from search_r1.inference.model import model_folder
-from search_r1.replay.given import Place
 from search_r1.replay.playing import Edit, Likeness, compared, turns_of
 from verl.config import Config
 from verl.core_algos.advantages import ADVANTAGES
@@ -44,7 +41,6 @@ class Gradients:
     norm_replayed: float
     norm_of_change: float
     cosine: float | None
-    """Of the two."""
     cosine_of_change: float | None
     """Of the change with the recorded one: below 0 where it takes away from it."""
 
@@ -126,9 +122,23 @@ def _cosine(product: float, norms: float) -> float | None:
 
 
 @dataclass(frozen=True)
-class Replay:
-    """A trajectory that was played again."""
+class Place:
+    """A recorded trajectory: the line in its step's file, with all of the step."""
 
+    step: int
+    line: int
+    rows: Sequence[Recorded]
+
+    def __str__(self) -> str:
+        return f"{self.step}:{self.line}"
+
+    @property
+    def recorded(self) -> Recorded:
+        return self.rows[self.line]
+
+
+@dataclass(frozen=True)
+class Replay:
     place: Place
     trajectory: Trajectory
     wanted: int
@@ -225,7 +235,6 @@ def remarks(config: Config, one: Replay, edit: Edit, likeness: Likeness) -> Iter
 
 
 def in_words(found: Mapping[str, Any]) -> str:
-    """A replay for a terminal."""
     lines = [f"{found['trajectory']}: {found['verdict']}", *found["notes"]]
     for name in ("score", "advantage"):
         if name in found:

@@ -5,8 +5,6 @@ brought, wherever the same was asked in this trajectory or another of the run. T
 with the seeds of the recorded turns.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -106,7 +104,6 @@ class ReplayEngine(RolloutEngine):
     num_turns: int = 0
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """One turn."""
         number, self.num_turns = self.num_turns, self.num_turns + 1
         if number < len(self.said):
             return self.said[number]
@@ -129,10 +126,7 @@ async def play(
     agent: DialogueAgent, engine: RolloutEngine, recorded: Trajectory, edit: Edit,
     sampling: Sampling, version: int, find: Find = lambda turn: None,
 ) -> Trajectory:  # fmt: skip
-    """The trajectory played again from the edit's turn on, by an engine with weights `version`.
-
-    Raises DataError for an edit that does not fit it.
-    """
+    """The trajectory played again from the edit's turn on. Raises DataError for no such turn."""
     turns, tokenizer = turns_of(recorded), agent.tokenizer
     if edit.turn > len(turns):
         fix, expected = f"--turn {len(turns)}", f"one of the {len(turns)} that the policy took"

@@ -1,43 +1,35 @@
 """Exact match, the reward of the Search-R1 paper: alone, or less what the way to it cost."""
 
-from search_r1.rewards.interface import RewardFn, RewardInput, RewardOutput, RewardScores
+from search_r1.rewards.interface import RewardInput, RewardOutput, RewardScores
 from search_r1.rewards.normalize import matches_exactly
 
 
-def build_em(scores: RewardScores) -> RewardFn:
+def score_em(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
     """Score 1 for a correct answer, ``format_score`` for a wrong one, 0 for none."""
-
-    def score_em(dialogue: RewardInput) -> RewardOutput:
-        answer = dialogue.answer
-        if answer is None:
-            return RewardOutput(0.0, {"em": 0.0, "has_answer": 0.0})
-        is_correct = matches_exactly(answer, dialogue.ground_truth)
-        score = 1.0 if is_correct else scores.format_score
-        return RewardOutput(score, {"em": float(is_correct), "has_answer": 1.0})
-
-    return score_em
+    answer = dialogue.answer
+    if answer is None:
+        return RewardOutput(0.0, {"em": 0.0, "has_answer": 0.0})
+    is_correct = matches_exactly(answer, dialogue.ground_truth)
+    score = 1.0 if is_correct else scores.format_score
+    return RewardOutput(score, {"em": float(is_correct), "has_answer": 1.0})
 
 
-def build_em_cost(scores: RewardScores) -> RewardFn:
+def score_em_cost(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
     """Score ``correct_answer`` for a correct answer, less penalties.
 
     Each search costs ``search_penalty`` and each turn without an action ``invalid_format``; with
     ``penalise_correct_only`` a wrong answer costs nothing and scores 0, and a correct one no less.
     """
-
-    def score_em_cost(dialogue: RewardInput) -> RewardOutput:
-        answer = dialogue.answer
-        is_correct = answer is not None and matches_exactly(answer, dialogue.ground_truth)
-        is_charged = is_correct or not scores.penalise_correct_only
-        search_cost = is_charged * scores.search_penalty * dialogue.num_searches
-        invalid_cost = is_charged * scores.invalid_format * dialogue.num_invalid
-        components = {
-            "em": float(is_correct),
-            "has_answer": float(answer is not None),
-            "search_cost": search_cost,
-            "invalid_cost": invalid_cost,
-        }
-        score = is_correct * scores.correct_answer - search_cost - invalid_cost
-        return RewardOutput(max(score, 0.0) if scores.penalise_correct_only else score, components)
-
-    return score_em_cost
+    answer = dialogue.answer
+    is_correct = answer is not None and matches_exactly(answer, dialogue.ground_truth)
+    is_charged = is_correct or not scores.penalise_correct_only
+    search_cost = is_charged * scores.search_penalty * dialogue.num_searches
+    invalid_cost = is_charged * scores.invalid_format * dialogue.num_invalid
+    components = {
+        "em": float(is_correct),
+        "has_answer": float(answer is not None),
+        "search_cost": search_cost,
+        "invalid_cost": invalid_cost,
+    }
+    score = is_correct * scores.correct_answer - search_cost - invalid_cost
+    return RewardOutput(max(score, 0.0) if scores.penalise_correct_only else score, components)

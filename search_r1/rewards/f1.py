@@ -3,15 +3,12 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from search_r1.rewards.interface import RewardFn, RewardInput, RewardOutput, RewardScores
+from search_r1.rewards.interface import RewardInput, RewardOutput, RewardScores
 from search_r1.rewards.normalize import covers, matches_exactly, normalize_answer
 
 
 def token_f1(answer: str, accepted: Sequence[str]) -> float:
-    """Harmonic mean of word precision and recall against the best accepted answer, 0 to 1.
-
-    Source: Rajpurkar et al. 2016. Two empty texts share no word, hence 0.
-    """
+    """Harmonic mean of word precision and recall, the best (Rajpurkar et al. 2016); 0 to 1."""
     words, best = Counter(normalize_answer(answer).split()), 0.0
     for gold in accepted:
         wanted = Counter(normalize_answer(gold).split())
@@ -32,16 +29,13 @@ def compared(dialogue: RewardInput) -> dict[str, float]:
     }
 
 
-def build_f1(scores: RewardScores, component: str = "f1") -> RewardFn:
+def score_f1(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
     """Score the token F1 of the answer; no partial scores are read."""
-
-    def score(dialogue: RewardInput) -> RewardOutput:
-        components = compared(dialogue)
-        return RewardOutput(components[component], components)
-
-    return score
+    components = compared(dialogue)
+    return RewardOutput(components["f1"], components)
 
 
-def build_cover_em(scores: RewardScores) -> RewardFn:
+def score_cover_em(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
     """Score 1 when an accepted answer occurs within the given one; no partial scores are read."""
-    return build_f1(scores, "cover_em")
+    components = compared(dialogue)
+    return RewardOutput(components["cover_em"], components)

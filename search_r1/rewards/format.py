@@ -1,4 +1,4 @@
-"""Exact match with scores for a well-formed dialogue (the v0.3 recipe of Search-R1).
+"""Scores for a well-formed dialogue: the v0.3 recipe of Search-R1, and R1-Searcher's two stages.
 
 A dialogue is valid when it reads think, then search, information, think any number of times, then
 answer, with nothing but white space in between. The order is checked over segments: an
@@ -7,6 +7,9 @@ an ``<information>`` that the policy wrote itself is an error. Where the chat te
 environment already opened or closed ``<think>``, the policy continues from there. The tags are
 those of the dialogue's grammar; where searches belong to the thinking, a valid dialogue is one
 think with search, information any number of times within, then answer.
+
+In the first stage of R1-Searcher (Song et al. 2025) a policy learns to search, in the second to
+answer.
 """
 
 import functools
@@ -20,9 +23,9 @@ from search_r1.agent.grammar import (
     information_pattern,
     tag_pattern,
 )
+from search_r1.rewards.f1 import compared
 from search_r1.rewards.interface import (
     Origin,
-    RewardFn,
     RewardInput,
     RewardOutput,
     RewardScores,
@@ -50,7 +53,6 @@ _FORM_WITHIN_THINK = re.compile(r"Tx*(?:Sx*sOx*)*tAx*a")
 
 @functools.cache
 def _letters(grammar: Grammar) -> Mapping[str, str]:
-    """The letter of each tag that the policy may write."""
     tags = [("T", "t", grammar.think), ("A", "a", grammar.answer)]
     tags += [("S", "s", call) for call in grammar.calls]
     opening = {tag.opening: letter for letter, _, tag in tags}
@@ -67,7 +69,6 @@ def _without_end_of_sequence(text: str) -> str:
 
 
 def _spelled(origin: Origin, text: str, grammar: Grammar) -> str:
-    """The letters of one segment."""
     if origin == "policy":
         tags, letters = tag_pattern(grammar), _letters(grammar)
         parts = (part for part in tags.split(text) if part.strip())
@@ -102,31 +103,52 @@ def documents(dialogue: RewardInput) -> Iterator[str]:
             yield from information_pattern(dialogue.grammar).findall(text)
 
 
-def build_em_format(scores: RewardScores) -> RewardFn:
+def score_em_format(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
     """Score the answer and the form of the dialogue.
 
     A correct answer scores 1, less ``structure_format_score`` in an invalid dialogue. Otherwise a
     valid dialogue scores ``structure_format_score``, plus ``retrieval_score`` when its documents
     hold an accepted answer; an invalid one ``final_format_score`` with an answer, 0 without.
     """
+    answer = dialogue.answer
+    is_correct = answer is not None and matches_exactly(answer, dialogue.ground_truth)
+    is_valid = is_valid_dialogue(dialogue.segments, dialogue.grammar)
+    is_retrieved = any(covers(d, dialogue.ground_truth) for d in documents(dialogue))
+    if is_correct:
+        score = 1.0 if is_valid else 1.0 - scores.structure_format_score
+    elif is_valid:
+        score = scores.structure_format_score + is_retrieved * scores.retrieval_score
+    else:
+        score = scores.final_format_score if answer is not None else 0.0
+    components = {
+        "em": float(is_correct),
+        "has_answer": float(answer is not None),
+        "format_valid": float(is_valid),
+        "retrieval_hit": float(is_retrieved),
+    }
+    return RewardOutput(score, components)
 
-    def score_em_format(dialogue: RewardInput) -> RewardOutput:
-        answer = dialogue.answer
-        is_correct = answer is not None and matches_exactly(answer, dialogue.ground_truth)
-        is_valid = is_valid_dialogue(dialogue.segments, dialogue.grammar)
-        is_retrieved = any(covers(d, dialogue.ground_truth) for d in documents(dialogue))
-        if is_correct:
-            score = 1.0 if is_valid else 1.0 - scores.structure_format_score
-        elif is_valid:
-            score = scores.structure_format_score + is_retrieved * scores.retrieval_score
-        else:
-            score = scores.final_format_score if answer is not None else 0.0
-        components = {
-            "em": float(is_correct),
-            "has_answer": float(answer is not None),
-            "format_valid": float(is_valid),
-            "retrieval_hit": float(is_retrieved),
-        }
-        return RewardOutput(score, components)
 
-    return score_em_format
+RETRIEVAL_REWARD = 0.5
+FORMAT_REWARD = 0.5
+FORMAT_PENALTY = 2.0
+
+
+def score_stage_1(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
+    """Score 0.5 for at least one search and 0.5 for a valid dialogue; the answer has no say."""
+    components = _components(dialogue)
+    searched = float(dialogue.num_searches > 0)
+    score = RETRIEVAL_REWARD * searched + FORMAT_REWARD * components["format_valid"]
+    return RewardOutput(score, {**components, "searched": searched})
+
+
+def score_stage_2(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
+    """Score the answer's F1, less 2 for an invalid dialogue."""
+    components = _components(dialogue)
+    score = components["f1"] - FORMAT_PENALTY * (1.0 - components["format_valid"])
+    return RewardOutput(score, components)
+
+
+def _components(dialogue: RewardInput) -> dict[str, float]:
+    is_valid = is_valid_dialogue(dialogue.segments, dialogue.grammar)
+    return {**compared(dialogue), "format_valid": float(is_valid)}

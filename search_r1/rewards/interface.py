@@ -135,4 +135,5 @@ RewardFn = Callable[[RewardInput], RewardOutput]
 """Scores one dialogue."""
 BatchRewardFn = Callable[[Sequence[RewardInput]], list[RewardOutput]]
 """Scores many dialogues at once, in order."""
-RewardBuilder = Callable[[RewardScores], RewardFn]
+Rule = Callable[[RewardInput, RewardScores], RewardOutput]
+"""Scores one dialogue by what is paid for what."""

@@ -25,9 +25,6 @@ def matches_exactly(answer: str, accepted: Sequence[str]) -> bool:
 
 
 def covers(text: str, accepted: Sequence[str]) -> bool:
-    """Tell whether an accepted answer occurs in the text, both normalised, as a substring.
-
-    An accepted answer that normalises to nothing occurs nowhere.
-    """
+    """Tell whether an accepted answer that is not empty occurs in the text, both normalised."""
     normalized = normalize_answer(text)
     return any(gold and gold in normalized for gold in map(normalize_answer, accepted))

@@ -8,24 +8,24 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from search_r1.rewards.em import build_em, build_em_cost
-from search_r1.rewards.f1 import build_cover_em, build_f1
-from search_r1.rewards.format import build_em_format
+from search_r1.rewards.em import score_em, score_em_cost
+from search_r1.rewards.f1 import score_cover_em, score_f1
+from search_r1.rewards.format import score_em_format, score_stage_1, score_stage_2
 from search_r1.rewards.interface import (
     BatchRewardFn,
     OwnRewardError,
-    RewardBuilder,
     RewardFn,
     RewardInput,
     RewardOutput,
     RewardScores,
+    Rule,
 )
 from search_r1.rewards.judge.options import JudgeOptions
-from search_r1.rewards.r1_searcher import build_stage_1, build_stage_2
 
 
 def each_alone(rule: RewardFn) -> BatchRewardFn:
@@ -54,10 +54,7 @@ def weighted(rules: Mapping[str, BatchRewardFn], weights: Mapping[str, float]) -
 
 
 def load_function(spec: str) -> RewardFn:
-    """The function that ``path/to/file.py:name`` names; see ``own``.
-
-    Raises ValueError that says what is missing.
-    """
+    """The function that ``path/to/file.py:name`` names; see ``own``. Raises ValueError."""
     path, _, name = spec.rpartition(":")
     if not Path(path).is_file():
         raise ValueError(f"got reward {spec!r}, expected path/to/file.py:function; no file {path}")
@@ -124,18 +121,18 @@ if TYPE_CHECKING:
 LLM_JUDGE = "llm_judge"
 """The name of the reward that `build_judge` makes."""
 
-REWARDS: Mapping[str, RewardBuilder] = MappingProxyType(
+REWARDS: Mapping[str, Rule] = MappingProxyType(
     {
-        "em": build_em,
-        "em_format": build_em_format,
-        "f1": build_f1,
-        "cover_em": build_cover_em,
-        "em_cost": build_em_cost,
-        "r1_searcher_stage_1": build_stage_1,
-        "r1_searcher_stage_2": build_stage_2,
+        "em": score_em,
+        "em_format": score_em_format,
+        "f1": score_f1,
+        "cover_em": score_cover_em,
+        "em_cost": score_em_cost,
+        "r1_searcher_stage_1": score_stage_1,
+        "r1_searcher_stage_2": score_stage_2,
     }
 )
-"""Builders by the name used in ``reward_model.name``."""
+"""Rules by the name used in ``reward_model.name``."""
 
 
 def build_judge(options: JudgeOptions) -> LlmJudge:
@@ -203,4 +200,4 @@ def _build_one(
             f"got reward {name!r}, expected one of {known}, {LLM_JUDGE} (with its options), or "
             f"path/to/file.py:function{hint}"
         )
-    return each_alone(REWARDS[name](scores))
+    return each_alone(partial(REWARDS[name], scores=scores))

@@ -4,8 +4,6 @@ for replays, of which each is a process of its own that ends with it.
 A request names a run by its number, never a path.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -69,10 +67,7 @@ class Replays:
         self._lock = asyncio.Lock()
 
     async def replay(self, run: Run, asked: Asked) -> dict[str, Any]:
-        """What `search-r1 replay` says of it, and the dialogue as the page shows one.
-
-        Raises an HTTPException with the one line that the command ended with.
-        """
+        """What `search-r1 replay` says, and the dialogue as the page shows one, or its error."""
         if run.rollouts is None:
             raise HTTPException(422, "the run keeps no training trajectories to be replayed")
         if self._lock.locked():
@@ -127,11 +122,9 @@ class Runs:
         return self._runs[number]
 
     def about(self) -> list[dict[str, Any]]:
-        """Every run in short, the others named by their numbers."""
         return [run.about() for run in self._runs]
 
     def names(self) -> list[str]:
-        """Every metric of any run."""
         return sorted({name for run in self._runs for name in run.metrics.names()})
 
     def curves(
@@ -143,11 +136,9 @@ class Runs:
         return {one: [run.metrics.curve(one, most) for run in self._runs] for one in name}
 
     def alarms(self) -> list[list[dict[str, Any]]]:
-        """The guard's alarms of every run."""
         return [[asdict(one) for one in alarms(run.metrics, run.config)] for run in self._runs]
 
     def config(self) -> list[dict[str, Any]]:
-        """Every option with each run's value."""
         return compared([run.config for run in self._runs])
 
     def trajectories(self, wanted: Annotated[Wanted, Depends()], run: int = 0) -> dict[str, Any]:

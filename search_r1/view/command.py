@@ -1,7 +1,5 @@
 """See runs in the browser: curves, configuration, and every trajectory by token; docs/view.md."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ Takes the rows of `verl.data.trajectories`, with ids and log-probs, and those of
 hold text only. Pure: no files.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence

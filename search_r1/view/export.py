@@ -4,8 +4,6 @@ The page's modules become one script, since a browser loads no modules from file
 file allows that script and its style by their hashes, and nothing else.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re
@@ -33,10 +31,7 @@ Place = tuple[str, int, int]
 def write_export(
     runs: Sequence[Run], path: Path, most: int, reports: Sequence[Mapping[str, Any]] = ()
 ) -> int:
-    """Write the file, whole or not at all; its size in bytes. `most`: trajectories of each run.
-
-    With a report of each run, the file opens on them.
-    """
+    """Write the file with `most` trajectories of a run, and reports first; its size in bytes."""
     text = page(snapshot(runs, most, reports))
     with whole_file(path) as part:
         return part.write_text(text, encoding="utf-8", errors="replace")
@@ -79,7 +74,6 @@ def chosen(run: Run, most: int, named: Collection[Place] = ()) -> list[dict[str,
 
 
 def page(data: dict[str, Any]) -> str:
-    """The whole file."""
     html = (PAGE / "page.html").read_text(encoding="utf-8")
     style = (PAGE / "page.css").read_text(encoding="utf-8")
     modules = [(PAGE / f"{name}.js").read_text("utf-8") for name in MODULES]
@@ -99,6 +93,5 @@ def page(data: dict[str, Any]) -> str:
 
 
 def _hash(text: str) -> str:
-    """How a policy names an inline script or style."""
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return f"'sha256-{digest}'"

@@ -4,8 +4,6 @@ The lines stay in the files that the run wrote. A file is read again when it has
 index follows a run that is still writing; what is not a whole line yet waits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re
@@ -65,10 +63,7 @@ class TrajectoryIndex:
         tags: Grammar,
         only: Callable[[Collection[int]], Collection[int]] = lambda steps: steps,
     ) -> None:
-        """`folders`: where each kind's `step_N.jsonl` are, of which `only` some steps are read.
-
-        Raises ConfigError for no such file.
-        """
+        """`folders`: of each kind, of which `only` some steps are read. Raises ConfigError."""
         self.folders, self._tags, self._file, self._only = folders, tags, file, only
         self._threads = threading.local()
         self.num_pending = 0
@@ -90,7 +85,6 @@ class TrajectoryIndex:
 
     @property
     def db(self) -> sqlite3.Connection:
-        """This thread's connection."""
         if not hasattr(self._threads, "db"):
             db = sqlite3.connect(self._file, timeout=60, isolation_level=None)
             db.row_factory = sqlite3.Row
@@ -100,10 +94,7 @@ class TrajectoryIndex:
         return self._threads.db  # type: ignore[no-any-return]
 
     def refresh(self, ended: threading.Event | None = None) -> bool:
-        """Read the files that are new or changed, and forget those that are gone; whether any.
-
-        `ended`: leaves the rest to another time once it is set.
-        """
+        """Read files that are new or changed, forget those gone, until `ended`; whether any."""
         found = dict(self._files())
         known = self._states()
         changed = [key for key, (_, state) in found.items() if known.get(key) != state]
@@ -130,10 +121,7 @@ class TrajectoryIndex:
     def read(
         self, kind: str, step: int, line: int
     ) -> tuple[dict[str, Any], Path, dict[str, Any], Dialogue] | None:
-        """A trajectory's facts, its file, its row there, and the row's dialogue.
-
-        None for one that is not there, or whose file was replaced since.
-        """
+        """A trajectory's facts, file, row and dialogue; None where it is not there any more."""
         found = self.db.execute(
             "SELECT t.*, f.path FROM trajectories t JOIN files f USING (kind, step) "
             "WHERE step = ? AND kind = ? AND line = ?", (step, kind, line)).fetchone()  # fmt: skip

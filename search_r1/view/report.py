@@ -4,8 +4,6 @@
 text. Both stand beside the files of the run that they are made of.
 """
 
-from __future__ import annotations
-
 import html
 import logging
 import re
@@ -66,7 +64,6 @@ class Report:
 
 
 def report(run: Run) -> Report:
-    """What is said of a run that was read."""
     known, heads, rows = set(run.metrics.names()), *table(run)
     return Report(
         title=run.name,
@@ -90,7 +87,6 @@ def option(run: Run, key: str) -> Any:
 
 
 def facts(run: Run) -> Iterator[tuple[str, str]]:
-    """What was trained, and how."""
     names = {
         "model": "actor_rollout_ref.model.path", "algorithm": "algorithm.adv_estimator",
         "seed": "trainer.seed", "learned from": "data.rollouts",
@@ -132,7 +128,6 @@ def cost(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def total(rows: Sequence[Mapping[str, float | None]], name: str) -> float:
-    """The sum of a metric over the steps that have it."""
     return sum(row.get(name) or 0.0 for row in rows)
 
 
@@ -226,10 +221,7 @@ INTERVALS = "Answers of the validation; in brackets 95 % intervals, by resamplin
 
 
 def write_report(folder: Path) -> None:
-    """Write `report.html` and `report.md` beside a run's `metrics.jsonl`; a run never fails by it.
-
-    Of trajectories, the first and the last step's are read: it takes seconds.
-    """
+    """Write `report.html` and `report.md` beside `metrics.jsonl`; a run never fails by it."""
     try:
         with tempfile.TemporaryDirectory() as index:
             run = Run(folder, Path(index), only=_ends)
@@ -289,6 +281,5 @@ def _seen(text: str) -> str:
 
 
 def _lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table."""
     cells = [[_inline(cell) for cell in row] for row in rows]
     return [f"| {' | '.join(row)} |" for row in ([*heads], ["---"] * len(heads), *cells)]

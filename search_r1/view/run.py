@@ -1,7 +1,5 @@
 """One run as the page sees it: its folder, its options, its metrics, and its trajectories."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -13,10 +11,11 @@ from typing import Any
 
 import orjson
 import yaml
+from tokenizers import Tokenizer
 
 from search_r1.view.dialogue import Dialogue, tags_of
 from search_r1.view.index import TRAIN, VALIDATION, TrajectoryIndex
-from search_r1.view.tokens import Pieces, find_pieces
+from search_r1.view.tokens import find_tokenizer, pieces
 from verl.config.known import flattened
 from verl.data.trajectories import HEADER, SIGNALS
 from verl.errors import ConfigError, explain, first_line
@@ -58,7 +57,6 @@ class MetricsLog:
         return bool(end) or is_new
 
     def names(self) -> list[str]:
-        """Every metric, sorted."""
         return sorted({name for row in self.rows.values() for name in row})
 
     def curve(self, name: str, most: int | None = None) -> Curve:
@@ -128,7 +126,6 @@ def compared(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def yaml_text(value: Any) -> str:
-    """A value in one line, as a command line takes it."""
     text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...")
 
@@ -171,7 +168,7 @@ class Run:
         key = f"{LAYOUT_VERSION} {self.folder} {self.rollouts}".encode()
         file = self._index_dir / f"{hashlib.sha256(key).hexdigest()[:24]}.sqlite"
         self.index = TrajectoryIndex(file, folders, self.tags, self._only)
-        self.pieces = find_pieces(self.folder, self.rollouts, config)
+        self.tokenizer = find_tokenizer(self.folder, self.rollouts, config)
         """The tokenizer of the dump, or why there is none."""
 
     def refresh(self, ended: threading.Event | None = None) -> None:
@@ -184,11 +181,10 @@ class Run:
                     self._configure(config)
             if self.index.refresh(ended):
                 self.version += 1
-                if self.pieces[0] is None:
-                    self.pieces = find_pieces(self.folder, self.rollouts, self.config)
+                if self.tokenizer[0] is None:
+                    self.tokenizer = find_tokenizer(self.folder, self.rollouts, self.config)
 
     def about(self) -> dict[str, Any]:
-        """The run in short."""
         steps = list(self.metrics.rows)
         return {
             "name": self.name,
@@ -202,10 +198,7 @@ class Run:
     def trajectory(
         self, kind: str, step: int, line: int, *, is_brief: bool = False
     ) -> dict[str, Any] | None:
-        """One trajectory by token; None where it is not there, or was replaced this moment.
-
-        `is_brief`: without its tokens.
-        """
+        """One trajectory, by token unless `is_brief`; None where it is not there any more."""
         found = self.index.read(kind, step, line)
         if found is None:
             return None
@@ -221,7 +214,7 @@ class Run:
         self, row: Mapping[str, Any], dialogue: Dialogue, *, is_brief: bool = False
     ) -> dict[str, Any]:
         """What the page shows of a row of a dump, recorded or replayed."""
-        pieces, problem = self.pieces if "segments" in row else (None, "")
+        tokenizer, problem = self.tokenizer if "segments" in row else (None, "")
         return {
             "accepted": dialogue.gold,
             "components": dialogue.components,
@@ -230,7 +223,7 @@ class Run:
             "segments": [
                 {"origin": one["origin"], "text": one["text"]}
                 if is_brief
-                else _segment(one, pieces)
+                else _segment(one, tokenizer)
                 for one in dialogue.segments
             ],
             "calls": [asdict(search) for search in dialogue.searches],
@@ -265,7 +258,7 @@ def find_rollouts(folder: Path, config: Mapping[str, Any]) -> Path | None:
     return next((one.resolve() for one in places if (one / HEADER).is_file()), path.absolute())
 
 
-def _segment(segment: Mapping[str, Any], pieces: Pieces | None) -> dict[str, Any]:
+def _segment(segment: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """A segment with the text of each token, and every column that has one number a token.
 
     What the trainer found (`SIGNALS`) is one number where all tokens have the same. Its log-probs
@@ -291,7 +284,7 @@ def _segment(segment: Mapping[str, Any], pieces: Pieces | None) -> dict[str, Any
         "text": segment["text"],
         "weight_version": segment.get("weight_version"),
         "ids": ids,
-        "pieces": pieces(ids) if pieces and ids else [],
+        "pieces": pieces(tokenizer, ids) if tokenizer and ids else [],
         "columns": columns,
     }
 

@@ -1,7 +1,5 @@
 """The page as a process: what it reads again and again, its port, and an orderly end."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import sqlite3

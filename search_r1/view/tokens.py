@@ -3,8 +3,6 @@
 No code of a model is run. The tokenizer is taken only where its fingerprint is that of the dump.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,37 +19,30 @@ MOST_BYTES = 8
 """Tokens that one character may take before it is shown broken."""
 
 
-class Pieces:
-    """The text of each token of one run."""
+def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """One text a token; of a character of several tokens, the last has it, the others none."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def decode(some: list[int]) -> str:
+        return str(tokenizer.decode(some, skip_special_tokens=False))
 
-    def __call__(self, ids: Sequence[int]) -> list[str]:
-        """One text a token; of a character of several tokens, the last has it, the others none."""
-        found: list[str] = []
-        before: list[int] = []
-        open_ids: list[int] = []
-        for one in ids:
-            open_ids.append(one)
-            # What comes before counts: some decoders drop a space at the start.
-            text = self._decode([*before, *open_ids])[len(self._decode(before)) :]
-            if text.endswith(BROKEN) and len(open_ids) < MOST_BYTES:
-                found.append("")
-            else:
-                found.append(text)
-                before, open_ids = [one], []
-        if open_ids and found:
-            found[-1] = self._decode(open_ids)
-        return found
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+    found, before, open_ids = list[str](), list[int](), list[int]()
+    for one in ids:
+        open_ids.append(one)
+        # What comes before counts: some decoders drop a space at the start.
+        text = decode([*before, *open_ids])[len(decode(before)) :]
+        if text.endswith(BROKEN) and len(open_ids) < MOST_BYTES:
+            found.append("")
+        else:
+            found.append(text)
+            before, open_ids = [one], []
+    if open_ids and found:
+        found[-1] = decode(open_ids)
+    return found
 
 
-def find_pieces(
+def find_tokenizer(
     run: Path, rollouts: Path | None, config: Mapping[str, Any]
-) -> tuple[Pieces | None, str]:
+) -> tuple[Tokenizer | None, str]:
     """The tokenizer of a run's dump, or None and why there is none."""
     if rollouts is None:
         return None, "the run keeps no training trajectories"
@@ -60,7 +51,7 @@ def find_pieces(
     for path in _candidates(run, config):
         tokenizer = Tokenizer.from_file(str(path))
         if wanted is None or fingerprint(tokenizer) == wanted:
-            return Pieces(tokenizer), ""
+            return tokenizer, ""
         seen.append(str(path))
     if seen:
         return None, f"{seen[0]} is not the tokenizer of this dump: tokens are shown by their ids"

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from search_r1.agent.search import SearchTool
 from search_r1.agent.speculation import EVERY, MOST_OPEN, NUM_QUESTIONS, Foresight, Group, Questions
 from search_r1.agent.tags import TEMPLATES
-from search_r1.rewards.em import build_em
-from search_r1.rewards.interface import RewardScores
+from search_r1.rewards import build_reward
 from search_r1.scoring import reward_input
 from search_r1.search.backends.registry import build_retriever
 from search_r1.search.client import RetrievalClient
@@ -100,7 +99,7 @@ def test_dialogues_are_the_same_to_the_last_bit(tmp_path: Path) -> None:
         assert other.segments == one.segments and other.status is one.status
         assert other.faults == one.faults and not one.error
         assert {name: other.stats[name] for name in one.stats} == one.stats
-    reward, tags = build_em(RewardScores()), TEMPLATES["short"].tags
+    reward, tags = build_reward("em"), TEMPLATES["short"].tags
     scores, same = ([reward(reward_input(t, tags)) for t in ts] for ts in (plain, ahead))
     assert scores == same and len({output.score for output in scores}) == 2
     metrics = rollout_metrics(ahead)

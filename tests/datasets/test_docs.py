@@ -21,7 +21,7 @@ def test_table_of_sets() -> None:
         assert SETS[name].splits == splits
         train = "train" if "train" in splits else "-"
         title, all_splits = SETS[name].title, ", ".join(splits)
-        row = f"| `{name}` | {title} | {all_splits} | {train} | {SETS[name].test_split} |"
+        row = f"| `{name}` | {title} | {all_splits} | {train} | {SETS[name].split_for('test')} |"
         assert row in TEXT
     assert set(SETS) == set(SPLITS)
 

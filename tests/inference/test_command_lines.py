@@ -51,7 +51,7 @@ def test_what_cannot_work(
     def never(*_: object) -> None:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr(opening, "_folder", never)
+    monkeypatch.setattr(opening, "model_folder", never)
     main = door.main  # type: ignore[attr-defined]
     try:
         status = main([*BASE, *words])

@@ -8,7 +8,7 @@ import pytest
 
 from search_r1.plan.command import RateOptions
 from search_r1.plan.placements import fit_decode, read_decode
-from search_r1.plan.probes import Observation, fit_engine, read_run, rollout_s
+from search_r1.plan.planning import Observation, fit_engine, read_run, rollout_s
 from search_r1.plan.simulation import EngineRates
 from search_r1.plan.workload import Dialogue, LogNormal, Turn, Workload
 from verl.config import Config

@@ -15,7 +15,7 @@ import pytest
 
 from search_r1.agent.generation import build_dialogue
 from search_r1.inference.model import model_folder
-from search_r1.replay.given import read_run
+from search_r1.replay.running import read_run
 from tests.test_end_to_end import ROOT, train
 from tests.test_retriever_failures import COUNTRIES, retriever, searching_world
 from verl.agent.dialogue import derived_seed

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from search_r1.view.tokens import Pieces, find_pieces
+from search_r1.view.tokens import find_tokenizer, pieces
 from tests.view.runs import TOKENIZER, start_run
 from verl.data.trajectories import HEADER
 
@@ -12,10 +12,10 @@ def test_pieces_join_to_the_text(folder: Path) -> None:
     """Also where one character takes several tokens: the last of them has it."""
     text = "El Niño 😀\n\n湖 x"
     ids = TOKENIZER.encode(text).ids
-    pieces = Pieces(TOKENIZER)(ids)
-    assert len(pieces) == len(ids) and "".join(pieces) == text
-    assert pieces[ids.index(ids[5]) : 8] and pieces.count("") == 1 + 3 + 2  # ñ, 😀, 湖
-    assert Pieces(TOKENIZER)(ids[:-3])[-1] != "" and Pieces(TOKENIZER)([]) == []
+    found = pieces(TOKENIZER, ids)
+    assert len(found) == len(ids) and "".join(found) == text
+    assert found[ids.index(ids[5]) : 8] and found.count("") == 1 + 3 + 2  # ñ, 😀, 湖
+    assert pieces(TOKENIZER, ids[:-3])[-1] != "" and pieces(TOKENIZER, []) == []
 
 
 def test_another_tokenizer_is_not_taken(tmp_path: Path) -> None:
@@ -23,11 +23,11 @@ def test_another_tokenizer_is_not_taken(tmp_path: Path) -> None:
     run = start_run(tmp_path / "run")
     rollouts = run / "rollouts"
     config = {"actor_rollout_ref": {"model": {"path": str(run / "model")}}}
-    assert find_pieces(run, rollouts, config)[0] is not None
-    assert "no tokenizer.json" in find_pieces(run, rollouts, {})[1]
+    assert find_tokenizer(run, rollouts, config)[0] is not None
+    assert "no tokenizer.json" in find_tokenizer(run, rollouts, {})[1]
     checkpoint = run / "global_step_2" / "huggingface"
     checkpoint.mkdir(parents=True)
     TOKENIZER.save(str(checkpoint / "tokenizer.json"))
-    assert find_pieces(run, rollouts, {})[0] is not None
+    assert find_tokenizer(run, rollouts, {})[0] is not None
     (rollouts / HEADER).write_text(json.dumps({"tokenizer": "another"}))
-    assert "is not the tokenizer" in find_pieces(run, rollouts, config)[1]
+    assert "is not the tokenizer" in find_tokenizer(run, rollouts, config)[1]

@@ -1,7 +1,5 @@
 """What finds documents, as `SearchR1Trainer` takes it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from search_r1.search.encoder import family_of, model_name

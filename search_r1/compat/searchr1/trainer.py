@@ -1,7 +1,5 @@
 """`SearchR1Trainer`: a run in ten arguments, translated into `search_r1.Trainer`'s options."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os
@@ -113,10 +111,7 @@ def algorithm_of(name: str) -> tuple[str, str]:
 
 
 def scores_of(amounts: Mapping[str, float]) -> dict[str, float]:
-    """The options of `em_cost`: what is added here is taken off there.
-
-    Raises ConfigError for a sign under which a wrong answer, a search or a broken form would pay.
-    """
+    """The options of `em_cost`. Raises ConfigError for a sign under which a mistake would pay."""
     found = {}
     for name, amount in amounts.items():
         is_cost = name in COSTS

@@ -9,8 +9,6 @@ headers from the environment, follows redirects, and knows no second try for a r
 verdict.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
