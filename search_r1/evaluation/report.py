@@ -169,24 +169,21 @@ def read_all(folders: Sequence[Path], *, is_mixed: bool = False) -> list[Evaluat
         Evaluation(n if names.count(n) == 1 else str(folder), *read_evaluation(folder))
         for n, folder in zip(names, folders, strict=True)
     ]
-    if not is_mixed:
-        _check_alike(found)
-    return found
-
-
-def _check_alike(evaluations: Sequence[Evaluation]) -> None:
-    first = evaluations[0]
-    for other in evaluations[1:]:
+    if is_mixed:
+        return found
+    first = found[0]
+    for other in found[1:]:
         changes = differences(first.manifest["data"], other.manifest["data"], "data")
         if changes:
             got = f"{first.name} and {other.name} differ: {'; '.join(changes[:3])}"
             fix = "evaluate both on the same files and rows, or say --mixed"
             raise ConfigError(explain("data", got, "the same questions", fix))
-    corpora = {e.corpus: e.name for e in evaluations if e.corpus is not None}
+    corpora = {e.corpus: e.name for e in found if e.corpus is not None}
     if len(corpora) > 1:
         got = "; ".join(f"{name}: {corpus}" for corpus, name in corpora.items())
         fix = "search one corpus in all of them, or say --mixed (the table names each)"
         raise ConfigError(explain("corpus", got, "one corpus", fix))
+    return found
 
 
 def table(

@@ -91,31 +91,23 @@ def model_folder(name: str, dtype: str, adapter: str | None = None) -> Iterator[
     ours, or what a hub gives. What is written is temporary. Raises ModelError, or ConfigError for
     an unfinished checkpoint.
     """
-    with _plain_folder(name, dtype) as base:
-        if adapter is None:
-            yield base
-            return
-        with tempfile.TemporaryDirectory(prefix="adapted-") as folder:
-            yield merge(base, Path(adapter), Path(folder) / "model", dtype)
-
-
-@contextlib.contextmanager
-def _plain_folder(name: str, dtype: str) -> Iterator[Path]:
-    """The folder of the model `name`, without an adapter."""
     path = Path(name)
-    if STEP_NAME.fullmatch(path.name) and path.is_dir() and not _has_model(path):
-        with tempfile.TemporaryDirectory(prefix="exported-") as folder:
-            yield export(path, Path(folder) / "model", dtype=dtype)
-    elif path.is_dir():
-        if not (path / "config.json").is_file():
+    with contextlib.ExitStack() as stack:
+
+        def temporary(prefix: str) -> Path:
+            return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix))) / "model"
+
+        if STEP_NAME.fullmatch(path.name) and path.is_dir() and not _has_model(path):
+            path = export(path, temporary("exported-"), dtype=dtype)
+        elif not path.is_dir():
+            try:
+                path = Path(snapshot_download(name, allow_patterns=list(FILES)))
+            except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+                got = f"no such folder, and no hub ({first_line(error)[:200]})"
+                raise _no_model(name, got) from error
+        elif not (path / "config.json").is_file():
             raise _no_model(name, "a folder without config.json")
-        yield path
-    else:
-        try:
-            yield Path(snapshot_download(name, allow_patterns=list(FILES)))
-        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            got = f"no such folder, and no hub ({first_line(error)[:200]})"
-            raise _no_model(name, got) from error
+        yield path if adapter is None else merge(path, Path(adapter), temporary("adapted-"), dtype)
 
 
 def load_agent(config: Config) -> DialogueAgent:

@@ -8,7 +8,6 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -200,4 +199,5 @@ def _build_one(
             f"got reward {name!r}, expected one of {known}, {LLM_JUDGE} (with its options), or "
             f"path/to/file.py:function{hint}"
         )
-    return each_alone(partial(REWARDS[name], scores=scores))
+    rule = REWARDS[name]
+    return each_alone(lambda dialogue: rule(dialogue, scores))

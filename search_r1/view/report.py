@@ -30,6 +30,8 @@ CURVES = ("val/em", "val/score", "critic/score/mean", "val/env/valid_searches",
           "actor/pg_loss", "critic/kl", "actor/rollout_mismatch", "timing_s/step",
           "perf/tokens_per_second_per_gpu", "perf/mfu/actor")  # fmt: skip
 """What is shown of a run that has it."""
+FACTS = {"model": "actor_rollout_ref.model.path", "algorithm": "algorithm.adv_estimator",
+         "seed": "trainer.seed", "learned from": "data.rollouts"}  # fmt: skip
 MOST_EXAMPLES = 3
 NUM_RESAMPLES = 1000
 MEASURES = {"EM": "is_given", "answer in documents": "is_found", "searches": "searches"}
@@ -67,7 +69,14 @@ def report(run: Run) -> Report:
     known, heads, rows = set(run.metrics.names()), *table(run)
     return Report(
         title=run.name,
-        facts=list(facts(run)),
+        facts=[
+            *(
+                (title, str(option(run, key)))
+                for title, key in FACTS.items()
+                if option(run, key) is not None
+            ),
+            ("steps", str(max(run.metrics.rows, default=0))),
+        ],
         curves=[name for name in CURVES if name in known],
         heads=heads,
         rows=rows,
@@ -84,17 +93,6 @@ def option(run: Run, key: str) -> Any:
     for name in key.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None
     return found
-
-
-def facts(run: Run) -> Iterator[tuple[str, str]]:
-    names = {
-        "model": "actor_rollout_ref.model.path", "algorithm": "algorithm.adv_estimator",
-        "seed": "trainer.seed", "learned from": "data.rollouts",
-    }  # fmt: skip
-    for title, key in names.items():
-        if option(run, key) is not None:
-            yield title, str(option(run, key))
-    yield "steps", str(max(run.metrics.rows, default=0))
 
 
 def cost(run: Run) -> Iterator[tuple[str, str]]:

@@ -37,7 +37,12 @@ def start(options: ViewOptions) -> int:
         for folder in options.runs:
             write_report(folder)
         return 0
-    runs = open_runs(options)
+    if not options.runs:
+        fix = "search-r1 view RUN"
+        raise ConfigError(explain("RUN", "nothing", "the folder of at least one run", fix))
+    folder = options.index_dir.expanduser()
+    first, *others = options.runs
+    runs = [Run(first, folder, options.rollouts), *(Run(one, folder) for one in others)]
     if options.export is not None:
         for run in runs:
             run.refresh()
@@ -45,16 +50,6 @@ def start(options: ViewOptions) -> int:
         logger.info("%s: %.1f MB; open it in a browser", options.export, size / 1e6)
         return 0
     return serve(options, runs)
-
-
-def open_runs(options: ViewOptions) -> list[Run]:
-    """The runs that were named. Raises ConfigError."""
-    if not options.runs:
-        fix = "search-r1 view RUN"
-        raise ConfigError(explain("RUN", "nothing", "the folder of at least one run", fix))
-    folder = options.index_dir.expanduser()
-    first, *others = options.runs
-    return [Run(first, folder, options.rollouts), *(Run(one, folder) for one in others)]
 
 
 def serve(options: ViewOptions, runs: Sequence[Run]) -> int:

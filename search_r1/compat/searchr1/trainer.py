@@ -53,7 +53,11 @@ class SearchR1Trainer:
         addresses of vLLM servers that sample, and take each step's weights (docs/placement.md);
         None starts engines on the `devices`. `overrides`: `key=value` options, which win.
         """
-        preset, estimator = algorithm_of(rl_algorithm)
+        if str(rl_algorithm).lower() not in ALGORITHMS:
+            expected = f"one of {', '.join(ALGORITHMS)}"
+            fix = "name one; search_r1.Trainer has all estimators"
+            raise ConfigError(explain("rl_algorithm", repr(rl_algorithm), expected, fix))
+        preset, estimator = ALGORITHMS[rl_algorithm.lower()]
         words = ["--config-name", preset, "actor_rollout_ref.model.path=later", *UNKNOWN]
         config = cli.compose(words)
         config.algorithm.adv_estimator = estimator
@@ -99,15 +103,6 @@ class SearchR1Trainer:
         if self._visible is not None:  # Ray and the ranks read it
             os.environ["CUDA_VISIBLE_DEVICES"] = self._visible
         return trainer.train()
-
-
-def algorithm_of(name: str) -> tuple[str, str]:
-    """Preset and estimator. Raises ConfigError."""
-    if str(name).lower() not in ALGORITHMS:
-        expected = f"one of {', '.join(ALGORITHMS)}"
-        fix = "name one; search_r1.Trainer has all estimators"
-        raise ConfigError(explain("rl_algorithm", repr(name), expected, fix))
-    return ALGORITHMS[name.lower()]
 
 
 def scores_of(amounts: Mapping[str, float]) -> dict[str, float]:
