@@ -72,6 +72,7 @@ def coming(
     for name, tensor in named:
         sent.seconds -= time.perf_counter() - begin
         yield name, tensor.to(device, dtype)
+        del tensor  # before the next one is gathered
         begin = time.perf_counter()
     sent.seconds -= time.perf_counter() - begin
 
@@ -98,6 +99,7 @@ def pack(
         buffer[start:end].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
         dtype = str(tensor.dtype).removeprefix("torch.")
         packed.append(Packed(name, dtype, tuple(tensor.shape), start, size))
+        del tensor
     if packed and buffer is not None:
         yield slot, buffer[:end], packed
 
