@@ -73,7 +73,7 @@ def test_files_that_share_an_engine_go_to_one_process() -> None:
              for name in ("training/test_lora", "checkpoint/test_shards")}  # fmt: skip
     assert len(engines) == len(ranks) == 1 and engines != ranks
     assert (
-        scope("tests/verl/checkpoint/test_state.py::test_x")
-        == "tests/verl/checkpoint/test_state.py"
+        scope("tests/verl/checkpoint/test_saver.py::test_x")
+        == "tests/verl/checkpoint/test_saver.py"
     )
     assert all((ROOT / path).exists() for paths in conftest.TOGETHER for path in paths)

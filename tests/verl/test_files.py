@@ -1,12 +1,22 @@
-"""A file is there whole or as it was, whatever happens while it is written."""
+"""A file is there whole or as it was; a folder has one writer."""
 
+from __future__ import annotations
+
+import multiprocessing
 import os
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from search_r1 import cli
 from tests.full_disk import files_up_to
-from verl.files import Lines, is_of_files, whole_file
+from verl.errors import ConfigError
+from verl.files import Lines, exclusive, is_of_files, whole_file
+from verl.sft import trainer as sft
+from verl.trainer import main_ppo
+from verl.training.weights import whole_folder
 
 
 @pytest.mark.parametrize("is_lasting", [True, False])
@@ -55,3 +65,94 @@ def test_a_whole_file_that_has_no_room_is_named(tmp_path: Path) -> None:
     with files_up_to(2), pytest.raises(OSError, match=r"/f'$"), whole_file(tmp_path / "f") as part:
         part.write_text("newer")
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
+
+
+FORK = multiprocessing.get_context("fork")
+
+
+def test_a_folder_belongs_to_one_living_process(tmp_path: Path) -> None:
+    """A second one in the same folder is refused, until the first has ended, however it ends."""
+    held = FORK.Event()
+
+    def hold() -> None:
+        with exclusive(tmp_path, "--out"):
+            held.set()
+            signal.pause()
+
+    first = FORK.Process(target=hold)
+    first.start()
+    assert held.wait(60)
+    with pytest.raises(ConfigError, match=r"--out: .* another run"), exclusive(tmp_path, "--out"):
+        raise AssertionError("entered a folder that is held")
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGKILL)
+    first.join(60)
+    for _ in range(2):
+        with exclusive(tmp_path, "--out"):
+            pass
+
+
+def train(out: Path, *options: str) -> int:
+    given = ("data.train_files=none", "data.val_files=none", "actor_rollout_ref.model.path=none")
+    return main_ppo.main([*given, f"trainer.default_local_dir={out}", *options])
+
+
+def train_elsewhere(out: Path) -> int:
+    return train(out.parent / "run", f"trainer.rollout_data_dir={out}")
+
+
+def validate(out: Path) -> int:
+    return train(out, "trainer.val_only=true")
+
+
+def fine_tune(out: Path) -> int:
+    with pytest.raises(SystemExit) as ended:
+        sft.main(["model_path=none", "train_file=none", f"output_dir={out}"])
+    return int(ended.value.code or 0)
+
+
+def evaluate(out: Path) -> int:
+    return cli.main(["evaluate", "--model", "none", "--data", "none", "--out", str(out)])
+
+
+@pytest.mark.parametrize("command", [train, train_elsewhere, validate, evaluate, fine_tune])
+def test_a_second_run_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Callable[[Path], int]
+) -> None:
+    """Status 2 and one line, though model and questions are not there either; no file appears."""
+    out = tmp_path / "out"
+    holder = whole_folder(out, "") if command is fine_tune else exclusive(out, "")
+    with holder:
+        before = sorted(tmp_path.rglob("*"))
+        assert command(out) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "which another run is writing to" in line and "fix:" in line
+        assert set(tmp_path.rglob("*")) - set(before) <= {tmp_path / "run", tmp_path / "run/.lock"}
+        if command is fine_tune:
+            (out.with_name("out.tmp") / "config.json").touch()
+
+
+@pytest.mark.parametrize("command", [train, evaluate, fine_tune])
+@pytest.mark.parametrize("place", ["file/out", "/proc/out"])
+def test_a_folder_that_cannot_be_made_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Callable[[Path], int], place: str
+) -> None:
+    """Below a file, or where nothing can be written."""
+    (tmp_path / "file").touch()
+    assert command(tmp_path / place) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "a folder that can be written" in line
+
+
+@pytest.mark.parametrize("files", [["thesis.txt"], ["a/b.txt"]])
+def test_only_a_models_folder_is_replaced(tmp_path: Path, files: Sequence[str]) -> None:
+    """What holds anything else is not deleted for a model; an older model, or nothing, is."""
+    for name in files:
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text("years of work")
+    with pytest.raises(ConfigError, match="other content"), whole_folder(tmp_path / "out", "--out"):
+        raise AssertionError("about to delete it")
+    for name in ("new", "new"):
+        with whole_folder(tmp_path / name, "--out") as part:
+            (part / "config.json").write_text("{}")
+    assert (tmp_path / "out" / files[0]).read_text() == "years of work"

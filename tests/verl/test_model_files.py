@@ -1,14 +1,50 @@
-"""Values that are no finite numbers never reach a rank, an engine or an export."""
+"""Bad model folders end in one line before anything is loaded; whole ones of many kinds pass."""
 
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GPT2Config, LlamaConfig, MambaConfig, PretrainedConfig
+from transformers import (
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
+from tests.bad_models import BAD, NORM, SHARD, entry, gone, in_tokenizer, whole_model
+from verl import model_files
 from verl.errors import ModelError
-from verl.model_files import is_finite, num_positions, refuse_values
+from verl.model_files import (
+    check_model,
+    is_finite,
+    load_tokenizer,
+    num_positions,
+    refuse_values,
+    tokenizer_identity,
+)
 from verl.rollout.weight_loading import WeightLoading
 
 
@@ -75,3 +111,225 @@ def test_an_engine_s_worker_names_the_weights_that_are_no_numbers() -> None:
 def test_positions_are_those_of_the_config(config: PretrainedConfig, expected: int | None) -> None:
     """Stretched ones count, and a model without positions has no bound."""
     assert num_positions(config) == expected
+
+
+ROWS = 257
+SIZES: dict[str, Any] = {
+    "vocab_size": ROWS + 3, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "eos_token_id": 256,
+    "pad_token_id": 256, "bos_token_id": 256,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that every case changes."""
+    return whole_model(tmp_path_factory.mktemp("whole") / "model")
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    """One to change."""
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked of anybody, and a template that loops is given little time."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a model's folder needs no network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(model_files, "TEMPLATE_S", 0.2)
+
+
+def refusal(path: Path | str, **options: Any) -> str:
+    """The one line of a refusal."""
+    with pytest.raises(ModelError) as caught:
+        check_model("some.option", str(path), **options)
+    text = str(caught.value)
+    assert text.startswith("some.option: got ") and "\n" not in text and "\x1b" not in text
+    assert len(text) < 700
+    return text
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_folder_is_refused_in_one_line(case: str, copy: Path) -> None:
+    """Without traceback, network or waiting, and in words of what is wrong."""
+    change, words = BAD[case]
+    change(copy)
+    assert words in refusal(copy)
+
+
+@pytest.mark.parametrize(
+    "path", ["/nowhere/at/all", "", ".", "~nobody/x", "~no such user/x", "a\0b", "x" * 260]
+)
+def test_what_is_no_folder_is_refused(path: str) -> None:
+    """Nothing there, no name, or a folder of something else."""
+    assert refusal(path)
+
+
+def test_a_file_in_place_of_a_folder_is_refused(copy: Path) -> None:
+    """Such as the weights themselves."""
+    assert "a file" in refusal(copy / "config.json")
+
+
+@pytest.mark.parametrize("name", ["", "config.json", "tokenizer.json", SHARD])
+def test_what_may_not_be_read_is_refused(name: str, whole: Path) -> None:
+    """The folder, or a file of it."""
+    with tempfile.TemporaryDirectory() as outside:  # others may not enter pytest's own
+        Path(outside).chmod(0o755)
+        copy = Path(shutil.copytree(whole, Path(outside) / "model"))
+        for file in copy.iterdir():
+            file.chmod(0o644)
+        (copy / name).chmod(0)
+        is_root = os.geteuid() == 0
+        try:
+            if is_root:
+                os.seteuid(65534)
+            assert "ermission denied" in refusal(copy)
+        finally:
+            if is_root:
+                os.seteuid(0)
+            copy.chmod(0o755)
+
+
+def qwen2(is_tied: bool) -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=is_tied))
+
+
+def experts() -> PreTrainedModel:
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=8))
+
+
+def gemma() -> PreTrainedModel:
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES))
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=ROWS, n_embd=16, n_layer=2, n_head=2,
+                                      eos_token_id=256, bos_token_id=256))  # fmt: skip
+
+
+def with_tensors(folder: Path, **tensors: Tensor) -> None:
+    """A model with more tensors than it needs."""
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "a tied head": lambda: qwen2(True),
+    "a head of its own": lambda: qwen2(False),
+    "norms with an offset": gemma,
+    "experts, converted": experts,
+    "learned positions": gpt2,
+    "half precision": lambda: qwen2(False).half(),
+    "bfloat16": lambda: qwen2(True).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_whole_model_passes(kind: str, copy: Path) -> None:
+    """In one file or several, and in torch's older format."""
+    lm = MODELS[kind]()
+    gone("model*")(copy)
+    for size in ("1GB", "5KB"):
+        lm.save_pretrained(copy, max_shard_size=size)
+        check_model("model", str(copy))
+        gone("model*")(copy)
+    torch.save(lm.state_dict(), copy / "pytorch_model.bin")
+    check_model("model", str(copy))
+
+
+def test_known_extras_pass(copy: Path) -> None:
+    """A tied head that is written too, and buffers that old files hold."""
+    gone("model*")(copy)
+    lm = qwen2(True)
+    lm.save_pretrained(copy)
+    head = lm.get_input_embeddings().weight.detach().clone()
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    with_tensors(copy, **{"lm_head.weight": head}, **old)
+    check_model("model", str(copy))
+
+
+def test_a_folder_without_template_or_defaults_passes(copy: Path) -> None:
+    """A base model has neither."""
+    gone("chat_template.jinja", "generation_config.json")(copy)
+    check_model("model", str(copy))
+
+
+def test_a_special_token_beyond_the_embedding_passes_unless_it_is_written(copy: Path) -> None:
+    """Gemma 3 of text alone has one for images; an end that has no row would be a fault."""
+
+    def add(found: dict[str, Any]) -> None:
+        token = {**found["added_tokens"][0], "id": ROWS, "content": "<image>", "special": True}
+        found["added_tokens"].append(token)
+
+    in_tokenizer(add)(copy)
+    check_model("model", str(copy))
+    entry("tokenizer_config.json", "eos_token", "<image>")(copy)
+    assert f"ids up to {ROWS} over an embedding of {ROWS} rows" in refusal(copy)
+
+
+def test_a_critic_needs_neither_head_nor_tokenizer(copy: Path, whole: Path) -> None:
+    """It brings a head of its own, whatever the folder has; its trunk must be whole, and know all
+    tokens that the policy's tokenizer makes."""
+    gone("model*", "tokenizer*", "chat_template*")(copy)
+    qwen2(False).save_pretrained(copy)
+    file = copy / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    save_file(tensors | {"score.weight": torch.ones(1, 16)}, file, metadata={"format": "pt"})
+    critic: dict[str, Any] = {"needs_head": False, "tokenizer_of": str(whole)}
+    check_model("critic", str(copy), **critic)
+    assert "none for lm_head.weight" in refusal(copy, tokenizer_of=str(whole))
+    save_file({k: v for k, v in tensors.items() if k != NORM}, file, metadata={"format": "pt"})
+    assert f"none for {NORM}" in refusal(copy, **critic)
+    LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": 256, "pad_token_id": 0})
+                     ).save_pretrained(copy)  # fmt: skip
+    entry("generation_config.json", "eos_token_id", 0)(copy)
+    assert "ids up to 256 over an embedding of 256 rows" in refusal(copy, **critic)
+
+
+def test_what_only_an_engine_knows_may_be_asked_but_not_trained(copy: Path) -> None:
+    """An encoder with a decoder, and weights of another precision."""
+    gone("model*")(copy)
+    small = {"d_model": 16, "d_ff": 16, "d_kv": 4, "num_layers": 1, "num_heads": 4}
+    T5ForConditionalGeneration(T5Config(vocab_size=ROWS, **small)).save_pretrained(copy)
+    check_model("model", str(copy), by_transformers=False)
+    assert "T5Config" in refusal(copy)
+
+
+def test_refusal_of_a_name_that_is_not_there(no_network: None) -> None:
+    """Of the hub, without network."""
+    with pytest.raises(ModelError, match="nobody/nothing") as caught:
+        load_tokenizer("nobody/nothing")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_is_known_by_what_it_does(copy: Path, whole: Path) -> None:
+    """Not by how its files are written; template and tokenizer are told apart."""
+
+    def identity() -> dict[str, str]:
+        return tokenizer_identity(load_tokenizer(str(copy)))
+
+    first = identity()
+    found = [first]
+    AutoTokenizer.from_pretrained(copy).save_pretrained(copy)
+    assert identity() == first
+    (copy / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert identity() == {**first, "chat_template": identity()["chat_template"]} != first
+    shutil.copy(whole / "chat_template.jinja", copy)
+    for change in (
+        lambda x: x["model"]["vocab"].update(Wh=ROWS),
+        lambda x: x.update(normalizer={"type": "Lowercase"}),
+        lambda x: x["added_tokens"].append({**x["added_tokens"][0], "id": ROWS, "content": "<x>"}),
+        lambda x: (x["model"]["vocab"].update(Wh=ROWS), x["model"].update(merges=[["W", "h"]])),
+    ):
+        shutil.copy(whole / "tokenizer.json", copy)
+        in_tokenizer(change)(copy)
+        assert identity() not in found
+        assert identity()["chat_template"] == found[0]["chat_template"]
+        found.append(identity())
