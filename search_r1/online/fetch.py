@@ -1,7 +1,7 @@
 """A page of a stranger, fetched with limits: addresses, time, size, redirects and types."""
 
 import asyncio
-import threading
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ import httpcore
 import httpx
 
 from search_r1.exchange import decompress
+from search_r1.loops import LoopThread
 from search_r1.online.addresses import AddressPolicy, AddressRefused
 
 MOST_REDIRECTS = 5
@@ -74,19 +75,16 @@ class PageFetcher:
 
     def __init__(self, policy: AddressPolicy, most_bytes: int) -> None:
         """`most_bytes` of a page are read."""
-        self._most_bytes = most_bytes
+        self._policy, self._most_bytes = policy, most_bytes
         self._tls = httpcore.default_ssl_context()
         self._lookups = ThreadPoolExecutor(NUM_LOOKUPS, thread_name_prefix="lookup")
-        self._backend = _Backend(policy, self._lookups)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="pages")
-        self._thread.start()
+        self._open = contextlib.ExitStack()
+        self._loop = self._open.enter_context(LoopThread())
 
     def fetch(self, url: str, deadline: Deadline) -> Page:
         """The page at `url` or where it redirects to, before `deadline`; raises PageError."""
-        page = asyncio.run_coroutine_threadsafe(self._fetch(url, deadline), self._loop)
         try:
-            return page.result()
+            return self._loop.run(self._fetch(url, deadline))
         except (httpcore.TimeoutException, TimeoutError) as error:
             raise PageError(deadline.said) from error
         except FAILURES as error:
@@ -95,15 +93,16 @@ class PageFetcher:
     def close(self) -> None:
         """Let go of threads; a lookup that is under way ends by itself."""
         self._lookups.shutdown(wait=False, cancel_futures=True)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._open.close()
 
     async def _fetch(self, url: str, deadline: Deadline) -> Page:
-        async with asyncio.timeout(deadline.left()):
+        async with (
+            contextlib.aclosing(_Backend(self._policy, self._lookups)) as backend,
+            asyncio.timeout(deadline.left()),
+        ):
             for _ in range(MOST_REDIRECTS + 1):
                 async with httpcore.AsyncConnectionPool(
-                    self._tls, network_backend=self._backend
+                    self._tls, network_backend=backend
                 ) as connection:
                     answer = await self._get(connection, _parse(url))
                 if isinstance(answer, Page):
@@ -140,8 +139,14 @@ class _Backend(httpcore.AnyIOBackend):
     """Connections of httpcore to addresses that the policy has checked; TLS is to the name."""
 
     def __init__(self, policy: AddressPolicy, lookups: ThreadPoolExecutor) -> None:
-        self._policy = policy
-        self._lookups = lookups
+        self._policy, self._lookups = policy, lookups
+        self._opened: list[httpcore.AsyncNetworkStream] = []
+
+    async def aclose(self) -> None:
+        """Close what is still open: httpcore forgets a connection that is given up in the middle of
+        its TLS handshake."""
+        for stream in self._opened:
+            await stream.aclose()
 
     async def connect_tcp(self, host: str, port: int, *more: Any, **kind: Any) -> Any:
         """A connection to the first address that answers; raises AddressRefused."""
@@ -149,7 +154,8 @@ class _Backend(httpcore.AnyIOBackend):
         failure: Exception | None = None
         for address in await loop.run_in_executor(self._lookups, self._policy.resolve, host, port):
             try:
-                return await super().connect_tcp(address, port, *more, **kind)
+                self._opened.append(await super().connect_tcp(address, port, *more, **kind))
+                return self._opened[-1]
             except httpcore.ConnectError as error:
                 failure = error
         raise failure or AddressRefused(f"{host!r} has no address")

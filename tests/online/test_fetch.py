@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -191,7 +192,8 @@ DRIPS = {
 @pytest.mark.parametrize("parts", DRIPS.values(), ids=DRIPS)
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_one_deadline_holds_over_everything(fetcher: Fetch, scheme: str, parts: Any) -> None:
-    """A byte now and then keeps every read alive, but not the page as a whole."""
+    """A byte now and then keeps every read alive, but not the page as a whole; the connection is
+    closed with it."""
     port, done = speak(*parts, forever=True)
     start = time.monotonic()
     said = "not complete within|ConnectError"  # what drips is no TLS
@@ -199,6 +201,8 @@ def test_one_deadline_holds_over_everything(fetcher: Fetch, scheme: str, parts: 
         fetcher(port, timeout=0.2).fetch(f"{scheme}://127.0.0.1:{port}/")
     assert time.monotonic() - start < 2
     done.set()
+    left = [c.raddr for c in psutil.Process().net_connections("tcp") if c.raddr]
+    assert port not in [there.port for there in left]
 
 
 def test_redirects_and_lookups_share_the_deadline(
