@@ -86,7 +86,8 @@ def model_errors(
 def one_line(error: BaseException) -> str:
     """An error in one line, with its kind where the words are not ours."""
     text = " ".join(re.sub(r"\x1b\[\d*m", "", str(error)).split())[:200]
-    return text if isinstance(error, Unfit) else f"{type(error).__name__}: {text}"
+    kind = "" if isinstance(error, Unfit) else type(error).__name__
+    return ": ".join(filter(None, (kind, text)))
 
 
 def few(names: Iterable[str]) -> str:

@@ -26,6 +26,8 @@ from verl.files import sha256
 T = TypeVar("T")
 
 HUB = "https://huggingface.co"
+FLASHRAG = "RUC-NLPIR/FlashRAG_datasets"
+"""The published question sets."""
 CHUNK_BYTES = 1 << 20
 TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 INCOMPLETE = ".incomplete"

@@ -20,6 +20,7 @@ import datasets
 import huggingface_hub.errors
 
 from search_r1.datasets.command import MergeOptions, RagOptions, SetOptions
+from search_r1.datasets.hub import FLASHRAG
 from search_r1.datasets.question import (
     ANSWER_COLUMNS,
     Place,
@@ -130,7 +131,6 @@ def _read_documents(path: Path, wanted: set[str]) -> dict[str, Document]:
     return documents
 
 
-HUB = "RUC-NLPIR/FlashRAG_datasets"
 """The FlashRAG collection on the Hugging Face hub; its configurations are named as the sets."""
 TEST_SPLITS = ("test", "dev", "train")
 """The first of these that a set has is what it is tested on, as in the original scripts."""
@@ -246,18 +246,19 @@ def _from_folder(one: QuestionSet, split: str, local: Path) -> tuple[str, Iterat
         places = places[: len(SUFFIXES)]
     file = next((place for place in places if place.is_file()), None)
     if file is None:
-        expected = f"{places[0]} (or .parquet), as in {HUB}"
-        fix = f"copy the file there, or: hf download --repo-type dataset {HUB} --local-dir {local}"
+        expected = f"{places[0]} (or .parquet), as in {FLASHRAG}"
+        download = f"hf download --repo-type dataset {FLASHRAG} --local-dir {local}"
+        fix = f"copy the file there, or: {download}"
         raise DataError(explain("--local_dataset_path", "no such file", expected, fix))
     return str(file), read_records(str(file), ("question",))
 
 
 def _from_hub(one: QuestionSet, split: str) -> tuple[str, Iterator[Record]]:
     """The table of a split, downloaded or from the cache."""
-    place = f"{HUB}/{one.name}/{split}"
+    place = f"{FLASHRAG}/{one.name}/{split}"
     logger.info("loading %s", place)
     try:
-        table = datasets.load_dataset(HUB, one.name, split=split)
+        table = datasets.load_dataset(FLASHRAG, one.name, split=split)
     except (
         OSError,
         ValueError,

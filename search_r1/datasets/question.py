@@ -87,7 +87,8 @@ def read_question(record: Any, place: Place) -> Question | BadRow:
     if split and not re.fullmatch(r"\w[\w.-]*", split):  # a file is named so
         return refuse("split", split, "letters, digits and . _ - alone")
     own = record.get("id")
-    name = str(own) if own not in (None, "") else f"{split}_{place.number}".lstrip("_")
+    number = f"{split}_{place.number}" if split else str(place.number)
+    name = str(own) if own not in (None, "") else number
     name = name if name.startswith(f"{source}_") else f"{source}_{name}"
     extra = {
         key: value

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from search_r1.datasets.command import HotpotOptions
-from search_r1.datasets.hub import fetch, list_files
-from search_r1.datasets.published import HUB
+from search_r1.datasets.hub import FLASHRAG, fetch, list_files
 from search_r1.datasets.question import Place, read_question, take_sound
 from verl.data.rows import Record, read_records
 from verl.errors import DataError, explain
@@ -51,9 +50,9 @@ def build(options: HotpotOptions) -> int:
 
 def download(folder: Path) -> Path:
     """The set's published files below `folder`, where they stay for the next time."""
-    for file in list_files(HUB, f"{NAME}/"):
+    for file in list_files(FLASHRAG, f"{NAME}/"):
         if file.path in (f"{NAME}/train.jsonl", f"{NAME}/dev.jsonl"):
-            fetch(HUB, file, folder)
+            fetch(FLASHRAG, file, folder)
     return folder
 
 
@@ -66,7 +65,7 @@ def paragraphs(file: Path, record: Record) -> Iterator[str]:
     except (KeyError, TypeError, ValueError) as error:
         place = f"{file}, row {number} (counted from 0), metadata.context"
         expected = "as many lists of sentences as titles"
-        fix = f"take the file of {HUB}"
+        fix = f"take the file of {FLASHRAG}"
         raise DataError(explain(place, repr(error), expected, fix)) from error
     for title, sentences in pairs:
         yield f'"{title}"\n{" ".join(" ".join(sentences).split())}'

@@ -160,7 +160,8 @@ class Runner:
 
         environment = replace(self.agent.environment, heard=heard)
         agent = replace(self.agent, environment=environment)
-        row, num_read, problem = put(task.row, self.method), 0, ""
+        row, num_read = put(task.row, self.method), 0
+        problem: str | None = None
         if self.method.reads_first:
             try:
                 _, words = await agent.consult(ToolCall("search", row.extra_info["question"]))
@@ -171,7 +172,7 @@ class Runner:
                 problem = str(error)
         seed = derived_seed(self.seed, *task.key)
         end = start_trajectory(render(row, self.tokenizer), sample=task.sample, seed=seed)
-        if problem:
+        if problem is not None:
             end.status, end.error = Status.FAILED, problem
         else:
             end = await agent.run(end, engine, self.sampling)

@@ -78,6 +78,7 @@ class Reply:
 
     @property
     def error(self) -> str:
+        """What failed, when the status is failed."""
         return self.trajectory.error
 
     @property

@@ -32,7 +32,11 @@ class LocalServer:
         log_path: str | Path | None = None,
         module: str = MODULE,
     ) -> None:
-        """`args`: flags without host and port (0: any free one); `timeout`: to listen, in s."""
+        """`args`: flags without host and port (0: any free one); `timeout`: to listen, in s.
+
+        Another `module` takes host, port and port_file likewise, and writes the last when it
+        accepts connections.
+        """
         self._args = args
         self._timeout = timeout
         self._log_path = log_path

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from search_r1.datasets.published import HUB
+from search_r1.datasets.hub import FLASHRAG
 from tests.datasets.collection import SPLITS, records
 from tests.hub import serving_hub
 
@@ -34,7 +34,7 @@ def hub_files() -> dict[str, bytes]:
 @pytest.fixture
 def mirror() -> Iterator[str]:
     """The address of a hub."""
-    files = {f"datasets/{HUB}/{name}": content for name, content in hub_files().items()}
+    files = {f"datasets/{FLASHRAG}/{name}": content for name, content in hub_files().items()}
     with serving_hub(files) as address:
         yield address
 
@@ -69,6 +69,6 @@ def test_no_hub_is_told(tmp_path: Path) -> None:
     """Offline with an empty cache, one message names mirror and local files; status 2."""
     failed = build(tmp_path / "out", tmp_path / "home", HF_HUB_OFFLINE="1")
     assert failed.returncode == 2
-    assert f"{HUB}/nq/test: got ConnectionError" in failed.stderr
+    assert f"{FLASHRAG}/nq/test: got ConnectionError" in failed.stderr
     assert "HF_ENDPOINT" in failed.stderr and "--local_dataset_path" in failed.stderr
     assert "Traceback" not in failed.stderr

@@ -62,22 +62,15 @@ def imported(tree: ast.AST) -> dict[str, str]:
     return {name: path for name, path in names.items() if path.partition(".")[0] in PACKAGES}
 
 
-def uncast(value: ast.expr) -> ast.expr:
-    """What stands in `cast(TYPE, value)`, or the value itself."""
-    if isinstance(value, ast.Call) and ast.unparse(value.func) == "cast":
-        return value.args[1]
-    return value
-
-
 def undo_aliases(tree: ast.AST, names: dict[str, str]) -> None:
     """Have calls of a variable that a function set to an imported name call that name."""
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         aliases = {
-            ast.unparse(node.targets[0]): value.id
+            ast.unparse(node.targets[0]): node.value.id
             for node in ast.walk(function)
             if isinstance(node, ast.Assign)
-            and isinstance(value := uncast(node.value), ast.Name)
-            and value.id in names
+            and isinstance(node.value, ast.Name)
+            and node.value.id in names
         }
         for node in ast.walk(function):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):

@@ -18,7 +18,7 @@ import pytest
 
 from example.tiny import tiny_model
 from search_r1.datasets.download import ITEMS
-from search_r1.datasets.published import HUB
+from search_r1.datasets.hub import FLASHRAG
 from tests.datasets.collection import records
 from tests.hub import serving_hub
 from tests.pages.stand_ins import lay_out
@@ -64,12 +64,12 @@ def published(folder: Path) -> dict[str, bytes]:
     for split in ("train", "dev", "test"):
         card += [f"  - split: {split}", f"    path: nq/{split}.jsonl"]
         lines = "".join(json.dumps(row) + "\n" for row in records("nq", split))
-        questions[f"datasets/{HUB}/nq/{split}.jsonl"] = lines.encode()
+        questions[f"datasets/{FLASHRAG}/nq/{split}.jsonl"] = lines.encode()
     return {
         f"datasets/{ITEMS['corpus'].repo}/wiki-18.jsonl.gz": gzip.compress(corpus),
         f"datasets/{ITEMS['e5'].repo}/part_aa": whole[:100],
         f"datasets/{ITEMS['e5'].repo}/part_ab": whole[100:],
-        f"datasets/{HUB}/README.md": "\n".join([*card, "---", ""]).encode(),
+        f"datasets/{FLASHRAG}/README.md": "\n".join([*card, "---", ""]).encode(),
         **questions,
         **model,
     }

@@ -98,6 +98,7 @@ def test_command_line_with_the_familiar_flags(tmp_path: Path) -> None:
         (["--retrieval_method", "bm25", "--corpus_path", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--retrieval_method", "e5"], "--model_path"),
         (["--retrieval_method", "e5", "--model_path", "/nowhere"], "/nowhere does not exist"),
+        (["--retrieval_method", "e5", "--model_path", "hash", "--pooling_method", "mean"], "'sum'"),
         (["--retrieval_method", "bm25", "--faiss_type", "HNSW64"], "a name for a dense"),
     ],
 )

@@ -60,6 +60,8 @@ WORKER_EXTENSION = "verl.rollout.weight_loading.WeightLoading"
 SHUTDOWN_TIMEOUT = RESET_TIMEOUT = 30.0
 SOCKETS = "VLLM_RPC_BASE_PATH"
 """Where vLLM makes sockets between its processes, which it leaves there."""
+LONGEST_BASE = 55
+"""Characters of that folder: a socket's whole path has 107 at most."""
 POLL_S = 0.01
 Answer = TypeVar("Answer")
 
@@ -222,7 +224,9 @@ class VllmEngine(RolloutEngine):
         # Else nobody asks for it: on a tiny model it costs vLLM up to 5 % of its rate.
         is_asked = settings.config.trainer.trace or settings.speculation()
         loggers = [_unheard(PrometheusStatLogger, self._note_drafts)] if is_asked else None
-        self._sockets = tempfile.TemporaryDirectory(prefix="v-", dir=os.environ.get(SOCKETS))
+        base = os.environ.get(SOCKETS, tempfile.gettempdir())
+        base = base if len(base) <= LONGEST_BASE else "/tmp"
+        self._sockets = tempfile.TemporaryDirectory(prefix="v-", dir=base)
         with _sockets_in(self._sockets.name):
             self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
         self._processes = [p for p in multiprocessing.active_children() if p not in others]

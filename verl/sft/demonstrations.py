@@ -45,6 +45,8 @@ def load_demonstrations(
             raise DataError(record.problem)
         where, uid, form = f"{path} row {number}", f"{file.name}#{number}", FORM
         try:
+            if not isinstance(record, dict):
+                raise _Malformed(type(record).__name__)
             if TOKENIZER in record:
                 form, own = EXACT_FORM, own or fingerprint(tokenizer)
                 _check_tokenizer(where, record[TOKENIZER], own)

@@ -193,6 +193,7 @@ def loading_turn(path: str, num_ranks: int) -> Iterator[None]:
         yield
         return
     logger.info("models are read one rank after another, for lack of memory to do it at once")
-    with Path(tempfile.gettempdir(), f"search-r1-loading-{os.getuid()}.lock").open("a") as lock:
+    path = str(Path(tempfile.gettempdir(), f"search-r1-loading-{os.getuid()}.lock"))
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_RDWR, 0o600)) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

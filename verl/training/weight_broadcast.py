@@ -191,7 +191,7 @@ class WeightBroadcast(_Member):
         return sent
 
     def _send(self, named: Named, sent: Sent) -> None:
-        base, self._num_parts = self._begin(), 0
+        base, self._num_parts, self._said_at = self._begin(), 0, time.monotonic()
         with _translated(NOT_TAKEN):
             self._meet()
             if self._kept is not None:
@@ -231,6 +231,7 @@ class WeightBroadcast(_Member):
             sent.num_elements += tensor.numel()
             if encoded is not None:
                 yield name, encoded
+            del tensor, encoded  # before the next one is gathered
 
     def _say(self, packed: Sequence[Packed] | None) -> None:
         """What the next part holds; of one without tensors, that there will be others; None for the

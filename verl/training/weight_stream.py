@@ -182,6 +182,10 @@ def _send(named: Named, given: list[Connection], device: torch.device, sent: Sen
         unread.add(slot)
         sent.num_bytes += len(filled)
         wait((slot + 1) % NUM_BUFFERS)
+        if not links:
+            break
+    for _ in named:  # nobody is left who takes them
+        pass
     for slot in range(NUM_BUFFERS):
         wait(slot)
     each(Connection.send, None)

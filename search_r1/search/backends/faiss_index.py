@@ -186,10 +186,10 @@ def check_gpu(verb: str) -> int:
     """The GPUs that FAISS sees; raises SetupError, which says to `verb` on CPU, without any."""
     num_gpus = faiss.get_num_gpus() if hasattr(faiss, "get_num_gpus") else 0
     if num_gpus == 0:
+        other = "search by --dense_engine torch, which needs neither, " if verb == "search" else ""
         raise SetupError(
             "--faiss_gpu, but this FAISS sees no GPU; expected a GPU build (faiss-gpu) and a "
-            "visible GPU: install it, search by --dense_engine torch, which needs neither, or "
-            f"leave --faiss_gpu out to {verb} on CPU"
+            f"visible GPU: install it, {other}or leave --faiss_gpu out to {verb} on CPU"
         )
     return int(num_gpus)
 

@@ -50,7 +50,7 @@ def build_retriever(config: RetrieverConfig) -> Retriever:
     """Open the backend that `config` names; raises a SearchError that says what to fix."""
     backend, settings, scorer = _load(_choose(config)), config.rerank, None
     if settings.reranker_model is not None:  # before an index that takes minutes
-        scorer = _load(RERANKER).CrossEncoder.open(settings)
+        scorer = _load(RERANKER, "--reranker_model").CrossEncoder.open(settings)
     retriever: Retriever = backend.open_retriever(config)
     if scorer is not None:
         retriever = RerankingRetriever(retriever, scorer, settings.retrieval_topk)
@@ -76,13 +76,11 @@ def _choose(config: RetrieverConfig) -> Backend:
     return dense[config.torch.dense_engine]
 
 
-def _load(backend: Backend) -> ModuleType:
+def _load(backend: Backend, who: str = "this backend") -> ModuleType:
     try:
         return importlib.import_module(backend.module)
     except ImportError as error:
-        raise SetupError(
-            f"{error}, which this backend needs; install it: {backend.install}"
-        ) from error
+        raise SetupError(f"{error}, which {who} needs; install it: {backend.install}") from error
 
 
 def lucene_folder(path: Path) -> Path | None:

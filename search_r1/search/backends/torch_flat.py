@@ -49,15 +49,18 @@ class Matrix:
     """All rows of a Flat index in shards, one on each device."""
 
     def __init__(self, flat: FlatFile, config: TorchConfig) -> None:
-        """Room for the rows of `flat`; raises SetupError for an unknown device or dtype."""
-        dtype = config.matrix_dtype
-        if dtype not in DTYPES:
-            raise SetupError(f"--matrix_dtype {dtype}; expected {', '.join(DTYPES)}")
+        """Room for the rows comes with `fill`; raises SetupError for an unknown dtype."""
+        if config.matrix_dtype not in DTYPES:
+            raise SetupError(f"--matrix_dtype {config.matrix_dtype}; expected {', '.join(DTYPES)}")
         self._flat, self._config = flat, config
         self.num_rows, self.dim = flat.num_rows, flat.dim
-        devices = choose_devices(config.matrix_devices)[: flat.num_rows]
+        self.shards: list[Shard] = []
+
+    def _make_room(self) -> None:
+        """A shard on each device; raises SetupError for an unknown or full one."""
+        flat, dtype = self._flat, self._config.matrix_dtype
+        devices = choose_devices(self._config.matrix_devices)[: flat.num_rows]
         bounds = [i * flat.num_rows // len(devices) for i in range(len(devices) + 1)]
-        self.shards = []
         for device, start, end in zip(devices, bounds, bounds[1:], strict=False):
             try:
                 self.shards.append(Shard(device, start, end - start, flat, dtype))
@@ -85,7 +88,9 @@ class Matrix:
         return {**facts, "dtype": self._config.matrix_dtype, "rescore": self._config.rescore}
 
     def fill(self, watch: Callable[[int, Tensor], None] | None = None) -> None:
-        """Read the file by tiles; `watch` sees each first row and float32 tile on its device."""
+        """Make room and read the file by tiles; `watch` sees each first row and float32 tile on
+        its device."""
+        self._make_room()
         for shard in self.shards:
             row, last = shard.first_row, shard.first_row + len(shard)
             for rows in self._flat.tiles(self._config.tile_rows, row, last):

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from search_r1.search.backends.dense import VECTORS_NAME, probe
 from search_r1.search.backends.faiss_index import check_gpu
-from search_r1.search.backends.torch_flat import choose_devices
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import Encoder, HashEncoder, open_encoder
 from search_r1.search.errors import IndexMismatch, SetupError
@@ -95,7 +94,14 @@ def _encoder_settings(config: BuildConfig) -> list[EncoderConfig]:
         trust_remote_code=config.trust_remote_code,
     )
     if not config.devices and config.model_path.partition(":")[0] == HashEncoder.name:
+        if config.pooling_method not in (None, HashEncoder.pooling):
+            raise SetupError(
+                f"--pooling_method {config.pooling_method}, but {HashEncoder.name} declares "
+                f"{HashEncoder.pooling!r}; leave the option out"
+            )
         return [settings]
+    from search_r1.search.backends.torch_flat import choose_devices  # noqa: PLC0415 - torch
+
     return [replace(settings, encoder_device=name) for name in choose_devices(config.devices)]
 
 
@@ -123,9 +129,13 @@ def _manifest(config: BuildConfig, corpus: Corpus, encoder: Encoder) -> Manifest
 
 def _key(config: BuildConfig, manifest: Manifest) -> dict[str, object]:
     """What decides the embeddings: only the same build goes on with them."""
-    of_index = ("engine", "factory", "created", "made_with")
-    facts = {name: fact for name, fact in asdict(manifest).items() if name not in of_index}
-    return facts | {"precision": config.use_fp16, "shard_rows": config.shard_rows}
+    facts = asdict(manifest)
+    names = ("corpus", "encoder", "probe", "pooling", "dtype", "max_length")
+    precision = "float16" if config.use_fp16 else "float32"
+    return {name: facts[name] for name in names} | {
+        "precision": precision,
+        "shard_rows": config.shard_rows,
+    }
 
 
 def _embed(

@@ -105,8 +105,8 @@ def bind(host: str, port: int, port_file: Path | None = None) -> socket.socket:
         or not port_file.parent.is_dir()
     ):
         raise SetupError(
-            f"--port_file {port_file} is no file, or in a folder that may not be written; expected "
-            "a new file, or one to replace"
+            f"--port_file {port_file} is no file, or {port_file.parent} no folder that may be "
+            "written; expected a new file, or one to replace"
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
