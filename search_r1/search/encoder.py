@@ -1,4 +1,4 @@
-"""Text to vectors: what an encoder is and how its family was trained, and the choice of one.
+"""Text to vectors: what an encoder is, and the choice of one.
 
 torch and transformers are loaded only when a model is opened, so BM25 needs neither.
 """
@@ -6,17 +6,14 @@ torch and transformers are loaded only when a model is opened, so BM25 needs nei
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from search_r1.search.encoders.families import Vectors, family_of, model_name
 from search_r1.search.errors import SetupError, install_command
 from search_r1.search.settings import EncoderConfig
-
-Vectors = npt.NDArray[np.float32]
 
 
 class Encoder(Protocol):
@@ -40,59 +37,6 @@ class Encoder(Protocol):
     def info(self) -> dict[str, Any]:
         """JSON-ready facts that decide a vector: name, pooling, prefixes, dtype, weights ..."""
         ...
-
-
-@dataclass(frozen=True)
-class Family:
-    """How the encoders of one family were trained to be used."""
-
-    name: str
-    pattern: str
-    """A regular expression that the lower-case name of a model has as a word."""
-    query_prefix: str = ""
-    passage_prefix: str = ""
-    pooling: str | None = None
-    """Pooling of a folder that declares none."""
-    normalizes: bool = True
-    """Whether the vectors of a folder that declares no modules have unit length."""
-
-
-E5_TASK = "Given a web search query, retrieve relevant passages that answer the query"
-FAMILIES = (
-    Family("e5-instruct", r"e5[a-z0-9_-]*instruct", f"Instruct: {E5_TASK}\nQuery: ", "", "mean"),
-    Family("e5", "e5", "query: ", "passage: ", "mean"),
-    Family(
-        "bge-en",
-        "bge-(?:small|base|large)-en",
-        "Represent this sentence for searching relevant passages: ",
-        pooling="cls",
-    ),
-    Family("bge", "bge", pooling="cls"),
-    Family("dpr", "dpr", pooling="cls", normalizes=False),
-    Family("contriever", "contriever", pooling="mean", normalizes=False),
-)
-"""Looked through in this order."""
-OTHER = Family("other", "")
-NAMES = (*(family.name for family in FAMILIES), OTHER.name)
-
-
-def model_name(model_path: str) -> str:
-    """The name of a model folder or hub name, also inside the hub's cache."""
-    path = Path(model_path)
-    if path.parent.name == "snapshots":
-        return path.parent.parent.name.rpartition("--")[2]
-    return path.name
-
-
-def family_of(name: str, wanted: str | None = None) -> Family:
-    """The family `wanted`, or whose pattern is a word of the model's name; raises SetupError."""
-    if wanted is not None and wanted not in NAMES:
-        raise SetupError(f"--encoder_family {wanted}; expected {', '.join(NAMES)}")
-    for family in FAMILIES:
-        word = rf"(?<![a-z0-9])(?:{family.pattern})(?![a-z0-9])"
-        if wanted == family.name or (wanted is None and re.search(word, name.lower())):
-            return family
-    return OTHER
 
 
 class HashEncoder:

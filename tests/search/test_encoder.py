@@ -11,14 +11,8 @@ import pytest
 
 from search_r1.search.backends.registry import build_retriever
 from search_r1.search.client import Document, RetrievalClient
-from search_r1.search.encoder import (
-    NAMES,
-    HashEncoder,
-    PairEncoder,
-    family_of,
-    model_name,
-    open_encoder,
-)
+from search_r1.search.encoder import HashEncoder, PairEncoder, open_encoder
+from search_r1.search.encoders.families import NAMES, family_of, model_name
 from search_r1.search.errors import SetupError
 from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.search.local_server import LocalServer

@@ -13,8 +13,8 @@ import torch
 from search_r1 import cli
 from search_r1.infer import InferOptions
 from search_r1.inference.opening import run_config
-from search_r1.search.encoder import family_of
 from search_r1.search.encoders.cross_encoder import CrossEncoder
+from search_r1.search.encoders.families import family_of
 from search_r1.search.encoders.loading import explained
 from search_r1.search.encoders.sentence import SentenceEncoder
 from search_r1.search.settings import EncoderConfig, RerankConfig

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from search_r1.search.encoder import family_of, model_name
+from search_r1.search.encoders.families import family_of, model_name
 from search_r1.search.local_server import LocalServer
 from verl.errors import ConfigError, explain
 

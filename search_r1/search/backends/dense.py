@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from search_r1.search.backends.base import stage
 from search_r1.search.corpus import Corpus
-from search_r1.search.encoder import Encoder, Vectors, open_encoder
+from search_r1.search.encoder import Encoder, open_encoder
+from search_r1.search.encoders.families import Vectors
 from search_r1.search.errors import IndexMismatch, SetupError
 from search_r1.search.manifest import PROBE_TEXT, Manifest, check_files, locate, open_corpus
 from search_r1.search.schema import Hit

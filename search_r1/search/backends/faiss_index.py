@@ -17,7 +17,8 @@ from search_r1.search.backends.dense import open_dense
 from search_r1.search.backends.flat_file import FlatFile, check_finite, is_flat
 from search_r1.search.checksums import chosen
 from search_r1.search.corpus import Corpus
-from search_r1.search.encoder import Encoder, Vectors
+from search_r1.search.encoder import Encoder
+from search_r1.search.encoders.families import Vectors
 from search_r1.search.errors import IndexMismatch, SetupError
 from search_r1.search.settings import FaissConfig, RetrieverConfig
 

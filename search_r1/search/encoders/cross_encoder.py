@@ -7,7 +7,7 @@ import sentence_transformers
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from search_r1.search.encoder import model_name
+from search_r1.search.encoders.families import model_name
 from search_r1.search.encoders.loading import (
     check_weights,
     explained,

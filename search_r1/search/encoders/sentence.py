@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.models.dpr.modeling_dpr import DPRContextEncoder
 from transformers.utils.hub import cached_file
 
-from search_r1.search.encoder import Family, Vectors, model_name
+from search_r1.search.encoders.families import Family, Vectors, model_name
 from search_r1.search.encoders.loading import (
     check_weights,
     longest_input,
