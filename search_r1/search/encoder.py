@@ -122,6 +122,11 @@ def _open_one(config: EncoderConfig, max_length: int | None) -> Encoder:
     assert path is not None, "the caller names a model"
     kind, _, dim = path.partition(":")
     if kind == HashEncoder.name:
+        if config.pooling_method not in (None, HashEncoder.pooling):
+            raise SetupError(
+                f"--pooling_method {config.pooling_method}, but {path} declares "
+                f"{HashEncoder.pooling!r}; leave the option out"
+            )
         return HashEncoder(int(dim or 64))
     family = family_of(model_name(path), config.encoder_family)
     try:

@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 
 from verl.errors import ConfigError, explain
 from verl.files import flush
-from verl.training.stored import read_states, reading
+from verl.training.stored import random_states, read_states, reading, set_random_states
 
 logger = logging.getLogger(__name__)
 
@@ -110,16 +110,12 @@ class RunState:
 
 def write_driver_random(step_dir: Path) -> None:
     """Keep the driver's random states."""
-    from verl.training.shards import random_states  # noqa: PLC0415 - transformers: seconds
-
     (step_dir / DRIVER_FILE).parent.mkdir(exist_ok=True)
     torch.save(random_states(), step_dir / DRIVER_FILE)
 
 
 def read_driver_random(step_dir: Path) -> None:
     """Bring the driver's random states back, where the checkpoint has them. Raises ModelError."""
-    from verl.training.shards import set_random_states  # noqa: PLC0415 - transformers: seconds
-
     path = step_dir / DRIVER_FILE
     if path.exists():
         with reading(path):

@@ -8,14 +8,12 @@ for it in collectives.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,7 +24,14 @@ from transformers import PretrainedConfig
 
 from verl.training.fsdp import FsdpModel, LossScale
 from verl.training.lora import check_same
-from verl.training.stored import load_tensors, read_states, reading, reason
+from verl.training.stored import (
+    load_tensors,
+    random_states,
+    read_states,
+    reading,
+    reason,
+    set_random_states,
+)
 from verl.training.weights import copy_tokenizer
 
 ADAPTERS_FILE = "adapters.json"
@@ -175,19 +180,3 @@ def _tensors(engines: Mapping[str, FsdpModel]) -> dict[str, Tensor]:
     """All tensors to keep, by flat name; loading fills them in place."""
     found = ((name, engine.tensors()) for name, engine in engines.items())
     return {f"{name}.{key}": tensor for name, own in found for key, tensor in own.items()}
-
-
-def random_states() -> dict[str, Any]:
-    """The states of all random generators of this process."""
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {"python": random.getstate(), "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(), "cuda": cuda}  # fmt: skip
-
-
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Bring back what `random_states` gave."""
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])

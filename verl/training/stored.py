@@ -1,4 +1,4 @@
-"""Reading a checkpoint's files, whoever wrote them: nothing in there can act.
+"""Reading a checkpoint's files, whoever wrote them: nothing in there can act; random states.
 
 What is pickled is read by unpicklers that know the few types which `verl.training.shards` writes; a
 file that names another, or is damaged, ends in one line.
@@ -10,6 +10,7 @@ import contextlib
 import io
 import math
 import pickle
+import random
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PosixPath
@@ -142,3 +143,19 @@ def load_tensors(tensors: dict[str, Tensor], shards: Path, alone: bool = False) 
         load(tensors, storage_reader=ShardReader(shards), no_dist=alone)
     except CheckpointException as error:  # what a rank found; a lost rank is another error
         raise damaged(shards, error) from error
+
+
+def random_states() -> dict[str, Any]:
+    """The states of all random generators of this process."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {"python": random.getstate(), "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(), "cuda": cuda}  # fmt: skip
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Bring back what `random_states` gave."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -94,11 +94,6 @@ def _encoder_settings(config: BuildConfig) -> list[EncoderConfig]:
         trust_remote_code=config.trust_remote_code,
     )
     if not config.devices and config.model_path.partition(":")[0] == HashEncoder.name:
-        if config.pooling_method not in (None, HashEncoder.pooling):
-            raise SetupError(
-                f"--pooling_method {config.pooling_method}, but {HashEncoder.name} declares "
-                f"{HashEncoder.pooling!r}; leave the option out"
-            )
         return [settings]
     from search_r1.search.backends.torch_flat import choose_devices  # noqa: PLC0415 - torch
 

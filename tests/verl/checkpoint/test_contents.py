@@ -27,8 +27,8 @@ from verl.checkpoint.resume import check_contents
 from verl.config import Config
 from verl.errors import UserError
 from verl.trainer import main_ppo, run
-from verl.training.shards import ADAPTERS_FILE, random_states
-from verl.training.stored import load_tensors, read_states
+from verl.training.shards import ADAPTERS_FILE
+from verl.training.stored import load_tensors, random_states, read_states
 
 STATE = {"step": 3, "sampler": {"epoch": 0}, "kl_coef": 0.1, "config": {}, "fingerprints": {}}
 WEIGHTS = {"actor.model.lm.w": torch.arange(600.0).reshape(60, 10), "actor.optim.m": torch.ones(7)}
