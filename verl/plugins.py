@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
+import hashlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -142,19 +143,25 @@ class Carried(Generic[Made]):
         return self.make(config)
 
 
-@functools.cache
 def _module(option: str, path: Path) -> ModuleType:
-    """The file, executed once in a process."""
+    """The file, executed once in a process, whichever options name it."""
+    # Every process has the same name for it: what is pickled says by that where its class is.
+    name = f"{PREFIX}{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
     if not path.is_file():
         fix = f"correct the path; relative ones start at {Path.cwd()}"
         raise ConfigError(explain(option, path, "a Python file that exists", fix))
-    name = f"{PREFIX}{path.stem}_{abs(hash(path))}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their own module up there
-    with told(option, path, "a file that can be imported"):
-        spec.loader.exec_module(module)
+    sys.modules[name] = module  # dataclasses look their own module up there
+    try:
+        with told(option, path, "a file that can be imported"):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

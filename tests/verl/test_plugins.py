@@ -1,5 +1,9 @@
 """Options that name code."""
 
+import os
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,39 @@ def test_a_name_is_a_row_or_an_object_of_a_file(tmp_path: Path) -> None:
     mine = plugins.resolve("x.name", f"{file}:Mine", {"one": 1})
     assert mine().size == 3
     assert plugins.resolve("x.name", f"{file}:Mine", {"one": 1}) is mine
+
+
+def test_a_file_that_two_options_name_is_executed_once(tmp_path: Path) -> None:
+    """An agent and a tool of one file share what it holds, and their objects can be pickled."""
+    file = tmp_path / "both.py"
+    file.write_text("class Agent: ...\nclass Tool: ...\n")
+    agent = plugins.resolve("agent.name", f"{file}:Agent", {})
+    tool = plugins.resolve("agent.tools", f"{file}:Tool", {})
+    assert sys.modules[agent.__module__] is sys.modules[tool.__module__]
+    assert type(pickle.loads(pickle.dumps(agent()))) is agent
+
+
+def test_every_process_names_a_file_alike(tmp_path: Path) -> None:
+    """So that what another process pickled is found by the name of its module."""
+    file = tmp_path / "mine.py"
+    file.write_text("class Mine: ...\n")
+    code = f"from verl import plugins; print(plugins.resolve('x', {f'{file}:Mine'!r}, {{}}).__module__)"
+    names = {
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed},
+                       capture_output=True, text=True, check=True).stdout
+        for seed in "01"
+    }  # fmt: skip
+    assert len(names) == 1
+
+
+def test_a_file_that_failed_is_read_again(tmp_path: Path) -> None:
+    """Once it is corrected, in a notebook for example."""
+    file = tmp_path / "mended.py"
+    file.write_text("raise RuntimeError('not yet')")
+    with pytest.raises(ConfigError, match="not yet"):
+        plugins.resolve("x.name", f"{file}:Mine", {})
+    file.write_text("class Mine: ...\n")
+    assert plugins.resolve("x.name", f"{file}:Mine", {}).__name__ == "Mine"
 
 
 @pytest.mark.parametrize(

@@ -164,10 +164,9 @@ def _normalise_one(override: Override, groups: Collection[str]) -> Iterator[str]
     given = override.value()
     for key, value in translate(override.key_or_group, given).items():
         check_type(key, value)
-        if isinstance(value, dict) and key in known_options():
-            yield from (f"++{key}.{name}={item}" for name, item in value.items())  # Hydra's way
-        else:  # as it was typed: quotes and interpolations are Hydra's
-            yield f"{key}={text.split('=', 1)[1] if value is given else typed(value)}"
+        # As it was typed: quotes and interpolations are Hydra's, and so is ++ for a mapping.
+        plus = "++" * (isinstance(value, dict) and key in known_options())
+        yield f"{plus}{key}={text.split('=', 1)[1] if value is given else typed(value)}"
 
 
 def _compat(name: Any) -> dict[str, Any]:

@@ -303,8 +303,13 @@ def correct_sequences(scores: Tensor, limit: int) -> list[int]:
 
 
 def correct_trajectories(batch: TokenBatch, limit: int) -> TokenBatch:
-    """The correct trajectories to look at again, with the columns that a forward needs only."""
+    """The correct trajectories to look at again, with the columns that a forward needs only.
+
+    None of an engine that does not tell log-probs: there is nothing to compare with.
+    """
     chosen = batch.select(correct_sequences(batch.rows["scores"], limit))
+    sampled = chosen.sequences("rollout_log_probs")
+    chosen = chosen.select([i for i, x in enumerate(sampled) if not bool(x.isnan().any())])
     names = ("input_ids", "policy_mask", "rollout_log_probs")
     return TokenBatch(chosen.offsets, {name: chosen.tokens[name] for name in names})
 

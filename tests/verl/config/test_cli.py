@@ -391,3 +391,9 @@ def test_a_mapping_is_given_as_one_option() -> None:
     assert config.reward_model.weights == {"em": 1.0, "f1": 0.5}
     with pytest.raises(ConfigError, match=r"reward_model\.weights"):
         compose("reward_model.weights={em: much}")
+
+
+def test_a_reward_of_a_file_is_part_of_a_sum() -> None:
+    """Its name has slashes, and a colon that Hydra wants a backslash before."""
+    config = compose(r"reward_model.weights={em: 1.0, own/brief.py\:brief: -0.5}")
+    assert config.reward_model.weights == {"em": 1.0, "own/brief.py:brief": -0.5}

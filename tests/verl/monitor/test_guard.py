@@ -244,6 +244,15 @@ def test_drift_is_the_mean_over_policy_tokens_alone() -> None:
     assert drift_and_shift(again, after)[0] == pytest.approx((-0.5 - 2.0) / 2)
 
 
+def test_an_engine_that_tells_no_log_probs_makes_no_collapse() -> None:
+    """There is nothing to compare with: such trajectories are not looked at, others are."""
+    untold = batch([1.0, 1.0])
+    untold.tokens["rollout_log_probs"][2] = math.nan
+    assert len(correct_trajectories(untold, 16)) == 1
+    untold.tokens["rollout_log_probs"][8] = math.nan
+    assert len(correct_trajectories(untold, 16)) == 0
+
+
 def test_the_shift_sees_what_cancels_in_the_drift() -> None:
     """Tokens that gain and lose alike leave the drift at 0; the shift is e^m − 1 − m of each."""
     again = correct_trajectories(batch([1.0]), 16)
