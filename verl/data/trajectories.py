@@ -11,8 +11,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import math
+import os
 import re
+import shutil
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +32,12 @@ from verl.files import whole_file
 from verl.rewards.interface import Reward
 from verl.types import Origin, Prompt, Segment, Status, Trajectory
 
+logger = logging.getLogger(__name__)
+
 HEADER = "run.json"
 TOKENIZER, MODEL = "tokenizer", "model"
 """The keys of fingerprints: of the tokenizer, here and in demonstrations; of the first weights."""
+ASIDE = "set_aside"
 STEP = re.compile(r"step_(\d+)\.jsonl")
 WRITTEN = "a row as trainer.rollout_data_dir writes it"
 SIGNALS = ("old_log_probs", "ref_log_probs", "values", "advantages", "rollout_weights")
@@ -65,9 +72,12 @@ def fingerprint(tokenizer: Vocabulary) -> str:
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
 
-def open_folder(directory: str | Path, tokenizer: Vocabulary, model: str = "") -> None:
+def open_folder(
+    directory: str | Path, tokenizer: Vocabulary, model: str = "", after: int | None = None
+) -> None:
     """Make the folder for a run's trajectories; `model`: the fingerprint of its first weights.
 
+    Steps above `after`, the step that the run goes on from, are an earlier run's and are set aside.
     Raises ConfigError for a folder with trajectories of another tokenizer.
     """
     folder, key = Path(directory), "trainer.rollout_data_dir"
@@ -78,10 +88,27 @@ def open_folder(directory: str | Path, tokenizer: Vocabulary, model: str = "") -
         raise ConfigError(explain(key, got, "a folder of its own", fix))
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if after is not None:
+            _set_aside(folder, after)
         write_lines(folder / HEADER, [header])
     except OSError as error:
         problem = explain(key, error, "a folder that can be written", "name another")
         raise ConfigError(problem) from error
+
+
+def _set_aside(folder: Path, after: int) -> None:
+    """Who reads the folder would take the steps above `after` for the present run's."""
+    later = [path_of(folder, step) for step in recorded_steps(folder) if step > after]
+    if not later:
+        return
+    place = folder / ASIDE / uuid.uuid4().hex[:8]
+    place.mkdir(parents=True)
+    if (folder / HEADER).is_file():
+        shutil.copyfile(folder / HEADER, place / HEADER)
+    for path in later:
+        os.replace(path, place / path.name)
+    logger.warning("trajectories of an earlier run, %d steps after step %d, are now in %s",
+                   len(later), after, place)  # fmt: skip
 
 
 def write_step(

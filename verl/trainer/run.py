@@ -115,8 +115,8 @@ def prepare(config: Config) -> Prepared:
         total_steps = count_steps(config, len(prompts[0]))
     else:
         total_steps = check_record(config, tokenizer, model, step_before(config))
-    if config.trainer.rollout_data_dir is not None:
-        open_folder(config.trainer.rollout_data_dir, tokenizer, model)
+    if config.trainer.rollout_data_dir is not None and not config.trainer.val_only:
+        open_folder(config.trainer.rollout_data_dir, tokenizer, model, step_before(config))
     return Prepared(config, environment, made_with, *prompts, total_steps)
 
 

@@ -11,11 +11,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl.data.trajectories import Signals, path_of, read_step, write_lines, write_step
+from verl.data.trajectories import (
+    Signals,
+    open_folder,
+    path_of,
+    read_fingerprints,
+    read_step,
+    recorded_steps,
+    write_lines,
+    write_step,
+)
 from verl.rewards.interface import Reward
 from verl.types import Origin, Prompt, Segment, Trajectory
 
 NAN = math.nan
+
+
+class Words:
+    """A tokenizer of one word."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0}
 
 
 def dialogue(sample: int, said: int) -> Trajectory:
@@ -66,3 +82,21 @@ def test_what_a_question_brings_is_written(value: object, tmp_path: Path) -> Non
     line = json.loads(text)
     expected = json.loads(json.dumps(value, default=str))
     assert line == {"info": expected, "one": 0.1, "many": [0.1, None]}
+
+
+def test_a_run_that_begins_sets_later_steps_of_another_aside(tmp_path: Path) -> None:
+    """Who learns from the folder meets one run only; nothing is deleted."""
+    open_folder(tmp_path, Words(), "first")
+    for step in (1, 2, 3):
+        write_step(tmp_path, step, [dialogue(0, 1)], [Reward(float(step))])
+    open_folder(tmp_path, Words(), "first", after=2)
+    assert recorded_steps(tmp_path) == [1, 2]
+    open_folder(tmp_path, Words(), "second", after=0)
+    assert recorded_steps(tmp_path) == []
+    places = [path.parent for path in tmp_path.rglob("run.json") if path.parent != tmp_path]
+    assert {recorded_steps(place)[0]: read_fingerprints(place)["model"] for place in places} == {
+        1: "first", 3: "first",
+    }  # fmt: skip
+    assert read_fingerprints(tmp_path)["model"] == "second"
+    open_folder(tmp_path, Words(), "second", after=0)
+    assert len(list((tmp_path / "set_aside").iterdir())) == 2
