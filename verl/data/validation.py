@@ -94,8 +94,10 @@ def validate(
 
     `budgets` are values of `data.max_start_length` (tokens) to count the filtered prompts for.
     """
-    found = [_read_file(file, prompt_key) for file in dict.fromkeys(files)]
-    reports, rows = tuple(report for report, _ in found), [row for _, own in found for row in own]
+    found = [_read_file(file, prompt_key, tokenizer) for file in dict.fromkeys(files)]
+    reports = tuple(report for report, _, _ in found)
+    rows = [row for _, own, _ in found for row in own]
+    prompts = [ids for _, _, own in found for ids in own]
     if not rows:
         return Report(reports, (), None)
     texts = [_text(row) for row in rows]
@@ -106,24 +108,31 @@ def validate(
     if tokenizer is None:
         lengths, sample = _lengths("characters", [len(text) for text in texts], ()), texts[0]
     else:
-        prompts = [render(row, tokenizer).ids for row in rows]
         lengths = _lengths("tokens", [len(ids) for ids in prompts], budgets)
         sample = tokenizer.decode(list(prompts[0]))
     return Report(reports, repeated, lengths, rows[0].uid, sample)
 
 
-def _read_file(file: str, prompt_key: str) -> tuple[FileReport, list[Row]]:
-    """One file's report and its sound rows."""
-    problem, found = None, []
+def _read_file(
+    file: str, prompt_key: str, tokenizer: Tokenizer | None
+) -> tuple[FileReport, list[Row], list[tuple[int, ...]]]:
+    """One file's report, its sound rows and, with a tokenizer, the ids of their prompts."""
+    problem, bad, sound, prompts = None, list[BadRow](), list[Row](), list[tuple[int, ...]]()
     try:
         for row in scan_rows(file, prompt_key):
-            found.append(row)
+            if isinstance(row, BadRow):
+                bad.append(row)
+                continue
+            row = replace(row, file=file)
+            try:
+                prompts += [] if tokenizer is None else [render(row, tokenizer).ids]
+                sound.append(row)
+            except DataError as error:  # the chat template takes no such messages
+                bad.append(BadRow(file, row.number, str(error)))
     except DataError as error:
         problem = str(error)
-    bad = tuple(row for row in found if isinstance(row, BadRow))
-    sound = [replace(row, file=file) for row in found if isinstance(row, Row)]
     sources = dict(sorted(Counter(row.data_source for row in sound).items()))
-    return FileReport(file, problem, len(found), sources, bad), sound
+    return FileReport(file, problem, len(bad) + len(sound), sources, tuple(bad)), sound, prompts
 
 
 def _lengths(unit: str, counts: Sequence[int], budgets: Sequence[int]) -> Lengths:

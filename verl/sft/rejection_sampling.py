@@ -23,6 +23,7 @@ from verl.config.known import beyond_limits, refuse
 from verl.config.option import option
 from verl.data.trajectories import TOKENIZER, num_calls, number, read_header, read_rows, write_lines
 from verl.errors import DataError, UserError, explain
+from verl.files import is_of_files
 from verl.types import Status
 
 
@@ -175,7 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         refuse(beyond_limits(options))
         report = run(options)
-    except UserError as error:
+    except (UserError, OSError) as error:
+        if isinstance(error, OSError) and not is_of_files(error):
+            raise
         sys.stderr.write(f"{error}\n")
         return 2
     sys.stdout.write(json.dumps(vars(report)) + "\n")

@@ -155,3 +155,18 @@ def test_a_model_s_bad_text_parts_are_refused_in_one_line(
     found = capsys.readouterr()
     if "ids up to" not in BAD[case][1]:  # too many for the embedding, which is not looked at here
         assert "validate: --model: got " in found.err.splitlines()[-1]
+
+
+def test_messages_that_the_template_does_not_take_are_a_bad_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a run would refuse them; they hide no other row."""
+    model = whole_model(tmp_path / "model")
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    (model / "chat_template.jinja").write_text(refuses + "{{ messages[0].content }}")
+    rows = [record([{"role": role, "content": "Who?"}]) for role in ("user", "system", "user")]
+    path = jsonl(tmp_path / "t.jsonl", rows)
+    assert main(["validate", path, "--model", str(model), "--json"]) == 1
+    (file,) = json.loads(capsys.readouterr().out)["files"]
+    assert (file["num_rows"], [row["number"] for row in file["bad_rows"]]) == (3, [1])
+    assert "no system" in file["bad_rows"][0]["problem"]

@@ -257,3 +257,15 @@ def test_nothing_to_keep_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert rejection_sampling.main([*arguments, "--per_prompt", "0"]) == 2
     assert "per_prompt: got 0, expected 1 or more" in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_file_that_cannot_be_written_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line with its name, and exit status 2."""
+    keep(tmp_path / "rollouts", 1, (trajectory("a", policy("x")), 1.0))
+    (tmp_path / "file").touch()
+    out = str(tmp_path / "file" / "sft.jsonl")
+    assert rejection_sampling.main(["--rollouts", str(tmp_path / "rollouts"), "--out", out]) == 2
+    told = capsys.readouterr().err
+    assert str(tmp_path / "file") in told and told.count("\n") == 1
