@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -148,8 +149,12 @@ class Saver:
         if self._pending is None:
             return
         (part, written), self._pending = self._pending, None
+        if not futures.wait([written], patience_s).done:
+            logger.error("the checkpoint of step %d was not written to its end in %g s; the next "
+                         "start removes what there is of it", part.step, patience_s)  # fmt: skip
+            return
         try:
-            self._written(written.result(patience_s))
+            self._written(written.result())
         except (OSError, SaveError) as error:
             self._failed(part.step, part, error, is_final)
         except BaseException:
@@ -198,8 +203,11 @@ class Saver:
         for step_dir in found:
             if step_dir not in kept:
                 logger.info("%s is no longer needed: removed", step_dir)
-                folders.remove(step_dir)
                 self.lost(folders.step_of(step_dir))
+                try:
+                    folders.remove(step_dir)
+                except OSError as error:  # no fault of the checkpoint that was just written
+                    logger.warning("%s could not be removed: %s", step_dir, error)
 
     def close(self, patience_s: float | None = None) -> None:
         """Let the background write end; what fails in it is logged, since the run ends for more."""

@@ -257,3 +257,34 @@ def test_checkpoints_are_due_by_steps_and_by_minutes() -> None:
     config.save_freq = -1
     assert plan.is_due(25)
     assert not plan.is_due(10)
+
+
+def test_an_old_checkpoint_that_stays_is_no_failed_write(
+    saver: Saver,
+    ranks: SlowRanks,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where one cannot be deleted, that is said of it; the run goes on with the new ones."""
+
+    def denied(step_dir: Path) -> None:
+        if step_dir.exists():
+            raise PermissionError(13, "Permission denied", str(step_dir))
+
+    saver.config.keep_last, saver.config.keep_best = 1, 0
+    monkeypatch.setattr(folders, "remove", denied)
+    fill(saver, ranks, [None] * 3)
+    assert names(saver.root) == [f"global_step_{step}" for step in (1, 2, 3)]
+    assert "global_step_1 could not be removed" in caplog.text
+    assert "could not be written" not in caplog.text
+
+
+def test_a_write_that_a_lost_rank_holds_up_is_told_as_that(
+    saver: Saver, ranks: SlowRanks, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The end of the run waits for it a little, and blames no disk."""
+    saver.save(state(1))
+    saver.close(patience_s=0.01)
+    assert "step 1 was not written to its end in 0.01 s" in caplog.text
+    assert "could not be written" not in caplog.text
+    ranks.go_on.set()
