@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ LARGER_SHARED = f"mount -o remount,size=90% {SHARED_MEMORY}, or docker run --shm
 """What gives it more room."""
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 GB = 1e9
+ASK_DEVICES = ("import json; from verl.machine import device_memory; "
+               "print(json.dumps([(one.total, one.free) for one in device_memory()]))")  # fmt: skip
 NO_LIMIT = 1 << 60
 """Version 1 writes an unlimited group as a number beyond any machine."""
 
@@ -105,10 +108,13 @@ def device_memory() -> tuple[DeviceMemory, ...]:
 
 
 def _devices_by_child() -> tuple[DeviceMemory, ...]:
-    """As `device_memory`, by a process whose contexts end with it."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        return pool.submit(device_memory).result()
+    """As `device_memory`, by a process whose contexts end with it.
+
+    Its program is its own: `multiprocessing` would begin a user's script, and so his run, again.
+    """
+    child = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {ASK_DEVICES}"]
+    done = subprocess.run(child, stdout=subprocess.PIPE, check=True)
+    return tuple(DeviceMemory(total, free) for total, free in json.loads(done.stdout))
 
 
 def amount(count: float) -> str:

@@ -352,7 +352,9 @@ def check_template(tokenizer: Any, path: str, subject: str = "model path") -> No
 def _render(tokenizer: Any, answer: Connection) -> None:
     """Send what is wrong with the template; the kernel ends this process when its time is up."""
     memory = psutil.Process().memory_info().vms + TEMPLATE_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)  # which only root may raise
+    memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, hard))
     signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_S)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import socket
 import tempfile
@@ -333,3 +334,19 @@ def test_a_tokenizer_is_known_by_what_it_does(copy: Path, whole: Path) -> None:
         assert identity() not in found
         assert identity()["chat_template"] == found[0]["chat_template"]
         found.append(identity())
+
+
+def test_a_limit_on_memory_that_stands_already_stays(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler's hard limit, which nobody but root may raise, makes no template refused."""
+    before = resource.setrlimit
+
+    def as_a_user(kind: int, limits: tuple[int, int]) -> None:
+        if limits[1] != 1 << 45:
+            raise ValueError("not allowed to raise maximum limit")
+        before(kind, limits)
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 45, 1 << 45))
+    monkeypatch.setattr(resource, "setrlimit", as_a_user)
+    model_files.check_template(load_tokenizer(str(whole)), str(whole))

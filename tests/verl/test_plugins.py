@@ -40,7 +40,7 @@ def test_every_process_names_a_file_alike(tmp_path: Path) -> None:
     """So that what another process pickled is found by the name of its module."""
     file = tmp_path / "mine.py"
     file.write_text("class Mine: ...\n")
-    code = f"from verl import plugins; print(plugins.resolve('x', {f'{file}:Mine'!r}, {{}}).__module__)"
+    code = f"from verl.plugins import resolve; print(resolve('x', '{file}:Mine', {{}}).__module__)"
     names = {
         subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed},
                        capture_output=True, text=True, check=True).stdout

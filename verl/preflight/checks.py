@@ -222,13 +222,16 @@ def _disk(config: Config) -> Iterator[UserError]:
         yield ResourceError(explain(key, f"{target} ({existing} cannot be)", expected, fix))
         return
     saves = config.trainer.save_freq != 0 and not config.trainer.val_only
-    weights = weight_bytes(config.actor_rollout_ref.model.path) if saves else 0
-    needed = max(MIN_FREE_BYTES if saves else 0, CHECKPOINT_FACTOR * weights)
+    model = config.actor_rollout_ref.model
+    # A checkpoint of an adapter is small, but the run ends with the whole model, merged.
+    factor = 1 if model.has_adapter else CHECKPOINT_FACTOR
+    needed = max(MIN_FREE_BYTES, factor * weight_bytes(model.path)) if saves else 0
     free = shutil.disk_usage(existing).free
     if free < needed:
         got = f"{free / 2**30:.1f} GiB free at {existing}"
         fix = f"free some, set {key} to another disk, or trainer.save_freq=0"
-        expected = f"{needed / 2**30:.1f} GiB for a checkpoint"
+        what = "the model that the run ends with" if model.has_adapter else "a checkpoint"
+        expected = f"{needed / 2**30:.1f} GiB for {what}"
         yield ResourceError(explain(key, got, expected, fix))
 
 

@@ -98,6 +98,7 @@ class _Asked:
                 models = _Models.model_validate_json(self._get("/v1/models"))
                 WeightInfo.model_validate_json(self._get("/weight_info"))
                 facts = ServerFacts.model_validate_json(self._get(FACTS))
+                yield from self._unfit(models.data, facts)
             except httpx.HTTPStatusError as error:
                 yield self._refused(error.response)
             except httpx.HTTPError as error:
@@ -105,8 +106,6 @@ class _Asked:
             except ValueError as error:
                 got = f"another answer ({' '.join(str(error).split())[:200]})"
                 yield self._wrong(got, "a vLLM server, 0.32 or newer")
-            else:
-                yield from self._unfit(models.data, facts)
 
     def _get(self, path: str) -> bytes:
         return self.http.get(self.url + path).raise_for_status().content

@@ -284,6 +284,17 @@ def test_full_disk_is_refused(sound: list[str], monkeypatch: pytest.MonkeyPatch)
     preflight(cli.compose([*sound, "trainer.save_freq=0"]))
 
 
+def test_a_run_of_an_adapter_needs_room_for_one_model(
+    sound: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoints hold the adapter alone; a run of all weights needs three times as much."""
+    usage = shutil.disk_usage("/")._replace(free=20 << 30)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("verl.preflight.checks.weight_bytes", lambda path: 15 << 30)
+    assert "expected 45.0 GiB for a checkpoint" in problems(cli.compose(sound))[0]
+    preflight(cli.compose([*sound, "actor_rollout_ref.model.lora_rank=4"]))
+
+
 def test_malformed_row_is_told_with_its_number(sound: list[str], tmp_path: Path) -> None:
     """A bad row is found before models load."""
     (tmp_path / "val.jsonl").write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, "prompt": 3}))

@@ -40,6 +40,19 @@ def test_a_server_that_fits_is_asked_and_left_as_it_is(tmp_path: Path) -> None:
         assert list((tmp_path / "weights").iterdir()) == []
 
 
+def test_a_server_that_goes_away_while_it_is_asked_is_told(tmp_path: Path) -> None:
+    """Whatever the last question to it was."""
+
+    def goes_away(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/collective_rpc":
+            raise httpx.ReadTimeout("no answer")
+        return server(request)
+
+    server = VllmDouble()
+    (line,) = map(str, server_problems(config_of(tmp_path), httpx.MockTransport(goes_away)))
+    assert "got ReadTimeout: no answer, expected a server that answers" in line
+
+
 @pytest.mark.parametrize(
     ("server", "told"),
     [
