@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from search_r1 import loops
+from search_r1.search.schema import well_formed
 from verl.agent.interface import Item, Observation, Tool, text_arguments
 from verl.errors import ToolError, explain
 
@@ -59,7 +60,7 @@ class PythonTool(Tool):
 
     async def call(self, **arguments: Any) -> Observation:
         """What the program prints, errors included. Raises ToolError where none can run."""
-        code = str(arguments["code"])
+        code = well_formed(str(arguments["code"]))  # JSON may name half a character
         loop = asyncio.get_running_loop()  # a semaphore that made somebody wait is its loop's alone
         async with self._places.setdefault(loop, asyncio.Semaphore(self.bounds.at_once)):
             return Observation((Item(await self._run(code)),))

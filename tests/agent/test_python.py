@@ -1,6 +1,7 @@
 """The tool `python`: programs run, are bounded, and reach neither network nor other processes."""
 
 import asyncio
+import json
 import socket
 import subprocess
 import sys
@@ -31,6 +32,8 @@ def test_a_program_says_what_it_prints() -> None:
     assert failed.startswith("before\n") and failed.endswith("ZeroDivisionError: division by zero")
     assert "confinement" not in failed
     assert "SyntaxError" in run("for")
+    # A native call is JSON, in which a policy may write one half of a character.
+    assert run(json.loads("\"print(len('\\ud83d'))\"")) == "1"
 
 
 def test_programs_keep_nothing_of_each_other() -> None:
