@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import inspect
 import math
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -57,9 +58,11 @@ def load_function(spec: str) -> RewardFn:
     path, _, name = spec.rpartition(":")
     if not Path(path).is_file():
         raise ValueError(f"got reward {spec!r}, expected path/to/file.py:function; no file {path}")
-    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    name_of_module = f"reward_{Path(path).stem}_{abs(hash(Path(path).resolve()))}"
+    module_spec = importlib.util.spec_from_file_location(name_of_module, path)
     assert module_spec is not None and module_spec.loader is not None, path
     module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name_of_module] = module  # dataclasses look their own module up there
     try:
         module_spec.loader.exec_module(module)
         return own(spec, getattr(module, name))

@@ -108,3 +108,11 @@ def test_a_missing_function_is_named(tmp_path: Path, spec: str, problem: str) ->
     (tmp_path / "own.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match=problem):
         build_reward(spec.replace("HERE", f"{tmp_path}/own.py"))
+
+
+def test_a_file_may_define_a_dataclass(tmp_path: Path) -> None:
+    """Which looks its module up by name where annotations are texts."""
+    head = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    body = "@dataclass\nclass Price:\n    x: float = 2.0\n\ndef f(d): return Price().x\n"
+    (tmp_path / "own.py").write_text(head + body)
+    assert build_reward(f"{tmp_path}/own.py:f")(GIVEN).score == 2.0
