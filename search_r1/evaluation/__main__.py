@@ -14,7 +14,6 @@ from search_r1.evaluation.options import (
 )
 from search_r1.options import run
 
-COMMANDS = ("run", "report", "compare", "table")
 Options = (
     Annotated[EvaluationOptions, tyro.conf.subcommand("run")]
     | Annotated[ReportOptions, tyro.conf.subcommand("report")]
@@ -26,7 +25,7 @@ Options = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] not in (*COMMANDS, "-h", "--help"):
+    if words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
         words.insert(0, "run")
     return run("search_r1.evaluation.running:act", Options, words, prog="search-r1 evaluate",
                description=__doc__)  # fmt: skip

@@ -5,6 +5,7 @@ Of several, the questions of equality are asked first.
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +43,15 @@ def write_report(
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
 ) -> Summary:
-    """Sum up a finished evaluation into its folder. Raises DataError for an unfinished one."""
+    """Sum up a finished evaluation into its folder.
+
+    Raises DataError for an unfinished one, ConfigError for a k of which it has too few samples.
+    """
     manifest, samples = read_evaluation(folder)
+    most = manifest["decoding"]["n"]
+    if max(pass_k, default=0) > most:
+        fix = f"leave those above {most} out, or evaluate with --n {max(pass_k)}"
+        raise ConfigError(explain("--pass-k", pass_k, f"1 to n={most} of {folder}", fix))
     failed = [sample for sample in samples if sample.status == FAILED]
     if failed:
         logger.warning("%d of %d dialogues failed (%s) and count as wrong; start the same "
@@ -118,12 +126,20 @@ def cell(name: str, estimate: Estimate) -> str:
     """A figure with its interval, in per cent where it is a share; a dash where undefined."""
     if estimate.value is None:
         return "–"
+    text = _figure(name, estimate.value)
+    return text if estimate.interval is None else f"{text} {_bounds(name, estimate.interval)}"
+
+
+def _figure(name: str, value: float, sign: str = "") -> str:
+    """A measure's value, in per cent where it is a share; a dash where undefined."""
     scale, digits = (1, 2) if name in COUNTS else (100, 1)
-    text = f"{estimate.value * scale:.{digits}f}"
-    if estimate.interval is None:
-        return text
-    low, high = estimate.interval.low * scale, estimate.interval.high * scale
-    return f"{text} [{low:.{digits}f}, {high:.{digits}f}]"
+    return f"{value * scale:{sign}.{digits}f}" if math.isfinite(value) else "–"
+
+
+def _bounds(name: str, found: Interval | None, sign: str = "") -> str:
+    if found is None:
+        return "–"
+    return f"[{_figure(name, found.low, sign)}, {_figure(name, found.high, sign)}]"
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -238,8 +254,8 @@ def _utilities(evaluations: Sequence[Evaluation], num_resamples: int, seed: int)
         and _apart_from_retriever(real.manifest) == _apart_from_retriever(control.manifest)
     ]
     rows = [
-        [f"{real.name} − {control.name}", d.where, _points(d.difference), _percent(d.interval),
-         _p(d.p_bootstrap)]
+        [f"{real.name} − {control.name}", d.where, _figure("em", d.difference, "+"),
+         _bounds("em", d.interval, "+"), _p(d.p_bootstrap)]
         for real, control in pairs
         for d in compare(real.samples, control.samples, num_resamples=num_resamples, seed=seed)
     ]  # fmt: skip
@@ -258,21 +274,14 @@ def comparison_table(
     heads = ["set", "questions", first.name, second.name, "difference", "95 % interval",
              "p (bootstrap)", "only first", "only second", "p (McNemar)"]  # fmt: skip
     rows = [
-        [d.where, str(d.num_questions), f"{100 * d.first:.1f}", f"{100 * d.second:.1f}",
-         _points(d.difference), _percent(d.interval), _p(d.p_bootstrap),
+        [d.where, str(d.num_questions), _figure(measure, d.first), _figure(measure, d.second),
+         _figure(measure, d.difference, "+"), _bounds(measure, d.interval, "+"), _p(d.p_bootstrap),
          *("–" if n is None else str(n) for n in (d.only_first, d.only_second)), _p(d.p_mcnemar)]
         for d in found
     ]  # fmt: skip
-    legend = _legend([first, second])
-    return f"{legend}\n{measure}, first minus second, in points:\n\n{markdown_table(heads, rows)}"
-
-
-def _points(difference: float) -> str:
-    return f"{100 * difference:+.1f}"
-
-
-def _percent(found: Interval | None) -> str:
-    return "–" if found is None else f"[{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
+    unit = "" if measure in COUNTS else ", in points"
+    what = f"{measure}, first minus second{unit}"
+    return f"{_legend([first, second])}\n{what}:\n\n{markdown_table(heads, rows)}"
 
 
 def _p(value: float | None) -> str:

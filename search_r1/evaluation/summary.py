@@ -200,11 +200,14 @@ def compare(
     seed: int = 0,
 ) -> list[Difference]:
     """The difference in `measure` over common questions, by set. Raises DataError without any."""
-    common = {s.uid for s in first} & {s.uid for s in second}
+    # A uid alone is a file's name and a row: of another file of that name it is another question.
+    common = set(map(_identity, first)) & set(map(_identity, second))
     if not common:
         fix = "compare evaluations of the same data files"
-        raise DataError(explain("comparison", "no question in common", "equal uids", fix))
-    firsts, seconds = (by_set([s for s in one if s.uid in common]) for one in (first, second))
+        raise DataError(explain("comparison", "no question in common", "the same questions", fix))
+    firsts, seconds = (
+        by_set([s for s in one if _identity(s) in common]) for one in (first, second)
+    )
     pairs = {}  # of each set, with a column for each evaluation
     for name in firsts:
         one, other = tally(firsts[name], [measure]), tally(seconds[name], [measure])
@@ -215,6 +218,10 @@ def compare(
         _difference(where, values[where][0], draws[where], pairs)
         for where in (values if len(pairs) > 1 else pairs)
     ]
+
+
+def _identity(one: Sample) -> tuple[str, str, str]:
+    return one.data_source, one.uid, one.question
 
 
 def _difference(where: str, values: Array, draws: Array, pairs: dict[str, Tally]) -> Difference:

@@ -1,6 +1,7 @@
 """Paired differences, against plain loops and formulas."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -61,6 +62,9 @@ def test_only_common_questions_are_compared() -> None:
     assert (found.num_questions, found.first) == (2, 1.0)
     with pytest.raises(DataError, match="no question in common"):
         compare(scored([1], "a"), scored([1], "b"))
+    other = [replace(one, data_source="b") for one in scored([1, 0], "a")]
+    with pytest.raises(DataError, match="no question in common"):  # of two files of one name
+        compare(scored([1, 0], "a"), other)
 
 
 def test_several_samples_a_question_have_no_mcnemar_test() -> None:

@@ -129,3 +129,25 @@ def test_undefined_figures_are_dashes_or_left_out() -> None:
         "20.00 [20.00, 20.00]",
         "–",
     ]
+
+
+def test_a_k_beyond_the_samples_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A finished evaluation has the samples that it has."""
+    folder = evaluation(tmp_path / "a", [1, 1, 1, 0])
+    assert main(["report", str(folder), "--pass-k", "1", "8"]) == 2
+    assert capsys.readouterr().err.startswith("--pass-k: got (1, 8), expected 1 to n=1")
+
+
+def test_counts_are_compared_as_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Searches are no shares, and what is undefined is a dash."""
+    first = evaluation(tmp_path / "first", [1, 1, 1, 0])
+    second = evaluation(tmp_path / "second", [0, 0, 1, 0])
+    words = ["compare", str(first), str(second), "--num-resamples", "200", "--measure"]
+    assert main([*words, "searches"]) == 0
+    said = capsys.readouterr().out
+    assert "searches, first minus second:\n" in said
+    assert "| nq | 4 | 1.00 | 1.00 | +0.00 | [+0.00, +0.00] |" in said
+    assert main([*words, "judge"]) == 0
+    assert "| nq | 4 | – | – | – | – |" in capsys.readouterr().out
