@@ -140,11 +140,12 @@ class TrajectoryIndex:
     def kept(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
         """The first column of a query's rows, kept until the index changes."""
         key = (self._generation, query, values)
-        if key not in self._kept:
+        found = self._kept.get(key)  # another thread may clear what is kept at any moment
+        if found is None:
             if len(self._kept) >= MOST_KEPT:
                 self._kept.clear()
-            self._kept[key] = [row[0] for row in self.db.execute(query, values)]
-        return self._kept.get(key, [])
+            found = self._kept[key] = [row[0] for row in self.db.execute(query, values)]
+        return found
 
     def report(self) -> dict[str, Any]:
         """What there is to choose from."""

@@ -218,22 +218,27 @@ HIDDEN = re.compile(rf"{CONTROLS.pattern}|[\u200b-\u200d\u2060-\u2065]")
 INTERVALS = "Answers of the validation; in brackets 95 % intervals, by resampling questions"
 
 
-def write_report(folder: Path) -> None:
-    """Write `report.html` and `report.md` beside `metrics.jsonl`; a run never fails by it."""
+def write_report(folder: Path) -> bool:
+    """Write `report.html` and `report.md` beside `metrics.jsonl`; whether it did.
+
+    A run never fails by it: what is wrong is logged.
+    """
     try:
         with tempfile.TemporaryDirectory() as index:
             run = Run(folder, Path(index), only=_ends)
             run.refresh()
             if not run.metrics.rows:
-                return
+                logger.warning("no report.html of %s: it has no metrics yet", folder)
+                return False
             made = report(run)
             write_export([run], folder / "report.html", MOST_TRAJECTORIES, [asdict(made)])
             with whole_file(folder / "report.md") as part:
                 part.write_text(as_markdown(made), encoding="utf-8", errors="replace")
     except (OSError, UserError, sqlite3.Error) as error:
         logger.warning("no report.html of %s: %s", folder, error)
-        return
+        return False
     logger.info("report: %s (and report.md)", folder / "report.html")
+    return True
 
 
 def _ends(steps: Collection[int]) -> set[int]:

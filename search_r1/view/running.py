@@ -33,13 +33,12 @@ MAX_BODY_BYTES = 2**20
 def start(options: ViewOptions) -> int:
     """Serve or export; returns the exit code. Raises UserError or SetupError."""
     log(logging.INFO, "%(message)s")
-    if options.report:
-        for folder in options.runs:
-            write_report(folder)
-        return 0
     if not options.runs:
         fix = "search-r1 view RUN"
         raise ConfigError(explain("RUN", "nothing", "the folder of at least one run", fix))
+    if options.report:
+        written = [write_report(folder) for folder in options.runs]
+        return 0 if all(written) else 2
     folder = options.index_dir.expanduser()
     first, *others = options.runs
     runs = [Run(first, folder, options.rollouts), *(Run(one, folder) for one in others)]

@@ -116,3 +116,14 @@ def test_another_folder_is_refused(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--index-dir: got .*fix: name another"):
         Run(folder, tmp_path / "file" / "below")
+
+
+def test_answers_that_are_cleared_meanwhile_are_still_given(run: Run) -> None:
+    """Requests of several threads share what is kept."""
+
+    class Cleared(dict[Any, Any]):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            self.clear()  # another thread's
+
+    run.index._kept = Cleared()
+    assert run.index.report()["count"] == 7

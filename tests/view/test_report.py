@@ -125,10 +125,10 @@ def test_a_run_has_both_files_and_nothing_in_them_is_live(folder: Path) -> None:
 def test_a_run_without_validation_or_steps(tmp_path: Path) -> None:
     """It says so; where nothing was logged there is no report; a damaged one is a line."""
     empty = runs.start_run(tmp_path / "empty")
-    write_report(empty)
+    assert not write_report(empty)
     assert not (empty / "report.html").exists()
     runs.add_metrics(empty, 1, **{"timing_s/step": 1.0})
-    write_report(empty)
+    assert write_report(empty)
     assert "There was no validation" in (empty / "report.md").read_text()
     (empty / "config.yaml").write_text("{")
-    write_report(empty)  # no error
+    assert not write_report(empty)  # no error

@@ -50,6 +50,7 @@ def until(holds, seconds: float = 30) -> None:
     (["nothing"], "RUN: got nothing, expected a run's trainer.default_local_dir"),
     (["{run}", "--host", "0.0.0.0"], "--host: got 0.0.0.0 without a token, expected a token"),
     (["{run}", "--port", "99999"], "--port: got 99999"),
+    (["--report"], "RUN: got nothing, expected the folder of at least one run"),
     (["{run}", "--export", "{run}/none/run.html"], "No such file"),
 ])  # fmt: skip
 def test_mistakes_are_told_in_one_line(
@@ -74,3 +75,9 @@ def test_an_export_is_written(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.html"
     assert main([str(folder), "--export", str(out), "--index-dir", str(tmp_path / "index")]) == 0
     assert "snapshot" in out.read_text() and sorted(os.listdir(folder)) == before
+
+
+def test_a_report_that_is_not_written_is_a_failure(folder: Path, tmp_path: Path) -> None:
+    """Of the command; a run that ends never fails by it."""
+    assert main([str(folder), "--report"]) == 0 and (folder / "report.html").is_file()
+    assert main([str(folder), str(tmp_path / "nothing"), "--report"]) == 2
