@@ -73,10 +73,11 @@ class RateOptions:
     """seconds until new weights are written; default: 0.54 GB/s, as measured through files"""
     adopt_s: Seconds = None
     """seconds until an engine has them; default: 1.4 GB/s, as measured"""
-    switch_s: Annotated[float, Bounds(0)] = 3.0
-    """seconds in which engines of shared cards fall asleep and wake up; an assumption"""
-    driver_tokens_s: Positive = 750_000.0
-    """tokens of a batch that the driver scores and assembles in a second, as measured"""
+    switch_s: Seconds = None
+    """seconds in which engines of shared cards fall asleep and wake up; default: 3, assumed"""
+    driver_tokens_s: Rate = None
+    """tokens of a batch that the driver scores and assembles in a second; default: 750,000, as
+    measured"""
     link_gb_s: Positive = 300.0
     """GB/s at which a rank gathers weights from the others; an assumption for NVLink"""
     host_gb_s: Positive = 20.0

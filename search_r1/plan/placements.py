@@ -31,6 +31,8 @@ ITEM = 2
 """Bytes of a weight or cached value that engines hold."""
 WRITE_GB_S, READ_GB_S = 0.54, 1.4
 """Of weights through files in shared memory, as measured with one thread."""
+SWITCH_S, DRIVER_TOKENS_S = 3.0, 750_000.0
+"""Of engines that fall asleep and wake up, assumed; of rewards and building a batch, measured."""
 GATHERED, REDUCED = 2, 4
 """Bytes of a weight that FSDP gathers, and of a gradient that it spreads."""
 
@@ -149,7 +151,13 @@ class Costs:
         return seconds + max(epochs * update / speed, micro * (2 * gather + spread))
 
     def driver_s(self, batch: Batch) -> float:
-        return sum(batch.lengths) / self.rates.driver_tokens_s
+        given = self.rates.driver_tokens_s
+        return sum(batch.lengths) / (DRIVER_TOKENS_S if given is None else given)
+
+    @property
+    def switch_s(self) -> float:
+        given = self.rates.switch_s
+        return SWITCH_S if given is None else given
 
     @property
     def publish_s(self) -> float:
@@ -323,7 +331,7 @@ def plan(
             driver_s=cache(costs.driver_s),
             publish_s=costs.publish_s,
             adopt_s=costs.adopt_s,
-            switch_s=costs.rates.switch_s,
+            switch_s=costs.switch_s,
         ),
         placement.shares_cards,
         placement.staleness,

@@ -105,8 +105,8 @@ class Run:
             or (tokens / training / ranks if training else None),
             publish_s=publish if given.publish_s is None else given.publish_s,
             adopt_s=adopt if given.adopt_s is None else given.adopt_s,
-            switch_s=switch,
-            driver_tokens_s=tokens / max(rest, 1e-3),
+            switch_s=switch if given.switch_s is None else given.switch_s,
+            driver_tokens_s=given.driver_tokens_s or tokens / max(rest, 1e-3),
         )
 
     def observations(self, config: Config, search_s: LogNormal, on_gpu: bool) -> list[Observation]:

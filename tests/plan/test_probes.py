@@ -90,6 +90,8 @@ def test_a_run_tells_dialogues_and_rates(tmp_path: Path) -> None:
     assert rates.train_tokens_s == pytest.approx(400 / 5 / 2)
     assert (rates.publish_s, rates.adopt_s, rates.switch_s) == (1.5, 9.0, 0.25)
     assert rates.driver_tokens_s == pytest.approx(400 / 0.5)
+    given = run.rates(RateOptions(switch_s=5.0, driver_tokens_s=9e5), config.num_ranks)
+    assert (given.switch_s, given.driver_tokens_s) == (5.0, 9e5)
     observed = run.observations(config, LogNormal(0.5, 0.5), on_gpu=True)
     assert [one.seconds for one in observed] == [2.0, 2.0]
     assert observed[0].batch.dialogues[0].turns == (Turn(12, 50, 0.5), Turn(8))
