@@ -48,6 +48,9 @@ class InferOptions(InferenceOptions):
         if self.json and (self.interactive or self.show_documents):
             other = "--interactive" if self.interactive else "--show-documents"
             yield explain("--json", f"--json and {other}", "one of them", f"leave {other} out")
+        if self.show_documents and self.file is not None:
+            fix = "leave it out: the answers to a file are JSON, with ids and titles"
+            yield explain("--show-documents", "--file beside it", "a dialogue that is shown", fix)
         if self.question is not None and not self.question.strip():
             yield explain("question", "an empty one", "words", "write it in quotes")
         if self.out and self.file and _is_same(self.out, self.file):

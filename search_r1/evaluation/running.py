@@ -30,8 +30,8 @@ from search_r1.evaluation.summary import compare
 from search_r1.inference.model import (
     at_last_step,
     computed_dtype,
+    folder_of,
     load_agent,
-    model_folder,
     running_engine,
 )
 from search_r1.inference.opening import NO_RETRIEVER, facts_of, run_config
@@ -62,7 +62,7 @@ def evaluate(options: EvaluationOptions) -> Path:
     with exclusive(out, "--out"):
         try:
             options = at_last_step(options)
-            with model_folder(options.model, computed_dtype(options), options.adapter) as folder:
+            with folder_of(options) as folder:
                 loops.run(_evaluate(options, run_config(options, str(folder))))
             write_report(out, options.pass_k, options.num_resamples, options.seed)
         finally:

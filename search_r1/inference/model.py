@@ -9,7 +9,7 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,8 +53,10 @@ logger = logging.getLogger(__name__)
 
 Options = TypeVar("Options", bound=AgentOptions)
 
-FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-"""What is needed of a model on a hub."""
+TEXTS = ("*.json", "*.txt", "*.model", "*.jinja")
+"""What is needed of a model on a hub that an endpoint serves."""
+FILES = (*TEXTS, "*.safetensors")
+"""What is needed of one that is computed here."""
 WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 """What a Hugging Face folder holds one of, once its weights are written."""
 
@@ -84,12 +86,14 @@ def _has_model(step: Path) -> bool:
 
 
 @contextlib.contextmanager
-def model_folder(name: str, dtype: str, adapter: str | None = None) -> Iterator[Path]:
+def model_folder(
+    name: str, dtype: str, adapter: str | None = None, files: Sequence[str] = FILES
+) -> Iterator[Path]:
     """The folder of the model `name` with the adapter's share added, if there is one.
 
     The model is a folder itself (as the original's checkpoints are), the export of a checkpoint of
-    ours, or what a hub gives. What is written is temporary. Raises ModelError, or ConfigError for
-    an unfinished checkpoint.
+    ours, or the `files` that a hub gives. What is written is temporary. Raises ModelError, or
+    ConfigError for an unfinished checkpoint.
     """
     path = Path(name)
     with contextlib.ExitStack() as stack:
@@ -101,13 +105,19 @@ def model_folder(name: str, dtype: str, adapter: str | None = None) -> Iterator[
             path = export(path, temporary("exported-"), dtype=dtype)
         elif not path.is_dir():
             try:
-                path = Path(snapshot_download(name, allow_patterns=list(FILES)))
+                path = Path(snapshot_download(name, allow_patterns=list(files)))
             except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
                 got = f"no such folder, and no hub ({first_line(error)[:200]})"
                 raise _no_model(name, got) from error
         elif not (path / "config.json").is_file():
             raise _no_model(name, "a folder without config.json")
         yield path if adapter is None else merge(path, Path(adapter), temporary("adapted-"), dtype)
+
+
+def folder_of(options: AgentOptions) -> contextlib.AbstractContextManager[Path]:
+    """`model_folder` of these options; of a model that an endpoint serves, without weights."""
+    files = TEXTS if options.endpoint else FILES
+    return model_folder(options.model, computed_dtype(options), options.adapter, files)
 
 
 def load_agent(config: Config) -> DialogueAgent:

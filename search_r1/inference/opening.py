@@ -19,9 +19,8 @@ from search_r1.inference.model import (
     Options,
     at_last_step,
     base_of,
-    computed_dtype,
+    folder_of,
     load_agent,
-    model_folder,
     running_engine,
 )
 from search_r1.inference.options import DOCUMENTS, SETTINGS_FILE, TURNS, AgentOptions
@@ -193,7 +192,7 @@ async def opened(options: AgentOptions) -> AsyncIterator[AgentSession]:
     await facts_of(_retriever(Config(), options))
     set_trust(options.trust_remote_code)
     options = at_last_step(with_default_model(options))
-    with model_folder(options.model, computed_dtype(options), options.adapter) as folder:
+    with folder_of(options) as folder:
         config = _retriever(run_config(options, str(folder)), options)
         agent = load_agent(config)
         tokenizer: Any = agent.tokenizer

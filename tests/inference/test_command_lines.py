@@ -30,7 +30,8 @@ AGENT = [
     ["--retriever-url", ""], ["--retriever-url", "ftp://host"], ["--device", "mars"],
 ]  # fmt: skip
 ASKED = [[""], [" \n"], ["a", "--interactive"], ["--file", "f", "--out", "f"], ["--out", "f"],
-         ["--file", "f", "--out", "./f"], ["a", "--json", "--show-documents"]]  # fmt: skip
+         ["--file", "f", "--out", "./f"], ["a", "--json", "--show-documents"],
+         ["--file", "f", "--show-documents"]]  # fmt: skip
 SERVED = [["--name", ""], ["--name", "a\nb"], ["--name", "\x1b[2J"], ["--host", ""],
           ["--host", "ü" * 80], ["--port", "70000"], ["--port-file", "/nowhere/port"],
           ["--port-file", "/tmp"], ["--max-body-bytes", "1"]]  # fmt: skip
@@ -51,7 +52,7 @@ def test_what_cannot_work(
     def never(*_: object) -> None:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr(opening, "model_folder", never)
+    monkeypatch.setattr(opening, "folder_of", never)
     main = door.main  # type: ignore[attr-defined]
     try:
         status = main([*BASE, *words])

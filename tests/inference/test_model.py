@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from example.tiny import tiny_model
-from search_r1.inference.model import at_last_step, load_agent, model_folder
+from search_r1.inference import model as inference_model
+from search_r1.inference.model import at_last_step, folder_of, load_agent, model_folder
 from search_r1.inference.opening import run_config
 from search_r1.inference.options import AgentOptions
 from tests.bad_models import NORM, entry, gone, weights, whole_model
@@ -158,3 +159,20 @@ def test_a_dialogue_longer_than_the_model_is_refused(tmp_path: Path) -> None:
                 load_agent(run_config(options, folder))
         else:
             load_agent(run_config(options, folder))
+
+
+@pytest.mark.parametrize("endpoint", [None, "http://127.0.0.1:1/v1"])
+def test_no_weights_are_fetched_for_an_endpoint(
+    endpoint: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that generates has them; the tokenizer is all that is wanted here."""
+    asked: list[str] = []
+
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(inference_model, "snapshot_download", fetch)
+    with folder_of(AgentOptions(model="org/name", endpoint=endpoint)) as folder:
+        assert folder == tmp_path
+    assert ("*.safetensors" in asked) is (endpoint is None) and "*.json" in asked
