@@ -3,12 +3,15 @@
 The tool `search` asks a `/retrieve` server, over standard input and output or streamable HTTP.
 """
 
+import importlib.util
 import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from search_r1.options import Port, run
+from search_r1.search.errors import install_command
+from verl.errors import ConfigError, explain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +28,18 @@ class McpOptions:
     """for streamable-http"""
 
 
-main = partial(run, "search_r1.mcp_tool:start", McpOptions, prog="search-r1 mcp",
+def start(options: McpOptions) -> int:
+    """Serve; returns the exit code. Raises ConfigError without the package of the protocol."""
+    if importlib.util.find_spec("mcp") is None:
+        expected = "the package of the Model Context Protocol"
+        raise ConfigError(explain("mcp", "no such package", expected, install_command("mcp")))
+    # An extra, and heavy.
+    from search_r1 import mcp_tool  # noqa: PLC0415
+
+    return mcp_tool.start(options)
+
+
+main = partial(run, "search_r1.mcp_server:start", McpOptions, prog="search-r1 mcp",
                description=__doc__)  # fmt: skip
 
 

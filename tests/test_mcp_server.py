@@ -146,3 +146,12 @@ def test_a_port_that_is_taken_and_an_open_address(
     assert mcp_server.main([*http, "0"]) == 0 and not caplog.records
     assert mcp_server.main([*http, "0", "--host", "0.0.0.0"]) == 0
     assert "whoever reaches this address may search" in caplog.text
+
+
+def test_without_its_package_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is an extra of ours."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert mcp_server.main([]) == 2
+    assert "fix: pip install" in capsys.readouterr().err

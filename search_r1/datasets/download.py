@@ -14,6 +14,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +30,7 @@ from search_r1.datasets.hub import (
     have,
     list_files,
 )
-from search_r1.options import parse
+from search_r1.options import run
 from verl.files import whole_file
 
 logger = logging.getLogger(__name__)
@@ -267,21 +268,21 @@ class DownloadOptions:
             raise DownloadError(f"got {got}, expected one of them; fix: {fix}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+main = partial(run, "search_r1.datasets.download:start", DownloadOptions, prog="search-r1 download",
+               description=__doc__)  # fmt: skip
+
+
+def start(options: DownloadOptions) -> int:
+    """Fetch, or tell what would be; returns the exit code. Raises DownloadError."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        options = parse(DownloadOptions, argv, prog="search-r1 download", description=__doc__)
-        if options.save_path is not None:
-            return _keep(options.save_path, is_dry=options.dry_run)
-        _obtain([ITEMS[name] for name in options.items], options.save_dir, is_dry=options.dry_run)
-        if not options.dry_run:
-            served = [name for name in options.items if name in SERVE]
-            _say("serve with:", *[serve_command(name, options.save_dir) for name in served])
-        return 0
-    except (DownloadError, OSError) as error:  # OSError: a disk that is full or may not be written
-        sys.stderr.write(f"download: {error}\n")
-        return 2
+    if options.save_path is not None:
+        return _keep(options.save_path, is_dry=options.dry_run)
+    _obtain([ITEMS[name] for name in options.items], options.save_dir, is_dry=options.dry_run)
+    served = [name for name in options.items if name in SERVE]
+    if served and not options.dry_run:
+        _say("serve with:", *[serve_command(name, options.save_dir) for name in served])
+    return 0
 
 
 def _keep(save_path: Path, *, is_dry: bool) -> int:

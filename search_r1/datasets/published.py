@@ -131,7 +131,6 @@ def _read_documents(path: Path, wanted: set[str]) -> dict[str, Document]:
     return documents
 
 
-"""The FlashRAG collection on the Hugging Face hub; its configurations are named as the sets."""
 TEST_SPLITS = ("test", "dev", "train")
 """The first of these that a set has is what it is tested on, as in the original scripts."""
 
