@@ -46,6 +46,8 @@ WHOLE_REQUEST = frozenset({401, 403, 404, 405})
 """Refusals that no single query of a request can be the cause of."""
 MOST_REQUESTS, MOST_AHEAD = 100, 32
 """Requests that may be under way at once: those that somebody waits for, and those sent ahead."""
+SAME_DEADLINE_S = 0.5
+"""Searches whose deadlines differ by no more may share a request."""
 DEAD_S = 10
 """After so many seconds without a sign of life of the peer's machine a connection is given up."""
 
@@ -199,6 +201,8 @@ class RetrievalClient:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Found] = loop.create_future()
         deadline = (time.monotonic() if began is None else began) + self._deadline
+        if lane.waiting and abs(lane.deadline - deadline) > SAME_DEADLINE_S:
+            self._send(lane)  # a request has one deadline, which must not cut others short
         lane.deadline = min(lane.deadline, deadline) if lane.waiting else deadline
         lane.waiting.setdefault(well_formed(query), []).append(future)
         if len(lane.waiting) >= self._max_batch:

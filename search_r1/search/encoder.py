@@ -6,7 +6,6 @@ torch and transformers are loaded only when a model is opened, so BM25 needs nei
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -103,29 +102,36 @@ class PairEncoder:
 
 def open_encoder(config: EncoderConfig, max_length: int | None = None) -> Encoder:
     """The encoder of the settings; `max_length`: tokens of a passage. Raises SetupError."""
-    encoder = _open_one(replace(config, query_model=None), max_length)
-    if config.query_model is not None:
-        queries = replace(config, retriever_model=config.query_model, query_model=None)
-        encoder = PairEncoder(_open_one(queries, max_length), encoder)
-    for vectors in (encoder.encode_queries(["a"]), encoder.encode_passages(["a"])):
-        if not np.isfinite(vectors).all():
-            raise SetupError(
-                f"encoder {encoder.name}: got a vector that is not finite, expected numbers; fix: "
-                "download the model again, or compute in float32"
-            )
+    passages = _open_one(config, config.retriever_model, max_length)
+    if config.query_model is None:
+        return passages
+    return PairEncoder(_open_one(config, config.query_model, max_length), passages)
+
+
+def _open_one(config: EncoderConfig, path: str | None, max_length: int | None) -> Encoder:
+    """The encoder of one model, once it has given a vector."""
+    assert path is not None, "the caller names a model"
+    encoder = _load(config, path, max_length)
+    # as a passage, which dpr's encoder of passages takes alone
+    if not np.isfinite(encoder.encode_passages(["a"])).all():
+        raise SetupError(
+            f"encoder {encoder.name}: got a vector that is not finite, expected numbers; fix: "
+            "download the model again, or compute in float32"
+        )
     return encoder
 
 
-def _open_one(config: EncoderConfig, max_length: int | None) -> Encoder:
-    """The encoder of one model."""
-    path = config.retriever_model
-    assert path is not None, "the caller names a model"
+def _load(config: EncoderConfig, path: str, max_length: int | None) -> Encoder:
     kind, _, dim = path.partition(":")
     if kind == HashEncoder.name:
         if config.pooling_method not in (None, HashEncoder.pooling):
             raise SetupError(
                 f"--pooling_method {config.pooling_method}, but {path} declares "
                 f"{HashEncoder.pooling!r}; leave the option out"
+            )
+        if not re.fullmatch("[1-9][0-9]{0,4}", dim or "64"):
+            raise SetupError(
+                f"encoder {path}: got {dim!r} dimensions, expected 1 to 99999; fix: hash or hash:64"
             )
         return HashEncoder(int(dim or 64))
     family = family_of(model_name(path), config.encoder_family)

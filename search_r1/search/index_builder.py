@@ -17,12 +17,13 @@ from typing import Annotated
 if not __package__:  # started as a file: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from search_r1.options import Bounds, parse
+from search_r1.options import Bounds, run
+from search_r1.plain import log
 from search_r1.search import checksums
 from search_r1.search.backends.dense import vectors_file
 from search_r1.search.backends.flat_file import FlatFile, is_flat
 from search_r1.search.corpus import Corpus
-from search_r1.search.errors import SearchError, SetupError
+from search_r1.search.errors import SetupError
 
 logger = logging.getLogger(__name__)
 
@@ -104,9 +105,15 @@ def build_index(config: BuildConfig) -> Path:
     return folder
 
 
-def keep_checksums(config: ChecksumConfig) -> None:
+def keep_checksums(config: ChecksumConfig) -> int:
     """Keep checksums of index and corpus, or compare them; raises SearchError for any damage."""
     digest = ""
+    for target in (Path(p) for p in (config.corpus_path, config.index_path) if p):
+        if config.verify and target.exists() and not checksums.place(target).exists():
+            raise SetupError(
+                f"{target} has no checksums, expected those to compare it with; fix: the same "
+                "command without --verify adds them"
+            )
     if config.corpus_path is not None:
         if not config.verify:
             checksums.place(Path(config.corpus_path)).unlink(missing_ok=True)
@@ -120,29 +127,29 @@ def keep_checksums(config: ChecksumConfig) -> None:
         file = vectors_file(index)
         if file.is_file() and is_flat(file):
             FlatFile.open(file).check_finite(whole=True)
-        if not config.verify:
+        if config.verify:
+            checksums.check(index, whole=True)
+        else:
             checksums.add(index, digest)
-        elif checksums.check(index, whole=True) is None:
-            raise SetupError(
-                f"{index} has no checksums; `{checksums.add_command(index)}` adds them"
-            )
         logger.info("%s: %s", index, "as it was" if config.verify else "checksums added")
+    return 0
+
+
+def _build(config: BuildConfig) -> int:
+    build_index(config)
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command-line entry; returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    log(logging.INFO, "%(levelname)s %(message)s")
     words = sys.argv[1:] if argv is None else argv
-    try:
-        if words[:1] == ["checksums"]:
-            about = "Adds checksums to an index and a corpus, or compares them."
-            keep_checksums(parse(ChecksumConfig, words[1:], prog="checksums", description=about))
-        else:
-            build_index(parse(BuildConfig, words, prog="index_builder", description=__doc__))
-    except SearchError as error:
-        sys.stderr.write(f"index_builder: {error}\n")
-        return 2
-    return 0
+    here = "search_r1.search.index_builder"
+    if words[:1] == ["checksums"]:
+        about = "Adds checksums to an index and a corpus, or compares them."
+        kept = f"{here}:keep_checksums"
+        return run(kept, ChecksumConfig, words[1:], prog="checksums", description=about)
+    return run(f"{here}:_build", BuildConfig, words, prog="index_builder", description=__doc__)
 
 
 if __name__ == "__main__":

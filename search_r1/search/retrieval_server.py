@@ -5,7 +5,6 @@ list of processes; clients then send `Authorization: Bearer TOKEN`. See docs/ret
 """
 
 import faulthandler
-import functools
 import logging
 import os
 import signal
@@ -19,11 +18,11 @@ from pathlib import Path
 if not __package__:  # started as a file: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from search_r1.options import Port, parse
-from search_r1.plain import log, shown
+from search_r1.options import Port, run
+from search_r1.plain import log
 from search_r1.search.backends.registry import build_retriever
 from search_r1.search.corpus import Corpus
-from search_r1.search.errors import IndexMismatch, SearchError, SetupError
+from search_r1.search.errors import IndexMismatch, SetupError
 from search_r1.search.memory import check
 from search_r1.search.recording import Recorder
 from search_r1.search.schema import TOKEN_VARIABLE, Document
@@ -58,8 +57,8 @@ class ServerOptions:
     faults: FaultConfig = field(default_factory=FaultConfig)
 
 
-def _run(options: ServerOptions) -> bool:
-    """Serve until stopped; whether no search was left running."""
+def _run(options: ServerOptions) -> int:
+    """Serve until stopped; the exit status."""
     service, faults = options.service, options.faults
     service.check()
     faults.check()
@@ -85,15 +84,19 @@ def _run(options: ServerOptions) -> bool:
         corpus = options.retriever.corpus_path
         default_index = corpus and str(Path(corpus).parent / "index")
         with watching((options.retriever.index_path, corpus, default_index)):
-            return serve(app, bound, options.port_file, options.allowed_hosts)
+            is_idle = serve(app, bound, options.port_file, options.allowed_hosts)
+    if not is_idle:
+        logger.warning("stopped in the middle of a search that did not end in time")
+        logging.shutdown()
+        os._exit(1)  # the thread that searches cannot be stopped otherwise
+    return 0
 
 
 def _finder(corpus_path: str | None) -> Callable[[str], Document | None] | None:
-    """Finds documents by id in a corpus that is opened for the first; None without a file."""
+    """Finds documents by id in the corpus as it is now; None without a file."""
     if corpus_path is None or not Path(corpus_path).is_file():
         return None
-    opened = functools.cache(Corpus.open)
-    return lambda id: opened(corpus_path).find(id)
+    return Corpus.open(corpus_path).find
 
 
 @contextmanager
@@ -153,17 +156,8 @@ def main(argv: list[str] | None = None) -> int:
     """Command-line entry; returns the exit status."""
     log(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
     faulthandler.enable(sys.__stderr__ or sys.stderr)  # a file that was cut off: SIGBUS
-    options = parse(ServerOptions, argv, prog="retrieval_server", description=__doc__)
-    try:
-        is_idle = _run(options)
-    except SearchError as error:
-        sys.stderr.write(shown(f"retrieval_server: {error}\n"))
-        return 2
-    if not is_idle:
-        logger.warning("stopped in the middle of a search that did not end in time")
-        logging.shutdown()
-        os._exit(1)  # the thread that searches cannot be stopped otherwise
-    return 0
+    work = "search_r1.search.retrieval_server:_run"
+    return run(work, ServerOptions, argv, prog="retrieval_server", description=__doc__)
 
 
 if __name__ == "__main__":

@@ -128,8 +128,12 @@ def read_urls(url: str | Sequence[str]) -> tuple[str, ...]:
         raise ValueError("no retriever url given; expected one or more, for example " + EXAMPLE)
     bases: dict[str, None] = {}
     for one in map(str.strip, given):
-        parts = urlsplit(one)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        try:
+            parts = urlsplit(one)
+            is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # no port, or no IPv6 address
+            is_url = False
+        if not is_url:
             raise ValueError(
                 f"retriever url {one!r}; expected http:// or https:// and a host, for example "
                 f"{EXAMPLE} (several: {EXAMPLE},http://10.0.0.6:8000)"
@@ -280,8 +284,11 @@ class Transport:
                     if time.monotonic() + pause >= deadline:
                         break
                     await asyncio.sleep(pause)
-        self._give_up(begun)
-        raise failures.error(", since the deadline is over before the next could be answered")
+        if failures.reasons:  # else it came too late to ask anyone
+            self._give_up(begun)
+        raise failures.error(
+            ", since the deadline (retriever.deadline) is over before the next could be answered"
+        )
 
     def _give_up(self, begun: float) -> None:
         """Spare others the wait, if none was answered since `begun` (-inf: spare nothing)."""

@@ -179,6 +179,20 @@ def test_line_19_a_deadline_ends_a_search(url: str, script: Script) -> None:
         RetrievalClient(url, deadline=0)
 
 
+def test_a_deadline_cuts_no_other_search_short(url: str, script: Script) -> None:
+    """One that began long ago travels apart from those that begin beside it."""
+
+    async def both() -> list[Any]:
+        async with RetrievalClient(url, deadline=5) as client:
+            late = client.search("late", began=time.monotonic() - 6)
+            searches = (late, client.search("a"), client.search("b"))
+            return await asyncio.gather(*searches, return_exceptions=True)
+
+    late, *others = asyncio.run(both())
+    assert isinstance(late, RetrieverUnavailable) and "deadline" in str(late)
+    assert texts(others) == ["a", "b"] and len(script.requests) == 1
+
+
 def test_servers_are_told_how_long_an_attempt_waits(url: str, script: Script) -> None:
     """`deadline_s` is the attempt's time; a server that refuses the field never sees it again."""
     assert texts(ask(RetrievalClient(url, timeout=7), "q")) == ["q"]

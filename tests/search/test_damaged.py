@@ -383,7 +383,7 @@ def status_of(config: RetrieverConfig, monkeypatch: pytest.MonkeyPatch) -> int:
 
     options = retrieval_server.ServerOptions(port=0, retriever=config)
     monkeypatch.setattr(retrieval_server, "serve", serve)
-    monkeypatch.setattr(retrieval_server, "parse", lambda *_, **__: options)  # 0.1 s
+    monkeypatch.setattr("search_r1.options.parse", lambda *_, **__: options)  # 0.1 s
     return retrieval_server.main([])
 
 

@@ -99,6 +99,8 @@ def test_command_line_with_the_familiar_flags(tmp_path: Path) -> None:
         (["--retrieval_method", "e5"], "--model_path"),
         (["--retrieval_method", "e5", "--model_path", "/nowhere"], "/nowhere does not exist"),
         (["--retrieval_method", "e5", "--model_path", "hash", "--pooling_method", "mean"], "'sum'"),
+        (["--retrieval_method", "e5", "--model_path", "hash:0"], "got '0' dimensions"),
+        (["--retrieval_method", "e5", "--model_path", "hash:x"], "got 'x' dimensions"),
         (["--retrieval_method", "bm25", "--faiss_type", "HNSW64"], "a name for a dense"),
     ],
 )
@@ -109,6 +111,22 @@ def test_bad_settings_are_one_line(
     defaults = ["--corpus_path", str(write(tmp_path / "a.jsonl", "1"))]
     assert main([*defaults, "--save_dir", str(tmp_path), *flags]) == 2
     assert problem in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("method", ["bm25", "e5"])
+def test_a_full_disk_is_one_line(tmp_path: Path, method: str) -> None:
+    """A build that cannot write ends with status 2 and names the file."""
+    corpus = write(tmp_path / "a.jsonl", "123")
+    Corpus.open(corpus)
+    flags = ["--retrieval_method", method, "--model_path", "hash", "--corpus_path", str(corpus)]
+    code = (
+        "import resource, sys; from search_r1.search.index_builder import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300)); sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, *flags, "--save_dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "File too large" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

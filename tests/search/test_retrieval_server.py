@@ -19,11 +19,12 @@ import pytest
 from search_r1.search.backends.base import Retriever, fingerprint
 from search_r1.search.errors import CorpusError, RetrieverUnavailable, SetupError
 from search_r1.search.local_server import LocalServer
-from search_r1.search.recording import read_rows
+from search_r1.search.recording import Record, Recorder, read_rows
 from search_r1.search.retrieval_server import bind, create_app, main
 from search_r1.search.schema import Document, Hit
 from search_r1.search.server.running import warn_if_open
 from search_r1.search.settings import ServiceConfig
+from tests.search.conftest import write_corpus
 
 FIELDS = {"id", "title", "text", "contents"}
 HTTP = httpx.Client(timeout=30, trust_env=False)
@@ -266,6 +267,36 @@ def test_shutdown_finishes_what_was_accepted(corpus_path: Path, tmp_path: Path) 
     assert server.status == 0
     assert "Traceback" not in log.read_text()
     assert {row["query"] for _, row in read_rows(record)} >= set(answered)
+
+
+def test_shutdown_leaves_a_search_that_takes_too_long(tmp_path: Path) -> None:
+    """After --drain its request gets 503, and the process ends, though other threads are free."""
+    record = tmp_path / "record.jsonl"
+    recorder = Recorder(record, {"engine": "slow"})
+    recorder.write([Record("slow", 3, [], seconds=60)])
+    recorder.close()
+    flags = ["--retriever_name", "replay", "--replay_path", str(record), "--replay_latency"]
+    log = tmp_path / "server.log"
+    with (
+        LocalServer([*flags, "--drain", "0.1"], log_path=log) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        answer = pool.submit(post, server.url, {"queries": ["slow"]})
+        while b"retriever_pending 1" not in HTTP.get(f"{server.url}/metrics").content:
+            time.sleep(0.01)
+        os.kill(server.pid, signal.SIGTERM)
+        assert (answer.result().status_code, answer.result().headers["retry-after"]) == (503, "1")
+        server.stop()
+    assert server.status == 1 and "in the middle of a search" in log.read_text()
+
+
+def test_documents_by_id_are_those_that_are_searched(tmp_path: Path) -> None:
+    """Also after another corpus took the place of the file."""
+    corpus = write_corpus(tmp_path / "c.jsonl")
+    with LocalServer(["--corpus_path", str(corpus), "--retriever_name", "random"]) as server:
+        write_corpus(tmp_path / "other.jsonl", [("Other", "another text")]).replace(corpus)
+        found = HTTP.get(f"{server.url}/document", params={"id": "d0"})
+    assert found.json()["document"]["title"] == "Paris"
 
 
 def test_a_token_is_wanted_and_given_by_the_environment(

@@ -1,6 +1,7 @@
 """That nobody answers is found out by one search, not by each again."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -45,7 +46,7 @@ class Scripted:
             exchange = self.transport.exchange
             await exchange(cast(Any, self), "GET", path, read=lambda answer: answer, **options)
         except RetrieverUnavailable as error:
-            assert error.num_retries == self.num_asked[path] - before - 1
+            assert error.num_retries == max(0, self.num_asked[path] - before - 1)
         return self.num_asked[path] - before
 
 
@@ -101,6 +102,14 @@ def test_one_bad_request_among_good_ones_is_no_outage() -> None:
     other.is_away = True
     assert asyncio.run(other.ask("/health", max_retries=0)) == 1
     assert asyncio.run(other.ask("/a")) == 1 + NUM_RETRIES
+
+
+def test_a_deadline_that_was_over_before_is_no_outage() -> None:
+    """It says nothing of the servers, which nobody asked: others keep all tries."""
+    server = Scripted()
+    assert asyncio.run(server.ask("/late", deadline=time.monotonic() - 1)) == 0
+    server.is_away = True
+    assert asyncio.run(server.ask("/a")) == 1 + NUM_RETRIES
 
 
 class Flaky:

@@ -48,7 +48,7 @@ class Shard:
         self._values[rows] = tile
         if self._norms is not None:
             self._norms[rows] = self._widened(rows).square().sum(dim=1)
-        stored = tile if self._values.dtype != torch.float16 else self._values[rows]
+        stored = self._values[rows] if self._scales is None else self._scales[rows]
         return bool(torch.stack(stored.aminmax()).isfinite().all())
 
     def best(self, queries: Tensor, k: int, tile_rows: int) -> Best:
@@ -137,7 +137,7 @@ def _improve(best: Best | None, scores: Tensor, first_row: int, k: int) -> Best:
 def quantize(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Symmetric int8 codes (n, dim) and scales (n,), largest magnitude over 127: code · scale."""
     scales = vectors.abs().amax(dim=1) / 127
-    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    scales = torch.where(scales == 0, torch.ones_like(scales), scales)  # nan stays, to be seen
     return (vectors / scales[:, None]).round().clamp(-127, 127).to(torch.int8), scales
 
 

@@ -125,10 +125,9 @@ class Service:
 
     def drain(self) -> None:
         """Take no more requests; those accepted have `config.drain` seconds."""
-        if not self.is_draining:
-            self.is_draining = True
-            late = Overloaded("the server is stopping", 1.0)
-            asyncio.get_running_loop().call_later(self.config.drain, self.batcher.fail_all, late)
+        self.is_draining = True
+        late = Overloaded("the server is stopping", 1.0)
+        asyncio.get_running_loop().call_later(self.config.drain, self.batcher.fail_all, late)
 
     def close(self) -> bool:
         """Finish what is to be written; whether no search was left running."""
@@ -228,6 +227,10 @@ def create_app(
     )(service.retrieve)
 
     missing: dict[int | str, Any] = {404: {"model": Problem}, **unauthorized}
+
+    @app.exception_handler(SearchError)
+    async def failed(request: Request, error: SearchError) -> Response:
+        return as_response(http_error(error))
 
     @app.get("/document", responses=missing, dependencies=guard)
     def document(id: str) -> DocumentResponse:

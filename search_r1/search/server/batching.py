@@ -262,7 +262,7 @@ class Batcher:
     def shut_down(self) -> bool:
         """Let go of the threads; whether none of them is still searching."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        return self._num_free > 0 or not self._in_flight
+        return self._num_free == self._num_threads
 
     def _admit(self, num_new: int) -> None:
         """Raise Overloaded, with the time that the measured rate needs for what is too much."""

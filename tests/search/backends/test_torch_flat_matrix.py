@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from search_r1.search.backends.shard import DTYPES, quantize
 from search_r1.search.backends.torch_flat import Matrix, choose_devices, recall
-from search_r1.search.errors import SetupError
+from search_r1.search.errors import IndexMismatch, SetupError
 from tests.search.backends.flat_indexes import brute_force, layout, load, random_rows, unit, write
 
 
@@ -141,6 +141,16 @@ def test_float16_overflow_is_refused(tmp_path: Path) -> None:
     flat = write(tmp_path / "flat", np.full((3, 4), 1e5, dtype=np.float32))
     with pytest.raises(SetupError, match=r"beyond float16.*bfloat16"):
         load(flat, layout("float16"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_vectors_that_are_not_finite_are_refused(tmp_path: Path, dtype: str, value: float) -> None:
+    """In every dtype: as int8 codes they would look like numbers."""
+    vectors = random_rows(12, 5, 4)
+    vectors[3, 1] = value
+    with pytest.raises(IndexMismatch, match=r"row 3 .*not finite"):
+        load(write(tmp_path / "flat", vectors), layout(dtype))
 
 
 def test_unknown_device_and_dtype_are_refused(tmp_path: Path) -> None:

@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer, DPRContextEncoder, DPRQuestionEncoder
 
+from search_r1.search.backends.base import Retriever
+from search_r1.search.backends.registry import build_retriever
 from search_r1.search.encoder import Encoder, open_encoder
 from search_r1.search.encoders.sentence import batches
 from search_r1.search.errors import SetupError
-from search_r1.search.settings import EncoderConfig
+from search_r1.search.index_builder import BuildConfig, build_index
+from search_r1.search.settings import EncoderConfig, RetrieverConfig
 
 TEXTS = [
     "who is the capital of france",
@@ -105,6 +108,24 @@ def test_dpr_has_two_encoders(make_model: MakeModel) -> None:
     assert not encoder.normalizes
     with pytest.raises(SetupError, match="set --query_model"):
         batched(context).encode_queries(["who"])
+
+
+def test_an_index_is_built_with_dprs_encoder_of_passages(
+    make_model: MakeModel, corpus_path: Path, tmp_path: Path
+) -> None:
+    """Alone, since only the server needs the one of questions, which it then wants."""
+    context, question = make_model("dpr-ctx", "context"), make_model("dpr-question", "question")
+    build_index(BuildConfig("dpr", str(corpus_path), str(tmp_path), model_path=context))
+
+    def opened(**encoder: str) -> Retriever:
+        config = EncoderConfig(context, **encoder)
+        return build_retriever(
+            RetrieverConfig("dpr", str(corpus_path), str(tmp_path), encoder=config)
+        )
+
+    assert len(opened(query_model=question).search(["capital of france"], 3)[0]) == 3
+    with pytest.raises(SetupError, match="set --query_model"):
+        opened()
 
 
 @pytest.mark.parametrize("pooling", [MEAN, CLS])

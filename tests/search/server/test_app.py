@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from search_r1.search.errors import (
+    CorpusError,
     Overloaded,
     SetupError,
     UpstreamInvalid,
@@ -175,6 +176,21 @@ def test_an_online_service_that_fails(
             answer = await ask(http, "q")
             assert (answer.status_code, answer.headers.get("retry-after")) == (status, retry_after)
             assert answer.json() == {"detail": str(error)}
+
+    asyncio.run(main())
+
+
+def test_a_malformed_document_is_told() -> None:
+    """`GET /document` of a row that cannot be read is a 500 that says which, as of a search."""
+
+    def find(id: str) -> None:
+        raise CorpusError(f"row of {id} is malformed")
+
+    async def main() -> None:
+        async with client(create_app(Watched(), find=find)) as http:
+            answer = await http.get("/document?id=7")
+            assert answer.status_code == 500
+            assert answer.json() == {"detail": "row of 7 is malformed"}
 
     asyncio.run(main())
 
