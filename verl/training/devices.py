@@ -38,6 +38,11 @@ def device_type(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def is_surely_cpu(name: str) -> bool:
+    """Whether `trainer.device` can mean no GPU: `auto` can, of a cluster whose driver has none."""
+    return device_type(name) == "cpu" and not (name == "auto" and os.environ.get("RAY_ADDRESS"))
+
+
 def resolve_device(name: str) -> torch.device:
     """This process's device of the named type."""
     found = device_type(name)

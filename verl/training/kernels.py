@@ -28,7 +28,7 @@ from verl.config.policy import SELECTIVE
 from verl.errors import ConfigError, explain
 from verl.nvidia import version_of
 from verl.training.attention import PACKED, packed_attention
-from verl.training.devices import device_type
+from verl.training.devices import is_surely_cpu
 from verl.training.models import blocks
 
 LIGER = {"rope": True, "rms_norm": True, "swiglu": True, "geglu": True, "cross_entropy": False,
@@ -93,7 +93,7 @@ def kernel_problems(config: Config) -> Iterator[ConfigError]:
             yield ConfigError(explain(recomputed, SELECTIVE, expected, f"{key}=torch"))
         if kind != "liger":
             continue
-        if device_type(config.trainer.device) == "cpu":
+        if is_surely_cpu(config.trainer.device):
             expected = "torch or compile on a CPU: liger's are for GPUs"
             yield ConfigError(explain(key, "liger", expected, f"{key}=torch"))
         elif not version_of("liger-kernel"):

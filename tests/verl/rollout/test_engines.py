@@ -23,6 +23,7 @@ from verl.rollout.interface import (
     engine_takes_adapter,
 )
 from verl.rollout.turns import BusyClock, TurnEngine, WeightGate
+from verl.training import kernels
 from verl.types import Completion, Sampling
 
 TOLERANCE = 1e-3
@@ -269,3 +270,21 @@ def test_an_adapter_alone_is_refused_where_the_engine_takes_whole_weights(tmp_pa
     config.actor_rollout_ref.rollout.name = "vllm"
     assert refusals(config) == [] and engine_takes_adapter(config)
     assert engine_class("vllm").takes_adapters
+
+
+def test_a_driver_without_gpus_refuses_nothing_for_a_cluster_that_may_have_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`trainer.device=auto` is decided where the ranks are."""
+    config = tiny_config(tmp_path, "vllm")
+    config.actor_rollout_ref.rollout.quantization = "fp8"
+    config.actor_rollout_ref.model.kernels = "liger"
+    monkeypatch.setattr(kernels, "version_of", lambda _: "0.6")
+    for device, address, num in (
+        ("auto", "", 2),
+        ("auto", "head:6379", 0),
+        ("cpu", "head:6379", 2),
+    ):
+        config.trainer.device = device
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert len([*engine_problems(config), *kernels.kernel_problems(config)]) == num

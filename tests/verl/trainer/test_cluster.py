@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from verl.config import Config, cli
-from verl.errors import ConfigError
+from verl.errors import ConfigError, ResourceError
 from verl.rollout.interface import engine_takes_adapter
 from verl.trainer import cluster
 from verl.trainer.cluster import (
     anchored,
     appears,
     file_problems,
+    join,
     package_problems,
     probe_file,
     refuse_job_folder,
@@ -40,6 +41,37 @@ def test_folders_of_models_get_absolute_paths_and_names_stay(
     assert found.actor_rollout_ref.model.path == str(tmp_path / "m")
     assert found.critic.model.path == "org/name"
     assert anchored(config_with(), use_gpu=False).critic.model.path is None
+
+
+def test_files_that_options_name_get_absolute_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas read wording and schedule where they start; a node looks for the checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/step").mkdir(parents=True)
+    named = [
+        "template=mine.yaml",
+        "actor_rollout_ref.rollout.max_staleness=1",
+        "actor_rollout_ref.rollout.replay=run/schedule",
+        "trainer.resume_mode=runs/step",
+    ]
+    found, plain = (anchored(config_with(*given), use_gpu=False) for given in (named, []))
+    assert found.template == str(tmp_path / "mine.yaml") and plain.template == "search_r1"
+    assert found.actor_rollout_ref.rollout.replay == str(tmp_path / "run/schedule")
+    assert plain.actor_rollout_ref.rollout.replay is None
+    assert found.trainer.resume_mode == str(tmp_path / "runs/step")
+    assert plain.trainer.resume_mode == "disable"
+    with probe_file(tmp_path / "run") as probe:
+        monkeypatch.chdir("/")
+        assert file_problems(found, probe) == []
+
+
+@pytest.mark.parametrize("address", ["here", "here:there"])
+def test_an_address_of_no_cluster_is_told(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray has another kind of error for what is no host and port."""
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ResourceError, match=f"RAY_ADDRESS: got {address} .*expected a running Ray"):
+        join(address)
 
 
 def test_a_driver_without_gpus_hands_over_what_its_engines_take() -> None:

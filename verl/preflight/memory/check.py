@@ -33,7 +33,7 @@ from verl.preflight.memory.estimate import (
     free_memory,
 )
 from verl.preflight.memory.needs import AWAKE, Memory, has_critic
-from verl.training.devices import device_type, dtype_name, resolve_dtype
+from verl.training.devices import device_type, dtype_name, is_surely_cpu, resolve_dtype
 from verl.training.kernels import kernel_problems
 
 logger = logging.getLogger(__name__)
@@ -129,9 +129,7 @@ def settle_offload(config: Config, setting: Setting | None) -> Config:
     but never the reason that a run does not fit.
     """
     keys = open_choices(config)
-    # A cluster may have GPUs that its driver does not see.
-    on_cluster = config.trainer.device == "auto" and os.environ.get("RAY_ADDRESS")
-    if not keys or (device_type(config.trainer.device) == "cpu" and not on_cluster):
+    if not keys or is_surely_cpu(config.trainer.device):
         return settled(config)
     seen = setting if setting is not None and setting.machine.devices else None
     chosen = everything(config) if seen is None else choose(config, seen)
