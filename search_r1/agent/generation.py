@@ -69,6 +69,8 @@ def build_format(
     tools, is_native = environment.tools, config.template == native.NAME
     found = NativeFormat(tokenizer, tools) if is_native else words_of(config, tools)
     refuse_closed_think(found, config.algorithm.no_think_rl)
+    for tool in () if is_native else tools:
+        _ = tool.main_argument  # raises where it has none
     return found
 
 

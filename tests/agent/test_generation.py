@@ -25,6 +25,8 @@ from search_r1.search.schema import Document
 from tests.fakes import EOS, PAD, ByteTokenizer, ScriptedEngine, ids_of, texts
 from tests.verl.agent.chat_templates import ChatTokenizer
 from verl.agent.dialogue import Limits, derived_seed
+from verl.agent.environment import Environment
+from verl.agent.interface import Tool, ToolCall
 from verl.agent.tags import TagFormat
 from verl.config import Config
 from verl.errors import ConfigError, DataError
@@ -362,3 +364,19 @@ def test_a_template_from_a_file_is_the_runs(tmp_path: Path) -> None:
     assert words_of(config, build_environment(config).tools).tags == format.tags
     with pytest.raises(ConfigError, match=r"or a \.yaml file"):
         words_of(Config(template="mine"), ())
+
+
+@pytest.mark.parametrize("template", ["search_r1", "tools", "native"])
+def test_a_tool_without_arguments_is_refused_where_calls_are_texts(template: str) -> None:
+    """Before anything is played, whichever words the dialogue has; native calls need none."""
+
+    class Now(Tool):
+        name, parameters = "now", {"type": "object"}
+
+    environment, config = Environment((Now(),)), Config(template=template)
+    if template == "native":
+        assert build_format(config, environment, ChatTokenizer()).schemas
+        assert environment.is_sound(ToolCall("now", {}))
+        return
+    with pytest.raises(ConfigError, match=r"arguments of tool now: got none.*template=native"):
+        build_format(config, environment, ChatTokenizer())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from verl.types import Trajectory
 
 TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool,
-    "array": list, "object": dict,
+    "array": list, "object": dict, "null": type(None),
 }  # fmt: skip
 """Of JSON schema, as Python reads them."""
 OBSERVATION = "an Observation of items that have texts, or a ToolError"
@@ -171,21 +171,30 @@ def read_arguments(tool: Tool, call: ToolCall) -> dict[str, Any] | str:
     Names and types are checked against the schema, ranges are for the tool to check; a text alone
     is read as JSON where the schema wants no text.
     """
-    properties = tool.parameters["properties"]
+    properties = tool.properties
     if isinstance(call.arguments, str):
         name, value = tool.main_argument, call.arguments
-        if properties[name].get("type", "string") == "string":
+        wanted = types_of(properties[name])
+        if "string" in wanted:
             return {name: value}
         try:
             return {name: json.loads(value)}
         except ValueError:
-            return f"{name} of {tool.name}: got {value!r}, expected {properties[name]['type']}"
+            return f"{name} of {tool.name}: got {value!r}, expected {' or '.join(wanted)}"
     missing = [name for name in tool.parameters.get("required", ()) if name not in call.arguments]
     others = [name for name in call.arguments if name not in properties]
     if missing or others:
         return f"{tool.name} takes {', '.join(properties)}: got {', '.join(call.arguments)}"
     for name, value in call.arguments.items():
-        wanted = properties[name].get("type", "string")
-        if not isinstance(value, TYPES.get(wanted, object)):
-            return f"{name} of {tool.name}: got {value!r}, expected {wanted}"
+        wanted = types_of(properties[name])
+        if not any(isinstance(value, TYPES.get(one, object)) for one in wanted):
+            return f"{name} of {tool.name}: got {value!r}, expected {' or '.join(wanted)}"
     return dict(call.arguments)
+
+
+def types_of(schema: Mapping[str, Any]) -> list[str]:
+    """The types that an argument may have, one or several; a text where its schema names none."""
+    if "type" not in schema and (others := [*schema.get("anyOf", ()), *schema.get("oneOf", ())]):
+        return [name for one in others for name in types_of(one)]
+    named = schema.get("type", "string")
+    return [named] if isinstance(named, str) else list(named)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from verl.agent.grammar import Grammar
 from verl.engine import RolloutEngine
-from verl.errors import ToolError, ToolRefused
+from verl.errors import ConfigError, ToolError, ToolRefused, explain
 from verl.types import Completion, Sampling, Trajectory
 
 
@@ -127,10 +127,21 @@ class Tool:
         return {"type": "function", "function": function}
 
     @property
+    def properties(self) -> Mapping[str, Any]:
+        """Schemas of the arguments, by name."""
+        found: Mapping[str, Any] = self.parameters.get("properties", {})
+        return found
+
+    @property
     def main_argument(self) -> str:
-        """The argument that a text alone stands for: the first required one, or else the first."""
-        required = self.parameters.get("required") or list(self.parameters["properties"])
-        return str(required[0])
+        """The argument that a text alone stands for: the first required one, or else the first.
+        Raises ConfigError for a tool without arguments."""
+        named = [*self.parameters.get("required", ()), *self.properties]
+        if not named:
+            expected = "one at least: what stands between the tags of a call is a text"
+            fix = "give it one in `parameters`, or set template=native"
+            raise ConfigError(explain(f"arguments of {self.label}", "none", expected, fix))
+        return str(named[0])
 
     def for_dialogue(self, start: Trajectory) -> Tool:
         """What carries out one dialogue's calls: the tool itself, or one made for the dialogue."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from verl import plugins
-from verl.agent.environment import Environment
+from verl.agent.environment import Environment, read_arguments
 from verl.agent.interface import Observation, Tool, ToolCall, text_arguments
 from verl.errors import ToolError, ToolRefused
 
@@ -89,3 +89,25 @@ def test_a_fault_of_ours_keeps_its_traceback() -> None:
 
     with pytest.raises(KeyError):
         called(Environment((Ours(),)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "given", "expected"),
+    [
+        ({"type": ["string", "null"]}, None, {"x": None}),
+        ({"type": ["integer", "null"]}, "a", "expected integer or null"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 3, {"x": 3}),
+    ],
+)
+def test_an_argument_may_have_one_of_several_types(
+    schema: dict[str, object], given: object, expected: object
+) -> None:
+    """As JSON schemas say it, and as pydantic does; a text alone is read as one where it may be."""
+
+    class Ours(Tool):
+        name, parameters = "own", {"properties": {"x": schema}}
+
+    found = read_arguments(Ours(), ToolCall("own", {"x": given}))
+    assert found == expected or (isinstance(expected, str) and expected in found)
+    of_text = read_arguments(Ours(), ToolCall("own", "4"))
+    assert of_text == {"x": "4" if "string" in str(schema) else 4}
