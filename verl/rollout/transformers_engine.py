@@ -189,9 +189,10 @@ class TransformersEngine(RolloutEngine):
         if known >= len(context) or context[:known] != self._cached_ids:
             self._forget()  # another dialogue, or the same one again
             known = 0
-        new = torch.tensor([context[known:]], device=self.model.device)
-        answer = self.model(new, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        self._cached_ids = context.copy()
+        new, cache = torch.tensor([context[known:]], device=self.model.device), self._cache
+        self._forget()  # a forward that fails leaves it filled in some layers only
+        answer = self.model(new, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self._cache, self._cached_ids = cache, context.copy()
         logits: Tensor = answer.logits[0, -1].float().cpu()
         return logits
 

@@ -121,6 +121,13 @@ def test_the_stop_string_left_off_is_that_of_the_open_tag(text: str, missing: st
     assert missing_stop(text, STOP) == missing
 
 
+@pytest.mark.parametrize("url", ["http://host:port", "http://[::1"])
+def test_a_text_that_is_no_address_is_refused(url: str) -> None:
+    """Where the engine is made, in one line."""
+    with pytest.raises(ConfigError, match=r"endpoint: got http.*as in http://host:8000"):
+        RemoteEngine(url, "m", ByteTokenizer())
+
+
 def test_a_refusal_names_the_endpoint_and_the_fix() -> None:
     """Status and text of the server are in the message."""
     with pytest.raises(ConfigError, match=r"http://host:1/v1/completions: got 404.*vllm serve"):

@@ -195,3 +195,20 @@ def test_a_missing_model_is_named() -> None:
     """With what to do about it."""
     with pytest.raises(ModelError, match="no/such/folder"):
         asyncio.run(TransformersEngine("no/such/folder", "cpu", "float32").start())
+
+
+def test_a_request_that_failed_leaves_no_half_of_a_cache(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one for which the memory did not suffice, in the middle of the layers."""
+    engine, sampling = of(model), Sampling(6, seed=1)
+    first = generate(engine, PROMPT, sampling)
+    longer = [*PROMPT, *first.ids, *b" and then?"]
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        patch.setattr(model.model.norm, "forward", _fail)
+        generate(engine, longer, sampling)
+    assert generate(engine, longer, sampling) == generate(of(model), longer, sampling)
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("no memory")
