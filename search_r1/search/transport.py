@@ -225,7 +225,8 @@ class Failures:
         )
         return RetrieverUnavailable(
             f"{tried or 'no retriever was asked'}; gave up after {self.counts.total()} attempts"
-            f"{cause}: start the retriever (bash retrieval_launch.sh) or correct its url",
+            f"{cause}: start the retriever (bash retrieval_launch.sh), correct its url, or, where "
+            "it is too slow, raise retriever.timeout or deadline, or start several",
             num_retries=max(0, self.counts.total() - 1),
             reason=tried,
         )

@@ -5,6 +5,8 @@ it needs, so that a backend's packages are wanted only by its users.
 """
 
 import importlib
+import logging
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -14,6 +16,8 @@ from search_r1.search.backends.rerank import RerankingRetriever
 from search_r1.search.errors import SetupError, install_command
 from search_r1.search.settings import RetrieverConfig
 
+logger = logging.getLogger(__name__)
+
 PACKAGE = "search_r1.search.backends"
 
 
@@ -22,14 +26,16 @@ class Backend(NamedTuple):
 
     module: str
     install: str = ""
+    reads: tuple[str, ...] = ()
+    """The groups of settings that are its own."""
 
 
-FAISS = Backend(f"{PACKAGE}.faiss_index", install_command("dense"))
-TORCH = Backend(f"{PACKAGE}.torch_flat", install_command("dense"))
+FAISS = Backend(f"{PACKAGE}.faiss_index", install_command("dense"), ("encoder", "faiss"))
+TORCH = Backend(f"{PACKAGE}.torch_flat", install_command("dense"), ("encoder", "torch"))
 LUCENE = Backend(f"{PACKAGE}.lucene", install_command("lucene"))
-ONLINE = Backend("search_r1.online.engine", install_command("online"))
+ONLINE = Backend("search_r1.online.engine", install_command("online"), ("online",))
 RERANKER = Backend("search_r1.search.encoders.cross_encoder", install_command("dense"))
-DIAGNOSTICS = Backend(f"{PACKAGE}.diagnostics")
+DIAGNOSTICS = Backend(f"{PACKAGE}.diagnostics", reads=("diagnostics",))
 BACKENDS = {
     "bm25": Backend(f"{PACKAGE}.bm25", "pip install bm25s"),
     "lucene": LUCENE,
@@ -41,14 +47,21 @@ BACKENDS = {
     "empty": DIAGNOSTICS,
     "random": DIAGNOSTICS,
     "oracle": DIAGNOSTICS,
-    "replay": Backend(f"{PACKAGE}.replay"),
+    "replay": Backend(f"{PACKAGE}.replay", reads=("diagnostics",)),
 }
 """By --retriever_name; any other name is a dense index."""
 
 
 def build_retriever(config: RetrieverConfig) -> Retriever:
     """Open the backend that `config` names; raises a SearchError that says what to fix."""
-    backend, settings, scorer = _load(_choose(config)), config.rerank, None
+    chosen, settings, scorer = _choose(config), config.rerank, None
+    if unread := _unread(config, chosen):
+        logger.warning(
+            "--retriever_name %s does not read %s: leave them out, or choose the backend that does "
+            "(--retriever_name, --dense_engine)",
+            *(config.retriever_name, ", ".join(unread)),
+        )
+    backend = _load(chosen)
     if settings.reranker_model is not None:  # before an index that takes minutes
         scorer = _load(RERANKER, "--reranker_model").CrossEncoder.open(settings)
     retriever: Retriever = backend.open_retriever(config)
@@ -74,6 +87,19 @@ def _choose(config: RetrieverConfig) -> Backend:
     if config.torch.dense_engine not in dense:
         raise SetupError(f"--dense_engine {config.torch.dense_engine}; expected faiss or torch")
     return dense[config.torch.dense_engine]
+
+
+def _unread(config: RetrieverConfig, backend: Backend) -> list[str]:
+    """The flags that were given for another backend, and are without effect."""
+    reads = (*backend.reads, "rerank") if config.rerank.reranker_model else backend.reads
+    groups = [value for name, value in vars(config).items() if name not in reads]
+    return [
+        f"--{field.name}"
+        for group in groups
+        if is_dataclass(group)
+        for field in fields(group)
+        if getattr(group, field.name) != field.default
+    ]
 
 
 def _load(backend: Backend, who: str = "this backend") -> ModuleType:

@@ -32,14 +32,13 @@ def work_folder(target: Path, key: Mapping[str, Any]) -> Iterator[Path]:
     """The folder with what earlier runs of this build left; raises SetupError if it is in use."""
     work = target.with_name(f".{target.name}.partial")
     with _locked(target):
-        shutil.rmtree(_trash(work), ignore_errors=True)
         _resume_or_start(work, json.loads(json.dumps(key)))
         try:
             yield work
         except CorpusError:
-            _discard(work)  # a corpus that is put right is another corpus
+            shutil.rmtree(work)  # a corpus that is put right is another corpus
             raise
-        _discard(work)
+        shutil.rmtree(work)  # half of it, after a kill, is work that is done again
 
 
 def publish(work: Path, target: Path) -> None:
@@ -103,16 +102,6 @@ def _locked(target: Path) -> Iterator[None]:
     finally:
         path.unlink()
         os.close(handle)
-
-
-def _discard(work: Path) -> None:
-    """Remove the folder; renamed first, so that a kill meanwhile leaves no half of it."""
-    work.rename(_trash(work))
-    shutil.rmtree(_trash(work))
-
-
-def _trash(work: Path) -> Path:
-    return work.with_name(work.name + ".trash")
 
 
 def _resume_or_start(work: Path, key: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ disk, and different processes write different bytes, so several can fill one fil
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -125,20 +126,26 @@ def encode(
 
 
 def _share(stop: Event) -> None:
-    """Keep the event that ends this process's work where `_work` finds it."""
+    """Keep the event that ends this process's work where `_work` finds it; end with the parent."""
     global _stop  # an event reaches a process only while it starts
     _stop = stop
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A pool whose parent was killed would wait for further work for ever, and keep its GPU."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a pool starts its processes"
+    parent.join()
+    os._exit(1)
 
 
 def _work(
     file: EmbeddingFile, path: Path, settings: EncoderConfig, shards: list[int], limit: int | None
 ) -> None:
-    """The part of one process; it ends early when another part failed or its parent has gone."""
-    parent = os.getppid()
+    """The part of one process; it ends early when another part failed."""
     corpus, encoder = Corpus.open(path), open_encoder(settings, limit)
     for shard in shards:
-        if os.getppid() != parent:
-            os._exit(1)  # the pool would wait for further work for ever
         if _stop.is_set():
             return
         _encode_shard(file, shard, corpus, encoder)

@@ -132,8 +132,7 @@ class Service:
     def close(self) -> bool:
         """Finish what is to be written; whether no search was left running."""
         is_idle = self.batcher.shut_down()
-        if is_idle:
-            self._searcher.close()
+        self._searcher.close()  # a search that goes on finds closed files: nobody waits for it
         return is_idle
 
     async def _answer(self, request: Request, start: float) -> Response:

@@ -1,5 +1,6 @@
 """Which engine the settings name."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,12 @@ import pytest
 from search_r1.search.backends import registry
 from search_r1.search.backends.registry import build_retriever
 from search_r1.search.errors import SetupError
-from search_r1.search.settings import EncoderConfig, RetrieverConfig, TorchConfig
+from search_r1.search.settings import (
+    EncoderConfig,
+    RerankConfig,
+    RetrieverConfig,
+    TorchConfig,
+)
 
 
 @pytest.mark.parametrize("inner", [".", "bm25"])
@@ -27,6 +33,28 @@ def test_an_unknown_dense_engine_is_refused() -> None:
     )
     with pytest.raises(SetupError, match="expected faiss or torch"):
         build_retriever(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "unread"),
+    [
+        (RetrieverConfig("bm25", encoder=EncoderConfig("hash")), ["--retriever_model"]),
+        (RetrieverConfig("e5", encoder=EncoderConfig("hash"), torch=TorchConfig("torch")), []),
+        (
+            RetrieverConfig("e5", encoder=EncoderConfig("hash"), torch=TorchConfig(rescore=20)),
+            ["--rescore"],
+        ),
+        (RetrieverConfig("empty", rerank=RerankConfig(retrieval_topk=50)), ["--retrieval_topk"]),
+    ],
+)
+def test_flags_of_other_backends_are_told(
+    config: RetrieverConfig, unread: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """int8 without --dense_engine torch would be float32 without a word; what is read is silent."""
+    with suppress(SetupError):  # there is no corpus
+        build_retriever(config)
+    told = [record.args for record in caplog.records if "does not read" in record.msg]
+    assert told == ([(config.retriever_name, *unread)] if unread else [])
 
 
 def test_every_row_names_a_module_of_its_package() -> None:

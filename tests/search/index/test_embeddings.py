@@ -1,6 +1,10 @@
 """The embedding file: rows in their places, marked done only after they are on the disk."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +12,7 @@ import pytest
 
 from search_r1.search.errors import SetupError
 from search_r1.search.index.embeddings import EmbeddingFile, blocks, open_embeddings
+from tests.search.conftest import write_corpus
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -38,6 +43,39 @@ def test_rows_reach_the_disk_before_their_mark(
     with pytest.raises(OSError, match="disk"):
         file.write(0, np.ones((4, 2), dtype=np.float32))
     assert file.missing() == [0]
+
+
+KILLED_WHEN_ALL_WAIT = """
+import os, signal, sys, time
+from pathlib import Path
+from search_r1.search.corpus import Corpus
+from search_r1.search.encoder import open_encoder
+from search_r1.search.index import embeddings
+from search_r1.search.settings import EncoderConfig
+def wait(*_):
+    while file.missing():
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGKILL)
+embeddings.wait = wait
+folder, settings = Path(sys.argv[1]), EncoderConfig("hash")
+corpus = Corpus.open(folder / "corpus.jsonl")
+file = embeddings.EmbeddingFile.create(folder, len(corpus), 64, "float32", 2)
+embeddings.encode(file, corpus, open_encoder(settings), [settings] * 2, None)
+"""
+
+
+def test_a_killed_builder_leaves_no_process(tmp_path: Path) -> None:
+    """Encoders that wait for more work end with who would give it: they hold a GPU's memory."""
+    write_corpus(tmp_path / "corpus.jsonl")
+    command = [sys.executable, "-c", KILLED_WHEN_ALL_WAIT, str(tmp_path)]
+    builder = subprocess.Popen(command, start_new_session=True)
+    assert builder.wait(60) == -signal.SIGKILL
+    end = time.monotonic() + 20
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < end:
+            os.killpg(builder.pid, 0)
+            time.sleep(0.05)
+        os.killpg(builder.pid, signal.SIGKILL)
 
 
 def test_existing_embeddings_may_be_bare_values(tmp_path: Path) -> None:
