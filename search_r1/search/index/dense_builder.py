@@ -64,7 +64,7 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
             _check_disk(config, work, manifest, embedded_bytes=0)
         ready = fresh_folder(work / READY_NAME)
         build_faiss(matrix, config.faiss_type, ready / VECTORS_NAME, on_gpu=config.faiss_gpu)
-        manifest.save(ready)
+        replace(manifest, dtype=str(matrix.dtype)).save(ready)
         publish(work, folder)
         made = work / "embeddings.npy"
         if config.save_embedding and made.exists():

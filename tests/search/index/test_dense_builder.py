@@ -89,14 +89,19 @@ def test_the_manifest_tells_what_decides_the_index(tmp_path: Path) -> None:
 def test_kept_embeddings_build_another_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From kept embeddings the same index comes without encoding the corpus again."""
+    """From kept embeddings the same index comes without encoding the corpus again.
+
+    Its manifest has their type, whatever the option for new ones says.
+    """
     path = write_rows(tmp_path / "c.jsonl", 20)
-    first = build_index(BuildConfig("e5", str(path), str(tmp_path), "hash", save_embedding=True))
+    options = {"save_embedding": True, "embedding_dtype": "float16"}
+    first = build_index(BuildConfig("e5", str(path), str(tmp_path), "hash", **options))
     kept = tmp_path / "e5_embeddings.npy"
     monkeypatch.setattr(dense_builder, "encode", None)
     config = BuildConfig("e5", str(path), str(tmp_path / "b"), "hash", embedding_path=str(kept))
     second = build_index(config)
     assert (first / "vectors.faiss").read_bytes() == (second / "vectors.faiss").read_bytes()
+    assert Manifest.load(second).dtype == "float16"
 
 
 def test_embeddings_of_another_corpus_are_refused(tmp_path: Path) -> None:
