@@ -27,8 +27,7 @@ from verl.errors import ReplicaLost
 from verl.rollout.interface import RolloutEngine
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
-from verl.single_controller.actors import ActorHost, RayWorkerGroup
-from verl.single_controller.restarts import Restarts
+from verl.single_controller.actors import ActorHost, RayWorkerGroup, Restarts
 from verl.trainer.groups import cpu_env
 from verl.types import Origin, Prompt, Sampling, Segment, Status, Trajectory, start_trajectory
 

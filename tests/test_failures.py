@@ -30,10 +30,9 @@ from verl.errors import RankLost, ReplicaLost
 from verl.rollout.interface import EngineDied, RolloutEngine
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
-from verl.single_controller.actors import RayWorkerGroup
+from verl.single_controller.actors import RayWorkerGroup, Restarts
 from verl.single_controller.placement import create_rollout_group, create_trainer_group, reserve
 from verl.single_controller.reaper import MARK, PART, OrphanReaper, marked
-from verl.single_controller.restarts import Restarts
 from verl.trainer.groups import cpu_env
 from verl.training.node_folder import PREFIX, NodeFolder, on_node
 from verl.types import Origin, Prompt, Sampling, Segment, Trajectory, start_trajectory

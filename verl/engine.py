@@ -100,3 +100,9 @@ class RolloutEngine(ABC):
 
     async def shutdown(self) -> None:
         """End the engine with its processes; harmless if it never started or has ended."""
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
+    """`text` up to the end of the stop string that ends first, and whether there is one."""
+    ends = [text.index(tag) + len(tag) for tag in stop if tag in text]
+    return (text[: min(ends)], True) if ends else (text, False)

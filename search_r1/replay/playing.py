@@ -16,9 +16,9 @@ from typing import Any
 from verl.agent.dialogue import DialogueAgent
 from verl.agent.interface import DialogueFormat, Item, Turn
 from verl.data.trajectories import path_of, read_row, recorded_steps
-from verl.engine import RolloutEngine
+from verl.engine import RolloutEngine, cut_at_stop
 from verl.errors import DataError, ToolError, explain
-from verl.rollout.turns import Decode, Parts, cut_at_stop
+from verl.rollout.replica import Decode, Parts
 from verl.types import Completion, Origin, Sampling, Segment, Status, Trajectory, start_trajectory
 
 Said = tuple[Segment, Segment | None]

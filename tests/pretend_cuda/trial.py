@@ -31,11 +31,10 @@ from verl.core_algos.losses import loss_weights
 from verl.preflight.memory.check import settled
 from verl.sft import trainer as sft
 from verl.training import models
-from verl.training import rank as trainer_rank
-from verl.training.critic import CriticWorker
+from verl.training import worker as training_ranks
 from verl.training.devices import join_process_group
 from verl.training.loading import Placeholder, replace_parameters
-from verl.training.worker import TrainerWorker
+from verl.training.worker import CriticWorker, TrainerWorker
 from verl.types import TokenBatch
 
 LONGEST, PROMPT = 1500, 300
@@ -297,7 +296,7 @@ def card(case: Case, mode: PretendCuda) -> Iterator[None]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (dist, "init_process_group", fake_join),
-        (trainer_rank, "opened_causal_lm", fake_open),
+        (training_ranks, "opened_causal_lm", fake_open),
         (sft, "load_causal_lm", fake_load),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in replaced]

@@ -66,7 +66,10 @@ HEART: Mapping[str, Sequence[str]] = MappingProxyType(
             "tests/rewards/test_format.py",
         ],
         "verl/agent/tags.py": ["tests/agent/test_tags.py", "tests/agent/test_generation.py"],
-        "verl/rollout/retry.py": ["tests/verl/rollout/test_retry.py"],
+        "verl/rollout/in_flight.py": [
+            "tests/verl/rollout/test_retry.py",
+            "tests/verl/rollout/test_in_flight.py",
+        ],
         "search_r1/agent/retriever.py": [
             TOOL,
             f"--deselect={REFUSED}",

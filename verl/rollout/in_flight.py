@@ -1,18 +1,43 @@
-"""Trajectories on their way: who finishes them, and which replica finishes which of them.
+"""Trajectories on their way: who finishes them, which replica which, and what is sampled again.
 
 All replicas are given a whole request. Each claims the next group that nobody has taken, as often
 as it has room, so that a replica whose dialogues are short does not wait for another's long ones.
+
+Whatever samples trajectories (a step, a baseline, validation) does it through `RetryingRollout`:
+broken ones are sampled again, an outage of a tool is waited for. It asks the tools whether they
+answer: nothing here knows what they do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.types import Name, Sampling, Trajectory
+from verl.agent.environment import Environment
+from verl.agent.interface import Tool
+from verl.errors import ToolOutage, ToolRefused
+from verl.types import Metrics, Name, Sampling, Status, Trajectory
+
+logger = logging.getLogger(__name__)
+
+MAX_VAIN_ROUNDS = 3
+"""Rounds in a row that finish nothing though all tools answer: what fails then has failed."""
+LINE_S = 30.0
+"""Seconds between the lines that say that the run waits."""
+PROBE_S = 30.0
+"""Longest that one probe may take."""
+POLL_S = 2.0
+"""Pause between two probes."""
+COUNTS = ("trajectories_resampled", "trajectories_failed", "trajectories_dropped", "outage_s")
+"""What is counted here, beside what trajectories count themselves."""
+
+Check = Callable[[], None]
 
 
 @dataclass(eq=False)
@@ -176,3 +201,188 @@ class NoEngines(Engines):
 
     def shutdown(self) -> None:
         """Nothing runs."""
+
+
+@dataclass
+class Outage:
+    """The time from when a tool is found away until trajectories finish again."""
+
+    environment: Environment
+    check: Check
+    began: float | None = None
+    """A time of `time.monotonic`; None while all tools answered."""
+
+    def wait(self, num_failed: int) -> float:
+        """Until all tools answer; the seconds waited, 0 where they answered at once.
+
+        Raises ToolOutage when one has been away for too long.
+        """
+        entered, next_line = time.monotonic(), -math.inf
+        tool: Tool | None = None
+        while found := self.environment.probe(self._probe_seconds(tool, entered)):
+            tool, problem = found
+            now = time.monotonic()
+            self.began = entered if self.began is None else self.began
+            away = now - self.began
+            if away >= tool.max_outage:
+                raise ToolOutage(
+                    f"{tool.label} has been away for {away:.0f} s, no less than "
+                    f"{tool.max_outage_option}={tool.max_outage:g} ({problem}); {tool.fix}"
+                )
+            if now >= next_line:
+                logger.warning(
+                    "%s is away since %.0f s (%s); the run waits for up to %.0f s more (%s=%g) "
+                    "with %d trajectories to sample again; %s, and the run goes on by itself",
+                    tool.label, away, problem, tool.max_outage - away, tool.max_outage_option,
+                    tool.max_outage, num_failed, tool.fix,
+                )  # fmt: skip
+                next_line = now + LINE_S
+            self.check()
+            time.sleep(min(POLL_S, tool.max_outage - away))
+        if tool is None:
+            return 0.0
+        waited = time.monotonic() - entered
+        logger.warning("%s answers again after %.0f s; the run goes on", tool.label, waited)
+        return waited
+
+    def _probe_seconds(self, tool: Tool | None, entered: float) -> float:
+        """How long the next probe may take: at least a second, so that it can be answered."""
+        if tool is None:
+            return PROBE_S
+        began = entered if self.began is None else self.began
+        left = tool.max_outage - (time.monotonic() - began)
+        return max(1.0, min(PROBE_S, left))
+
+
+@dataclass
+class RetryingRollout(Engines):
+    """Finishes trajectories, however often tools fail meanwhile, and counts how often."""
+
+    replicas: Engines
+    environment: Environment
+    check: Check = lambda: None
+    """Called while the run waits; may raise to end it, as when its time is over."""
+    faults: Metrics = field(default_factory=lambda: defaultdict(float))
+    served: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of what the tools served when the run began; empty compares nothing."""
+
+    def start(
+        self, starts: Sequence[Trajectory], sampling: Sampling,
+        finished: Mapping[int, Trajectory] | None = None,
+    ) -> InFlight:  # fmt: skip
+        """Begin to finish `starts`, and return at once; some, by position, may be `finished`."""
+        return self.replicas.start(starts, sampling, finished)
+
+    def finish(self, flight: InFlight) -> list[Trajectory]:
+        """Wait until all are finished; one that failed is sampled again as it was started.
+
+        Seeds stay, so that the result is that of an undisturbed run. FAILED in the end are only
+        those that fail though all tools answer. Raises ToolOutage when one stays away for its
+        `max_outage` seconds, or comes back for nothing that long, and ToolRefused when one refuses
+        this run, or serves something else than when it began.
+        """
+        starts, sampling = flight.starts, flight.sampling
+        finished = self._noted(self.replicas.finish(flight))
+        failed, vain_rounds = broken(finished), 0
+        outage = Outage(self.environment, self.check)
+        while failed and vain_rounds < MAX_VAIN_ROUNDS:
+            logger.warning("%d of %d trajectories failed and are to be sampled again: %s",
+                           len(failed), len(starts), finished[failed[0]].error)  # fmt: skip
+            waited = outage.wait(len(failed))
+            again = self.replicas.generate([starts[i] for i in failed], sampling)
+            for i, trajectory in zip(failed, self._noted(again), strict=True):
+                finished[i] = trajectory
+            self.faults["outage_s"] += waited
+            self.faults["trajectories_resampled"] += len(failed)
+            still = broken(finished)
+            if len(still) < len(failed):
+                vain_rounds, outage = 0, Outage(self.environment, self.check)
+            else:
+                vain_rounds += int(waited == 0)
+            failed = still
+        self.faults["trajectories_failed"] += len(failed)
+        self._refuse_another_service()
+        return finished
+
+    def _refuse_another_service(self) -> None:
+        """Raise ToolRefused where a tool serves something else than when the run began.
+
+        A server that was started again with another corpus answers as well as the first.
+        """
+        found = self.environment.identity() if self.served else {}
+        changed = [name for name in found if self.served.get(name, found[name]) != found[name]]
+        if changed:
+            raise ToolRefused(
+                f"what the tools serve changed since the run began: got another "
+                f"{', '.join(changed)}, expected the fingerprints of its start; fix: serve what "
+                "was served before and resume, or begin a new run"
+            )
+
+    def unanswered(self) -> Callable[[], Mapping[Name, Trajectory]]:
+        """Ask for what is finished of flights that are not; see `Engines`."""
+        return self.replicas.unanswered()
+
+    def abandon(self, flight: InFlight) -> None:
+        """Nobody waits for these any more."""
+        self.replicas.abandon(flight)
+
+    def sleep(self) -> None:
+        """Nothing is to be sampled for a while: give the devices' memory to the training ranks."""
+        self.replicas.sleep()
+
+    def take_faults(self) -> Metrics:
+        """`fault/NAME` of all since the last call, zeros included."""
+        found = {**dict.fromkeys(COUNTS, 0.0), **self.faults}
+        self.faults.clear()
+        return {f"fault/{name}": float(count) for name, count in found.items()}
+
+    def _noted(self, finished: list[Trajectory]) -> list[Trajectory]:
+        """Those of one round; what went wrong is counted, whatever becomes of them."""
+        for trajectory in finished:
+            if trajectory.is_refused:
+                raise ToolRefused(f"{trajectory.prompt.uid}: {trajectory.error}")
+            for name, count in trajectory.faults.items():
+                self.faults[name] += count
+        return finished
+
+
+def broken(trajectories: Iterable[Trajectory]) -> list[int]:
+    """Positions of those that infrastructure broke."""
+    return [i for i, t in enumerate(trajectories) if t.status is Status.FAILED]
+
+
+def whole_groups(
+    trajectories: Sequence[Trajectory], failed: Sequence[Trajectory], of_what: str, max_share: float
+) -> list[Trajectory]:
+    """Those whose group is whole; a group of which one is in `failed` goes with it.
+
+    What failed is mostly what called a tool: its siblings that did without must not stand for the
+    group. `of_what` names all of them: `step 3`. Raises ToolOutage as `refuse_share` does.
+    """
+    cut = {trajectory.group for trajectory in failed}
+    kept = [t for t in trajectories if t.group not in cut]
+    refuse_share(failed, len(trajectories) - len(kept), len(trajectories), of_what, max_share)
+    return kept
+
+
+def refuse_share(
+    failed: Sequence[Trajectory], num_lost: int, num_all: int, of_what: str, max_share: float
+) -> None:
+    """A line for what failed for good, with which `num_lost` of `num_all` are lost.
+
+    Raises ToolOutage where that is more than `max_share` of them, or all.
+    """
+    if not failed:
+        return
+    told = (
+        f"{of_what}: {len(failed)} trajectories failed again and again though the tools answer, "
+        f"the last ({failed[-1].prompt.uid}) with: {failed[-1].error}; {num_lost} of {num_all} are "
+        "lost with them"
+    )
+    if num_lost / num_all > max_share or num_lost == num_all:
+        enough = f"{math.ceil(1000 * num_lost / num_all) / 1000:g}"
+        allow = "" if num_lost == num_all else f", or allow it: trainer.max_lost_share={enough}"
+        raise ToolOutage(
+            f"{told}, more than trainer.max_lost_share={max_share:g}; fix: mend what fails{allow}"
+        )
+    logger.warning("%s", told)

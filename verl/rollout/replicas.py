@@ -24,8 +24,7 @@ from verl.errors import ReplicaLost, UserError
 from verl.packing import split_groups, together
 from verl.rollout.in_flight import Claims, Engines, InFlight
 from verl.rollout.replica import RolloutReplica
-from verl.single_controller.actors import RayWorkerGroup, cause_of
-from verl.single_controller.restarts import Restarts
+from verl.single_controller.actors import RayWorkerGroup, Restarts, cause_of
 from verl.training.node_folder import new_path, on_node
 from verl.types import Name, Sampling, Trajectory
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from verl.config import Config
+from verl.engine import cut_at_stop
 from verl.model_files import load_tokenizer, refuse_values
 from verl.rollout.interface import INTERRUPTED, Listener, RolloutEngine
-from verl.rollout.turns import cut_at_stop
 from verl.training.devices import device_type, rollout_dtype
 from verl.training.models import load_causal_lm
 from verl.types import Completion, Sampling

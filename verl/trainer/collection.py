@@ -19,8 +19,7 @@ from verl.data import PromptSampler
 from verl.data.trajectories import Signals, write_step
 from verl.rewards.interface import Reward, RewardManager
 from verl.rollout import schedule
-from verl.rollout.in_flight import InFlight, names_of
-from verl.rollout.retry import RetryingRollout, whole_groups
+from verl.rollout.in_flight import InFlight, RetryingRollout, names_of, whole_groups
 from verl.trainer.metrics import Timings, reward_metrics, rollout_metrics
 from verl.trainer.validation import trajectory_seed
 from verl.types import Metrics, Name, Prompt, Sampling, Status, Trajectory, start_trajectory

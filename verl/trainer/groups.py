@@ -23,7 +23,7 @@ from verl.rollout.in_flight import NoEngines
 from verl.rollout.interface import EngineDied, engine_takes_adapter
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
-from verl.single_controller.actors import RayWorkerGroup
+from verl.single_controller.actors import RayWorkerGroup, Restarts
 from verl.single_controller.placement import (
     create_rollout_group,
     create_trainer_group,
@@ -33,14 +33,11 @@ from verl.single_controller.placement import (
     reserve,
 )
 from verl.single_controller.reaper import MARK, OrphanReaper
-from verl.single_controller.restarts import Restarts
 from verl.trainer.cluster import JOB_CONFIG, anchored, check_nodes, uses_gpus
 from verl.trainer.ranks import Division, TrainerRanks
-from verl.training.critic import CriticWorker
 from verl.training.devices import DETERMINISTIC_ENV, SPINS, rollout_dtype
 from verl.training.network import forwarded
-from verl.training.rank import TrainingRank
-from verl.training.worker import TrainerWorker
+from verl.training.worker import CriticWorker, TrainerWorker, TrainingRank
 
 
 @dataclass(frozen=True)

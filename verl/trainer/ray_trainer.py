@@ -43,9 +43,8 @@ from verl.monitor.performance import Timings, critic_seconds, speed_metrics
 from verl.monitor.trace import Trace
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import RewardFn, RewardManager, adapted
-from verl.rollout.in_flight import NoEngines
+from verl.rollout.in_flight import NoEngines, RetryingRollout
 from verl.rollout.replicas import RolloutReplicas
-from verl.rollout.retry import RetryingRollout
 from verl.steady import one_thread, steady_memory
 from verl.trainer.cluster import uses_gpus
 from verl.trainer.collection import Samples

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from verl.config import Config, cli
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
 from verl.data import load_prompts, num_batches
 from verl.data.trajectories import open_folder
-from verl.errors import UserError
+from verl.errors import RankLost, ReplicaLost, UserError
 from verl.files import exclusive
 from verl.model_files import load_tokenizer, tokenizer_identity
 from verl.monitor.memory_watch import rank_names, watching
@@ -42,13 +42,12 @@ from verl.plugins import Carried
 from verl.preflight.checks import preflight
 from verl.remote_code import set_trust
 from verl.rewards.interface import EachAlone, Reward, RewardManager
+from verl.single_controller.actors import Restarts
 from verl.single_controller.reaper import OrphanReaper
-from verl.single_controller.restarts import Restarts
 from verl.trainer.cluster import start_ray
 from verl.trainer.groups import build_groups, build_ranks
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.recorded import check_record
-from verl.trainer.supervision import supervise
 from verl.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -208,11 +207,11 @@ def run(config: Config, trackers: Sequence[Tracker] = ()) -> None:
     `trackers` are told of it beside those that `trainer.logger` names.
     """
     trainer = config.trainer
-    folders = {Path(trainer.default_local_dir).resolve(): "trainer.default_local_dir"}
+    written_to = {Path(trainer.default_local_dir).resolve(): "trainer.default_local_dir"}
     if trainer.rollout_data_dir is not None:
-        folders.setdefault(Path(trainer.rollout_data_dir).resolve(), "trainer.rollout_data_dir")
+        written_to.setdefault(Path(trainer.rollout_data_dir).resolve(), "trainer.rollout_data_dir")
     with contextlib.ExitStack() as held:
-        for folder, option in folders.items():
+        for folder, option in written_to.items():
             held.enter_context(exclusive(folder, option))
         prepared = prepare(config)
         try:
@@ -233,3 +232,31 @@ def _run(prepared: Prepared, trackers: Sequence[Tracker]) -> None:
                 trainer.fit()
 
         supervise(attempt, prepared.config, restarts)
+
+
+def supervise(attempt: Callable[[Config], None], config: Config, restarts: Restarts) -> None:
+    """Repeat `attempt` until it ends without having lost a rank, or a replica beyond repair.
+
+    An attempt takes everything down, however it ends. The next one goes on from the newest
+    checkpoint that this command wrote, whatever `trainer.resume_mode` says; where it wrote none
+    yet, it starts as the command did. Raises the last loss when `restarts` are used up; whatever
+    else ends a run ends it here too.
+    """
+    root = Path(config.trainer.default_local_dir)
+    before = written(root)
+    while True:
+        try:
+            return attempt(config)
+        except (RankLost, ReplicaLost) as error:
+            new = [folder for folder, when in written(root).items() if before.get(folder) != when]
+            newest = max(new, key=folders.step_of, default=None)
+            began = "the beginning" if config.trainer.resume_mode == "disable" else "where it began"
+            restarts.spend_on_run(error, began if newest is None else str(newest))
+            if newest is not None:
+                config = replace(config, trainer=replace(config.trainer, resume_mode=str(newest)))
+
+
+def written(root: Path) -> Mapping[Path, int]:
+    """The complete checkpoints below `root`, each with the time its marker was written, in ns."""
+    found = folders.all_complete(root)
+    return {folder: (folder / folders.MARKER).stat().st_mtime_ns for folder in found}

@@ -12,8 +12,7 @@ from tqdm import tqdm
 from verl.config import Config
 from verl.files import whole_file
 from verl.rewards.interface import Reward, RewardManager
-from verl.rollout.in_flight import Engines
-from verl.rollout.retry import RetryingRollout, refuse_share
+from verl.rollout.in_flight import Engines, RetryingRollout, refuse_share
 from verl.trainer.metrics import validation_metrics
 from verl.types import Metrics, Prompt, Sampling, Status, Trajectory, start_trajectory
 

@@ -1,4 +1,4 @@
-"""The value function: values of a batch, one optimizer step; and ranks that hold it alone."""
+"""The value function on training ranks: values of a batch, and one optimizer step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ from torch import Tensor
 from verl.config import CriticConfig
 from verl.core_algos.losses import value_loss, weighted_sum
 from verl.training.actor import Columns, apply_update, at_targets, inputs_of
-from verl.training.budgets import TokenBudgets, critic_budgets
-from verl.training.crews import check_heads
-from verl.training.fsdp import FsdpModel, FsdpOptions
-from verl.training.kernels import prepare_blocks
-from verl.training.lora import Role, adapted_engine
-from verl.training.models import PackedInputs, ValueModel, blocks
-from verl.training.rank import TrainingRank
-from verl.training.shards import CRITIC_FOLDER
+from verl.training.budgets import TokenBudgets
+from verl.training.fsdp import FsdpModel
+from verl.training.models import PackedInputs
 from verl.types import Metrics, TokenBatch
 
 _SUMS = ("vf_loss", "value_mean", "return_mean", "value_clip_fraction", "weight")
@@ -72,48 +67,3 @@ class Critic:
         is_clipped = ((values.detach() - old).abs() > bound).float()
         observed = [weighted_sum(x, weights) for x in (values, returns, is_clipped)]
         return loss, torch.stack([loss, *observed, weights.sum()]).detach()
-
-
-def critic_options(rank: TrainingRank) -> FsdpOptions:
-    """How the critic is held and learned."""
-    config, critic = rank.config, rank.config.critic
-    size = critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
-    steps = rank.total_steps // max(config.updates_per_step, 1)  # of the run, without warm-up
-    return FsdpOptions(
-        compute_dtype=rank.dtype,
-        num_updates=steps * -(-config.num_trajectories // size) * critic.ppo_epochs,
-        optim=critic.optim,
-        grad_clip=critic.grad_clip,
-        crew=rank.crew(rank.config.critic_crew_size),
-        held=critic.model.fsdp_config,
-    )
-
-
-def critic_of(rank: TrainingRank, engine: FsdpModel) -> Critic:
-    """The value function in an engine."""
-    return Critic(engine, rank.config.critic, critic_budgets(rank.config))
-
-
-def own_engine(rank: TrainingRank) -> FsdpModel:
-    """An engine of weights that are the critic's alone."""
-    model = rank.config.critic.model
-    with rank.opened(model, rank.config.critic_path, needs_head=False) as lm:
-        prepare_blocks(lm, model)
-        check_heads(lm.config, rank.config.critic_crew_size, "critic")
-        options = critic_options(rank)
-        if model.has_adapter:
-            return adapted_engine(lm, {Role.CRITIC: model}, rank.device, options)
-        module = ValueModel(lm)
-        return FsdpModel(module, blocks(module, lm), rank.device, options, [module.value_head])
-
-
-class CriticWorker(TrainingRank):
-    """A rank of a critic on devices of its own (`critic.n_gpus_per_node`)."""
-
-    folder = CRITIC_FOLDER
-    is_critic_alone = True
-
-    def build(self) -> None:
-        """The critic alone."""
-        engine = own_engine(self)
-        self.critic, self.engines = critic_of(self, engine), {"critic": engine}

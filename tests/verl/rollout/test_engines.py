@@ -22,7 +22,7 @@ from verl.rollout.interface import (
     engine_problems,
     engine_takes_adapter,
 )
-from verl.rollout.turns import BusyClock, TurnEngine, WeightGate
+from verl.rollout.replica import BusyClock, TurnEngine, WeightGate
 from verl.training import kernels
 from verl.types import Completion, Sampling
 

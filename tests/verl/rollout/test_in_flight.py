@@ -19,7 +19,7 @@ from verl.errors import ReplicaLost
 from verl.rollout.interface import RolloutEngine
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
-from verl.single_controller.restarts import Restarts
+from verl.single_controller.actors import Restarts
 from verl.types import Completion, Sampling, Status, Trajectory, start_trajectory
 
 pytestmark = pytest.mark.asynchrony

@@ -22,7 +22,7 @@ from verl.errors import RankLost
 from verl.monitor.tracking import Tracking
 from verl.rollout.in_flight import Claims
 from verl.rollout.replicas import RolloutReplicas
-from verl.single_controller.restarts import Restarts
+from verl.single_controller.actors import Restarts
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.types import Sampling, Trajectory
 

@@ -21,8 +21,8 @@ from verl.agent.environment import Environment
 from verl.agent.interface import Tool, text_arguments
 from verl.config import Config
 from verl.errors import Interrupted, ToolOutage, ToolRefused
-from verl.rollout import retry as outages
-from verl.rollout.retry import MAX_VAIN_ROUNDS, Outage, RetryingRollout, whole_groups
+from verl.rollout import in_flight as outages
+from verl.rollout.in_flight import MAX_VAIN_ROUNDS, Outage, RetryingRollout, whole_groups
 from verl.types import Origin, Sampling, Status, TokenBatch, Trajectory, start_trajectory
 
 SAMPLING = Sampling(max_tokens=100)

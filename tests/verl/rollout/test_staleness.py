@@ -23,11 +23,11 @@ from verl.config import Config
 from verl.data import PromptSampler
 from verl.rewards.interface import EachAlone, Reward
 from verl.rollout import schedule
+from verl.rollout.in_flight import RetryingRollout
 from verl.rollout.interface import INTERRUPTED, RolloutEngine
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
-from verl.rollout.retry import RetryingRollout
-from verl.single_controller.restarts import Restarts
+from verl.single_controller.actors import Restarts
 from verl.trainer.collection import RolloutCollector
 from verl.trainer.metrics import Timings
 from verl.types import Completion, Origin, Sampling, Status, Trajectory, start_trajectory

@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from example.model import load_tokenizer
 from tests.fakes import ScriptedEngine
-from verl.rollout import turns
+from verl.rollout import replica as turns
 from verl.rollout.interface import INTERRUPTED
+from verl.rollout.replica import BusyClock, Parts, TurnEngine, WeightGate, begins_stop
 from verl.rollout.schedule import Row, Schedule
-from verl.rollout.turns import BusyClock, Parts, TurnEngine, WeightGate, begins_stop
 from verl.types import Completion, EngineCounts, Name, Sampling
 
 

@@ -15,9 +15,8 @@ from ray.cluster_utils import Cluster
 from tests.verl.single_controller.split_parts import Critic, Rank, Replica
 from verl.config import Config
 from verl.single_controller import placement
-from verl.single_controller.actors import Place, RayWorkerGroup
+from verl.single_controller.actors import Place, RayWorkerGroup, Restarts
 from verl.single_controller.reaper import MARK
-from verl.single_controller.restarts import Restarts
 from verl.trainer import groups
 
 NODES, RANKS, OWN, CRITIC = 2, 1, 2, 1

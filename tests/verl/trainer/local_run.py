@@ -30,8 +30,7 @@ from verl.rollout.interface import RolloutEngine
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.rollout.transformers_engine import TransformersEngine
-from verl.single_controller.actors import Place
-from verl.single_controller.restarts import Restarts
+from verl.single_controller.actors import Place, Restarts
 from verl.trainer.ranks import TrainerRanks
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.training.worker import TrainerWorker

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from search_r1.agent.generation import search_agent
 from search_r1.search.client import RetrievalClient
 from tests.fakes import ByteTokenizer, ScriptedEngine
-from verl.rollout import retry as outages
+from verl.rollout import in_flight as outages
 from verl.rollout.in_flight import Engines
 from verl.rollout.interface import RolloutEngine
 from verl.types import Sampling, Trajectory

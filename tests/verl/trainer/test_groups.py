@@ -14,8 +14,7 @@ from tests.verl.trainer.test_ranks import Answers
 from verl.config import Config
 from verl.errors import ConfigError
 from verl.preflight.memory.check import changed
-from verl.single_controller.actors import Place
-from verl.single_controller.restarts import Restarts
+from verl.single_controller.actors import Place, Restarts
 from verl.trainer import groups
 from verl.trainer.groups import refuse_crowded_cards
 

@@ -23,7 +23,7 @@ from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.errors import ToolOutage, ToolRefused
 from verl.monitor.tracking import JsonlTracker, Tracking
-from verl.rollout import retry as outages
+from verl.rollout import in_flight as outages
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.types import Completion, Sampling, Trajectory
 

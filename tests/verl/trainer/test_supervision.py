@@ -17,8 +17,8 @@ from verl.errors import (
     ToolOutage,
     UserError,
 )
-from verl.single_controller.restarts import Restarts
-from verl.trainer.supervision import supervise
+from verl.single_controller.actors import Restarts
+from verl.trainer.run import supervise
 
 
 class Script:

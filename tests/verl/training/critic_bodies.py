@@ -8,9 +8,7 @@ from typing import Any
 from tests.verl.training.rank_bodies import LENGTHS, shard_of
 from tests.verl.training.ranks import tiny_config
 from verl.config import Config
-from verl.training.critic import CriticWorker
-from verl.training.rank import TrainingRank
-from verl.training.worker import TrainerWorker
+from verl.training.worker import CriticWorker, TrainerWorker, TrainingRank
 
 
 def config_of(model: str, num_critics: int, lora_rank: int) -> Config:
