@@ -108,6 +108,4 @@ def engine_problems(config: Config) -> Iterator[ConfigError]:
     if rollout.interrupt_turns and not chosen.can_interrupt:
         key = "actor_rollout_ref.rollout.interrupt_turns"
         expected = f"false: {what} cannot end a turn before its time"
-        yield ConfigError(
-            explain(key, "true", expected, f"{key}=false, or {NAME}=vllm without {URL}")
-        )
+        yield ConfigError(explain(key, "true", expected, f"{key}=false, or {NAME}=vllm"))

@@ -111,7 +111,7 @@ class VllmServer(RolloutEngine):
         self._http: httpx.AsyncClient | None = None
         self.weight_version, self._weights = 0, ""
         self._running: set[str] = set()
-        self._is_interrupting = False
+        self._num_asked, self._is_interrupting = 0, False
 
     @classmethod
     def from_config(cls, config: Config, replica: int) -> Self:
@@ -153,9 +153,15 @@ class VllmServer(RolloutEngine):
         version, weights = self.weight_version, self._weights
         # Prefixes are cached by the salt: those of other weights are never found.
         body = {**self._model, **request_body(prompt_ids, sampling), **EXACT, "cache_salt": weights}
-        async with self._slots:
-            choice = self._choice(await self._complete(body))
-            await self._refuse_others(weights)
+        self._num_asked += 1
+        try:
+            async with self._slots:
+                if self._is_interrupting:  # it waited for a slot
+                    return Completion((), (), "", INTERRUPTED, version)
+                choice = self._choice(await self._complete(body))
+                await self._refuse_others(weights)
+        finally:
+            self._num_asked -= 1
         assert version == self.weight_version, "weights changed while a request was running"
         return _completion(choice, version)
 
@@ -186,11 +192,13 @@ class VllmServer(RolloutEngine):
 
     async def interrupt(self) -> None:
         """Abort our requests: vLLM answers each with what it has. Of one on its way it does not
-        know yet, so that it is asked again."""
+        know yet, so that it is asked again. Those that wait for a slot end without tokens."""
         self._is_interrupting = True
         try:
-            while self._running:
-                await self._tell("POST", "/abort_requests", {"request_ids": sorted(self._running)})
+            while self._num_asked:
+                if self._running:
+                    running = {"request_ids": sorted(self._running)}
+                    await self._tell("POST", "/abort_requests", running)
                 await asyncio.sleep(ABORT_S)
         finally:
             self._is_interrupting = False

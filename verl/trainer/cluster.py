@@ -192,10 +192,13 @@ def inspect_node(
     set_trust(config.actor_rollout_ref.model.trust_remote_code)
     problems = [
         *preflight.model_problems(config),
-        *tools(config).preflight(preflight.PROBE_SECONDS),
         *shared_memory_problems(config),
         *file_problems(config, probe),
     ]
+    try:
+        problems += tools(config).preflight(preflight.PROBE_SECONDS)
+    except UserError as error:  # a file of the user's that is not here
+        problems.append(error)
     found = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

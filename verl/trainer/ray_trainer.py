@@ -103,6 +103,7 @@ class RayPPOTrainer:
         self.learner = Learner(self.config, self.ranks)
         self.peak_flops = self.ranks.peak_flops()
         self.trace = Trace(self.directory if self.config.trainer.trace else None)
+        self.untraced: tuple[Any, ...] | None = None
         self.reward = adapted(self.reward_fn)
         self.rollout = RetryingRollout(
             self.replicas, self.environment, self.stopper.check,
@@ -166,6 +167,9 @@ class RayPPOTrainer:
     def conclude(self, metrics: Metrics, was_recovered: bool = False) -> None:
         """End a step whose weights are final: validate, log, save."""
         self.finished, score = self.state(pending=metrics), None
+        if self.untraced is not None:  # not before: a full disk ends the run with what is finished
+            self.trace.add_step(*self.untraced)
+            self.untraced = None
         if is_due(self.config.trainer.test_freq, self.step, self.total_steps):
             metrics |= self.validate()
             score = self.note_best(metrics)
@@ -209,7 +213,7 @@ class RayPPOTrainer:
         calls = self.ranks.take_calls()
         if self.learner.has_critic_beside:
             timings.beside |= critic_seconds(calls)
-        self.trace.add_step(self.step, timings, samples.trajectories, calls)
+        self.untraced = self.step, timings, samples.trajectories, calls
         return {**metrics, **self.performance(batch, timings), **self.faults()}
 
     @contextlib.contextmanager

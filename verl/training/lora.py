@@ -20,15 +20,14 @@ from typing import Any
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl.config import ALL_LINEAR, AdapterConfig
 from verl.errors import ConfigError, explain
-from verl.files import whole_file
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.models import LogProbModel, PackedInputs, blocks, build_value_head, values
+from verl.training.weights import write_file
 
 PREFIX = "base_model.model."
 """What peft and vLLM expect before the module's path in a folder's tensor names."""
@@ -79,8 +78,7 @@ class Adapter:
             PREFIX + name: tensor.detach().to("cpu", dtype).contiguous()
             for name, tensor in self.tensors.items()
         }
-        with whole_file(directory / "adapter_model.safetensors") as part:
-            save_file(tensors, part, metadata={"format": "pt"})
+        write_file(directory / "adapter_model.safetensors", tensors)
         config = copy.copy(self.config)
         config.inference_mode = True
         config.target_modules = sorted(config.target_modules or ())  # a set has no order of its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
@@ -98,10 +100,10 @@ def write_weights(
         if owner != writer:
             continue
         if file != current:
-            seconds += _write_file(directory / current, held)
+            seconds += write_file(directory / current, held)
             held, current = {}, file
         held[name] = tensor.to("cpu", target).contiguous()
-    seconds += _write_file(directory / current, held)
+    seconds += write_file(directory / current, held)
     if writer > 0:
         return seconds
     files, index = set(layout.index.values()), directory / "model.safetensors.index.json"
@@ -121,12 +123,15 @@ def write_weights(
     return seconds
 
 
-def _write_file(path: Path, tensors: dict[str, Tensor]) -> float:
-    """The seconds that it takes; nothing is written without tensors."""
+def write_file(path: Path, tensors: dict[str, Tensor]) -> float:
+    """The seconds that it takes; nothing is written without tensors. Raises OSError."""
     start = time.perf_counter()
     if tensors:
         with whole_file(path) as part:
-            save_file(tensors, part, metadata={"format": "pt"})
+            try:
+                save_file(tensors, part, metadata={"format": "pt"})
+            except SafetensorError as error:  # also of a full disk
+                raise OSError(errno.EIO, str(error), str(path)) from error
     return time.perf_counter() - start
 
 

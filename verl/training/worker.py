@@ -11,17 +11,19 @@ import os
 import random
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.config import AdapterConfig, Config, CriticModelConfig, ModelConfig
 from verl.core_algos.advantages import ADVANTAGES
+from verl.errors import ResourceError, explain
 from verl.machine import HostMemory
 from verl.remote_code import set_trust
 from verl.training.actor import Actor
@@ -300,22 +302,32 @@ class TrainerWorker(TrainingRank):
     def _write_policy(
         self, directory: Path, dtype: str, is_adapter: bool, writer: int, num_writers: int
     ) -> float:
-        """Every rank gives its shards; the first writers write them. Returns their seconds."""
+        """Every rank gives its shards; the first writers write them. Returns their seconds. Raises
+        ResourceError where it cannot write, when the others have all."""
         seconds = 0.0
-        if is_adapter:
-            adapter = policy_adapter(self.actor.engine)
-            start = time.perf_counter()
-            if writer == 0:
-                adapter.write(directory)
-            seconds = time.perf_counter() - start
-        else:
-            named = policy_weights(self.actor.engine, dtype)
-            if writer < num_writers:
-                parts = (writer, num_writers)
-                seconds = write_weights(directory, named, self.model_config, dtype, *parts)
-            for _ in named:  # each tensor is gathered by all ranks together
-                pass
+        problem: OSError | None = None
+        named: Iterator[tuple[str, Tensor]] = iter(())
+        try:
+            if is_adapter:
+                adapter = policy_adapter(self.actor.engine)
+                start = time.perf_counter()
+                if writer == 0:
+                    adapter.write(directory)
+                seconds = time.perf_counter() - start
+            else:
+                named = policy_weights(self.actor.engine, dtype)
+                if writer < num_writers:
+                    parts = (writer, num_writers)
+                    seconds = write_weights(directory, named, self.model_config, dtype, *parts)
+        except OSError as error:
+            problem = error
+        for _ in named:  # each tensor is gathered by all ranks together
+            pass
         dist.barrier()
+        if problem is not None:
+            fix = "make room, then go on with trainer.resume_mode=auto"
+            expected = "a folder that takes the weights"
+            raise ResourceError(explain(str(directory), problem, expected, fix)) from problem
         return seconds
 
     def shutdown(self) -> None:

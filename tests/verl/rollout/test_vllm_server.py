@@ -212,6 +212,35 @@ def test_new_weights_end_what_is_sampled() -> None:
     assert [one.ids for one in asyncio.run(both())] == [(), ()]
 
 
+def test_new_weights_wait_for_nothing_that_waits_for_a_slot() -> None:
+    """Else whatever a server has no room for yet would be sampled whole, by the old ones."""
+    is_cut = False
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal is_cut
+        is_cut |= request.url.path == "/abort_requests"
+        while request.url.path == "/v1/completions" and not is_cut:
+            await asyncio.sleep(0.001)
+        return server(request)
+
+    async def many() -> list[Completion]:
+        engine = VllmServer("http://a", max_num_seqs=2, transport=httpx.MockTransport(answer))
+        await engine.start()
+        await engine.update_weights(FOLDER, 3)
+        asked = [asyncio.create_task(engine.generate([i], SAMPLING)) for i in range(7)]
+        await asyncio.sleep(0.01)
+        await engine.interrupt()
+        assert all(task.done() for task in asked)
+        return [task.result() for task in asked]
+
+    server = VllmDouble()
+    server.choice |= {"finish_reason": "abort", "text": "so"}
+    found = asyncio.run(many())
+    assert {one.finish_reason for one in found} == {INTERRUPTED}
+    assert [len(one.ids) for one in found] == [2, 2, 0, 0, 0, 0, 0]
+    assert server.paths().count("/v1/completions") == 2
+
+
 def test_each_address_is_an_engine() -> None:
     """Of a run with `rollout.url`; a LoRA run gives servers the merged weights."""
     config = Config()

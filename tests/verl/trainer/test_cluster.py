@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from verl.agent.environment import Environment
 from verl.config import Config, cli
 from verl.errors import ConfigError, ResourceError
 from verl.rollout.interface import engine_takes_adapter
@@ -17,6 +18,7 @@ from verl.trainer.cluster import (
     anchored,
     appears,
     file_problems,
+    inspect_node,
     join,
     package_problems,
     probe_file,
@@ -174,3 +176,15 @@ def test_results_of_a_ray_job_do_not_go_with_it(
         refuse_job_folder(config_with("trainer.default_local_dir=out"))
     with pytest.raises(ConfigError, match="in Ray's copy of the job"):
         refuse_job_folder(config_with(f"trainer.default_local_dir={copy}/out"))
+
+
+def test_a_tool_that_is_not_on_a_node_is_told_as_that(tmp_path: Path) -> None:
+    """And not as an environment that lacks verl, which is what a check that fails comes of."""
+
+    def away(config: Config) -> Environment:
+        raise ConfigError("agent.tools: got /own.py, expected a Python file that exists")
+
+    with probe_file(tmp_path / "run") as probe:
+        report = inspect_node._function(config_with(), away, probe, {})
+    assert "agent.tools: got /own.py" in "".join(map(str, report.problems))
+    assert "torch" in report.packages

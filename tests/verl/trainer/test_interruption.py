@@ -223,6 +223,23 @@ def test_a_disk_that_is_full_at_the_metrics_loses_nothing(config: Config, undist
     assert logged(config) == undisturbed[0]
 
 
+def test_a_disk_that_is_full_at_the_trace_saves_the_step_that_was_learned(
+    config: Config, undisturbed: Any
+) -> None:
+    """Its weights are not saved as those of the step before, which would learn it twice."""
+    stopped = build(config)
+
+    def full(step: int, *_: Any) -> None:
+        if step == 2:
+            fill_the_disk()
+
+    stopped.trace.add_step = full
+    with pytest.raises(Interrupted, match=r"global_step_2.*resume_mode=auto"):
+        stopped.fit()
+    build(config).fit()
+    assert logged(config) == undisturbed[0]
+
+
 @pytest.mark.parametrize("error", [PluginError("on_step: no"), Interrupted("enough")])
 def test_a_callback_that_fails_or_stops_loses_nothing(
     error: Exception, config: Config, undisturbed: Any

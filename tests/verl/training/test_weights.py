@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.full_disk import files_up_to
+from verl.files import is_of_files
 from verl.training import weights
 from verl.training.weights import Layout, write_weights
 
@@ -61,3 +63,11 @@ def test_what_writers_hold_is_bounded_together(monkeypatch: pytest.MonkeyPatch) 
         _, file = layout.place(str(i), 1 + 7 * i % 60)
         sizes[file] = sizes.get(file, 0) + 1 + 7 * i % 60
     assert max(sizes.values()) <= 100 and len(layout.index) == 100
+
+
+def test_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
+    """safetensors has an error of its own for it, which no command would know."""
+    with files_up_to(1000), pytest.raises(OSError, match=r"model\.safetensors") as caught:
+        weights.write_file(tmp_path / "model.safetensors", {"a": torch.zeros(1000)})
+    assert is_of_files(caught.value)
+    assert list(tmp_path.iterdir()) == []
