@@ -55,6 +55,14 @@ print(json.dumps([
 READ_INCLUDE = "import sysconfig; print(sysconfig.get_path('include'))"
 
 
+def python_problem(version: tuple[int, ...] = sys.version_info[:3]) -> str:
+    """What is wrong with this Python, with the fix, or an empty text."""
+    if version >= (3, 11):
+        return ""
+    fix = "make install PYTHON=python3.11 VENV=another-folder"
+    return explain("Python", ".".join(map(str, version)), "3.11 or newer", fix)
+
+
 def choose(wants_cpu: bool) -> tuple[str, str]:
     """The build, GPU or CPU, and why. Raises ResourceError where a driver or card will not do."""
     if wants_cpu:
@@ -89,10 +97,21 @@ def check_environment(environment: Path, build: str) -> None:
         )
 
 
+def make_environment(folder: Path) -> None:
+    """An environment with pip. Raises SystemExit, and leaves none, where Python cannot make one."""
+    try:
+        venv.create(folder, with_pip=True)
+    except subprocess.CalledProcessError:
+        (folder / "bin" / "python").unlink(missing_ok=True)  # what is there counts as made
+        fix = f"apt-get install python3-venv, or whatever brings ensurepip for {sys.executable}"
+        sys.exit(explain("environment", "a Python without ensurepip", "one that brings pip", fix))
+
+
 def pip(python: Path, *arguments: str) -> None:
-    """Run pip in the environment; its progress bars go to the terminal."""
+    """Run pip in the environment; its words go to the terminal. Raises SystemExit if it fails."""
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", *arguments]
-    subprocess.run(command, check=True, cwd=ROOT)
+    if subprocess.run(command, check=False, cwd=ROOT).returncode:
+        sys.exit("pip failed, see above; the same command goes on (docs/installation.md: mirrors)")
 
 
 def install_gpu(python: Path, extras: list[str]) -> None:
@@ -127,6 +146,8 @@ def main() -> None:
     parser.add_argument("--hashes", action="store_true", help="CPU build: known files only")
     parser.add_argument("--with", dest="more", action="append", default=[], help="another extra")
     arguments = parser.parse_args()
+    if problem := python_problem():
+        sys.exit(problem)
     python = arguments.environment.resolve() / "bin" / "python"
     try:
         build, reason = choose(arguments.cpu)
@@ -136,7 +157,7 @@ def main() -> None:
     except ResourceError as error:
         sys.exit(f"{error}{'' if arguments.cpu else OR_CPU}")
     if not python.exists():
-        venv.create(arguments.environment, with_pip=True)
+        make_environment(arguments.environment)
     sys.stdout.write(f"{build} build: {reason}; installing into {arguments.environment}\n")
     sys.stdout.flush()
     extras = [*EXTRAS, *arguments.more]

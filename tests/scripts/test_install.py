@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import install as installer
 from tests import nvidia_smi
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,8 @@ def install(machine: Path, tmp_path: Path) -> Install:
 *sysconfig*) echo {include} ;;
 "-m pip"*) echo "$*" >>{calls} ;;
 *) echo '["numpy>=1"]' ;;
-esac"""
+esac
+[ ! -e {tmp_path}/offline ] || exit 1"""
     nvidia_smi.write_program(environment / "bin" / "python", body)
 
     def run(*options: str) -> tuple[int, str, str]:
@@ -127,3 +129,36 @@ def test_builds_are_not_laid_over_each_other(install: Install, machine: Path) ->
     status, said, _ = install()
     assert status == 1 and "with the CPU build" in said and "fix: remove" in said
     assert install("--cpu")[0] == 0
+
+
+def test_a_failure_of_pip_is_one_line(install: Install, tmp_path: Path) -> None:
+    """pip has said why; the environment is not marked as complete."""
+    (tmp_path / "offline").touch()
+    status, said, calls = install()
+    assert status == 1 and said.count("\n") == 2 and "pip failed, see above" in said
+    assert calls.count("\n") == 1 and not (tmp_path / "environment" / ".installed").exists()
+
+
+def test_an_old_python_is_told_before_anything_is_fetched() -> None:
+    """Its version, and how another is named."""
+    assert installer.python_problem((3, 11, 0)) == "" == installer.python_problem()
+    assert installer.python_problem((3, 10, 4)).startswith(
+        "Python: got 3.10.4, expected 3.11 or newer; fix:"
+    )
+
+
+def test_a_python_that_brings_no_pip_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Debian's without python3-venv; the next try makes the environment anew."""
+    python = tmp_path / "bin" / "python"
+
+    def create(folder: Path, with_pip: bool) -> None:
+        python.parent.mkdir()
+        python.touch()
+        raise subprocess.CalledProcessError(1, "ensurepip")
+
+    monkeypatch.setattr(installer.venv, "create", create)
+    with pytest.raises(SystemExit, match="fix: apt-get install python3-venv"):
+        installer.make_environment(tmp_path)
+    assert not python.exists()
