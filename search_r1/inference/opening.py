@@ -162,8 +162,8 @@ MAX_RETRIES = 2
 
 def with_default_model(options: Options) -> Options:
     """The options with a model: what ships, the demo's, an adapter's base. Raises ModelError."""
-    # What ships is in a checkout of this project alone.
-    if (ROOT / "example" / "smollm2" / "shipped.py").is_file():
+    # What ships is in a checkout of this project alone, and is none of an endpoint's.
+    if not options.endpoint and (ROOT / "example" / "smollm2" / "shipped.py").is_file():
         if str(ROOT) not in sys.path:
             sys.path.append(str(ROOT))
         shipped = importlib.import_module("example.smollm2.shipped")

@@ -61,6 +61,16 @@ def test_an_adapter_adds_its_product_to_each_weight(base: Path, adapter: Path) -
     assert not folder.exists()
 
 
+def test_nothing_that_ships_is_put_before_an_endpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine without the demo's model its tokenizer is asked for, and nothing is made."""
+    monkeypatch.chdir(tmp_path)
+    options = InferenceOptions(endpoint="http://127.0.0.1:1/v1", served_model="policy")
+    with pytest.raises(ModelError, match=r"fix: give --model"):
+        with_default_model(options)
+
+
 def test_an_adapter_names_its_base_and_its_wording(base: Path, adapter: Path) -> None:
     """No --model is needed, and the adapter's search_r1.json holds."""
     options = InferenceOptions(adapter=str(adapter), retriever_url="empty", device="cpu",
