@@ -237,6 +237,9 @@ def write_report(folder: Path) -> bool:
     except (OSError, UserError, sqlite3.Error) as error:
         logger.warning("no report.html of %s: %s", folder, error)
         return False
+    except Exception:
+        logger.exception("no report.html of %s: an error of the report's own", folder)
+        return False
     logger.info("report: %s (and report.md)", folder / "report.html")
     return True
 

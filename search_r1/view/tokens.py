@@ -11,6 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer
 
 from verl.data.trajectories import HEADER, fingerprint, read_header
+from verl.errors import first_line
 
 FILE = "tokenizer.json"
 BROKEN = "\ufffd"
@@ -49,13 +50,16 @@ def find_tokenizer(
     wanted = read_header(rollouts) if (rollouts / HEADER).is_file() else None
     seen = []
     for path in _candidates(run, config):
-        tokenizer = Tokenizer.from_file(str(path))
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 - tokenizers raises it bare, as for a newer format
+            seen.append(f"{path} cannot be read ({first_line(error)})")
+            continue
         if wanted is None or fingerprint(tokenizer) == wanted:
             return tokenizer, ""
-        seen.append(str(path))
-    if seen:
-        return None, f"{seen[0]} is not the tokenizer of this dump: tokens are shown by their ids"
-    return None, f"no {FILE} of the run's model is on this machine: tokens are shown by their ids"
+        seen.append(f"{path} is not the tokenizer of this dump")
+    problem = seen[0] if seen else f"no {FILE} of the run's model is on this machine"
+    return None, f"{problem}: tokens are shown by their ids"
 
 
 def _candidates(run: Path, config: Mapping[str, Any]) -> Iterator[Path]:

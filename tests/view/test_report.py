@@ -132,3 +132,5 @@ def test_a_run_without_validation_or_steps(tmp_path: Path) -> None:
     assert "There was no validation" in (empty / "report.md").read_text()
     (empty / "config.yaml").write_text("{")
     assert not write_report(empty)  # no error
+    (empty / "config.yaml").write_text("agent: text\n")
+    assert not write_report(empty)

@@ -29,5 +29,9 @@ def test_another_tokenizer_is_not_taken(tmp_path: Path) -> None:
     checkpoint.mkdir(parents=True)
     TOKENIZER.save(str(checkpoint / "tokenizer.json"))
     assert find_tokenizer(run, rollouts, {})[0] is not None
+    (checkpoint / "tokenizer.json").write_text('{"version": "9.0"}')
+    assert "cannot be read" in find_tokenizer(run, rollouts, {})[1]
+    assert find_tokenizer(run, rollouts, config)[0] is not None
     (rollouts / HEADER).write_text(json.dumps({"tokenizer": "another"}))
+    (checkpoint / "tokenizer.json").unlink()
     assert "is not the tokenizer" in find_tokenizer(run, rollouts, config)[1]
