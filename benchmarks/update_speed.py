@@ -26,17 +26,16 @@ from rich.console import Console
 
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
-from verl.data.trajectories import read_rows
+from verl.data.trajectories import read_step, recorded_steps
 from verl.packing import SHARED, Packing
 from verl.ports import free_port
 from verl.preflight.memory.check import settled
-from verl.rewards.interface import Reward
 from verl.trainer.collection import Samples
 from verl.trainer.groups import cpu_env
 from verl.trainer.learning import add_advantages, assemble, mini_batches
 from verl.training import attention
 from verl.training.worker import TrainerWorker
-from verl.types import Origin, Prompt, Segment, TokenBatch, Trajectory
+from verl.types import TokenBatch
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = {"apart": (False, 0), "short": (False, attention.SHORT), "shared": (True, attention.SHORT)}
@@ -57,26 +56,10 @@ def options(model: Path, budget: int) -> Config:
     return settled(config)
 
 
-def trajectory(row: dict[str, Any]) -> Trajectory:
-    """What `verl.data.trajectories` wrote as a row."""
-    segments = [
-        Segment(Origin[one["origin"].upper()], tuple(one["ids"]),
-                log_probs=tuple(one.get("log_probs", ())))
-        for one in row["segments"]
-    ]  # fmt: skip
-    prompt = Prompt(row["uid"], segments[0].ids, row["data_source"], ())
-    return Trajectory(prompt, segments, group=row["group"])
-
-
 def steps(folder: Path) -> list[Samples]:
     """The trajectories of each step, with their scores."""
-    found: dict[int, list[dict[str, Any]]] = {}
-    for _, row in read_rows(folder):
-        found.setdefault(row["step"], []).append(row)
-    return [
-        Samples([trajectory(row) for row in rows], [Reward(row["score"]) for row in rows])
-        for rows in found.values()
-    ]
+    found = [read_step(folder, step) for step in recorded_steps(folder)]
+    return [Samples([r.trajectory for r in rows], [r.reward for r in rows]) for rows in found]
 
 
 def batches(samples: list[Samples], config: Config) -> Iterator[TokenBatch]:

@@ -18,41 +18,19 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from scripts.gpu_checks.world import random_batch
 from verl.config import ActorConfig, OptimConfig
 from verl.training.actor import Actor, TokenBudgets
 from verl.training.devices import DETERMINISTIC_ENV, make_deterministic
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.models import LogProbModel, blocks, load_causal_lm
-from verl.types import TokenBatch
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "runs" / "benchmarks" / "tiny_policy"
-NUM_SEQUENCES = 24
+LENGTHS = [60 + 3 * number for number in range(24)]
 NUM_UPDATES = 3
-PROMPT = 30
 
 console = Console(soft_wrap=True)
-
-
-def make_batch(vocab_size: int) -> TokenBatch:
-    """Dialogues of random tokens with random advantages, the same each time."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.arange(NUM_SEQUENCES) * 3 + 2 * PROMPT
-    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
-    num_tokens = int(offsets[-1])
-    position = torch.arange(num_tokens) - offsets[:-1].repeat_interleave(lengths)
-    mask = position >= PROMPT
-    return TokenBatch(
-        offsets,
-        tokens={
-            "input_ids": torch.randint(0, vocab_size, (num_tokens,), generator=generator),
-            "policy_mask": mask,
-            "loss_mask": mask,
-            "rollout_log_probs": torch.zeros(num_tokens),
-            "advantages": torch.randn(num_tokens, generator=generator) * mask,
-            "loss_weights": mask / mask.sum(),
-        },
-    )
 
 
 def update(model: Path) -> str:
@@ -60,10 +38,8 @@ def update(model: Path) -> str:
     lm = load_causal_lm(str(model), torch.float32)
     options = FsdpOptions(torch.float32, num_updates=NUM_UPDATES, optim=OptimConfig(lr=1e-4))
     engine = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), options)
-    actor, batch = (
-        Actor(engine, ActorConfig(), TokenBudgets(2048, 4096)),
-        make_batch(lm.config.vocab_size),
-    )
+    actor = Actor(engine, ActorConfig(), TokenBudgets(2048, 4096))
+    batch = random_batch(LENGTHS, lm.config.vocab_size)
     metrics = [actor.update(batch) for _ in range(NUM_UPDATES)]
     digest = hashlib.sha256(repr(metrics).encode())
     for name, tensor in engine.full_learned().items():

@@ -1,5 +1,6 @@
 """`search-r1 data NAME …`: question files and corpora; the scripts of `scripts/data_process/`."""
 
+import difflib
 import logging
 import sys
 from collections.abc import Sequence
@@ -141,7 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [f"  {name:22} {about}" for name, (_, _, about) in RECIPES.items()]
     text = "\n".join(["usage: search-r1 data NAME ...", "", *rows, ""])
     if words and words[0] not in ("-h", "--help"):
-        fix = "search-r1 data --help lists them"
+        near = difflib.get_close_matches(words[0], RECIPES, n=1)
+        fix = f"search-r1 data {near[0]}" if near else "search-r1 data --help lists them"
         sys.stderr.write(f"data: got {words[0]}, expected a name; fix: {fix}\n")
         return 2
     sys.stdout.write(text)
