@@ -1,10 +1,13 @@
-"""The log of a command on standard error; passwords of addresses are not in it."""
+"""What a command tells on standard error: its log, without passwords of addresses, and its end."""
 
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Callable
 
-from verl.errors import masked
+from verl.errors import UserError, masked
+from verl.files import is_of_files
 
 
 class MaskedFormatter(logging.Formatter):
@@ -19,3 +22,20 @@ def start_logging(level: int, pattern: str = "%(levelname)s %(name)s: %(message)
     handler = logging.StreamHandler()
     handler.setFormatter(MaskedFormatter(pattern))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def exit_status(work: Callable[[], int | None], stopped: str = "stopped") -> int:
+    """The exit status of a command that does `work`; 0 where that gives none.
+
+    What its user can mend, an option or a file, is told in one message; `stopped` at Ctrl-C.
+    """
+    try:
+        return work() or 0
+    except (UserError, OSError) as error:
+        if isinstance(error, OSError) and not is_of_files(error):
+            raise
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code if isinstance(error, UserError) else 2
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{stopped}\n")
+        return 130

@@ -106,9 +106,7 @@ def validate(out: Path) -> int:
 
 
 def fine_tune(out: Path) -> int:
-    with pytest.raises(SystemExit) as ended:
-        sft.main(["model_path=none", "train_file=none", f"output_dir={out}"])
-    return int(ended.value.code or 0)
+    return sft.main(["model_path=none", "train_file=none", f"output_dir={out}"])
 
 
 def evaluate(out: Path) -> int:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from verl.checkpoint.exporting import export
-from verl.errors import UserError
+from verl.logs import exit_status
 from verl.remote_code import set_trust
 from verl.training.devices import DTYPES
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line: export a checkpoint."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: export a checkpoint; returns the exit status."""
     parser = argparse.ArgumentParser(description="Checkpoints of a training run.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("export", help="write a Hugging Face folder")
@@ -27,14 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_argument(
         "--trust-remote-code", action="store_true", help="run the code that a model's folder brings"
     )
-    options = parser.parse_args(arguments)
-    set_trust(options.trust_remote_code)
-    try:
-        out = export(options.step_dir, options.out, options.base, options.dtype, options.adapter)
-        print(out)  # noqa: T201
-    except UserError as error:
-        parser.exit(2, f"{error}\n")
+    given = parser.parse_args(arguments)
+    set_trust(given.trust_remote_code)
+
+    def work() -> None:
+        print(export(given.step_dir, given.out, given.base, given.dtype, given.adapter))  # noqa: T201
+
+    return exit_status(work)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

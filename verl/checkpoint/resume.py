@@ -51,7 +51,7 @@ def hash_files(files: str | Sequence[str]) -> str:
     """SHA-256 of the files' content, in order, wherever they lie."""
     digest = hashlib.sha256()
     for path in file_list(files):
-        with Path(path).expanduser().open("rb") as file:
+        with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
 

@@ -31,7 +31,7 @@ from omegaconf import MISSING, Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import Config, overrides
-from verl.config.known import check, flattened, known_options, settings, typed
+from verl.config.known import at_home, check, flattened, known_options, settings, typed
 from verl.errors import ConfigError, explain, masked
 
 PRESETS = Path(__file__).parent / "presets"
@@ -121,6 +121,7 @@ def _checked(config: DictConfig) -> Config:
         fix = "add " + " ".join(f"{key}=…" for key in missing)
         raise ConfigError(explain(", ".join(missing), "nothing", "a value each", fix))
     run = cast(Config, OmegaConf.to_object(config))
+    at_home(run)
     check(run)
     return run
 

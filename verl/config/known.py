@@ -12,6 +12,7 @@ import ast
 import dataclasses
 import functools
 import itertools
+import os
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -68,6 +69,18 @@ def settings(
         for number, item in enumerate(value if isinstance(value, list) else ()):
             if dataclasses.is_dataclass(item):
                 yield from settings(item, f"{key}[{number}].")
+
+
+def at_home(section: Any) -> None:
+    """Put the user's home for the `~` that values below a section begin with: they are paths.
+
+    No shell does so after `key=`, nor in a YAML file.
+    """
+    for _, owner, field, value in settings(section):
+        if isinstance(value, str) and value.startswith("~"):
+            setattr(owner, field.name, os.path.expanduser(value))
+        elif isinstance(value, list):
+            value[:] = [os.path.expanduser(x) if isinstance(x, str) else x for x in value]
 
 
 def flattened(

@@ -22,8 +22,8 @@ from verl.bounds import MAX_SEED
 from verl.config.known import beyond_limits, refuse
 from verl.config.option import option
 from verl.data.trajectories import TOKENIZER, num_calls, number, read_header, read_rows, write_lines
-from verl.errors import DataError, UserError, explain
-from verl.files import is_of_files
+from verl.errors import DataError, explain
+from verl.logs import exit_status
 from verl.types import Status
 
 
@@ -173,16 +173,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command-line entry; prints the report as JSON and returns the exit code."""
     prog, description = "python -m verl.sft.rejection_sampling", (__doc__ or "").splitlines()[0]
     options = tyro.cli(Options, args=arguments, prog=prog, description=description)
-    try:
+
+    def work() -> None:
         refuse(beyond_limits(options))
-        report = run(options)
-    except (UserError, OSError) as error:
-        if isinstance(error, OSError) and not is_of_files(error):
-            raise
-        sys.stderr.write(f"{error}\n")
-        return 2
-    sys.stdout.write(json.dumps(vars(report)) + "\n")
-    return 0
+        sys.stdout.write(json.dumps(vars(run(options))) + "\n")
+
+    return exit_status(work)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,12 @@ from tqdm import tqdm
 
 from verl.bounds import MAX_SEED
 from verl.config import AdapterConfig, OptimConfig
-from verl.config.known import beyond_limits, refuse
+from verl.config.known import at_home, beyond_limits, refuse
 from verl.config.option import option
 from verl.config.overrides import shown
 from verl.core_algos.losses import loss_weights, weighted_sum
-from verl.errors import ConfigError, UserError, explain
-from verl.files import is_of_files
-from verl.logs import start_logging
+from verl.errors import ConfigError, explain
+from verl.logs import exit_status, start_logging
 from verl.model_files import check_model, load_tokenizer
 from verl.packing import split_by_work
 from verl.ports import free_port
@@ -129,7 +128,14 @@ def parse(arguments: Sequence[str]) -> SftConfig:
         got = shown(" ".join(str(error).split()))
         raise ConfigError(explain("options", got, "key=value", "see SftConfig")) from error
     assert isinstance(config, SftConfig)
+    at_home(config)
     refuse(beyond_limits(config))
+    names = config.target_modules
+    if not isinstance(names, str) and not (
+        isinstance(names, list) and all(isinstance(name, str) for name in names)
+    ):
+        fix = "target_modules=all-linear"
+        raise ConfigError(explain("target_modules", names, "a text, or a list of texts", fix))
     return config
 
 
@@ -253,27 +259,23 @@ def _learn(config: SftConfig, part: Path | None, device: torch.device) -> list[f
     return losses
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
-    start_logging(logging.INFO)
-    try:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+
+    def work() -> None:
         train(parse(sys.argv[1:] if arguments is None else arguments))
-    except (UserError, OSError) as error:
-        if isinstance(error, OSError) and not is_of_files(error):
-            raise
-        sys.stderr.write(f"{error}\n")
-        sys.exit(error.exit_code if isinstance(error, UserError) else 2)
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped; nothing was written\n")
-        sys.exit(130)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+
+    start_logging(logging.INFO)
+    status = exit_status(work, "stopped; nothing was written")
+    if status == 0 and "TORCHELASTIC_RUN_ID" in os.environ:
         # gloo's threads may still let go of tensors, which aborts a rank whose interpreter ends,
         # and then torchrun tells of a run that failed.
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,31 +14,20 @@ from collections.abc import Sequence
 
 from verl.config import cli
 from verl.errors import Interrupted, UserError
-from verl.files import is_of_files
-from verl.logs import start_logging
+from verl.logs import exit_status, start_logging
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command-line entry; returns the exit code."""
-    try:
-        return _main(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped; trainer.resume_mode=auto goes on from the last checkpoint\n")
-        return 130
-    except OSError as error:
-        if not is_of_files(error):
-            raise
-        sys.stderr.write(f"{error}\n")
-        return 2
+    words = sys.argv[1:] if argv is None else argv
+    stopped = "stopped; trainer.resume_mode=auto goes on from the last checkpoint"
+    return exit_status(lambda: _main(words), stopped)
 
 
 def _main(argv: Sequence[str]) -> int:
     start_logging(logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        configs = cli.compose_runs(argv)
-    except UserError as error:
-        return _answer(error)
+    configs = cli.compose_runs(argv)
     gc.disable()  # what is imported makes a million objects, which stay
     from verl.trainer.run import run  # noqa: PLC0415 - torch, Ray, transformers: seconds
 
@@ -48,15 +37,11 @@ def _main(argv: Sequence[str]) -> int:
         try:
             run(config)
         except UserError as error:
-            status = status or _answer(error)
+            sys.stderr.write(f"{error}\n")
+            status = status or error.exit_code
             if isinstance(error, Interrupted):
                 break
     return status
-
-
-def _answer(error: UserError) -> int:
-    sys.stderr.write(f"{error}\n")
-    return error.exit_code
 
 
 if __name__ == "__main__":

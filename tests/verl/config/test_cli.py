@@ -397,3 +397,20 @@ def test_a_reward_of_a_file_is_part_of_a_sum() -> None:
     """Its name has slashes, and a colon that Hydra wants a backslash before."""
     config = compose(r"reward_model.weights={em: 1.0, own/brief.py\:brief: -0.5}")
     assert config.reward_model.weights == {"em": 1.0, "own/brief.py:brief": -0.5}
+
+
+def test_a_home_is_known_where_no_shell_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """veRL's YAML files name paths by `~`; what is no path keeps its words."""
+    monkeypatch.setenv("HOME", "/home/ann")
+    preset = "data: {train_files: [~/t.parquet, b.parquet], val_files: ~/v.parquet}\n"
+    preset += "actor_rollout_ref: {model: {path: ~/models/m}}\n"
+    preset += "trainer: {experiment_name: a~b, "
+    preset += "default_local_dir: '~/runs/${trainer.experiment_name}'}\n"
+    (tmp_path / "own.yaml").write_text(preset)
+    config = cli.compose(["-cd", str(tmp_path), "-cn", "own"])
+    assert config.data.train_files == ["/home/ann/t.parquet", "b.parquet"]
+    assert config.data.val_files == "/home/ann/v.parquet"
+    assert config.actor_rollout_ref.model.path == "/home/ann/models/m"
+    assert config.trainer.default_local_dir == "/home/ann/runs/a~b"

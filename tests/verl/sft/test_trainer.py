@@ -236,6 +236,15 @@ def test_bad_options_are_refused(word: str, what: str) -> None:
         sft.parse(["model_path=m", "train_file=t", "output_dir=o", word])
 
 
+def test_a_home_is_known_and_targets_are_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell puts a home after `key=`; a number names no layer."""
+    monkeypatch.setenv("HOME", "/home/ann")
+    words = ["model_path=~/m", "train_file=t", "output_dir=o"]
+    assert sft.parse(words).model_path == "/home/ann/m"
+    with pytest.raises(ConfigError, match="target_modules: got 5, expected a text"):
+        sft.parse([*words, "lora_rank=2", "target_modules=5"])
+
+
 def test_missing_options_are_named() -> None:
     """A run without its model, data or output says which, before it starts."""
     with pytest.raises(ConfigError, match="model_path"):
@@ -249,7 +258,6 @@ def test_a_bad_model_is_refused_before_the_ranks_join(
     """In the one line that training answers with, too (`tests/bad_models.py`)."""
     BAD[case][0](whole_model(tmp_path / "model"))
     words = {"model_path": "model", "train_file": "none.jsonl", "output_dir": "out"}
-    with pytest.raises(SystemExit, match="2"):
-        sft.main([f"{key}={tmp_path / name}" for key, name in words.items()])
+    assert sft.main([f"{key}={tmp_path / name}" for key, name in words.items()]) == 2
     line = capsys.readouterr().err.splitlines()[-1]  # behind the bar of what wrote the model
     assert "model_path: got " in line and BAD[case][1] in line

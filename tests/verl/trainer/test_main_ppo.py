@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from verl.config import cli
+from verl.config import Config, cli
+from verl.errors import DataError
 from verl.trainer import main_ppo
 
 PROGRAM = """
@@ -52,3 +54,17 @@ def test_what_ends_a_run_from_outside_is_one_line(
     error = ConnectionResetError(104, "reset")
     with pytest.raises(ConnectionResetError):
         main_ppo.main([])
+
+
+def test_each_run_of_a_sweep_that_fails_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The status is the first one's; no later error is swallowed."""
+
+    def fail(config: Config) -> None:
+        raise DataError(f"seed {config.trainer.seed}")
+
+    monkeypatch.setitem(sys.modules, "verl.trainer.run", SimpleNamespace(run=fail))
+    files = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
+    assert main_ppo.main(["-m", *files, "trainer.seed=1,2"]) == 2
+    assert capsys.readouterr().err.splitlines()[-2:] == ["seed 1", "seed 2"]
