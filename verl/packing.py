@@ -9,6 +9,7 @@ Without that row every sequence is a family by itself, and nothing else differs.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.types import TokenBatch, balance, pack
+from verl.types import TokenBatch
 
 SHARED = "shared_prompt"
 """Row (num_seqs,) of a batch: tokens at a sequence's beginning that its whole group has too."""
@@ -243,3 +244,38 @@ def join_tokens(outputs: Sequence[Tensor], split: Split, batch: TokenBatch) -> T
     joined = torch.empty_like(flat)
     joined[batch.positions(order)] = flat
     return joined
+
+
+def balance(lengths: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Split sequence indices into `num_parts` parts of nearly equal sums of `lengths`.
+
+    Longest first into the lightest part. Parts are in ascending index order; a part may be empty
+    when there are fewer sequences than parts.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    heap = [(0.0, part) for part in range(num_parts)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, part = heapq.heappop(heap)
+        parts[part].append(index)
+        heapq.heappush(heap, (load + lengths[index], part))
+    return [sorted(part) for part in parts]
+
+
+def pack(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[int]]:
+    """Group sequence indices into micro-batches of at most `budget` tokens each.
+
+    A sequence longer than the budget gets a micro-batch of its own. `at_least` asks for that many
+    micro-batches (trailing ones may be empty), so that every rank runs the same number.
+    """
+    bins: list[list[int]] = []
+    room = np.empty(len(lengths), dtype=np.int64)
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fits = room[: len(bins)] >= lengths[index]
+        first = int(fits.argmax()) if fits.any() else len(bins)
+        if first == len(bins):
+            bins.append([])
+            room[first] = budget
+        bins[first].append(index)
+        room[first] -= lengths[index]
+    bins += [[] for _ in range(at_least - len(bins))]
+    return [sorted(b) for b in bins]

@@ -7,7 +7,6 @@ token ids. This module knows nothing of engines, tools, Ray or configuration fil
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from array import array
 from collections.abc import Iterator, Mapping, Sequence, Sized
@@ -367,38 +366,3 @@ def joined(column: Tensor, spans: Sequence[slice]) -> Tensor:
         return torch.cat([column[:0], *(column[span] for span in spans)])
     flat = column.numpy()  # whose slices cost less than a tensor's
     return torch.from_numpy(np.concatenate([flat[:0], *(flat[span] for span in spans)]))
-
-
-def balance(lengths: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Split sequence indices into `num_parts` parts of nearly equal sums of `lengths`.
-
-    Longest first into the lightest part. Parts are in ascending index order; a part may be empty
-    when there are fewer sequences than parts.
-    """
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    heap = [(0.0, part) for part in range(num_parts)]
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, part = heapq.heappop(heap)
-        parts[part].append(index)
-        heapq.heappush(heap, (load + lengths[index], part))
-    return [sorted(part) for part in parts]
-
-
-def pack(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[list[int]]:
-    """Group sequence indices into micro-batches of at most `budget` tokens each.
-
-    A sequence longer than the budget gets a micro-batch of its own. `at_least` asks for that many
-    micro-batches (trailing ones may be empty), so that every rank runs the same number.
-    """
-    bins: list[list[int]] = []
-    room = np.empty(len(lengths), dtype=np.int64)
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fits = room[: len(bins)] >= lengths[index]
-        first = int(fits.argmax()) if fits.any() else len(bins)
-        if first == len(bins):
-            bins.append([])
-            room[first] = budget
-        bins[first].append(index)
-        room[first] -= lengths[index]
-    bins += [[] for _ in range(at_least - len(bins))]
-    return [sorted(b) for b in bins]

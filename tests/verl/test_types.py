@@ -1,4 +1,4 @@
-"""Trajectories and the jagged batch: alignment, masks by origin, selection, balance, packing."""
+"""Trajectories and the jagged batch: alignment, masks by origin, selection."""
 
 import math
 import pickle
@@ -17,8 +17,6 @@ from verl.types import (
     Status,
     TokenBatch,
     Trajectory,
-    balance,
-    pack,
     start_trajectory,
 )
 
@@ -159,48 +157,3 @@ def test_select_keeps_each_sequence_whole(lengths: list[int], random) -> None:
     assert [s.tolist() for s in chosen.sequences("input_ids")] == expected
     assert chosen.rows["scores"].tolist() == [float(i) for i in order]
     assert chosen.columns["group"] == [str(i) for i in order]
-
-
-@given(lengths_strategy, st.integers(1, 5))
-def test_balance_is_a_partition_with_bounded_spread(lengths: list[int], parts: int) -> None:
-    """Every sequence goes to one part, and no part exceeds another by more than a sequence."""
-    divided = balance(lengths, parts)
-    assert sorted(i for part in divided for i in part) == list(range(len(lengths)))
-    loads = [sum(lengths[i] for i in part) for part in divided]
-    assert max(loads) - min(loads) <= max(lengths)
-
-
-@given(lengths_strategy, st.integers(1, 60), st.integers(1, 5))
-def test_pack_respects_the_budget(lengths: list[int], budget: int, at_least: int) -> None:
-    """Micro-batches hold every sequence once; only a lone over-long one exceeds the budget."""
-    bins = pack(lengths, budget, at_least)
-    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
-    assert len(bins) >= at_least
-    for b in bins:
-        assert sum(lengths[i] for i in b) <= budget or len(b) == 1
-
-
-@given(lengths_strategy, st.integers(1, 40))
-def test_pack_is_first_fit_by_falling_length(lengths: list[int], budget: int) -> None:
-    """As a loop over the micro-batches finds the first with room."""
-    bins: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fits = (b for b in bins if sum(lengths[k] for k in b) + lengths[i] <= budget)
-        chosen = next(fits, None)
-        if chosen is None:
-            bins.append(chosen := [])
-        chosen.append(i)
-    assert pack(lengths, budget) == [sorted(b) for b in bins]
-
-
-def test_the_longest_sequences_are_divided_first() -> None:
-    """In the order of the batch, the long one would come on top of half of the others."""
-    assert balance([1, 1, 1, 1, 4], 2) == [[4], [0, 1, 2, 3]]
-    assert balance([2, 3, 4, 5, 6, 7], 3) == [[0, 5], [1, 4], [2, 3]]
-
-
-def test_micro_batches_are_filled_by_the_longest_first() -> None:
-    """In the order of the batch the long ones would find no room; empty ones come last."""
-    assert pack([1, 1, 4, 5], 6) == [[0, 3], [1, 2]]
-    assert pack([3, 9, 2, 1], 6, at_least=4) == [[1], [0, 2, 3], [], []]
-    assert pack([], 6, at_least=0) == []

@@ -19,8 +19,8 @@ from verl.core_algos.kl import KL_KINDS, kl_penalty
 from verl.core_algos.losses import AGGREGATIONS, loss_weights, value_loss, weighted_sum
 from verl.core_algos.mismatch import LEVELS, importance_weights
 from verl.core_algos.policy_losses import POLICY_LOSSES, PolicyLossInputs, likelihood_loss
-from verl.packing import split_by_work
-from verl.types import TokenBatch, pack
+from verl.packing import pack, split_by_work
+from verl.types import TokenBatch
 
 TokenLoss = Callable[[TokenBatch], Tensor]
 """Losses of a batch's policy tokens, (num_policy_tokens,)."""
