@@ -167,20 +167,29 @@ def _rows_of(batch: pyarrow.RecordBatch, path: str, start: int) -> Iterator[Reco
 
 
 def read_jsonl(path: str) -> Iterator[Record]:
-    """The rows of a jsonl file by their lines; blank ones are counted, and left out."""
-    with open(path, "rb") as lines:
-        for number, line in enumerate(iter(partial(lines.readline, MOST), b"")):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                if rb"\u" in line:  # JSON can write half a character
-                    json.dumps(row, ensure_ascii=False).encode()
-                yield number, row
-            except (ValueError, RecursionError) as error:  # no JSON, not UTF-8, or nested too deep
-                fix = f"correct line {number + 1}"
-                bad = BadRow.at(path, number, "", str(error), "a JSON object in UTF-8", fix)
-                yield number, bad
+    """The rows of a jsonl file by their lines; blank ones are counted, and left out.
+
+    Raises DataError for a file that cannot be read.
+    """
+    try:
+        with open(path, "rb") as lines:
+            for number, line in enumerate(iter(partial(lines.readline, MOST), b"")):
+                if line.strip():
+                    yield number, _parsed(path, number, line)
+    except OSError as error:
+        raise DataError(explain(path, error, "a file that can be read", "see to it")) from error
+
+
+def _parsed(path: str, number: int, line: bytes) -> Any:
+    """What a line of JSON says, or what is wrong with it (`BadRow`)."""
+    try:
+        row = json.loads(line)
+        if rb"\u" in line:  # JSON can write half a character
+            json.dumps(row, ensure_ascii=False).encode()
+        return row
+    except (ValueError, RecursionError) as error:  # no JSON, not UTF-8, or nested too deep
+        fix = f"correct line {number + 1}"
+        return BadRow.at(path, number, "", str(error), "a JSON object in UTF-8", fix)
 
 
 def _check_row(record: Any, path: str, name: str, number: int, prompt_key: str) -> Row | BadRow:

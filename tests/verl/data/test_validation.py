@@ -170,3 +170,12 @@ def test_messages_that_the_template_does_not_take_are_a_bad_row(
     (file,) = json.loads(capsys.readouterr().out)["files"]
     assert (file["num_rows"], [row["number"] for row in file["bad_rows"]]) == (3, [1])
     assert "no system" in file["bad_rows"][0]["problem"]
+
+
+def test_a_file_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    """A disk that fails, or missing rights: told of that file."""
+    broken = tmp_path / "broken.jsonl"
+    broken.symlink_to("/proc/self/mem")  # whose first page is an error to read
+    report = validate([str(broken), jsonl(tmp_path / "t.jsonl", [record("a")])])
+    assert "Input/output error" in str(report.files[0].problem)
+    assert report.files[1].num_rows == 1 and not report.is_sound
