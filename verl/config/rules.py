@@ -180,21 +180,20 @@ def _engines(config: Config) -> Iterator[Row]:
 
 def _savings(config: Config) -> Iterator[Row]:
     """Engines that guess tokens, or compute in 8 bits, and what must stand beside it."""
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    rollout = config.actor_rollout_ref.rollout
     guess, key = rollout.speculative_config, f"{ROLLOUT}.speculative_config"
     options = ((f"{key}.method", guess.method, None),
                (f"{ROLLOUT}.quantization", rollout.quantization, None),
                (f"{ROLLOUT}.kv_cache_dtype", rollout.kv_cache_dtype, "auto"))
     is_ours = rollout.name == "vllm" and not config.is_external
-    is_corrected = (config.old_log_probs == "engine" or actor.rollout_is != "none"
-                    or actor.rollout_mask_threshold is not None)
     for name, given, usual in options:
         word = "null" if usual is None else usual
         yield (given != usual and not is_ours, name, given,
                f"{word}: it is an option of vLLM engines that the run starts",
                f"{name}={word}; a server of your own has it by vllm serve")
     for name, given, usual in options[1:]:
-        yield (given != usual and not is_corrected and not config.trainer.val_only, name, given,
+        is_corrected = config.reads_engine_log_probs or config.trainer.val_only
+        yield (given != usual and not is_corrected, name, given,
                "a correction beside it: engine and trainer then differ by more than rounding",
                f"{ACTOR}.rollout_is=token, or {ACTOR}.old_log_probs=engine")
     yield (guess.method is not None and config.trainer.deterministic, f"{key}.method", guess.method,

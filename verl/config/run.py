@@ -79,6 +79,13 @@ class Config:
         return chosen or ("engine" if is_stale else "recompute")
 
     @property
+    def reads_engine_log_probs(self) -> bool:
+        """Updates read the log-probs that engines told: as the old ones, or for a correction."""
+        actor = self.actor_rollout_ref.actor
+        is_corrected = actor.rollout_is != "none" or actor.rollout_mask_threshold is not None
+        return is_corrected or self.old_log_probs == "engine"
+
+    @property
     def max_policy_tokens(self) -> int:
         """Tokens that the policy may sample in one trajectory."""
         data = self.data

@@ -27,6 +27,9 @@ from verl.trainer.ranks import TrainerRanks
 from verl.training.actor import correction
 from verl.types import Metrics, TokenBatch
 
+UNTOLD = ("actor_rollout_ref.actor.old_log_probs=recompute, actor.rollout_is=none and no "
+          "actor.rollout_mask_threshold")  # fmt: skip
+"""What learns without the log-probs of engines."""
 WAIT = "wait_critic"
 """The phase in which nothing is left to do but to wait for a critic on devices of its own."""
 
@@ -170,17 +173,13 @@ def with_gradient(mini_batch: TokenBatch) -> TokenBatch:
     return mini_batch.select([i for i, has in enumerate(has_any) if has])
 
 
-def engine_log_probs(batch: TokenBatch) -> Tensor:
-    """(num_tokens,) what the engine said of the tokens it sampled. Raises ConfigError for nothing.
-
-    An engine that does not tell log-probs answers NaN.
-    """
+def refuse_untold(batch: TokenBatch) -> None:
+    """Raise ConfigError where the engine told NaN, no log-probs: no update comes of that."""
     found = batch.tokens["rollout_log_probs"]
     if not bool(found[batch.tokens["policy_mask"]].isfinite().all()):
-        key = "actor_rollout_ref.actor.old_log_probs"
-        expected = "recompute: this engine does not tell the log-probs of what it samples"
-        raise ConfigError(explain(key, "engine", expected, f"{key}=recompute"))
-    return found
+        got = "an engine that does not tell the log-probs of what it samples"
+        expected = "those of each token, for old_log_probs=engine, rollout_is and rollout_mask"
+        raise ConfigError(explain("actor_rollout_ref.rollout.name", got, expected, UNTOLD))
 
 
 @dataclass
@@ -206,8 +205,10 @@ class Learner:
         With a single update per step the old policy is the updating one and needs no pass: the
         ratio is exp(log_prob - log_prob.detach()). Nor do the engine's, where they are the old.
         """
+        if self.config.reads_engine_log_probs:
+            refuse_untold(batch)
         if self.config.old_log_probs == "engine":
-            batch.tokens["old_log_probs"] = engine_log_probs(batch)
+            batch.tokens["old_log_probs"] = batch.tokens["rollout_log_probs"]
         elif self.config.updates_per_step > 1 or self.config.kl_in_reward:
             batch.tokens["old_log_probs"] = self.ranks.log_probs(batch)
             self.work.looks("old_log_prob", self.work.policy, batch)

@@ -31,6 +31,7 @@ from verl.errors import ConfigError, DataError, explain
 from verl.rewards.interface import RewardManager
 from verl.rollout.in_flight import RetryingRollout
 from verl.trainer.collection import RolloutCollector, Samples, chosen
+from verl.trainer.learning import UNTOLD
 from verl.trainer.metrics import Timings, reward_metrics, rollout_metrics
 from verl.types import Metrics, Origin, Prompt
 
@@ -180,11 +181,11 @@ def _check_step(config: Config, step: int, rows: Sequence[Recorded]) -> None:
         key, got = f"{ROLLOUT}.max_staleness", f"tokens of {where} that are {age} versions old"
         expected = f"at most {key}={rollout.max_staleness}"
         raise ConfigError(explain(KEY, got, expected, f"{key}={age}"))
-    needs_engine = config.old_log_probs == "engine"
-    if needs_engine and not all(math.isfinite(x) for s in spoken for x in s.log_probs):
-        key = "actor_rollout_ref.actor.old_log_probs"
+    if config.reads_engine_log_probs and not all(
+        math.isfinite(x) for s in spoken for x in s.log_probs
+    ):
         got = f"{where}, whose engine told no log-probs"
-        raise ConfigError(explain(KEY, got, "those of each token", f"{key}=recompute"))
+        raise ConfigError(explain(KEY, got, "those of each token", UNTOLD))
     estimator = config.algorithm.adv_estimator
     if ADVANTAGES[estimator].needs_greedy and any(row.greedy_score is None for row in rows):
         got = f"{where}, without scores of greedy trajectories"

@@ -469,10 +469,16 @@ def test_the_engine_s_log_probs_are_the_old_ones_without_a_pass() -> None:
     assert old.tolist() == torch.where(policy, -1.0, 0.0).tolist()
 
 
-def test_an_engine_that_tells_no_log_probs_cannot_be_the_old_policy() -> None:
-    """One line instead of a loss that is not a number."""
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("old_log_probs", "engine"), ("rollout_is", "token"), ("rollout_mask_threshold", 2.0)],
+)
+def test_an_engine_that_tells_no_log_probs_is_neither_old_policy_nor_corrected(
+    option: str, value: object
+) -> None:
+    """One line instead of a loss that is not a number, or of one that masks every token."""
     config = Config()
-    config.actor_rollout_ref.actor.old_log_probs = "engine"
+    setattr(config.actor_rollout_ref.actor, option, value)
     batch = assemble(samples_of(DIALOGUES, [1.0] * 4), config)
     batch.tokens["rollout_log_probs"] *= torch.nan
     with pytest.raises(ConfigError, match=r"does not tell.*old_log_probs=recompute"):
