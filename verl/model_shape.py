@@ -55,8 +55,8 @@ class ModelShape:
     @classmethod
     def of(cls, config: PretrainedConfig) -> ModelShape:
         """The shape of the model that transformers builds of `config`."""
-        with torch.device("meta"):
-            lm: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        with torch.device("meta"):  # where trust is left open, transformers asks at the terminal
+            lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         found = blocks(lm, lm)
         parts = [[(name.rpartition(".")[2], m) for name, m in block.named_modules()
                   if isinstance(m, nn.Linear)] for block in found]  # fmt: skip

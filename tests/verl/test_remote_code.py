@@ -134,6 +134,17 @@ def test_an_estimate_does_not_run_it(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "acted").exists()
 
 
+def test_an_estimate_asks_nobody_who_has_said_yes(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that trusts its model does not wait at a terminal for the same answer again."""
+    asked: list[str] = []
+    monkeypatch.setattr(builtins, "input", asked.append)
+    set_trust(True)
+    assert read_shape(str(model)) is None
+    assert asked == []
+
+
 def test_an_option_lets_it_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -222,15 +222,18 @@ def _disk(config: Config) -> Iterator[UserError]:
         yield ResourceError(explain(key, f"{target} ({existing} cannot be)", expected, fix))
         return
     saves = config.trainer.save_freq != 0 and not config.trainer.val_only
-    model = config.actor_rollout_ref.model
-    # A checkpoint of an adapter is small, but the run ends with the whole model, merged.
-    factor = 1 if model.has_adapter else CHECKPOINT_FACTOR
-    needed = max(MIN_FREE_BYTES, factor * weight_bytes(model.path)) if saves else 0
+    policy, critic = config.actor_rollout_ref.model, config.critic.model
+    trained = [] if policy.has_adapter else [policy.path]
+    if has_critic(config) and not critic.has_adapter:
+        trained.append(config.critic_path)
+    # A checkpoint of adapters is small, but the run ends with the whole model, merged.
+    size = CHECKPOINT_FACTOR * sum(map(weight_bytes, trained)) or weight_bytes(policy.path)
+    needed = max(MIN_FREE_BYTES, size) if saves else 0
     free = shutil.disk_usage(existing).free
     if free < needed:
         got = f"{free / 2**30:.1f} GiB free at {existing}"
         fix = f"free some, set {key} to another disk, or trainer.save_freq=0"
-        what = "the model that the run ends with" if model.has_adapter else "a checkpoint"
+        what = "a checkpoint" if trained else "the model that the run ends with"
         expected = f"{needed / 2**30:.1f} GiB for {what}"
         yield ResourceError(explain(key, got, expected, fix))
 

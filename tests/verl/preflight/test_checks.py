@@ -284,15 +284,19 @@ def test_full_disk_is_refused(sound: list[str], monkeypatch: pytest.MonkeyPatch)
     preflight(cli.compose([*sound, "trainer.save_freq=0"]))
 
 
-def test_a_run_of_an_adapter_needs_room_for_one_model(
+def test_a_checkpoint_needs_room_for_what_is_trained(
     sound: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its checkpoints hold the adapter alone; a run of all weights needs three times as much."""
+    """Three times the weights of policy and critic; of adapters alone, one model for the end."""
     usage = shutil.disk_usage("/")._replace(free=20 << 30)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     monkeypatch.setattr("verl.preflight.checks.weight_bytes", lambda path: 15 << 30)
-    assert "expected 45.0 GiB for a checkpoint" in problems(cli.compose(sound))[0]
-    preflight(cli.compose([*sound, "actor_rollout_ref.model.lora_rank=4"]))
+    adapter, grpo = "actor_rollout_ref.model.lora_rank=4", "algorithm.adv_estimator=reinforce"
+    for more, expected in (([], "90.0"), ([grpo], "45.0"), ([adapter], "45.0")):
+        told = problems(cli.compose([*sound, *more]))[0]
+        assert f"expected {expected} GiB for a checkpoint" in told
+    preflight(cli.compose([*sound, adapter, grpo]))
+    preflight(cli.compose([*sound, adapter, "critic.model.lora_rank=4"]))
 
 
 def test_malformed_row_is_told_with_its_number(sound: list[str], tmp_path: Path) -> None:
