@@ -26,6 +26,7 @@ from verl.preflight.memory.needs import (
     gathered_needs,
     gpu_engine_needs,
     held_models,
+    other_engine_needs,
     shard_needs,
 )
 from verl.rollout.interface import engine_takes_adapter
@@ -78,8 +79,8 @@ class Estimate:
 
     needs: tuple[Need, ...]
     engine: EngineMemory | None
-    """Of one engine on GPUs; None on CPU, for servers with devices of their own, and where nothing
-    samples."""
+    """Of one vLLM on GPUs; None on CPU, for servers with devices of their own, for other engines,
+    and where nothing samples."""
 
     def at(self, memory: Memory, phase: Phase) -> list[Need]:
         """What is held there then, the largest first; the host holds its shared memory too."""
@@ -134,7 +135,11 @@ def estimate(config: Config, setting: Setting) -> Estimate:
     needs = [*node_needs(config, policy, item, setting.on_gpu), *rank_needs(config, setting)]
     if config.actor_rollout_ref.rollout.weights_dir is not None:
         needs = [need for need in needs if need.memory is not Memory.SHARED]
+    is_vllm = config.actor_rollout_ref.rollout.name == "vllm"
     has_engines = config.samples and not config.is_external
+    if has_engines and not is_vllm:
+        needs += other_engine_needs(config, policy, item, setting.on_gpu)
+    has_engines = has_engines and is_vllm
     if not setting.on_gpu:
         if has_engines:
             needs += cpu_engine_needs(config, policy, item)
@@ -176,7 +181,7 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
     through two buffers of a rank's device instead. Of an adapter, that alone travels.
     """
     rank, engine, driver = PROCESSES["gpu" if on_gpu else "cpu"]
-    if config.is_external:  # all that runs here is what asks a server
+    if config.is_external or config.actor_rollout_ref.rollout.name != "vllm":  # no engine's core
         engine = PROCESSES["cpu"][0]
     local = config.trainer.n_gpus_per_node + config.critic_gpus_per_node
     replicas = -(-config.num_engines(on_gpu) // config.trainer.nnodes) if config.samples else 0

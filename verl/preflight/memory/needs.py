@@ -339,6 +339,22 @@ def gpu_engine_needs(config: Config, shape: ModelShape, item: int, share: int) -
         yield Need(Memory.HOST, "engines' weights while they sleep", waiting)
 
 
+def other_engine_needs(
+    config: Config, shape: ModelShape, item: int, on_gpu: bool
+) -> Iterator[Need]:
+    """An engine that is not vLLM: weights, and the cache of one dialogue; more nobody can know."""
+    if config.actor_rollout_ref.rollout.name == "remote":
+        return
+    size = item * shape.parameters() + config.data.max_model_len * kv_bytes(shape, item)
+    if not on_gpu:
+        count = -(-config.num_engines(on_gpu=False) // config.trainer.nnodes)
+        yield Need(Memory.HOST, "engines", count * size)
+    elif config.is_split:
+        yield Need(Memory.ENGINE, "engine", size)
+    else:
+        yield Need(Memory.DEVICE, "engine, awake", size, AWAKE)
+
+
 def cpu_engine_needs(config: Config, shape: ModelShape, item: int) -> Iterator[Need]:
     """Engines on CPU never sleep: weights, a KV cache of fixed size, one batch's activations."""
     count = -(-config.num_engines(on_gpu=False) // config.trainer.nnodes)

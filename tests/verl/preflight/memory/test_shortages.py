@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.verl.preflight.memory.shapes import shape_of
@@ -161,3 +163,22 @@ def test_the_hosts_limit_counts() -> None:
     found = estimate(config, setting("Qwen2.5-7B", here))
     (short,) = found.shortages(config, tight, REFUSED)
     assert short.memory is Memory.HOST
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_an_engine_that_is_not_vllm_takes_no_share(on_gpu: bool) -> None:
+    """It has the weights and one dialogue's cache, 2 x 28 layers x 4 heads x 128 values a token;
+    a server elsewhere has nothing here."""
+    here, config = machine(1, 79, 1024), run(1)
+    config.actor_rollout_ref.rollout.gpu_memory_utilization = 0.1  # too little for vLLM
+    given = replace(setting("Qwen2.5-7B", here), on_gpu=on_gpu)
+    found = {}
+    for name in ("remote", "transformers", "own.py:Engine"):
+        config.actor_rollout_ref.rollout.name = name
+        found[name] = estimate(config, given)
+        needs = [need for need in found[name].needs if need.what.startswith("engine")]
+        size = 2 * (given.policy.parameters() + 4596 * 2 * 28 * 4 * 128)
+        assert [need.bytes for need in needs] == ([] if name == "remote" else [size])
+        assert found[name].engine is None
+    assert not any("KV" in short.what for short in found["transformers"].shortages(
+        config, here, REFUSED))  # fmt: skip
