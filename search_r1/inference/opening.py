@@ -57,12 +57,12 @@ async def facts_of(config: Config) -> Facts:
     first: Facts | None = None
     try:
         addresses = read_urls(config.retriever.url)
+        clients = [RetrievalClient(url, max_retries=1) for url in addresses]
     except ValueError as error:
-        fix = "--retriever-url http://HOST:PORT, or --retriever-url empty"
-        url = config.retriever.url
-        raise ConfigError(explain("--retriever-url", url, str(error), fix)) from error
-    for url in addresses:
-        found = await _facts_of(url, config)
+        nothing = "or search nothing: --retriever-url empty"
+        raise ConfigError(f"--retriever-url: {error}; {nothing}") from error
+    for url, client in zip(addresses, clients, strict=True):
+        found = await _facts_of(url, client)
         if first is not None and found != first:
             fix = "give addresses of servers with the same corpus and index"
             raise ToolError(explain(f"retriever {url}", found, f"as {first}", fix))
@@ -71,8 +71,7 @@ async def facts_of(config: Config) -> Facts:
     return first
 
 
-async def _facts_of(url: str, config: Config) -> Facts:
-    client = RetrievalClient(url, config.retriever.topk, max_retries=1)
+async def _facts_of(url: str, client: RetrievalClient) -> Facts:
     try:
         found = await client.info()
     except RetrieverRefused as error:

@@ -42,7 +42,7 @@ T = TypeVar("T")
 RETRIED = "searches_retried"
 """Searches that one attempt was not enough for, whether or not they were answered then."""
 NOT_FOUND = 404
-WHOLE_REQUEST = frozenset({401, 403, 404, 405})
+WHOLE_REQUEST = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405, 421})
 """Refusals that no single query of a request can be the cause of."""
 MOST_REQUESTS, MOST_AHEAD = 100, 32
 """Requests that may be under way at once: those that somebody waits for, and those sent ahead."""
@@ -147,8 +147,8 @@ class RetrievalClient:
         named = [one for one in self._urls if urllib.parse.urlsplit(one).username is not None]
         if named and self._token is not None:
             raise ValueError(
-                f"retriever url {named[0]} with a user, and {TOKEN_VARIABLE} set; expected one of "
-                "them, since a request has room for one"
+                f"retriever url {masked(named[0])} with a user, and {TOKEN_VARIABLE} set; expected "
+                "one of them, since a request has room for one"
             )
         self._connect()
 

@@ -48,6 +48,7 @@ FIXES = {
     403: TOKEN,
     404: ADDRESS,
     405: ADDRESS,
+    421: "give the server this name with its --allowed_hosts, or its address as url",
     422: "ask for no more than the server allows (retriever.topk; the server's --max_topk)",
 }
 """What mends a refusal, by its status."""

@@ -12,7 +12,7 @@ import pytest
 
 from search_r1.inference.opening import facts_of
 from verl.config import Config
-from verl.errors import ToolError
+from verl.errors import ConfigError, ToolError
 
 FACTS = {"retriever": "bm25", "corpus": {"count": 2, "digest": "ab"}}
 
@@ -64,6 +64,21 @@ def test_a_server_of_another_make_is_known_by_its_address_alone() -> None:
         assert facts(url) == {"retriever": "unknown", "address": url}
     with serving({}, 401) as url, pytest.raises(ToolError, match="RETRIEVER_TOKEN"):
         facts(url)
+
+
+def test_settings_that_reach_no_server_are_a_mistake_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An address that is none, a token for no header, two logins: told, without the password."""
+    with pytest.raises(ConfigError, match="'ftp://a'; expected http://"):
+        facts("ftp://a")
+    monkeypatch.setenv("RETRIEVER_TOKEN", "two words")
+    with pytest.raises(ConfigError, match="correct RETRIEVER_TOKEN"):
+        facts("http://127.0.0.1:1")
+    monkeypatch.setenv("RETRIEVER_TOKEN", "word")
+    with pytest.raises(ConfigError, match="with a user") as caught:
+        facts("http://ann:hush@127.0.0.1:1")
+    assert "hush" not in f"{caught.value}{caught.value.__cause__}"
 
 
 def test_no_documents_need_no_server() -> None:

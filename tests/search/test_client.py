@@ -228,14 +228,14 @@ def test_the_token_is_sent_and_never_shown(
         assert wrong not in str(caught.value)
 
 
-@pytest.mark.parametrize("status", [401, 404, 413, 422, 424])
+@pytest.mark.parametrize("status", [301, 401, 404, 413, 421, 422, 424])
 def test_line_19_refusals_are_not_retried(url: str, script: Script, status: int) -> None:
-    """A 4xx fails at once; one that no query can have caused is not asked again one by one."""
+    """A 3xx or 4xx fails at once; one that no query can have caused is not asked again one by one."""
     script.statuses = [status] * 9
     found = ask(RetrievalClient(url), "a", "b")
     assert [type(error) for error in found] == [RetrieverRefused] * 2
     assert [error.status for error in found if isinstance(error, RetrieverRefused)] == [status] * 2
-    assert len(script.requests) == (1 if status in (401, 404) else 3)
+    assert len(script.requests) == (3 if status in (413, 422, 424) else 1)
     assert ("RETRIEVER_TOKEN" in str(found[0])) == (status == 401)
 
 
