@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 APPLICATION_ID = 0x53523143
 """Marks a sqlite file as ours, so that no other program's file is written into."""
 VERSION = 2
+MAGIC = b"SQLite format 3\0"
 BUSY_S = 10.0
 LOOK_UP = 500
 """Keys per SELECT; sqlite bounds the number of parameters."""
@@ -65,12 +66,13 @@ class FileStore:
         self._lock = threading.Lock()
         self._has_failed = False
         try:
+            _check_head(Path(path))
             with contextlib.ExitStack() as stack:
                 self._file = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
                 stack.callback(self._file.close)
                 _prepare(self._file)
                 stack.pop_all()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise StorageError(
                 f"{option} {path} cannot be used ({error}); expected a new path in a folder that "
                 "exists and may be written, or a file that this option made: delete it if it is "
@@ -114,6 +116,14 @@ class FileStore:
 
 
 Storage = MemoryStore | FileStore
+
+
+def _check_head(path: Path) -> None:
+    """sqlite takes a file of less than a page for an empty one, and would write over it."""
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) not in (b"", MAGIC):
+                raise sqlite3.DatabaseError("it is no sqlite file")
 
 
 def _prepare(file: sqlite3.Connection) -> None:

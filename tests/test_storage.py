@@ -61,9 +61,11 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path: Path) -> None:
     damaged.write_bytes(b"SQLite format 3\x00" + bytes(range(256)) * 40)
     text = tmp_path / "text"
     text.write_text("no database " * 100)
+    short = tmp_path / "short"
+    short.write_text("a")  # for sqlite as good as empty
     with sqlite3.connect(foreign) as other:
         other.execute("CREATE TABLE results (a)")
-    for path in (damaged, text, foreign, tmp_path / "missing" / "s"):
+    for path in (damaged, text, short, foreign, tmp_path / "missing" / "s"):
         before = path.read_bytes() if path.exists() else None
         with pytest.raises(StorageError, match=r"--option .* cannot be used"):
             FileStore(path, "--option")

@@ -143,7 +143,9 @@ def _load(config: EncoderConfig, path: str, max_length: int | None) -> Encoder:
             f"dense retrieval needs torch and sentence-transformers ({error}); "
             f"install them: {install_command('dense')}"
         ) from error
-    with explained("retriever_model", path):
+    is_passages = path == config.retriever_model
+    flag = "retriever_model (of index_builder --model_path)" if is_passages else "query_model"
+    with explained(flag, path):
         return SentenceEncoder(path, family, config, max_length)
 
 

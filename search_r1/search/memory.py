@@ -117,6 +117,13 @@ def check(config: RetrieverConfig, host: Host | None = None) -> None:
     host = host or Host.measure(with_gpus=needs_torch(config))
     needs = estimate(config, len(host.gpus))
     logger.info("memory needed and free:\n%s", table(needs, host))
+    there = _devices(host)
+    if absent := [n for n in needs if n.device.startswith("cuda") and n.device not in there]:
+        raise SetupError(
+            f"{absent[0].device}, for {absent[0].what}, does not exist here (there are "
+            f"{', '.join(there)}); expected devices of this machine: leave --faiss_gpu out, or "
+            "name others with --matrix_devices, --encoder_device or --reranker_device"
+        )
     if short := _short(needs, host):
         raise SetupError(
             f"this machine is too small: {'; '.join(short)}; expected enough free memory: free "
@@ -248,13 +255,11 @@ def _total(needs: list[Need]) -> int:
 
 
 def _short(needs: list[Need], host: Host) -> list[str]:
-    """A sentence per device that is too small; devices that do not exist are too."""
+    """A sentence per device that is too small."""
     free, sentences = _devices(host), []
     for device in dict.fromkeys(need.device for need in needs):
         mine = [n for n in needs if n.device == device and not n.optional]
-        if device not in free and device.startswith("cuda"):
-            sentences.append(f"{device} does not exist here (there are {', '.join(free)})")
-        elif device in free and _total(mine) > free[device]:
+        if device in free and _total(mine) > free[device]:
             parts = ", ".join(f"{n.what} {n.amount}" for n in mine)
             sentences.append(
                 f"{device} needs {size(_total(mine))} ({parts}), but {size(free[device])} is free"

@@ -230,7 +230,7 @@ def test_the_token_is_sent_and_never_shown(
 
 @pytest.mark.parametrize("status", [301, 401, 404, 413, 421, 422, 424])
 def test_line_19_refusals_are_not_retried(url: str, script: Script, status: int) -> None:
-    """A 3xx or 4xx fails at once; one that no query can have caused is not asked again one by one."""
+    """A 3xx or 4xx fails at once; what no query can have caused is not asked one by one."""
     script.statuses = [status] * 9
     found = ask(RetrievalClient(url), "a", "b")
     assert [type(error) for error in found] == [RetrieverRefused] * 2

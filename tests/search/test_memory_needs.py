@@ -100,8 +100,12 @@ def test_small_gpus_are_refused(wiki: RetrieverConfig) -> None:
 
 def test_missing_gpu_is_named(wiki: RetrieverConfig) -> None:
     """--matrix_devices cuda:1 on a machine without it says which devices there are."""
-    with pytest.raises(SetupError, match=r"cuda:1 does not exist here \(there are cpu, cuda:0\)"):
+    with pytest.raises(
+        SetupError, match=r"does not exist here \(there are cpu, cuda:0\)"
+    ) as caught:
         check(with_torch(wiki, "int8", "cuda:1"), Host(200 * GB, (80 * GB,)))
+    assert str(caught.value).startswith("cuda:1, for matrix (int8)")
+    assert "free memory" not in str(caught.value), "more of it would be of no use"
 
 
 def test_unknown_model_is_said_to_be_unknown(wiki: RetrieverConfig) -> None:

@@ -100,7 +100,8 @@ def locate_index(config: RetrieverConfig) -> Path:
     """Our folder or a bare file: `<name>_Flat.index`, else the only `<name>_*.index`."""
     flat = f"{config.retriever_name}_Flat.index"
     around = Path(config.index_path or "")
-    found = sorted(path.name for path in around.glob(f"{config.retriever_name}_*.index"))
+    prefix = f"{config.retriever_name}_"
+    found = sorted(p.name for p in around.glob("*.index") if p.name.startswith(prefix))
     if config.index_path is None or flat in found or not found:
         return locate(config, flat)
     if len(found) > 1:

@@ -121,8 +121,8 @@ def bind(host: str, port: int, port_file: Path | None = None) -> socket.socket:
 
 def _taken(host: str, port: int, error: Exception) -> SetupError:
     return SetupError(
-        f"cannot serve on {host}:{port} ({error}); expected a free port of this machine: "
-        "give another --port, or --port 0 for any free one"
+        f"cannot serve on {host}:{port} ({error}); expected a free port of this machine, at an "
+        "address that it has: give another --port, or --port 0 for any free one, or --host"
     )
 
 

@@ -126,6 +126,8 @@ def test_an_index_is_built_with_dprs_encoder_of_passages(
     assert len(opened(query_model=question).search(["capital of france"], 3)[0]) == 3
     with pytest.raises(SetupError, match="set --query_model"):
         opened()
+    with pytest.raises(SetupError, match=r"/nowhere does not exist.*set --query_model"):
+        opened(query_model="/nowhere")
 
 
 @pytest.mark.parametrize("pooling", [MEAN, CLS])
