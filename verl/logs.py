@@ -17,10 +17,10 @@ class MaskedFormatter(logging.Formatter):
         return masked(super().format(record))
 
 
-def start_logging(level: int, pattern: str = "%(levelname)s %(name)s: %(message)s") -> None:
+def start_logging(level: int) -> None:
     """Log to standard error from now on, unless somebody has set logging up already."""
     handler = logging.StreamHandler()
-    handler.setFormatter(MaskedFormatter(pattern))
+    handler.setFormatter(MaskedFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
 
 

@@ -77,7 +77,7 @@ def open_folder(
 ) -> None:
     """Make the folder for a run's trajectories; `model`: the fingerprint of its first weights.
 
-    Steps above `after`, the step that the run goes on from, are an earlier run's and are set aside.
+    Steps above `after`, where it is given, are an earlier run's: they are set aside.
     Raises ConfigError for a folder with trajectories of another tokenizer.
     """
     folder, key = Path(directory), "trainer.rollout_data_dir"

@@ -241,7 +241,9 @@ def _disk(config: Config) -> Iterator[UserError]:
 def _tracking(config: Config) -> Iterator[UserError]:
     """The packages of the chosen trackers."""
     for name in backend_names(config.trainer.logger):
-        if name in PACKAGES and importlib.util.find_spec(name) is None:
+        spec = importlib.util.find_spec(name) if name in PACKAGES else None
+        # A folder that an earlier run left, such as wandb/, is a package without origin.
+        if name in PACKAGES and (spec is None or spec.origin is None):
             fix = f"pip install {name}, or trainer.logger=[console,jsonl]"
             expected = "an installed package"
             yield ConfigError(explain("trainer.logger", f"{name}, not installed", expected, fix))

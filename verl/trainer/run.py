@@ -115,7 +115,10 @@ def prepare(config: Config) -> Prepared:
     else:
         total_steps = check_record(config, tokenizer, model, step_before(config))
     if config.trainer.rollout_data_dir is not None and not config.trainer.val_only:
-        open_folder(config.trainer.rollout_data_dir, tokenizer, model, step_before(config))
+        after = step_before(config)
+        goes_on = after > 0 and config.trainer.resume_mode == "auto"  # its own steps come again
+        folder = config.trainer.rollout_data_dir
+        open_folder(folder, tokenizer, model, None if goes_on else after)
     return Prepared(config, environment, made_with, *prompts, total_steps)
 
 

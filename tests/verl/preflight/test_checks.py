@@ -316,3 +316,15 @@ def test_every_retriever_of_several_is_probed(sound: list[str]) -> None:
         several = f'retriever.url="{url}, http://127.0.0.1:9/retrieve"'
         [problem] = problems(cli.compose([*sound, several]))
     assert "retriever.url=http://127.0.0.1:9/retrieve" in problem
+
+
+def test_a_folder_named_like_a_tracker_is_no_package(
+    sound: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An offline run of wandb left one where the next run is started, without wandb installed."""
+    (tmp_path / "swanlab_of_old").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("verl.preflight.checks.PACKAGES", ("swanlab_of_old",))
+    config = cli.compose(sound)
+    config.trainer.logger = ["swanlab_of_old"]
+    assert "swanlab_of_old, not installed" in problems(config)[0]
