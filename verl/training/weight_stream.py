@@ -34,6 +34,8 @@ ALIGNMENT = 256
 """Bytes at which a tensor begins, for whatever dtype it has."""
 PATIENCE_S = 60.0
 """Within which both sides meet."""
+ANSWER_S = 300.0
+"""Within which a worker has taken a buffer; one that hangs must not keep the ranks."""
 CREDENTIALS = struct.Struct("3i")
 """Process, user and group of the other end of a socket."""
 DEVICE_ARGUMENT = 6
@@ -158,7 +160,7 @@ def _send(named: Named, given: list[Connection], device: torch.device, sent: Sen
     def wait(slot: int) -> None:
         """For what every other end answers when it has its copies."""
         if slot in unread:
-            each(Connection.recv)
+            each(_heard)
             unread.remove(slot)
 
     def new_buffer(slot: int, num_bytes: int) -> Tensor:
@@ -189,7 +191,14 @@ def _send(named: Named, given: list[Connection], device: torch.device, sent: Sen
     for slot in range(NUM_BUFFERS):
         wait(slot)
     each(Connection.send, None)
-    each(Connection.recv)  # the other ends have let go of every buffer
+    each(_heard)  # the other ends have let go of every buffer
+
+
+def _heard(link: Connection) -> None:
+    """Take a worker's answer. Raises TimeoutError, an OSError, for one that does not come."""
+    if not link.poll(ANSWER_S):
+        raise TimeoutError
+    link.recv()
 
 
 def received(stream: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
