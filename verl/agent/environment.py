@@ -83,10 +83,15 @@ class Environment:
         return found
 
     async def act(self, calls: Sequence[ToolCall]) -> list[Observation]:
-        """Carry out the calls of one turn, at once. Raises ToolError."""
+        """Carry out the calls of one turn, at once. Raises ToolError, which ends the others."""
         if len(calls) == 1:  # in the task of the trajectory: no task for the common case
             return [await self.call(calls[0])]
-        return list(await asyncio.gather(*(self.call(call) for call in calls)))
+        tasks = [asyncio.ensure_future(self.call(call)) for call in calls]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def call(self, call: ToolCall) -> Observation:
         """Carry out one call; what is wrong with the call itself is the observation."""

@@ -78,6 +78,31 @@ def test_own_answers_about_a_tool_may_fail_too(tmp_path: Path, method: str) -> N
         asked[method]()
 
 
+def test_a_call_that_fails_ends_those_beside_it() -> None:
+    """Nobody waits for them any more, and nobody hears of them after the dialogue."""
+
+    class Slow(Tool):
+        name, parameters = "own", text_arguments(x="")
+
+        async def call(self, x: str) -> Observation:
+            if x == "fails":
+                raise ToolError("away")
+            await asyncio.sleep(0.05)
+            return Observation()
+
+    heard: list[ToolCall] = []
+    environment = Environment((Slow(),), heard=lambda call, _: heard.append(call))
+    calls = [ToolCall("own", x) for x in ("fine", "fails", "fine")]
+
+    async def play() -> None:
+        with pytest.raises(ToolError, match="away"):
+            await environment.act(calls)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(play())
+    assert heard == []
+
+
 def test_a_fault_of_ours_keeps_its_traceback() -> None:
     """What no file of the user's raised is not blamed on one."""
 
