@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import socket
 import subprocess
 import time
 import uuid
@@ -56,6 +57,7 @@ class NodeFolder:
         part.mkdir(mode=0o700 if path.parent == memory() else 0o777)
         self._lock = os.open(part / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        os.write(self._lock, socket.gethostname().encode())
         part.rename(path)  # seen by others only when it is locked
         keeper = subprocess.Popen(
             ["sh", "-c", KEEPER, "sh", str(path)],
@@ -82,12 +84,16 @@ class NodeFolder:
 
 
 def sweep(root: Path) -> None:
-    """Remove the folders below `root` whose owners are gone; another user's are left alone."""
+    """Remove the folders below `root` whose owners are gone; another user's are left alone, and in
+    a folder that machines share those of others: some file systems lock for one machine only."""
+    is_shared = root != memory()
     for folder in (*root.glob(f"{PREFIX}*"), *root.glob(f".{PREFIX}*")):
         # Gone by now, not ours, or its owner lives: each is an OSError.
         with contextlib.suppress(OSError), (folder / LOCK).open("r+") as lock:
             is_unfinished = time.time() - folder.stat().st_mtime < UNFINISHED_S
             if folder.name.startswith(".") and is_unfinished:
+                continue
+            if is_shared and lock.read() not in ("", socket.gethostname()):
                 continue
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -64,9 +65,9 @@ def test_a_closed_folder_is_gone_at_once(tmp_path: Path) -> None:
 def test_only_what_has_no_owner_is_swept(tmp_path: Path) -> None:
     """What a lost machine's run left goes with the next one; a living run's folder stays."""
     living = NodeFolder(tmp_path / f"{PREFIX}living")
-    left = tmp_path / f"{PREFIX}left"
-    left.mkdir()
-    (left / LOCK).touch()
+    for name, host in (("left", socket.gethostname()), ("older", ""), ("elsewhere", "node-7")):
+        (tmp_path / f"{PREFIX}{name}").mkdir()
+        (tmp_path / f"{PREFIX}{name}" / LOCK).write_text(host)
     (tmp_path / "other").mkdir()
     for name, age in ((f".{PREFIX}torn", 3600), (f".{PREFIX}young", 0)):
         (tmp_path / name).mkdir()
@@ -74,7 +75,8 @@ def test_only_what_has_no_owner_is_swept(tmp_path: Path) -> None:
         os.utime(tmp_path / name, (time.time() - age,) * 2)
     sweep(tmp_path)
     left_there = sorted(p.name for p in tmp_path.iterdir())
-    assert left_there == [f".{PREFIX}young", "other", living.path.name]
+    elsewhere = f"{PREFIX}elsewhere"  # whose lock this machine may not see
+    assert left_there == [f".{PREFIX}young", "other", elsewhere, living.path.name]
     living.close()
 
 
