@@ -145,7 +145,8 @@ class NodeReport:
 
 
 def check_nodes(config: Config, tools: EnvironmentFactory, nodes: Mapping[str, str]) -> None:
-    """Check the nodes (addresses by id) that take part in the run, except the driver's own.
+    """Check the nodes (addresses by id) that take part in the run; of the driver's own, which was
+    looked at before, only that it has the others' packages.
 
     `tools` makes what agents call. Raises PreflightError that names each node with what it lacks.
     """
@@ -163,7 +164,9 @@ def check_nodes(config: Config, tools: EnvironmentFactory, nodes: Mapping[str, s
             for address, report in reports.items()
             for problem in report.problems
         ]
-    problems += package_problems({address: r.packages for address, r in reports.items()})
+    packages = {address: report.packages for address, report in reports.items()}
+    here = {nodes[own]: installed()} if own in nodes else {}
+    problems += package_problems(here | packages)
     if problems:
         raise PreflightError(problems)
 
@@ -199,11 +202,16 @@ def inspect_node(
         problems += tools(config).preflight(preflight.PROBE_SECONDS)
     except UserError as error:  # a file of the user's that is not here
         problems.append(error)
+    return NodeReport(tuple(problems), installed())
+
+
+def installed() -> dict[str, str]:
+    """Versions of the packages here that all nodes must have alike."""
     found = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-    return NodeReport(tuple(problems), found)
+    return found
 
 
 @contextlib.contextmanager

@@ -6,12 +6,13 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from verl.agent.environment import Environment
+from verl.agent.environment import Environment, no_tools
 from verl.config import Config, cli
-from verl.errors import ConfigError, ResourceError
+from verl.errors import ConfigError, PreflightError, ResourceError
 from verl.rollout.interface import engine_takes_adapter
 from verl.trainer import cluster
 from verl.trainer.cluster import (
@@ -136,6 +137,21 @@ def test_the_folder_of_the_weights_is_looked_for_on_each_node(tmp_path: Path) ->
     config = config_with(url, "actor_rollout_ref.rollout.weights_dir=weights")
     found = anchored(config, use_gpu=False).actor_rollout_ref.rollout.weights_dir
     assert found == str(Path("weights").absolute())
+
+
+def test_the_drivers_own_versions_are_compared_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two nodes it is one; a driver beside the nodes of the run may have what it likes."""
+    config = config_with(f"trainer.default_local_dir={tmp_path}/run")
+    context = SimpleNamespace(get_node_id=lambda: "own")
+    monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: context)
+    older = {**cluster.installed(), "torch": "1.0"}
+    monkeypatch.setattr(cluster, "_report", lambda *_: cluster.NodeReport((), older))
+    cluster.check_nodes(config, no_tools, {"b": "10.0.0.2"})
+    told = r"node 10\.0\.0\.2: got torch 1\.0, expected .*node 10\.0\.0\.1"
+    with pytest.raises(PreflightError, match=told):
+        cluster.check_nodes(config, no_tools, {"own": "10.0.0.1", "b": "10.0.0.2"})
 
 
 def test_other_versions_on_a_node_are_told() -> None:
