@@ -73,13 +73,12 @@ READER = TypeAdapter(Checksums)
 
 def place(target: Path) -> Path:
     """Where the checksums of a folder or file are."""
-    beside = target.with_name(f"{target.name}.checksums.json")
-    return target / "checksums.json" if target.is_dir() else beside
+    return target / "checksums.json" if target.is_dir() else Path(f"{target}.checksums.json")
 
 
 def add_command(target: Path) -> str:
     """The command line that keeps the checksums of an index, or of a corpus, as it is now."""
-    is_corpus = target.with_name(f"{target.name}.offsets.npy").exists()
+    is_corpus = Path(f"{target}.offsets.npy").exists()
     return f"search-r1 index checksums --{'corpus' if is_corpus else 'index'}_path {target}"
 
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,19 @@ def test_old_and_downloaded_indexes(
         build_retriever(config(tmp_path, bare.name))
     flip(bare, 100)
     assert main([*command, "--verify"]) == 2 and "damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_an_index_is_served_from_within_its_folder(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_checksums: bool
+) -> None:
+    """`--index_path .` has no name of its own."""
+    shutil.copytree(built, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy" / "bm25")
+    if not has_checksums:
+        Path("checksums.json").unlink()
+    assert build_retriever(RetrieverConfig("bm25", "../corpus.jsonl", ".")).num_documents == 8
+    assert main(["checksums", "--index_path", "."]) == 0
 
 
 def test_a_folder_of_lucene_gets_checksums(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def _existing(path: Path, corpus: Corpus, encoder: Encoder, dim: int) -> Matrix:
 def check_factory(factory: str, dim: int, count: int) -> None:
     """Raise SetupError unless FAISS makes `factory` for `dim` and `count` vectors can train it."""
     try:
-        _make(factory, dim)
+        _try_out(factory, dim, count)
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]
         raise SetupError(
@@ -197,6 +197,23 @@ def check_factory(factory: str, dim: int, count: int) -> None:
             f"{num_centroids(factory)} centroids, but the corpus has {count}; expected a factory "
             f"for a smaller corpus: Flat, SQ8, or at most {count // MIN_POINTS} lists in IVF"
         )
+
+
+def _try_out(factory: str, dim: int, count: int) -> None:
+    """Make the index, and a small one where that is quick; raises RuntimeError if FAISS cannot.
+
+    Some kinds are made and then take no vectors (IDMap), or find none (IVF0).
+    """
+    if re.search(r"(?:IVF|HNSW)0+(?!\d)", factory):
+        raise RuntimeError("0 lists or links find nothing")
+    index = _make(factory, dim)
+    bytes_per_vector(factory, dim)
+    if isinstance(index, faiss.IndexIDMap):
+        raise RuntimeError("IDMap wants ids, but an index has the rows of the corpus")
+    if "IVF" not in factory and num_centroids(factory) == 0:
+        sample = np.random.default_rng(SEED).normal(size=(min(count, 2 * dim), dim))
+        index.train(sample.astype(np.float32))
+        index.add(sample.astype(np.float32))
 
 
 def num_centroids(factory: str) -> int:

@@ -23,7 +23,7 @@ from search_r1.search.encoder import Encoder, open_encoder
 from search_r1.search.errors import SetupError
 from search_r1.search.index.progress import progress
 from search_r1.search.settings import EncoderConfig
-from verl.files import flush, whole_file
+from verl.files import flush, regular, whole_file
 
 Matrix = npt.NDArray[Any]
 """(num_documents, dim), float32 or float16."""
@@ -159,7 +159,7 @@ def _encode_shard(file: EmbeddingFile, shard: int, corpus: Corpus, encoder: Enco
 def open_embeddings(path: Path, count: int, dim: int) -> Matrix:
     """Existing embeddings, .npy or the bare values, by memory map; raises SetupError otherwise."""
     try:
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
             is_npy = file.read(6) == b"\x93NUMPY"
         if is_npy:
             matrix: Matrix = np.load(path, mmap_mode="r", allow_pickle=False)

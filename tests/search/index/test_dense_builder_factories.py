@@ -48,9 +48,12 @@ def test_factories_find_the_nearest(tmp_path: Path, factory: str) -> None:
     assert overlap > 0.2, "a random index would have 0.014"
 
 
-@pytest.mark.parametrize("factory", ["Nonsense", "PQ7", "IVF,Flat", ""])
+WRONG = ["Nonsense", "PQ7", "IVF,Flat", "", "IDMap,Flat", "IDMap,IVF4,Flat", "PCA80,Flat", "NSG8"]
+
+
+@pytest.mark.parametrize("factory", [*WRONG, "HNSW0", "IVF0,Flat"])
 def test_factories_that_cannot_be_are_refused(factory: str) -> None:
-    """What FAISS cannot make for these dimensions is named before any work."""
+    """What FAISS cannot make for these dimensions, or not fill, is named before any work."""
     with pytest.raises(SetupError, match="--faiss_type"):
         check_factory(factory, 16, 10**9)
 
