@@ -146,7 +146,7 @@ class Service:
         claim = self.batcher.open(asked.queries, asked.topk or self.config.topk)
         try:
             if claim.jobs:
-                await _wait(claim, request, seconds)
+                await _wait(claim, request, seconds, start)
         finally:
             self.batcher.close(claim)
         hits = [claim.found[query] for query in asked.queries]
@@ -167,8 +167,9 @@ class Service:
         return ", ".join([*parts, f"total;dur={1000 * (time.perf_counter() - start):.3f}"])
 
 
-async def _wait(claim: Claim, request: Request, seconds: float) -> None:
-    """Until the results are here; raises ClientDisconnect if the client leaves before."""
+async def _wait(claim: Claim, request: Request, seconds: float, start: float) -> None:
+    """Until the results are here, `seconds` after `start` at most; raises ClientDisconnect if the
+    client leaves before."""
 
     async def until_left() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -177,7 +178,7 @@ async def _wait(claim: Claim, request: Request, seconds: float) -> None:
     watch = asyncio.ensure_future(until_left())
     watch.add_done_callback(lambda _: claim.fail(ClientDisconnect()))
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(seconds - (time.perf_counter() - start)):
             await claim.done
     except TimeoutError as error:
         text = f"no answer within the {seconds:g} s that were allowed"

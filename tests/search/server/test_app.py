@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -191,6 +192,26 @@ def test_a_malformed_document_is_told() -> None:
             answer = await http.get("/document?id=7")
             assert answer.status_code == 500
             assert answer.json() == {"detail": "row of 7 is malformed"}
+
+    asyncio.run(main())
+
+
+def test_the_deadline_counts_from_the_first_byte() -> None:
+    """What a slow body has used up is not allowed again for its search."""
+    engine = Watched()
+    engine.gate.clear()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"queries": '
+        await asyncio.sleep(0.45)
+        yield b'["a"]}'
+
+    async def main() -> None:
+        async with client(create_app(engine, ServiceConfig(deadline=0.5))) as http:
+            start = time.monotonic()
+            assert (await http.post("/retrieve", content=body())).status_code == 504
+            assert time.monotonic() - start < 0.8
+        engine.gate.set()
 
     asyncio.run(main())
 
