@@ -41,6 +41,8 @@ STEP_NAME = re.compile(r"global_step_(\d+)")
 PART_NAME = re.compile(r"global_step_(\d+)\.([0-9a-f]{8}\.)?tmp")
 ASIDE = "set_aside"
 """Folder of an earlier run's checkpoints whose steps the present run repeats."""
+VALIDATION = "validation"
+"""Folder of a run's validation dialogues, a file a step."""
 
 
 @dataclass(frozen=True)
@@ -236,14 +238,16 @@ def clean(root: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def set_aside(root: Path, after: int) -> list[Path]:
-    """Move checkpoints of steps above `after` into `set_aside/`; returns where they are now.
+def set_aside(root: Path, after: int) -> None:
+    """Move checkpoints of steps above `after` into `set_aside/`; before step 0, validations too.
 
     A run that starts before them would else be taken for the one that wrote them.
     """
     place = root / ASIDE / uuid.uuid4().hex[:8]
     later = [step_dir for step_dir in all_complete(root) if step_of(step_dir) > after]
-    for step_dir in later:
+    later += [root / VALIDATION] * (after < 0 and (root / VALIDATION).is_dir())
+    for folder in later:
         place.mkdir(parents=True, exist_ok=True)
-        os.replace(step_dir, place / step_dir.name)
-    return [place / step_dir.name for step_dir in later]
+        os.replace(folder, place / folder.name)
+    if later:
+        logger.warning("of an earlier run, now in %s: %s", place, ", ".join(p.name for p in later))

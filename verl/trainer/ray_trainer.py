@@ -263,7 +263,7 @@ class RayPPOTrainer:
 
     def validate(self) -> Metrics:
         """Score every validation row; dialogues go to `validation/step_N.jsonl`."""
-        path = self.directory / "validation" / f"step_{self.step}.jsonl"
+        path = self.directory / folders.VALIDATION / f"step_{self.step}.jsonl"
         with self.stopper.interruptible():
             return validate(self.config, self.rollout, self.val_prompts, self.reward, path)
 
@@ -362,8 +362,7 @@ class RayPPOTrainer:
             logger.info("resumed from %s", folder)
         self.rewind(folder is not None)
         if not self.config.trainer.val_only:
-            for moved in folders.set_aside(self.directory, after=self.step if folder else -1):
-                logger.warning("an earlier run's checkpoint is now %s", moved)
+            folders.set_aside(self.directory, after=self.step if folder else -1)
 
     def rewind(self, was_resumed: bool) -> None:
         """Remove from the trackers the steps that are run again; with val_only there are none."""

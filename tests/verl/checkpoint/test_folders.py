@@ -178,10 +178,23 @@ def test_later_steps_of_an_earlier_run_are_set_aside(tmp_path: Path) -> None:
     """A run that starts at step 2 is never resumed from another run's step 5, which is kept."""
     for step in (1, 2, 5):
         save(tmp_path, step)
-    moved = folders.set_aside(tmp_path, after=2)
-    assert [folders.read_state(path) for path in moved] == [{"step": 5}]
+    (tmp_path / "validation").mkdir()
+    folders.set_aside(tmp_path, after=2)
+    (moved,) = tmp_path.glob("set_aside/*/*")
+    assert folders.read_state(moved) == {"step": 5}
     assert folders.latest(tmp_path) == folders.step_folder(tmp_path, 2)
-    assert folders.set_aside(tmp_path, after=2) == []
+    folders.set_aside(tmp_path, after=2)
+    assert len(list(tmp_path.glob("set_aside/*"))) == 1
+
+
+def test_a_run_that_begins_anew_has_no_validations_of_another(tmp_path: Path) -> None:
+    """Dialogues of an earlier run are set aside with its checkpoints."""
+    save(tmp_path, 1)
+    (tmp_path / "validation").mkdir()
+    (tmp_path / "validation" / "step_3.jsonl").touch()
+    folders.set_aside(tmp_path, after=-1)
+    assert len(list(tmp_path.glob("set_aside/*/validation/step_3.jsonl"))) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["set_aside"]
 
 
 def draw() -> tuple[float, float, float]:
