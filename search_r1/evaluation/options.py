@@ -77,6 +77,9 @@ class EvaluationOptions(AgentOptions):
         if (self.judge_model is None) != (self.judge_url is None):
             fix = "give both --judge-url and --judge-model"
             yield explain("--judge-model", self.judge_model, "url and model, or neither", fix)
+        if self.judge_api_key_env is not None and self.judge_url is None:
+            fix = "leave it out, or give --judge-url and --judge-model"
+            yield explain("--judge-api-key-env", "no --judge-url", "the judge whose key it is", fix)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,7 @@ def data(tmp_path: Path) -> str:
         (["--temperature", "-1"], "--temperature: got -1.0"),
         (["--num-rows", "0"], "--num-rows: got 0"),
         (["--judge-url", "http://x"], "--judge-model: got None"),
+        (["--judge-api-key-env", "KEY"], "--judge-api-key-env: got no --judge-url"),
         (["--retriever-url", "ftp://x"], "--retriever-url: got ftp://x"),
         (["--retriever-url", "http://127.0.0.1:9"], "retrieval_launch.sh"),
         (["--retriever-url", "empty", "--max-start-length", "2"], "1 of 1 prompts over 2 tokens"),
@@ -142,3 +143,13 @@ def test_a_folder_without_evaluation_is_named(
     folders = [str(tmp_path)] * (2 if command == "compare" else 1)
     assert main([command, *folders]) == 2
     assert "no manifest.json" in capsys.readouterr().err
+
+
+def test_a_wrong_word_names_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of commands, and of the options of one, whose own help is named."""
+    for words, expected in ((["tabel"], "run, report, compare, table"),
+                            (["table", "--mesure", "em"], "search-r1 evaluate table --help"),
+                            (["--modell", "x"], "search-r1 evaluate run --help")):  # fmt: skip
+        with pytest.raises(SystemExit):
+            main(words)
+        assert expected in capsys.readouterr().err

@@ -90,3 +90,19 @@ def test_a_missing_base_is_made_once_and_whole(
     assert list(wanted.parent.iterdir()) == []
     assert shipped.made_base(wanted) == wanted and shipped.made_base(wanted) == wanted
     assert len(calls) == 2 and [p.name for p in wanted.parent.iterdir()] == ["base"]
+
+
+def test_a_base_that_another_process_makes_meanwhile_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two agents may be started at once."""
+    wanted = tmp_path / "models" / "base"
+
+    def write(folder: Path) -> None:
+        for one in (folder, wanted):
+            one.mkdir(parents=True)
+            (one / "config.json").write_text("{}")
+
+    monkeypatch.setattr(shipped, "write_policy", write)
+    assert shipped.made_base(wanted) == wanted
+    assert [p.name for p in wanted.parent.iterdir()] == ["base"]
