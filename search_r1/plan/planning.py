@@ -55,15 +55,18 @@ def rollout_s(rates: EngineRates, observed: Observation) -> float:
     return simulate(setup, [observed.batch], steps=1).rollout_s
 
 
-def fit_engine(observations: Sequence[Observation], start: EngineRates) -> EngineRates:
+def fit_engine(
+    observations: Sequence[Observation], start: EngineRates, knows_prefill: bool = False
+) -> EngineRates:
     """Rates under which simulated rollouts take as long as the observed ones.
 
     Least squares of the logarithms of seconds. What the observations do not tell apart stays near
-    `start`.
+    `start`, and its reading rate as it is where that is known.
     """
 
     def at(logs: np.ndarray) -> EngineRates:
-        step_s, sequence_s, prefill = np.exp(logs).tolist()
+        step_s, sequence_s, *fitted = np.exp(logs).tolist()
+        prefill = fitted[0] if fitted else start.prefill_tokens_s
         return replace(start, step_s=step_s, sequence_s=sequence_s, prefill_tokens_s=prefill)
 
     def loss(logs: np.ndarray) -> float:
@@ -71,7 +74,7 @@ def fit_engine(observations: Sequence[Observation], start: EngineRates) -> Engin
         return fmean(error**2 for error in errors) + float(np.sum((TRUST * (logs - origin)) ** 2))
 
     values = (start.step_s, start.sequence_s, start.prefill_tokens_s)
-    origin = np.log(np.maximum(values, 1e-9))
+    origin = np.log(np.maximum(values[: 2 if knows_prefill else 3], 1e-9))
     found = minimize(loss, origin, method="Nelder-Mead",
                      options={"xatol": 0.01, "fatol": 1e-6, "maxfev": 400})  # fmt: skip
     return at(found.x)
@@ -332,7 +335,8 @@ def _costs(options: PlanOptions, config: Config, run: Run | None, load: Workload
     if not observed or options.rates.decode or is_stale:
         return costs
     size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    fitted = fit_engine(observed, costs.engine(observed[0].batch, size, observed[0].slots))
+    begin = costs.engine(observed[0].batch, size, observed[0].slots)
+    fitted = fit_engine(observed, begin, options.rates.prefill_tokens_s is not None)
     rates = replace(costs.rates, prefill_tokens_s=fitted.prefill_tokens_s)
     return replace(costs, rates=rates, decode=(fitted.step_s, fitted.sequence_s))
 

@@ -36,6 +36,9 @@ def test_fitted_rates_foresee_other_loads() -> None:
     for prompts, slots in ((3, 12), (8, 24), (24, 48)):
         other = Observation(replace(LOAD, prompts=prompts).draw(100 + prompts), 1, slots, 0.0)
         assert rollout_s(fitted, other) == pytest.approx(rollout_s(TRUE, other), rel=0.03)
+    known = fit_engine(told, replace(start, prefill_tokens_s=3000), knows_prefill=True)
+    assert known.prefill_tokens_s == 3000
+    assert known.step_s == pytest.approx(TRUE.step_s, rel=0.1)
 
 
 def test_decode_rates_become_two_numbers() -> None:
