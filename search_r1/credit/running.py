@@ -175,21 +175,31 @@ def start(options: CreditOptions) -> int:
         expected = f"weights, as {options.run} has no config.yaml"
         raise ConfigError(explain("--checkpoint", "none", expected, "--checkpoint FOLDER"))
     set_trust(options.trust_remote_code)
-    for step in steps:
-        recorded = read_step(rollouts, step)
-        weights = options.checkpoint
-        if not weights:  # those that sampled most of the step, or what the run kept next to them
-            assert config is not None
-            wanted = Counter(one.trajectory.segments[-1].weight_version for one in recorded)
-            kept = weights_of(options.run, config)
-            weights = kept[nearest(kept, wanted.most_common(1)[0][0])]
-        with _judging(options, rollouts, weights, tags_of(found), config) as judge:
+    judge: Judge | None = None
+    loaded = ""
+    with contextlib.ExitStack() as stack:
+        for step in steps:
+            recorded = read_step(rollouts, step)
+            weights = options.checkpoint or _weights_of(options.run, config, recorded)
+            if judge is None or weights != loaded:
+                judge = None  # the memory need not hold two models
+                stack.close()
+                judging = _judging(options, rollouts, weights, tags_of(found), config)
+                judge, loaded = stack.enter_context(judging), weights
             rows = _step(judge, recorded, step, options.limit, weights)
-        out = options.run / CREDIT / path_of("", step).name
-        out.parent.mkdir(exist_ok=True)
-        write_lines(out, rows)
-        logger.info("%s, by %s: %s", out, weights, _summary(rows))
+            out = options.run / CREDIT / path_of("", step).name
+            out.parent.mkdir(exist_ok=True)
+            write_lines(out, rows)
+            logger.info("%s, by %s: %s", out, weights, _summary(rows))
     return 0
+
+
+def _weights_of(run: Path, config: Config | None, recorded: Sequence[Recorded]) -> str:
+    """Those that sampled most of the step, or what the run has kept next to them."""
+    assert config is not None, "else --checkpoint is wanted"
+    wanted = Counter(one.trajectory.segments[-1].weight_version for one in recorded)
+    kept = weights_of(run, config)
+    return kept[nearest(kept, wanted.most_common(1)[0][0])]
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from example.tiny import tiny_llama
+from search_r1.credit import running
 from search_r1.credit.command import main
 from search_r1.view.run import Run
 from tests.view.conftest import open_run as open_run
 from tests.view.runs import PARIS, ROME, TOKENIZER, dialogue, start_run, write_rollouts
+from verl.rollout.transformers_engine import TransformersEngine
 from verl.types import Trajectory
 
 OPTIONS = {"max_response_length": 3, "train_files": "a.parquet", "val_files": "b.parquet"}
@@ -84,6 +87,29 @@ def test_a_document_is_worth_what_the_answer_loses_without_it(
     os.utime(dump, ns=(2**62, 2**62))
     calls = run.trajectory("train", 4, 1)["calls"]  # type: ignore[index]
     assert calls[0]["documents"][0]["worth"] is None  # the step was run again
+
+
+def test_weights_are_loaded_once_for_all_steps_that_they_judge(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never two at a time: a model may need all of the memory."""
+    run = Path(shutil.copytree(folder, tmp_path / "run"))
+    for step in (5, 6):
+        write_rollouts(run, step, [(searched([PARIS]), 1.0)])
+    loaded: list[str] = []
+
+    class Engine(TransformersEngine):
+        def __init__(self, path: str, *rest: Any) -> None:
+            loaded.append(path)
+            super().__init__(path, *rest)
+
+    monkeypatch.setattr(running, "TransformersEngine", Engine)
+    words = ["--rollouts", str(run / "rollouts"), "--checkpoint", str(run / "model")]
+    assert main([str(run), "--device=cpu", "--dtype=float32", *words, "--steps", "5", "6"]) == 0
+    assert len(loaded) == 1
+    assert sorted(p.name for p in (run / "credit").iterdir())[-2:] == [
+        "step_00000005.jsonl", "step_00000006.jsonl"
+    ]  # fmt: skip
 
 
 def test_answers_are_sampled_anew_and_scored(folder: Path) -> None:
