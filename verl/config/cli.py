@@ -165,6 +165,7 @@ def _to_yaml(config: DictConfig) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        prog="search-r1 train",
         usage=USAGE,
         description="Train an agent. Options are key=value; a later one wins.",
         epilog=_options_help(),
