@@ -98,26 +98,26 @@ def test_a_retriever_that_is_away_is_an_error_too() -> None:
 
 def test_it_is_served_over_http(retriever: str) -> None:
     """Streamable HTTP at /mcp."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, *words(retriever, "--transport", "streamable-http",
-                                      "--port", str(port))]  # fmt: skip
+    command = [sys.executable, *words(retriever, "--transport", "streamable-http", "--port", "0")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
-    async def ask() -> Any:
-        async with Client(f"http://127.0.0.1:{port}/mcp") as client:
+    async def ask(url: str) -> Any:
+        async with Client(url) as client:
             return (await client.call_tool("search", {"query": "Africa"})).structured_content
 
-    with subprocess.Popen(command, env=environment) as program:
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as program:
         try:
-            _wait(port, program)
-            got = asyncio.run(ask())
+            assert program.stderr is not None
+            said = next(line for line in program.stderr if "served at" in line)
+            url = said.split()[-1]
+            _wait(int(url.removesuffix("/mcp").rpartition(":")[2]), program)
+            got = asyncio.run(ask(url))
         finally:
             program.terminate()
     assert [document["title"] for document in got["documents"]][:1] == ["Ghana"]
 
 
-def _wait(port: int, program: subprocess.Popen[bytes]) -> None:
+def _wait(port: int, program: subprocess.Popen[str]) -> None:
     """Until somebody listens."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and program.poll() is None:
