@@ -99,5 +99,6 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# What can be made again; never a run, whose checkpoints took days.
 clean:
-	rm -rf runs outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis

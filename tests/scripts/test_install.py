@@ -162,3 +162,10 @@ def test_a_python_that_brings_no_pip_is_told(
     with pytest.raises(SystemExit, match="fix: apt-get install python3-venv"):
         installer.make_environment(tmp_path)
     assert not python.exists()
+
+
+def test_cleaning_never_removes_a_run() -> None:
+    """Checkpoints lie in runs/ by default."""
+    done = subprocess.run(["make", "-n", "clean"], cwd=ROOT, capture_output=True, text=True)
+    removed = done.stdout.split()
+    assert ".pytest_cache" in removed and not {"runs", "outputs", "models", "data"} & {*removed}
