@@ -51,9 +51,10 @@ class MetricsLog:
         for line in added[:end].splitlines():
             row = _row(line)
             if row is not None:
-                rows.setdefault(row.pop("step"), {}).update(row)
+                step = row.pop("step")
+                rows[step] = {**rows.get(step, {}), **row}
         self._read = (about.st_ino, offset + end)
-        self.rows = rows  # replaced at once: requests read it meanwhile
+        self.rows = rows  # rows too are replaced, never changed: requests read them meanwhile
         return bool(end) or is_new
 
     def names(self) -> list[str]:

@@ -36,6 +36,17 @@ def test_a_run_that_went_back_shows_its_new_steps_only(tmp_path: Path) -> None:
     assert log.refresh() and log.names() == []
 
 
+def test_what_a_request_reads_never_changes(tmp_path: Path) -> None:
+    """A step's validation may come after its training was read, while names are collected."""
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.path.write_text('{"step": 1, "a": 0.5}\n')
+    log.refresh()
+    seen = log.rows[1]
+    with log.path.open("a") as file:
+        file.write('{"step": 1, "val/em": 1.0}\n')
+    assert log.refresh() and seen == {"a": 0.5} and log.rows[1] == {"a": 0.5, "val/em": 1.0}
+
+
 def test_a_thinned_curve_keeps_ends_and_peaks() -> None:
     """No more points than wanted; the first, the last, the largest and the least are there."""
     points = [(i, float(i % 7)) for i in range(1000)]
