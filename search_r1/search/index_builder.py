@@ -24,6 +24,7 @@ from search_r1.search.backends.dense import vectors_file
 from search_r1.search.backends.flat_file import FlatFile, is_flat
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SetupError
+from search_r1.search.manifest import FILE_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +93,16 @@ def index_folder(save_dir: str | Path, method: str, faiss_type: str = "Flat") ->
 
 
 def build_index(config: BuildConfig) -> Path:
-    """Build the index, or replace an older one; its folder. Raises CorpusError or SetupError."""
+    """Build the index, or replace an older one of ours; its folder. Raises CorpusError or
+    SetupError."""
     corpus = Corpus.open(config.corpus_path)
     folder = index_folder(config.save_dir, config.retrieval_method, config.faiss_type)
+    is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not is_free and not (folder / FILE_NAME).is_file():  # as a download has it
+        raise SetupError(
+            f"{folder} is there and has no {FILE_NAME}, expected nothing or an index that "
+            "index_builder made, which would be replaced; fix: another --save_dir, or move it away"
+        )
     name, what, package = BM25 if config.retrieval_method == "bm25" else DENSE
     try:  # only its users need what builds an index
         builder = importlib.import_module(f"search_r1.search.index.{name}")

@@ -146,6 +146,20 @@ def test_missing_pieces_are_named(tmp_path: Path, config: RetrieverConfig, probl
         build_retriever(RetrieverConfig(**values))
 
 
+@pytest.mark.parametrize(("method", "name"), [("bm25", "bm25/segments_1"), ("e5", "e5_Flat.index")])
+def test_a_download_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str, name: str
+) -> None:
+    """The published indexes have the names that a build would give its own: they stay."""
+    corpus, published = write(tmp_path / "a.jsonl", "123"), tmp_path / name
+    published.parent.mkdir(exist_ok=True)
+    published.write_bytes(b"64 GB")
+    flags = ["--retrieval_method", method, "--model_path", "hash", "--corpus_path", str(corpus)]
+    assert main([*flags, "--save_dir", str(tmp_path)]) == 2
+    assert "another --save_dir" in capsys.readouterr().err
+    assert published.read_bytes() == b"64 GB"
+
+
 def test_folder_without_manifest_is_refused(tmp_path: Path) -> None:
     """A half-made index folder is never served."""
     corpus = write(tmp_path / "a.jsonl", "1")
