@@ -164,7 +164,7 @@ def _given(retriever: Any, tools: Sequence[Any] | None) -> tuple[Given, dict[str
     if retriever is not None and not isinstance(retriever, LocalServer):
         words["retriever_url"] = given.retriever(retriever)
     if tools is not None:
-        words["tools"] = [given.name("tools", tool, "label") for tool in tools]
+        words["tools"] = given.tools("tools", tools)
     return given, words
 
 

@@ -7,7 +7,7 @@ that a checkpoint made from Python is that command line's too. Anything else is 
 import asyncio
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,11 @@ class Given:
         part `needs`; an object has it already. Raises ConfigError.
         """
         return one if isinstance(one, str) else self._keep(one, _maker(option, one, needs))
+
+    def tools(self, option: str, some: Any) -> list[str]:
+        """The values of `option` for several tools, or for one by itself. Raises ConfigError."""
+        listed = [some] if isinstance(some, str) or not isinstance(some, Iterable) else some
+        return [self.name(option, tool, "label") for tool in listed]
 
     def retriever(self, one: Any) -> str:
         """The value of `retriever.url`: an address, or the name of what finds documents here."""

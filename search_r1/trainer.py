@@ -76,7 +76,7 @@ class Trainer:
         if agent is not None:
             options.agent.name = given.name("agent.name", agent, "run")
         if tools is not None:
-            options.agent.tools = [given.name("agent.tools", tool, "label") for tool in tools]
+            options.agent.tools = given.tools("agent.tools", tools)
         travelling = dict(given.objects)
         if isinstance(retriever, LocalServer):
             self._server = retriever

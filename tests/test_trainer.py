@@ -193,6 +193,13 @@ def test_a_class_may_find_documents(tmp_path: Path) -> None:
     assert "no documents" in asyncio.run(visit.call(target="7")).items[0].text
 
 
+def test_one_tool_needs_no_list(tmp_path: Path) -> None:
+    """A name is not taken letter by letter."""
+    assert Trainer(config(tmp_path), tools="visit").config.agent.tools == ["visit"]
+    made = Trainer(config(tmp_path), tools=Calculator)  # type: ignore[arg-type]
+    assert made.config.agent.tools == ["example/tools/calculator.py:Calculator"]
+
+
 def test_a_tool_given_twice_is_refused_and_two_of_a_kind_are_not(tmp_path: Path) -> None:
     """Names are those of objects, each its own."""
     made = Trainer(config(tmp_path), tools=[Calculator, Calculator])
