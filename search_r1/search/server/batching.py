@@ -22,7 +22,7 @@ from sys import getsizeof
 from cachetools import LRUCache
 
 from search_r1.search.backends.base import Retriever, Seconds, collect, fingerprint, stage
-from search_r1.search.errors import Overloaded, SearchError, SetupError
+from search_r1.search.errors import Overloaded, SearchError, SetupError, UpstreamUnavailable
 from search_r1.search.recording import Record, Recorder
 from search_r1.search.schema import Document, Hit, Written, written
 from search_r1.search.server.metrics import Metrics
@@ -147,7 +147,7 @@ class Searcher:
             found = self._retriever.search(queries, k)
         except Exception as error:
             if len(queries) > 1:
-                return [result for query in queries for result in self._search([query], k)]
+                return self._search_apart(queries, k)
             if isinstance(error, SearchError):
                 return [error]
             logger.error("the engine failed unexpectedly", exc_info=error)
@@ -158,6 +158,18 @@ class Searcher:
             seconds = time.perf_counter() - start
             self._writer.submit(self._keep, queries, k, found, seconds).add_done_callback(_report)
         return list(map(written, found))
+
+    def _search_apart(self, queries: list[str], k: int) -> list[Result]:
+        """One search for each query, until two in a row find that a service is away: each takes as
+        long as all its retries."""
+        results: list[Result] = []
+        for query in queries:
+            last = results[-2:]
+            if len(last) == 2 and all(isinstance(one, UpstreamUnavailable) for one in last):
+                results.append(last[-1])
+            else:
+                results += self._search([query], k)
+        return results
 
     def _keep(self, queries: list[str], k: int, found: list[list[Hit]], seconds: float) -> None:
         if self._recorder is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from search_r1.search.errors import CorpusError, QueryNotRecorded
+from search_r1.search.errors import CorpusError, QueryNotRecorded, UpstreamUnavailable
 from search_r1.search.recording import Recorder, read_rows, to_record
 from search_r1.search.server.app import create_app
 from search_r1.search.settings import ServiceConfig
@@ -190,6 +190,22 @@ def test_an_error_reaches_only_its_query() -> None:
             answers = await asyncio.gather(*(ask(http, query) for query in asked))
             assert [a.status_code for a in answers] == [200, 424, 500, 200]
             assert answers[1].json() == {"detail": "not recorded"}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("wrong", "num_calls"), [("abcdef", 3), ("ace", 7)])
+def test_an_outage_is_not_found_out_by_every_query(wrong: str, num_calls: int) -> None:
+    """Each would spend all its retries; queries that fail alone leave the others their answers."""
+    engine = Watched(failures={query: UpstreamUnavailable("away") for query in wrong})
+
+    async def main() -> None:
+        config = ServiceConfig(batch_wait_ms=20_000, max_batch=6)
+        async with client(create_app(engine, config)) as http:
+            answers = await asyncio.gather(*(ask(http, query) for query in "abcdef"))
+            expected = [503 if query in wrong else 200 for query in "abcdef"]
+            assert [answer.status_code for answer in answers] == expected
+            assert len(engine.calls) == num_calls
 
     asyncio.run(main())
 
