@@ -85,7 +85,12 @@ class Trainer:
             travelling = dict(given.objects)
         if reward is not None:
             options.reward_model.name = given.reward(reward)
-        self.config = cli.checked(options, overrides)
+        for name, heard in (("on_step", on_step), ("on_validation", on_validation)):
+            if heard is not None and not callable(heard):
+                expected = "a function of a step and its metrics"
+                raise ConfigError(explain(name, repr(heard), expected, "give one, or leave it out"))
+        words = [overrides] if isinstance(overrides, str) else overrides
+        self.config = cli.checked(options, words)
         """The checked options, with which `config.yaml` is written."""
         self._objects = given.objects
         self._heard = Recorder(on_step, on_validation)

@@ -193,6 +193,13 @@ def test_a_class_may_find_documents(tmp_path: Path) -> None:
     assert "no documents" in asyncio.run(visit.call(target="7")).items[0].text
 
 
+def test_what_is_no_callback_is_refused_before_any_step(tmp_path: Path) -> None:
+    """A run would end by it minutes later."""
+    with pytest.raises(ConfigError, match=r"^on_step: got 3, expected a function"):
+        Trainer(config(tmp_path), on_step=3)  # type: ignore[arg-type]
+    assert Trainer(config(tmp_path), overrides="trainer.seed=1").config.trainer.seed == 1
+
+
 def test_one_tool_needs_no_list(tmp_path: Path) -> None:
     """A name is not taken letter by letter."""
     assert Trainer(config(tmp_path), tools="visit").config.agent.tools == ["visit"]

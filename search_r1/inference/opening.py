@@ -59,8 +59,8 @@ async def facts_of(config: Config) -> Facts:
         addresses = read_urls(config.retriever.url)
         clients = [RetrievalClient(url, max_retries=1) for url in addresses]
     except ValueError as error:
-        nothing = "or search nothing: --retriever-url empty"
-        raise ConfigError(f"--retriever-url: {error}; {nothing}") from error
+        fix = "correct it, or search nothing: --retriever-url empty"
+        raise ConfigError(f"--retriever-url: {error}; fix: {fix}") from error
     for url, client in zip(addresses, clients, strict=True):
         found = await _facts_of(url, client)
         if first is not None and found != first:

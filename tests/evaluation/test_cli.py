@@ -43,7 +43,7 @@ def data(tmp_path: Path) -> str:
         (["--num-rows", "0"], "--num-rows: got 0"),
         (["--judge-url", "http://x"], "--judge-model: got None"),
         (["--judge-api-key-env", "KEY"], "--judge-api-key-env: got no --judge-url"),
-        (["--retriever-url", "ftp://x"], "--retriever-url: got ftp://x"),
+        (["--retriever-url", "ftp://x"], "--retriever-url: retriever url 'ftp://x'; expected"),
         (["--retriever-url", "http://127.0.0.1:9"], "retrieval_launch.sh"),
         (["--retriever-url", "empty", "--max-start-length", "2"], "1 of 1 prompts over 2 tokens"),
         (["--retriever-url", "empty", "--data", "none.jsonl"], "none.jsonl"),
