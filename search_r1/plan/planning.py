@@ -291,6 +291,9 @@ def compose(options: PlanOptions) -> Config:
     words = [*UNUSED, f"actor_rollout_ref.model.path={NO_MODEL}", *options.options]
     if options.run is None:
         return cli.compose(["--config-name", options.preset, *words])
+    if options.preset != PlanOptions.preset:
+        fix = "leave it out: the run's config.yaml has its options"
+        raise ConfigError(explain("--preset", f"{options.preset} with --run", "one of them", fix))
     if not (options.run / "config.yaml").is_file():
         fix = "name the folder trainer.default_local_dir of a run"
         raise ConfigError(explain("--run", options.run, "a folder with config.yaml", fix))

@@ -60,6 +60,7 @@ def test_the_table_says_which_is_best(capsys: pytest.CaptureFixture[str], tmp_pa
         (["--search-p99=0.1"], "--search-p99: got 0.1, expected the median, 0.5, or more"),
         (["--preset=nope"], "--config-name: got nope"),
         (["--run=/nowhere"], "--run: got /nowhere, expected a folder with config.yaml"),
+        (["--run=.", "--preset=ppo_trainer"], "--preset: got ppo_trainer with --run"),
         (["--decode=", "--publish-s=1"], "actor_rollout_ref.model.path: got -, whose config.json"),
         (["--tensor-parallel=1,2"], "--tensor-parallel: got 1,2, expected one size"),
     ],
