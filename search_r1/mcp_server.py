@@ -3,7 +3,6 @@
 The tool `search` asks a `/retrieve` server, over standard input and output or streamable HTTP.
 """
 
-import importlib.util
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -30,12 +29,11 @@ class McpOptions:
 
 def start(options: McpOptions) -> int:
     """Serve; returns the exit code. Raises ConfigError without the package of the protocol."""
-    if importlib.util.find_spec("mcp") is None:
+    try:  # an extra, and heavy
+        from search_r1 import mcp_tool  # noqa: PLC0415
+    except ImportError as error:  # of an older one too
         expected = "the package of the Model Context Protocol"
-        raise ConfigError(explain("mcp", "no such package", expected, install_command("mcp")))
-    # An extra, and heavy.
-    from search_r1 import mcp_tool  # noqa: PLC0415
-
+        raise ConfigError(explain("mcp", str(error), expected, install_command("mcp"))) from error
     return mcp_tool.start(options)
 
 

@@ -16,6 +16,7 @@ from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import SearchError
 from search_r1.search.server.running import bind, listen, warn_if_open
 from verl import __version__
+from verl.errors import masked
 
 MAX_TOPK = 100
 MAX_RETRIES = 2
@@ -74,7 +75,7 @@ def start(options: McpOptions) -> int:
     try:
         server = build_server(options.retriever_url)
     except (ValueError, httpx.InvalidURL) as error:
-        sys.stderr.write(f"--retriever-url {options.retriever_url}: {error}\n")
+        sys.stderr.write(f"--retriever-url {masked(options.retriever_url)}: {error}\n")
         return 2
     if options.transport == "stdio":
         server.run("stdio")

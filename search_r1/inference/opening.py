@@ -161,6 +161,9 @@ MAX_RETRIES = 2
 
 def with_default_model(options: Options) -> Options:
     """The options with a model: what ships, the demo's, an adapter's base. Raises ModelError."""
+    if options.endpoint and not options.model and not options.adapter:
+        expected = "the model whose tokenizer --endpoint serves"
+        raise ModelError(explain("--model", "nothing", expected, "give --model its folder or name"))
     # What ships is in a checkout of this project alone, and is none of an endpoint's.
     if not options.endpoint and (ROOT / "example" / "smollm2" / "shipped.py").is_file():
         if str(ROOT) not in sys.path:

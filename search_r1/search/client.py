@@ -71,16 +71,24 @@ Waiters = list[asyncio.Future[Found]]
 
 
 @dataclass
+class _Merged:
+    """Searches that will share a request, since a request has one deadline."""
+
+    deadline: float = math.inf
+    """When the first of them must have its answer."""
+    waiting: dict[str, Waiters] = field(default_factory=dict)
+    """Who waits for each query."""
+
+
+@dataclass
 class _Lane:
-    """Searches of one kind, which share requests."""
+    """Searches of one kind."""
 
     http: aiohttp.ClientSession
     max_retries: int | None = None
     """Of each request; None: as many as the client may make."""
-    waiting: dict[str, Waiters] = field(default_factory=dict)
-    """Who waits for each query that is not yet sent."""
-    deadline: float = math.inf
-    """When the first of them must have its answer."""
+    merged: dict[int | None, _Merged] = field(default_factory=dict)
+    """What is not yet sent, by deadline in units of SAME_DEADLINE_S; None: without one."""
     timer: asyncio.TimerHandle | None = None
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -201,11 +209,11 @@ class RetrievalClient:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Found] = loop.create_future()
         deadline = (time.monotonic() if began is None else began) + self._deadline
-        if lane.waiting and abs(lane.deadline - deadline) > SAME_DEADLINE_S:
-            self._send(lane)  # a request has one deadline, which must not cut others short
-        lane.deadline = min(lane.deadline, deadline) if lane.waiting else deadline
-        lane.waiting.setdefault(well_formed(query), []).append(future)
-        if len(lane.waiting) >= self._max_batch:
+        when = int(deadline / SAME_DEADLINE_S) if math.isfinite(deadline) else None
+        merged = lane.merged.setdefault(when, _Merged())
+        merged.deadline = min(merged.deadline, deadline)
+        merged.waiting.setdefault(well_formed(query), []).append(future)
+        if len(merged.waiting) >= self._max_batch:
             self._send(lane)
         elif lane.timer is None:
             lane.timer = loop.call_later(self._merge_window, self._send, lane)
@@ -282,18 +290,17 @@ class RetrievalClient:
         return self._states[loop]
 
     def _send(self, lane: _Lane) -> None:
-        """Start one request with every search that waits."""
+        """Start the requests with every search that waits."""
         if lane.timer is not None:
             lane.timer.cancel()
             lane.timer = None
-        waiting, lane.waiting = lane.waiting, {}
-        wanted = {
-            q: waiters for q, waiters in waiting.items() if not all(f.done() for f in waiters)
-        }
-        if wanted:
-            task = asyncio.ensure_future(self._serve(lane, lane.deadline, wanted))
-            lane.tasks.add(task)
-            task.add_done_callback(lane.tasks.discard)
+        merged, lane.merged = lane.merged, {}
+        for one in merged.values():
+            wanted = {q: who for q, who in one.waiting.items() if not all(f.done() for f in who)}
+            if wanted:
+                task = asyncio.ensure_future(self._serve(lane, one.deadline, wanted))
+                lane.tasks.add(task)
+                task.add_done_callback(lane.tasks.discard)
 
     async def _serve(self, lane: _Lane, deadline: float, waiting: Mapping[str, Waiters]) -> None:
         """Give each waiter documents or an error; a refused batch is asked one by one.

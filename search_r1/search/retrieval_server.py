@@ -5,6 +5,7 @@ list of processes; clients then send `Authorization: Bearer TOKEN`. See docs/ret
 """
 
 import faulthandler
+import functools
 import logging
 import os
 import signal
@@ -20,6 +21,7 @@ if not __package__:  # started as a file: the checkout may not be installed
 
 from search_r1.options import Port, run
 from search_r1.plain import log
+from search_r1.search.backends.base import Retriever
 from search_r1.search.backends.registry import build_retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import IndexMismatch, SetupError
@@ -76,27 +78,39 @@ def _run(options: ServerOptions) -> int:
             retriever.search(["warm up"], service.topk)
         logger.info("%s: %d documents", retriever.name, retriever.num_documents)
         recorder = None if service.record is None else Recorder(service.record, retriever.info())
-        find = _finder(options.retriever.corpus_path)
+        find = _finder(retriever, options.retriever.corpus_path)
         app = create_app(retriever, service, token=token, recorder=recorder, find=find)
         if faults.is_on:
             logger.warning("TEST FAULTS: requests fail on purpose: %s", faults)
             app.add_middleware(FaultInjector, config=faults)
         corpus = options.retriever.corpus_path
         default_index = corpus and str(Path(corpus).parent / "index")
-        with watching((options.retriever.index_path, corpus, default_index)):
-            is_idle = serve(app, bound, options.port_file, options.allowed_hosts)
+        is_idle, status = True, 1
+        try:
+            with watching((options.retriever.index_path, corpus, default_index)):
+                is_idle = serve(app, bound, options.port_file, options.allowed_hosts)
+        except IndexMismatch as error:  # logged when it was seen
+            if is_idle:
+                raise
+            status = error.exit_code
     if not is_idle:
         logger.warning("stopped in the middle of a search that did not end in time")
         logging.shutdown()
-        os._exit(1)  # the thread that searches cannot be stopped otherwise
+        os._exit(status)  # the thread that searches cannot be stopped otherwise
     return 0
 
 
-def _finder(corpus_path: str | None) -> Callable[[str], Document | None] | None:
-    """Finds documents by id in the corpus as it is now; None without a file."""
+def _finder(
+    retriever: Retriever, corpus_path: str | None
+) -> Callable[[str], Document | None] | None:
+    """Finds documents by id: in the corpus that is searched, in one that a backend does not read
+    once it is asked for; None without a file."""
+    if isinstance(searched := getattr(retriever, "corpus", None), Corpus):
+        return searched.find
     if corpus_path is None or not Path(corpus_path).is_file():
         return None
-    return Corpus.open(corpus_path).find
+    opened = functools.cache(Corpus.open)
+    return lambda id: opened(corpus_path).find(id)
 
 
 @contextmanager

@@ -136,8 +136,8 @@ def read_urls(url: str | Sequence[str]) -> tuple[str, ...]:
             is_url = False
         if not is_url:
             raise ValueError(
-                f"retriever url {one!r}; expected http:// or https:// and a host, for example "
-                f"{EXAMPLE} (several: {EXAMPLE},http://10.0.0.6:8000)"
+                f"retriever url {masked(one)!r}; expected http:// or https:// and a host, for "
+                f"example {EXAMPLE} (several: {EXAMPLE},http://10.0.0.6:8000)"
             )
         bases[one.rstrip("/").removesuffix("/retrieve")] = None
     return tuple(bases)
@@ -224,10 +224,12 @@ class Failures:
             + (f" (and {self.counts[url] - 1} times before)" if self.counts[url] > 1 else "")
             for url, reason in self.reasons.items()
         )
+        slow = ""
+        if "Timeout" in tried or not tried:
+            slow = "; where it is too slow, allow it more time or start several"
         return RetrieverUnavailable(
             f"{tried or 'no retriever was asked'}; gave up after {self.counts.total()} attempts"
-            f"{cause}: start the retriever (bash retrieval_launch.sh), correct its url, or, where "
-            "it is too slow, raise retriever.timeout or deadline, or start several",
+            f"{cause}: start the retriever (bash retrieval_launch.sh) or correct its url{slow}",
             num_retries=max(0, self.counts.total() - 1),
             reason=tried,
         )

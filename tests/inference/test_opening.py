@@ -64,10 +64,11 @@ def test_an_adapter_adds_its_product_to_each_weight(base: Path, adapter: Path) -
 def test_nothing_that_ships_is_put_before_an_endpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine without the demo's model its tokenizer is asked for, and nothing is made."""
+    """Its tokenizer is asked for, and the demo's is not taken for it; nothing is made."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "demo" / "model").mkdir(parents=True)
     options = InferenceOptions(endpoint="http://127.0.0.1:1/v1", served_model="policy")
-    with pytest.raises(ModelError, match=r"fix: give --model"):
+    with pytest.raises(ModelError, match=r"^--model: got nothing"):
         with_default_model(options)
 
 

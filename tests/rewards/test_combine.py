@@ -2,9 +2,12 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from ray import cloudpickle
 
 from search_r1.rewards import RewardInput, build_reward
 from search_r1.rewards.interface import OwnRewardError
@@ -115,4 +118,9 @@ def test_a_file_may_define_a_dataclass(tmp_path: Path) -> None:
     head = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
     body = "@dataclass\nclass Price:\n    x: float = 2.0\n\ndef f(d): return Price().x\n"
     (tmp_path / "own.py").write_text(head + body)
-    assert build_reward(f"{tmp_path}/own.py:f")(GIVEN).score == 2.0
+    reward = build_reward(f"{tmp_path}/own.py:f")
+    assert reward(GIVEN).score == 2.0
+    (tmp_path / "pickled").write_bytes(cloudpickle.dumps(reward))
+    (tmp_path / "own.py").unlink()  # the function travels, not the name of its file
+    load = [sys.executable, "-c", "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))"]
+    subprocess.run([*load, tmp_path / "pickled"], check=True)

@@ -193,6 +193,19 @@ def test_a_deadline_cuts_no_other_search_short(url: str, script: Script) -> None
     assert texts(others) == ["a", "b"] and len(script.requests) == 1
 
 
+def test_searches_of_two_ages_share_two_requests(url: str, script: Script) -> None:
+    """Those that begin in turns with older ones wait for those of their own age."""
+
+    async def all_of_them() -> list[Any]:
+        async with RetrievalClient(url, deadline=300) as client:
+            now = time.monotonic()
+            began = [now - age for _ in range(20) for age in (0, 100)]
+            return await asyncio.gather(*(client.search(f"q{i}", t) for i, t in enumerate(began)))
+
+    assert texts(asyncio.run(all_of_them())) == [f"q{i}" for i in range(40)]
+    assert sorted(len(request["queries"]) for request in script.requests) == [20, 20]
+
+
 def test_servers_are_told_how_long_an_attempt_waits(url: str, script: Script) -> None:
     """`deadline_s` is the attempt's time; a server that refuses the field never sees it again."""
     assert texts(ask(RetrievalClient(url, timeout=7), "q")) == ["q"]

@@ -269,13 +269,16 @@ def test_shutdown_finishes_what_was_accepted(corpus_path: Path, tmp_path: Path) 
     assert {row["query"] for _, row in read_rows(record)} >= set(answered)
 
 
-def test_shutdown_leaves_a_search_that_takes_too_long(tmp_path: Path) -> None:
-    """After --drain its request gets 503, and the process ends, though other threads are free."""
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_shutdown_leaves_a_search_that_takes_too_long(tmp_path: Path, is_changed: bool) -> None:
+    """After --drain its request gets 503, and the process ends, though other threads are free;
+    also where the end came from a file that changed in place."""
     record = tmp_path / "record.jsonl"
     recorder = Recorder(record, {"engine": "slow"})
     recorder.write([Record("slow", 3, [], seconds=60)])
     recorder.close()
     flags = ["--retriever_name", "replay", "--replay_path", str(record), "--replay_latency"]
+    flags += ["--index_path", str(record)]  # which is watched then
     log = tmp_path / "server.log"
     with (
         LocalServer([*flags, "--drain", "0.1"], log_path=log) as server,
@@ -284,10 +287,13 @@ def test_shutdown_leaves_a_search_that_takes_too_long(tmp_path: Path) -> None:
         answer = pool.submit(post, server.url, {"queries": ["slow"]})
         while b"retriever_pending 1" not in HTTP.get(f"{server.url}/metrics").content:
             time.sleep(0.01)
-        os.kill(server.pid, signal.SIGTERM)
+        if is_changed:
+            os.utime(record, ns=(1, 1))
+        else:
+            os.kill(server.pid, signal.SIGTERM)
         assert (answer.result().status_code, answer.result().headers["retry-after"]) == (503, "1")
         server.stop()
-    assert server.status == 1 and "in the middle of a search" in log.read_text()
+    assert server.status == 1 + is_changed and "in the middle of a search" in log.read_text()
 
 
 def test_documents_by_id_are_those_that_are_searched(tmp_path: Path) -> None:
@@ -297,6 +303,14 @@ def test_documents_by_id_are_those_that_are_searched(tmp_path: Path) -> None:
         write_corpus(tmp_path / "other.jsonl", [("Other", "another text")]).replace(corpus)
         found = HTTP.get(f"{server.url}/document", params={"id": "d0"})
     assert found.json()["document"]["title"] == "Paris"
+
+
+def test_a_corpus_that_is_not_searched_is_opened_when_it_is_asked_for(tmp_path: Path) -> None:
+    """A backend without one serves beside a file that is no corpus."""
+    (tmp_path / "c.jsonl").touch()
+    flags = ["--corpus_path", str(tmp_path / "c.jsonl"), "--retriever_name", "empty"]
+    with LocalServer(flags) as server:
+        assert HTTP.get(f"{server.url}/document", params={"id": "d0"}).status_code == 500
 
 
 def test_a_token_is_wanted_and_given_by_the_environment(

@@ -16,7 +16,10 @@ _collected: ContextVar[Seconds | None] = ContextVar("collected", default=None)
 
 
 class Retriever(Protocol):
-    """A retriever backend; the server calls it from at most `num_threads` threads at once."""
+    """A retriever backend; the server calls it from at most `num_threads` threads at once.
+
+    The `corpus` of one that has such a part is asked for single documents, too.
+    """
 
     name: str
     num_threads: int

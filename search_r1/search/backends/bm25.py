@@ -44,7 +44,7 @@ class Bm25Retriever:
 
     def __init__(self, index: bm25s.BM25, corpus: Corpus) -> None:
         self._index = index
-        self._corpus, self.num_documents = corpus, len(corpus)
+        self.corpus, self.num_documents = corpus, len(corpus)
         # plain arrays over the same map: slicing a `np.memmap` costs as much as a short posting
         index.scores |= {name: np.asarray(index.scores[name]) for name in POSTINGS}
 
@@ -70,7 +70,7 @@ class Bm25Retriever:
         with stage("search"):
             ranked = [self._rank(words, k) for words in tokenize(queries)]
         with stage("documents"):
-            documents = iter(self._corpus.documents([row for rows, _ in ranked for row in rows]))
+            documents = iter(self.corpus.documents([row for rows, _ in ranked for row in rows]))
             return [
                 [Hit(document, score) for score, document in zip(scores, documents, strict=False)]
                 for _, scores in ranked
@@ -98,7 +98,7 @@ class Bm25Retriever:
     def info(self) -> dict[str, Any]:
         """Engine, its parameters and the corpus."""
         parameters = {"k1": self._index.k1, "b": self._index.b, "method": self._index.method}
-        return {"engine": self.name, **parameters, "corpus": asdict(self._corpus.fingerprint)}
+        return {"engine": self.name, **parameters, "corpus": asdict(self.corpus.fingerprint)}
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:

@@ -59,7 +59,7 @@ class DenseRetriever:
         """`digest` identifies the file of the index."""
         self.name, self.num_documents = name, len(corpus)
         self._index, self._digest = index, digest
-        self._corpus, self._encoder = corpus, encoder
+        self.corpus, self._encoder = corpus, encoder
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """At most `k` hits per query, best first, ties by row."""
@@ -70,13 +70,13 @@ class DenseRetriever:
         with stage("search"):
             scores, rows = self._index.search(vectors, k)
         with stage("documents"):
-            documents = iter(self._corpus.documents([row for found in rows for row in found]))
+            documents = iter(self.corpus.documents([row for found in rows for row in found]))
             return [[Hit(next(documents), score) for score in found] for found in scores]
 
     def info(self) -> dict[str, Any]:
         """Backend, index, encoder and the corpus."""
         index = {**self._index.info(), "index": self._digest}
-        corpus = asdict(self._corpus.fingerprint)
+        corpus = asdict(self.corpus.fingerprint)
         return {**index, "encoder": self._encoder.info(), "corpus": corpus}
 
 

@@ -61,7 +61,7 @@ class RandomRetriever:
     num_threads = 1
 
     def __init__(self, corpus: Corpus, seed: int) -> None:
-        self._corpus, self.num_documents = corpus, len(corpus)
+        self.corpus, self.num_documents = corpus, len(corpus)
         self._seed = seed
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
@@ -70,13 +70,13 @@ class RandomRetriever:
         for query in queries:
             key = f"{self._seed}\n{query}".encode("utf-8", "surrogatepass")
             digest = hashlib.blake2b(key, digest_size=16).digest()
-            rows = draw_rows(int.from_bytes(digest, "big"), len(self._corpus), k)
-            found.append([Hit(self._corpus[row], 1 / rank) for rank, row in enumerate(rows, 1)])
+            rows = draw_rows(int.from_bytes(digest, "big"), len(self.corpus), k)
+            found.append([Hit(self.corpus[row], 1 / rank) for rank, row in enumerate(rows, 1)])
         return found
 
     def info(self) -> dict[str, Any]:
         """Backend, seed and the corpus."""
-        corpus = asdict(self._corpus.fingerprint)
+        corpus = asdict(self.corpus.fingerprint)
         return {"engine": self.name, "seed": self._seed, "corpus": corpus}
 
 

@@ -58,7 +58,7 @@ def build_retriever(config: RetrieverConfig) -> Retriever:
     if unread := _unread(config, chosen):
         logger.warning(
             "--retriever_name %s does not read %s: leave them out, or choose the backend that does "
-            "(--retriever_name, --dense_engine)",
+            "(--retriever_name, --dense_engine, --reranker_model)",
             *(config.retriever_name, ", ".join(unread)),
         )
     backend = _load(chosen)

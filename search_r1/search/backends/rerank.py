@@ -35,6 +35,7 @@ class RerankingRetriever:
         self.name = retriever.name
         self.num_threads = retriever.num_threads
         self.num_documents = retriever.num_documents
+        self.corpus = getattr(retriever, "corpus", None)
         self._retriever = retriever
         self._scorer = scorer
         self._retrieval_topk = retrieval_topk

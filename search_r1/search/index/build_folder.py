@@ -32,6 +32,7 @@ def work_folder(target: Path, key: Mapping[str, Any]) -> Iterator[Path]:
     """The folder with what earlier runs of this build left; raises SetupError if it is in use."""
     work = target.with_name(f".{target.name}.partial")
     with _locked(target):
+        shutil.rmtree(f"{work}.trash", ignore_errors=True)  # of versions before 2026-11-24
         _resume_or_start(work, json.loads(json.dumps(key)))
         try:
             yield work
