@@ -30,11 +30,11 @@ class McpOptions:
 def start(options: McpOptions) -> int:
     """Serve; returns the exit code. Raises ConfigError without the package of the protocol."""
     try:  # an extra, and heavy
-        from search_r1 import mcp_tool  # noqa: PLC0415
+        from search_r1.mcp_tool import start as serve  # noqa: PLC0415
     except ImportError as error:  # of an older one too
         expected = "the package of the Model Context Protocol"
         raise ConfigError(explain("mcp", str(error), expected, install_command("mcp"))) from error
-    return mcp_tool.start(options)
+    return serve(options)
 
 
 main = partial(run, "search_r1.mcp_server:start", McpOptions, prog="search-r1 mcp",

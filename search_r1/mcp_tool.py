@@ -14,7 +14,7 @@ from search_r1.mcp_server import McpOptions
 from search_r1.plain import log
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import SearchError
-from search_r1.search.server.running import bind, listen, warn_if_open
+from search_r1.search.server.running import bind, warn_if_open
 from verl import __version__
 from verl.errors import masked
 
@@ -83,6 +83,7 @@ def start(options: McpOptions) -> int:
         with bind(options.host, options.port) as bound:  # SetupError for a port that is taken
             warn_if_open(bound, None, fix="put a proxy that wants a token in front of it")
             port = bound.getsockname()[1]  # of --port 0, the one that it came to
-            sys.stderr.write(f"the tool search is served at http://{listen(bound)}/mcp\n")
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        sys.stderr.write(f"the tool search is served at http://{host}:{port}/mcp\n")
         server.run("streamable-http", host=options.host, port=port)
     return 0

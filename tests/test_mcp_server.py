@@ -152,6 +152,7 @@ def test_without_its_package_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is an extra of ours."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "search_r1.mcp_tool", raising=False)
+    monkeypatch.setitem(sys.modules, "mcp.server", None)  # as an import finds what is not there
     assert mcp_server.main([]) == 2
     assert "fix: pip install" in capsys.readouterr().err

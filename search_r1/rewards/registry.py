@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib.util
 import inspect
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -58,20 +60,17 @@ def load_function(spec: str) -> RewardFn:
     path, _, name = spec.rpartition(":")
     if not Path(path).is_file():
         raise ValueError(f"got reward {spec!r}, expected path/to/file.py:function; no file {path}")
-    name_of_module = f"reward_{Path(path).stem}"
+    digest = hashlib.sha256(os.fsencode(Path(path).resolve())).hexdigest()[:16]
+    name_of_module = f"reward_{Path(path).stem}_{digest}"
     module_spec = importlib.util.spec_from_file_location(name_of_module, path)
     assert module_spec is not None and module_spec.loader is not None, path
     module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name_of_module] = module  # dataclasses and process pools look it up there
     try:
-        # Dataclasses look their own module up there. No longer than that: what stands in a module
-        # that can be found is not pickled whole, and other processes would not find it.
-        sys.modules[name_of_module] = module
-        try:
-            module_spec.loader.exec_module(module)
-        finally:
-            del sys.modules[name_of_module]
+        module_spec.loader.exec_module(module)
         return own(spec, getattr(module, name))
     except (Exception, SystemExit) as error:  # whatever a file of the user's raises
+        del sys.modules[name_of_module]
         text = " ".join(f"{type(error).__name__}: {error}".split())
         expected = "a function of one dialogue in a file that can be imported"
         raise ValueError(f"got reward {spec!r} ({text}), expected {expected}") from error

@@ -74,10 +74,14 @@ Waiters = list[asyncio.Future[Found]]
 class _Merged:
     """Searches that will share a request, since a request has one deadline."""
 
-    deadline: float = math.inf
+    deadline: float
     """When the first of them must have its answer."""
     waiting: dict[str, Waiters] = field(default_factory=dict)
     """Who waits for each query."""
+
+    def takes(self, deadline: float) -> bool:
+        """Whether a search with this deadline may be one of them."""
+        return deadline == self.deadline or abs(deadline - self.deadline) <= SAME_DEADLINE_S
 
 
 @dataclass
@@ -87,8 +91,8 @@ class _Lane:
     http: aiohttp.ClientSession
     max_retries: int | None = None
     """Of each request; None: as many as the client may make."""
-    merged: dict[int | None, _Merged] = field(default_factory=dict)
-    """What is not yet sent, by deadline in units of SAME_DEADLINE_S; None: without one."""
+    merged: list[_Merged] = field(default_factory=list)
+    """What is not yet sent."""
     timer: asyncio.TimerHandle | None = None
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -209,8 +213,10 @@ class RetrievalClient:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Found] = loop.create_future()
         deadline = (time.monotonic() if began is None else began) + self._deadline
-        when = int(deadline / SAME_DEADLINE_S) if math.isfinite(deadline) else None
-        merged = lane.merged.setdefault(when, _Merged())
+        fit = (one for one in lane.merged if one.takes(deadline))
+        if (merged := next(fit, None)) is None:
+            merged = _Merged(deadline)
+            lane.merged.append(merged)
         merged.deadline = min(merged.deadline, deadline)
         merged.waiting.setdefault(well_formed(query), []).append(future)
         if len(merged.waiting) >= self._max_batch:
@@ -294,8 +300,8 @@ class RetrievalClient:
         if lane.timer is not None:
             lane.timer.cancel()
             lane.timer = None
-        merged, lane.merged = lane.merged, {}
-        for one in merged.values():
+        merged, lane.merged = lane.merged, []
+        for one in merged:
             wanted = {q: who for q, who in one.waiting.items() if not all(f.done() for f in who)}
             if wanted:
                 task = asyncio.ensure_future(self._serve(lane, one.deadline, wanted))

@@ -109,8 +109,14 @@ def _finder(
         return searched.find
     if corpus_path is None or not Path(corpus_path).is_file():
         return None
-    opened = functools.cache(Corpus.open)
-    return lambda id: opened(corpus_path).find(id)
+    opening, opened = threading.Lock(), functools.cache(Corpus.open)
+
+    def find(id: str) -> Document | None:
+        with opening:
+            corpus = opened(corpus_path)
+        return corpus.find(id)
+
+    return find
 
 
 @contextmanager

@@ -225,8 +225,11 @@ class Failures:
             for url, reason in self.reasons.items()
         )
         slow = ""
-        if "Timeout" in tried or not tried:
-            slow = "; where it is too slow, allow it more time or start several"
+        if not tried or any("Connector" not in reason for reason in self.reasons.values()):
+            slow = (
+                "; where it is too slow, allow it more time (retriever.timeout and "
+                "retriever.deadline of a run) or start several"
+            )
         return RetrieverUnavailable(
             f"{tried or 'no retriever was asked'}; gave up after {self.counts.total()} attempts"
             f"{cause}: start the retriever (bash retrieval_launch.sh) or correct its url{slow}",

@@ -2,12 +2,9 @@
 
 import dataclasses
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from ray import cloudpickle
 
 from search_r1.rewards import RewardInput, build_reward
 from search_r1.rewards.interface import OwnRewardError
@@ -118,9 +115,12 @@ def test_a_file_may_define_a_dataclass(tmp_path: Path) -> None:
     head = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
     body = "@dataclass\nclass Price:\n    x: float = 2.0\n\ndef f(d): return Price().x\n"
     (tmp_path / "own.py").write_text(head + body)
-    reward = build_reward(f"{tmp_path}/own.py:f")
-    assert reward(GIVEN).score == 2.0
-    (tmp_path / "pickled").write_bytes(cloudpickle.dumps(reward))
-    (tmp_path / "own.py").unlink()  # the function travels, not the name of its file
-    load = [sys.executable, "-c", "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))"]
-    subprocess.run([*load, tmp_path / "pickled"], check=True)
+    assert build_reward(f"{tmp_path}/own.py:f")(GIVEN).score == 2.0
+
+
+def test_a_file_may_use_processes(tmp_path: Path) -> None:
+    """Which find its functions by the name of its module."""
+    head = "import multiprocessing\n\ndef price(x): return 2.0 * x\n\n"
+    body = "def f(d):\n    with multiprocessing.get_context('fork').Pool(1) as pool:\n"
+    (tmp_path / "own.py").write_text(f"{head}{body}        return pool.apply(price, (1,))\n")
+    assert build_reward(f"{tmp_path}/own.py:f")(GIVEN).score == 2.0

@@ -116,9 +116,9 @@ def prepare(config: Config) -> Prepared:
         total_steps = check_record(config, tokenizer, model, step_before(config))
     if config.trainer.rollout_data_dir is not None and not config.trainer.val_only:
         after = step_before(config)
-        goes_on = after > 0 and config.trainer.resume_mode == "auto"  # its own steps come again
-        folder = config.trainer.rollout_data_dir
-        open_folder(folder, tokenizer, model, None if goes_on else after)
+        if after > 0 and config.trainer.resume_mode == "auto":
+            after = max(after, total_steps)  # its own steps up to there come again
+        open_folder(config.trainer.rollout_data_dir, tokenizer, model, after)
     return Prepared(config, environment, made_with, *prompts, total_steps)
 
 

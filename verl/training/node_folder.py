@@ -22,6 +22,8 @@ from verl.machine import SHARED_MEMORY
 PREFIX = "verl-weights-"
 UNFINISHED_S = 60.0
 """For which a folder may not be locked yet; making and locking it takes far less."""
+OTHERS_S = 24 * 3600.0
+"""For which another machine's folder is left alone after it was last written to."""
 NODE_DIGITS = 12
 """Of a node's id; enough to tell those of one machine apart."""
 LOCK = ".lock"
@@ -58,6 +60,7 @@ class NodeFolder:
         self._lock = os.open(part / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         os.write(self._lock, socket.gethostname().encode())
+        os.fsync(self._lock)  # other machines see the name no later than the folder
         part.rename(path)  # seen by others only when it is locked
         keeper = subprocess.Popen(
             ["sh", "-c", KEEPER, "sh", str(path)],
@@ -85,15 +88,17 @@ class NodeFolder:
 
 def sweep(root: Path) -> None:
     """Remove the folders below `root` whose owners are gone; another user's are left alone, and in
-    a folder that machines share those of others: some file systems lock for one machine only."""
+    a folder that machines share, for a day, those of others: some file systems lock for one machine
+    only, and a run that lives writes in each step."""
     is_shared = root != memory()
     for folder in (*root.glob(f"{PREFIX}*"), *root.glob(f".{PREFIX}*")):
         # Gone by now, not ours, or its owner lives: each is an OSError.
         with contextlib.suppress(OSError), (folder / LOCK).open("r+") as lock:
-            is_unfinished = time.time() - folder.stat().st_mtime < UNFINISHED_S
-            if folder.name.startswith(".") and is_unfinished:
+            age = time.time() - folder.stat().st_mtime
+            if folder.name.startswith(".") and age < UNFINISHED_S:
                 continue
-            if is_shared and lock.read() not in ("", socket.gethostname()):
+            is_others = is_shared and lock.read() not in ("", socket.gethostname())
+            if is_others and age < OTHERS_S:
                 continue
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

@@ -200,9 +200,9 @@ def check_factory(factory: str, dim: int, count: int) -> None:
 
 
 def _try_out(factory: str, dim: int, count: int) -> None:
-    """Make the index, and a small one where that is quick; raises RuntimeError if FAISS cannot.
+    """Make the index, with vectors where it learns nothing; raises RuntimeError if FAISS cannot.
 
-    Some kinds are made and then take no vectors (IDMap), or find none (IVF0).
+    Some kinds are made and then take no vectors (IDMap, NSG), or find none (IVF0).
     """
     if re.search(r"(?:IVF|HNSW)0+(?!\d)", factory):
         raise RuntimeError("0 lists or links find nothing")
@@ -210,9 +210,11 @@ def _try_out(factory: str, dim: int, count: int) -> None:
     bytes_per_vector(factory, dim)
     if isinstance(index, faiss.IndexIDMap):
         raise RuntimeError("IDMap wants ids, but an index has the rows of the corpus")
-    if "IVF" not in factory and num_centroids(factory) == 0:
+    for kept in map(int, re.findall(r"PCA[RW]*(\d+)", factory)):
+        if kept > dim:
+            raise RuntimeError(f"PCA to {kept}")
+    if index.is_trained:
         sample = np.random.default_rng(SEED).normal(size=(min(count, 2 * dim), dim))
-        index.train(sample.astype(np.float32))
         index.add(sample.astype(np.float32))
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from verl.training import node_folder
-from verl.training.node_folder import LOCK, PREFIX, NodeFolder, new_path, on_node, sweep
+from verl.training.node_folder import LOCK, OTHERS_S, PREFIX, NodeFolder, new_path, on_node, sweep
 
 OWNER = """
 import sys, time
@@ -65,7 +65,8 @@ def test_a_closed_folder_is_gone_at_once(tmp_path: Path) -> None:
 def test_only_what_has_no_owner_is_swept(tmp_path: Path) -> None:
     """What a lost machine's run left goes with the next one; a living run's folder stays."""
     living = NodeFolder(tmp_path / f"{PREFIX}living")
-    for name, host in (("left", socket.gethostname()), ("older", ""), ("elsewhere", "node-7")):
+    for name, host in (("left", socket.gethostname()), ("older", ""), ("elsewhere", "node-7"),
+                       ("forgotten", "node-8")):  # fmt: skip
         (tmp_path / f"{PREFIX}{name}").mkdir()
         (tmp_path / f"{PREFIX}{name}" / LOCK).write_text(host)
     (tmp_path / "other").mkdir()
@@ -73,6 +74,7 @@ def test_only_what_has_no_owner_is_swept(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / LOCK).touch()
         os.utime(tmp_path / name, (time.time() - age,) * 2)
+    os.utime(tmp_path / f"{PREFIX}forgotten", (time.time() - OTHERS_S - 1,) * 2)
     sweep(tmp_path)
     left_there = sorted(p.name for p in tmp_path.iterdir())
     elsewhere = f"{PREFIX}elsewhere"  # whose lock this machine may not see

@@ -105,20 +105,22 @@ def test_one_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("small")
 def test_one_that_hangs_keeps_the_rank_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have all; it learns that it has not when it goes on."""
-    monkeypatch.setattr(weight_stream, "ANSWER_S", 0.5)
+    monkeypatch.setattr(weight_stream, "ANSWER_S", 5.0)
     stream, named, goes_on = secrets.token_hex(4), tensors(), threading.Event()
 
     def hang() -> Named:
         coming = received(stream, CPU)
         first = [next(coming)]
-        goes_on.wait()
+        goes_on.wait(60)
         return [*first, *coming]
 
     with ThreadPoolExecutor(2) as pool:
         whole, hung = pool.submit(lambda: list(received(stream, CPU))), pool.submit(hang)
-        send(named, stream, CPU, 2, torch.float32)
-        assert len(whole.result()) == len(named)
-        goes_on.set()
+        try:
+            send(named, stream, CPU, 2, torch.float32)
+            assert len(whole.result()) == len(named)
+        finally:
+            goes_on.set()
         with pytest.raises(ConnectionError, match="ended while it sent"):
             hung.result()
 
