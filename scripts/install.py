@@ -20,6 +20,11 @@ import sys
 import venv
 from pathlib import Path
 
+if sys.version_info < (3, 11):  # before imports that an old one cannot do
+    sys.exit(
+        f"Python: got {'.'.join(map(str, sys.version_info[:3]))}, expected 3.11 or newer; "
+        "fix: make install PYTHON=python3.11 VENV=another-folder"
+    )
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -53,14 +58,6 @@ print(json.dumps([
 ]))
 """
 READ_INCLUDE = "import sysconfig; print(sysconfig.get_path('include'))"
-
-
-def python_problem(version: tuple[int, ...] = sys.version_info[:3]) -> str:
-    """What is wrong with this Python, with the fix, or an empty text."""
-    if version >= (3, 11):
-        return ""
-    fix = "make install PYTHON=python3.11 VENV=another-folder"
-    return explain("Python", ".".join(map(str, version)), "3.11 or newer", fix)
 
 
 def choose(wants_cpu: bool) -> tuple[str, str]:
@@ -146,8 +143,6 @@ def main() -> None:
     parser.add_argument("--hashes", action="store_true", help="CPU build: known files only")
     parser.add_argument("--with", dest="more", action="append", default=[], help="another extra")
     arguments = parser.parse_args()
-    if problem := python_problem():
-        sys.exit(problem)
     python = arguments.environment.resolve() / "bin" / "python"
     try:
         build, reason = choose(arguments.cpu)

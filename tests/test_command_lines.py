@@ -4,10 +4,13 @@ import contextlib
 import dataclasses
 import io
 import random
+import re
+import runpy
 import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -80,6 +83,8 @@ ODD = (
 """Words of a training run that are refused whatever else is given."""
 REQUIRED = ["data.train_files=a.parquet", "data.val_files=b.parquet",
             "actor_rollout_ref.model.path=m"]  # fmt: skip
+DOORS = ("verl", "search_r1", "scripts", "benchmarks", "example")
+"""Folders whose files are started as programs."""
 
 
 class Nothing:
@@ -165,3 +170,22 @@ def test_supervised_training_answers_every_word() -> None:
     ]
     for word in (*ODD[:8], *random.Random(0).sample(given, 200)):
         assert status(sft.main, [*base, word]) in (0, 2), word
+
+
+@pytest.mark.parametrize("door", ["verl.trainer.sft", "verl.trainer.rejection_sampling"])
+def test_a_former_address_ends_with_the_status(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script behind it hears that the command failed."""
+    monkeypatch.setattr(sys, "argv", [door, "nonsense=1"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(door, run_name="__main__")
+    assert ended.value.code == 2
+
+
+def test_no_door_drops_a_status() -> None:
+    """A file that ends with a bare `main()` has it itself, and it returns nothing."""
+    root = Path(__file__).parents[1]
+    files = [*root.glob("*.py"), *(f for d in DOORS for f in (root / d).rglob("*.py"))]
+    texts = {file: file.read_text() for file in files}
+    bare = {file: text for file, text in texts.items() if re.search(r"^    main\(\)$", text, re.M)}
+    assert bare
+    assert [file for file, text in bare.items() if "def main() -> None:" not in text] == []

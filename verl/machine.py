@@ -112,9 +112,11 @@ def _devices_by_child() -> tuple[DeviceMemory, ...]:
 
     Its program is its own: `multiprocessing` would begin a user's script, and so his run, again.
     """
-    child = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {ASK_DEVICES}"]
+    path = [folder for folder in sys.path if isinstance(folder, str)]  # as imports take them
+    child = [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {ASK_DEVICES}"]
     done = subprocess.run(child, stdout=subprocess.PIPE, check=True)
-    return tuple(DeviceMemory(total, free) for total, free in json.loads(done.stdout))
+    found = json.loads(done.stdout.splitlines()[-1])  # before it, what a sitecustomize.py prints
+    return tuple(DeviceMemory(total, free) for total, free in found)
 
 
 def amount(count: float) -> str:

@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ _given: dict[str, Any] = {}
 """By absolute name, what stands for that name in this process."""
 _own_modules: set[str] = set()
 """Where the code of what was given stands."""
+_executing = threading.RLock()
+"""Held while a file is executed, whose code may name another one."""
 
 
 def resolve(option: str, name: str, builtin: Mapping[str, Row]) -> Row:
@@ -54,7 +57,8 @@ def resolve(option: str, name: str, builtin: Mapping[str, Row]) -> Row:
         expected = f"one of {', '.join(builtin)}, or path/file.py:Name"
         raise ConfigError(explain(option, repr(name), expected, fix))
     path, _, attribute = name.rpartition(":")
-    module = _module(option, Path(path).expanduser().resolve())
+    with _executing:  # no other thread sees a module before it is whole
+        module = _module(option, Path(path).expanduser().resolve())
     if not hasattr(module, attribute):
         own = ", ".join(key for key, value in vars(module).items()
                         if getattr(value, "__module__", None) == module.__name__)  # fmt: skip

@@ -313,8 +313,10 @@ def changes(placement: Placement) -> dict[str, Any]:
 
 
 def options_of(placement: Placement, config: Config) -> Config:
-    """The run's options on these cards, all on one node."""
-    single = {"trainer.nnodes": 1, f"{ROLLOUT}.num_replicas": None}
+    """The run's options on these cards, all on one node, with engines of its own: vLLM's, whose
+    rates are computed."""
+    single = {"trainer.nnodes": 1, f"{ROLLOUT}.num_replicas": None, f"{ROLLOUT}.name": "vllm",
+              f"{ROLLOUT}.url": None, "data.rollouts": None}  # fmt: skip
     return changed(config, {**single, **changes(placement)})
 
 

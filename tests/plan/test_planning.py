@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from search_r1.plan.command import RateOptions, main
-from search_r1.plan.placements import Costs, Placement, room
+from search_r1.plan.placements import ROLLOUT, Costs, Placement, room
 from search_r1.plan.workload import Batch, Dialogue, Turn
 from tests.verl.preflight.memory.shapes import FACTS, shape_of
 from verl.config import cli
@@ -139,3 +139,15 @@ def test_memory_decides_what_fits() -> None:
     assert not room(Placement(0, 8, 0, None, 1), small, load, 10.0).fits
     tight = room(Placement(0, 8, 0, None, 1), small, batch(30_000), 84.8)
     assert tight.slots < shared.slots == 320
+
+
+@pytest.mark.parametrize(
+    "word",
+    [f"{ROLLOUT}.name=transformers", f"{ROLLOUT}.url=[http://a:8000]", "data.rollouts=r"],
+)
+def test_a_run_of_other_engines_is_planned_with_vllms(word: str) -> None:
+    """Whose rates are computed: also for a run that has servers of its own, or samples nothing."""
+    placement, load = Placement(0, 8, 0, None, 1), batch(1300)
+    config = costs_of("Qwen2.5-3B")
+    other = costs_of("Qwen2.5-3B", word)
+    assert room(placement, other, load, 84.8) == room(placement, config, load, 84.8)

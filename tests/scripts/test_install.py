@@ -1,5 +1,6 @@
 """The installer on machines of all kinds; pip is a script that notes what it is asked for."""
 
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -139,12 +140,12 @@ def test_a_failure_of_pip_is_one_line(install: Install, tmp_path: Path) -> None:
     assert calls.count("\n") == 1 and not (tmp_path / "environment" / ".installed").exists()
 
 
-def test_an_old_python_is_told_before_anything_is_fetched() -> None:
-    """Its version, and how another is named."""
-    assert installer.python_problem((3, 11, 0)) == "" == installer.python_problem()
-    assert installer.python_problem((3, 10, 4)).startswith(
-        "Python: got 3.10.4, expected 3.11 or newer; fix:"
-    )
+def test_an_old_python_is_told_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version, and how another is named; `verl.nvidia` cannot be imported by 3.8."""
+    monkeypatch.setattr(sys, "version_info", (3, 8, 18))
+    monkeypatch.setitem(sys.modules, "verl.nvidia", None)
+    with pytest.raises(SystemExit, match=r"Python: got 3\.8\.18, expected 3\.11 or newer; fix:"):
+        runpy.run_path(str(ROOT / "scripts" / "install.py"))
 
 
 def test_a_python_that_brings_no_pip_is_told(

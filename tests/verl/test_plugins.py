@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ def test_a_file_that_two_options_name_is_executed_once(tmp_path: Path) -> None:
     tool = plugins.resolve("agent.tools", f"{file}:Tool", {})
     assert sys.modules[agent.__module__] is sys.modules[tool.__module__]
     assert type(pickle.loads(pickle.dumps(agent()))) is agent
+
+
+def test_a_second_thread_waits_for_a_file_that_is_executed(tmp_path: Path) -> None:
+    """It never sees a module before all its names are there."""
+    file = tmp_path / "slow.py"
+    file.write_text("import time\ntime.sleep(0.3)\nclass Mine: ...\n")
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: plugins.resolve("x", f"{file}:Mine", {}), range(2))
+    assert first is second
 
 
 def test_every_process_names_a_file_alike(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,17 @@ def _accept(config: Config, name: str) -> str:
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """The options of today by dotted key, as far as a configuration, a nested dict, has them."""
     known = known_options()
-    return {k: v for k, v in flattened(config, is_whole=known.__contains__) if k in known}
+    found = flattened(config, is_whole=known.__contains__)
+    return {key: _at_home(value) for key, value in found if key in known}
+
+
+def _at_home(value: Any) -> Any:
+    """With the user's home for `~`, which some checkpoints have in its place, and others not."""
+    if isinstance(value, list):
+        return [_at_home(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _at_home(item) for key, item in value.items()}
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def _short(value: Any) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 from verl.config import Config
 from verl.config.option import Limits
 from verl.errors import ConfigError, explain
+from verl.plugins import is_path
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,18 @@ def settings(
 def at_home(section: Any) -> None:
     """Put the user's home for the `~` that values below a section begin with: they are paths.
 
-    No shell does so after `key=`, nor in a YAML file.
+    No shell does so after `key=`, nor in a YAML file. Names of code stay as typed, since they go
+    into exported models; `verl.plugins` reads them so.
     """
     for _, owner, field, value in settings(section):
-        if isinstance(value, str) and value.startswith("~"):
-            setattr(owner, field.name, os.path.expanduser(value))
+        if isinstance(value, str):
+            setattr(owner, field.name, _at_home(value))
         elif isinstance(value, list):
-            value[:] = [os.path.expanduser(x) if isinstance(x, str) else x for x in value]
+            value[:] = [_at_home(x) if isinstance(x, str) else x for x in value]
+
+
+def _at_home(text: str) -> str:
+    return text if is_path(text) else os.path.expanduser(text)
 
 
 def flattened(

@@ -58,8 +58,8 @@ def server_problems(
         return
     for url in config.servers:
         try:
-            yield from _Asked(config, root_of(url), transport).problems()
-        except ConfigError as error:  # of the key
+            yield from _Asked(config, root_of(url, URL), transport).problems()
+        except ConfigError as error:  # of the address, or the key
             yield error
 
 

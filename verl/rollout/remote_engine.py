@@ -144,14 +144,14 @@ class RemoteEngine(RolloutEngine):
         )
 
 
-def root_of(base_url: str) -> str:
-    """A server's address without the `/v1` that it may be given with. Raises ConfigError for text
-    that is none."""
+def root_of(base_url: str, option: str = "endpoint") -> str:
+    """A server's address without the `/v1` that it may be given with. Raises ConfigError, which
+    names the option, for text that is none."""
     try:
         httpx.URL(base_url)
     except httpx.InvalidURL as error:
         got, fix = f"{base_url} ({error})", "as in http://host:8000"
-        raise ConfigError(explain("endpoint", got, "a server's address", fix)) from error
+        raise ConfigError(explain(option, got, "a server's address", fix)) from error
     return base_url.rstrip("/").removesuffix("/v1")
 
 

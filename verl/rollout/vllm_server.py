@@ -104,7 +104,7 @@ class VllmServer(RolloutEngine):
 
         `patience`: seconds that `start` waits for the server. Raises ConfigError as `key_headers`.
         """
-        self.url, self._patience, self._transport = root_of(url), patience, transport
+        self.url, self._patience, self._transport = root_of(url, URL), patience, transport
         self._headers = key_headers(url, api_key_env)
         self._model = {} if served_model is None else {"model": served_model}
         self._slots = asyncio.Semaphore(max_num_seqs)

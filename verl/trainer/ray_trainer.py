@@ -33,6 +33,7 @@ from verl.errors import (
     PluginError,
     RankLost,
     ReplicaLost,
+    ResourceError,
     SaveError,
     ToolOutage,
     ToolRefused,
@@ -167,9 +168,7 @@ class RayPPOTrainer:
     def conclude(self, metrics: Metrics, was_recovered: bool = False) -> None:
         """End a step whose weights are final: validate, log, save."""
         self.finished, score = self.state(pending=metrics), None
-        if self.untraced is not None:  # not before: a full disk ends the run with what is finished
-            self.trace.add_step(*self.untraced)
-            self.untraced = None
+        self.add_to_trace()  # not before: a full disk ends the run with what is finished
         if is_due(self.config.trainer.test_freq, self.step, self.total_steps):
             metrics |= self.validate()
             score = self.note_best(metrics)
@@ -180,6 +179,12 @@ class RayPPOTrainer:
             self.save_trusted()
         elif self.save_plan.is_due(self.step):
             self.save()
+
+    def add_to_trace(self) -> None:
+        """Write what the last step did when, once."""
+        if self.untraced is not None:
+            self.trace.add_step(*self.untraced)
+            self.untraced = None
 
     def note_best(self, metrics: Metrics) -> float | None:
         """The best metric's value at this step, remembered if it is the highest so far."""
@@ -247,6 +252,8 @@ class RayPPOTrainer:
             folder = self.watch.roll_back(self.step, verdict)
         except CollapseError:
             self.tracking.log(metrics, self.step)
+            with contextlib.suppress(OSError):  # the collapse is what ends the run
+                self.add_to_trace()
             raise
         self.collector.restart()
         self.replicas.sleep()
@@ -309,6 +316,11 @@ class RayPPOTrainer:
             raise Interrupted(self.save_at_the_end(self.stopper.reason)) from None
         except (Interrupted, ToolOutage, ToolRefused, PluginError) as error:
             raise type(error)(self.save_at_the_end(str(error))) from error
+        except ResourceError as error:  # no room for weights: every rank lives
+            if self.step == self.finished.step:
+                raise Interrupted(self.save_at_the_end(str(error))) from error
+            self.saver.close()  # the ranks' weights are a step ahead of what is finished
+            raise Interrupted(self.how_to_go_on(str(error))) from error
         except Exception as error:
             if isinstance(error, OSError) and is_of_files(error):
                 reason = f"the run could not write what it has to: {error}"

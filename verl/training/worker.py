@@ -325,9 +325,10 @@ class TrainerWorker(TrainingRank):
             pass
         dist.barrier()
         if problem is not None:
-            fix = "make room, then go on with trainer.resume_mode=auto"
             expected = "a folder that takes the weights"
-            raise ResourceError(explain(str(directory), problem, expected, fix)) from problem
+            raise ResourceError(
+                explain(str(directory), problem, expected, "make room")
+            ) from problem
         return seconds
 
     def shutdown(self) -> None:

@@ -74,6 +74,22 @@ def test_another_offload_is_no_difference(config: Config, caplog: pytest.LogCapt
     assert caplog.text == ""
 
 
+def test_a_home_that_a_checkpoint_has_as_typed_is_no_difference(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths were kept with their `~`; today's stand there, alone, in lists and in stages."""
+    stage = {"name": "~/r.py:f", "steps": 3}
+    monkeypatch.setenv("HOME", str(tmp_path))
+    present, saved = identity(config, SERVED), identity(config, SERVED)
+    for state, home in ((present, str(tmp_path)), (saved, "~")):
+        state["config"]["template"] = f"{home}/own.yaml"
+        state["config"]["agent"]["tools"] = ["search", f"{home}/my.py:Tool"]
+        state["config"]["reward_model"]["stages"] = [{**stage, "name": f"{home}/r.py:f"}]
+    with writing(Path(config.trainer.default_local_dir), 2) as folder:
+        folders.write_state(folder, saved)
+    check_resume(config, present)
+
+
 @pytest.mark.parametrize("name", ["data", "validation", "model", "corpus", "index", "encoder"])
 def test_other_content_is_refused_by_name_and_may_be_accepted(
     config: Config, tmp_path: Path, name: str

@@ -402,10 +402,12 @@ def test_a_reward_of_a_file_is_part_of_a_sum() -> None:
 def test_a_home_is_known_where_no_shell_looks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """veRL's YAML files name paths by `~`; what is no path keeps its words."""
+    """veRL's YAML files name paths by `~`; what is no path keeps its words, and code its name,
+    which exported models and the state of stages have too."""
     monkeypatch.setenv("HOME", "/home/ann")
     preset = "data: {train_files: [~/t.parquet, b.parquet], val_files: ~/v.parquet}\n"
     preset += "actor_rollout_ref: {model: {path: ~/models/m}}\n"
+    preset += "agent: {tools: ['~/my.py:Tool']}\nreward_model: {name: '~/r.py:f'}\n"
     preset += "trainer: {experiment_name: a~b, "
     preset += "default_local_dir: '~/runs/${trainer.experiment_name}'}\n"
     (tmp_path / "own.yaml").write_text(preset)
@@ -414,3 +416,4 @@ def test_a_home_is_known_where_no_shell_looks(
     assert config.data.val_files == "/home/ann/v.parquet"
     assert config.actor_rollout_ref.model.path == "/home/ann/models/m"
     assert config.trainer.default_local_dir == "/home/ann/runs/a~b"
+    assert (config.agent.tools, config.reward_model.name) == (["~/my.py:Tool"], "~/r.py:f")

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.errors import CollapseError
 from verl.monitor.guard import DRIFT
+from verl.monitor.trace import Trace
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward, RewardFn
 from verl.trainer import main_ppo, run
@@ -156,6 +158,25 @@ def test_stop_names_the_healthy_checkpoint_and_how_to_go_on(config: Config, log:
     assert logged(trainer)[-1] == (3, 2.0)
     assert not (trainer.directory / "global_step_3").exists()
     assert not (trainer.directory / "model").exists()
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_the_trace_has_the_step_that_ends_the_run(
+    config: Config, log: list[str], is_full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the one to be looked at; a disk that has no room for it does not hide the collapse."""
+    config.trainer.guard.action, config.trainer.trace = "stop", True
+    trainer, add = build(config, log, {3}), Trace.add_step
+
+    def add_step(trace: Trace, step: int, *given: Any) -> None:
+        if is_full and step == 3:
+            raise OSError(28, "No space left on device", "trace.json")
+        add(trace, step, *given)
+
+    monkeypatch.setattr(Trace, "add_step", add_step)
+    with pytest.raises(CollapseError):
+        trainer.fit()
+    assert ('"step": 3}' in (trainer.directory / "trace.json").read_text()) is not is_full
 
 
 def test_stop_without_a_healthy_checkpoint_says_so(config: Config, log: list[str]) -> None:

@@ -109,6 +109,12 @@ def test_a_key_is_that_of_the_named_variable(
     assert "export NOT_SET=KEY" in line
 
 
+def test_a_text_that_is_no_address_is_told_with_its_option(tmp_path: Path) -> None:
+    """By the name that it has in a training run."""
+    (line,) = problems(config_of(tmp_path, "http://[::1"), VllmDouble())
+    assert line.startswith("actor_rollout_ref.rollout.url: got http://[::1")
+
+
 def test_a_server_must_see_the_folder_of_the_weights(tmp_path: Path) -> None:
     """One on another machine needs a shared one, named; one that does not see it is refused."""
     (line,) = problems(config_of(tmp_path), VllmDouble(sees_files=False))

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,17 @@ from tests.verl.trainer.recording import (
 from verl.checkpoint import folders
 from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController
-from verl.errors import Interrupted, PluginError, RankLost, SaveError, ToolOutage, ToolRefused
+from verl.errors import (
+    Interrupted,
+    PluginError,
+    RankLost,
+    ResourceError,
+    SaveError,
+    ToolOutage,
+    ToolRefused,
+)
 from verl.monitor.tracking import JsonlTracker, Tracker, Tracking
+from verl.trainer import ray_trainer
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.types import Sampling, Trajectory
 
@@ -273,6 +283,38 @@ def test_a_full_disk_names_the_last_checkpoint(config: Config) -> None:
     trainer.ranks.save_checkpoint = full_from_step_2_on
     with pytest.raises(Interrupted, match=r"step_2\.jsonl'; saved .*global_step_1:"):
         trainer.fit()
+
+
+def lack_room(*_: Any) -> Any:
+    raise ResourceError("model: got No space left on device")
+
+
+def test_a_disk_that_is_full_at_the_export_saves_what_was_learned(
+    config: Config, undisturbed: Any
+) -> None:
+    """Also where no save was due; the resumed run has only the model to write."""
+    stopped = build(config)
+    stopped.ranks.save_policy = lack_room
+    with pytest.raises(Interrupted, match=r"No space left.*global_step_4.*resume_mode=auto"):
+        stopped.fit()
+    build(config).fit()
+    assert logged(config) == undisturbed[0]
+
+
+def test_no_room_for_the_engines_weights_waits_for_the_last_checkpoint(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long its writing takes; what ranks have learned since is not saved as it."""
+    monkeypatch.setattr(ray_trainer, "LOST_RANK_S", 0.0)
+    config.trainer.save_freq = 1
+    stopped = build(config)
+    update = stopped.replicas.update_weights
+    stopped.replicas.update_weights = lambda ranks: (
+        lack_room() if stopped.step == 2 else update(ranks)
+    )
+    stopped.ranks.finish_checkpoint = lambda: time.sleep(0.3)
+    with pytest.raises(Interrupted, match=r"No space left.*global_step_1: go on"):
+        stopped.fit()
 
 
 def test_a_lost_rank_keeps_what_was_written(config: Config) -> None:
