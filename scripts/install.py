@@ -20,7 +20,8 @@ import sys
 import venv
 from pathlib import Path
 
-if sys.version_info < (3, 11):  # before imports that an old one cannot do
+# Before imports that an old Python cannot do: pip has not looked at it yet.
+if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(
         f"Python: got {'.'.join(map(str, sys.version_info[:3]))}, expected 3.11 or newer; "
         "fix: make install PYTHON=python3.11 VENV=another-folder"
