@@ -30,7 +30,9 @@ def blocks(language: str) -> list[str]:
 
 
 COMMANDS = [
-    shlex.split(line, comments=True) for block in blocks("bash") for line in block.splitlines()
+    shlex.split(line, comments=True)
+    for block in blocks("bash")
+    for line in block.replace("\\\n", " ").splitlines()
 ]
 OPTIONS = {"infer.py": InferOptions, "search_r1.serve": serve.ServingOptions,
            "search_r1.mcp_server": mcp_server.McpOptions}  # fmt: skip
