@@ -92,7 +92,7 @@ OPTIONS = {
         "actor_rollout_ref.actor.ppo_mini_batch_size=36",
         "critic.optim.lr=3e-5",
         "critic.model.enable_gradient_checkpointing=false",
-        "trainer.total_training_steps=12",
+        "trainer.total_training_steps=16",
     ],
 }
 
