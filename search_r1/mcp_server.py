@@ -3,7 +3,6 @@
 The tool `search` asks a `/retrieve` server, over standard input and output or streamable HTTP.
 """
 
-import importlib
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -31,11 +30,11 @@ class McpOptions:
 def start(options: McpOptions) -> int:
     """Serve; returns the exit code. Raises ConfigError without the package of the protocol."""
     try:  # an extra, and heavy
-        tool = importlib.import_module("search_r1.mcp_tool")
+        from search_r1.mcp_tool import start as serve  # noqa: PLC0415
     except ImportError as error:  # of an older one too
         expected = "the package of the Model Context Protocol"
         raise ConfigError(explain("mcp", str(error), expected, install_command("mcp"))) from error
-    return int(tool.start(options))
+    return serve(**vars(options))
 
 
 main = partial(run, "search_r1.mcp_server:start", McpOptions, prog="search-r1 mcp",

@@ -10,7 +10,6 @@ from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import BaseModel, Field
 
-from search_r1.mcp_server import McpOptions
 from search_r1.plain import log
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import SearchError
@@ -69,21 +68,21 @@ def build_server(url: str) -> MCPServer:
     return server
 
 
-def start(options: McpOptions) -> int:
+def start(retriever_url: str, transport: str, host: str, port: int) -> int:
     """Serve until the client leaves or the process is ended; returns the exit code."""
     log(logging.WARNING, logging.BASIC_FORMAT)  # to standard error: the protocol has the output
     try:
-        server = build_server(options.retriever_url)
+        server = build_server(retriever_url)
     except (ValueError, httpx.InvalidURL) as error:
-        sys.stderr.write(f"--retriever-url {masked(options.retriever_url)}: {error}\n")
+        sys.stderr.write(f"--retriever-url {masked(retriever_url)}: {error}\n")
         return 2
-    if options.transport == "stdio":
+    if transport == "stdio":
         server.run("stdio")
     else:
-        with bind(options.host, options.port) as bound:  # SetupError for a port that is taken
+        with bind(host, port) as bound:  # SetupError for a port that is taken
             warn_if_open(bound, None, fix="put a proxy that wants a token in front of it")
             port = bound.getsockname()[1]  # of --port 0, the one that it came to
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        sys.stderr.write(f"the tool search is served at http://{host}:{port}/mcp\n")
-        server.run("streamable-http", host=options.host, port=port)
+        address = f"[{host}]" if ":" in host else host
+        sys.stderr.write(f"the tool search is served at http://{address}:{port}/mcp\n")
+        server.run("streamable-http", host=host, port=port)
     return 0
