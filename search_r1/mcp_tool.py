@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from search_r1.plain import log
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import SearchError
-from search_r1.search.server.running import bind, warn_if_open
+from search_r1.search.server.running import address, bind, warn_if_open
 from verl import __version__
 from verl.errors import masked
 
@@ -82,7 +82,6 @@ def start(retriever_url: str, transport: str, host: str, port: int) -> int:
         with bind(host, port) as bound:  # SetupError for a port that is taken
             warn_if_open(bound, None, fix="put a proxy that wants a token in front of it")
             port = bound.getsockname()[1]  # of --port 0, the one that it came to
-        address = f"[{host}]" if ":" in host else host
-        sys.stderr.write(f"the tool search is served at http://{address}:{port}/mcp\n")
+            sys.stderr.write(f"the tool search is served at http://{address(bound)}/mcp\n")
         server.run("streamable-http", host=host, port=port)
     return 0

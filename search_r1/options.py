@@ -17,8 +17,8 @@ import tyro
 
 from search_r1.plain import shown
 from verl.bounds import FINITE, MAX_SEED, Bounds
-from verl.errors import UserError, explain
-from verl.files import is_of_files
+from verl.errors import explain
+from verl.logs import exit_status
 
 __all__ = ["Bounds", "Port", "Seed", "parse", "problems", "run"]
 
@@ -105,18 +105,10 @@ def run(
     Its module is imported after the options were read: those of a dataclass, or of one among
     several that are subcommands (a union). A mistake of the user is told in one message.
     """
-    try:
+
+    def act() -> int:
         given = parse(options, argv, prog=prog, description=description)
         module, _, name = work.partition(":")
         return int(getattr(importlib.import_module(module), name)(given))
-    except UserError as error:
-        sys.stderr.write(shown(f"{error}\n"))
-        return error.exit_code
-    except OSError as error:
-        if not is_of_files(error):
-            raise
-        sys.stderr.write(shown(f"{error}\n"))
-        return 2
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped\n")
-        return 130
+
+    return exit_status(act, shown=shown)

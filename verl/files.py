@@ -8,7 +8,8 @@ import fcntl
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,6 +21,8 @@ GIVEN = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 """Where a process finds the pipes that whoever started it gave it: the only ones read."""
 LOCK = ".lock"
 """The file in a folder that its writer locks for as long as it lives."""
+ASIDE = "set_aside"
+"""The folder in a run's for what an earlier run left there."""
 OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
@@ -114,6 +117,15 @@ def flush(*paths: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def move_aside(root: Path, paths: Sequence[Path]) -> Path:
+    """Move what an earlier run left in `root` into a new folder below it, which is returned."""
+    place = root / ASIDE / uuid.uuid4().hex[:8]
+    place.mkdir(parents=True)
+    for path in paths:
+        os.replace(path, place / path.name)
+    return place
 
 
 @contextmanager

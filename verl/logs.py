@@ -24,17 +24,20 @@ def start_logging(level: int) -> None:
     logging.basicConfig(level=level, handlers=[handler])
 
 
-def exit_status(work: Callable[[], int | None], stopped: str = "stopped") -> int:
+def exit_status(
+    work: Callable[[], int | None], stopped: str = "stopped", shown: Callable[[str], str] = str
+) -> int:
     """The exit status of a command that does `work`; 0 where that gives none.
 
-    What its user can mend, an option or a file, is told in one message; `stopped` at Ctrl-C.
+    What its user can mend, an option or a file, is told in one message, as `shown` writes it;
+    `stopped` at Ctrl-C.
     """
     try:
         return work() or 0
     except (UserError, OSError) as error:
         if isinstance(error, OSError) and not is_of_files(error):
             raise
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(shown(f"{error}\n"))
         return error.exit_code if isinstance(error, UserError) else 2
     except KeyboardInterrupt:
         sys.stderr.write(f"{stopped}\n")

@@ -80,7 +80,7 @@ class _Merged:
     """Who waits for each query."""
 
     def takes(self, deadline: float) -> bool:
-        """Whether a search with this deadline may be one of them."""
+        """Whether a search with this deadline may be one of them; both may have none (inf)."""
         return deadline == self.deadline or abs(deadline - self.deadline) <= SAME_DEADLINE_S
 
 

@@ -25,7 +25,7 @@ import torch
 from pydantic import TypeAdapter
 
 from verl.errors import ConfigError, explain
-from verl.files import flush
+from verl.files import flush, move_aside
 from verl.training.stored import random_states, read_states, reading, set_random_states
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,6 @@ HASHED_BYTES = 64 << 20
 """Up to which a checkpoint's file is compared by content; tensors have checksums of their own."""
 STEP_NAME = re.compile(r"global_step_(\d+)")
 PART_NAME = re.compile(r"global_step_(\d+)\.([0-9a-f]{8}\.)?tmp")
-ASIDE = "set_aside"
-"""Folder of an earlier run's checkpoints whose steps the present run repeats."""
 VALIDATION = "validation"
 """Folder of a run's validation dialogues, a file a step."""
 
@@ -243,11 +241,8 @@ def set_aside(root: Path, after: int) -> None:
 
     A run that starts before them would else be taken for the one that wrote them.
     """
-    place = root / ASIDE / uuid.uuid4().hex[:8]
     later = [step_dir for step_dir in all_complete(root) if step_of(step_dir) > after]
     later += [root / VALIDATION] * (after < 0 and (root / VALIDATION).is_dir())
-    for folder in later:
-        place.mkdir(parents=True, exist_ok=True)
-        os.replace(folder, place / folder.name)
     if later:
+        place = move_aside(root, later)
         logger.warning("of an earlier run, now in %s: %s", place, ", ".join(p.name for p in later))

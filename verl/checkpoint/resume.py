@@ -149,15 +149,15 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """The options of today by dotted key, as far as a configuration, a nested dict, has them."""
     known = known_options()
     found = flattened(config, is_whole=known.__contains__)
-    return {key: _at_home(value) for key, value in found if key in known}
+    return {key: _expanded(value) for key, value in found if key in known}
 
 
-def _at_home(value: Any) -> Any:
+def _expanded(value: Any) -> Any:
     """With the user's home for `~`, which some checkpoints have in its place, and others not."""
     if isinstance(value, list):
-        return [_at_home(item) for item in value]
+        return [_expanded(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: _at_home(item) for key, item in value.items()}
+        return {key: _expanded(item) for key, item in value.items()}
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 

@@ -13,10 +13,8 @@ import itertools
 import json
 import logging
 import math
-import os
 import re
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +26,7 @@ from numpy.typing import NDArray
 
 from verl.data.rows import BadRow, read_jsonl
 from verl.errors import ConfigError, DataError, explain
-from verl.files import whole_file
+from verl.files import move_aside, whole_file
 from verl.rewards.interface import Reward
 from verl.types import Origin, Prompt, Segment, Status, Trajectory
 
@@ -37,7 +35,6 @@ logger = logging.getLogger(__name__)
 HEADER = "run.json"
 TOKENIZER, MODEL = "tokenizer", "model"
 """The keys of fingerprints: of the tokenizer, here and in demonstrations; of the first weights."""
-ASIDE = "set_aside"
 STEP = re.compile(r"step_(\d+)\.jsonl")
 WRITTEN = "a row as trainer.rollout_data_dir writes it"
 SIGNALS = ("old_log_probs", "ref_log_probs", "values", "advantages", "rollout_weights")
@@ -101,12 +98,9 @@ def _set_aside(folder: Path, after: int) -> None:
     later = [path_of(folder, step) for step in recorded_steps(folder) if step > after]
     if not later:
         return
-    place = folder / ASIDE / uuid.uuid4().hex[:8]
-    place.mkdir(parents=True)
+    place = move_aside(folder, later)
     if (folder / HEADER).is_file():
         shutil.copyfile(folder / HEADER, place / HEADER)
-    for path in later:
-        os.replace(path, place / path.name)
     logger.warning("trajectories of an earlier run, %d steps after step %d, are now in %s",
                    len(later), after, place)  # fmt: skip
 

@@ -70,8 +70,7 @@ def serve(
     service: Service = app.state.service
     guarded = checked(app, bound.getsockname()[0], allowed_hosts, misdirected)
     config = configure(guarded, service.config.max_body_bytes, service.config.drain)
-    address = listen(bound)
-    logger.info("serving on http://%s", address)
+    logger.info("serving on http://%s", listen(bound))
     # uvicorn raises the signal again when it is done, which would skip the closing of files; from
     # here on the process ends by itself. Unlike a handler, this also holds while Python finalises.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -84,13 +83,19 @@ def serve(
 
 def listen(bound: socket.socket) -> str:
     """Take connections at the address that is returned; SetupError if another server does."""
-    host, port = bound.getsockname()[:2]
     if sys.platform == "linux":  # ends a connection, also a closed one, whose peer takes nothing
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SEND_S))
     try:
         bound.listen(BACKLOG)
     except OSError as error:
+        host, port = bound.getsockname()[:2]
         raise _taken(host, port, error) from error
+    return address(bound)
+
+
+def address(bound: socket.socket) -> str:
+    """Where a bound socket is reached, as it stands in a URL."""
+    host, port = bound.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

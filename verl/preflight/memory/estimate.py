@@ -135,19 +135,18 @@ def estimate(config: Config, setting: Setting) -> Estimate:
     needs = [*node_needs(config, policy, item, setting.on_gpu), *rank_needs(config, setting)]
     if config.actor_rollout_ref.rollout.weights_dir is not None:
         needs = [need for need in needs if need.memory is not Memory.SHARED]
-    is_vllm = config.actor_rollout_ref.rollout.name == "vllm"
     has_engines = config.samples and not config.is_external
-    if has_engines and not is_vllm:
+    has_vllm = has_engines and config.actor_rollout_ref.rollout.name == "vllm"
+    if has_engines and not has_vllm:
         needs += other_engine_needs(config, policy, item, setting.on_gpu)
-    has_engines = has_engines and is_vllm
     if not setting.on_gpu:
-        if has_engines:
+        if has_vllm:
             needs += cpu_engine_needs(config, policy, item)
         return Estimate(tuple(_on_host(need, config) for need in needs), None)
     needs.append(Need(Memory.DEVICE, "rank's context", CONTEXT))
     if config.has_own_critic:
         needs.append(Need(Memory.CRITIC, "critic rank's context", CONTEXT))
-    if not has_engines:
+    if not has_vllm:
         return Estimate(tuple(needs), None)
     device_bytes = min((device.total for device in setting.machine.devices), default=0)
     engine = engine_memory(config, policy, item, device_bytes)
