@@ -32,7 +32,7 @@ settings.load_profile("suite")
 
 SLOW = Path(__file__).with_name("slow.txt")
 """What `--fast` leaves out: tests, and files whose fixtures take long. `make slow` writes it."""
-SLOW_S = 2.0
+SLOW_S = 1.0
 BESIDE = "tests/pretend_cuda/test_trainer_matrix.py"
 """Computed beside the other tests, on what they leave of the cores, and so the last file: slow,
 however short the wait for it is then."""
@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     A test that nobody measured yet counts as fast.
     """
     slow = set(SLOW.read_text(encoding="utf-8").split())
-    files = {names_of(name)[1] for name in slow}
+    files = {scope_of(name) for name in slow}
     items.sort(key=lambda item: turn_of(names_of(item.nodeid)[1], files))
     if not config.getoption("--fast"):
         return
@@ -105,8 +105,7 @@ class Together(LoadFileScheduling):
     """Files go to processes one by one, but those of `TOGETHER` to the same."""
 
     def _split_scope(self, nodeid: str) -> str:
-        scopes = [paths[0] for paths in TOGETHER if nodeid.startswith(paths)]
-        return scopes[0] if scopes else names_of(nodeid)[1]
+        return scope_of(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -115,9 +114,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
     return Together(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+def scope_of(nodeid: str) -> str:
+    """What one process runs: a file, or the first of those that are run together."""
+    scopes = [paths[0] for paths in TOGETHER if nodeid.startswith(paths)]
+    return scopes[0] if scopes else names_of(nodeid)[1]
+
+
 def turn_of(file: str, slow: set[str]) -> int:
-    """When a file is run: the lower, the earlier."""
-    return 2 if file == BESIDE else int(file not in slow)
+    """When a file is run: the lower, the earlier; `slow` are scopes."""
+    return 2 if file == BESIDE else int(scope_of(file) not in slow)
 
 
 def names_of(nodeid: str) -> tuple[str, str]:
@@ -145,14 +150,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Write the list, or say that it no longer holds."""
-    found = sorted(name for name, spent in seconds.items() if spent > SLOW_S or name == BESIDE)
     config = terminalreporter.config
+    bound = 2 * SLOW_S if config.getoption("--fast") else SLOW_S  # not what varies around it
+    found = sorted(name for name, spent in seconds.items() if spent > bound or name == BESIDE)
     for line in config.stash.get(TRIED, []):
         terminalreporter.write_line(f"the suite uses no network: {line}", red=True)
     if config.getoption("--record-slow"):
         SLOW.write_text("".join(f"{name}\n" for name in found), encoding="utf-8")
     elif config.getoption("--fast") and found:
-        terminalreporter.write_line(f"over {SLOW_S:.0f} s, see `make slow`: {' '.join(found)}")
+        terminalreporter.write_line(f"over {bound:g} s, see `make slow`: {' '.join(found)}")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -58,10 +58,15 @@ def test_the_fast_run_leaves_out_slow_tests_and_files(
 
 
 def test_slow_files_come_first_and_what_is_computed_beside_them_last() -> None:
-    """So that two processes end together, and nobody waits for the trials on pretended cards."""
-    files = [conftest.BESIDE, "tests/fast.py", "tests/slow.py"]
-    ordered = sorted(files, key=lambda file: conftest.turn_of(file, {"tests/slow.py", files[0]}))
-    assert ordered == ["tests/slow.py", "tests/fast.py", conftest.BESIDE]
+    """So that two processes end together, and nobody waits for the trials on pretended cards.
+
+    Files of one process keep their order: the last of an engine's kills it.
+    """
+    shared = conftest.TOGETHER[0][0]
+    files = [conftest.BESIDE, "tests/fast.py", f"{shared}a.py", "tests/slow.py", f"{shared}b.py"]
+    slow = {"tests/slow.py", files[0], shared}
+    ordered = sorted(files, key=lambda file: conftest.turn_of(file, slow))
+    assert ordered == [*files[2:], "tests/fast.py", conftest.BESIDE]
     assert (ROOT / conftest.BESIDE).is_file()
 
 
