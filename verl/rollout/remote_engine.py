@@ -138,8 +138,9 @@ class RemoteEngine(RolloutEngine):
                 f"endpoint {self.url}",
                 " ".join(got.split()),
                 "a completion of token ids",
-                "start an OpenAI-compatible server there (vllm serve MODEL) or correct --endpoint; "
-                "where it wants a key, name the variable that holds it: --api-key-env",
+                "start an OpenAI-compatible server there (vllm serve MODEL) or correct --endpoint "
+                "(of a run, rollout.url); where it wants a key, name the variable that holds it: "
+                "--api-key-env (rollout.api_key_env)",
             )
         )
 
