@@ -63,7 +63,7 @@ def main() -> None:
         metrics = worker.actor.update(batch)
         turns.stop()
         counter = WorkCounter(config)
-        counter.learns("update", counter.policy, batch)
+        counter.add_update("update", counter.policy, batch)
         turns.answer(
             grad_norm=metrics["actor/grad_norm"], flops=counter.take()["update"].model,
         )  # fmt: skip

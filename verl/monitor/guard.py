@@ -175,7 +175,7 @@ class CollapseGuard:
         if verdict.reasons:
             self.pending.clear()
         while self.pending and step - self.pending[0] >= self.config.patience:
-            self.trust(self.pending[0])
+            self.mark_healthy(self.pending[0])
         return verdict
 
     def observe(self, metrics: Mapping[str, float]) -> Verdict:
@@ -206,30 +206,30 @@ class CollapseGuard:
         values = self.history.get(metric)
         return statistics.median(values) if values else None
 
-    def saved(self, step: int) -> None:
+    def add_pending(self, step: int) -> None:
         """A checkpoint of `step` is being written; the next steps will prove it."""
         self.pending.append(step)
 
-    def trust(self, step: int) -> None:
+    def mark_healthy(self, step: int) -> None:
         """Take the checkpoint of `step` for healthy from now on, if it is there."""
         self.settle()
-        self.forget(step)
+        self.drop_pending(step)
         if self._exists(step):
             self.healthy = step
             folders.mark_healthy(folders.step_folder(self.directory, step))
 
-    def forget(self, step: int) -> None:
+    def drop_pending(self, step: int) -> None:
         """The checkpoint of `step` is not there, or needs no proof any more."""
         self.pending = [pending for pending in self.pending if pending != step]
 
     @property
-    def needed(self) -> set[int]:
+    def protected_steps(self) -> set[int]:
         """Steps whose checkpoints must stay: the healthy one, and the next one to be proven."""
         found = {self.pending[0]} if self.pending else set()
         return found if self.healthy is None else {*found, self.healthy}
 
     @property
-    def wants_start(self) -> bool:
+    def needs_initial_checkpoint(self) -> bool:
         """The run must save what it starts from: a rollback could have to go there."""
         rolls_back = self.config.enable and self.config.action == "rollback"
         return rolls_back and self.healthy is None
@@ -239,7 +239,7 @@ class CollapseGuard:
         """Share of the configured learning rates that is left after the rollbacks so far."""
         return self.config.rollback_lr_factor**self.rollbacks
 
-    def acts_on(self, verdict: Verdict) -> bool:
+    def requires_action(self, verdict: Verdict) -> bool:
         """Whether the run cannot just go on."""
         return verdict.is_collapsed and self.config.action != "warn"
 

@@ -24,11 +24,11 @@ from verl.training.devices import PeakMemory
 from verl.training.models import LOGITS_PER_CHUNK
 from verl.types import Metrics, TokenBatch
 
-PHASES_OF_RANKS = (
+RANK_PHASES = (
     "old_log_prob", "values", "update_critic", "update_actor", "guard", "update_weights",
 )  # fmt: skip
 """The phases of a step after which the ranks say how much memory they took."""
-PHASES_OF_CRITIC = {"values": "critic.values", "update_critic": "critic.updates"}
+CRITIC_PHASES = {"values": "critic.values", "update_critic": "critic.updates"}
 """Those in which the critic works, and what its ranks are called for."""
 
 
@@ -42,7 +42,7 @@ class Timings:
     def __init__(self, take_peak: Callable[[], PeakMemory | None] = lambda: None) -> None:
         """`take_peak` gives the peak since its last call, None where devices have no memory."""
         self.seconds: dict[str, float] = defaultdict(float)
-        self.beside: dict[str, float] = {}
+        self.concurrent: dict[str, float] = {}
         """Seconds of what was done while the phases went on, in none of them."""
         self.peaks: dict[str, PeakMemory] = {}
         self.spans: list[tuple[str, float, float]] = []
@@ -60,27 +60,27 @@ class Timings:
         finally:
             self.seconds[name] += time.perf_counter() - start
             self.spans.append((name, begin, time.time()))
-        if name in PHASES_OF_RANKS:
-            self.note_peak(name, self._take_peak())
+        if name in RANK_PHASES:
+            self.record_peak(name, self._take_peak())
 
-    def note_peak(self, name: str, peak: PeakMemory | None) -> None:
+    def record_peak(self, name: str, peak: PeakMemory | None) -> None:
         """Keep the peak of a phase, or of what was done beside."""
         if peak is not None:
             self.peaks[name] = peak
 
     @property
-    def step(self) -> float:
+    def elapsed(self) -> float:
         """Seconds since the step began."""
         return time.perf_counter() - self._start
 
     @property
-    def of_phases(self) -> float:
+    def phases_total(self) -> float:
         """Seconds of all phases together."""
         return sum(s for name, s in self.seconds.items() if "/" not in name)
 
     def metrics(self) -> Metrics:
         """`timing_s/NAME`, and `perf/device_memory_gb/PHASE/...` where devices have memory."""
-        seconds = {**self.seconds, **self.beside, "step": self.step}
+        seconds = {**self.seconds, **self.concurrent, "step": self.elapsed}
         found = {f"timing_s/{name}": s for name, s in seconds.items()}
         for name, peak in self.peaks.items():
             found[f"perf/device_memory_gb/{name}/allocated"] = peak.allocated / GB
@@ -122,14 +122,14 @@ class WorkCounter:
         policy, critic = (0.0 if model is None else model.pair_cost for model in models)
         return policy, critic
 
-    def looks(self, phase: str, model: ModelFlops | None, batch: TokenBatch) -> None:
+    def add_forward(self, phase: str, model: ModelFlops | None, batch: TokenBatch) -> None:
         """A forward of `model` over the batch."""
         if model is not None:
             spared = self._spared(model, batch, self._budgets(model).inference)
             done = model.forward(*sizes(model, batch)) - model.forward(spared, 0)
             self._done[phase] += Work(done)
 
-    def learns(self, phase: str, model: ModelFlops | None, mini_batch: TokenBatch) -> None:
+    def add_update(self, phase: str, model: ModelFlops | None, mini_batch: TokenBatch) -> None:
         """Forward and backward of `model` over the mini-batch."""
         if model is not None:
             lengths, num_targets = sizes(model, mini_batch)
@@ -181,7 +181,7 @@ def critic_seconds(calls: Mapping[str, Sequence[Call]]) -> dict[str, float]:
         phase: max(
             sum(c.end - c.begin for c in made if c.method == method) for made in calls.values()
         )
-        for phase, method in PHASES_OF_CRITIC.items()
+        for phase, method in CRITIC_PHASES.items()
     }
 
 
@@ -196,7 +196,7 @@ def speed_metrics(
     """
     found: Metrics = {}
     for phase, done in work.items():
-        size = num_ranks[phase in PHASES_OF_CRITIC]
+        size = num_ranks[phase in CRITIC_PHASES]
         name, rank_seconds = phase.removeprefix("update_"), size * max(seconds[phase], 1e-9)
         found[f"perf/tflops/{name}"] = done.model / rank_seconds / 1e12
         if peak is not None:

@@ -211,10 +211,10 @@ class Learner:
             batch.tokens["old_log_probs"] = batch.tokens["rollout_log_probs"]
         elif self.config.updates_per_step > 1 or self.config.kl_in_reward:
             batch.tokens["old_log_probs"] = self.ranks.log_probs(batch)
-            self.work.looks("old_log_prob", self.work.policy, batch)
+            self.work.add_forward("old_log_prob", self.work.policy, batch)
         if self.config.needs_reference:
             batch.tokens["ref_log_probs"] = self.ranks.ref_log_probs(batch)
-            self.work.looks("old_log_prob", self.work.reference, batch)
+            self.work.add_forward("old_log_prob", self.work.reference, batch)
 
     @property
     def has_critic_beside(self) -> bool:
@@ -229,9 +229,9 @@ class Learner:
         with timings.phase("values" if begun is None else WAIT):
             if self.advantage.needs_critic:
                 batch.tokens["values"] = (begun or self.ranks.begin_values(batch))()
-                self.work.looks("values", self.work.critic, batch)
+                self.work.add_forward("values", self.work.critic, batch)
         if begun is not None:
-            timings.note_peak("values", self.ranks.take_critic_peak())
+            timings.record_peak("values", self.ranks.take_critic_peak())
 
     def update(self, batch: TokenBatch, step: int, timings: Timings) -> Metrics:
         """The epochs of critic and actor over the batch; neither needs what the other learns."""
@@ -245,7 +245,7 @@ class Learner:
             metrics = self.update_actor(batch, step)
         with timings.phase(WAIT):
             found = answer()
-        timings.note_peak("update_critic", self.ranks.take_critic_peak())
+        timings.record_peak("update_critic", self.ranks.take_critic_peak())
         return mean_by_key(found) | metrics
 
     def begin_critic(self, batch: TokenBatch, step: int) -> Callable[[], list[Metrics]]:
@@ -256,7 +256,7 @@ class Learner:
         size = critic.ppo_mini_batch_size or self.config.actor_rollout_ref.actor.ppo_mini_batch_size
         minis = mini_batches(batch, self.config, size, critic.ppo_epochs, step)
         for mini in minis:
-            self.work.learns("update_critic", self.work.critic, mini)
+            self.work.add_update("update_critic", self.work.critic, mini)
         return self.ranks.begin_update_critic(minis)
 
     def update_actor(self, batch: TokenBatch, step: int) -> Metrics:
@@ -269,7 +269,7 @@ class Learner:
         if not self.config.needs_every_trajectory:
             minis = [with_gradient(mini) for mini in minis]
         for mini in minis:
-            self.work.learns("update_actor", self.work.policy, mini)
+            self.work.add_update("update_actor", self.work.policy, mini)
         found = [self.ranks.update_actor(mini) for mini in minis]
         # Without any trajectory to learn from, an update has no entropy and no gradient to report.
         return mean_by_key([row for mini, row in zip(minis, found, strict=True) if len(mini)])

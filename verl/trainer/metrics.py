@@ -150,7 +150,7 @@ def staleness_metrics(batch: TokenBatch, version: int) -> Metrics:
 def busy_metrics(timings: Timings, engines: float | None) -> Metrics:
     """The shares of a step in which the trainer, and the engines, had work."""
     waits = timings.seconds["gen"] + timings.seconds.get("update_weights/wait", 0.0)
-    found = {"perf/trainer_busy_share": 1.0 - waits / max(timings.step, 1e-9)}
+    found = {"perf/trainer_busy_share": 1.0 - waits / max(timings.elapsed, 1e-9)}
     return found if engines is None else {**found, "perf/engine_busy_share": engines}
 
 
@@ -160,8 +160,8 @@ def throughput_metrics(batch: TokenBatch, timings: Timings, num_gpus: int) -> Me
     return {
         "perf/total_num_tokens": tokens,
         "perf/shared_token_share": spared_share(batch),
-        "perf/throughput": tokens / max(timings.of_phases, 1e-9),
-        "perf/tokens_per_second_per_gpu": tokens / max(timings.step, 1e-9) / num_gpus,
+        "perf/throughput": tokens / max(timings.phases_total, 1e-9),
+        "perf/tokens_per_second_per_gpu": tokens / max(timings.elapsed, 1e-9) / num_gpus,
     }
 
 

@@ -96,11 +96,12 @@ class RayPPOTrainer:
         self.directory = Path(self.config.trainer.default_local_dir)
         self.saver = Saver(
             self.config.trainer, self.directory, self.ranks, self.identity,
-            protected=lambda: self.watch.needed, lost=lambda step: self.watch.forget(step),
+            protected=lambda: self.guard.protected_steps,
+            lost=lambda step: self.guard.drop_pending(step),
         )  # fmt: skip
         self.save_plan = SavePlan(self.config.trainer, self.total_steps)
         self.stopper = Stopper(end_of_time(self.config.trainer.time_limit), self.saver.expected_s)
-        self.watch = CollapseGuard(self.config.trainer.guard, self.directory, self.saver.settle)
+        self.guard = CollapseGuard(self.config.trainer.guard, self.directory, self.saver.settle)
         self.learner = Learner(self.config, self.ranks)
         self.peak_flops = self.ranks.peak_flops()
         self.trace = Trace(self.directory if self.config.trainer.trace else None)
@@ -130,7 +131,7 @@ class RayPPOTrainer:
                 self.tracking.log(self.validate(), self.step)
             if trainer.val_only:
                 return
-            if self.watch.wants_start:
+            if self.guard.needs_initial_checkpoint:
                 self.save_trusted()
             self.train()
             self.export()
@@ -147,8 +148,8 @@ class RayPPOTrainer:
                 with self.stopper.timing_step():
                     self.step += 1
                     metrics = self.train_step()
-                    verdict = self.watch.judge(self.step, metrics)
-                    must_recover = self.watch.acts_on(verdict)
+                    verdict = self.guard.judge(self.step, metrics)
+                    must_recover = self.guard.requires_action(verdict)
                     if must_recover:
                         self.recover(verdict, metrics)
                     self.conclude(metrics, must_recover)
@@ -217,7 +218,7 @@ class RayPPOTrainer:
         timings.seconds |= {f"update_weights/{part}": s for part, s in parts.items()}
         calls = self.ranks.take_calls()
         if self.learner.has_critic_beside:
-            timings.beside |= critic_seconds(calls)
+            timings.concurrent |= critic_seconds(calls)
         self.untraced = self.step, timings, samples.trajectories, calls
         return {**metrics, **self.performance(batch, timings), **self.faults()}
 
@@ -235,7 +236,7 @@ class RayPPOTrainer:
     def performance(self, batch: TokenBatch, timings: Timings) -> Metrics:
         """How fast the step was, and what it took of the devices."""
         ranks = (self.config.num_ranks, self.config.num_critic_ranks)
-        seconds = timings.seconds | timings.beside
+        seconds = timings.seconds | timings.concurrent
         speed = speed_metrics(self.learner.work.take(), seconds, ranks, self.peak_flops)
         own = throughput_metrics(batch, timings, self.config.num_gpus)
         busy = busy_metrics(timings, self.replicas.busy_share())
@@ -249,7 +250,7 @@ class RayPPOTrainer:
         sampled again. Raises CollapseError where a run must end.
         """
         try:
-            folder = self.watch.roll_back(self.step, verdict)
+            folder = self.guard.roll_back(self.step, verdict)
         except CollapseError:
             self.tracking.log(metrics, self.step)
             with contextlib.suppress(OSError):  # the collapse is what ends the run
@@ -258,7 +259,7 @@ class RayPPOTrainer:
         self.collector.restart()
         self.replicas.sleep()
         self.load(folder)
-        self.ranks.scale_lr(self.watch.lr_scale)
+        self.ranks.scale_lr(self.guard.lr_scale)
         self.update_weights()
 
     def update_weights(self) -> dict[str, float]:
@@ -285,7 +286,7 @@ class RayPPOTrainer:
             ahead=self.collector.state_dict(),
             kl_coef=self.kl_controller.value,
             reward=self.reward.state_dict(),
-            guard=self.watch.state_dict(),
+            guard=self.guard.state_dict(),
             best=self.best,
             score=score,
             pending=None if pending is None else dict(pending),
@@ -293,8 +294,8 @@ class RayPPOTrainer:
 
     def save(self, wait: bool = False) -> None:
         """Write the checkpoint of the last finished step; it exists whole or not at all."""
-        self.watch.saved(self.finished.step)
-        self.finished = replace(self.finished, guard=self.watch.state_dict())
+        self.guard.add_pending(self.finished.step)
+        self.finished = replace(self.finished, guard=self.guard.state_dict())
         self.save_plan.saved()
         newest = self.finished.version or 0
         self.saver.save(self.finished, wait, self.collector.writer(self.finished.ahead, newest))
@@ -303,7 +304,7 @@ class RayPPOTrainer:
         """Write a checkpoint that a rollback may go back to from now on."""
         self.finished = self.state(self.finished.score)
         self.save(wait=True)
-        self.watch.trust(self.step)
+        self.guard.mark_healthy(self.step)
 
     @contextlib.contextmanager
     def saving_what_is_finished(self) -> Iterator[None]:
@@ -365,9 +366,9 @@ class RayPPOTrainer:
                 self.collector.sampler.load_state_dict(state.sampler)
                 self.collector.load_state_dict(state.ahead, finished, version)
                 if state.guard is not None:
-                    self.watch.load_state_dict(state.guard)
+                    self.guard.load_state_dict(state.guard)
             if state.guard is not None:
-                self.ranks.scale_lr(self.watch.lr_scale)
+                self.ranks.scale_lr(self.guard.lr_scale)
             read_driver_random(folder)
             self.finished = state
             self.saver.resumed(folder)

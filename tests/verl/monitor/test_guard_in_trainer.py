@@ -243,8 +243,8 @@ def test_a_resumed_run_remembers_baselines_and_rollbacks(config: Config, log: li
     again = build(config, log, set(), steps=4)
     again.fit()
     assert log[:3] == ["load global_step_3", "scale_lr 0.3", "update_weights"]
-    assert (again.watch.rollbacks, again.watch.healthy) == (1, 3)
-    assert again.watch.baseline("actor/entropy") == 0.3
+    assert (again.guard.rollbacks, again.guard.healthy) == (1, 3)
+    assert again.guard.baseline("actor/entropy") == 0.3
 
 
 def test_an_older_checkpoint_without_a_guard_can_be_resumed(config: Config, log: list[str]) -> None:

@@ -167,8 +167,8 @@ def test_a_critic_on_devices_of_its_own_has_its_own_seconds_and_ranks() -> None:
     found = speed_metrics(work, {**seconds, "update_actor": 9.0}, (1, 2), None)
     assert found == {"perf/tflops/critic": 1.0, "perf/tflops/actor": 1.0}
     timings = Timings()
-    timings.beside |= seconds
-    assert timings.of_phases == 0.0 and timings.metrics()["timing_s/update_critic"] == 2.5
+    timings.concurrent |= seconds
+    assert timings.phases_total == 0.0 and timings.metrics()["timing_s/update_critic"] == 2.5
 
 
 def peaks(*gigabytes: float) -> Iterator[PeakMemory]:

@@ -22,7 +22,7 @@ from tests.verl.trainer.recording import (
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.errors import ToolError
-from verl.monitor.performance import PHASES_OF_RANKS
+from verl.monitor.performance import RANK_PHASES
 from verl.monitor.tracking import Tracking
 from verl.trainer import ray_trainer
 from verl.trainer.ray_trainer import RayPPOTrainer
@@ -137,7 +137,7 @@ def test_a_step_says_what_the_machine_did(trainer: RayPPOTrainer, tmp_path: Path
     for row in rows:
         assert 0 < row["perf/mfu/actor"] == pytest.approx(row["perf/tflops/actor"])
         assert 1 < row["perf/hfu/actor"] / row["perf/mfu/actor"] < 4 / 3
-        for phase in PHASES_OF_RANKS:
+        for phase in RANK_PHASES:
             assert f"timing_s/{phase}" in row
             assert row[f"perf/device_memory_gb/{phase}/allocated"] == 3.0
             assert row[f"perf/device_memory_gb/{phase}/reserved"] == 4.0
