@@ -20,11 +20,11 @@ from search_r1.evaluation import running
 from search_r1.evaluation.options import EvaluationOptions
 from search_r1.evaluation.samples import Sample
 from search_r1.evaluation.store import METRICS, read_evaluation
-from search_r1.given import Finder, Given
 from search_r1.inference.dialogue import SILENCE, DialogueListener, Reply
 from search_r1.inference.opening import opened
 from search_r1.inference.options import AgentOptions, InferenceOptions
 from search_r1.loops import LoopThread
+from search_r1.python_objects import Finder, PythonObjects
 from search_r1.search.local_server import LocalServer
 from search_r1.search.retrieval import Retrieval
 from verl import plugins
@@ -42,7 +42,7 @@ OwnRetriever = Retrieval | Finder | LocalServer
 class SearchAgent:
     """A running agent; `close` it, or use it as a context manager."""
 
-    def __init__(self, options: InferenceOptions, given: Given, retriever: Any) -> None:
+    def __init__(self, options: InferenceOptions, given: PythonObjects, retriever: Any) -> None:
         """`load_agent` makes one. Raises UserError."""
         with contextlib.ExitStack() as stack:
             options = served(options, retriever, stack)
@@ -136,7 +136,7 @@ def evaluate(
 ) -> Evaluation:
     """Play and score every row of the data. Raises UserError.
 
-    `options` are those of `search-r1 evaluate` (`EvaluationOptions`). Given `out`, an evaluation
+    `options` are those of `search-r1 evaluate` (`EvaluationOptions`). With `out`, an evaluation
     that was interrupted goes on, and its tables can be made from there; `None` keeps nothing.
     """
     given, words = _given(retriever, tools)
@@ -158,9 +158,9 @@ def evaluate(
     return Evaluation(scores, bounds, rows, Path(out) if out else None)
 
 
-def _given(retriever: Any, tools: Sequence[Any] | None) -> tuple[Given, dict[str, Any]]:
+def _given(retriever: Any, tools: Sequence[Any] | None) -> tuple[PythonObjects, dict[str, Any]]:
     """The objects, and the options that name them."""
-    given, words = Given(), dict[str, Any]()
+    given, words = PythonObjects(), dict[str, Any]()
     if retriever is not None and not isinstance(retriever, LocalServer):
         words["retriever_url"] = given.retriever(retriever)
     if tools is not None:

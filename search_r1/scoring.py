@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from search_r1.agent.generation import build_environment, words_of
+from search_r1.agent.generation import build_environment, build_tag_format
 from search_r1.agent.grammar import Grammar
 from search_r1.rewards import (
     LLM_JUDGE,
@@ -71,7 +71,10 @@ def reward_input(trajectory: Trajectory, grammar: Grammar) -> RewardInput:
 
 def build_reward_manager(config: Config) -> RewardManager:
     """The run's reward, its judge asked once. Raises ConfigError for what cannot work."""
-    options, grammar = config.reward_model, words_of(config, build_environment(config).tools).tags
+    options, grammar = (
+        config.reward_model,
+        build_tag_format(config, build_environment(config).tools).tags,
+    )
     sections: Sequence[RewardConfig | StageConfig] = options.stages or [options]
     names = names_in_use(options)
     own = _own(config, names)

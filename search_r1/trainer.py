@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from search_r1.given import Finder, Given
+from search_r1.python_objects import Finder, PythonObjects
 from search_r1.rewards import RewardInput, RewardOutput
 from search_r1.search.local_server import LocalServer
 from search_r1.search.retrieval import Retrieval
@@ -72,7 +72,7 @@ class Trainer:
         runs as long as the training.
         """
         options = copy.deepcopy(config) if isinstance(config, Config) else cli.compose(config)
-        given, self._server = Given(), None
+        given, self._server = PythonObjects(), None
         if agent is not None:
             options.agent.name = given.name("agent.name", agent, "run")
         if tools is not None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from example.model import write_policy
-from search_r1.inference.model import base_of
-from search_r1.inference.opening import DEMO
+from search_r1.inference.model import base_model_of
+from search_r1.inference.opening import DEMO_MODEL
 from verl.errors import ModelError, explain
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ SHIPPED = ROOT / "example" / "smollm2" / "adapter"
 
 
 def with_model(
-    options: Mapping[str, Any], demo: Path = DEMO, shipped: Path = SHIPPED, root: Path = ROOT
+    options: Mapping[str, Any], demo: Path = DEMO_MODEL, shipped: Path = SHIPPED, root: Path = ROOT
 ) -> dict[str, Any]:
     """The options of an agent, completed where they name no model.
 
@@ -35,7 +35,11 @@ def with_model(
     adapter = found.get("adapter")
     if adapter is None and not demo.is_dir() and shipped.is_dir():
         adapter = str(shipped)
-    if found.get("model") or adapter is None or base_of(Path(adapter)) != MODEL_FOLDER.as_posix():
+    if (
+        found.get("model")
+        or adapter is None
+        or base_model_of(Path(adapter)) != MODEL_FOLDER.as_posix()
+    ):
         return found
     return {**found, "adapter": adapter, "model": str(made_base(root / MODEL_FOLDER))}
 

@@ -67,14 +67,14 @@ def build_format(
 ) -> DialogueFormat:
     """The run's template for its tools. Raises ConfigError for none, or one that cannot work."""
     tools, is_native = environment.tools, config.template == native.NAME
-    found = NativeFormat(tokenizer, tools) if is_native else words_of(config, tools)
+    found = NativeFormat(tokenizer, tools) if is_native else build_tag_format(config, tools)
     refuse_closed_think(found, config.algorithm.no_think_rl)
     for tool in () if is_native else tools:
         _ = tool.main_argument  # raises where it has none
     return found
 
 
-def words_of(config: Config, tools: Sequence[Tool]) -> TagFormat:
+def build_tag_format(config: Config, tools: Sequence[Tool]) -> TagFormat:
     """The words and tags of the run's template, without a tokenizer: what rewards read."""
     if config.template == native.NAME:
         return native.WORDING

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from search_r1.credit.command import CreditOptions
-from search_r1.inference.model import at_last_step, computed_dtype, model_folder
+from search_r1.inference.model import at_latest_checkpoint, compute_dtype, model_folder
 from search_r1.inference.options import AgentOptions
 from search_r1.plain import log
 from search_r1.replay.running import nearest, read_run, weights_of
@@ -209,7 +209,7 @@ def _judging(
     """The judge with these weights, under the run's own options, or else the defaults."""
     config = config or Config()
     wanted = AgentOptions(model=weights, device=options.device, dtype=options.dtype)
-    wanted, dtype = at_last_step(wanted), computed_dtype(wanted)
+    wanted, dtype = at_latest_checkpoint(wanted), compute_dtype(wanted)
     sampling = Sampling(config.data.max_response_length, options.temperature,
                         config.actor_rollout_ref.rollout.top_p, tags.stop)  # fmt: skip
     reward = build_reward_manager(config) if options.samples else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import verl
-from search_r1.agent.generation import build_environment, words_of
+from search_r1.agent.generation import build_environment, build_tag_format
 from search_r1.evaluation.options import EvaluationOptions
 from search_r1.evaluation.runner import METHODS
 from verl.config import Config
@@ -38,7 +38,7 @@ def build_manifest(
     """
     method, files = METHODS[options.method], [Path(file) for file in options.data]
     names = [path.name for path in files]
-    template = method.template or words_of(config, build_environment(config).tools)
+    template = method.template or build_tag_format(config, build_environment(config).tools)
     words = repr(sorted(asdict(template).items()))
     turns = {
         "max_turns": 0 if method.template else config.max_turns,

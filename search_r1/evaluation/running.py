@@ -28,8 +28,8 @@ from search_r1.evaluation.samples import FAILED
 from search_r1.evaluation.store import REPORT, Store
 from search_r1.evaluation.summary import compare
 from search_r1.inference.model import (
-    at_last_step,
-    computed_dtype,
+    at_latest_checkpoint,
+    compute_dtype,
     folder_of,
     load_agent,
     running_engine,
@@ -61,7 +61,7 @@ def evaluate(options: EvaluationOptions) -> Path:
     out = Path(options.out)
     with exclusive(out, "--out"):
         try:
-            options = at_last_step(options)
+            options = at_latest_checkpoint(options)
             with folder_of(options) as folder:
                 loops.run(_evaluate(options, run_config(options, str(folder))))
             write_report(out, options.pass_k, options.num_resamples, options.seed)
@@ -81,7 +81,7 @@ async def _evaluate(options: EvaluationOptions, config: Config) -> None:
     judge = open_judge(options)
     runner = Runner(agent, method, tokenizer, sampling, options.seed, judge, options.untagged)
     check_rows(rows, runner, min(options.max_start_length, options.max_prompt_length))
-    manifest = build_manifest(options, config, facts, len(rows), computed_dtype(options))
+    manifest = build_manifest(options, config, facts, len(rows), compute_dtype(options))
     tasks = [Task(row, sample) for row in rows for sample in range(options.n)]
     with Store(Path(options.out), manifest) as store:
         missing = [task for task in tasks if task.key not in store.finished]

@@ -61,7 +61,7 @@ WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_IND
 """What a Hugging Face folder holds one of, once its weights are written."""
 
 
-def at_last_step(options: Options) -> Options:
+def at_latest_checkpoint(options: Options) -> Options:
     """The options with the last step where `--model` names a run's folder, or its `actor/`.
 
     A step is a checkpoint of ours, or `actor/global_step_N` as the original writes it: a Hugging
@@ -117,7 +117,7 @@ def model_folder(
 def folder_of(options: AgentOptions) -> contextlib.AbstractContextManager[Path]:
     """`model_folder` of these options; of a model that an endpoint serves, without weights."""
     files = TEXTS if options.endpoint else FILES
-    return model_folder(options.model, computed_dtype(options), options.adapter, files)
+    return model_folder(options.model, compute_dtype(options), options.adapter, files)
 
 
 def load_agent(config: Config) -> DialogueAgent:
@@ -141,7 +141,7 @@ def _no_model(name: str, got: str) -> ModelError:
     return ModelError(explain(f"--model {name}", got, "a model", fix))
 
 
-def computed_dtype(options: AgentOptions) -> str:
+def compute_dtype(options: AgentOptions) -> str:
     """bfloat16, float16 or float32: what the engine on this machine computes in."""
     if options.device == "cuda" and not (options.endpoint or torch.cuda.is_available()):
         raise ConfigError(explain("--device", "cuda", "a GPU that torch sees", "--device cpu"))
@@ -164,7 +164,7 @@ CONFIG_FILE = "adapter_config.json"
 """What makes a folder peft's."""
 
 
-def base_of(adapter: Path) -> str:
+def base_model_of(adapter: Path) -> str:
     """The model that an adapter's folder says it was trained on; empty where it says nothing."""
     return str(_peft_settings(adapter).get("base_model_name_or_path") or "")
 
@@ -177,7 +177,9 @@ def merge(base: Path, adapter: Path, out: Path, dtype: str) -> Path:
     """
     _peft_settings(adapter)
     subject = f"--adapter {adapter}"
-    fix = f"give --model the model that it was trained on: {base_of(adapter) or 'not recorded'}"
+    fix = (
+        f"give --model the model that it was trained on: {base_model_of(adapter) or 'not recorded'}"
+    )
     lm = load_causal_lm(str(base), attention=None)
     with model_errors(str(base), "", subject, f"an adapter that fits {base}", fix), quiet():
         settings = PeftConfig.from_pretrained(str(adapter))

@@ -17,8 +17,8 @@ from typing import Any
 from search_r1.inference.dialogue import AgentSession
 from search_r1.inference.model import (
     Options,
-    at_last_step,
-    base_of,
+    at_latest_checkpoint,
+    base_model_of,
     folder_of,
     load_agent,
     running_engine,
@@ -153,7 +153,7 @@ def _first(*values: Any) -> Any:
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout, or the folder of an installed copy."""
-DEMO = Path("runs/demo/model")
+DEMO_MODEL = Path("runs/demo/model")
 """What `make demo` leaves."""
 MAX_RETRIES = 2
 """Further attempts of a search: somebody is waiting."""
@@ -177,15 +177,15 @@ def with_default_model(options: Options) -> Options:
 def default_model(adapter: str | None) -> str:
     """The base of an adapter, else the demo's model; raises ModelError when neither is known."""
     if adapter is not None:
-        base = base_of(Path(adapter))
+        base = base_model_of(Path(adapter))
         if not base:
             fix = "say which with --model"
             raise ModelError(explain(f"--adapter {adapter}", "no base in it", "its base", fix))
         return base
-    if not DEMO.is_dir():
+    if not DEMO_MODEL.is_dir():
         fix = "give --model a Hugging Face folder or name (in a checkout make demo trains one)"
-        raise ModelError(explain(f"model {DEMO}", "no such folder", "a model", fix))
-    return str(DEMO)
+        raise ModelError(explain(f"model {DEMO_MODEL}", "no such folder", "a model", fix))
+    return str(DEMO_MODEL)
 
 
 @contextlib.asynccontextmanager
@@ -193,7 +193,7 @@ async def opened(options: AgentOptions) -> AsyncIterator[AgentSession]:
     """The agent of these options, running; its retriever is reached first. Raises UserError."""
     await facts_of(_retriever(Config(), options))
     set_trust(options.trust_remote_code)
-    options = at_last_step(with_default_model(options))
+    options = at_latest_checkpoint(with_default_model(options))
     with folder_of(options) as folder:
         config = _retriever(run_config(options, str(folder)), options)
         agent = load_agent(config)

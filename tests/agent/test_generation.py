@@ -14,9 +14,9 @@ from search_r1.agent.generation import (
     build_agent,
     build_environment,
     build_format,
+    build_tag_format,
     check_prompts,
     search_agent,
-    words_of,
 )
 from search_r1.agent.tags import TEMPLATES
 from search_r1.search.client import EmptyRetrieval, InMemoryRetrieval, Retrieval
@@ -361,9 +361,9 @@ def test_a_template_from_a_file_is_the_runs(tmp_path: Path) -> None:
     config.agent.tools = ["search", "python"]
     format = build_format(config, build_environment(config), ChatTokenizer())
     assert format.stop == ("</search>", "</python>", "[/a]")
-    assert words_of(config, build_environment(config).tools).tags == format.tags
+    assert build_tag_format(config, build_environment(config).tools).tags == format.tags
     with pytest.raises(ConfigError, match=r"or a \.yaml file"):
-        words_of(Config(template="mine"), ())
+        build_tag_format(Config(template="mine"), ())
 
 
 @pytest.mark.parametrize("template", ["search_r1", "tools", "native"])

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from example.tiny import tiny_model
 from search_r1.inference import model as inference_model
-from search_r1.inference.model import at_last_step, folder_of, load_agent, model_folder
+from search_r1.inference.model import at_latest_checkpoint, folder_of, load_agent, model_folder
 from search_r1.inference.opening import run_config
 from search_r1.inference.options import AgentOptions
 from tests.bad_models import NORM, entry, gone, weights, whole_model
@@ -96,7 +96,7 @@ def test_the_originals_checkpoints_are_read(
     last = run / "actor" / "global_step_150"
     for named in (run, run / "actor", last):
         with caplog.at_level(logging.WARNING):
-            options = at_last_step(AgentOptions(model=str(named)))
+            options = at_latest_checkpoint(AgentOptions(model=str(named)))
         with model_folder(options.model, "float32") as folder:
             assert folder == last
     assert [str(last) in message for message in caplog.messages] == [True, True]
@@ -108,10 +108,10 @@ def test_a_run_of_ours_means_its_last_complete_checkpoint(tmp_path: Path) -> Non
         (tmp_path / f"global_step_{step}").mkdir()
     for step in (9, 10):
         (tmp_path / f"global_step_{step}" / MARKER).touch()
-    found = at_last_step(AgentOptions(model=str(tmp_path)))
+    found = at_latest_checkpoint(AgentOptions(model=str(tmp_path)))
     assert found.model == str(tmp_path / "global_step_10")
     for name in ("org/model", str(tmp_path / "global_step_9"), str(tmp_path / "none")):
-        assert at_last_step(AgentOptions(model=name)).model == name
+        assert at_latest_checkpoint(AgentOptions(model=name)).model == name
 
 
 def a_run(path: Path, engine: str = "transformers") -> Config:

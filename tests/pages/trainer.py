@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from search_r1.agent.generation import build_environment, check_prompts, words_of
+from search_r1.agent.generation import build_environment, build_tag_format, check_prompts
 from search_r1.scoring import build_reward_manager
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from verl.agent.dialogue import DialogueAgent, Limits
@@ -28,7 +28,7 @@ from verl.types import Sampling, Trajectory, start_trajectory
 async def play(config: Config) -> Trajectory:
     """One dialogue of the run's first question: each tool once, then an answer."""
     environment = build_environment(config)
-    words = words_of(config, environment.tools)
+    words = build_tag_format(config, environment.tools)
     files = config.data.train_files
     prompts = load_prompts(config, files, None, ByteTokenizer())  # type: ignore[arg-type]
     assert len(prompts) >= min(3, config.data.train_batch_size)

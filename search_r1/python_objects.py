@@ -24,7 +24,7 @@ URL = "retriever.url"
 
 
 @dataclass
-class Given:
+class PythonObjects:
     """What was given, by its name in the options."""
 
     objects: dict[str, Any] = field(default_factory=dict)
