@@ -17,14 +17,14 @@ from pathlib import Path
 from search_r1.datasets.command import CorpusOptions, OwnOptions
 from search_r1.datasets.question import (
     ANSWER_COLUMNS,
-    Place,
     Question,
+    RecordLocation,
     make_rows,
     read_question,
-    take_sound,
+    valid_questions,
     write_rows,
 )
-from search_r1.datasets.wording import Style, writer
+from search_r1.datasets.wording import PromptStyle, prompt_writer
 from search_r1.search.index.passages import read_folder, write_corpus
 from verl.data.rows import BadRow, Record, read_records
 from verl.errors import ConfigError, DataError, explain
@@ -37,9 +37,9 @@ def build(options: OwnOptions) -> int:
     """Read all files, then write a parquet file for each split."""
     if not options.files:
         raise ConfigError(explain("FILE", "nothing", "csv, jsonl or parquet", "name one or more"))
-    words = writer(Style.SEARCH, options.template_type)
+    words = prompt_writer(PromptStyle.SEARCH, options.template_type)
     names = options.data_sources.split(",") if options.data_sources else ()
-    found = select(take_sound(read_files(options), drop_bad=options.drop_bad_rows), names)
+    found = select(valid_questions(read_files(options), drop_bad=options.drop_bad_rows), names)
     questions = divide(found, options.test_share, options.seed)
     for split in sorted({question.split for question in questions}):
         some = [question for question in questions if question.split == split]
@@ -62,7 +62,7 @@ def read_files(options: OwnOptions) -> Iterator[Question | BadRow]:
         is_csv = path.suffix == ".csv"
         records = _read_csv(path, options.answer_separator) if is_csv else None
         for number, record in records or read_records(str(path), ("question",)):
-            yield read_question(record, Place(str(path), number, source, options.split))
+            yield read_question(record, RecordLocation(str(path), number, source, options.split))
 
 
 def divide(questions: Sequence[Question], test_share: float, seed: int = 0) -> list[Question]:

@@ -23,16 +23,16 @@ from search_r1.datasets.command import MergeOptions, RagOptions, SetOptions
 from search_r1.datasets.hub import FLASHRAG
 from search_r1.datasets.question import (
     ANSWER_COLUMNS,
-    Place,
     Question,
+    RecordLocation,
     as_question,
     copy_folder,
     make_rows,
     read_question,
-    take_sound,
+    valid_questions,
     write_rows,
 )
-from search_r1.datasets.wording import Style, writer
+from search_r1.datasets.wording import PromptStyle, prompt_writer
 from search_r1.search.client import RetrievalClient
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import SearchError
@@ -190,11 +190,11 @@ COLUMNS = ("id", "question", *ANSWER_COLUMNS)
 
 def build(
     options: SetOptions,
-    style: Style = Style.SEARCH,
+    style: PromptStyle = PromptStyle.SEARCH,
     roles: Sequence[str] = ("train", "test"),
 ) -> int:
     """Write `<role>.parquet` for each role, once every set was read."""
-    words = writer(style, options.template_type)
+    words = prompt_writer(style, options.template_type)
     finder = make_finder(options) if isinstance(options, RagOptions) else None
     names = options.data_sources.split(",") if isinstance(options, MergeOptions) else ["nq"]
     wanted = [(role, [(one, one.split_for(role)) for one in find_sets(names)]) for role in roles]
@@ -211,7 +211,7 @@ def build(
 def read_all(parts: Sequence[tuple[QuestionSet, str]], options: SetOptions) -> list[Question]:
     local = options.local_dataset_path
     found = (one for which, split in parts for one in read_split(which, split, local))
-    return take_sound(found, drop_bad=options.drop_bad_rows)
+    return valid_questions(found, drop_bad=options.drop_bad_rows)
 
 
 def make_finder(options: RagOptions) -> Finder:
@@ -235,7 +235,7 @@ def read_split(
     """
     file, records = _from_folder(one, split, local) if local else _from_hub(one, split)
     for number, record in records:
-        yield read_question(record, Place(file, number, one.name, split))
+        yield read_question(record, RecordLocation(file, number, one.name, split))
 
 
 def _from_folder(one: QuestionSet, split: str, local: Path) -> tuple[str, Iterator[Record]]:
@@ -274,8 +274,8 @@ def _from_hub(one: QuestionSet, split: str) -> tuple[str, Iterator[Record]]:
     return place, enumerate(known)
 
 
-nq = functools.partial(build, style=Style.DIRECT)
-nq_rag = functools.partial(build, style=Style.RAG)
+nq = functools.partial(build, style=PromptStyle.DIRECT)
+nq_rag = functools.partial(build, style=PromptStyle.RAG)
 nq_search = build
 qa_search_train_merge = functools.partial(build, roles=("train",))
 qa_search_test_merge = functools.partial(build, roles=("test",))

@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.fs
 import pyarrow.parquet
 
-from search_r1.datasets.wording import Writer
+from search_r1.datasets.wording import PromptWriter
 from search_r1.search.schema import Document
 from verl.data.rows import BadRow, short
 from verl.errors import DataError, explain, first_line
@@ -28,7 +28,7 @@ OWN_COLUMNS = frozenset({*ANSWER_COLUMNS, "question", "id", "data_source", "spli
 
 
 @dataclass(frozen=True)
-class Place:
+class RecordLocation:
     """Where a record stands, for its identity and for complaints."""
 
     file: str
@@ -52,7 +52,7 @@ class Question:
     data_source: str
     split: str
     """The split it was taken from."""
-    place: Place
+    place: RecordLocation
     extra: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     """Further plain values of the record; nested ones are left out."""
 
@@ -62,7 +62,7 @@ class Question:
         return " ".join(re.findall(r"\w+", self.text.lower()))
 
 
-def read_question(record: Any, place: Place) -> Question | BadRow:
+def read_question(record: Any, place: RecordLocation) -> Question | BadRow:
     """A raw record as a question, or what is wrong with it."""
 
     def refuse(part: str, got: object, expected: str) -> BadRow:
@@ -142,7 +142,9 @@ MOST_TOLD = 20
 """Bad rows that an error lists; the others are counted."""
 
 
-def take_sound(found: Iterable[Question | BadRow], *, drop_bad: bool = False) -> list[Question]:
+def valid_questions(
+    found: Iterable[Question | BadRow], *, drop_bad: bool = False
+) -> list[Question]:
     """The questions, each id once. Raises DataError with the bad rows, unless they are dropped."""
     questions: dict[str, Question] = {}
     bad = []
@@ -167,7 +169,7 @@ def take_sound(found: Iterable[Question | BadRow], *, drop_bad: bool = False) ->
 
 def make_rows(
     questions: Sequence[Question],
-    words: Writer,
+    words: PromptWriter,
     role: str,
     documents: Sequence[Sequence[Document]] | None = None,
     *,

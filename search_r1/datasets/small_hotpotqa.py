@@ -13,7 +13,7 @@ from typing import Any
 
 from search_r1.datasets.command import HotpotOptions
 from search_r1.datasets.hub import FLASHRAG, fetch, list_files
-from search_r1.datasets.question import Place, read_question, take_sound
+from search_r1.datasets.question import RecordLocation, read_question, valid_questions
 from verl.data.rows import Record, read_records
 from verl.errors import DataError, explain
 from verl.files import whole_file
@@ -29,12 +29,12 @@ def build(options: HotpotOptions) -> int:
     for split, count in (("train", options.train), ("dev", options.dev)):
         file = source / NAME / f"{split}.jsonl"
         records = list(itertools.islice(read_records(str(file)), count))
-        places = [Place(str(file), number, NAME, split) for number, _ in records]
+        places = [RecordLocation(str(file), number, NAME, split) for number, _ in records]
         read = (read_question(r, p) for (_, r), p in zip(records, places, strict=True))
         files[split] = [
             {"id": q.id, "question": q.text, "golden_answers": list(q.answers),
              "data_source": NAME, "split": split}
-            for q in take_sound(read, drop_bad=False)
+            for q in valid_questions(read, drop_bad=False)
         ]  # fmt: skip
         contents.update(dict.fromkeys(c for record in records for c in paragraphs(file, record)))
     files["corpus"] = [{"id": str(i), "contents": text} for i, text in enumerate(contents)]

@@ -13,7 +13,7 @@ from verl.agent import native
 from verl.agent.wording import is_file, read_format
 from verl.errors import ConfigError, explain
 
-Writer = Callable[[str, Sequence[Document]], str]
+PromptWriter = Callable[[str, Sequence[Document]], str]
 """Makes the user's message from a question and the documents found for it (none but for RAG)."""
 
 BASE = "base"
@@ -32,7 +32,7 @@ RAG = (
 )
 
 
-class Style(StrEnum):
+class PromptStyle(StrEnum):
     """How a prompt lets the model come by its facts."""
 
     SEARCH = "search"
@@ -43,21 +43,21 @@ class Style(StrEnum):
     """From documents that were found for the question beforehand."""
 
 
-def template_types(style: Style) -> list[str]:
+def template_types(style: PromptStyle) -> list[str]:
     """The names that `--template_type` may have."""
-    return [BASE, *TEMPLATES, native.NAME] if style is Style.SEARCH else [BASE]
+    return [BASE, *TEMPLATES, native.NAME] if style is PromptStyle.SEARCH else [BASE]
 
 
-def writer(style: Style, template_type: str = BASE) -> Writer:
+def prompt_writer(style: PromptStyle, template_type: str = BASE) -> PromptWriter:
     """The wording of a style. Raises ConfigError for a name that it does not have."""
-    from_file = style is Style.SEARCH and is_file(template_type)
+    from_file = style is PromptStyle.SEARCH and is_file(template_type)
     if not from_file and template_type not in template_types(style):
         expected = f"one of {', '.join(template_types(style))}"
         fix = "leave it out for the paper's, or correct it"
         raise ConfigError(explain("--template_type", template_type, expected, fix))
-    if style is Style.DIRECT:
+    if style is PromptStyle.DIRECT:
         return lambda question, _: direct_prompt(question)
-    if style is Style.RAG:
+    if style is PromptStyle.RAG:
         return lambda question, found: rag_prompt(question, SEARCH_R1.observation(found))
     known = {BASE: SEARCH_R1, native.NAME: native.WORDING, **TEMPLATES}
     template = read_format(template_type) if from_file else known[template_type]

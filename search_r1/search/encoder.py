@@ -136,7 +136,7 @@ def _load(config: EncoderConfig, path: str, max_length: int | None) -> Encoder:
         return HashEncoder(int(dim or 64))
     family = family_of(model_name(path), config.encoder_family)
     try:
-        from search_r1.search.encoders.loading import explained  # noqa: PLC0415
+        from search_r1.search.encoders.loading import explain_load_errors  # noqa: PLC0415
         from search_r1.search.encoders.sentence import SentenceEncoder  # noqa: PLC0415
     except ImportError as error:
         raise SetupError(
@@ -145,7 +145,7 @@ def _load(config: EncoderConfig, path: str, max_length: int | None) -> Encoder:
         ) from error
     is_passages = path == config.retriever_model
     flag = "retriever_model (of index_builder --model_path)" if is_passages else "query_model"
-    with explained(flag, path):
+    with explain_load_errors(flag, path):
         return SentenceEncoder(path, family, config, max_length)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from search_r1.datasets.command import build
 from search_r1.datasets.own import divide
-from search_r1.datasets.question import Place, Question
+from search_r1.datasets.question import Question, RecordLocation
 from verl.data.validation import validate
 
 main = partial(build, "own_questions")
@@ -24,7 +24,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 def question(text: str, split: str = "") -> Question:
     """A question without answers, for dividing."""
-    return Question(text, text, (), "own", split, Place("f", 0, "own", split))
+    return Question(text, text, (), "own", split, RecordLocation("f", 0, "own", split))
 
 
 def test_csv_becomes_rows(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from search_r1.datasets.wording import Style, writer
+from search_r1.datasets.wording import PromptStyle, prompt_writer
 from search_r1.evaluation.runner import Task, check_rows, holds
 from search_r1.evaluation.samples import Sample
 from search_r1.rewards import RewardInput
@@ -84,13 +84,15 @@ def test_a_closed_book_has_one_turn_and_no_search(method: str) -> None:
     assert ("step by step" in engine.prompts[0]) is (method == "cot")
 
 
-@pytest.mark.parametrize(("method", "style"), [("direct", Style.DIRECT), ("rag", Style.RAG)])
-def test_baselines_ask_in_the_words_of_the_data_builders(method: str, style: Style) -> None:
+@pytest.mark.parametrize(
+    ("method", "style"), [("direct", PromptStyle.DIRECT), ("rag", PromptStyle.RAG)]
+)
+def test_baselines_ask_in_the_words_of_the_data_builders(method: str, style: PromptStyle) -> None:
     """A model trained on `nq.py`'s or `nq_rag.py`'s rows is evaluated on the same bytes."""
     engine = Reader()
     play(finder([ROW]), method, engine)
     question = "What is thing 7?"
-    assert writer(style)(question, documents([ROW])[question]) in engine.prompts[0]
+    assert prompt_writer(style)(question, documents([ROW])[question]) in engine.prompts[0]
 
 
 def test_rag_reads_the_questions_documents_first() -> None:

@@ -15,7 +15,7 @@ from search_r1.infer import InferOptions
 from search_r1.inference.opening import run_config
 from search_r1.search.encoders.cross_encoder import CrossEncoder
 from search_r1.search.encoders.families import family_of
-from search_r1.search.encoders.loading import explained
+from search_r1.search.encoders.loading import explain_load_errors
 from search_r1.search.encoders.sentence import SentenceEncoder
 from search_r1.search.settings import EncoderConfig, RerankConfig
 from verl.checkpoint import __main__ as checkpoint
@@ -87,7 +87,7 @@ def ask(path: str) -> object:
 
 
 def encode(path: str) -> object:
-    with explained("retriever_model", path):
+    with explain_load_errors("retriever_model", path):
         return SentenceEncoder(path, family_of("e5"), EncoderConfig(), None)
 
 

@@ -10,8 +10,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from search_r1.datasets.question import Place, make_rows, read_question, take_sound, write_rows
-from search_r1.datasets.wording import Style, writer
+from search_r1.datasets.question import (
+    RecordLocation,
+    make_rows,
+    read_question,
+    valid_questions,
+    write_rows,
+)
+from search_r1.datasets.wording import PromptStyle, prompt_writer
 from search_r1.trainer import History, Listener, OwnRetriever, Trainer
 from verl.config import Config, cli
 from verl.data.rows import read_records
@@ -169,6 +175,8 @@ def rows_of(file: str | Path, out: Path) -> str:
     ):
         return str(file)
     source = Path(file).stem
-    found = (read_question(one, Place(str(file), number, source, "")) for number, one in records)
-    write_rows(make_rows(take_sound(found), writer(Style.SEARCH), out.stem), out)
+    found = (
+        read_question(one, RecordLocation(str(file), number, source, "")) for number, one in records
+    )
+    write_rows(make_rows(valid_questions(found), prompt_writer(PromptStyle.SEARCH), out.stem), out)
     return str(out)

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from search_r1.search.encoders.families import model_name
 from search_r1.search.encoders.loading import (
     check_weights,
-    explained,
+    explain_load_errors,
     longest_input,
     pick_device,
     torch_dtype,
@@ -54,7 +54,7 @@ class CrossEncoder:
         """The model that the settings name; raises SetupError with the fix."""
         path = config.reranker_model
         assert path is not None, "the caller names a model"
-        with explained("reranker_model", path):
+        with explain_load_errors("reranker_model", path):
             return cls(path, config)
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> list[float]:

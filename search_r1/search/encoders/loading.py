@@ -50,7 +50,7 @@ def pick_device(flag: str, name: str | None) -> str:
 
 
 @contextmanager
-def explained(flag: str, model_path: str) -> Iterator[None]:
+def explain_load_errors(flag: str, model_path: str) -> Iterator[None]:
     """Makes a failure of the body, which loads a model, a SetupError with the fix."""
     if model_path.startswith((".", "/", "~")) and not Path(model_path).is_dir():
         raise SetupError(
