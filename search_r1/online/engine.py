@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from search_r1.online.addresses import AddressPolicy
 from search_r1.online.fetch import Deadline, PageError, PageFetcher
 from search_r1.online.pages import READERS, cut
-from search_r1.online.services import SERVICES, Ask, Found
+from search_r1.online.services import SERVICES, SearchRequest, SearchResult
 from search_r1.online.upstream import Upstream, read_credentials
 from search_r1.search.backends.base import Retriever, fingerprint, stage
 from search_r1.search.errors import SetupError, install_command
@@ -85,7 +85,7 @@ class OnlineRetriever:
         setting = self._upstream.setting
         return {**facts, "setting": fingerprint({"setting": setting})} if setting else facts
 
-    def _find(self, query: str, k: int) -> list[Found]:
+    def _find(self, query: str, k: int) -> list[SearchResult]:
         """The results of one query, from the cache where they are kept."""
         asked = self._upstream.service.shorten(query)
         if not asked:
@@ -93,19 +93,19 @@ class OnlineRetriever:
         key = ("answer", self._scope, asked, k)
         kept = self._answers.get([key])
         if key in kept:
-            return [Found(*fields) for fields in kept[key]]
+            return [SearchResult(*fields) for fields in kept[key]]
         found = self._ask_pages(asked, k)
         self._answers.put({key: [astuple(result) for result in found]})
         return found
 
-    def _ask_pages(self, query: str, k: int) -> list[Found]:
+    def _ask_pages(self, query: str, k: int) -> list[SearchResult]:
         """`k` results over as many pages of the service as they fill; an empty page is the last."""
         service = self._upstream.service
         wanted = min(k, service.most)
         size = min(wanted, service.most_per_request)
-        found: dict[str, Found] = {}
+        found: dict[str, SearchResult] = {}
         for page in range(math.ceil(wanted / size)):
-            results = self._upstream.ask(Ask(query, size, page))
+            results = self._upstream.ask(SearchRequest(query, size, page))
             for result in results:
                 found.setdefault(result.url, result)
             if not results or len(found) >= wanted:
@@ -166,7 +166,7 @@ def _all(pool: ThreadPoolExecutor, work: Callable[[str], T], items: Sequence[str
             future.cancel()
 
 
-def _hits(found: Sequence[Found], texts: dict[str, str]) -> list[Hit]:
+def _hits(found: Sequence[SearchResult], texts: dict[str, str]) -> list[Hit]:
     """Results with the service's scores, or, where one has none, with 1, 1/2, 1/3 ... by rank."""
     has_scores = all(result.score is not None for result in found)
     scores = [(f.score or 0.0) if has_scores else 1 / rank for rank, f in enumerate(found, 1)]

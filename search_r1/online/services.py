@@ -29,7 +29,7 @@ class Credentials:
 
 
 @dataclass(frozen=True)
-class Ask:
+class SearchRequest:
     """One request: `count` results of `query`, `page` (from 0) of pages of that size."""
 
     query: str
@@ -38,7 +38,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Call:
+class HttpRequest:
     """An HTTP request without its address: GET with `params`, POST if there is a `body`."""
 
     params: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -47,7 +47,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """A result: its page, title and snippet, and the service's own score if it gives one."""
 
     url: str
@@ -64,8 +64,8 @@ class Service:
     url: str
     key_variable: str
     """The environment variable with the key."""
-    build: Callable[[Credentials, Ask], Call]
-    read: Callable[[Json], list[Found]]
+    build: Callable[[Credentials, SearchRequest], HttpRequest]
+    read: Callable[[Json], list[SearchResult]]
     """Raises KeyError, TypeError or AttributeError for an answer outside the documented form."""
     most_per_request: int = 10
     most: int = 100
@@ -104,36 +104,36 @@ def text_of(item: Mapping[str, Json], name: str) -> str:
     return " ".join(well_formed(value).split())
 
 
-def read_items(items: Json, url: str, title: str, snippet: str) -> list[Found]:
+def read_items(items: Json, url: str, title: str, snippet: str) -> list[SearchResult]:
     """Results of a list of objects whose fields have these names; those without address go."""
     if not isinstance(items, list):
         raise TypeError(f"the results are {type(items).__name__}, expected a list")
     known = items[:MOST_RESULTS]
-    found = [Found(text_of(i, url), text_of(i, title), text_of(i, snippet)) for i in known]
+    found = [SearchResult(text_of(i, url), text_of(i, title), text_of(i, snippet)) for i in known]
     return [result for result in found if result.url]
 
 
-def _ask_google(credentials: Credentials, ask: Ask) -> Call:
+def _ask_google(credentials: Credentials, ask: SearchRequest) -> HttpRequest:
     """GET with `num` (1 to 10) and the 1-based `start`; `cx` is the id of a search engine."""
     start = str(1 + ask.page * 10)
     params = {"key": credentials.key, "cx": credentials.setting, "q": ask.query}
-    return Call({**params, "num": str(ask.count), "start": start})
+    return HttpRequest({**params, "num": str(ask.count), "start": start})
 
 
-def _read_google(answer: Json) -> list[Found]:
+def _read_google(answer: Json) -> list[SearchResult]:
     """`items`, absent where nothing was found."""
     if answer["kind"] != "customsearch#search":
         raise TypeError(f"kind is {answer['kind']!r}, expected 'customsearch#search'")
     return read_items(answer.get("items", []), "link", "title", "snippet")
 
 
-def _ask_serpapi(credentials: Credentials, ask: Ask) -> Call:
+def _ask_serpapi(credentials: Credentials, ask: SearchRequest) -> HttpRequest:
     """GET with `num` and the 0-based `start`."""
     params = {"engine": "google", "q": ask.query, "num": str(ask.count)}
-    return Call({**params, "start": str(ask.page * 10), "api_key": credentials.key})
+    return HttpRequest({**params, "start": str(ask.page * 10), "api_key": credentials.key})
 
 
-def _read_serpapi(answer: Json) -> list[Found]:
+def _read_serpapi(answer: Json) -> list[SearchResult]:
     """`organic_results`; a search without results comes as an `error` with status 200."""
     nothing = "hasn't returned any results"
     if "organic_results" not in answer and nothing in answer["error"]:
@@ -141,14 +141,14 @@ def _read_serpapi(answer: Json) -> list[Found]:
     return read_items(answer["organic_results"], "link", "title", "snippet")
 
 
-def _ask_brave(credentials: Credentials, ask: Ask) -> Call:
+def _ask_brave(credentials: Credentials, ask: SearchRequest) -> HttpRequest:
     """GET with `count` (1 to 20) and the page as `offset` (0 to 9), without bold marks."""
     params = {"q": ask.query, "count": str(ask.count), "offset": str(ask.page)}
     headers = {"Accept": "application/json", "X-Subscription-Token": credentials.key}
-    return Call({**params, "text_decorations": "false", "result_filter": "web"}, headers)
+    return HttpRequest({**params, "text_decorations": "false", "result_filter": "web"}, headers)
 
 
-def _read_brave(answer: Json) -> list[Found]:
+def _read_brave(answer: Json) -> list[SearchResult]:
     """`web.results`, absent where nothing was found; its texts have HTML entities."""
     if answer["type"] != "search":
         raise TypeError(f"type is {answer['type']!r}, expected 'search'")
@@ -159,24 +159,24 @@ def _read_brave(answer: Json) -> list[Found]:
     ]
 
 
-def _ask_serper(credentials: Credentials, ask: Ask) -> Call:
+def _ask_serper(credentials: Credentials, ask: SearchRequest) -> HttpRequest:
     """POST with the 1-based `page`."""
     body = {"q": ask.query, "num": ask.count, "page": ask.page + 1}
-    return Call(headers={"X-API-KEY": credentials.key}, body=body)
+    return HttpRequest(headers={"X-API-KEY": credentials.key}, body=body)
 
 
-def _read_serper(answer: Json) -> list[Found]:
+def _read_serper(answer: Json) -> list[SearchResult]:
     """`organic`."""
     return read_items(answer["organic"], "link", "title", "snippet")
 
 
-def _ask_tavily(credentials: Credentials, ask: Ask) -> Call:
+def _ask_tavily(credentials: Credentials, ask: SearchRequest) -> HttpRequest:
     """POST with `max_results` (1 to 20); there are no further pages."""
     body = {"query": ask.query, "max_results": ask.count, "search_depth": "basic"}
-    return Call(headers={"Authorization": f"Bearer {credentials.key}"}, body=body)
+    return HttpRequest(headers={"Authorization": f"Bearer {credentials.key}"}, body=body)
 
 
-def _read_tavily(answer: Json) -> list[Found]:
+def _read_tavily(answer: Json) -> list[SearchResult]:
     """`results`, with scores of the service."""
     results = [item for item in answer["results"][:MOST_RESULTS] if item.get("url")]
     found = read_items(results, "url", "title", "content")

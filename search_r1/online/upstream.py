@@ -15,7 +15,14 @@ from urllib.parse import quote, quote_plus
 import httpx
 
 from search_r1.exchange import Answer, Exchanges
-from search_r1.online.services import Ask, Call, Credentials, Found, Json, Service
+from search_r1.online.services import (
+    Credentials,
+    HttpRequest,
+    Json,
+    SearchRequest,
+    SearchResult,
+    Service,
+)
 from search_r1.retrying import Pauses, Transient, retry_after, try_again
 from search_r1.search.errors import (
     SetupError,
@@ -135,7 +142,7 @@ class Upstream:
         self._limit = RateLimit(config.requests_per_second, sleep=sleep)
         self._exchanges = Exchanges(config.online_timeout, MOST_BYTES)
 
-    def ask(self, ask: Ask) -> list[Found]:
+    def ask(self, ask: SearchRequest) -> list[SearchResult]:
         """The results of one request.
 
         Raises UpstreamUnavailable after all retries (UpstreamInvalid, where the last answer was no
@@ -155,7 +162,7 @@ class Upstream:
         """Close the connections."""
         self._exchanges.close()
 
-    def _try(self, call: Call) -> list[Found]:
+    def _try(self, call: HttpRequest) -> list[SearchResult]:
         """One request; raises Transient, UpstreamUnavailable or UpstreamRefused."""
         self._limit.wait()
         method = "GET" if call.body is None else "POST"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from search_r1.online.services import SERVICES, Ask
+from search_r1.online.services import SERVICES, SearchRequest
 from search_r1.online.upstream import RateLimit, Upstream, read_credentials
 from search_r1.search.errors import UpstreamUnavailable
 from search_r1.search.settings import OnlineConfig
@@ -89,7 +89,7 @@ def test_retry_after_is_honoured(web: Any, reply: Any, monkeypatch: pytest.Monke
         return answers.pop()
 
     upstream = open_upstream(web(answer).url, clock, monkeypatch)
-    assert upstream.ask(Ask("river", 3)) == []
+    assert upstream.ask(SearchRequest("river", 3)) == []
     assert times[1] - times[0] == pytest.approx(41)
     upstream.close()
 
@@ -102,6 +102,6 @@ def test_a_long_retry_after_is_an_outage(
     server = web(lambda asked: reply(b"", 503, {"Retry-After": "3600"}))
     upstream = open_upstream(server.url, clock, monkeypatch)
     with pytest.raises(UpstreamUnavailable, match="come back in 3600 s"):
-        upstream.ask(Ask("river", 3))
+        upstream.ask(SearchRequest("river", 3))
     assert clock.now == pytest.approx(50, abs=1)
     upstream.close()
