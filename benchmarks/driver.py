@@ -34,7 +34,7 @@ from verl.errors import RankLost, ReplicaLost
 from verl.monitor.performance import Timings
 from verl.packing import split_groups
 from verl.rewards.interface import Reward
-from verl.rollout.in_flight import whole_groups
+from verl.rollout.pool import whole_groups
 from verl.single_controller.actors import ActorHost, RayWorkerGroup
 from verl.steady import one_thread, steady_memory
 from verl.trainer.collection import Samples

@@ -20,7 +20,7 @@ from torch import Tensor
 
 Metrics = dict[str, float]
 """Numbers of one step, by the name they are logged under."""
-Name = tuple[str, int, bool]
+TrajectoryKey = tuple[str, int, bool]
 """What tells a trajectory from the others: its group, its number there, and whether it is greedy
 (ReMax's baseline)."""
 

@@ -18,7 +18,7 @@ from verl.agent.interface import DialogueFormat, Item, Turn
 from verl.data.trajectories import path_of, read_row, recorded_steps
 from verl.engine import RolloutEngine, cut_at_stop
 from verl.errors import DataError, ToolError, explain
-from verl.rollout.replica import Decode, Parts
+from verl.rollout.replica import Decode, PartialTurn
 from verl.types import Completion, Origin, Sampling, Segment, Status, Trajectory, start_trajectory
 
 Said = tuple[Segment, Segment | None]
@@ -116,7 +116,7 @@ class ReplayEngine(RolloutEngine):
             got, fix = f"{len(opening.ids)} tokens that end no turn", "shorten it"
             expected = f"less than {sampling.max_tokens}, as data.max_response_length says"
             raise DataError(explain("the edited text", got, expected, fix))
-        parts = Parts(prompt_ids, sampling, self.decode, [opening], opening.text)
+        parts = PartialTurn(prompt_ids, sampling, self.decode, [opening], opening.text)
         whole = await parts.go_on(self.engine.generate)
         assert whole is not None, "nothing interrupts a replay"
         return whole

@@ -26,7 +26,7 @@ from verl.core_algos.kl import FixedKLController
 from verl.monitor.tracking import Tracking
 from verl.ports import free_port
 from verl.preflight.memory.check import settled
-from verl.rollout.in_flight import Engines
+from verl.rollout.pool import RolloutPool
 from verl.trainer.ranks import TrainerRanks
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.training.worker import TrainerWorker
@@ -66,7 +66,7 @@ class Scripted:
         return Completion(ids, (-1.0,) * len(ids), text, reason)
 
 
-class Replicas(Engines):
+class Replicas(RolloutPool):
     """Plays with the run's own agent."""
 
     dtype, version = "float32", 0

@@ -66,9 +66,9 @@ HEART: Mapping[str, Sequence[str]] = MappingProxyType(
             "tests/rewards/test_format.py",
         ],
         "verl/agent/tags.py": ["tests/agent/test_tags.py", "tests/agent/test_generation.py"],
-        "verl/rollout/in_flight.py": [
+        "verl/rollout/pool.py": [
             "tests/verl/rollout/test_retry.py",
-            "tests/verl/rollout/test_in_flight.py",
+            "tests/verl/rollout/test_pool.py",
         ],
         "search_r1/agent/retriever.py": [
             TOOL,

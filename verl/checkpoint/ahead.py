@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from verl.training.stored import reading
-from verl.types import Name, Origin, Segment, Status, Trajectory
+from verl.types import Origin, Segment, Status, Trajectory, TrajectoryKey
 
 FILE = "ahead.jsonl"
 
@@ -34,7 +34,7 @@ class Finished(BaseModel, ser_json_inf_nan="constants"):
     segments: tuple[Segment, ...]
 
     @classmethod
-    def of(cls, name: Name, trajectory: Trajectory) -> Self:
+    def of(cls, name: TrajectoryKey, trajectory: Trajectory) -> Self:
         """Raises ValidationError where an agent of the user's own put in something else."""
         group, sample, greedy = name
         return cls(
@@ -57,7 +57,7 @@ class Finished(BaseModel, ser_json_inf_nan="constants"):
                        faults=self.faults, replica=self.replica)  # fmt: skip
 
 
-def write(step_dir: Path, found: Mapping[Name, Trajectory], newest: int) -> None:
+def write(step_dir: Path, found: Mapping[TrajectoryKey, Trajectory], newest: int) -> None:
     """Keep those that no infrastructure broke, sampled by weights up to the version `newest`."""
     with (step_dir / FILE).open("w", encoding="utf-8") as file:
         for name, trajectory in found.items():
@@ -68,7 +68,7 @@ def write(step_dir: Path, found: Mapping[Name, Trajectory], newest: int) -> None
                     file.write(f"{row.model_dump_json()}\n")
 
 
-def read(step_dir: Path) -> dict[Name, Finished]:
+def read(step_dir: Path) -> dict[TrajectoryKey, Finished]:
     """What a checkpoint has; nothing where it has no such file. Raises ModelError."""
     path = step_dir / FILE
     if not path.exists():

@@ -29,11 +29,11 @@ from verl.engine import Listener, RolloutEngine, cut_at_stop
 from verl.errors import PluginError, explain
 from verl.model_files import load_tokenizer
 from verl.remote_code import set_trust
-from verl.rollout.in_flight import Claims, Room, names_of
 from verl.rollout.interface import INTERRUPTED, build_engine
+from verl.rollout.pool import Claims, Slots, trajectory_keys
 from verl.rollout.schedule import Part, Schedule, of_run
 from verl.training.devices import device_type, keep_to_cores, rollout_dtype
-from verl.types import Completion, EngineCounts, Name, Sampling, Trajectory, TurnTimes
+from verl.types import Completion, EngineCounts, Sampling, Trajectory, TrajectoryKey, TurnTimes
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +53,10 @@ class RolloutReplica:
         self.engine = build_engine(config, replica)
         self.replica, self.clock = replica, BusyClock()
         on_gpu = device_type(config.trainer.device) == "cuda"
-        self.room = Room(config.max_num_seqs(on_gpu))
+        self.room = Slots(config.max_num_seqs(on_gpu))
         self._claimed = Counter[int]()
         """Of each request, how many groups any replica has taken: the first of them counts."""
-        self._finished: dict[Name, Trajectory] = {}
+        self._finished: dict[TrajectoryKey, Trajectory] = {}
         """Those whose call is not answered yet, since others of it go on."""
         rollout = config.actor_rollout_ref.rollout
         interrupt = (lambda: self.engine.interrupt()) if rollout.interrupt_turns else None
@@ -78,7 +78,7 @@ class RolloutReplica:
         trajectory from several. Raises PluginError where the user's own agent fails, or gives
         another trajectory.
         """
-        rollout, names = self.config.actor_rollout_ref.rollout, names_of(starts, sampling)
+        rollout, names = self.config.actor_rollout_ref.rollout, trajectory_keys(starts, sampling)
         claims = claims or Claims([range(len(starts))])
         begin = functools.partial(self._finish, starts, names, sampling, version)
         self.gate.begin(names[i] for i in claims.own)
@@ -96,7 +96,7 @@ class RolloutReplica:
         first, self._claimed[request] = self._claimed[request], self._claimed[request] + number
         return first
 
-    def finished(self) -> dict[Name, Trajectory]:
+    def finished(self) -> dict[TrajectoryKey, Trajectory]:
         """What is finished of calls that are not answered yet."""
         return dict(self._finished)
 
@@ -149,7 +149,7 @@ class RolloutReplica:
         return str(self._tokenizer.decode(ids))
 
     async def _finish(
-        self, starts: Sequence[Trajectory], names: Sequence[Name], sampling: Sampling,
+        self, starts: Sequence[Trajectory], names: Sequence[TrajectoryKey], sampling: Sampling,
         version: int, gate: WeightGate | None, position: int,
     ) -> Trajectory:  # fmt: skip
         start, held = starts[position], (self.engine, self.clock, gate, version)
@@ -197,7 +197,7 @@ class WeightGate:
         self._changes = asyncio.Lock()
         self._changed, self._drained = asyncio.Event(), asyncio.Event()
 
-    def begin(self, names: Iterable[Name]) -> None:
+    def begin(self, names: Iterable[TrajectoryKey]) -> None:
         """A call for these trajectories has come."""
         self._num_calls += 1
         if self._schedule is not None:
@@ -205,7 +205,7 @@ class WeightGate:
                 self._schedule.begin(name)
         self._drained.set()
 
-    def end(self, name: Name) -> None:
+    def end(self, name: TrajectoryKey) -> None:
         """That trajectory has ended."""
         if self._schedule is not None:
             self._schedule.end(name)
@@ -282,7 +282,7 @@ NUM_BEFORE = 16
 
 
 @dataclass
-class Parts:
+class PartialTurn:
     """One turn's request, and the parts that are there."""
 
     prompt_ids: Sequence[int]
@@ -371,7 +371,7 @@ class TurnEngine(RolloutEngine):
 
     def __init__(
         self, engine: RolloutEngine, clock: BusyClock, gate: WeightGate | None, at_least: int,
-        name: Name = ("", 0, False), decode: Decode = str, room: Room | None = None,
+        name: TrajectoryKey = ("", 0, False), decode: Decode = str, room: Slots | None = None,
     ) -> None:  # fmt: skip
         """`name`: group, number and whether greedy, by which a schedule knows its turns; `decode`
         makes the text of a turn that new weights cut; of the `room` it has taken its part."""
@@ -380,7 +380,7 @@ class TurnEngine(RolloutEngine):
         self._decode, self._num_turns = decode, 0
         self.times: list[TurnTimes] = []
         self._queued_s, self._counts = 0.0, EngineCounts()
-        self._room, self._takes_room = room or Room(), False
+        self._room, self._takes_room = room or Slots(), False
         self._take_room(True)
 
     def end(self) -> None:
@@ -404,7 +404,7 @@ class TurnEngine(RolloutEngine):
 
     async def _turn(self, prompt_ids: Sequence[int], sampling: Sampling, ask: Ask) -> Completion:
         """One turn, by several weights where new ones interrupt it."""
-        parts, number = Parts(prompt_ids, sampling, self._decode), self._num_turns
+        parts, number = PartialTurn(prompt_ids, sampling, self._decode), self._num_turns
         self._num_turns += 1
 
         async def noted(ids: Sequence[int], sampling: Sampling) -> Completion:

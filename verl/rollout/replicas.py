@@ -22,11 +22,11 @@ from ray.exceptions import RayError, RayTaskError
 
 from verl.errors import ReplicaLost, UserError
 from verl.packing import split_groups, together
-from verl.rollout.in_flight import Claims, Engines, InFlight
+from verl.rollout.pool import Claims, RolloutPool, RolloutRequest
 from verl.rollout.replica import RolloutReplica
 from verl.single_controller.actors import RayWorkerGroup, Restarts, cause_of
 from verl.training.node_folder import new_path, on_node
-from verl.types import Name, Sampling, Trajectory
+from verl.types import Sampling, Trajectory, TrajectoryKey
 
 PATIENCE_S = 30.0
 """Within which a replica says what it has finished."""
@@ -53,7 +53,7 @@ class Policy(Protocol):
         ...
 
 
-class RolloutReplicas(Engines):
+class RolloutReplicas(RolloutPool):
     """Engines that turn started trajectories into finished ones."""
 
     def __init__(
@@ -94,43 +94,43 @@ class RolloutReplicas(Engines):
         """The stream that the present engines have joined."""
         self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
         self._weights = new_path(weights_root)
-        self._flights: list[InFlight] = []
+        self._requests: list[RolloutRequest] = []
         self._num_calls: Counter[int] = Counter()
         """For trajectories, of each replica since it was started."""
-        self._adopting: dict[Any, tuple[int, int]] = {}
+        self._weight_updates: dict[Any, tuple[int, int]] = {}
         """Replica and version of each call that brings weights and is not answered yet."""
-        self.dtype = str(self._ask("dtype")[0])
+        self.dtype = str(self._call_all("dtype")[0])
 
     def start(
         self, starts: Sequence[Trajectory], sampling: Sampling,
         finished: Mapping[int, Trajectory] | None = None,
-    ) -> InFlight:  # fmt: skip
+    ) -> RolloutRequest:  # fmt: skip
         """Ask for `starts`, those of one group of one replica, by the present weights or later; for
         those that are not `finished`."""
-        flight = InFlight(starts, sampling, dict(finished or {}))
-        self._flights.append(flight)
-        self._submit(flight)
-        return flight
+        request = RolloutRequest(starts, sampling, dict(finished or {}))
+        self._requests.append(request)
+        self._submit(request)
+        return request
 
-    def finish(self, flight: InFlight) -> list[Trajectory]:
-        """Wait until all are finished, in their order. Raises ReplicaLost as `_ask` does."""
-        self._until(lambda: not flight.calls)
-        self._flights.remove(flight)
-        return flight.in_order()
+    def finish(self, request: RolloutRequest) -> list[Trajectory]:
+        """Wait until all are finished, in their order. Raises ReplicaLost as `_call_all` does."""
+        self._handle_answers_until(lambda: not request.calls)
+        self._requests.remove(request)
+        return request.in_order()
 
-    def unanswered(self) -> Callable[[], Mapping[Name, Trajectory]]:
+    def unanswered(self) -> Callable[[], Mapping[TrajectoryKey, Trajectory]]:
         """Take what is answered by now, and ask for what is finished in calls that are not, which
         wait for the slowest. A replica that is lost, or silent, has nothing: whoever waits for it
         is told."""
-        for call, replica in [c for flight in self._flights for c in flight.calls.items()]:
+        for call, replica in [c for request in self._requests for c in request.calls.items()]:
             if self.group.is_done(call):
                 with contextlib.suppress(UserError, RayError):
-                    self._take(call, self.group.answers({call: replica})[call])
+                    self._store_finished(call, self.group.answers({call: replica})[call])
         asked = {self.group.submit(i, "finished"): i for i in range(len(self.group))}
         end = time.monotonic() + PATIENCE_S
 
-        def wait() -> dict[Name, Trajectory]:
-            found: dict[Name, Trajectory] = {}
+        def wait() -> dict[TrajectoryKey, Trajectory]:
+            found: dict[TrajectoryKey, Trajectory] = {}
             with contextlib.suppress(UserError, RayError):
                 while asked and time.monotonic() < end:
                     for call, answer in self.group.answers(asked).items():
@@ -140,10 +140,10 @@ class RolloutReplicas(Engines):
 
         return wait
 
-    def abandon(self, flight: InFlight) -> None:
+    def abandon(self, request: RolloutRequest) -> None:
         """Stop what is still sampled of it."""
-        self._flights.remove(flight)
-        self.group.cancel(list(flight.calls))
+        self._requests.remove(request)
+        self.group.cancel(list(request.calls))
 
     def update_weights(self, policy: Policy) -> dict[str, float]:
         """Bring the present policy into every engine; where engines take adapters, that alone.
@@ -153,35 +153,39 @@ class RolloutReplicas(Engines):
         write, engines load.
         """
         start = time.perf_counter()
-        self._settle(most=1)
+        self._wait_for_weight_updates(max_pending=1)
         if self._weight_sync != "files":
-            return self._stream(policy)
+            return self._stream_weights(policy)
         waited, version = time.perf_counter(), self.version + 1
-        needed = sorted({version for _, version in self._adopting.values()})
+        needed = sorted({version for _, version in self._weight_updates.values()})
         write = policy.share_policy(self._weights, version, needed, self.dtype, self.takes_adapter)
         written, self.version, self._is_published = time.perf_counter(), version, True
-        self._adopt()
+        self._start_weight_updates()
         if not self.overlaps:
-            self._settle(most=0)
+            self._wait_for_weight_updates(max_pending=0)
         loaded = time.perf_counter()
         return {"wait": waited - start, "gather": written - waited - write, "write": write,
                 "load": loaded - written}  # fmt: skip
 
-    def _stream(self, policy: Policy) -> dict[str, float]:
+    def _stream_weights(self, policy: Policy) -> dict[str, float]:
         """Have ranks send the present policy while engines load it; the seconds of each part."""
-        start, cards = time.perf_counter(), self._ask("engine.cards")
+        start, cards = time.perf_counter(), self._call_all("engine.cards")
         self.version, self._is_published, self._policy = self.version + 1, True, policy
-        self._ask("pause", self._next)
+        self._call_all("pause", self._version_and_num_calls)
         paused = time.perf_counter()
-        calls, packed = self._send(policy, cards)
-        self._adopting |= {call: (replica, self.version) for replica, call in enumerate(calls)}
+        calls, packed = self._send_weights(policy, cards)
+        self._weight_updates |= {
+            call: (replica, self.version) for replica, call in enumerate(calls)
+        }
         sent = time.perf_counter()
-        self._settle(most=0)
+        self._wait_for_weight_updates(max_pending=0)
         loaded = time.perf_counter()
         return {"wait": paused - start, "gather": sent - paused - packed, "write": packed,
                 "load": loaded - sent}  # fmt: skip
 
-    def _send(self, policy: Policy, cards: Sequence[Sequence[str]]) -> tuple[list[Any], float]:
+    def _send_weights(
+        self, policy: Policy, cards: Sequence[Sequence[str]]
+    ) -> tuple[list[Any], float]:
         """Have ranks send the present weights to every replica, of which each names its `cards`;
         the replicas' calls, and the seconds of packing."""
         workers = list(itertools.chain(*cards))
@@ -192,24 +196,24 @@ class RolloutReplicas(Engines):
         calls = [self.group.submit(replica, *given) for replica in range(len(self.group))]
         return calls, policy.send_policy(stream, workers, self.dtype)
 
-    def _next(self, replica: int) -> tuple[int, int]:
+    def _version_and_num_calls(self, replica: int) -> tuple[int, int]:
         """The version of the present weights, and the calls for trajectories before them."""
         return self.version, self._num_calls[replica]
 
     def sleep(self) -> None:
         """Give the devices' memory to the training ranks."""
         if self._sleeps:
-            self._ask("engine.sleep")
+            self._call_all("engine.sleep")
 
     def wake_up(self) -> None:
         """Take the memory back, before weights are updated or tokens generated."""
         if self._sleeps:
             self._empty_cache()
-            self._ask("engine.wake_up")
+            self._call_all("engine.wake_up")
 
     def busy_share(self) -> float:
         """Since the last call: the share of the time in which an engine sampled, of all a mean."""
-        shares = self._ask("busy_share")
+        shares = self._call_all("busy_share")
         return float(sum(shares) / len(shares))
 
     def shutdown(self) -> None:
@@ -218,13 +222,13 @@ class RolloutReplicas(Engines):
             self.group.last_call("engine.shutdown")
         self.group.shutdown()
 
-    def _present(self) -> list[tuple[str, int, bool]]:
+    def _current_weights(self) -> list[tuple[str, int, bool]]:
         """For each replica: the folder of the present weights, their version, whether an adapter"""
         folders = [on_node(self._weights, place.node_id) for place in self.group.places()]
         present, is_adapter = self.version, self.takes_adapter
         return [(str(folder / str(present)), present, is_adapter) for folder in folders]
 
-    def _ask(
+    def _call_all(
         self, method: str, given: Callable[[int], tuple[Any, ...]] = lambda replica: ()
     ) -> list[Any]:
         """Call `method` on every replica with what it is `given`; after a loss, start all again and
@@ -233,33 +237,33 @@ class RolloutReplicas(Engines):
         Raises ReplicaLost when they do not start, or `restarts` are used up.
         """
         while True:
-            with self._starting_again():
+            with self._restarting_after_loss():
                 calls = [self.group.submit(i, method, *given(i)) for i in range(len(self.group))]
                 return self.group.gather(calls, _Liveness(self.group, self._hang_timeout).check)
 
     @contextlib.contextmanager
-    def _starting_again(self) -> Iterator[None]:
+    def _restarting_after_loss(self) -> Iterator[None]:
         """Start all replicas again where the body loses one, and ask them for what they had."""
         try:
             yield
         except ReplicaLost as lost:
             self.restarts.spend_on_replicas(lost)
-            self._start_again()
-            for flight in self._flights:
-                self._submit(flight)
+            self._restart()
+            for request in self._requests:
+                self._submit(request)
 
-    def _submit(self, flight: InFlight) -> None:
-        """Ask every replica for what is not finished of a flight: each finishes what it claims."""
-        starts, flight.calls = self.group.share(flight.starts), {}
-        for replica, claims in enumerate(self._claims(flight)):
-            given = starts, flight.sampling, self.version, claims
-            flight.calls[self.group.submit(replica, "rollout", *given)] = replica
+    def _submit(self, request: RolloutRequest) -> None:
+        """Ask every replica for what is not finished of a request: each finishes what it claims."""
+        starts, request.calls = self.group.share(request.starts), {}
+        for replica, claims in enumerate(self._claims(request)):
+            given = starts, request.sampling, self.version, claims
+            request.calls[self.group.submit(replica, "rollout", *given)] = replica
             self._num_calls[replica] += 1
 
-    def _claims(self, flight: InFlight) -> list[Claims]:
+    def _claims(self, request: RolloutRequest) -> list[Claims]:
         """What each replica may finish of it."""
-        left, number = flight.left, len(self.group)
-        groups = [flight.starts[i].group for i in left]
+        left, number = request.left, len(self.group)
+        groups = [request.starts[i].group for i in left]
         if self._is_divided or number == 1:
             parts = split_groups(groups, number)
             return [Claims([[left[i] for i in part]]) for part in parts]
@@ -268,44 +272,46 @@ class RolloutReplicas(Engines):
         most = -(-len(left) // number)
         return [Claims(own, most, self._num_requests, self.group.peer(0))] * number
 
-    def _adopt(self) -> None:
+    def _start_weight_updates(self) -> None:
         """Have every replica take the present weights when it can."""
-        for replica, present in enumerate(self._present()):
+        for replica, present in enumerate(self._current_weights()):
             given = (*present, self._num_calls[replica])
             call = self.group.submit(replica, "update_weights", *given)
-            self._adopting[call] = replica, self.version
+            self._weight_updates[call] = replica, self.version
 
-    def _settle(self, most: int) -> None:
-        """Wait until no more than `most` versions are on their way into replicas."""
-        self._until(lambda: len({version for _, version in self._adopting.values()}) <= most)
+    def _wait_for_weight_updates(self, max_pending: int) -> None:
+        """Wait until no more than `max_pending` versions are on their way into replicas."""
+        self._handle_answers_until(
+            lambda: len({version for _, version in self._weight_updates.values()}) <= max_pending
+        )
 
-    def _until(self, is_done: Callable[[], bool]) -> None:
-        """Take answers, of flights and of weights on their way, until it is done."""
+    def _handle_answers_until(self, is_done: Callable[[], bool]) -> None:
+        """Take answers, of requests and of weights on their way, until it is done."""
         while not is_done():
-            with self._starting_again():
+            with self._restarting_after_loss():
                 check = _Liveness(self.group, self._hang_timeout).check
                 while not is_done():
-                    self._hear(check)
+                    self._handle_answers(check)
 
-    def _hear(self, check: Callable[[], None]) -> None:
+    def _handle_answers(self, check: Callable[[], None]) -> None:
         """Take an answer, or several."""
-        asked = {call: replica for call, (replica, _) in self._adopting.items()}
-        for flight in self._flights:
-            asked |= flight.calls
+        asked = {call: replica for call, (replica, _) in self._weight_updates.items()}
+        for request in self._requests:
+            asked |= request.calls
         for call, answer in self.group.answers(asked, check).items():
-            if self._adopting.pop(call, None) is None:
-                self._take(call, answer)
+            if self._weight_updates.pop(call, None) is None:
+                self._store_finished(call, answer)
 
-    def _take(self, call: Any, answer: Mapping[int, Trajectory]) -> None:
-        """Keep what one call of a flight brought."""
-        flight = next(flight for flight in self._flights if call in flight.calls)
-        del flight.calls[call]
-        flight.finished.update(answer)
+    def _store_finished(self, call: Any, answer: Mapping[int, Trajectory]) -> None:
+        """Keep what one call of a request brought."""
+        request = next(request for request in self._requests if call in request.calls)
+        del request.calls[call]
+        request.finished.update(answer)
 
-    def _start_again(self) -> None:
+    def _restart(self) -> None:
         """New actors and engines, with the present weights if there were any yet."""
         self._empty_cache()
-        self._adopting.clear()
+        self._weight_updates.clear()
         self._num_calls.clear()
         self._broadcast = None
         self.group.restart()
@@ -314,10 +320,10 @@ class RolloutReplicas(Engines):
             self.group.call("engine.start")
             if self._policy is not None:
                 self.group.call("pause", self.version)
-                calls, _ = self._send(self._policy, self.group.call("engine.cards"))
+                calls, _ = self._send_weights(self._policy, self.group.call("engine.cards"))
                 self.group.gather(calls)
             elif self._is_published:
-                update, present = "update_weights", enumerate(self._present())
+                update, present = "update_weights", enumerate(self._current_weights())
                 self.group.gather([self.group.submit(i, update, *given) for i, given in present])
         except RayTaskError as error:
             raise ReplicaLost(f"the engines do not start again: {cause_of(error)}") from error

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from verl.config import Config
 from verl.errors import ConfigError, explain
 from verl.files import whole_file
-from verl.types import Name, Origin, Trajectory
+from verl.types import Origin, Trajectory, TrajectoryKey
 
 FOLDER = "schedule"
 REPLAY = "actor_rollout_ref.rollout.replay"
@@ -82,7 +82,7 @@ class Schedule:
     def __init__(self, rows: Iterable[Row]) -> None:
         self._versions: dict[Part, int] = {}
         self._ends: dict[Part, int] = {}
-        self._parts: dict[Name, list[Part]] = {}
+        self._parts: dict[TrajectoryKey, list[Part]] = {}
         for row in rows:
             name = (row.group, row.sample, row.greedy)
             begun = {turn: (*name, turn, 0) for turn in range(len(row.versions))}
@@ -104,7 +104,7 @@ class Schedule:
         """The number of the turn's tokens where that part ends; None where it ends the turn."""
         return self._ends.get(part)
 
-    def begin(self, name: Name) -> None:
+    def begin(self, name: TrajectoryKey) -> None:
         """All parts of a trajectory are to come."""
         self._left |= {part: self._versions[part] for part in self._parts.get(name, ())}
 
@@ -112,7 +112,7 @@ class Schedule:
         """That part was sampled, or failed."""
         self._left.pop(part, None)
 
-    def end(self, name: Name) -> None:
+    def end(self, name: TrajectoryKey) -> None:
         """No part of that trajectory comes any more, be they fewer than it had then."""
         for part in self._parts.get(name, ()):
             self.done(part)

@@ -19,10 +19,18 @@ from verl.data import PromptSampler
 from verl.data.trajectories import Signals, write_step
 from verl.rewards.interface import Reward, RewardManager
 from verl.rollout import schedule
-from verl.rollout.in_flight import InFlight, RetryingRollout, names_of, whole_groups
+from verl.rollout.pool import RetryingRollout, RolloutRequest, trajectory_keys, whole_groups
 from verl.trainer.metrics import Timings, reward_metrics, rollout_metrics
 from verl.trainer.validation import trajectory_seed
-from verl.types import Metrics, Name, Prompt, Sampling, Status, Trajectory, start_trajectory
+from verl.types import (
+    Metrics,
+    Prompt,
+    Sampling,
+    Status,
+    Trajectory,
+    TrajectoryKey,
+    start_trajectory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +96,7 @@ class PromptBatch:
     step: int
     first: int
     rows: list[int]
-    flights: list[InFlight] = field(default_factory=list)
+    requests: list[RolloutRequest] = field(default_factory=list)
     """Their trajectories and, where they are needed, the greedy ones."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,7 +128,7 @@ class RolloutCollector:
     """`step` and `first` of the last batch that was drawn."""
     _taking: list[PromptBatch] = field(default_factory=list)
     """Those that the present step has taken."""
-    _resumed: dict[Name, Finished] = field(default_factory=dict)
+    _resumed: dict[TrajectoryKey, Finished] = field(default_factory=dict)
     """What a checkpoint had of batches that are not started yet."""
     _taken: list[schedule.Row] = field(default_factory=list)
     _sampled: Samples = field(default_factory=Samples)
@@ -170,7 +178,7 @@ class RolloutCollector:
             self.start_ahead(step)
             batch = self.batches.popleft()
             self._taking.append(batch)
-            trajectories, *greedy = [self.rollout.finish(flight) for flight in batch.flights]
+            trajectories, *greedy = [self.rollout.finish(request) for request in batch.requests]
             baseline = greedy[0] if greedy else []
         if self.config.actor_rollout_ref.rollout.max_staleness > 0:
             self._taken += [schedule.row_of(t, greedy=False) for t in trajectories]
@@ -189,7 +197,7 @@ class RolloutCollector:
         """Have a batch for this step, and those of the next `max_staleness` steps behind it."""
         most = self.config.actor_rollout_ref.rollout.max_staleness
         for batch in itertools.islice(self.batches, most + 1):  # a resumed run may have more
-            if not batch.flights:
+            if not batch.requests:
                 self._start(batch)
         while len(self.batches) <= most:
             planned = step + len(self.batches)
@@ -203,9 +211,9 @@ class RolloutCollector:
     def restart(self) -> None:
         """Forget what was sampled ahead: those batches are started again when one is needed."""
         for batch in self.batches:
-            for flight in batch.flights:
-                self.rollout.abandon(flight)
-            batch.flights = []
+            for request in batch.requests:
+                self.rollout.abandon(request)
+            batch.requests = []
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The batches that are drawn and not taken yet."""
@@ -218,14 +226,14 @@ class RolloutCollector:
         weights up to the version `newest`, into a checkpoint: in any thread, and whenever."""
         named = {(batch["step"], batch["first"]) for batch in batches}
         known = [b for b in (*self._taking, *self.batches) if (b.step, b.first) in named]
-        flights = [flight for batch in known for flight in batch.flights]
-        if not flights:
+        requests = [request for batch in known for request in batch.requests]
+        if not requests:
             return None
         unanswered = self.rollout.unanswered()  # which also takes what is answered
-        named_flights = [(flight, flight.names) for flight in flights]
-        found = {names[i]: one for flight, names in named_flights
-                 for i, one in flight.finished.items()}  # fmt: skip
-        wanted = {name for _, names in named_flights for name in names}
+        keyed_requests = [(request, request.names) for request in requests]
+        found = {names[i]: one for request, names in keyed_requests
+                 for i, one in request.finished.items()}  # fmt: skip
+        wanted = {name for _, names in keyed_requests for name in names}
 
         def write(step_dir: Path) -> None:
             late = unanswered()
@@ -236,7 +244,7 @@ class RolloutCollector:
     def load_state_dict(
         self,
         state: Sequence[Mapping[str, Any]],
-        finished: Mapping[Name, Finished] | None = None,
+        finished: Mapping[TrajectoryKey, Finished] | None = None,
         version: int = 0,
     ) -> None:
         """Go on with the batches that a run had drawn, and with what it had finished of them.
@@ -274,13 +282,13 @@ class RolloutCollector:
                 for sample in range(n)
             ]
             finished = self._finished(starts, sampling)
-            batch.flights.append(self.rollout.start(starts, sampling, finished))
+            batch.requests.append(self.rollout.start(starts, sampling, finished))
 
     def _finished(self, starts: Sequence[Trajectory], sampling: Sampling) -> dict[int, Trajectory]:
         """By position, those that a checkpoint had."""
         if not self._resumed:
             return {}
-        rows = [self._resumed.pop(name, None) for name in names_of(starts, sampling)]
+        rows = [self._resumed.pop(name, None) for name in trajectory_keys(starts, sampling)]
         found = {i: row.of_start(starts[i]) for i, row in enumerate(rows) if row is not None}
         return {i: one for i, one in found.items() if one is not None}
 

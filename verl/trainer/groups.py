@@ -19,8 +19,8 @@ from verl.agent.interface import Agent
 from verl.config import Config
 from verl.errors import ConfigError, explain
 from verl.monitor.performance import WorkCounter
-from verl.rollout.in_flight import NoEngines
 from verl.rollout.interface import EngineDied, engine_takes_adapter
+from verl.rollout.pool import NullRolloutPool
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import RayWorkerGroup, Restarts
@@ -78,7 +78,7 @@ def place_ranks(config: Config, tools: EnvironmentFactory, reaper: OrphanReaper)
 
 def build_ranks(
     config: Config, total_updates: int, reaper: OrphanReaper
-) -> tuple[TrainerRanks, NoEngines]:
+) -> tuple[TrainerRanks, NullRolloutPool]:
     """The actors of a run that learns from recorded trajectories."""
     placed = place_ranks(config, no_tools, reaper)
     config, ranks = placed.config, placed.ranks
@@ -86,7 +86,7 @@ def build_ranks(
     begun += begin_ranks(ranks, [ranks.group], TrainerWorker, config, total_updates)
     for group, built in begun:
         group.gather(built)
-    return ranks, NoEngines(rollout_dtype(config))
+    return ranks, NullRolloutPool(rollout_dtype(config))
 
 
 def build_groups(

@@ -44,7 +44,7 @@ from verl.monitor.performance import Timings, critic_seconds, speed_metrics
 from verl.monitor.trace import Trace
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import RewardFn, RewardManager, adapted
-from verl.rollout.in_flight import NoEngines, RetryingRollout
+from verl.rollout.pool import NullRolloutPool, RetryingRollout
 from verl.rollout.replicas import RolloutReplicas
 from verl.steady import one_thread, steady_memory
 from verl.trainer.cluster import uses_gpus
@@ -73,7 +73,7 @@ class RayPPOTrainer:
 
     config: Config
     ranks: TrainerRanks
-    replicas: RolloutReplicas | NoEngines
+    replicas: RolloutReplicas | NullRolloutPool
     train_prompts: Sequence[Prompt]
     val_prompts: Sequence[Prompt]
     reward_fn: RewardFn | RewardManager

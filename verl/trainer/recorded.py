@@ -29,7 +29,7 @@ from verl.data.trajectories import (
 )
 from verl.errors import ConfigError, DataError, explain
 from verl.rewards.interface import RewardManager
-from verl.rollout.in_flight import RetryingRollout
+from verl.rollout.pool import RetryingRollout
 from verl.trainer.collection import RolloutCollector, Samples, chosen
 from verl.trainer.learning import UNTOLD
 from verl.trainer.metrics import Timings, reward_metrics, rollout_metrics

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from verl.config import Config
 from verl.files import whole_file
 from verl.rewards.interface import Reward, RewardManager
-from verl.rollout.in_flight import Engines, RetryingRollout, refuse_share
+from verl.rollout.pool import RetryingRollout, RolloutPool, refuse_share
 from verl.trainer.metrics import validation_metrics
 from verl.types import Metrics, Prompt, Sampling, Status, Trajectory, start_trajectory
 
@@ -56,7 +56,7 @@ def scored(trajectories: Sequence[Trajectory], reward: RewardManager) -> list[Re
     return [lowest if t.status is Status.FAILED else next(rest) for t in trajectories]
 
 
-def sample(config: Config, rollout: Engines, prompts: Sequence[Prompt]) -> list[Trajectory]:
+def sample(config: Config, rollout: RolloutPool, prompts: Sequence[Prompt]) -> list[Trajectory]:
     """One trajectory per prompt, in requests of `data.val_batch_size`."""
     options = config.val_sampling
     sampling = Sampling(config.data.max_response_length, options.temperature, options.top_p)

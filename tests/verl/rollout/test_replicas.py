@@ -20,7 +20,7 @@ from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.errors import RankLost
 from verl.monitor.tracking import Tracking
-from verl.rollout.in_flight import Claims
+from verl.rollout.pool import Claims
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import Restarts
 from verl.trainer.ray_trainer import RayPPOTrainer

@@ -21,8 +21,8 @@ from verl.agent.environment import Environment
 from verl.agent.interface import Tool, text_arguments
 from verl.config import Config
 from verl.errors import Interrupted, ToolOutage, ToolRefused
-from verl.rollout import in_flight as outages
-from verl.rollout.in_flight import MAX_VAIN_ROUNDS, Outage, RetryingRollout, whole_groups
+from verl.rollout import pool
+from verl.rollout.pool import MAX_VAIN_ROUNDS, Outage, RetryingRollout, whole_groups
 from verl.types import Origin, Sampling, Status, TokenBatch, Trajectory, start_trajectory
 
 SAMPLING = Sampling(max_tokens=100)
@@ -50,7 +50,7 @@ class Away(Tool):
     max_outage_option = "retriever.max_outage"
 
     def probe(self, seconds: float) -> str:
-        assert 0 < seconds <= outages.PROBE_S
+        assert 0 < seconds <= pool.PROBE_S
         self.num_probes += 1
         return "connection refused" if self.num_probes <= self.probes_until_back else ""
 
@@ -70,7 +70,7 @@ def failing(replicas: RecordingReplicas, failures: dict[int, float]) -> Recordin
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probes follow each other at once."""
-    monkeypatch.setattr(outages, "POLL_S", 0.001)
+    monkeypatch.setattr(pool, "POLL_S", 0.001)
 
 
 def test_line_19_what_failed_is_sampled_again_as_it_was_started() -> None:
@@ -127,7 +127,7 @@ def test_the_lines_of_an_outage_come_at_intervals(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another line comes when LINE_S are over, and tells the time."""
-    monkeypatch.setattr(outages, "LINE_S", 0.0)
+    monkeypatch.setattr(pool, "LINE_S", 0.0)
     replicas = failing(RecordingReplicas([]), {0: 1})
     with caplog.at_level(logging.WARNING):
         RetryingRollout(replicas, Environment((Away(3),))).generate(starts(), SAMPLING)
@@ -173,8 +173,8 @@ class Slow(Away):
 
 def outage_of(tool: Slow, monkeypatch: pytest.MonkeyPatch, began: float | None = None) -> Outage:
     """On the tool's clock, with two seconds between probes."""
-    monkeypatch.setattr(outages, "time", tool.clock)
-    monkeypatch.setattr(outages, "POLL_S", 2.0)
+    monkeypatch.setattr(pool, "time", tool.clock)
+    monkeypatch.setattr(pool, "POLL_S", 2.0)
     return Outage(Environment((tool,)), lambda: None, began)
 
 

@@ -23,8 +23,8 @@ from verl.config import Config
 from verl.data import PromptSampler
 from verl.rewards.interface import EachAlone, Reward
 from verl.rollout import schedule
-from verl.rollout.in_flight import RetryingRollout
 from verl.rollout.interface import INTERRUPTED, RolloutEngine
+from verl.rollout.pool import RetryingRollout
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import Restarts

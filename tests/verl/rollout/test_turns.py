@@ -15,9 +15,9 @@ from example.model import load_tokenizer
 from tests.fakes import ScriptedEngine
 from verl.rollout import replica as turns
 from verl.rollout.interface import INTERRUPTED
-from verl.rollout.replica import BusyClock, Parts, TurnEngine, WeightGate, begins_stop
+from verl.rollout.replica import BusyClock, PartialTurn, TurnEngine, WeightGate, begins_stop
 from verl.rollout.schedule import Row, Schedule
-from verl.types import Completion, EngineCounts, Name, Sampling
+from verl.types import Completion, EngineCounts, Sampling, TrajectoryKey
 
 
 def test_the_busy_share_counts_time_in_which_any_turn_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ async def change(gate: WeightGate, version: int, num_calls: int = 0) -> None:
         pass
 
 
-async def sample(gate: WeightGate, name: Name, turn: int) -> int:
+async def sample(gate: WeightGate, name: TrajectoryKey, turn: int) -> int:
     """The version that samples it."""
     async with gate.sampling(at_least=0, part=(*name, turn, 0)):
         return gate.version
@@ -219,7 +219,7 @@ def play(typist: Typist, most: int = 100, untils: Sequence[int] = ()) -> Complet
     """The whole turn; `untils` are the cuts that a schedule repeats."""
 
     async def turn() -> Completion:
-        parts = Parts(PROMPT, Sampling(most, stop=STOP, seed=3), typist.tokenizer.decode)
+        parts = PartialTurn(PROMPT, Sampling(most, stop=STOP, seed=3), typist.tokenizer.decode)
         for until in (*untils, *([None] * 9)):
             if whole := await parts.go_on(typist.ask, until):
                 return whole

@@ -23,7 +23,7 @@ from verl.data.trajectories import (
 )
 from verl.errors import ConfigError, DataError
 from verl.rewards.interface import EachAlone, Reward
-from verl.rollout.in_flight import RetryingRollout
+from verl.rollout.pool import RetryingRollout
 from verl.sft import rejection_sampling
 from verl.sft.demonstrations import load_demonstrations
 from verl.sft.rejection_sampling import Criteria, choose

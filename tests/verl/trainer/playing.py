@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from search_r1.agent.generation import search_agent
 from search_r1.search.client import RetrievalClient
 from tests.fakes import ByteTokenizer, ScriptedEngine
-from verl.rollout import in_flight as outages
-from verl.rollout.in_flight import Engines
+from verl.rollout import pool
 from verl.rollout.interface import RolloutEngine
+from verl.rollout.pool import RolloutPool
 from verl.types import Sampling, Trajectory
 
 
-class InProcess(Engines):
+class InProcess(RolloutPool):
     """Plays dialogues with the real agent and client: each searches twice, then answers."""
 
     version = 0
@@ -24,7 +24,7 @@ class InProcess(Engines):
 
     def generate(self, begun: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
         finished = asyncio.run(self._play(begun, sampling))
-        self.num_failed += len(outages.broken(finished))
+        self.num_failed += len(pool.broken(finished))
         return finished
 
     def sleep(self) -> None: ...

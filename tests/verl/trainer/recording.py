@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from verl.rewards.interface import Reward
-from verl.rollout.in_flight import Engines
+from verl.rollout.pool import RolloutPool
 from verl.single_controller.actors import Call
 from verl.training.devices import PeakMemory
 from verl.types import Origin, Prompt, Sampling, Segment, Status, TokenBatch, Trajectory
 
 
-class RecordingReplicas(Engines):
+class RecordingReplicas(RolloutPool):
     """Finishes trajectories at once: sample k of a prompt answers with k + 1 tokens."""
 
     dtype = "float32"

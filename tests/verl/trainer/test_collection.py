@@ -12,7 +12,7 @@ from verl.config import Config
 from verl.data import PromptSampler
 from verl.errors import ToolOutage
 from verl.rewards.interface import EachAlone, Reward, RewardFn
-from verl.rollout.in_flight import MAX_VAIN_ROUNDS, RetryingRollout
+from verl.rollout.pool import MAX_VAIN_ROUNDS, RetryingRollout
 from verl.trainer.collection import RolloutCollector
 from verl.trainer.metrics import Timings
 from verl.types import Trajectory

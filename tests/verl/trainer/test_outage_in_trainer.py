@@ -23,7 +23,7 @@ from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.errors import ToolOutage, ToolRefused
 from verl.monitor.tracking import JsonlTracker, Tracking
-from verl.rollout import in_flight as outages
+from verl.rollout import pool
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.types import Completion, Sampling, Trajectory
 
@@ -89,7 +89,7 @@ class Engines(InProcess):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(outages, "POLL_S", 0.01)
+    monkeypatch.setattr(pool, "POLL_S", 0.01)
     server = Server()
     yield server
     server.stop()

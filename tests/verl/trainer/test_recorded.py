@@ -25,14 +25,14 @@ from verl.data.trajectories import SIGNALS, open_folder, path_of, write_lines, w
 from verl.errors import ConfigError, DataError, UserError
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward
-from verl.rollout.in_flight import Engines, NoEngines
+from verl.rollout.pool import NullRolloutPool, RolloutPool
 from verl.trainer.metrics import Timings
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.recorded import RecordedCollector, check_record
 from verl.types import Origin, Prompt, Sampling, Segment, Status, Trajectory
 
 
-class Babbling(Engines):
+class Babbling(RolloutPool):
     """Says what the seed says, with log-probs that no model would give twice."""
 
     dtype, version = "float32", 0
@@ -69,7 +69,7 @@ def score(trajectory: Trajectory) -> Reward:
     return Reward(value, {"em": value})
 
 
-def learn(config: Config, engines: Engines, num_steps: int) -> list[dict[str, float]]:
+def learn(config: Config, engines: RolloutPool, num_steps: int) -> list[dict[str, float]]:
     """A whole run; what the seed alone determines of its metrics."""
     tracker = MemoryTracker()
     with local_ranks(config, num_steps) as ranks:
@@ -173,7 +173,7 @@ def test_a_recorded_step_is_the_step_that_was_sampled_to_the_bit(
         assert weight is None or weight == pytest.approx(min(math.exp(trainer - engine), 1.5), 1e-5)
     offline = as_recorded(config, tmp_path)
     assert check_record(offline, TOKENIZER, "", done=0) == num_steps
-    learned = learn(offline, NoEngines("float32"), num_steps)
+    learned = learn(offline, NullRolloutPool("float32"), num_steps)
     assert len(sampled) == num_steps and sampled == learned
     assert all(row["actor/grad_norm"] > 0 for row in learned)
     assert same_weights(tmp_path / "run" / "model", tmp_path / "offline" / "model")

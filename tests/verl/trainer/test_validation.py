@@ -10,7 +10,7 @@ from verl.agent.environment import Environment
 from verl.config import Config
 from verl.errors import ToolOutage
 from verl.rewards.interface import EachAlone, Reward
-from verl.rollout.in_flight import RetryingRollout
+from verl.rollout.pool import RetryingRollout
 from verl.trainer.validation import sample, validate
 from verl.types import Metrics, Trajectory
 

@@ -22,7 +22,7 @@ from typing import Any
 from verl.agent.environment import Environment
 from verl.agent.interface import Tool
 from verl.errors import ToolOutage, ToolRefused
-from verl.types import Metrics, Name, Sampling, Status, Trajectory
+from verl.types import Metrics, Sampling, Status, Trajectory, TrajectoryKey
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ Check = Callable[[], None]
 
 
 @dataclass(eq=False)
-class InFlight:
+class RolloutRequest:
     """Started trajectories that engines are finishing."""
 
     starts: Sequence[Trajectory]
@@ -57,47 +57,49 @@ class InFlight:
         return [i for i in range(len(self.starts)) if i not in self.finished]
 
     @property
-    def names(self) -> list[Name]:
+    def names(self) -> list[TrajectoryKey]:
         """Of each start."""
-        return names_of(self.starts, self.sampling)
+        return trajectory_keys(self.starts, self.sampling)
 
     def in_order(self) -> list[Trajectory]:
         """All of them, finished, in the order of `starts`."""
         return [self.finished[i] for i in range(len(self.starts))]
 
 
-def names_of(starts: Sequence[Trajectory], sampling: Sampling) -> list[Name]:
+def trajectory_keys(starts: Sequence[Trajectory], sampling: Sampling) -> list[TrajectoryKey]:
     """What the trajectories of one request are known by."""
     return [(start.group, start.sample, sampling.temperature == 0) for start in starts]
 
 
-class Engines:
+class RolloutPool:
     """Whatever finishes trajectories; this one does it when they are taken."""
 
     def start(
         self, starts: Sequence[Trajectory], sampling: Sampling,
         finished: Mapping[int, Trajectory] | None = None,
-    ) -> InFlight:  # fmt: skip
+    ) -> RolloutRequest:  # fmt: skip
         """Begin to finish `starts`, and return at once; some, by position, may be `finished`."""
-        return InFlight(starts, sampling, dict(finished or {}))
+        return RolloutRequest(starts, sampling, dict(finished or {}))
 
-    def finish(self, flight: InFlight) -> list[Trajectory]:
+    def finish(self, request: RolloutRequest) -> list[Trajectory]:
         """Wait until all are finished; they come in the order of their starts."""
-        left = flight.left
-        new = self.generate([flight.starts[i] for i in left], flight.sampling)
-        flight.finished.update(zip(left, new, strict=True))
-        return flight.in_order()
+        left = request.left
+        new = self.generate([request.starts[i] for i in left], request.sampling)
+        request.finished.update(zip(left, new, strict=True))
+        return request.in_order()
 
     def generate(self, starts: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
         """Finish `starts`, in their order."""
         return self.finish(self.start(starts, sampling))
 
-    def unanswered(self) -> Callable[[], Mapping[Name, Trajectory]]:
-        """Ask for what is finished of flights that are not; the function waits for the answer, also
-        in another thread."""
+    def unanswered(self) -> Callable[[], Mapping[TrajectoryKey, Trajectory]]:
+        """Ask for the finished trajectories of unfinished requests.
+
+        Returns a function that waits for them; it may be called in another thread.
+        """
         return dict
 
-    def abandon(self, flight: InFlight) -> None:
+    def abandon(self, request: RolloutRequest) -> None:
         """Nobody waits for these any more."""
 
     def busy_share(self) -> float | None:
@@ -119,7 +121,7 @@ class Claims:
     groups: Sequence[Sequence[int]]
     most: float = math.inf
     """Of a request's trajectories, how many a replica begins before some have ended: its share."""
-    request: int = 0
+    request_id: int = 0
     ask: Ask | None = None
     """None where all `groups` are this replica's own."""
 
@@ -129,7 +131,7 @@ class Claims:
         return [] if self.ask else [i for group in self.groups for i in group]
 
     async def take(
-        self, room: Room, num_begun: Callable[[], int], begin: Callable[[Sequence[int]], None]
+        self, room: Slots, num_begun: Callable[[], int], begin: Callable[[Sequence[int]], None]
     ) -> None:
         """Have positions begun until all are taken: as many as there is `room` for, which is waited
         for, but one group at least. `num_begun` are those that have not ended.
@@ -141,21 +143,21 @@ class Claims:
             return
         largest = max(map(len, self.groups), default=1)
         first = 0
-        room.open[self.request] = lambda: num_begun() < self.most
+        room.open[self.request_id] = lambda: num_begun() < self.most
         try:
             while first < len(self.groups):
-                while room.left <= 0 or room.next_request() != self.request:
+                while room.left <= 0 or room.next_request() != self.request_id:
                     await room.changed()
                 number = max(1, int(min(room.left, self.most - num_begun()) // largest))
-                first = await self.ask("claim", self.request, number)
+                first = await self.ask("claim", self.request_id, number)
                 begin([i for group in self.groups[first : first + number] for i in group])
                 await asyncio.sleep(0)  # until each has begun, and taken its room
         finally:
-            del room.open[self.request]
+            del room.open[self.request_id]
             room.change(0)
 
 
-class Room:
+class Slots:
     """How much of a replica is taken: by turns, and by trajectories that are yet to begin one.
 
     One that waits for a tool takes none, so that engines have enough to do however slow tools are.
@@ -183,7 +185,7 @@ class Room:
         await self._changed.wait()
 
 
-class NoEngines(Engines):
+class NullRolloutPool(RolloutPool):
     """Takes no weights, and counts their versions all the same: those of the record are held
     against them. It is asked for no trajectory."""
 
@@ -255,10 +257,10 @@ class Outage:
 
 
 @dataclass
-class RetryingRollout(Engines):
+class RetryingRollout(RolloutPool):
     """Finishes trajectories, however often tools fail meanwhile, and counts how often."""
 
-    replicas: Engines
+    replicas: RolloutPool
     environment: Environment
     check: Check = lambda: None
     """Called while the run waits; may raise to end it, as when its time is over."""
@@ -269,11 +271,11 @@ class RetryingRollout(Engines):
     def start(
         self, starts: Sequence[Trajectory], sampling: Sampling,
         finished: Mapping[int, Trajectory] | None = None,
-    ) -> InFlight:  # fmt: skip
+    ) -> RolloutRequest:  # fmt: skip
         """Begin to finish `starts`, and return at once; some, by position, may be `finished`."""
         return self.replicas.start(starts, sampling, finished)
 
-    def finish(self, flight: InFlight) -> list[Trajectory]:
+    def finish(self, request: RolloutRequest) -> list[Trajectory]:
         """Wait until all are finished; one that failed is sampled again as it was started.
 
         Seeds stay, so that the result is that of an undisturbed run. FAILED in the end are only
@@ -281,8 +283,8 @@ class RetryingRollout(Engines):
         `max_outage` seconds, or comes back for nothing that long, and ToolRefused when one refuses
         this run, or serves something else than when it began.
         """
-        starts, sampling = flight.starts, flight.sampling
-        finished = self._noted(self.replicas.finish(flight))
+        starts, sampling = request.starts, request.sampling
+        finished = self._noted(self.replicas.finish(request))
         failed, vain_rounds = broken(finished), 0
         outage = Outage(self.environment, self.check)
         while failed and vain_rounds < MAX_VAIN_ROUNDS:
@@ -318,13 +320,13 @@ class RetryingRollout(Engines):
                 "was served before and resume, or begin a new run"
             )
 
-    def unanswered(self) -> Callable[[], Mapping[Name, Trajectory]]:
-        """Ask for what is finished of flights that are not; see `Engines`."""
+    def unanswered(self) -> Callable[[], Mapping[TrajectoryKey, Trajectory]]:
+        """Ask for what is finished of requests that are not; see `RolloutPool`."""
         return self.replicas.unanswered()
 
-    def abandon(self, flight: InFlight) -> None:
+    def abandon(self, request: RolloutRequest) -> None:
         """Nobody waits for these any more."""
-        self.replicas.abandon(flight)
+        self.replicas.abandon(request)
 
     def sleep(self) -> None:
         """Nothing is to be sampled for a while: give the devices' memory to the training ranks."""
