@@ -57,9 +57,9 @@ def test_offline_steps_are_the_recorded_ones(tmp_path: Path) -> None:
         assert list(differences(expected, rows)) == []
         assert same_weights(recorded / "model", tmp_path / out / "model")
     together = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
-    done = run(offline(tmp_path / "crew", rollouts, model, together))
+    done = run(offline(tmp_path / "grouped", rollouts, model, together))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    for row, expected in zip(read_rows(tmp_path / "crew/metrics.jsonl"), first, strict=True):
+    for row, expected in zip(read_rows(tmp_path / "grouped/metrics.jsonl"), first, strict=True):
         for key in ("actor/loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"):
             assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), key
     path = rollouts / "step_00000002.jsonl"

@@ -199,20 +199,21 @@ def prompt_lengths(batch: TokenBatch) -> list[int]:
 
 @dataclass(frozen=True)
 class Split:
-    """A batch divided over crews: crew c computes the sequences `parts[c]`, in `shards[c]`."""
+    """A batch divided over sequence-parallel groups: group g computes sequences `parts[g]`, whose
+    batch is `shards[g]`."""
 
     parts: list[list[int]]
     shards: list[TokenBatch]
 
 
-def split_by_work(batch: TokenBatch, num_crews: int, pair_cost: float = 0.0) -> Split:
-    """Divide sequences over crews so that each has nearly as much to compute: a token costs 1, each
-    pair of tokens of a sequence `pair_cost`. A crew is as a rule one rank.
+def split_by_work(batch: TokenBatch, num_sp_groups: int, pair_cost: float = 0.0) -> Split:
+    """Divide sequences over sequence-parallel groups (by default one rank each) so that all have
+    nearly the same work: a token costs 1, each pair of tokens of a sequence `pair_cost`.
 
-    One may be left without sequences when there are fewer of them than crews; it still takes part
-    in every collective call with an empty shard.
+    With fewer sequences than groups, some groups get an empty shard; their ranks still take part
+    in every collective call.
     """
-    parts = Packing.of(batch).over_ranks(num_crews, pair_cost)
+    parts = Packing.of(batch).over_ranks(num_sp_groups, pair_cost)
     return Split(parts, [batch.select(part) for part in parts])
 
 
@@ -238,7 +239,7 @@ def split_groups(groups: Sequence[str], num_parts: int) -> list[list[int]]:
 
 
 def join_tokens(outputs: Sequence[Tensor], split: Split, batch: TokenBatch) -> Tensor:
-    """Per-token outputs of all crews, put back into the batch's own order: (num_tokens,)."""
+    """Concatenate the groups' per-token outputs in the order of the batch: (num_tokens,)."""
     order = [index for part in split.parts for index in part]
     flat = torch.cat(list(outputs))
     joined = torch.empty_like(flat)

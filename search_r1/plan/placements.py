@@ -119,7 +119,7 @@ class Costs:
             adapter=adapter,
             has_checkpointing=model.enable_gradient_checkpointing in (True, None),
         )
-        budget = actor_budgets(config).update * config.num_crews // ranks
+        budget = actor_budgets(config).update * config.num_sp_groups // ranks
         seconds = self._passes(policy, batch, budget, ranks, reads, actor.ppo_epochs)
         if has_critic(config):
             own = config.critic
@@ -129,7 +129,7 @@ class Costs:
                 has_checkpointing=own.model.enable_gradient_checkpointing in (True, None),
             )  # fmt: skip
             ranks = config.num_critic_ranks
-            budget = critic_budgets(config).update * config.num_critic_crews // ranks
+            budget = critic_budgets(config).update * config.num_critic_sp_groups // ranks
             values = self._passes(critic, batch, budget, ranks, 1, own.ppo_epochs)
             seconds = max(seconds, values) if config.has_own_critic else seconds + values
         return seconds + moved

@@ -355,13 +355,13 @@ def _placements(options: PlanOptions, config: Config) -> list[Placement]:
         raise ConfigError(explain("--tensor-parallel", options.tensor_parallel, "one size", fix))
     stale = numbers("--staleness", options.staleness)
     critics = config.num_critic_ranks if config.has_own_critic else 0
-    crew = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+    sp_size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
     ways = divisions(options.cards, rollout, stale, budgets or [None], sizes, critics)
-    found = [way for way in ways if way.train_cards % crew == 0]
+    found = [way for way in ways if way.train_cards % sp_size == 0]
     if not found:
         got = f"{options.rollout_cards or 'all'}, with engines of {sizes} cards"
         beside = f", {critics} of them the critic's" if critics else ""
-        ranks = "a rank" if crew == 1 else f"ranks by {crew}"
+        ranks = "a rank" if sp_size == 1 else f"ranks by {sp_size}"
         expected = f"whole engines, {ranks}, and a staleness, on {options.cards} cards{beside}"
         raise ConfigError(explain("--rollout-cards", got, expected, "give other numbers of cards"))
     return found

@@ -99,11 +99,11 @@ def test_training_takes_what_was_computed_elsewhere() -> None:
 
 def test_ranks_that_compute_together_take_as_long(capsys: pytest.CaptureFixture[str]) -> None:
     """Budgets are of a rank, so that as many micro-batches are gathered for; cards for ranks come
-    in whole crews."""
-    load, crew = batch(1300), "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"
+    in whole sequence-parallel groups."""
+    load, grouped = batch(1300), "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"
     usual = costs_of("Qwen2.5-3B").train_s(load)
-    assert costs_of("Qwen2.5-3B", crew).train_s(load) == pytest.approx(usual)
-    rows = planned(capsys, SMALL[0], crew, *SMALL[1:], *BY_HAND)["placements"]
+    assert costs_of("Qwen2.5-3B", grouped).train_s(load) == pytest.approx(usual)
+    rows = planned(capsys, SMALL[0], grouped, *SMALL[1:], *BY_HAND)["placements"]
     assert isinstance(rows, list) and {row["train_cards"] for row in rows} == {4}
 
 

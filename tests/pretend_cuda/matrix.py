@@ -24,9 +24,9 @@ APART: list[dict[str, Any]] = [
      "micro_batches": 1}
     for offload, world in (("none", 1), ("none", 2), ("param", 2), ("optimizer", 2))
 ]  # fmt: skip
-CREWS: list[dict[str, Any]] = [
+SEQUENCE_PARALLEL: list[dict[str, Any]] = [
     {"algorithm": algorithm, "offload": offload, "world": 8, "dtype": "bfloat16", "budget": 512,
-     "micro_batches": 2, "crew_size": 4}
+     "micro_batches": 2, "sp_size": 4}
     for algorithm, offload in (("ppo", "none"), ("ppo", "param"), ("lora", "none"))
 ]  # fmt: skip
 SELECTIVE: list[dict[str, Any]] = [
@@ -34,11 +34,11 @@ SELECTIVE: list[dict[str, Any]] = [
      "micro_batches": 2, "recompute": "selective"}
     for algorithm in ("ppo", "lora")
 ]  # fmt: skip
-CASES = [*STEPS, ONLY_NCCL, WHOLE, *APART, *CREWS, *SELECTIVE]
+CASES = [*STEPS, ONLY_NCCL, WHOLE, *APART, *SEQUENCE_PARALLEL, *SELECTIVE]
 
 
 def name(case: dict[str, Any]) -> str:
     """Of a case, for people."""
     words = [case[key] for key in ("algorithm", "offload", "world", "dtype")]
-    flags = ("only_nccl", "reshard_each", "crew_size", "recompute")
+    flags = ("only_nccl", "reshard_each", "sp_size", "recompute")
     return "-".join(map(str, [*words, *(flag for flag in flags if flag in case)]))

@@ -24,14 +24,14 @@ CASES = [
         ("1.5B", 1, 16384), ("3B", 8, 16384), ("7B", 8, 16384), ("32B", 16, 8192),
     )
 ]  # fmt: skip
-CREWS: list[dict[str, Any]] = [
+SEQUENCE_PARALLEL: list[dict[str, Any]] = [
     {"algorithm": "ppo", "shape": "3B", "world": 8, "budget": 32768, "longest": 32768,
-     "crew_size": size}
+     "sp_size": size}
     for size in (1, 2, 4, 8)
 ]  # fmt: skip
 SELECTIVE = {**CASES[1], "recompute": "selective"}
 """The 3B model's."""
-EVERY = [*CASES, *CREWS, SELECTIVE]
+EVERY = [*CASES, *SEQUENCE_PARALLEL, SELECTIVE]
 PHASES = {
     "log_probs": (Phase.LOG_PROBS,),
     "ref_log_probs": (Phase.REF_LOG_PROBS,),
@@ -44,9 +44,9 @@ NOT_OURS = ("rank's context", "engine, asleep")
 
 
 def name(case: dict[str, Any]) -> str:
-    crew = f"-crew{case['crew_size']}" if "crew_size" in case else ""
-    crew += "-recompute" * ("recompute" in case)
-    return f"{case['algorithm']}-{case['shape']}x{case['world']}{crew}"
+    suffix = f"-sp{case['sp_size']}" if "sp_size" in case else ""
+    suffix += "-recompute" * ("recompute" in case)
+    return f"{case['algorithm']}-{case['shape']}x{case['world']}{suffix}"
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import pytest
 from tests.pretend_cuda.matrix import (
     APART,
     CASES,
-    CREWS,
     OFFLOADS,
     SELECTIVE,
+    SEQUENCE_PARALLEL,
     STEPS,
     WHOLE,
     name,
@@ -31,7 +31,7 @@ def outcomes(matrix: Outcomes) -> dict[str, Any]:
     return dict(zip(map(name, CASES), matrix, strict=True))
 
 
-@pytest.mark.parametrize("case", [*STEPS, *APART, WHOLE, *CREWS, *SELECTIVE], ids=name)
+@pytest.mark.parametrize("case", [*STEPS, *APART, WHOLE, *SEQUENCE_PARALLEL, *SELECTIVE], ids=name)
 def test_a_step_runs_and_leaves_nothing_on_the_device(
     case: dict[str, Any], outcomes: dict[str, Any]
 ) -> None:
@@ -109,16 +109,16 @@ def test_selective_recomputation_repeats_no_product(outcomes: dict[str, Any]) ->
         assert some["peak"] > every["peak"]
 
 
-def test_a_crew_exchanges_twice_a_pass_of_a_block(outcomes: dict[str, Any]) -> None:
+def test_sequence_parallel_ranks_exchange_twice_a_pass_of_a_block(outcomes: dict[str, Any]) -> None:
     """Tokens for heads and back: forward, again where the block is recomputed, and backward; what
     the ranks answer is put together once a forward."""
-    alone, crew = (
+    alone, grouped = (
         {phase: cost["costs"]["collectives"] for phase, cost in outcomes[key]["phases"].items()}
-        for key in ("ppo-none-8-bfloat16", "ppo-none-8-bfloat16-crew_size")
+        for key in ("ppo-none-8-bfloat16", "ppo-none-8-bfloat16-sp_size")
     )
     minis, blocks = 2, 2
     for phase, passes in (("log_probs", 1), ("values", 1), ("update_critic", 3)):
-        more = {name: n - alone[phase].get(name, 0) for name, n in crew[phase].items()}
+        more = {name: n - alone[phase].get(name, 0) for name, n in grouped[phase].items()}
         micro = minis if phase.startswith("update") else 1
         assert {name: n for name, n in more.items() if n} == {
             "alltoall_base": 2 * passes * blocks * micro, "allreduce": micro

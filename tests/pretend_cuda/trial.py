@@ -93,7 +93,7 @@ class Case:
     """Spread weights and gradients in each micro-batch."""
     recompute: bool | str = True
     """`enable_gradient_checkpointing` of policy and critic."""
-    crew_size: int = 1
+    sp_size: int = 1
     """Ranks that compute a forward together."""
     longest: int = LONGEST
     """Tokens of a sequence at most."""
@@ -108,9 +108,9 @@ class Case:
         config.trainer.n_gpus_per_node, config.trainer.device = self.world, "cuda"
         config.trainer.compute_dtype = self.dtype
         section.actor.use_kl_loss = True
-        section.actor.ulysses_sequence_parallel_size = self.crew_size
-        section.actor.ppo_max_token_len_per_gpu = self.budget // self.crew_size
-        config.critic.ppo_max_token_len_per_gpu = self.budget // self.crew_size
+        section.actor.ulysses_sequence_parallel_size = self.sp_size
+        section.actor.ppo_max_token_len_per_gpu = self.budget // self.sp_size
+        config.critic.ppo_max_token_len_per_gpu = self.budget // self.sp_size
         for held in (section.actor, config.critic.model):
             held.fsdp_config.param_offload = self.offload == "param"
             held.fsdp_config.optimizer_offload = self.offload == "optimizer"

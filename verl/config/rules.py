@@ -38,8 +38,8 @@ PLACEHOLDERS = ("{question}", "{accepted}", "{answer}")
 
 def problems(config: Config) -> Iterator[str]:
     """All that cannot work together, a sentence each."""
-    sections = (_lists, _run, _crews, _recorded, _engines, _savings, _servers, _critic, _algorithm,
-                _losses, _shaping, _server, _rewards, _stages, _judge)  # fmt: skip
+    sections = (_lists, _run, _sequence_parallel, _recorded, _engines, _savings, _servers, _critic,
+                _algorithm, _losses, _shaping, _server, _rewards, _stages, _judge)  # fmt: skip
     rows = itertools.chain.from_iterable(section(config) for section in sections)
     for is_wrong, subject, got, expected, fix in rows:
         if is_wrong:
@@ -101,26 +101,28 @@ def _run(config: Config) -> Iterator[Row]:
            "trainer.save_freq=10, or trainer.guard.action=stop")
 
 
-def _crews(config: Config) -> Iterator[Row]:
-    """Ranks that compute a dialogue together, and a trajectory for each such crew."""
+def _sequence_parallel(config: Config) -> Iterator[Row]:
+    """Group sizes that divide the ranks, and mini-batches with a trajectory for each group."""
     actor, critic, name = config.actor_rollout_ref.actor, config.critic, "trainer.n_gpus_per_node"
     holders = [(ACTOR, name, "", config.num_ranks, actor.ulysses_sequence_parallel_size)]
     if config.has_own_critic:
         name, whose = "critic.n_gpus_per_node", "the critic's "
-        holders.append(("critic", name, whose, config.num_critic_ranks, config.critic_crew_size))
+        holders.append(("critic", name, whose, config.num_critic_ranks, config.critic_sp_size))
     elif critic.ulysses_sequence_parallel_size:
-        holders.append(("critic", name, "", config.num_ranks, config.critic_crew_size))
+        holders.append(("critic", name, "", config.num_ranks, config.critic_sp_size))
     for section, gpus, whose, ranks, size in holders:
-        key, crews = f"{section}.ulysses_sequence_parallel_size", max(1, ranks // size)
+        key, num_groups = f"{section}.ulysses_sequence_parallel_size", max(1, ranks // size)
         yield (ranks % size, key, size, f"a divisor of {whose}{ranks} ranks",
                f"{key}=1, or another {gpus}")
         batch = actor.ppo_mini_batch_size
         if section == "critic":
             batch = critic.ppo_mini_batch_size or batch
-        number = str(crews) if size == 1 else f"{crews} crews of {size}"
-        yield (batch < crews and not config.trainer.val_only, f"{section}.ppo_mini_batch_size",
+        number = str(num_groups)
+        if size > 1:
+            number = f"{num_groups} sequence-parallel groups of {size}"
+        yield (batch < num_groups and not config.trainer.val_only, f"{section}.ppo_mini_batch_size",
                batch, f"one trajectory or more for each of {whose}{number} ranks",
-               f"{section}.ppo_mini_batch_size={crews}, or fewer {gpus}")
+               f"{section}.ppo_mini_batch_size={num_groups}, or fewer {gpus}")
 
 
 def _recorded(config: Config) -> Iterator[Row]:

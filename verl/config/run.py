@@ -127,20 +127,20 @@ class Config:
         return self.trainer.n_gpus_per_node * self.trainer.nnodes
 
     @property
-    def num_crews(self) -> int:
-        """Crews, of ranks that compute a dialogue together, over all nodes."""
+    def num_sp_groups(self) -> int:
+        """Sequence-parallel groups of the actor's ranks, over all nodes."""
         return self.num_ranks // self.actor_rollout_ref.actor.ulysses_sequence_parallel_size
 
     @property
-    def critic_crew_size(self) -> int:
-        """Ranks that compute a dialogue's values together."""
+    def critic_sp_size(self) -> int:
+        """Ranks in a sequence-parallel group of the critic."""
         own = self.critic.ulysses_sequence_parallel_size
         return own or self.actor_rollout_ref.actor.ulysses_sequence_parallel_size
 
     @property
-    def num_critic_crews(self) -> int:
-        """The same of the ranks that hold a critic."""
-        return self.num_critic_ranks // self.critic_crew_size
+    def num_critic_sp_groups(self) -> int:
+        """Sequence-parallel groups of the ranks that hold a critic, over all nodes."""
+        return self.num_critic_ranks // self.critic_sp_size
 
     @property
     def has_own_critic(self) -> bool:

@@ -146,8 +146,8 @@ class WorkCounter:
 
     def _spared(self, model: ModelFlops, batch: TokenBatch, budget: int) -> list[int]:
         config = self.config
-        num_crews = config.num_critic_crews if model.is_critic else config.num_crews
-        return Packing.of(batch).spared(num_crews, budget, model.pair_cost)
+        num_sp_groups = config.num_critic_sp_groups if model.is_critic else config.num_sp_groups
+        return Packing.of(batch).spared(num_sp_groups, budget, model.pair_cost)
 
     def take(self) -> dict[str, Work]:
         """What was done since the last call, by phase."""

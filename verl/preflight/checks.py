@@ -43,11 +43,11 @@ from verl.preflight.servers import server_problems
 from verl.remote_code import trusts_remote_code
 from verl.rollout import schedule
 from verl.rollout.interface import engine_problems
-from verl.training.crews import check_heads
 from verl.training.devices import cores_of
 from verl.training.kernels import kernel_problems
 from verl.training.loading import is_cached, model_folder, weight_bytes
 from verl.training.lora import Adapter, check_same, peft_config
+from verl.training.sequence_parallel import check_heads
 from verl.training.shards import read_adapters
 
 logger = logging.getLogger(__name__)
@@ -101,10 +101,10 @@ def _heads(config: Config) -> Iterator[UserError]:
     """Heads for each of the ranks that compute a dialogue together; a model that is not here yet
     is looked at by the ranks."""
     policy, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-    crews = [("actor_rollout_ref.actor", policy.path, actor.ulysses_sequence_parallel_size)]
+    sp_sizes = [("actor_rollout_ref.actor", policy.path, actor.ulysses_sequence_parallel_size)]
     if has_critic(config):
-        crews.append(("critic", config.critic_path, config.critic_crew_size))
-    for section, path, size in crews:
+        sp_sizes.append(("critic", config.critic_path, config.critic_sp_size))
+    for section, path, size in sp_sizes:
         folder = model_folder(path)
         if size > 1 and folder is not None:
             try:

@@ -70,7 +70,7 @@ def place_ranks(config: Config, tools: EnvironmentFactory, reaper: OrphanReaper)
     ranks = TrainerRanks(
         *groups,
         policy=Division(policy_cost, size),
-        critic=Division(critic_cost, config.critic_crew_size),
+        critic=Division(critic_cost, config.critic_sp_size),
     )
     guard_nodes(ranks.groups, reaper.mark)
     return Placed(config, use_gpu, rooms[0], env, ranks)

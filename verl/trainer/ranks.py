@@ -32,13 +32,13 @@ class Division:
 
     pair_cost: float = 0.0
     """By which work is balanced (`ModelFlops.pair_cost`)."""
-    crew_size: int = 1
-    """Ranks that get the same sequences, to compute them together."""
+    sp_size: int = 1
+    """Ranks of a sequence-parallel group, which get the same sequences."""
 
     def of(self, batch: TokenBatch, num_ranks: int) -> tuple[Split, list[TokenBatch]]:
-        """The batch over crews, and the shard of each rank."""
-        split = split_by_work(batch, num_ranks // self.crew_size, self.pair_cost)
-        return split, [shard for shard in split.shards for _ in range(self.crew_size)]
+        """Divide a batch over sequence-parallel groups; also return the shard of each rank."""
+        split = split_by_work(batch, num_ranks // self.sp_size, self.pair_cost)
+        return split, [shard for shard in split.shards for _ in range(self.sp_size)]
 
 
 class TrainerRanks:
@@ -218,7 +218,7 @@ def begin_per_token(
     seen = {name: column for name, column in batch.tokens.items() if name in SEEN}
     split, shards = division.of(replace(batch, tokens=seen), len(group))
     answers = group.begin_scatter(method, shards)
-    return lambda: join_tokens(answers()[:: division.crew_size], split, batch)
+    return lambda: join_tokens(answers()[:: division.sp_size], split, batch)
 
 
 def most(found: Sequence[PeakMemory | None]) -> PeakMemory | None:

@@ -38,7 +38,7 @@ def loss_mask(batch: TokenBatch) -> Tensor:
 
 def inputs_of(engine: FsdpModel, micro: TokenBatch) -> PackedInputs:
     """A forward that is asked for the tokens in the loss."""
-    return PackedInputs.of(micro, loss_mask(micro), engine.device, engine.options.crew)
+    return PackedInputs.of(micro, loss_mask(micro), engine.device, engine.options.sp_group)
 
 
 def at_targets(

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from verl.training.crews import Crew
 from verl.training.devices import sent
+from verl.training.sequence_parallel import SequenceParallelGroup
 
 PACKED = "verl_packed"
 HALF = (torch.bfloat16, torch.float16)
@@ -61,21 +61,24 @@ class SequenceBounds:
     """(num_spans + 1,) int32 on the model's device: where the runs are in the row."""
     cu_keys: Tensor
     """The same of what each run sees, in what `keys_of` gives."""
-    crew: Crew | None = None
-    """Ranks that compute the row together; None where this one has all of it."""
+    sp_group: SequenceParallelGroup | None = None
+    """Ranks that compute the row together; None where this rank computes all of it."""
     masks: ShortMasks = field(default_factory=ShortMasks, compare=False)
     """Of short runs."""
 
     @classmethod
     def of(
-        cls, spans: Sequence[Span], device: torch.device, crew: Crew | None = None
+        cls,
+        spans: Sequence[Span],
+        device: torch.device,
+        sp_group: SequenceParallelGroup | None = None,
     ) -> SequenceBounds:
         """Bounds of runs with these positions."""
         queries, keys = (
             sent(torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32), device)
             for sizes in ([end - start for start, end in spans], [end for _, end in spans])
         )
-        return cls(tuple(spans), queries, keys, crew)
+        return cls(tuple(spans), queries, keys, sp_group)
 
     @property
     def lengths(self) -> list[int]:
@@ -89,9 +92,9 @@ class SequenceBounds:
 
     @property
     def position_ids(self) -> Tensor:
-        """(1, num_tokens) positions in the sequences, of a crew's rank those of its slice."""
+        """(1, num_tokens) positions in the sequences; with a group, of its slice only."""
         positions = torch.cat([torch.arange(*span) for span in self.spans])[None]
-        own = positions if self.crew is None else self.crew.own(positions)
+        own = positions if self.sp_group is None else self.sp_group.local_slice(positions)
         return sent(own, self.cu_seqlens.device)
 
     def keys_of(self, x: Tensor) -> Tensor:
@@ -290,20 +293,20 @@ def packed_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in each layer: from (1, heads, num_tokens, head_dim) to
-    (1, num_tokens, heads, head_dim), of a crew's rank those of its slice. Dropout is not applied:
-    sampling had none."""
+    (1, num_tokens, heads, head_dim), with a sequence-parallel group those of this rank's slice.
+    Dropout is not applied: sampling had none."""
     assert bounds is not None, f"{PACKED} needs `bounds`: call the model with a SequenceBounds"
     assert attention_mask is None, f"{PACKED} takes no mask, got {attention_mask.shape}"
     has_kernel = query.is_cuda and query.dtype in HALF
     kernel = cuda_kernel() if has_kernel else attend_one_by_one
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    crew = bounds.crew
-    if crew is not None:
-        query, key, value = crew.to_heads((query, key, value), sum(bounds.lengths))
+    sp_group = bounds.sp_group
+    if sp_group is not None:
+        query, key, value = sp_group.slice_to_heads((query, key, value), sum(bounds.lengths))
     key, value = bounds.keys_of(key), bounds.keys_of(value)
     found = kernel(query, key, value, bounds, scale, sliding_window or 0)
-    return (found if crew is None else crew.to_slice(found))[None], None
+    return (found if sp_group is None else sp_group.heads_to_slice(found))[None], None
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -1,4 +1,4 @@
-"""How many tokens one packed forward of a crew (as a rule one rank) may hold, from the options."""
+"""Token budgets of one packed forward of a sequence-parallel group, derived from the options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEFAULT_TOKEN_BUDGET = 16384
 
 @dataclass(frozen=True)
 class TokenBudgets:
-    """Tokens of one packed forward of a crew."""
+    """Tokens of one packed forward of a sequence-parallel group (by default one rank)."""
 
     update: int = DEFAULT_TOKEN_BUDGET
     inference: int = 2 * DEFAULT_TOKEN_BUDGET
@@ -22,7 +22,7 @@ def actor_budgets(config: Config) -> TokenBudgets:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     size = actor.ulysses_sequence_parallel_size
     update = size * (actor.ppo_max_token_len_per_gpu or 0)
-    update = update or _budget(config, actor.ppo_micro_batch_size, config.num_crews)
+    update = update or _budget(config, actor.ppo_micro_batch_size, config.num_sp_groups)
     update = update or size * DEFAULT_TOKEN_BUDGET
     looks = size * (rollout.log_prob_max_token_len_per_gpu or 0)
     return TokenBudgets(update, looks or 2 * update)
@@ -30,16 +30,16 @@ def actor_budgets(config: Config) -> TokenBudgets:
 
 def critic_budgets(config: Config) -> TokenBudgets:
     """Token budgets of the critic; twice the actor's where nothing is set."""
-    critic, size = config.critic, config.critic_crew_size
+    critic, size = config.critic, config.critic_sp_size
     update = size * (critic.ppo_max_token_len_per_gpu or 0)
-    update = update or _budget(config, critic.ppo_micro_batch_size, config.num_critic_crews)
+    update = update or _budget(config, critic.ppo_micro_batch_size, config.num_critic_sp_groups)
     beside = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
     update = update or 2 * actor_budgets(config).update * size // beside
     return TokenBudgets(update, 2 * update)
 
 
-def _budget(config: Config, micro_batch_size: int | None, num_crews: int) -> int:
+def _budget(config: Config, micro_batch_size: int | None, num_sp_groups: int) -> int:
     """0 where trajectories per micro-batch are not set."""
     if micro_batch_size is None:
         return 0
-    return max(1, micro_batch_size // num_crews) * config.data.max_model_len
+    return max(1, micro_batch_size // num_sp_groups) * config.data.max_model_len

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from verl.config import FsdpConfig, OptimConfig
 from verl.packing import Packing
-from verl.training.crews import Crew
 from verl.training.kernels import compile_seconds
 from verl.training.loading import fill_shards, take_values
+from verl.training.sequence_parallel import SequenceParallelGroup
 from verl.types import TokenBatch
 
 MAX = dist.ReduceOp.MAX
@@ -48,8 +48,8 @@ class FsdpOptions:
     """After the warm-up: constant, or linear or cosine to 0 at `num_updates`."""
     held: FsdpConfig = field(default_factory=lambda: FsdpConfig(False, False))
     """What leaves the device between uses."""
-    crew: Crew | None = None
-    """Ranks that compute each micro-batch together, and so get the same; None for each alone."""
+    sp_group: SequenceParallelGroup | None = None
+    """Group of ranks that compute each micro-batch together; None where each computes its own."""
 
     def __post_init__(self) -> None:
         assert None not in vars(self.held).values(), "null is decided before ranks start"
@@ -201,7 +201,7 @@ class FsdpModel:
     @property
     def num_together(self) -> int:
         """Ranks that compute the same micro-batches, and the same loss."""
-        return 1 if self.options.crew is None else self.options.crew.size
+        return 1 if self.options.sp_group is None else self.options.sp_group.size
 
     def micro_batches(self, batch: TokenBatch, budget: int) -> list[tuple[list[int], TokenBatch]]:
         """Micro-batches of at most `budget` computed tokens, as (sequence indices, sequences). All
@@ -214,8 +214,8 @@ class FsdpModel:
 
     def backward(self, loss: Tensor, is_last: bool = True) -> None:
         """Add the gradient of this rank's share of the loss; shares add up over ranks, without
-        `reshard_each` with an update's last micro-batch. A crew's ranks have the same share, and
-        each the gradient that its slice adds to it."""
+        `reshard_each` with an update's last micro-batch. The ranks of a sequence-parallel group
+        have the same share, and each the gradient that its slice adds to it."""
         if not self.options.held.reshard_each:
             assert isinstance(self.module, FSDPModule)
             self.module.set_requires_gradient_sync(is_last)

@@ -20,8 +20,8 @@ from verl.model_files import model_errors, quiet, refuse_report
 from verl.packing import Packing
 from verl.remote_code import trusts_remote_code
 from verl.training.attention import PACKED, SequenceBounds, Span
-from verl.training.crews import Answers, Crew
 from verl.training.devices import sent
+from verl.training.sequence_parallel import SequenceParallelGroup, TargetGather
 from verl.types import TokenBatch
 
 LOGITS_PER_CHUNK = 1 << 26
@@ -30,8 +30,8 @@ LOGITS_PER_CHUNK = 1 << 26
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """One forward: the tokens of all sequences in a row, and the tokens that are asked for. A rank
-    of a crew has the same batch as the others, and computes a slice of the row.
+    """One forward: the tokens of all sequences in a row, and the tokens that are asked for. The
+    ranks of a sequence-parallel group have the same batch, and each computes a slice of the row.
 
     Example: of P P A B and P P C, which share a prompt, the row holds P P A B C; A and C are asked
     of its second token.
@@ -45,15 +45,19 @@ class PackedInputs:
     """(num_targets,) where in the batch the tokens asked for are, never a sequence's first; these
     stay on the host."""
     targets: Tensor
-    """(num_answers,) ids of the tokens that are answered for here; without a crew, of all."""
+    """(num_answers,) ids of the targets computed on this rank; without a group, of all."""
     before_targets: Tensor
     """(num_answers,) where in `input_ids` is the token before each of them."""
-    answers: Answers | None = None
-    """Who of a crew answers for which token."""
+    target_gather: TargetGather | None = None
+    """Collects the results of the group's ranks; None where this rank computes all targets."""
 
     @classmethod
     def of(
-        cls, batch: TokenBatch, mask: Tensor, device: torch.device, crew: Crew | None = None
+        cls,
+        batch: TokenBatch,
+        mask: Tensor,
+        device: torch.device,
+        sp_group: SequenceParallelGroup | None = None,
     ) -> PackedInputs:
         """Pack `batch`, asking for tokens where `mask` (num_tokens,) is True. A batch without
         tokens becomes two that are not asked for: its rank still takes part in collectives."""
@@ -67,23 +71,23 @@ class PackedInputs:
         else:
             spans, row = [(0, 2)], torch.zeros(2, dtype=torch.int64)
             positions = targets = before = row[:0]
-        bounds, answers, own = SequenceBounds.of(spans, device, crew), None, row[None]
-        if crew is not None:
-            size, own = crew.slice_size(len(row)), crew.own(own)
-            answers, mine = Answers.of(crew, before // size, device)
-            targets, before = targets[mine], before[mine] - size * crew.place
+        bounds, gather, own = SequenceBounds.of(spans, device, sp_group), None, row[None]
+        if sp_group is not None:
+            size, own = sp_group.slice_size(len(row)), sp_group.local_slice(own)
+            gather, mine = TargetGather.of(sp_group, before // size, device)
+            targets, before = targets[mine], before[mine] - size * sp_group.rank
         return cls(
             sent(own, device),
             bounds,
             positions,
             sent(targets, device),
             sent(before, device),
-            answers,
+            gather,
         )
 
     def gathered(self, *columns: Tensor) -> tuple[Tensor, ...]:
         """Of columns (num_answers,) those of all tokens that are asked for, (num_targets,)."""
-        return columns if self.answers is None else self.answers.gathered(*columns)
+        return columns if self.target_gather is None else self.target_gather.gather(*columns)
 
 
 def laid_out(

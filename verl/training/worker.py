@@ -28,7 +28,6 @@ from verl.machine import HostMemory
 from verl.remote_code import set_trust
 from verl.training.actor import Actor
 from verl.training.budgets import actor_budgets, critic_budgets
-from verl.training.crews import Crew, check_heads
 from verl.training.critic import Critic
 from verl.training.devices import (
     PeakMemory,
@@ -49,6 +48,7 @@ from verl.training.lora import Role, adapted_engine, policy_adapter, policy_weig
 from verl.training.models import LogProbModel, ValueModel, blocks
 from verl.training.network import interface_variables
 from verl.training.node_folder import NodeFolder
+from verl.training.sequence_parallel import SequenceParallelGroup, check_heads
 from verl.training.shards import CRITIC_FOLDER, ShardWriter, load_shards, num_bytes, save_shards
 from verl.training.weight_broadcast import WeightBroadcast
 from verl.training.weight_stream import Sent, card, send
@@ -100,18 +100,18 @@ class TrainingRank:
         np.random.seed(config.trainer.seed)
         torch.manual_seed(config.trainer.seed)
         self._shard_writer = ShardWriter()
-        self._crews: dict[int, Crew] = {}
+        self._sp_groups: dict[int, SequenceParallelGroup] = {}
         self.build()
 
     def build(self) -> None:
         """Make the models, and `engines`."""
         raise NotImplementedError
 
-    def crew(self, size: int) -> Crew | None:
+    def sp_group(self, size: int) -> SequenceParallelGroup | None:
         """The `size` ranks that compute together with this one; every rank must ask. None for 1."""
-        if size > 1 and size not in self._crews:
-            self._crews[size] = Crew.join(size)
-        return self._crews.get(size)
+        if size > 1 and size not in self._sp_groups:
+            self._sp_groups[size] = SequenceParallelGroup.join(size)
+        return self._sp_groups.get(size)
 
     def opened(
         self, model: ModelConfig | CriticModelConfig, path: str, needs_head: bool = True
@@ -131,7 +131,7 @@ class TrainingRank:
             num_updates=steps * -(-config.num_trajectories // size) * critic.ppo_epochs,
             optim=critic.optim,
             grad_clip=critic.grad_clip,
-            crew=self.crew(config.critic_crew_size),
+            sp_group=self.sp_group(config.critic_sp_size),
             held=critic.model.fsdp_config,
         )
 
@@ -140,7 +140,7 @@ class TrainingRank:
         model = self.config.critic.model
         with self.opened(model, self.config.critic_path, needs_head=False) as lm:
             prepare_blocks(lm, model)
-            check_heads(lm.config, self.config.critic_crew_size, "critic")
+            check_heads(lm.config, self.config.critic_sp_size, "critic")
             options = self.critic_options()
             if model.has_adapter:
                 return adapted_engine(lm, {Role.CRITIC: model}, self.device, options)
@@ -237,7 +237,7 @@ class TrainerWorker(TrainingRank):
             num_updates=self.total_steps,
             optim=section.actor.optim,
             grad_clip=section.actor.grad_clip,
-            crew=self.crew(section.actor.ulysses_sequence_parallel_size),
+            sp_group=self.sp_group(section.actor.ulysses_sequence_parallel_size),
             held=section.actor.fsdp_config,
         )
         if not section.model.has_adapter:
@@ -248,8 +248,8 @@ class TrainerWorker(TrainingRank):
         return adapted_engine(lm, adapters, self.device, options)
 
     def _reference_engine(self, actor: FsdpModel, twin: PreTrainedModel | None) -> FsdpModel:
-        held, crew = self.config.actor_rollout_ref.ref.fsdp_config, actor.options.crew
-        options = FsdpOptions(compute_dtype=self.dtype, crew=crew, held=held)
+        held, sp_group = self.config.actor_rollout_ref.ref.fsdp_config, actor.options.sp_group
+        options = FsdpOptions(compute_dtype=self.dtype, sp_group=sp_group, held=held)
         if twin is None:
             return share(actor, Role.REFERENCE, options)
         use_kernels(twin, self.config.actor_rollout_ref.model.kernels)

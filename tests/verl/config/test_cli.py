@@ -236,7 +236,8 @@ def test_defaults_warn_of_nothing(
         (
             "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4 "
             "actor_rollout_ref.actor.ppo_mini_batch_size=1",
-            "got 1, expected one trajectory or more for each of 2 crews of 4 ranks; fix: "
+            "got 1, expected one trajectory or more for each of 2 sequence-parallel groups of 4 "
+            "ranks; fix: "
             "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         ),
         ("actor_rollout_ref.actor.kl_loss_type=kk", "kl_loss_type"),

@@ -121,10 +121,10 @@ def test_a_forward_gets_what_it_reads_and_an_update_everything() -> None:
     assert recorded.sent == set(batch.tokens)
 
 
-def test_the_ranks_of_a_crew_get_the_same_and_are_heard_once() -> None:
-    """Four ranks in two crews share two sequences; actor and critic may differ in that."""
+def test_the_ranks_of_a_group_get_the_same_shard_and_are_read_once() -> None:
+    """Four ranks in two groups share two sequences; actor and critic may have other group sizes."""
     ranks, batch = Answers([]), make_batch([3, 2])
-    trainer = TrainerRanks(ranks, policy=Division(crew_size=2))  # type: ignore[arg-type]
+    trainer = TrainerRanks(ranks, policy=Division(sp_size=2))  # type: ignore[arg-type]
     first, second = (ids.tolist() for ids in batch.sequences("input_ids"))
     ranks.answers = [
         torch.tensor([float(i) for i in ids]) for ids in (first, first, second, second)

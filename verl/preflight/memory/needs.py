@@ -229,7 +229,7 @@ def activation_needs(
     section, own, longest = config.actor_rollout_ref, config.critic, config.data.max_model_len
     minis = section.actor.ppo_mini_batch_size
 
-    def needs(work: Pass, budgets: TokenBudgets, minis: int, crews: int, model: BlocksConfig,
+    def needs(work: Pass, budgets: TokenBudgets, minis: int, num_groups: int, model: BlocksConfig,
               reads: frozenset[Phase], update: Phase) -> Iterator[Need]:  # fmt: skip
         """The largest micro-batch holds the budget, or all there is, or one whole trajectory."""
         what = "activations" if work.is_critic else "activations and logits"
@@ -239,23 +239,23 @@ def activation_needs(
             (budgets.inference, config.num_trajectories, reads, False),
             (budgets.update, minis, frozenset({update}), True),
         ):
-            tokens = max(longest, min(budget, -(-number // crews) * longest))
+            tokens = max(longest, min(budget, -(-number // num_groups) * longest))
             tried = replace(work, tokens=tokens, learns=learns, recompute=learns and recompute)
             yield Need(memory, what, activation_bytes(tried), phases)
 
     work = Pass(
         policy, longest, longest, dtype, lora_rank=section.model.lora_rank,
         temperature=section.rollout.temperature,
-        crew_size=section.actor.ulysses_sequence_parallel_size,
+        sp_size=section.actor.ulysses_sequence_parallel_size,
     )  # fmt: skip
     reads = frozenset({Phase.LOG_PROBS, *[Phase.REF_LOG_PROBS] * config.needs_reference})
-    yield from needs(work, actor_budgets(config), minis, config.num_crews, section.model,
+    yield from needs(work, actor_budgets(config), minis, config.num_sp_groups, section.model,
                      reads, Phase.UPDATE_ACTOR)  # fmt: skip
     if has_critic(config):
         work = Pass(critic, longest, longest, dtype, is_critic=True,
-                    lora_rank=own.model.lora_rank, crew_size=config.critic_crew_size)  # fmt: skip
+                    lora_rank=own.model.lora_rank, sp_size=config.critic_sp_size)  # fmt: skip
         yield from needs(work, critic_budgets(config), own.ppo_mini_batch_size or minis,
-                         config.num_critic_crews, own.model, frozenset({Phase.VALUES}),
+                         config.num_critic_sp_groups, own.model, frozenset({Phase.VALUES}),
                          Phase.UPDATE_CRITIC)  # fmt: skip
 
 

@@ -24,12 +24,12 @@ from transformers import AutoModelForCausalLM
 from verl.config import AdapterConfig
 from verl.model_shape import ModelShape
 from verl.training.attention import PACKED, SequenceBounds
-from verl.training.crews import Answers, Crew
 from verl.training.devices import DTYPES
 from verl.training.kernels import recompute
 from verl.training.loading import replace_parameters
 from verl.training.lora import AdaptedModel, Role
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
+from verl.training.sequence_parallel import SequenceParallelGroup, TargetGather
 
 DEPTHS = (2, 3)
 """Numbers of blocks that are tried; a first block alone is unlike those that follow it."""
@@ -50,7 +50,7 @@ class Pass:
     recompute: bool | str = False
     """Gradient checkpointing, as `enable_gradient_checkpointing` says."""
     lora_rank: int = 0
-    crew_size: int = 1
+    sp_size: int = 1
     """Ranks that compute the tokens together; what is measured is one's."""
     temperature: float = 1.0
 
@@ -141,27 +141,28 @@ def _leave_meta(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _inputs(work: Pass) -> PackedInputs:
-    """Every token but the first is asked for; of a crew's slice all."""
+    """Every token but the first is asked for; of a sequence-parallel slice all."""
     full, rest = divmod(work.tokens, work.longest)
     spans = ((0, work.longest),) * full + (((0, rest),) if rest else ())
     nowhere = torch.zeros(len(spans) + 1, dtype=torch.int32)
     ids, targets = torch.zeros(1, work.tokens, dtype=torch.int64), torch.arange(1, work.tokens)
-    if work.crew_size == 1:
+    if work.sp_size == 1:
         bounds = SequenceBounds(spans, nowhere, nowhere)
         return PackedInputs(ids, bounds, targets, ids[0, targets], targets - 1)
-    crew = Alone(work.crew_size, 0)
-    own, every = crew.own(ids), torch.arange(work.crew_size * crew.slice_size(work.tokens))
-    answers = Answers(crew, [own.shape[1]] * crew.size, every)
-    bounds = SequenceBounds(spans, nowhere, nowhere, crew)
+    sp_group = LoneRank(work.sp_size, 0)
+    own = sp_group.local_slice(ids)
+    every = torch.arange(work.sp_size * sp_group.slice_size(work.tokens))
+    answers = TargetGather(sp_group, [own.shape[1]] * sp_group.size, every)
+    bounds = SequenceBounds(spans, nowhere, nowhere, sp_group)
     return PackedInputs(own, bounds, every, own[0], every[: own.shape[1]], answers)
 
 
-class Alone(Crew):
-    """A rank whose crew is not there: what it is given has the shape of what it gives."""
+class LoneRank(SequenceParallelGroup):
+    """A rank without its sequence-parallel group; exchanges keep the shapes, not the values."""
 
-    def exchange(self, x: Tensor) -> Tensor:
-        """A copy."""
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Return a copy of `x`."""
         return x.clone()
 
-    def add_up(self, x: Tensor) -> None:
-        """Nothing is added."""
+    def all_reduce(self, x: Tensor) -> None:
+        """Leave `x` as it is."""

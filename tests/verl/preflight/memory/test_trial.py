@@ -81,7 +81,7 @@ def test_a_selective_block_holds_the_results_of_products_and_attention() -> None
 def test_ranks_that_compute_together_divide_what_is_held(way: str) -> None:
     """Two take half each and what they exchange; their two key heads are enough for both."""
     alone = dataclasses.replace(WAYS[way], tokens=3000, longest=400)
-    half = activation_bytes(dataclasses.replace(alone, crew_size=2)) / activation_bytes(alone)
+    half = activation_bytes(dataclasses.replace(alone, sp_size=2)) / activation_bytes(alone)
     assert 0.5 <= half < 0.6
 
 

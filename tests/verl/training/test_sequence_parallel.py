@@ -1,11 +1,11 @@
-"""What a crew of ranks computes together, against what one rank computes alone."""
+"""The results of a sequence-parallel group, compared with those of a single rank."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.verl.training import crew_bodies
+from tests.verl.training import sequence_parallel_bodies
 from tests.verl.training.ranks import run_ranks, save_tiny
 from verl.config import Config
 from verl.training.actor import TokenBudgets
@@ -20,27 +20,27 @@ from verl.training.budgets import actor_budgets, critic_budgets
         ({"ppo_micro_batch_size": 6}, (3 * 4596, 6 * 4596), (3 * 4596, 6 * 4596)),
     ],
 )  # fmt: skip
-def test_a_crew_holds_as_many_tokens_as_its_ranks(
+def test_a_group_holds_as_many_tokens_as_its_ranks(
     options: dict[str, int], actor: tuple[int, int], critic: tuple[int, int]
 ) -> None:
-    """Budgets are of one rank; trajectories per micro-batch are divided over crews. The critic's,
-    by crews of 2, are twice the actor's per rank."""
+    """Token budgets are per rank; trajectories per micro-batch are divided over groups. The
+    critic's budgets, with groups of 2, are twice the actor's per rank."""
     config = Config()
     for name, value in options.items():
         setattr(config.actor_rollout_ref.actor, name, value)
     config.actor_rollout_ref.actor.ulysses_sequence_parallel_size = 4
     assert actor_budgets(config) == TokenBudgets(*actor)
-    assert (config.num_crews, config.num_critic_crews, config.critic_crew_size) == (2, 2, 4)
+    assert (config.num_sp_groups, config.num_critic_sp_groups, config.critic_sp_size) == (2, 2, 4)
     config.critic.ulysses_sequence_parallel_size = 2
     assert critic_budgets(config) == TokenBudgets(*critic)
-    assert config.num_critic_crews == 4
+    assert config.num_critic_sp_groups == 4
 
 
-def test_a_crew_has_the_answers_and_the_gradient_of_one_rank() -> None:
-    """In float64, of policy and critic, with few key heads, a window, shared prompts, rows that
-    end anywhere, and slices that nothing is asked of."""
-    for found in run_ranks(2, crew_bodies.compare):
-        assert len(found) == len(crew_bodies.CASES)
+def test_a_group_has_the_results_and_the_gradient_of_one_rank() -> None:
+    """In float64, for policy and critic, with few key heads, a window, shared prompts, rows of any
+    length, and slices without targets."""
+    for found in run_ranks(2, sequence_parallel_bodies.compare):
+        assert len(found) == len(sequence_parallel_bodies.CASES)
         for name, (alone, together) in found.items():
             for one, other in zip(alone, together, strict=True):
                 for x, y in zip(one, other, strict=True):
@@ -49,12 +49,12 @@ def test_a_crew_has_the_answers_and_the_gradient_of_one_rank() -> None:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_crews_learn_what_one_rank_does(size: int, tmp_path: Path) -> None:
-    """Answers, metrics and weights after updates of actor and critic, in float32 on real ranks:
-    of one crew, and of two with their own sequences, of which one is once without any."""
+def test_groups_learn_what_one_rank_does(size: int, tmp_path: Path) -> None:
+    """Outputs, metrics and weights after updates of actor and critic, in float32 on real ranks:
+    with one group, and with two that have different sequences, one of them none at first."""
     model = save_tiny(tmp_path)
-    (one,) = run_ranks(1, crew_bodies.learn, model, 1)
-    found = run_ranks(size, crew_bodies.learn, model, 2)
+    (one,) = run_ranks(1, sequence_parallel_bodies.learn, model, 1)
+    found = run_ranks(size, sequence_parallel_bodies.learn, model, 2)
     for answers in found:
         for mine, its in zip(answers["metrics"], one["metrics"], strict=True):
             uneven = {} if size == 2 else {k: its[k] for k in its if "num_micro" in k}

@@ -1,4 +1,4 @@
-"""What a rank does in tests of crews; importable by name."""
+"""Functions that ranks run in the tests of sequence parallelism; importable by name."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.verl.training.ranks import VOCAB, make_batch, make_groups, tiny_confi
 from verl.config.policy import SELECTIVE
 from verl.packing import SHARED, common_prompts, split_by_work
 from verl.training.attention import PACKED
-from verl.training.crews import Crew
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
+from verl.training.sequence_parallel import SequenceParallelGroup
 from verl.training.worker import TrainerWorker
 from verl.types import TokenBatch
 
@@ -60,12 +60,14 @@ def rows() -> Iterator[TokenBatch]:
     yield make_batch([]).select([])
 
 
-def gradients(module: nn.Module, crew: Crew | None, is_critic: bool) -> list[list[Tensor]]:
+def gradients(
+    module: nn.Module, sp_group: SequenceParallelGroup | None, is_critic: bool
+) -> list[list[Tensor]]:
     """Answers for each row, and the gradient of each parameter of a loss that all of them are in,
     as far as this rank's slices make it."""
     answers, places = [], torch.arange(40, dtype=torch.float64).sin()
     for batch in rows():
-        inputs = PackedInputs.of(batch, batch.tokens["policy_mask"], CPU, crew)
+        inputs = PackedInputs.of(batch, batch.tokens["policy_mask"], CPU, sp_group)
         found = [module(inputs)] if is_critic else [*module(inputs, 0.7, True)]
         loss = sum((x * places[: len(x)]).sum() + x.mean() ** 2 for x in found if len(x))
         (loss if isinstance(loss, Tensor) else 0 * found[0].sum()).backward()
@@ -74,13 +76,13 @@ def gradients(module: nn.Module, crew: Crew | None, is_critic: bool) -> list[lis
 
 
 def compare(rank: int, size: int, port: int) -> dict[str, list[list[list[Tensor]]]]:
-    """Of each case, what one rank computes and what a crew does, gradients added up."""
+    """Return, for each case, the results of a single rank and of the group, gradients summed."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
                             world_size=size)  # fmt: skip
-    crew, found = Crew.join(size), {}
+    sp_group, found = SequenceParallelGroup.join(size), {}
     for shape, is_critic in CASES:
         results = []
-        for together in (None, crew):
+        for together in (None, sp_group):
             lm = language_model(shape)
             module = ValueModel(lm).double() if is_critic else LogProbModel(lm)
             if isinstance(module, ValueModel):
@@ -95,14 +97,14 @@ def compare(rank: int, size: int, port: int) -> dict[str, list[list[list[Tensor]
     return found
 
 
-def learn(rank: int, size: int, port: int, model: str, crew_size: int) -> dict[str, Any]:
+def learn(rank: int, size: int, port: int, model: str, sp_size: int) -> dict[str, Any]:
     """Passes and updates of actor and critic, with several micro-batches and shared prompts."""
     config = tiny_config(model, size)
-    config.actor_rollout_ref.actor.ulysses_sequence_parallel_size = crew_size
-    config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 24 // crew_size
-    config.critic.ppo_max_token_len_per_gpu = 24 // crew_size
+    config.actor_rollout_ref.actor.ulysses_sequence_parallel_size = sp_size
+    config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 24 // sp_size
+    config.critic.ppo_max_token_len_per_gpu = 24 // sp_size
     config.actor_rollout_ref.model.enable_gradient_checkpointing = True
-    if crew_size > 1:
+    if sp_size > 1:
         config.critic.model.enable_gradient_checkpointing = SELECTIVE
     worker: Any = TrainerWorker(config, rank, size, "127.0.0.1", port, 10)
     found: dict[str, Any] = {"metrics": [], "answers": {}, "parts": [], "lengths": []}
@@ -110,8 +112,8 @@ def learn(rank: int, size: int, port: int, model: str, crew_size: int) -> dict[s
     for step, groups in enumerate(([(5, [9, 4]), (7, [10]), (3, [3, 2, 6])], [(4, [7])])):
         batch = make_groups(groups, step)
         batch.rows[SHARED] = common_prompts(batch)
-        split = split_by_work(batch, size // crew_size)
-        shard = split.shards[rank // crew_size]
+        split = split_by_work(batch, size // sp_size)
+        shard = split.shards[rank // sp_size]
         found["parts"].append(split.parts)
         found["lengths"].append(batch.lengths.tolist())
         found["answers"] |= {(number, step): call(shard) for number, call in enumerate(calls)}
