@@ -48,7 +48,7 @@ class SearchAgent:
             options = served(options, retriever, stack)
             self._loop = stack.enter_context(LoopThread())
             session = contextlib.AsyncExitStack()
-            with plugins.giving(given.objects):
+            with plugins.registered(given.objects):
                 self._session = self._loop.run(session.enter_async_context(opened(options)))
             stack.callback(lambda: self._loop.run(session.aclose()))
             self._stack = stack.pop_all()
@@ -146,7 +146,7 @@ def evaluate(
         words |= {"model": str(model), "data": files, "out": str(folder), **options}
         chosen = typed_options(EvaluationOptions, words)
         chosen = served(chosen, retriever, stack)
-        stack.enter_context(plugins.giving(given.objects))
+        stack.enter_context(plugins.registered(given.objects))
         running.evaluate(chosen)
         estimates = json.loads((folder / METRICS).read_bytes())["estimates"]
         _, rows = read_evaluation(folder)

@@ -14,7 +14,7 @@ from typing import Any
 
 from search_r1.search.schema import Document
 from verl.errors import ConfigError, explain
-from verl.plugins import GIVEN, Ready
+from verl.plugins import PYTHON_PREFIX, FixedInstance
 
 Finder = Callable[[str], Sequence[Document | str]]
 """Documents, or their contents alone, for one query, best first; it may block."""
@@ -47,7 +47,7 @@ class PythonObjects:
         if isinstance(one, str):
             return one
         is_function = inspect.isroutine(one)
-        own = Ready(FunctionRetrieval(one)) if is_function else _maker(URL, one, "search")
+        own = FixedInstance(FunctionRetrieval(one)) if is_function else _maker(URL, one, "search")
         return self._keep(one, own, in_file=False)  # an address is never that of a file
 
     def reward(self, one: Any) -> str:
@@ -59,7 +59,7 @@ class PythonObjects:
 
     def _keep(self, one: Any, kept: Any, in_file: bool = True) -> str:
         called = getattr(one, "__name__", None) or type(one).__name__
-        name = (place_of(one) if in_file else "") or f"{GIVEN}{called}"
+        name = (place_of(one) if in_file else "") or f"{PYTHON_PREFIX}{called}"
         if self.objects.get(name, kept) is not kept:  # another one of that name
             name = f"{name}_{sum(other.startswith(name) for other in self.objects) + 1}"
         self.objects[name] = kept
@@ -71,7 +71,7 @@ def _maker(option: str, one: Any, needs: str) -> Any:
     if inspect.isclass(one) or inspect.isroutine(one):
         return one
     if hasattr(one, needs):
-        return Ready(one)
+        return FixedInstance(one)
     expected = f"a name, a class, or an object with {needs}"
     raise ConfigError(explain(option, repr(one), expected, "give one of them"))
 

@@ -108,7 +108,7 @@ def _own(config: Config, names: Iterable[str]) -> dict[str, Any]:
     """The rewards that were given from Python; a class of managers is called with the options."""
     found = {}
     for name in names:
-        if name.startswith(plugins.GIVEN) or plugins.given(name) is not None:
+        if name.startswith(plugins.PYTHON_PREFIX) or plugins.registered_object(name) is not None:
             one: Any = plugins.resolve("reward_model.name", name, {})
             is_manager = isinstance(one, type) and issubclass(one, RewardManager)
             found[name] = one(config) if is_manager else one

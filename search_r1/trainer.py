@@ -115,7 +115,7 @@ class Trainer:
         from verl.trainer.run import run  # noqa: PLC0415 - torch, Ray, transformers: seconds
 
         self._heard.rows.clear()
-        with self._served() as config, plugins.giving(self._objects):
+        with self._served() as config, plugins.registered(self._objects):
             run(config, [self._heard])
         return self.history
 
@@ -151,7 +151,7 @@ class Recorder(Tracker):
 
 def _tell(name: str, listener: Listener | None, step: int, metrics: Mapping[str, float]) -> None:
     if listener is not None:
-        with plugins.told(name, f"step {step}", "a callback that returns", PluginError):
+        with plugins.user_code_errors(name, f"step {step}", "a callback that returns", PluginError):
             listener(step, dict(metrics))
 
 
@@ -172,5 +172,5 @@ def refuse_unpicklable(objects: Mapping[str, Any]) -> None:
     expected = "what cloudpickle takes: no locks, connections or open files"
     fix = "make them in the call, or give the class, which each process calls for itself"
     for name, one in objects.items():
-        with plugins.told("object", name, expected, fix=fix):
+        with plugins.user_code_errors("object", name, expected, fix=fix):
             cloudpickle.dumps(one)

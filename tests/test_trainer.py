@@ -120,7 +120,7 @@ def test_what_cannot_be_is_told_in_one_line(
     setattr(getattr(own, section), name, value)
     if told is None:
         made = Trainer(own)
-        with pytest.raises(ConfigError, match="given to this process; fix: give it from Python"):
+        with pytest.raises(ConfigError, match="registered in this process; fix: pass it in"):
             build_environment(made.config)
         return
     with pytest.raises(ConfigError, match=told) as error:
@@ -143,7 +143,7 @@ def test_code_of_a_file_has_the_name_that_a_command_line_gives_it(tmp_path: Path
              "agent.tools=[search,example/tools/calculator.py:Calculator]",
              "reward_model.name=tests/test_trainer.py:brevity"]  # fmt: skip
     assert identity(made.config, {}) == identity(cli.compose(words), {})
-    with plugins.giving(made._objects):
+    with plugins.registered(made._objects):
         assert type(build_environment(made.config).tools[1]) is Calculator
 
 
@@ -154,9 +154,9 @@ def test_objects_reach_other_processes(tmp_path: Path) -> None:
     own.agent.name = "dialogue"
     made = Trainer(own, tools=["search", Shout("!")], retriever=retriever)
     assert made.config.agent.tools == ["search", "python:Shout"]
-    with plugins.giving(made._objects):
-        sent = cloudpickle.dumps(plugins.Carried(build_environment))
-    assert plugins.given("python:Shout") is None
+    with plugins.registered(made._objects):
+        sent = cloudpickle.dumps(plugins.PortableFactory(build_environment))
+    assert plugins.registered_object("python:Shout") is None
     try:
         search, shout = pickle.loads(sent)(made.config).tools
         found = asyncio.run(search.call(query="capital of Norway"))
@@ -164,13 +164,13 @@ def test_objects_reach_other_processes(tmp_path: Path) -> None:
         assert asyncio.run(shout.call(text="oslo")).items[0].text == "OSLO!"
         assert retriever.queries == [] and search.retrieval.queries == ["capital of Norway"]
     finally:
-        plugins._given.clear()
+        plugins._registered.clear()
 
 
 def test_a_function_may_find_documents(tmp_path: Path) -> None:
     """It may give plain texts, and may block."""
     made = Trainer(config(tmp_path), retriever=lambda query: [f"About {query}\nIt is so."])
-    with plugins.giving(made._objects):
+    with plugins.registered(made._objects):
         [search] = build_environment(made.config).tools
     [item] = asyncio.run(search.call(query="Oslo")).items
     assert (item.title, item.text) == ("About Oslo", "It is so.")
@@ -187,7 +187,7 @@ def test_a_class_may_find_documents(tmp_path: Path) -> None:
     """It is called with the options, and is no address of a file."""
     made = Trainer(config(tmp_path), retriever=OwnRetrieval, tools=["search", "visit"])
     assert made.config.retriever.url == "python:OwnRetrieval"
-    with plugins.giving(made._objects):
+    with plugins.registered(made._objects):
         search, visit = build_environment(made.config).tools
     assert asyncio.run(search.call(query="Norway")).items[0].source == OSLO
     assert "no documents" in asyncio.run(visit.call(target="7")).items[0].text
@@ -210,12 +210,12 @@ def test_one_tool_needs_no_list(tmp_path: Path) -> None:
 def test_a_tool_given_twice_is_refused_and_two_of_a_kind_are_not(tmp_path: Path) -> None:
     """Names are those of objects, each its own."""
     made = Trainer(config(tmp_path), tools=[Calculator, Calculator])
-    with plugins.giving(made._objects), pytest.raises(ConfigError, match="each tool once"):
+    with plugins.registered(made._objects), pytest.raises(ConfigError, match="each tool once"):
         build_environment(made.config)
     whisper = Shout(".")
     whisper.name = "whisper"
     made = Trainer(config(tmp_path), tools=[Shout("!"), whisper])
-    with plugins.giving(made._objects):
+    with plugins.registered(made._objects):
         assert [tool.name for tool in build_environment(made.config).tools] == ["shout", "whisper"]
 
 
@@ -230,10 +230,10 @@ def test_an_agent_is_an_object_or_a_factory(tmp_path: Path) -> None:
     """The object itself, or what the class gives for the options."""
     agent = Agent()
     made = Trainer(config(tmp_path), agent=agent)
-    with plugins.giving(made._objects):
+    with plugins.registered(made._objects):
         assert build_agent(made.config) is agent
     made = Trainer(config(tmp_path), agent=lambda options: agent)
-    with plugins.giving(made._objects):
+    with plugins.registered(made._objects):
         assert build_agent(made.config) is agent
 
 
@@ -251,21 +251,21 @@ def test_a_reward_is_a_function_or_a_manager(tmp_path: Path) -> None:
     """A function is checked as one of a file is; a manager is taken as it is, a class is called."""
     manager = Constant()
     made = Trainer(config(tmp_path), reward=manager)
-    with plugins.giving(made._objects):
+    with plugins.registered(made._objects):
         assert build_reward_manager(made.config) is manager
     made = Trainer(config(tmp_path), reward=Constant)
-    with plugins.giving(made._objects):
+    with plugins.registered(made._objects):
         built = build_reward_manager(made.config)
     assert isinstance(built, Constant) and built.options is made.config
     made = Trainer(config(tmp_path), reward=lambda dialogue: RewardOutput(2.0))
-    with plugins.giving(made._objects):
+    with plugins.registered(made._objects):
         assert callable(build_reward_manager(made.config))
 
     async def later(dialogue: RewardInput) -> float:
         return 0.0
 
     made = Trainer(config(tmp_path), reward=later)
-    with plugins.giving(made._objects), pytest.raises(ConfigError, match="nobody awaits"):
+    with plugins.registered(made._objects), pytest.raises(ConfigError, match="nobody awaits"):
         build_reward_manager(made.config)
 
 

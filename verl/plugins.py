@@ -1,7 +1,7 @@
-"""Options that name code: a built-in row of a registry, or the user's own `path/file.py:Name`.
+"""Options that name code: a built-in registry entry, or the user's own `path/file.py:Name`.
 
-A run that is started from Python may give objects for such names: they are looked up first, and
-travel to the run's other processes with the factories that need them (`Carried`).
+A run that is started from Python may register objects under such names. They are looked up first,
+and travel to the run's other processes with the factories that need them (`PortableFactory`).
 """
 
 from __future__ import annotations
@@ -22,75 +22,79 @@ from typing import Any, Generic, TypeVar
 
 from verl.errors import ConfigError, UserError, explain
 
-Row = TypeVar("Row")
-Made = TypeVar("Made")
-PREFIX = "plugin_"
-"""How the modules of the user's files are named."""
-GIVEN = "python:"
-"""How the name of an object begins that was given from Python and stands in no file."""
+Entry = TypeVar("Entry")
+Product = TypeVar("Product")
+MODULE_PREFIX = "plugin_"
+"""Prefix of the module names under which users' files are imported."""
+PYTHON_PREFIX = "python:"
+"""Name prefix of objects passed in from Python, which have no file."""
 
-_given: dict[str, Any] = {}
-"""By absolute name, what stands for that name in this process."""
-_own_modules: set[str] = set()
-"""Where the code of what was given stands."""
-_executing = threading.RLock()
-"""Held while a file is executed, whose code may name another one."""
+_registered: dict[str, Any] = {}
+"""Objects registered in this process, by absolute name."""
+_user_modules: set[str] = set()
+"""Names of the modules that define the registered objects."""
+_import_lock = threading.RLock()
+"""Held while a user's file is executed. Reentrant, since its code may load another user's file."""
 
 
-def resolve(option: str, name: str, builtin: Mapping[str, Row]) -> Row:
-    """What the value `name` of `option` stands for: a row of `builtin`, or an object of a file.
+def resolve(option: str, name: str, builtin: Mapping[str, Entry]) -> Entry:
+    """Return what `name`, the value of `option`, refers to: an entry of `builtin`, a registered
+    object or an object in a file.
 
-    *Example*: `resolve("agent.tools", "example/tools/calculator.py:Calculator", TOOLS)` is that
-    class. Raises ConfigError for what is not there. An own object's type is for its user to know.
+    *Example*: `resolve("agent.tools", "example/tools/calculator.py:Calculator", TOOLS)` returns
+    that class. Raises ConfigError if there is no such object. The type of a user's object is not
+    checked.
     """
     if name in builtin:
         return builtin[name]
-    if absolute(name) in _given:
-        given_one: Any = _given[absolute(name)]
-        return given_one  # type: ignore[no-any-return]
-    if name.startswith(GIVEN):
-        fix = "give it from Python again, or put it into a file and name path/file.py:Name"
-        raise ConfigError(explain(option, name, "an object that was given to this process", fix))
+    if absolute(name) in _registered:
+        registered_entry: Any = _registered[absolute(name)]
+        return registered_entry  # type: ignore[no-any-return]
+    if name.startswith(PYTHON_PREFIX):
+        fix = "pass it in from Python again, or put it into a file and name path/file.py:Name"
+        raise ConfigError(explain(option, name, "an object registered in this process", fix))
     if not is_path(name):
         near = difflib.get_close_matches(name, builtin, n=1)
         fix = f"did you mean {near[0]!r}?" if near else "name one of them, or give a file of yours"
         expected = f"one of {', '.join(builtin)}, or path/file.py:Name"
         raise ConfigError(explain(option, repr(name), expected, fix))
     path, _, attribute = name.rpartition(":")
-    with _executing:  # no other thread sees a module before it is whole
-        module = _module(option, Path(path).expanduser().resolve())
+    with _import_lock:  # no other thread may see a partly executed module
+        module = _import_file(option, Path(path).expanduser().resolve())
     if not hasattr(module, attribute):
         own = ", ".join(key for key, value in vars(module).items()
                         if getattr(value, "__module__", None) == module.__name__)  # fmt: skip
         expected = f"a name in {path} ({own or 'it defines none'})"
         raise ConfigError(explain(option, repr(attribute), expected, "correct the name"))
-    found: Any = getattr(module, attribute)
-    return found  # type: ignore[no-any-return]
+    entry: Any = getattr(module, attribute)
+    return entry  # type: ignore[no-any-return]
 
 
 def build(option: str, name: str, builtin: Mapping[str, Any], config: Any, needs: str) -> Any:
-    """What the name stands for, made for `config`; one of the user's must have the part `needs`.
+    """Call what `name` refers to with `config` and return the result.
 
-    Raises ConfigError, also for whatever the user's own code raises.
+    The result of a user's own code must have the attribute `needs`. Raises ConfigError if it has
+    not, and for any exception of the user's code.
     """
-    made = resolve(option, name, builtin)
+    factory = resolve(option, name, builtin)
     if name in builtin:
-        return made(config)
-    with told(option, name, "what can be called with the options of a run"):
-        found = made(config)
-    if not hasattr(found, needs):
+        return factory(config)
+    with user_code_errors(option, name, "a class or function that takes the options of a run"):
+        product = factory(config)
+    if not hasattr(product, needs):
         expected = f"an object with {needs}"
-        raise ConfigError(explain(option, f"{name}, which gives {found!r}", expected, "return one"))
-    return found
+        got = f"{name}, which gives {product!r}"
+        raise ConfigError(explain(option, got, expected, "return one"))
+    return product
 
 
 def is_path(name: str) -> bool:
-    """Whether a value names a file's object rather than a built-in."""
+    """Whether a name refers to an object in a file (`path/file.py:Name`), not to a built-in."""
     return name.rpartition(":")[0].endswith(".py")
 
 
 def absolute(name: str) -> str:
-    """The value for a process with another working directory."""
+    """Return the name with its path made absolute, for processes in another working directory."""
     if not is_path(name):
         return name
     path, _, attribute = name.rpartition(":")
@@ -98,59 +102,60 @@ def absolute(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """An object that exists already, where a class or function is called with a run's options."""
+class FixedInstance:
+    """A factory that always returns one existing object, whatever the options."""
 
-    made: Any
+    instance: Any
 
     def __call__(self, config: Any) -> Any:
-        return self.made
+        return self.instance
 
 
 @contextlib.contextmanager
-def giving(objects: Mapping[str, Any]) -> Iterator[None]:
-    """Let options find these objects by their names while the body lasts."""
-    before, modules = dict(_given), set(_own_modules)
-    _take(objects)
+def registered(objects: Mapping[str, Any]) -> Iterator[None]:
+    """Register objects under the names that options use for them, within the body."""
+    objects_before, modules_before = dict(_registered), set(_user_modules)
+    _register(objects)
     try:
         yield
     finally:
-        _given.clear()
-        _given.update(before)
-        _own_modules.intersection_update(modules)
+        _registered.clear()
+        _registered.update(objects_before)
+        _user_modules.intersection_update(modules_before)
 
 
-def given(name: str) -> Any:
-    """What was given for a name; None where nothing was."""
-    return _given.get(absolute(name))
+def registered_object(name: str) -> Any:
+    """Return the object that is registered under a name, or None."""
+    return _registered.get(absolute(name))
 
 
-def _take(objects: Mapping[str, Any]) -> None:
-    for name, one in objects.items():
-        _given[absolute(name)] = one
-        made = one.made if isinstance(one, Ready) else one
-        module = getattr(made, "__module__", None) or type(made).__module__
+def _register(objects: Mapping[str, Any]) -> None:
+    for name, entry in objects.items():
+        _registered[absolute(name)] = entry
+        target = entry.instance if isinstance(entry, FixedInstance) else entry
+        module = getattr(target, "__module__", None) or type(target).__module__
         if not module.startswith(("verl.", "search_r1.")):
-            _own_modules.add(module)
+            _user_modules.add(module)
 
 
 @dataclass(frozen=True)
-class Carried(Generic[Made]):
-    """A factory for other processes, with what was given to this one, as Ray pickles it."""
+class PortableFactory(Generic[Product]):
+    """A picklable factory that takes the objects registered in this process along to another."""
 
-    make: Callable[[Any], Made]
-    objects: Mapping[str, Any] = field(default_factory=lambda: dict(_given))
+    factory: Callable[[Any], Product]
+    objects: Mapping[str, Any] = field(default_factory=lambda: dict(_registered))
 
-    def __call__(self, config: Any) -> Made:
-        """What it makes there, from the objects that came with it."""
-        _take(self.objects)
-        return self.make(config)
+    def __call__(self, config: Any) -> Product:
+        """Register the objects in this process, then call the factory."""
+        _register(self.objects)
+        return self.factory(config)
 
 
-def _module(option: str, path: Path) -> ModuleType:
-    """The file, executed once in a process, whichever options name it."""
-    # Every process has the same name for it: what is pickled says by that where its class is.
-    name = f"{PREFIX}{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}"
+def _import_file(option: str, path: Path) -> ModuleType:
+    """Import a file; it is executed once per process, however many options name it."""
+    # The module name depends on the path alone, so that it is the same in every process: pickled
+    # objects refer to their class by it.
+    name = f"{MODULE_PREFIX}{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():
@@ -159,9 +164,9 @@ def _module(option: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their own module up there
+    sys.modules[name] = module  # dataclasses look up their own module there
     try:
-        with told(option, path, "a file that can be imported"):
+        with user_code_errors(option, path, "a file that can be imported"):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
@@ -170,49 +175,53 @@ def _module(option: str, path: Path) -> ModuleType:
 
 
 @contextlib.contextmanager
-def told(
-    option: str, what: object, expected: str, kind: type[UserError] = ConfigError,
+def user_code_errors(
+    option: str, source: object, expected: str, kind: type[UserError] = ConfigError,
     fix: str = "correct it, or install what it imports",
 ) -> Iterator[None]:  # fmt: skip
-    """Make whatever a user's own code raises one line, a `kind`, that says where."""
+    """Turn any exception of the body, which runs a user's own code, into a one-line `kind` that
+    names the line. Passes UserErrors on as they are."""
     try:
         yield
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        got = f"{what} ({_words(error)}; line {place.lineno} of {place.filename})"
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        got = f"{source} ({_one_line(error)}; line {frame.lineno} of {frame.filename})"
         raise kind(explain(option, got, expected, fix)) from error
 
 
-def _words(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 @contextlib.contextmanager
-def blamed(subject: str, kind: type[UserError], expected: str) -> Iterator[None]:
-    """Make what a file of the user's raises in the body one line, a `kind`; see `own_place`."""
+def user_file_errors(subject: str, kind: type[UserError], expected: str) -> Iterator[None]:
+    """Turn an exception that a user's file raises in the body into a one-line `kind`.
+
+    Passes all others on; `user_code_location` decides which is which.
+    """
     try:
         yield
     except (Exception, SystemExit) as error:
-        place = own_place(error)
-        if place is None:
+        location = user_code_location(error)
+        if location is None:
             raise
-        got = f"{_words(error)} ({place})"
+        got = f"{_one_line(error)} ({location})"
         raise kind(explain(subject, got, expected, "correct it")) from error
 
 
-def own_place(error: BaseException) -> str | None:
-    """The line of a user's file that raised it, itself or in a library that it called.
+def user_code_location(error: BaseException) -> str | None:
+    """Return the line of a user's file that raised the error, directly or in a library it called.
 
-    None where the fault is ours: no such file was running, or it had called an engine. None also
-    for our own exceptions, whoever raised them: they say what to do already.
+    Returns None if the fault is ours: no user's file is in the traceback, or it had called a
+    rollout engine. Returns None for our own exceptions too, since they already say what to do.
     """
     if isinstance(error, UserError) or type(error).__module__.startswith("verl."):
         return None
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         module = str(frame.f_globals.get("__name__"))
-        if module.startswith(PREFIX) or module in _own_modules:
+        if module.startswith(MODULE_PREFIX) or module in _user_modules:
             return f"line {line} of {frame.f_code.co_filename}"
         if module.startswith("verl.rollout."):
             break

@@ -116,7 +116,7 @@ def build_client(options: ServerConfig) -> RetrievalClient:
 def given_retrieval(config: Config) -> Any:
     """What was given from Python to find documents; None where a server is named."""
     url = config.retriever.url
-    if not url.startswith(plugins.GIVEN):
+    if not url.startswith(plugins.PYTHON_PREFIX):
         return None
     return plugins.build("retriever.url", url, {}, config, needs="search")
 

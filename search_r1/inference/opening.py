@@ -52,7 +52,7 @@ async def facts_of(config: Config) -> Facts:
     """What answers the searches, as `/info` tells; alike for all addresses. Raises ToolError."""
     if config.retriever.url == EMPTY:
         return NOTHING_FOUND
-    if config.retriever.url.startswith(plugins.GIVEN):
+    if config.retriever.url.startswith(plugins.PYTHON_PREFIX):
         return {"retriever": config.retriever.url}
     first: Facts | None = None
     try:

@@ -58,7 +58,7 @@ class Environment:
         """The tools as one dialogue has them."""
         tools = []
         for tool in self.active:
-            with plugins.blamed(f"for_dialogue of {tool.label}", ToolRefused, "a tool"):
+            with plugins.user_file_errors(f"for_dialogue of {tool.label}", ToolRefused, "a tool"):
                 tools.append(tool.for_dialogue(start))
         is_same = all(one is tool for one, tool in zip(tools, self.active, strict=True))
         return self if is_same else replace(self, tools=tuple(tools))
@@ -71,14 +71,16 @@ class Environment:
                 continue
             arguments = read_arguments(tool, call)
             if not isinstance(arguments, str):
-                with plugins.blamed(f"anticipate of {tool.label}", ToolRefused, "no error"):
+                with plugins.user_file_errors(
+                    f"anticipate of {tool.label}", ToolRefused, "no error"
+                ):
                     tool.anticipate(**arguments)
 
     def ended(self) -> dict[str, float]:
         """What the tools counted in the dialogue that is over."""
         found: dict[str, float] = {}
         for tool in self.active:
-            with plugins.blamed(f"ended of {tool.label}", ToolRefused, "numbers by name"):
+            with plugins.user_file_errors(f"ended of {tool.label}", ToolRefused, "numbers by name"):
                 found |= tool.ended()
         return found
 
@@ -100,7 +102,7 @@ class Environment:
         if tool is None or isinstance(arguments, str):
             return Observation((Item(f"Error: {arguments}"),))
         subject = f"{tool.label}, called with {str(arguments)[:300]}"
-        with plugins.blamed(subject, ToolRefused, OBSERVATION):
+        with plugins.user_file_errors(subject, ToolRefused, OBSERVATION):
             observation = await tool.call(**arguments)
         if not is_observation(observation):
             got = " ".join(repr(observation).split())[:300]
@@ -116,7 +118,7 @@ class Environment:
     def probe(self, seconds: float) -> tuple[Tool, str] | None:
         """The first tool that does not answer and what is wrong, or None. Raises ToolRefused."""
         for tool in self.active:
-            with plugins.blamed(f"probe of {tool.label}", ToolRefused, "a text"):
+            with plugins.user_file_errors(f"probe of {tool.label}", ToolRefused, "a text"):
                 problem = tool.probe(seconds)
             if problem:
                 return tool, problem
@@ -125,14 +127,18 @@ class Environment:
     def preflight(self, seconds: float) -> Iterator[ToolError]:
         """What stands in the way of a run that is to begin."""
         for tool in self.active:
-            with plugins.blamed(f"preflight of {tool.label}", ToolRefused, "what is wrong"):
+            with plugins.user_file_errors(
+                f"preflight of {tool.label}", ToolRefused, "what is wrong"
+            ):
                 yield from tool.preflight(seconds)
 
     def identity(self) -> dict[str, str]:
         """The fingerprints of all tools."""
         found: dict[str, str] = {}
         for tool in self.active:
-            with plugins.blamed(f"identity of {tool.label}", ToolRefused, "fingerprints by name"):
+            with plugins.user_file_errors(
+                f"identity of {tool.label}", ToolRefused, "fingerprints by name"
+            ):
                 found |= tool.identity()
         return found
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verl.bounds import FINITE, Bounds
-from verl.plugins import GIVEN
+from verl.plugins import PYTHON_PREFIX
 
 Resume = Literal["fixed", "experiment", "logged", "free"]
 """What another value than the checkpoint's leads to when a run is resumed:
@@ -62,7 +62,7 @@ class Limits:
         if isinstance(value, list | tuple | Mapping):
             return all(self.allows(one) for one in _parts(value))
         if self.choices:
-            is_own = self.or_file and (".py:" in value or value.startswith(GIVEN))
+            is_own = self.or_file and (".py:" in value or value.startswith(PYTHON_PREFIX))
             return is_own or value in self.words
         return not isinstance(value, int | float) or value in self.bounds
 

@@ -16,7 +16,7 @@ from verl.config.policy import ActorConfig
 from verl.config.reward import RewardConfig, StageConfig
 from verl.core_algos.advantages import ADVANTAGES
 from verl.errors import explain
-from verl.plugins import GIVEN
+from verl.plugins import PYTHON_PREFIX
 
 Row = tuple[object, str, object, str, str]
 """Whether it is a problem; subject, got, expected, fix."""
@@ -320,7 +320,7 @@ def _shaping(config: Config) -> Iterator[Row]:
 def _server(config: Config) -> Iterator[Row]:
     """Where documents come from."""
     url, key = config.retriever.url, "retriever.url"
-    is_own = url == EMPTY or url.startswith(GIVEN)
+    is_own = url == EMPTY or url.startswith(PYTHON_PREFIX)
     is_address = is_own or all(one.strip().startswith(HTTP) for one in url.split(","))
     yield (config.calls_tools and not is_address, key, repr(url),
            "http addresses with commas between them, or empty", f"{key}={ServerConfig().url}")

@@ -157,7 +157,7 @@ class RolloutReplica:
         subject = f"agent.name={self.config.agent.name} at {start.prompt.uid}"
         expected = "the trajectory that it was given, with its group and sample, continued"
         try:
-            with plugins.blamed(subject, PluginError, expected):
+            with plugins.user_file_errors(subject, PluginError, expected):
                 ended = await self.agent.run(start, engine, sampling)
         finally:
             self.gate.end(engine.name)

@@ -38,7 +38,7 @@ from verl.files import exclusive
 from verl.model_files import load_tokenizer, tokenizer_identity
 from verl.monitor.memory_watch import rank_names, watching
 from verl.monitor.tracking import Tracker, Tracking
-from verl.plugins import Carried
+from verl.plugins import PortableFactory
 from verl.preflight.checks import preflight
 from verl.remote_code import set_trust
 from verl.rewards.interface import EachAlone, Reward, RewardManager
@@ -155,8 +155,8 @@ def processes(
             ranks, replicas = (
                 build_groups(
                     config,
-                    WithToken(Carried(build_agent)),
-                    WithToken(Carried(build_environment)),
+                    WithToken(PortableFactory(build_agent)),
+                    WithToken(PortableFactory(build_environment)),
                     updates,
                     reaper,
                     restarts,
