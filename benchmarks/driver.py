@@ -34,7 +34,7 @@ from verl.errors import RankLost, ReplicaLost
 from verl.monitor.performance import Timings
 from verl.packing import split_groups
 from verl.rewards.interface import Reward
-from verl.rollout.pool import whole_groups
+from verl.rollout.pool import complete_groups
 from verl.single_controller.actors import ActorHost, RayWorkerGroup
 from verl.steady import one_thread, steady_memory
 from verl.trainer.collection import Samples
@@ -168,7 +168,7 @@ def step(config: Config, players: RayWorkerGroup, ranks: TrainerRanks) -> Costs:
         finished: dict[int, Trajectory] = {}
         for part, found in zip(parts, players.gather(calls), strict=True):
             finished |= dict(zip(part, found, strict=True))
-        trajectories = whole_groups([finished[i] for i in range(len(starts))], [], "step", 0.02)
+        trajectories = complete_groups([finished[i] for i in range(len(starts))], [], "step", 0.02)
     rewards = [Reward(float(i % 3 == 0)) for i in range(len(starts))]
     with costs.part("metrics"):
         rollout_metrics(trajectories)

@@ -182,9 +182,9 @@ class TurnTimes:
     epoch, by the clock of the replica's machine. Of a turn that new weights cut, one for each part.
     """
 
-    asked: float
-    began: float
-    ended: float
+    requested: float
+    started: float
+    finished: float
     turn: int = 0
     """The number of the turn."""
     queued_s: float = 0.0

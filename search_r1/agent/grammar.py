@@ -4,9 +4,9 @@ from verl.agent.grammar import (
     Grammar,
     Tag,
     answer_pattern,
-    handover_patterns,
     information_pattern,
     tag_pattern,
+    think_ending_patterns,
 )
 
 __all__ = [
@@ -14,9 +14,9 @@ __all__ = [
     "SEARCH_R1",
     "Grammar",
     "answer_pattern",
-    "handover_patterns",
     "information_pattern",
     "tag_pattern",
+    "think_ending_patterns",
 ]
 
 SEARCH_R1 = Grammar(tools=(("search", Tag("<search>", "</search>")),))

@@ -158,7 +158,7 @@ class Runner:
                 has_answer = holds(text, task.row.ground_truth)
                 searches.append(Search(query_of(call), ids, has_answer))
 
-        environment = replace(self.agent.environment, heard=heard)
+        environment = replace(self.agent.environment, on_observation=heard)
         agent = replace(self.agent, environment=environment)
         row, num_read = put(task.row, self.method), 0
         problem: str | None = None

@@ -218,7 +218,7 @@ class AgentSession:
         correction = self.agent.format.respond(Turn(), None, ())
         heard = _ListeningEngine(self.engine, listener, correction, max_tokens)
         start = start_trajectory(prompt, seed=self.seed if seed is None else seed)
-        environment = replace(self.agent.environment, heard=heard.answered)
+        environment = replace(self.agent.environment, on_observation=heard.answered)
         agent = replace(self.agent, environment=environment)
         end = await agent.run(start, heard, self.sampling if sampling is None else sampling)
         answer = None

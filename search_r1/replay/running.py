@@ -24,7 +24,7 @@ from search_r1.replay.playing import Edit, finder, play, turns_of
 from search_r1.scoring import build_reward_manager
 from search_r1.view.run import find_rollouts, read_config
 from verl.agent.dialogue import DialogueAgent
-from verl.agent.environment import Listener
+from verl.agent.environment import ObservationListener
 from verl.agent.interface import Item, ToolCall
 from verl.checkpoint.folders import RunState, all_complete, is_complete
 from verl.config import Config
@@ -174,13 +174,13 @@ async def replayed(
     return done
 
 
-def dialogue_agent(config: Config, heard: Listener) -> DialogueAgent:
+def dialogue_agent(config: Config, heard: ObservationListener) -> DialogueAgent:
     """The run's agent. Raises ConfigError for one that is not ours: its turns are not known."""
     agent = build_agent(config)
     if not isinstance(agent, DialogueAgent):
         fix = "replay a run of agent.name=dialogue"
         raise ConfigError(explain("agent.name", config.agent.name, "dialogue", fix))
-    return replace(agent, environment=replace(agent.environment, heard=heard))
+    return replace(agent, environment=replace(agent.environment, on_observation=heard))
 
 
 def weights_of(run: Path, config: Config) -> dict[int, str]:

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from search_r1.agent.grammar import (
     SEARCH_R1,
     Grammar,
-    handover_patterns,
     information_pattern,
     tag_pattern,
+    think_ending_patterns,
 )
 from search_r1.rewards.f1 import compared
 from search_r1.rewards.interface import (
@@ -73,7 +73,7 @@ def _spelled(origin: Origin, text: str, grammar: Grammar) -> str:
         tags, letters = tag_pattern(grammar), _letters(grammar)
         parts = (part for part in tags.split(text) if part.strip())
         return "".join(letters.get(p, "!") if tags.fullmatch(p) else "x" for p in parts)
-    closed, opened = handover_patterns(grammar)
+    closed, opened = think_ending_patterns(grammar)
     handed_over = "Tt" if closed.search(text) else "T" if opened.search(text) else ""
     if origin == "prompt":
         return handed_over

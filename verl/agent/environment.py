@@ -20,7 +20,7 @@ TYPES: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 """Of JSON schema, as Python reads them."""
 OBSERVATION = "an Observation of items that have texts, or a ToolError"
-Listener = Callable[[ToolCall, Observation], None]
+ObservationListener = Callable[[ToolCall, Observation], None]
 EnvironmentFactory = Callable[[Config], "Environment"]
 """Makes the tools of a run; processes elsewhere call it by name, each for itself."""
 
@@ -32,7 +32,7 @@ class Environment:
     tools: tuple[Tool, ...] = ()
     enabled: bool = True
     """False makes every call an invalid action: no tool is asked, nor waited for."""
-    heard: Listener = lambda call, observation: None
+    on_observation: ObservationListener = lambda call, observation: None
     """Hears each call that was answered."""
 
     @property
@@ -107,7 +107,7 @@ class Environment:
         if not is_observation(observation):
             got = " ".join(repr(observation).split())[:300]
             raise ToolRefused(explain(subject, got, OBSERVATION, "return one"))
-        self.heard(call, observation)
+        self.on_observation(call, observation)
         return observation
 
     def is_sound(self, call: ToolCall) -> bool:

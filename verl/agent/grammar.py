@@ -90,7 +90,7 @@ def information_pattern(tags: Grammar) -> re.Pattern[str]:
 
 
 @functools.cache
-def handover_patterns(tags: Grammar) -> tuple[re.Pattern[str], re.Pattern[str]]:
+def think_ending_patterns(tags: Grammar) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """A text that ends with a thinking part that is empty, and one that ends with one open."""
     opening, closing = re.escape(tags.think.opening), re.escape(tags.think.closing)
     return re.compile(rf"{opening}\s*{closing}\s*\Z"), re.compile(rf"{opening}\s*\Z")

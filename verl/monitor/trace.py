@@ -63,30 +63,32 @@ class Trace:
                 yield _name(1 + replica, f"replica {replica}")
             for begin, end in busy(own):
                 yield _span("sampling", 1 + replica, ENGINE_ROW, begin, end)
-            for trajectory in sorted(own, key=lambda t: t.turn_times[0].asked):
+            for trajectory in sorted(own, key=lambda t: t.turn_times[0].requested):
                 yield from self._dialogue(trajectory, step)
 
     def _dialogue(self, trajectory: Trajectory, step: int) -> Iterator[Event]:
         """Turns, and between them what the dialogue waited for, on the first row that is free."""
         times, process = trajectory.turn_times, 1 + trajectory.replica
         rows = self._rows[trajectory.replica]
-        row = next((i for i, free in enumerate(rows) if free <= times[0].asked), len(rows))
-        rows[row:] = [times[-1].ended, *rows[row + 1 :]]
+        row = next((i for i, free in enumerate(rows) if free <= times[0].requested), len(rows))
+        rows[row:] = [times[-1].finished, *rows[row + 1 :]]
         about = {"group": trajectory.group, "sample": trajectory.sample, "step": step}
         for before, turn in zip([times[0], *times], times, strict=False):
             if turn.turn != before.turn:
-                yield _span("tool", process, 1 + row, before.ended, turn.asked, **about)
-            yield _span("weights", process, 1 + row, turn.asked, turn.began, **about)
-            runs = turn.began + turn.queued_s
+                yield _span("tool", process, 1 + row, before.finished, turn.requested, **about)
+            yield _span("weights", process, 1 + row, turn.requested, turn.started, **about)
+            runs = turn.started + turn.queued_s
             if turn.queued_s:
-                yield _span("slot", process, 1 + row, turn.began, runs, **about)
-            yield _span(f"turn {turn.turn}", process, 1 + row, runs, turn.ended, **about)
+                yield _span("slot", process, 1 + row, turn.started, runs, **about)
+            yield _span(f"turn {turn.turn}", process, 1 + row, runs, turn.finished, **about)
 
 
 def busy(trajectories: Sequence[Trajectory]) -> list[tuple[float, float]]:
     """When at least one of these sampled: (begin, end) of each stretch, in order."""
     stretches: list[tuple[float, float]] = []
-    for begin, end in sorted((t.began, t.ended) for one in trajectories for t in one.turn_times):
+    for begin, end in sorted(
+        (t.started, t.finished) for one in trajectories for t in one.turn_times
+    ):
         if stretches and begin <= stretches[-1][1]:
             stretches[-1] = (stretches[-1][0], max(end, stretches[-1][1]))
         else:

@@ -21,9 +21,9 @@ from verl.config import Config
 from verl.errors import ConfigError, ResourceError, UserError, explain, masked
 from verl.ports import is_here
 from verl.rollout.interface import URL, WEIGHTS_DIR
-from verl.rollout.remote_engine import key_headers, root_of
+from verl.rollout.remote_engine import auth_headers, server_root
 from verl.rollout.vllm_engine import WORKER_EXTENSION
-from verl.rollout.vllm_server import FACTS, ServerFacts, WeightInfo
+from verl.rollout.vllm_server import SERVER_INFO_PATH, ServerInfo, WeightInfo
 from verl.training.devices import device_type, rollout_dtype
 from verl.training.loading import weight_bytes
 from verl.training.node_folder import NodeFolder, new_path
@@ -58,7 +58,7 @@ def server_problems(
         return
     for url in config.servers:
         try:
-            yield from _Asked(config, root_of(url, URL), transport).problems()
+            yield from _Asked(config, server_root(url, URL), transport).problems()
         except ConfigError as error:  # of the address, or the key
             yield error
 
@@ -88,7 +88,7 @@ class _Asked:
     def __init__(self, config: Config, url: str, transport: httpx.BaseTransport | None) -> None:
         self.config, self.url = config, url
         self.rollout = config.actor_rollout_ref.rollout
-        headers = key_headers(url, self.rollout.api_key_env)
+        headers = auth_headers(url, self.rollout.api_key_env)
         self.http = httpx.Client(headers=headers, timeout=ANSWER_S, transport=transport)
 
     def problems(self) -> Iterator[ConfigError]:
@@ -97,7 +97,7 @@ class _Asked:
             try:
                 models = _Models.model_validate_json(self._get("/v1/models"))
                 WeightInfo.model_validate_json(self._get("/weight_info"))
-                facts = ServerFacts.model_validate_json(self._get(FACTS))
+                facts = ServerInfo.model_validate_json(self._get(SERVER_INFO_PATH))
                 yield from self._unfit(models.data, facts)
             except httpx.HTTPStatusError as error:
                 yield self._refused(error.response)
@@ -137,7 +137,7 @@ class _Asked:
             words += ["--served-model-name", rollout.served_model]
         return f"VLLM_SERVER_DEV_MODE=1 {shlex.join(words)}"
 
-    def _unfit(self, models: list[_Model], facts: ServerFacts) -> Iterator[ConfigError]:
+    def _unfit(self, models: list[_Model], facts: ServerInfo) -> Iterator[ConfigError]:
         """What the server's settings lack."""
         served, names = self.rollout.served_model, [model.id for model in models]
         if not names or (served is not None and served not in names):
@@ -167,7 +167,7 @@ class _Asked:
         logger.info("server %s: %s, %d tokens, %s", masked(self.url), model.id,
                     model.max_model_len, dtype)  # fmt: skip
 
-    def _blind(self, facts: ServerFacts) -> Iterator[ConfigError]:
+    def _blind(self, facts: ServerInfo) -> Iterator[ConfigError]:
         """Whether the server sees what is written here; without our way of loading it cannot tell,
         and the first weights, before anything is sampled, show it."""
         given = self.rollout.weights_dir

@@ -57,7 +57,7 @@ class RolloutRequest:
         return [i for i in range(len(self.starts)) if i not in self.finished]
 
     @property
-    def names(self) -> list[TrajectoryKey]:
+    def trajectory_keys(self) -> list[TrajectoryKey]:
         """Of each start."""
         return trajectory_keys(self.starts, self.sampling)
 
@@ -92,7 +92,7 @@ class RolloutPool:
         """Finish `starts`, in their order."""
         return self.finish(self.start(starts, sampling))
 
-    def unanswered(self) -> Callable[[], Mapping[TrajectoryKey, Trajectory]]:
+    def fetch_finished(self) -> Callable[[], Mapping[TrajectoryKey, Trajectory]]:
         """Ask for the finished trajectories of unfinished requests.
 
         Returns a function that waits for them; it may be called in another thread.
@@ -265,7 +265,7 @@ class RetryingRollout(RolloutPool):
     check: Check = lambda: None
     """Called while the run waits; may raise to end it, as when its time is over."""
     faults: Metrics = field(default_factory=lambda: defaultdict(float))
-    served: Mapping[str, str] = field(default_factory=dict)
+    expected_identity: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of what the tools served when the run began; empty compares nothing."""
 
     def start(
@@ -285,7 +285,7 @@ class RetryingRollout(RolloutPool):
         """
         starts, sampling = request.starts, request.sampling
         finished = self._noted(self.replicas.finish(request))
-        failed, vain_rounds = broken(finished), 0
+        failed, vain_rounds = failed_positions(finished), 0
         outage = Outage(self.environment, self.check)
         while failed and vain_rounds < MAX_VAIN_ROUNDS:
             logger.warning("%d of %d trajectories failed and are to be sampled again: %s",
@@ -296,7 +296,7 @@ class RetryingRollout(RolloutPool):
                 finished[i] = trajectory
             self.faults["outage_s"] += waited
             self.faults["trajectories_resampled"] += len(failed)
-            still = broken(finished)
+            still = failed_positions(finished)
             if len(still) < len(failed):
                 vain_rounds, outage = 0, Outage(self.environment, self.check)
             else:
@@ -311,8 +311,10 @@ class RetryingRollout(RolloutPool):
 
         A server that was started again with another corpus answers as well as the first.
         """
-        found = self.environment.identity() if self.served else {}
-        changed = [name for name in found if self.served.get(name, found[name]) != found[name]]
+        found = self.environment.identity() if self.expected_identity else {}
+        changed = [
+            name for name in found if self.expected_identity.get(name, found[name]) != found[name]
+        ]
         if changed:
             raise ToolRefused(
                 f"what the tools serve changed since the run began: got another "
@@ -320,9 +322,9 @@ class RetryingRollout(RolloutPool):
                 "was served before and resume, or begin a new run"
             )
 
-    def unanswered(self) -> Callable[[], Mapping[TrajectoryKey, Trajectory]]:
+    def fetch_finished(self) -> Callable[[], Mapping[TrajectoryKey, Trajectory]]:
         """Ask for what is finished of requests that are not; see `RolloutPool`."""
-        return self.replicas.unanswered()
+        return self.replicas.fetch_finished()
 
     def abandon(self, request: RolloutRequest) -> None:
         """Nobody waits for these any more."""
@@ -348,26 +350,26 @@ class RetryingRollout(RolloutPool):
         return finished
 
 
-def broken(trajectories: Iterable[Trajectory]) -> list[int]:
+def failed_positions(trajectories: Iterable[Trajectory]) -> list[int]:
     """Positions of those that infrastructure broke."""
     return [i for i, t in enumerate(trajectories) if t.status is Status.FAILED]
 
 
-def whole_groups(
+def complete_groups(
     trajectories: Sequence[Trajectory], failed: Sequence[Trajectory], of_what: str, max_share: float
 ) -> list[Trajectory]:
     """Those whose group is whole; a group of which one is in `failed` goes with it.
 
     What failed is mostly what called a tool: its siblings that did without must not stand for the
-    group. `of_what` names all of them: `step 3`. Raises ToolOutage as `refuse_share` does.
+    group. `of_what` names all of them: `step 3`. Raises ToolOutage as `check_lost_share` does.
     """
     cut = {trajectory.group for trajectory in failed}
     kept = [t for t in trajectories if t.group not in cut]
-    refuse_share(failed, len(trajectories) - len(kept), len(trajectories), of_what, max_share)
+    check_lost_share(failed, len(trajectories) - len(kept), len(trajectories), of_what, max_share)
     return kept
 
 
-def refuse_share(
+def check_lost_share(
     failed: Sequence[Trajectory], num_lost: int, num_all: int, of_what: str, max_share: float
 ) -> None:
     """A line for what failed for good, with which `num_lost` of `num_all` are lost.

@@ -76,10 +76,10 @@ class RemoteEngine(RolloutEngine):
         None sends OPENAI_API_KEY to OpenAI's own address, and nothing elsewhere. Raises ConfigError
         for a variable that is not set.
         """
-        self.url = root_of(base_url) + COMPLETIONS
+        self.url = server_root(base_url) + COMPLETIONS
         self._model = model
         self._tokenizer = tokenizer
-        self._headers = key_headers(base_url, api_key_env)
+        self._headers = auth_headers(base_url, api_key_env)
         self._transport = transport
 
     @classmethod
@@ -145,7 +145,7 @@ class RemoteEngine(RolloutEngine):
         )
 
 
-def root_of(base_url: str, option: str = "endpoint") -> str:
+def server_root(base_url: str, option: str = "endpoint") -> str:
     """A server's address without the `/v1` that it may be given with. Raises ConfigError, which
     names the option, for text that is none."""
     try:
@@ -156,7 +156,7 @@ def root_of(base_url: str, option: str = "endpoint") -> str:
     return base_url.rstrip("/").removesuffix("/v1")
 
 
-def key_headers(base_url: str, api_key_env: str | None) -> dict[str, str]:
+def auth_headers(base_url: str, api_key_env: str | None) -> dict[str, str]:
     """What shows a server the key of the variable `api_key_env`; see `RemoteEngine`."""
     variable = api_key_env or (OPENAI_KEY if base_url.startswith(OPENAI) else "")
     key = os.environ.get(variable)

@@ -31,7 +31,7 @@ from verl.model_files import load_tokenizer
 from verl.remote_code import set_trust
 from verl.rollout.interface import INTERRUPTED, build_engine
 from verl.rollout.pool import Claims, Slots, trajectory_keys
-from verl.rollout.schedule import Part, Schedule, of_run
+from verl.rollout.schedule import Schedule, TurnPart, load_schedule
 from verl.training.devices import device_type, keep_to_cores, rollout_dtype
 from verl.types import Completion, EngineCounts, Sampling, Trajectory, TrajectoryKey, TurnTimes
 
@@ -60,7 +60,7 @@ class RolloutReplica:
         """Those whose call is not answered yet, since others of it go on."""
         rollout = config.actor_rollout_ref.rollout
         interrupt = (lambda: self.engine.interrupt()) if rollout.interrupt_turns else None
-        self.gate = WeightGate(of_run(rollout.replay), interrupt)
+        self.gate = WeightGate(load_schedule(rollout.replay), interrupt)
         self._pause = contextlib.AsyncExitStack()
 
     def dtype(self) -> str:
@@ -213,7 +213,7 @@ class WeightGate:
 
     @contextlib.asynccontextmanager
     async def sampling(
-        self, at_least: int = 0, part: Part | None = None
+        self, at_least: int = 0, part: TurnPart | None = None
     ) -> AsyncIterator[int | None]:
         """Sample in the body, from weights of version `at_least` or later, which stay the same.
 

@@ -118,7 +118,7 @@ class RolloutReplicas(RolloutPool):
         self._requests.remove(request)
         return request.in_order()
 
-    def unanswered(self) -> Callable[[], Mapping[TrajectoryKey, Trajectory]]:
+    def fetch_finished(self) -> Callable[[], Mapping[TrajectoryKey, Trajectory]]:
         """Take what is answered by now, and ask for what is finished in calls that are not, which
         wait for the slowest. A replica that is lost, or silent, has nothing: whoever waits for it
         is told."""

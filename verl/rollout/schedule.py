@@ -19,12 +19,12 @@ from verl.types import Origin, Trajectory, TrajectoryKey
 
 FOLDER = "schedule"
 REPLAY = "actor_rollout_ref.rollout.replay"
-Part = tuple[str, int, bool, int, int]
+TurnPart = tuple[str, int, bool, int, int]
 """A trajectory's name, the number of a turn, and how many of its tokens were there before: 0 unless
 new weights cut the turn."""
 
 
-class Row(BaseModel, frozen=True):
+class ScheduleEntry(BaseModel, frozen=True):
     """One trajectory: the version that each turn began with, in order, and where it was sampled."""
 
     group: str
@@ -37,7 +37,7 @@ class Row(BaseModel, frozen=True):
     version."""
 
 
-def row_of(trajectory: Trajectory, greedy: bool) -> Row:
+def entry_of(trajectory: Trajectory, greedy: bool) -> ScheduleEntry:
     """What is recorded of a trajectory."""
     versions, cuts = list[int](), list[tuple[int, int, int]]()
     for turn, segment in enumerate(s for s in trajectory.segments if s.origin is Origin.POLICY):
@@ -46,11 +46,11 @@ def row_of(trajectory: Trajectory, greedy: bool) -> Row:
         for version, num_more in later:
             cuts.append((turn, num_tokens, version))
             num_tokens += num_more
-    return Row(group=trajectory.group, sample=trajectory.sample, greedy=greedy,
+    return ScheduleEntry(group=trajectory.group, sample=trajectory.sample, greedy=greedy,
                replica=trajectory.replica, versions=tuple(versions), cuts=tuple(cuts))  # fmt: skip
 
 
-def write(directory: Path, step: int, rows: Iterable[Row]) -> None:
+def write(directory: Path, step: int, rows: Iterable[ScheduleEntry]) -> None:
     """Keep a step's rows; a step that is run again replaces its file."""
     folder = directory / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def write(directory: Path, step: int, rows: Iterable[Row]) -> None:
         part.write_text("".join(row.model_dump_json() + "\n" for row in rows))
 
 
-def read(folder: Path) -> Iterator[Row]:
+def read(folder: Path) -> Iterator[ScheduleEntry]:
     """All rows of a folder. Raises ConfigError."""
     files = sorted(folder.glob("step_*.jsonl"))
     if not files:
@@ -67,7 +67,7 @@ def read(folder: Path) -> Iterator[Row]:
     for path in files:
         try:
             for line in path.read_text(encoding="utf-8").splitlines():
-                yield Row.model_validate_json(line)
+                yield ScheduleEntry.model_validate_json(line)
         except (OSError, ValueError) as error:
             problem = str(error).splitlines()[0]
             if isinstance(error, ValidationError):
@@ -79,10 +79,10 @@ def read(folder: Path) -> Iterator[Row]:
 class Schedule:
     """What a replica is to repeat of the trajectories that it is asked for."""
 
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self._versions: dict[Part, int] = {}
-        self._ends: dict[Part, int] = {}
-        self._parts: dict[TrajectoryKey, list[Part]] = {}
+    def __init__(self, rows: Iterable[ScheduleEntry]) -> None:
+        self._versions: dict[TurnPart, int] = {}
+        self._ends: dict[TurnPart, int] = {}
+        self._parts: dict[TrajectoryKey, list[TurnPart]] = {}
         for row in rows:
             name = (row.group, row.sample, row.greedy)
             begun = {turn: (*name, turn, 0) for turn in range(len(row.versions))}
@@ -93,14 +93,14 @@ class Schedule:
                 versions[begun[turn]] = version
             self._versions |= versions
             self._parts[name] = list(versions)
-        self._left: dict[Part, int] = {}
+        self._left: dict[TurnPart, int] = {}
         """Those that are to come, of trajectories on their way."""
 
-    def version(self, part: Part) -> int | None:
+    def version(self, part: TurnPart) -> int | None:
         """Of the weights of a part of a turn; None where nothing was recorded."""
         return self._versions.get(part)
 
-    def until(self, part: Part) -> int | None:
+    def until(self, part: TurnPart) -> int | None:
         """The number of the turn's tokens where that part ends; None where it ends the turn."""
         return self._ends.get(part)
 
@@ -108,7 +108,7 @@ class Schedule:
         """All parts of a trajectory are to come."""
         self._left |= {part: self._versions[part] for part in self._parts.get(name, ())}
 
-    def done(self, part: Part) -> None:
+    def done(self, part: TurnPart) -> None:
         """That part was sampled, or failed."""
         self._left.pop(part, None)
 
@@ -122,7 +122,7 @@ class Schedule:
         return all(other >= version for other in self._left.values())
 
 
-def of_run(folder: str | None) -> Schedule | None:
+def load_schedule(folder: str | None) -> Schedule | None:
     """What is repeated; None where nothing is."""
     return None if folder is None else Schedule(read(Path(folder)))
 
@@ -130,6 +130,6 @@ def of_run(folder: str | None) -> Schedule | None:
 def problems(config: Config) -> Iterator[ConfigError]:
     """Why the recorded schedule cannot be repeated."""
     try:
-        of_run(config.actor_rollout_ref.rollout.replay)
+        load_schedule(config.actor_rollout_ref.rollout.replay)
     except ConfigError as error:
         yield error

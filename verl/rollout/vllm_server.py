@@ -25,10 +25,10 @@ from verl.rollout.remote_engine import (
     COMPLETIONS,
     Answer,
     Choice,
-    key_headers,
+    auth_headers,
     read_body,
     request_body,
-    root_of,
+    server_root,
 )
 from verl.rollout.vllm_engine import WORKER_EXTENSION
 from verl.training.devices import device_type
@@ -50,7 +50,7 @@ EXACT = {
 """Named in each request, since a server has other defaults where its model's folder says so."""
 
 
-class ServerFacts(BaseModel):
+class ServerInfo(BaseModel):
     """What a server computes with, from its answer to `/server_info?config_format=json`."""
 
     dtype: str = Field(validation_alias=AliasPath("vllm_config", "model_config", "dtype"))
@@ -74,7 +74,7 @@ class WeightInfo(BaseModel):
     weight_version: str
 
 
-FACTS = "/server_info?config_format=json"
+SERVER_INFO_PATH = "/server_info?config_format=json"
 
 
 class Refused(Exception):
@@ -102,10 +102,10 @@ class VllmServer(RolloutEngine):
     ) -> None:
         """At most `max_num_seqs` completions are asked for at once.
 
-        `patience`: seconds that `start` waits for the server. Raises ConfigError as `key_headers`.
+        `patience`: seconds that `start` waits for the server. Raises ConfigError as `auth_headers`.
         """
-        self.url, self._patience, self._transport = root_of(url, URL), patience, transport
-        self._headers = key_headers(url, api_key_env)
+        self.url, self._patience, self._transport = server_root(url, URL), patience, transport
+        self._headers = auth_headers(url, api_key_env)
         self._model = {} if served_model is None else {"model": served_model}
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._http: httpx.AsyncClient | None = None
@@ -142,7 +142,7 @@ class VllmServer(RolloutEngine):
                 )
             logger.warning("waiting for the server at %s", masked(self.url))
             await asyncio.sleep(POLL_S)
-        self._facts = ServerFacts.model_validate_json(await self._tell("GET", FACTS))
+        self._facts = ServerInfo.model_validate_json(await self._tell("GET", SERVER_INFO_PATH))
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Continue `prompt_ids`; ids and log-probs are exactly those that were sampled.

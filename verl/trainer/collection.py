@@ -19,7 +19,7 @@ from verl.data import PromptSampler
 from verl.data.trajectories import Signals, write_step
 from verl.rewards.interface import Reward, RewardManager
 from verl.rollout import schedule
-from verl.rollout.pool import RetryingRollout, RolloutRequest, trajectory_keys, whole_groups
+from verl.rollout.pool import RetryingRollout, RolloutRequest, complete_groups, trajectory_keys
 from verl.trainer.metrics import Timings, reward_metrics, rollout_metrics
 from verl.trainer.validation import trajectory_seed
 from verl.types import (
@@ -130,7 +130,7 @@ class RolloutCollector:
     """Those that the present step has taken."""
     _resumed: dict[TrajectoryKey, Finished] = field(default_factory=dict)
     """What a checkpoint had of batches that are not started yet."""
-    _taken: list[schedule.Row] = field(default_factory=list)
+    _taken: list[schedule.ScheduleEntry] = field(default_factory=list)
     _sampled: Samples = field(default_factory=Samples)
     """All that the present step has, until it is recorded."""
 
@@ -181,11 +181,11 @@ class RolloutCollector:
             trajectories, *greedy = [self.rollout.finish(request) for request in batch.requests]
             baseline = greedy[0] if greedy else []
         if self.config.actor_rollout_ref.rollout.max_staleness > 0:
-            self._taken += [schedule.row_of(t, greedy=False) for t in trajectories]
-            self._taken += [schedule.row_of(t, greedy=True) for t in baseline]
+            self._taken += [schedule.entry_of(t, greedy=False) for t in trajectories]
+            self._taken += [schedule.entry_of(t, greedy=True) for t in baseline]
         failed = [t for t in (*trajectories, *baseline) if t.status is Status.FAILED]
         share = self.config.trainer.max_lost_share
-        alive = whole_groups(trajectories, failed, f"step {step}", share)
+        alive = complete_groups(trajectories, failed, f"step {step}", share)
         self.rollout.faults["trajectories_dropped"] += len(trajectories) - len(alive)
         with timings.phase("reward"):
             samples = Samples(alive, self.reward(alive))
@@ -229,14 +229,14 @@ class RolloutCollector:
         requests = [request for batch in known for request in batch.requests]
         if not requests:
             return None
-        unanswered = self.rollout.unanswered()  # which also takes what is answered
-        keyed_requests = [(request, request.names) for request in requests]
+        fetch_finished = self.rollout.fetch_finished()  # which also takes what is answered
+        keyed_requests = [(request, request.trajectory_keys) for request in requests]
         found = {names[i]: one for request, names in keyed_requests
                  for i, one in request.finished.items()}  # fmt: skip
         wanted = {name for _, names in keyed_requests for name in names}
 
         def write(step_dir: Path) -> None:
-            late = unanswered()
+            late = fetch_finished()
             ahead.write(step_dir, found | {n: late[n] for n in late if n in wanted}, newest)
 
         return write

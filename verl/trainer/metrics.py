@@ -65,9 +65,9 @@ def wait_metrics(trajectories: Sequence[Trajectory], now: float) -> Metrics:
     timed = [t.turn_times for t in trajectories if t.turn_times]
     if not timed:
         return {}
-    tools = [sum(b.asked - a.ended for a, b in itertools.pairwise(turns)) for turns in timed]
-    weights = [sum(turn.began - turn.asked for turn in turns) for turns in timed]
-    others = [now - turns[-1].ended for turns in timed]
+    tools = [sum(b.requested - a.finished for a, b in itertools.pairwise(turns)) for turns in timed]
+    weights = [sum(turn.started - turn.requested for turn in turns) for turns in timed]
+    others = [now - turns[-1].finished for turns in timed]
     slots = [sum(turn.queued_s for turn in turns) for turns in timed]
     waits = {"tools": tools, "weights": weights, "others": others}
     if any(slots):  # an engine told

@@ -109,7 +109,7 @@ class RayPPOTrainer:
         self.reward = adapted(self.reward_fn)
         self.rollout = RetryingRollout(
             self.replicas, self.environment, self.stopper.check,
-            served=self.identity.get("fingerprints", {}),
+            expected_identity=self.identity.get("fingerprints", {}),
         )  # fmt: skip
         self.collector = collector_of(
             self.config, self.rollout, self.train_prompts, self.reward,

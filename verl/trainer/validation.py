@@ -12,7 +12,7 @@ from tqdm import tqdm
 from verl.config import Config
 from verl.files import whole_file
 from verl.rewards.interface import Reward, RewardManager
-from verl.rollout.pool import RetryingRollout, RolloutPool, refuse_share
+from verl.rollout.pool import RetryingRollout, RolloutPool, check_lost_share
 from verl.trainer.metrics import validation_metrics
 from verl.types import Metrics, Prompt, Sampling, Status, Trajectory, start_trajectory
 
@@ -36,12 +36,12 @@ def validate(
 
     A row whose tools or engine failed for good was asked again and again and has no score of its
     own; it counts with the lowest, and as `val/fault/trajectories_failed`. Left out, it would raise
-    the score: what fails mostly called a tool. Raises ToolOutage as `refuse_share` does.
+    the score: what fails mostly called a tool. Raises ToolOutage as `check_lost_share` does.
     """
     trajectories = sample(config, rollout, prompts)
     failed = [t for t in trajectories if t.status is Status.FAILED]
     share = config.trainer.max_lost_share
-    refuse_share(failed, len(failed), len(trajectories), "validation", share)
+    check_lost_share(failed, len(failed), len(trajectories), "validation", share)
     rewards = scored(trajectories, reward)
     write_dialogues(dialogues, trajectories, rewards)
     faults = {f"val/{name}": count for name, count in rollout.take_faults().items()}

@@ -66,7 +66,7 @@ def play(script: Sequence[str], environment: Environment = BOTH) -> Trajectory:
 def test_tools_are_called_by_their_tags() -> None:
     """Each tool by the tag of its name; what it brings is observation, and all is counted."""
     heard: list[ToolCall] = []
-    environment = Environment(TOOLS, heard=lambda call, observation: heard.append(call))
+    environment = Environment(TOOLS, on_observation=lambda call, observation: heard.append(call))
     script = ["<clock> Oslo </clock>", "<double>21</double>", "<answer>42</answer>"]
     done = play(script, environment)
     assert done.status is Status.ANSWERED

@@ -91,7 +91,7 @@ def test_a_call_that_fails_ends_those_beside_it() -> None:
             return Observation()
 
     heard: list[ToolCall] = []
-    environment = Environment((Slow(),), heard=lambda call, _: heard.append(call))
+    environment = Environment((Slow(),), on_observation=lambda call, _: heard.append(call))
     calls = [ToolCall("own", x) for x in ("fine", "fails", "fine")]
 
     async def play() -> None:

@@ -116,6 +116,6 @@ def test_an_engine_is_busy_when_any_turn_is_sampled(all_marks: list[list[int]]) 
     turns = [turn for one in dialogues for turn in one.turn_times]
     for half in range(101):
         at = half / 2 + 0.25
-        is_busy = any(turn.began <= at < turn.ended for turn in turns)
+        is_busy = any(turn.started <= at < turn.finished for turn in turns)
         assert is_busy == any(begin <= at < end for begin, end in stretches)
     assert all(a[1] < b[0] for a, b in itertools.pairwise(stretches))

@@ -22,7 +22,7 @@ from verl.agent.interface import Tool, text_arguments
 from verl.config import Config
 from verl.errors import Interrupted, ToolOutage, ToolRefused
 from verl.rollout import pool
-from verl.rollout.pool import MAX_VAIN_ROUNDS, Outage, RetryingRollout, whole_groups
+from verl.rollout.pool import MAX_VAIN_ROUNDS, Outage, RetryingRollout, complete_groups
 from verl.types import Origin, Sampling, Status, TokenBatch, Trajectory, start_trajectory
 
 SAMPLING = Sampling(max_tokens=100)
@@ -307,9 +307,9 @@ def test_a_share_of_what_is_lost_is_allowed(num_failed: int, ends: bool) -> None
     failed = everyone[: 2 * num_failed : 2]
     if ends:
         with pytest.raises(ToolOutage, match=r"fix: mend what fails(, or allow it: .*|$)"):
-            whole_groups(everyone, failed, "step 3", 0.02)
+            complete_groups(everyone, failed, "step 3", 0.02)
     else:
-        assert len(whole_groups(everyone, failed, "step 3", 0.02)) == 100 - 2 * num_failed
+        assert len(complete_groups(everyone, failed, "step 3", 0.02)) == 100 - 2 * num_failed
 
 
 def test_a_loss_is_told_with_its_last_failure_and_what_would_allow_it(
@@ -322,10 +322,10 @@ def test_a_loss_is_told_with_its_last_failure_and_what_would_allow_it(
         trajectory.error = f"error {number}"
     told = f"the last ({failed[-1].prompt.uid}) with: error 2; 6 of 100 are lost"
     with pytest.raises(ToolOutage) as caught:
-        whole_groups(everyone, failed, "step 3", 0.05)
+        complete_groups(everyone, failed, "step 3", 0.05)
     assert told in str(caught.value) and "step 3: 3 trajectories" in str(caught.value)
     assert str(caught.value).endswith("or allow it: trainer.max_lost_share=0.06")
-    assert len(whole_groups(everyone, failed, "step 3", 0.06)) == 94
+    assert len(complete_groups(everyone, failed, "step 3", 0.06)) == 94
     assert told in caplog.text
 
 
@@ -351,13 +351,13 @@ def test_after_any_failures_what_is_kept_are_whole_groups(
     num_lost = len(everyone) - len(sound)
     if failed and (not sound or num_lost / len(everyone) > max_share):
         with pytest.raises(ToolOutage, match=rf"{num_lost} of {len(everyone)} ") as caught:
-            whole_groups(everyone, failed, "step 3", max_share)
+            complete_groups(everyone, failed, "step 3", max_share)
         told = re.search(r"allow it: trainer.max_lost_share=(.*)$", str(caught.value))
         assert (told is None) == (not sound)
         if told:
-            assert whole_groups(everyone, failed, "step 3", float(told[1])) == sound
+            assert complete_groups(everyone, failed, "step 3", float(told[1])) == sound
     else:
-        assert whole_groups(everyone, failed, "step 3", max_share) == sound
+        assert complete_groups(everyone, failed, "step 3", max_share) == sound
 
 
 @dataclass
@@ -376,7 +376,9 @@ class Serving(Tool):
 def test_a_service_that_changed_ends_the_run(corpus: str, is_another: bool) -> None:
     """Nothing sampled with another corpus is handed on; a server that cannot tell is believed."""
     served = {"corpus": "a", "data": "d"}
-    rollout = RetryingRollout(RecordingReplicas([]), Environment((Serving(corpus),)), served=served)
+    rollout = RetryingRollout(
+        RecordingReplicas([]), Environment((Serving(corpus),)), expected_identity=served
+    )
     if not is_another:
         assert len(rollout.generate(starts(), SAMPLING)) == 4
         return

@@ -7,12 +7,14 @@ import pytest
 from verl.config import Config
 from verl.errors import ConfigError
 from verl.rollout import schedule
-from verl.rollout.schedule import Row, Schedule
+from verl.rollout.schedule import Schedule, ScheduleEntry
 from verl.types import Origin, Prompt, Segment, start_trajectory
 
 
-def row(replica: int = 0, versions: tuple[int, ...] = (1, 2)) -> Row:
-    return Row(group="1/0", sample=replica, greedy=False, replica=replica, versions=versions)
+def row(replica: int = 0, versions: tuple[int, ...] = (1, 2)) -> ScheduleEntry:
+    return ScheduleEntry(
+        group="1/0", sample=replica, greedy=False, replica=replica, versions=versions
+    )
 
 
 def test_rows_come_back_with_the_last_writing_of_a_step(tmp_path: Path) -> None:
@@ -21,8 +23,8 @@ def test_rows_come_back_with_the_last_writing_of_a_step(tmp_path: Path) -> None:
     schedule.write(tmp_path, 1, [row(0), row(1, (3,))])
     folder = tmp_path / schedule.FOLDER
     assert list(schedule.read(folder)) == [row(0), row(1, (3,))]
-    plan = schedule.of_run(str(folder))
-    assert plan is not None and schedule.of_run(None) is None
+    plan = schedule.load_schedule(str(folder))
+    assert plan is not None and schedule.load_schedule(None) is None
     parts = [("1/0", 0, False, 0, 0), ("1/0", 0, False, 1, 0), ("1/0", 0, False, 2, 0),
              ("1/0", 1, False, 0, 0), ("1/0", 0, True, 0, 0)]  # fmt: skip
     assert [plan.version(part) for part in parts] == [1, 2, None, 3, None]
@@ -50,8 +52,8 @@ def test_a_row_has_the_version_of_each_turn() -> None:
     for version in (4, 5):
         start.segments.append(Segment(Origin.POLICY, (7,), "x", (-1.0,), version))
         start.segments.append(Segment(Origin.OBSERVATION, (8,), "d"))
-    expected = Row(group="2/1", sample=3, greedy=True, replica=1, versions=(4, 5))
-    assert schedule.row_of(start, greedy=True) == expected
+    expected = ScheduleEntry(group="2/1", sample=3, greedy=True, replica=1, versions=(4, 5))
+    assert schedule.entry_of(start, greedy=True) == expected
 
 
 def test_a_turn_that_weights_cut_is_repeated_in_its_parts() -> None:
@@ -61,9 +63,12 @@ def test_a_turn_that_weights_cut_is_repeated_in_its_parts() -> None:
     versions = (4, 4, 5, 7, 7)
     cut = Segment(Origin.POLICY, (8,) * 5, "y", (-1.0,) * 5, 7, versions)
     start.segments.append(cut)
-    row = schedule.row_of(start, greedy=False)
+    row = schedule.entry_of(start, greedy=False)
     assert row.versions == (4, 4) and row.cuts == ((1, 2, 5), (1, 3, 7))
-    plan, name = Schedule([Row.model_validate_json(row.model_dump_json())]), ("2/1", 0, False)
+    plan, name = (
+        Schedule([ScheduleEntry.model_validate_json(row.model_dump_json())]),
+        ("2/1", 0, False),
+    )
     parts = [(*name, 0, 0), (*name, 1, 0), (*name, 1, 2), (*name, 1, 3)]
     assert [plan.version(part) for part in parts] == [4, 4, 5, 7]
     assert [plan.until(part) for part in parts] == [None, 2, 3, None]

@@ -16,7 +16,7 @@ from tests.fakes import ScriptedEngine
 from verl.rollout import replica as turns
 from verl.rollout.interface import INTERRUPTED
 from verl.rollout.replica import BusyClock, PartialTurn, TurnEngine, WeightGate, begins_stop
-from verl.rollout.schedule import Row, Schedule
+from verl.rollout.schedule import Schedule, ScheduleEntry
 from verl.types import Completion, EngineCounts, Sampling, TrajectoryKey
 
 
@@ -67,8 +67,9 @@ def test_a_turn_waits_for_its_weights_and_is_timed(gate: WeightGate | None) -> N
     assert [turn.queued_s for turn in engine.times] == [0.25, 0.0]  # a failed one tells nothing
     assert [turn.counts for turn in engine.times] == [EngineCounts(7, 3), EngineCounts()]
     assert len(engine.times) == 2
-    asked, began, ended = engine.times[0].asked, engine.times[0].began, engine.times[0].ended
-    assert asked <= began <= ended and (began - asked >= 0.005) == (gate is not None)
+    first = engine.times[0]
+    assert first.requested <= first.started <= first.finished
+    assert (first.started - first.requested >= 0.005) == (gate is not None)
 
 
 pytestmark = pytest.mark.asynchrony
@@ -79,7 +80,7 @@ FIRST, SECOND = ("1/0", 0, False), ("1/1", 0, False)
 def gate_of(**versions: tuple[int, ...]) -> WeightGate:
     """A replica's gate, with a schedule of the trajectories `first` and `second`."""
     names = {"first": FIRST, "second": SECOND}
-    rows = [Row(group=names[key][0], sample=0, greedy=False, replica=0, versions=found)
+    rows = [ScheduleEntry(group=names[key][0], sample=0, greedy=False, replica=0, versions=found)
             for key, found in versions.items()]  # fmt: skip
     return WeightGate(Schedule(rows))
 

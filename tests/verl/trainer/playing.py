@@ -24,7 +24,7 @@ class InProcess(RolloutPool):
 
     def generate(self, begun: Sequence[Trajectory], sampling: Sampling) -> list[Trajectory]:
         finished = asyncio.run(self._play(begun, sampling))
-        self.num_failed += len(pool.broken(finished))
+        self.num_failed += len(pool.failed_positions(finished))
         return finished
 
     def sleep(self) -> None: ...
