@@ -25,7 +25,7 @@ from verl.core_algos.losses import loss_weights
 from verl.machine import Machine
 from verl.model_shape import ModelShape
 from verl.ports import free_port
-from verl.preflight.memory.check import settled
+from verl.preflight.memory.check import fill_undecided
 from verl.preflight.memory.estimate import Estimate, Setting, estimate
 from verl.preflight.memory.needs import CPU_HEAP, Need, Phase
 from verl.training.worker import TrainerWorker
@@ -82,7 +82,7 @@ def rank_options(path: str) -> Config:
     config.data.max_prompt_length, config.data.max_response_length = LENGTHS[0] - 28, 28
     config.trainer.n_gpus_per_node = 1
     config.trainer.device, config.trainer.compute_dtype = "cpu", "float32"
-    return settled(config)
+    return fill_undecided(config)
 
 
 def batch() -> TokenBatch:
@@ -139,11 +139,11 @@ def rank_rows(case: str, facts: dict[str, int]) -> list[Row]:
 
 
 def _of(found: Estimate, what: str) -> int:
-    return sum(need.bytes for need in found.needs if need.what == what)
+    return sum(need.bytes for need in found.needs if need.name == what)
 
 
 def _is_held(need: Need) -> bool:
-    return need.what.endswith((": weights", ": moments")) and not need.what.startswith("engines")
+    return need.name.endswith((": weights", ": moments")) and not need.name.startswith("engines")
 
 
 def _held(found: Estimate) -> int:

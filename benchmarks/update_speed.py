@@ -29,7 +29,7 @@ from verl.core_algos.kl import FixedKLController
 from verl.data.trajectories import read_step, recorded_steps
 from verl.packing import SHARED, Packing
 from verl.ports import free_port
-from verl.preflight.memory.check import settled
+from verl.preflight.memory.check import fill_undecided
 from verl.trainer.collection import Samples
 from verl.trainer.groups import cpu_env
 from verl.trainer.learning import add_advantages, assemble, mini_batches
@@ -53,7 +53,7 @@ def options(model: Path, budget: int) -> Config:
     section.actor.optim.lr = 3e-5
     config.algorithm.adv_estimator, config.algorithm.kl_ctrl.kl_coef = "grpo", 0.0
     config.trainer.n_gpus_per_node, config.trainer.device = 1, "cpu"
-    return settled(config)
+    return fill_undecided(config)
 
 
 def steps(folder: Path) -> list[Samples]:

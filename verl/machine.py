@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
-LARGER_SHARED = f"mount -o remount,size=90% {SHARED_MEMORY}, or docker run --shm-size"
+ENLARGE_SHARED_MEMORY = f"mount -o remount,size=90% {SHARED_MEMORY}, or docker run --shm-size"
 """What gives it more room."""
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 GB = 1e9
@@ -119,7 +119,7 @@ def _devices_by_child() -> tuple[DeviceMemory, ...]:
     return tuple(DeviceMemory(total, free) for total, free in found)
 
 
-def amount(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes as one reads them: 512 MB, 1.5 GB, 61.3 GB."""
     if count < GB / 10:
         return f"{count / 1e6:.3g} MB"

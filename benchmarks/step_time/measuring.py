@@ -27,7 +27,7 @@ from verl.config import Config
 from verl.core_algos.losses import loss_weights
 from verl.packing import split_groups
 from verl.ports import free_port
-from verl.preflight.memory.check import settled
+from verl.preflight.memory.check import fill_undecided
 from verl.training.worker import TrainerWorker
 from verl.types import (
     Origin,
@@ -58,7 +58,7 @@ def rank(folder: str) -> TrainerWorker:
     config.algorithm.adv_estimator = "grpo"
     config.actor_rollout_ref.model.enable_gradient_checkpointing = False
     config.trainer.n_gpus_per_node, config.trainer.device = 1, "cpu"
-    return TrainerWorker(settled(config), 0, 1, "127.0.0.1", free_port(), 10_000)
+    return TrainerWorker(fill_undecided(config), 0, 1, "127.0.0.1", free_port(), 10_000)
 
 
 @contextmanager

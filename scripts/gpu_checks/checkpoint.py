@@ -13,7 +13,7 @@ from scripts.gpu_checks.report import Report
 from scripts.gpu_checks.trainer import KINDS, LENGTHS, OFFLOADS, joined, weights
 from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
-from verl.preflight.memory.check import changed
+from verl.preflight.memory.check import with_options
 from verl.training.devices import DETERMINISTIC_ENV
 from verl.training.worker import TrainerWorker
 
@@ -25,7 +25,7 @@ def check(report: Report) -> None:
     for offload in ("none", "all"):
         changes = KINDS["ppo"] | OFFLOADS[offload] | {"trainer.deterministic": True}
         with report.part(offload):
-            compare(report, offload, changed(small_run(model, report.device), changes))
+            compare(report, offload, with_options(small_run(model, report.device), changes))
 
 
 def compare(report: Report, name: str, config: Config) -> None:
@@ -51,7 +51,7 @@ def first_run(config: Config, folder: Path) -> tuple[list[dict[str, float]], tor
 
 def resumed(config: Config, folder: Path) -> tuple[list[dict[str, float]], torch.Tensor]:
     """A new run that takes the checkpoint up and makes the same update."""
-    with joined(changed(config, {"trainer.seed": 5})) as worker:
+    with joined(with_options(config, {"trainer.seed": 5})) as worker:
         worker.load_checkpoint(folder)
         return update(worker, 7), weights(worker)
 

@@ -18,7 +18,7 @@ from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
 from verl.packing import join_tokens, split_by_work
 from verl.ports import free_port
-from verl.preflight.memory.check import changed
+from verl.preflight.memory.check import with_options
 from verl.training.worker import TrainerWorker
 
 LENGTHS = [14, 9, 17, 6, 11]
@@ -114,12 +114,12 @@ def check(report: Report) -> None:
     """Every kind and offload on one rank, and where there are two cards (or none) on two."""
     model = write_model(report.folder / "model", "tiny")
     plain = small_run(model, "cpu")
-    expected = {kind: play(changed(plain, KINDS[kind])) for kind in KINDS}
+    expected = {kind: play(with_options(plain, KINDS[kind])) for kind in KINDS}
     sizes = [1] if report.on_card and torch.cuda.device_count() < 2 else [1, 2]
     pairs = PAIRS if report.on_card else [p for p in PAIRS if p[1] == "none"]  # no effect there
     for size in sizes:
         config = config_of(model, report.device, size)
-        cases = {f"{k}_{o}_{size}": changed(config, KINDS[k] | OFFLOADS[o]) for k, o in pairs}
+        cases = {f"{k}_{o}_{size}": with_options(config, KINDS[k] | OFFLOADS[o]) for k, o in pairs}
         run_cases(report, cases, size, lambda n, got: compare(report, n, got, expected))
     halves(report, model, expected)
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
-from verl.preflight.memory.check import settled
+from verl.preflight.memory.check import fill_undecided
 from verl.types import TokenBatch
 
 END = "<|im_end|>"
@@ -81,7 +81,7 @@ def small_run(model: str, device: str, dtype: str = "float32", **changes: Any) -
         "data.train_batch_size": 16, "data.val_batch_size": 16,
         "trainer.device": device, "trainer.compute_dtype": dtype,
     }  # fmt: skip
-    return settled(Config(), base | {k.replace("__", "."): v for k, v in changes.items()})
+    return fill_undecided(Config(), base | {k.replace("__", "."): v for k, v in changes.items()})
 
 
 def random_batch(lengths: list[int], vocab: int = 250, seed: int = 0) -> TokenBatch:

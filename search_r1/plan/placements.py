@@ -22,8 +22,8 @@ from verl.errors import ConfigError, explain
 from verl.machine import GB, DeviceMemory, HostMemory, Machine
 from verl.model_shape import ModelShape
 from verl.monitor.flops import ModelFlops
-from verl.preflight.memory.check import OPTIONS, changed, choose
-from verl.preflight.memory.estimate import CLOSE, Setting, estimate
+from verl.preflight.memory.check import OFFLOAD_OPTIONS, choose_offload, with_options
+from verl.preflight.memory.estimate import WARN_ABOVE, Setting, estimate
 from verl.preflight.memory.needs import Memory, has_critic, kv_bytes
 from verl.training.budgets import actor_budgets, critic_budgets
 
@@ -278,22 +278,22 @@ def room(placement: Placement, costs: Costs, batch: Batch, card_gb: float) -> Ro
     if not card_gb or costs.shape is None:
         return Room(slots)
     config, card = options_of(placement, costs.config), int(card_gb * GB)
-    config = changed(config, {f"{ROLLOUT}.max_num_seqs": slots})
+    config = with_options(config, {f"{ROLLOUT}.max_num_seqs": slots})
     devices = (DeviceMemory(card, card),) * placement.cards
     machine = Machine(HostMemory(AMPLE, AMPLE), AMPLE, devices)
     setting = Setting(costs.shape, costs.critic or costs.shape, True, machine)
-    chosen = choose(config, setting)
+    chosen = choose_offload(config, setting)
     found = estimate(chosen, setting)
     assert found.engine is not None, "there are engines on GPUs"
-    held, engine = found.most(Memory.DEVICE), found.most(found.engine.memory)
-    moved = sum(n.bytes for n in found.needs if n.memory is Memory.HOST and ": " in n.what)
+    held, engine = found.peak_bytes(Memory.DEVICE), found.peak_bytes(found.engine.memory)
+    moved = sum(n.bytes for n in found.needs if n.memory is Memory.HOST and ": " in n.name)
     cached = int(found.engine.cached_tokens * len(batch.lengths) / sum(batch.lengths))
     return Room(
         max(1, min(slots, cached)),
         rank_gb=held / GB,
         engine_gb=engine / GB,
-        fits=not found.shortages(chosen, machine, CLOSE),
-        waits=tuple(what for key, what in OPTIONS.items() if attrgetter(key)(chosen)),
+        fits=not found.shortages(chosen, machine, WARN_ABOVE),
+        waits=tuple(what for key, what in OFFLOAD_OPTIONS.items() if attrgetter(key)(chosen)),
         offloaded=moved / placement.train_cards,
     )
 
@@ -317,7 +317,7 @@ def options_of(placement: Placement, config: Config) -> Config:
     rates are computed."""
     single = {"trainer.nnodes": 1, f"{ROLLOUT}.num_replicas": None, f"{ROLLOUT}.name": "vllm",
               f"{ROLLOUT}.url": None, "data.rollouts": None}  # fmt: skip
-    return changed(config, {**single, **changes(placement)})
+    return with_options(config, {**single, **changes(placement)})
 
 
 def plan(

@@ -25,7 +25,7 @@ from verl.config import Config, cli
 from verl.core_algos.kl import FixedKLController
 from verl.monitor.tracking import Tracking
 from verl.ports import free_port
-from verl.preflight.memory.check import settled
+from verl.preflight.memory.check import fill_undecided
 from verl.rollout.pool import RolloutPool
 from verl.trainer.ranks import TrainerRanks
 from verl.trainer.ray_trainer import RayPPOTrainer
@@ -94,7 +94,7 @@ class Replicas(RolloutPool):
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     """A run with that tool, as a user starts it."""
-    return settled(cli.compose([
+    return fill_undecided(cli.compose([
         f"agent.tools=['{FILE}:Calculator']", "template=tools",
         "data.train_files=none.parquet", "data.val_files=none.parquet",
         "data.train_batch_size=2", "actor_rollout_ref.rollout.n_agent=4",

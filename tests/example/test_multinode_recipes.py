@@ -11,7 +11,7 @@ from tests.test_train_scripts import arguments, config_of
 from tests.verl.preflight.memory.shapes import shape_of
 from verl.config import Config
 from verl.machine import DeviceMemory, HostMemory, Machine
-from verl.preflight.memory.estimate import CLOSE, Setting, Shortage, estimate
+from verl.preflight.memory.estimate import WARN_ABOVE, Setting, Shortage, estimate
 from verl.preflight.memory.needs import Memory
 
 FOLDER = Path(__file__).parents[2] / "example" / "multinode"
@@ -31,7 +31,7 @@ def short_of(config: Config) -> list[Shortage]:
     """What a node of the recipe has too little of, with a margin."""
     shape = shape_of(config.actor_rollout_ref.model.path)
     setting = Setting(shape, shape, True, NODE)
-    return estimate(config, setting).shortages(config, NODE, CLOSE)
+    return estimate(config, setting).shortages(config, NODE, WARN_ABOVE)
 
 
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])

@@ -75,13 +75,13 @@ def resolve(case: dict[str, Any]) -> dict[str, Any]:
     """The settings that an engine of this case starts with."""
     pretend(case["card"])
     from verl.config import Config  # noqa: PLC0415
-    from verl.preflight.memory.check import changed  # noqa: PLC0415
+    from verl.preflight.memory.check import with_options  # noqa: PLC0415
     from verl.rollout.vllm_engine import VllmSettings  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(QWEN_3B))
         options = {"trainer.device": "cuda", "actor_rollout_ref.model.path": folder}
-        ours = VllmSettings(changed(Config(), options | case["engine"]))
+        ours = VllmSettings(with_options(Config(), options | case["engine"]))
         os.environ |= ours.environment()
         found = read(ours.arguments())
     return {"kernels": has_kernels(case["card"]), "batch_invariant": ours.batch_invariant, **found}

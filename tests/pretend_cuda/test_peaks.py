@@ -65,7 +65,7 @@ def expected_peak(case: Case, phases: tuple[Phase, ...]) -> int:
     setting = Setting(shape, shape, True, machine(8, 80, 1000), case.dtype)
     found = estimate(case.config(), setting)
     return max(
-        sum(n.bytes for n in found.at(Memory.DEVICE, phase) if n.what not in NOT_OURS)
+        sum(n.bytes for n in found.needs_in(Memory.DEVICE, phase) if n.name not in NOT_OURS)
         for phase in phases
     )
 

@@ -28,7 +28,7 @@ from tests.pretend_cuda.ledger import Ledger
 from tests.pretend_cuda.mode import PretendCuda
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
-from verl.preflight.memory.check import settled
+from verl.preflight.memory.check import fill_undecided
 from verl.sft import trainer as sft
 from verl.training import models
 from verl.training import worker as training_ranks
@@ -123,7 +123,7 @@ class Case:
         config.data.max_prompt_length = max(
             config.data.max_prompt_length, self.longest - config.data.max_response_length
         )
-        return settled(config)
+        return fill_undecided(config)
 
 
 @dataclass

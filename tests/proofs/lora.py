@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
 from verl.ports import free_port
-from verl.preflight.memory.check import settled
+from verl.preflight.memory.check import fill_undecided
 from verl.training.worker import TrainerWorker
 from verl.types import TokenBatch
 
@@ -57,7 +57,7 @@ def make_config(model: str, ranks: tuple[int, int]) -> Config:
     config.actor_rollout_ref.actor.use_kl_loss = True
     config.actor_rollout_ref.model.lora_rank, config.critic.model.lora_rank = ranks
     config.trainer.n_gpus_per_node = 1
-    return settled(config)
+    return fill_undecided(config)
 
 
 def make_batch(num_seqs: int, length: int) -> TokenBatch:

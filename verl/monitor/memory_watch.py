@@ -21,7 +21,7 @@ import psutil
 
 from verl.config import Config
 from verl.errors import RankLost, ReplicaLost
-from verl.machine import GB, SHARED_MEMORY, HostMemory, amount
+from verl.machine import GB, SHARED_MEMORY, HostMemory, format_bytes
 from verl.single_controller.actors import Place
 from verl.single_controller.reaper import MARK, PART, environment
 
@@ -120,15 +120,16 @@ def rank_names(places: Sequence[Place], node_id: str, kind: str = "rank") -> dic
 
 def describe(memory: HostMemory, found: Sequence[Usage]) -> str:
     """One line: how much is left, who has the rest, and what to lower."""
-    ours, others = ([f"{usage.name} {amount(usage.bytes)}" for usage in found
+    ours, others = ([f"{usage.name} {format_bytes(usage.bytes)}" for usage in found
                      if usage.is_ours is is_ours] for is_ours in (True, False))  # fmt: skip
     in_shared = shutil.disk_usage(SHARED_MEMORY).used if SHARED_MEMORY.exists() else 0
-    shared = f"; /dev/shm {amount(in_shared)} (weights, Ray's objects)" if in_shared else ""
+    shared = f"; /dev/shm {format_bytes(in_shared)} (weights, Ray's objects)" if in_shared else ""
     beside = f"; not of this run: {', '.join(others[:5])}" if others else ""
     largest = found[0].name if found else ""
     advice = next((text for word, text in ADVICE.items() if largest.startswith(word)), OTHERS)
     return (
-        f"host memory is nearly used up: {amount(memory.free)} of {amount(memory.total)} are free "
+        f"host memory is nearly used up: {format_bytes(memory.free)} of "
+        f"{format_bytes(memory.total)} are free "
         "(Ray and the kernel end processes when there is none); this run: "
         f"{', '.join(ours)}{shared}{beside}; to need less: {advice}"
     )

@@ -37,7 +37,7 @@ from verl.errors import (
 )
 from verl.model_files import check_context, check_model, model_errors, one_line, read_config
 from verl.monitor.tracking import PACKAGES, backend_names
-from verl.preflight.memory.check import look, memory_problems, settle_memory
+from verl.preflight.memory.check import decide_memory, memory_problems, read_setting
 from verl.preflight.memory.needs import has_critic
 from verl.preflight.servers import server_problems
 from verl.remote_code import trusts_remote_code
@@ -78,8 +78,8 @@ def preflight(config: Config, environment: Environment) -> Config:
         _tracking,
     ]
     if not problems:  # adapters and memory are of the model
-        setting = look(config)
-        config = settle_memory(config, setting)
+        setting = read_setting(config)
+        config = decide_memory(config, setting)
         checks += [adapter_problems, functools.partial(memory_problems, setting=setting)]
     problems += [problem for check in checks for problem in check(config)]
     if problems:

@@ -27,7 +27,7 @@ from verl.agent.environment import EnvironmentFactory
 from verl.agent.wording import is_file
 from verl.config import Config
 from verl.errors import ConfigError, PreflightError, ResourceError, UserError, explain
-from verl.machine import LARGER_SHARED, SHARED_MEMORY
+from verl.machine import ENLARGE_SHARED_MEMORY, SHARED_MEMORY
 from verl.preflight import checks as preflight
 from verl.remote_code import set_trust
 from verl.rollout.interface import WEIGHTS_DIR, engine_takes_adapter
@@ -272,7 +272,7 @@ def shared_memory_problems(config: Config) -> list[UserError]:
     if free >= needed:
         return []
     got, expected = f"{free / 2**30:.1f} GiB free", f"{needed / 2**30:.1f} GiB for the weights"
-    return [ResourceError(explain(str(SHARED_MEMORY), got, expected, LARGER_SHARED))]
+    return [ResourceError(explain(str(SHARED_MEMORY), got, expected, ENLARGE_SHARED_MEMORY))]
 
 
 def package_problems(packages: Mapping[str, Mapping[str, str]]) -> list[UserError]:

@@ -13,7 +13,7 @@ from verl.checkpoint.resume import check_resume, flat, identity
 from verl.config import Config
 from verl.config.known import known_options
 from verl.errors import ConfigError
-from verl.preflight.memory.check import everything, settled
+from verl.preflight.memory.check import fill_undecided, offload_everything
 
 SERVED = {"corpus": "c1", "index": "i1", "encoder": "e1"}
 
@@ -69,7 +69,7 @@ def test_the_same_run_goes_on_elsewhere(config: Config, tmp_path: Path) -> None:
 
 def test_another_offload_is_no_difference(config: Config, caplog: pytest.LogCaptureFixture) -> None:
     """A run that goes on with other devices may choose otherwise: neither refused nor told."""
-    for chosen in (everything(config), settled(config)):
+    for chosen in (offload_everything(config), fill_undecided(config)):
         assert differences(chosen) == ""
     assert caplog.text == ""
 

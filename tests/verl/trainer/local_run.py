@@ -24,7 +24,7 @@ from verl.config import Config, cli
 from verl.core_algos.kl import FixedKLController
 from verl.monitor.tracking import Tracking
 from verl.ports import free_port
-from verl.preflight.memory.check import settled
+from verl.preflight.memory.check import fill_undecided
 from verl.rewards.interface import Reward
 from verl.rollout.interface import RolloutEngine
 from verl.rollout.replica import RolloutReplica
@@ -138,7 +138,7 @@ def score(trajectory: Trajectory) -> Reward:
 def run_config(model: str, out: Path, *options: str) -> Config:
     """Two updates a step on four trajectories, as a user would ask for them."""
     actor = "actor_rollout_ref.actor"
-    return settled(cli.compose([
+    return fill_undecided(cli.compose([
         "data.train_files=none.parquet", "data.val_files=none.parquet", "data.train_batch_size=2",
         "data.max_response_length=16", "actor_rollout_ref.rollout.n_agent=2",
         f"{actor}.ppo_mini_batch_size=2", f"{actor}.optim.lr=1e-2",

@@ -13,7 +13,7 @@ import pytest
 from tests.verl.trainer.test_ranks import Answers
 from verl.config import Config
 from verl.errors import ConfigError
-from verl.preflight.memory.check import changed
+from verl.preflight.memory.check import with_options
 from verl.single_controller.actors import Place, Restarts
 from verl.trainer import groups
 from verl.trainer.groups import refuse_crowded_cards
@@ -155,7 +155,7 @@ def test_threads_spin_where_their_process_has_its_cores_to_itself(
     change: dict[str, Any], spins: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks and engines that take turns, or are pinned apart; what the user set wins."""
-    config = changed(Config(), {"trainer.n_gpus_per_node": 1, **change})
+    config = with_options(Config(), {"trainer.n_gpus_per_node": 1, **change})
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     assert groups.cpu_env(groups._is_crowded(config))["GOMP_SPINCOUNT"] == spins
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")

@@ -16,7 +16,7 @@ from example.tiny import tiny_llama
 from verl.config import Config
 from verl.core_algos.losses import loss_weights
 from verl.ports import free_port
-from verl.preflight.memory.check import settled
+from verl.preflight.memory.check import fill_undecided
 from verl.types import TokenBatch
 
 VOCAB = 97
@@ -42,7 +42,7 @@ def tiny_config(path: str, num_ranks: int = 1, adv_estimator: str = "gae") -> Co
     config.algorithm.adv_estimator = adv_estimator
     config.trainer.n_gpus_per_node = num_ranks
     config.trainer.device, config.trainer.compute_dtype = "cpu", "float32"
-    return settled(config)
+    return fill_undecided(config)
 
 
 def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:

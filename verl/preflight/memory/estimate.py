@@ -10,12 +10,12 @@ from verl.machine import Machine
 from verl.model_shape import ModelShape
 from verl.preflight.memory.needs import (
     ALWAYS,
+    CONCURRENT_PHASES,
     CONTEXT,
     CPU_HEAP,
     FLOAT,
     LOADED,
     PROCESSES,
-    WHILE,
     EngineMemory,
     Memory,
     Need,
@@ -61,15 +61,15 @@ class Shortage:
     """A memory that has less than is needed."""
 
     memory: Memory
-    what: str
+    cause: str
     """What needs it: a phase, or the KV cache."""
     needed: int
     free: int
 
 
-REFUSED = 1.15
+REFUSE_ABOVE = 1.15
 """Share of what is free above which a need is refused: no estimate is that wrong."""
-CLOSE = 0.9
+WARN_ABOVE = 0.9
 """Share above which it is warned of; here the constants for processes, which are guesses, count."""
 
 
@@ -82,7 +82,7 @@ class Estimate:
     """Of one vLLM on GPUs; None on CPU, for servers with devices of their own, for other engines,
     and where nothing samples."""
 
-    def at(self, memory: Memory, phase: Phase) -> list[Need]:
+    def needs_in(self, memory: Memory, phase: Phase) -> list[Need]:
         """What is held there then, the largest first; the host holds its shared memory too."""
         held = {memory, Memory.SHARED} if memory is Memory.HOST else {memory}
         found = [n for n in self.needs if n.memory in held and phase in n.phases and n.bytes]
@@ -90,24 +90,24 @@ class Estimate:
 
     def total(self, memory: Memory, phase: Phase, with_guesses: bool = True) -> int:
         """Bytes held there then."""
-        return sum(n.bytes for n in self.at(memory, phase) if with_guesses or not n.is_guess)
+        return sum(n.bytes for n in self.needs_in(memory, phase) if with_guesses or not n.is_guess)
 
-    def peak(self, memory: Memory) -> Phase:
+    def peak_phase(self, memory: Memory) -> Phase:
         """The phase in which most is held there."""
         return max(Phase, key=lambda phase: self.total(memory, phase))
 
-    def most(self, memory: Memory, with_guesses: bool = True) -> int:
+    def peak_bytes(self, memory: Memory, with_guesses: bool = True) -> int:
         """Bytes held there at the peak."""
-        return self.total(memory, self.peak(memory), with_guesses)
+        return self.total(memory, self.peak_phase(memory), with_guesses)
 
     def shortages(self, config: Config, machine: Machine, limit: float) -> list[Shortage]:
         """What of the machine is too small: needs are above the share `limit` of what is free."""
         # vLLM starts with its whole share of a card of its own, or not at all: nothing is guessed.
         limits = {**dict.fromkeys(Memory, limit), Memory.ENGINE: 1.0}
         short = [
-            Shortage(memory, self.peak(memory).value, self.most(memory), free)
+            Shortage(memory, self.peak_phase(memory).value, self.peak_bytes(memory), free)
             for memory, free in free_memory(machine).items()
-            if self.most(memory, with_guesses=limit < 1) > limits[memory] * free
+            if self.peak_bytes(memory, with_guesses=limit < 1) > limits[memory] * free
         ]
         engine, longest = self.engine, config.data.max_model_len
         if engine is not None and engine.cached_tokens < longest:
@@ -229,6 +229,6 @@ def _on_host(need: Need, config: Config) -> Need:
     local = config.trainer.n_gpus_per_node
     if need.memory is Memory.CRITIC:
         local = config.critic_gpus_per_node
-        phases = phases.union(*(WHILE.get(phase, ()) for phase in phases))
+        phases = phases.union(*(CONCURRENT_PHASES.get(phase, ()) for phase in phases))
     size = int(factor * local * need.bytes)
     return replace(need, memory=Memory.HOST, bytes=size, phases=phases)

@@ -55,7 +55,7 @@ class Memory(enum.StrEnum):
 
 
 ALWAYS = frozenset(Phase)
-WHILE = {
+CONCURRENT_PHASES = {
     Phase.VALUES: {Phase.LOG_PROBS, Phase.REF_LOG_PROBS},
     Phase.UPDATE_CRITIC: {Phase.UPDATE_ACTOR, Phase.STEP_ACTOR},
     Phase.STEP_CRITIC: {Phase.UPDATE_ACTOR, Phase.STEP_ACTOR},
@@ -72,7 +72,7 @@ class Need:
     """Memory that one thing holds, in some phases."""
 
     memory: Memory
-    what: str
+    name: str
     bytes: int
     phases: frozenset[Phase] = ALWAYS
     is_guess: bool = False

@@ -22,15 +22,15 @@ from verl.errors import ConfigError, ResourceError, UserError
 from verl.machine import HostMemory, Machine
 from verl.preflight.memory import check as memory
 from verl.preflight.memory.check import (
-    KEYS,
-    changed,
-    choose,
-    everything,
-    look,
-    open_choices,
-    settle_offload,
-    settled,
+    OFFLOAD_KEYS,
+    choose_offload,
+    decide_offload,
+    fill_undecided,
+    offload_everything,
+    read_setting,
     undecided,
+    undecided_offloads,
+    with_options,
 )
 from verl.preflight.memory.estimate import Estimate, Setting, estimate
 from verl.preflight.memory.needs import Memory
@@ -52,7 +52,7 @@ def config(tmp_path: Path) -> Config:
 
 def memory_problems(config: Config) -> list[UserError]:
     """What the preflight finds in this machine's memory."""
-    return list(memory.memory_problems(config, look(config)))
+    return list(memory.memory_problems(config, read_setting(config)))
 
 
 def with_memory(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
@@ -152,7 +152,7 @@ def test_a_model_that_reads_its_values_is_not_judged(
     with caplog.at_level(logging.INFO):
         assert memory_problems(config) == []
     assert "cannot be tried on fake tensors" in caplog.text
-    assert undecided(settle_offload(config, None)) == []
+    assert undecided(decide_offload(config, None)) == []
 
 
 def test_words_and_shares_are_checked(config: Config) -> None:
@@ -186,9 +186,9 @@ def test_offload_is_chosen_by_the_gpus_that_are_seen(
     monkeypatch.setenv("RAY_ADDRESS", address)
     config, seen = open_run("cuda"), outlook(39.5)
     with caplog.at_level(logging.INFO):
-        chosen = settle_offload(config, seen)
-    assert undecided(chosen) == [] and undecided(config) == list(KEYS)
-    assert chosen == choose(config, seen) != settled(config)
+        chosen = decide_offload(config, seen)
+    assert undecided(chosen) == [] and undecided(config) == list(OFFLOAD_KEYS)
+    assert chosen == choose_offload(config, seen) != fill_undecided(config)
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert "offload to the host: reference's weights; each GPU needs" in record.message
@@ -204,8 +204,8 @@ def test_what_cannot_be_estimated_is_offloaded(
     config = open_run(device)
     seen = outlook(39.5)
     blind = replace(seen, machine=Machine(seen.machine.host, seen.machine.shared_free))
-    chosen = settle_offload(config, None if sees == "no estimate" else blind)
-    assert chosen == everything(config) and undecided(chosen) == []
+    chosen = decide_offload(config, None if sees == "no estimate" else blind)
+    assert chosen == offload_everything(config) and undecided(chosen) == []
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "OFFLOAD=false (train_*.sh), or actor_rollout_ref.ref.fsdp_config." in record.message
@@ -218,15 +218,15 @@ def test_nothing_is_offloaded_from_a_cpu(
     """Null becomes false without a word, estimate or not, on a cluster too."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with caplog.at_level(logging.INFO):
-        chosen = settle_offload(open_run("cpu"), None)
-    assert chosen == settled(open_run("cpu")) and caplog.text == ""
+        chosen = decide_offload(open_run("cpu"), None)
+    assert chosen == fill_undecided(open_run("cpu")) and caplog.text == ""
 
 
 def test_what_is_set_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     """A command line that decides all itself gets its own values and no line."""
-    config = everything(open_run("cuda"))
-    assert settle_offload(config, outlook(140.0)) == config
-    assert settle_offload(config, None) == config
+    config = offload_everything(open_run("cuda"))
+    assert decide_offload(config, outlook(140.0)) == config
+    assert decide_offload(config, None) == config
     assert caplog.text == ""
 
 
@@ -247,7 +247,7 @@ SHAPES = [("Qwen2.5-1.5B", 1, 1), ("Qwen2.5-3B", 8, 1), ("Qwen2.5-7B", 8, 1), ("
 
 def on_host(config: Config) -> list[str]:
     """The options that are on."""
-    return sorted(key for key in KEYS if attrgetter(key)(config))
+    return sorted(key for key in OFFLOAD_KEYS if attrgetter(key)(config))
 
 
 def search(config: Config, what: Setting, here: Machine) -> list[str]:
@@ -257,10 +257,10 @@ def search(config: Config, what: Setting, here: Machine) -> list[str]:
     sets = [set(some) for n in range(6) for some in itertools.combinations(keys, n)]
     held: list[set[str]] = []
     for some in sorted(sets, key=lambda some: sum(COSTS[key] for key in some)):
-        found = estimate(changed(config, {key: key in some for key in KEYS}), what)
-        if found.most(Memory.HOST) <= here.host.free:
+        found = estimate(with_options(config, {key: key in some for key in OFFLOAD_KEYS}), what)
+        if found.peak_bytes(Memory.HOST) <= here.host.free:
             held.append(some)
-            if found.most(Memory.DEVICE) <= 0.9 * here.devices[0].free:
+            if found.peak_bytes(Memory.DEVICE) <= 0.9 * here.devices[0].free:
                 return sorted(some)
     return sorted(held[-1]) if held else []
 
@@ -277,7 +277,7 @@ def test_the_choice_is_the_cheapest_that_fits(
     config.actor_rollout_ref.actor.use_kl_loss = True
     for host_gb in (2000, 150):
         here = machine(gpus, gpu_gib, host_gb)
-        chosen = choose(config, setting(size, here))
+        chosen = choose_offload(config, setting(size, here))
         assert undecided(chosen) == []
         assert on_host(chosen) == search(config, setting(size, here), here)
 
@@ -287,7 +287,7 @@ def test_choices_differ_with_the_device() -> None:
     config, counts = run(8, "gae"), []
     for gib in (140.0, 79.0, 39.5, 23.5):
         here = machine(8, gib, 1000)
-        counts.append(len(on_host(choose(config, setting("Qwen2.5-3B", here)))))
+        counts.append(len(on_host(choose_offload(config, setting("Qwen2.5-3B", here)))))
     assert counts[0] == 0 and counts == sorted(counts) and counts[-1] > counts[-2] > 0
 
 
@@ -295,42 +295,47 @@ def test_a_host_without_room_gets_as_much_as_it_holds() -> None:
     """Where nothing fits the GPU, the host is not filled beyond its memory for it."""
     config, here = run(2, "gae"), machine(2, 23.5, 256)
     what = setting("Qwen2.5-7B", here)
-    chosen = choose(config, what)
-    assert on_host(chosen) and on_host(chosen) != on_host(everything(config))
-    assert estimate(chosen, what).most(Memory.HOST) <= here.host.free
+    chosen = choose_offload(config, what)
+    assert on_host(chosen) and on_host(chosen) != on_host(offload_everything(config))
+    assert estimate(chosen, what).peak_bytes(Memory.HOST) <= here.host.free
     small = machine(2, 23.5, 16)
-    assert on_host(choose(config, setting("Qwen2.5-7B", small))) == []
+    assert on_host(choose_offload(config, setting("Qwen2.5-7B", small))) == []
 
 
 @pytest.mark.parametrize("value", [True, False])
 def test_what_a_user_set_stays(value: bool) -> None:
     """On a device that is far too small, and on one with room for all."""
-    explicit = changed(run(8, "gae"), {f"{ACTOR}.param_offload": value})
+    explicit = with_options(run(8, "gae"), {f"{ACTOR}.param_offload": value})
     for gib in (23.5, 140.0):
         here = machine(8, gib, 1000)
-        chosen = choose(explicit, setting("Qwen2.5-3B", here))
+        chosen = choose_offload(explicit, setting("Qwen2.5-3B", here))
         assert chosen.actor_rollout_ref.actor.fsdp_config.param_offload is value
-    all_set = changed(explicit, dict.fromkeys(KEYS, value))
-    assert choose(all_set, setting("Qwen2.5-3B", here)) == all_set == settled(all_set)
+    all_set = with_options(explicit, dict.fromkeys(OFFLOAD_KEYS, value))
+    assert (
+        choose_offload(all_set, setting("Qwen2.5-3B", here)) == all_set == fill_undecided(all_set)
+    )
 
 
 def test_parts_that_a_run_lacks_are_not_offloaded() -> None:
     """GRPO has no critic, a run without KL no reference, and below an adapter there is none."""
     grpo = run(8)
     grpo.algorithm.kl_ctrl.kl_coef = 0.0
-    assert on_host(everything(grpo)) == [f"{ACTOR}.optimizer_offload", f"{ACTOR}.param_offload"]
-    adapted = changed(run(8), {"actor_rollout_ref.model.lora_rank": 8})
-    assert on_host(everything(adapted)) == on_host(everything(grpo))
+    assert on_host(offload_everything(grpo)) == [
+        f"{ACTOR}.optimizer_offload",
+        f"{ACTOR}.param_offload",
+    ]
+    adapted = with_options(run(8), {"actor_rollout_ref.model.lora_rank": 8})
+    assert on_host(offload_everything(adapted)) == on_host(offload_everything(grpo))
 
 
 def test_a_critic_goes_with_the_base_that_it_shares() -> None:
     """Its adapter's optimizer state must lie where the base's offload puts its weights."""
     ranks = {"actor_rollout_ref.model.lora_rank": 8, "critic.model.lora_rank": 8}
-    config = changed(run(8, "gae"), ranks)
-    assert not [key for key in open_choices(config) if key.startswith(CRITIC)]
-    chosen = everything(config)
+    config = with_options(run(8, "gae"), ranks)
+    assert not [key for key in undecided_offloads(config) if key.startswith(CRITIC)]
+    chosen = offload_everything(config)
     assert chosen.critic.model.fsdp_config == chosen.actor_rollout_ref.actor.fsdp_config
-    fixed = settled(changed(config, {f"{ACTOR}.param_offload": True}))
+    fixed = fill_undecided(with_options(config, {f"{ACTOR}.param_offload": True}))
     assert fixed.critic.model.fsdp_config.param_offload is True
 
 
@@ -341,7 +346,7 @@ def test_the_line_says_what_and_why(caplog: pytest.LogCaptureFixture) -> None:
     for gib in (39.5, 140.0):
         here = machine(8, gib, 1000)
         with caplog.at_level(logging.INFO):
-            settle_offload(config, setting("Qwen2.5-3B", here))
+            decide_offload(config, setting("Qwen2.5-3B", here))
     some, none = (record.getMessage() for record in caplog.records)
     assert some.startswith("offload to the host: reference's weights; each GPU needs ")
     assert "of 42.4 GB free, and would need " in some and some.endswith("GB otherwise")
@@ -369,4 +374,4 @@ def test_the_recipes_offload_what_the_page_says(recipe: str, tmp_path: Path) -> 
     config = config_of(recipe, tmp_path)
     for gpu_gib, waiting in WAITING[recipe].items():
         here = machine(8, gpu_gib, 1000)
-        assert on_host(choose(config, setting("Qwen2.5-3B", here))) == waiting
+        assert on_host(choose_offload(config, setting("Qwen2.5-3B", here))) == waiting

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.verl.preflight.memory.shapes import shape_of
 from tests.verl.preflight.memory.test_presets import machine
 from verl.config import Config
-from verl.preflight.memory.check import changed
+from verl.preflight.memory.check import with_options
 from verl.preflight.memory.estimate import Estimate, Setting, estimate
 from verl.preflight.memory.needs import CPU_HEAP, SAMPLING_COPIES, Memory, Phase, kv_bytes, pinned
 
@@ -24,7 +24,7 @@ def options(**changes: Any) -> Config:
     """PPO on 8 GPUs; `changes` are options with `__` for dots."""
     config = Config()
     config.actor_rollout_ref.model.path = "m"
-    return changed(config, {key.replace("__", "."): value for key, value in changes.items()})
+    return with_options(config, {key.replace("__", "."): value for key, value in changes.items()})
 
 
 def of(config: Config, size: str = "Qwen2.5-7B", on_gpu: bool = True) -> Estimate:
@@ -34,7 +34,7 @@ def of(config: Config, size: str = "Qwen2.5-7B", on_gpu: bool = True) -> Estimat
 
 
 def held(found: Estimate, what: str, memory: Memory) -> int:
-    return sum(n.bytes for n in found.needs if n.what == what and n.memory is memory)
+    return sum(n.bytes for n in found.needs if n.name == what and n.memory is memory)
 
 
 def test_full_training_holds_sixteen_bytes_a_parameter() -> None:
@@ -69,7 +69,7 @@ def test_only_gae_has_a_critic() -> None:
     """Of GRPO nothing of one is counted."""
     assert held(of(options()), "critic: weights", Memory.DEVICE) > 0
     grpo = of(options(algorithm__adv_estimator="grpo"))
-    assert not [need for need in grpo.needs if need.what.startswith("critic")]
+    assert not [need for need in grpo.needs if need.name.startswith("critic")]
 
 
 def test_an_adapter_shares_one_base() -> None:
@@ -80,7 +80,7 @@ def test_an_adapter_shares_one_base() -> None:
     weights = held(found, "actor: weights", Memory.DEVICE)
     assert weights == 2 * shape.parameters() // 8 + 4 * (learned // 8)
     assert held(found, "actor: moments", Memory.DEVICE) == 8 * (learned // 8)
-    assert not [n for n in found.needs if n.what.startswith(("reference", "critic"))]
+    assert not [n for n in found.needs if n.name.startswith(("reference", "critic"))]
 
 
 def test_offloading_moves_memory_to_the_host() -> None:
@@ -103,10 +103,10 @@ def test_the_peak_is_the_worst_phase_not_the_sum() -> None:
     found = of(options())
     totals = [found.total(Memory.DEVICE, phase) for phase in Phase]
     everything = sum(n.bytes for n in found.needs if n.memory is Memory.DEVICE)
-    assert found.most(Memory.DEVICE) == max(totals) < everything
-    names = {n.what for n in found.at(Memory.DEVICE, Phase.UPDATE_ACTOR)}
+    assert found.peak_bytes(Memory.DEVICE) == max(totals) < everything
+    names = {n.name for n in found.needs_in(Memory.DEVICE, Phase.UPDATE_ACTOR)}
     assert "activations and logits" in names and "engine, awake" not in names
-    names = {n.what for n in found.at(Memory.DEVICE, Phase.GENERATE)}
+    names = {n.name for n in found.needs_in(Memory.DEVICE, Phase.GENERATE)}
     assert "activations and logits" not in names and "engine, awake" in names
 
 
@@ -184,7 +184,7 @@ def test_on_cpu_everything_is_the_hosts() -> None:
     """No need names a device; ranks multiply, and the KV cache is what was asked for."""
     config = options(**{"trainer.n_gpus_per_node": 2, f"{ROLLOUT}.cpu_kv_cache_gib": 3})
     found = of(config, "Qwen2.5-0.5B", on_gpu=False)
-    assert found.most(Memory.DEVICE) == 0 and found.engine is None
+    assert found.peak_bytes(Memory.DEVICE) == 0 and found.engine is None
     parameters = shape_of("Qwen2.5-0.5B").parameters()
     assert held(found, "actor: weights", Memory.HOST) == 2 * 4 * (parameters // 2)
     assert held(found, "engines: KV cache", Memory.HOST) == 3 * GIB
@@ -239,9 +239,9 @@ def test_pinned_shards_are_rounded_one_by_one() -> None:
 def test_servers_of_the_users_hold_nothing_here(on_gpu: bool) -> None:
     """Neither on the ranks' devices nor on the host; weights in a named folder are in no memory."""
     usual = {f"{ROLLOUT}.url": ["http://a:1"]}
-    own, theirs = of(options(), on_gpu=on_gpu), of(changed(options(), usual), on_gpu=on_gpu)
-    assert theirs.engine is None and not [n for n in theirs.needs if n.what.startswith("engine")]
-    assert theirs.most(Memory.HOST) < own.most(Memory.HOST)
+    own, theirs = of(options(), on_gpu=on_gpu), of(with_options(options(), usual), on_gpu=on_gpu)
+    assert theirs.engine is None and not [n for n in theirs.needs if n.name.startswith("engine")]
+    assert theirs.peak_bytes(Memory.HOST) < own.peak_bytes(Memory.HOST)
     assert held(theirs, "weights for the engines", Memory.SHARED)
-    elsewhere = changed(options(), {**usual, f"{ROLLOUT}.weights_dir": "/shared"})
-    assert of(elsewhere, on_gpu=on_gpu).most(Memory.SHARED) == 0
+    elsewhere = with_options(options(), {**usual, f"{ROLLOUT}.weights_dir": "/shared"})
+    assert of(elsewhere, on_gpu=on_gpu).peak_bytes(Memory.SHARED) == 0

@@ -9,8 +9,8 @@ from tests.test_train_scripts import ROOT, arguments, config_of
 from tests.verl.preflight.memory.shapes import FACTS, shape_of
 from verl.config import Config
 from verl.machine import DeviceMemory, HostMemory, Machine
-from verl.preflight.memory.check import KEYS, choose
-from verl.preflight.memory.estimate import CLOSE, REFUSED, Setting, estimate
+from verl.preflight.memory.check import OFFLOAD_KEYS, choose_offload
+from verl.preflight.memory.estimate import REFUSE_ABOVE, WARN_ABOVE, Setting, estimate
 
 GIB = 1 << 30
 SIZES = list(FACTS)
@@ -40,16 +40,16 @@ def settings_for(config: Config, here: Machine, size: str) -> tuple[Config, Sett
     """The options with what waits on the host decided, and what their estimate rests on."""
     shape = shape_of(size)
     setting = Setting(shape, shape, True, here)
-    return choose(config, setting), setting
+    return choose_offload(config, setting), setting
 
 
 def verdict(config: Config, here: Machine, size: str) -> str:
     """What the preflight makes of this model under these options."""
     chosen, setting = settings_for(config, here, size)
     found = estimate(chosen, setting)
-    if found.shortages(chosen, here, REFUSED):
+    if found.shortages(chosen, here, REFUSE_ABOVE):
         return "refused"
-    return "close" if found.shortages(chosen, here, CLOSE) else "fits"
+    return "close" if found.shortages(chosen, here, WARN_ABOVE) else "fits"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -64,7 +64,7 @@ def test_a_preset_fits_its_machine(preset: str, recipe: str, tmp_path: Path) -> 
     assert verdict(config, here, size) == "fits"
     assert verdict(config, here, second) == "refused"
     chosen, _ = settings_for(config, here, size)
-    waiting = [key for key in KEYS if attrgetter(key)(chosen)]
+    waiting = [key for key in OFFLOAD_KEYS if attrgetter(key)(chosen)]
     assert waiting == WAITING.get((preset, recipe), [])
 
 

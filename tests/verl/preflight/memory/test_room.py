@@ -10,15 +10,21 @@ from tests.verl.preflight.memory.test_presets import machine
 from tests.verl.preflight.memory.test_shortages import run, setting
 from verl.config import Config
 from verl.config.policy import SELECTIVE
-from verl.preflight.memory.check import ROOM, changed, of_a_rank, settle_memory, settled
+from verl.preflight.memory.check import (
+    MEMORY_FOR_SPEED,
+    decide_memory,
+    fill_undecided,
+    peak_rank_bytes,
+    with_options,
+)
 from verl.preflight.memory.estimate import estimate
 from verl.training import kernels
 
-KEYS = [key for key in ROOM if key.startswith("actor")]
+KEYS = [key for key in MEMORY_FOR_SPEED if key.startswith("actor")]
 
 
 def open_run() -> Config:
-    config = changed(run(8), dict.fromkeys(KEYS))
+    config = with_options(run(8), dict.fromkeys(KEYS))
     config.trainer.device = "cuda"
     return config
 
@@ -28,9 +34,12 @@ def test_time_is_saved_where_there_is_room_for_it() -> None:
     chosen = []
     for gib in (23.5, 79.0, 500.0):
         here = setting("Qwen2.5-3B", machine(8, gib, 1000))
-        found = settle_memory(open_run(), here)
+        found = decide_memory(open_run(), here)
         spent = [key for key in KEYS if attrgetter(key)(found) is False]
-        assert not spent or of_a_rank(estimate(found, here)) <= 0.9 * here.machine.devices[0].free
+        assert (
+            not spent
+            or peak_rank_bytes(estimate(found, here)) <= 0.9 * here.machine.devices[0].free
+        )
         chosen.append(len(spent))
     assert chosen == sorted(chosen) and (chosen[0], chosen[-1]) == (0, len(KEYS))
 
@@ -41,19 +50,19 @@ def test_between_all_and_nothing_products_are_kept(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(kernels, "version_of", lambda _: "0.6")
     key, option = KEYS[0], "actor_rollout_ref.model.kernels"
     for kind, expected in (("torch", SELECTIVE), ("compile", True), ("liger", True)):
-        config = changed(open_run(), {option: kind})
-        found = settle_memory(config, setting("Qwen2.5-3B", machine(8, 79.0, 1000)))
+        config = with_options(open_run(), {option: kind})
+        found = decide_memory(config, setting("Qwen2.5-3B", machine(8, 79.0, 1000)))
         assert attrgetter(key)(found) == expected
         if kind != "torch":
-            (problem,) = kernels.kernel_problems(changed(config, {key: SELECTIVE}))
+            (problem,) = kernels.kernel_problems(with_options(config, {key: SELECTIVE}))
             assert f"{key}: got selective" in str(problem) and "kernels=torch" in str(problem)
 
 
 def test_nothing_is_spent_where_nothing_is_known_or_chosen() -> None:
     """Without an estimate, on a CPU, and where the user said so; what a user gave away is gone."""
-    for found in (settle_memory(open_run(), None), settled(open_run())):
+    for found in (decide_memory(open_run(), None), fill_undecided(open_run())):
         assert all(attrgetter(key)(found) is True for key in KEYS)
     here = setting("Qwen2.5-3B", machine(8, 500.0, 1000))
     for value in (True, False):
-        found = settle_memory(changed(open_run(), dict.fromkeys(KEYS, value)), here)
+        found = decide_memory(with_options(open_run(), dict.fromkeys(KEYS, value)), here)
         assert all(attrgetter(key)(found) is value for key in KEYS)
