@@ -24,8 +24,8 @@ import pandas as pd
 
 from example.geography import CORPUS, DATA
 from example.model import load_tokenizer
-from verl.data.trajectories import HEADER, TOKENIZER, fingerprint, write_lines
-from verl.files import whole_file
+from verl.data.trajectories import HEADER, TOKENIZER, fingerprint, write_jsonl
+from verl.files import atomic_write
 
 NUM_DOCUMENTS = 3
 REPEATS = 30
@@ -124,7 +124,7 @@ def write_run(folder: Path, num_steps: int, size: int, seed: int = 0) -> None:
     rollouts.mkdir(parents=True, exist_ok=True)
     (folder / "model").mkdir(exist_ok=True)
     writer.tokenizer.save_pretrained(str(folder / "model"))
-    write_lines(rollouts / HEADER, [{TOKENIZER: fingerprint(writer.tokenizer)}])
+    write_jsonl(rollouts / HEADER, [{TOKENIZER: fingerprint(writer.tokenizer)}])
     config = {"trainer": {"rollout_data_dir": str(rollouts)}, "template": "search_r1",
               "actor_rollout_ref": {"model": {"path": str(folder / "model")}}}  # fmt: skip
     (folder / "config.yaml").write_text(json.dumps(config))
@@ -134,10 +134,10 @@ def write_run(folder: Path, num_steps: int, size: int, seed: int = 0) -> None:
         writer.random.seed(f"{seed} {step}")  # a run that was broken off is gone on with
         if not path.is_file():
             rows = [writer.row(step, share, i // 8, i % 8) for i in range(size)]
-            write_lines(path, rows)
+            write_jsonl(path, rows)
         numbers = {f"family{i % 6}/metric{i}": writer.random.gauss(share, 0.1) for i in range(120)}
         lines.append(json.dumps({"step": step, "guard/health": 0.0, **numbers}) + "\n")
-    with whole_file(folder / "metrics.jsonl") as part:
+    with atomic_write(folder / "metrics.jsonl") as part:
         part.write_text("".join(lines))
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 
-from verl.config.known import Option, known_options, typed
-from verl.config.overrides import ALIASES, ROWS
+from verl.config.known import Option, known_options, to_argument
+from verl.config.overrides import ALIASES, LEGACY_OPTIONS
 
 OPTIONS_HEAD = """# Every option
 
@@ -34,7 +34,7 @@ def options() -> str:
 
 
 def _row(option: Option) -> str:
-    name, default = f"`{option.key.rpartition('.')[2]}`", f"`{typed(option.default)}`"
+    name, default = f"`{option.key.rpartition('.')[2]}`", f"`{to_argument(option.default)}`"
     bounds = "" if option.limits.choices else option.limits.expected()
     cells = name, option.type_name, default, bounds, option.doc, option.limits.resume
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
@@ -49,7 +49,7 @@ def names() -> str:
         ("These are refused unless they ask for what is done anyway:", True),
     ):
         parts += ["", title, "", "| Option | Instead |", "|---|---|"]
-        for row in ROWS:
+        for row in LEGACY_OPTIONS:
             if row.is_refused is is_refused:
                 cell = ", ".join(f"`{name}`" for name in row.names.split())
                 parts.append(f"| {cell} | {row.advice} |")

@@ -30,7 +30,7 @@ from search_r1.search.retrieval import Retrieval
 from verl import plugins
 from verl.agent.interface import Tool
 from verl.config import Config
-from verl.config.overrides import shown
+from verl.config.overrides import short_repr
 from verl.errors import ConfigError, ToolError, explain
 from verl.types import Status
 
@@ -187,7 +187,7 @@ def typed_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
         return TypeAdapter(kind).validate_python(dict(given))
     except ValidationError as error:
         first = error.errors()[0]
-        key, got = str(first["loc"][0]) if first["loc"] else "options", shown(first["input"])
+        key, got = str(first["loc"][0]) if first["loc"] else "options", short_repr(first["input"])
         raise ConfigError(explain(key, got, first["msg"], "correct it")) from error
     except ConfigError as error:
         text = re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), str(error))

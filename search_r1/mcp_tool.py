@@ -15,7 +15,7 @@ from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import SearchError
 from search_r1.search.server.running import address, bind, warn_if_open
 from verl import __version__
-from verl.errors import masked
+from verl.errors import redact
 
 MAX_TOPK = 100
 MAX_RETRIES = 2
@@ -74,7 +74,7 @@ def start(retriever_url: str, transport: str, host: str, port: int) -> int:
     try:
         server = build_server(retriever_url)
     except (ValueError, httpx.InvalidURL) as error:
-        sys.stderr.write(f"--retriever-url {masked(retriever_url)}: {error}\n")
+        sys.stderr.write(f"--retriever-url {redact(retriever_url)}: {error}\n")
         return 2
     if transport == "stdio":
         server.run("stdio")

@@ -8,7 +8,7 @@ import logging
 import re
 from typing import Any
 
-from verl.errors import masked
+from verl.errors import redact
 
 CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # all but tab and line end
@@ -33,7 +33,7 @@ class PlainFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
-        return masked(shown(super().format(record))).replace("\n", "\n  ")
+        return redact(shown(super().format(record))).replace("\n", "\n  ")
 
 
 def log(level: int, form: str) -> None:

@@ -25,7 +25,7 @@ from search_r1.rewards.judge.options import key_in
 from verl import plugins
 from verl.config import Config
 from verl.config.reward import JudgeConfig, RewardConfig, StageConfig
-from verl.config.rules import names_in_use
+from verl.config.rules import reward_names
 from verl.errors import ConfigError, PluginError
 from verl.rewards.interface import Reward, RewardManager
 from verl.rewards.stages import StagedReward
@@ -76,7 +76,7 @@ def build_reward_manager(config: Config) -> RewardManager:
         build_tag_format(config, build_environment(config).tools).tags,
     )
     sections: Sequence[RewardConfig | StageConfig] = options.stages or [options]
-    names = names_in_use(options)
+    names = reward_names(options)
     own = _own(config, names)
     manager = own.get(options.name)
     if isinstance(manager, RewardManager):

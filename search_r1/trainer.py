@@ -90,7 +90,7 @@ class Trainer:
                 expected = "a function of a step and its metrics"
                 raise ConfigError(explain(name, repr(heard), expected, "give one, or leave it out"))
         words = [overrides] if isinstance(overrides, str) else overrides
-        self.config = cli.checked(options, words)
+        self.config = cli.resolve_config(options, words)
         """The checked options, with which `config.yaml` is written."""
         self._objects = given.objects
         self._heard = Recorder(on_step, on_validation)

@@ -18,7 +18,7 @@ from search_r1.search.client import RetrievalClient
 from tests.planted import PASSWORD, PLANTED, URL, leaks, shown
 from verl.checkpoint.resume import identity
 from verl.config import Config, cli
-from verl.errors import ConfigError, PreflightError, ToolError, explain, masked
+from verl.errors import ConfigError, PreflightError, ToolError, explain, redact
 from verl.logs import MaskedFormatter
 from verl.single_controller.actors import ActorHost, RayWorkerGroup
 from verl.trainer import main_ppo
@@ -39,8 +39,8 @@ from verl.training.network import forwarded
 )
 def test_passwords_of_addresses_are_masked(text: str, expected: str) -> None:
     """And nothing else."""
-    assert masked(text) == expected
-    assert masked(masked(text)) == expected
+    assert redact(text) == expected
+    assert redact(redact(text)) == expected
 
 
 @pytest.mark.parametrize("kind", [ConfigError, ToolError])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST = 2**31 - 1
+MAX_NUMBER = 2**31 - 1
 """What a number may be where its field says no more: all that it is given to can hold that."""
 MAX_SEED = 2**32 - 1
 """The largest seed that every generator of random numbers takes."""
@@ -17,9 +17,9 @@ MAX_SEED = 2**32 - 1
 class Bounds:
     """Within `ge` and `le`, more than `gt`, less than `lt`."""
 
-    ge: float = -MOST
-    le: float = MOST
-    gt: float = -MOST - 1
+    ge: float = -MAX_NUMBER
+    le: float = MAX_NUMBER
+    gt: float = -MAX_NUMBER - 1
     lt: float = 2**63
 
     def __contains__(self, number: float) -> bool:
@@ -39,10 +39,10 @@ class Bounds:
 
     def expected(self, number: float) -> str:
         """The bounds in words, for one who gave `number`."""
-        has_end = self.le != MOST or self.lt <= MOST
-        if has_end or abs(number) <= MOST:
+        has_end = self.le != MAX_NUMBER or self.lt <= MAX_NUMBER
+        if has_end or abs(number) <= MAX_NUMBER:
             return str(self)
-        return ", ".join(filter(None, [str(self), f"a finite number of at most {MOST}"]))
+        return ", ".join(filter(None, [str(self), f"a finite number of at most {MAX_NUMBER}"]))
 
 
 FINITE = Bounds()

@@ -27,18 +27,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-PASSWORDS = re.compile(
+URL_SECRETS = re.compile(
     r"(?<=://)[^/?#\s]+@|(?<=[?&])((?:api[_-]?)?key|(?:access_)?token)=[^&#\s'\"]+", re.I
 )
 """What of an address is a secret: `user:password@`, and keys among its parameters."""
 
 
-def masked(text: str) -> str:
+def redact(text: str) -> str:
     """A text for people and files, without the secrets of the addresses in it.
 
-    Example: `masked("http://ann:pw@host/?key=1")` is `http://***@host/?key=***`.
+    Example: `redact("http://ann:pw@host/?key=1")` is `http://***@host/?key=***`.
     """
-    return PASSWORDS.sub(lambda found: f"{found[1]}=***" if found[1] else "***@", text)
+    return URL_SECRETS.sub(lambda found: f"{found[1]}=***" if found[1] else "***@", text)
 
 
 class UserError(Exception):
@@ -47,7 +47,7 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(masked(message))
+        super().__init__(redact(message))
 
 
 class ConfigError(UserError):

@@ -15,36 +15,36 @@ from pathlib import Path
 
 from verl.errors import ConfigError, explain
 
-MOST = 2**30
+MAX_CHARS = 2**30
 """Characters that are read of a file which must be in memory at once."""
-GIVEN = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+PIPE_PREFIXES = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 """Where a process finds the pipes that whoever started it gave it: the only ones read."""
-LOCK = ".lock"
+LOCK_NAME = ".lock"
 """The file in a folder that its writer locks for as long as it lives."""
-ASIDE = "set_aside"
+ASIDE_NAME = "set_aside"
 """The folder in a run's for what an earlier run left there."""
-OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
-def is_of_files(error: OSError) -> bool:
+def is_file_error(error: OSError) -> bool:
     """Whether a file or its disk is at fault, which a user can mend, and not a connection."""
-    return error.filename is not None or error.errno in OF_DISKS
+    return error.filename is not None or error.errno in DISK_ERRORS
 
 
-def regular(path: str | Path) -> Path:
+def regular_file(path: str | Path) -> Path:
     """The path of a file with an end. Raises OSError for a device, a named pipe or a folder."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return Path(path)
 
 
-def read_text(path: str | Path, most: int = MOST) -> str:
+def read_text(path: str | Path, most: int = MAX_CHARS) -> str:
     """The text of a file, or of a pipe that was given, in UTF-8.
 
     Raises ValueError for bytes that are no text, OSError also for over `most` characters.
     """
-    if not str(path).startswith(GIVEN):
-        regular(path)
+    if not str(path).startswith(PIPE_PREFIXES):
+        regular_file(path)
     with open(path, encoding="utf-8-sig") as file:
         found = file.read(most + 1)
     if "\0" in found:
@@ -54,7 +54,7 @@ def read_text(path: str | Path, most: int = MOST) -> str:
     return found
 
 
-class Lines:
+class LineWriter:
     """A file that grows by whole lines; each is the system's to keep once it was appended."""
 
     def __init__(self, path: Path) -> None:
@@ -63,9 +63,9 @@ class Lines:
 
     def append(self, line: str) -> None:
         """Add a line. Raises OSError, which names the file; no part of the line is left then."""
-        self.add(f"{line}\n".encode(errors="backslashreplace"))
+        self.append_bytes(f"{line}\n".encode(errors="backslashreplace"))
 
-    def add(self, data: bytes) -> None:
+    def append_bytes(self, data: bytes) -> None:
         """Add what is as whole as a line, in the same way."""
         end = os.fstat(self._file.fileno()).st_size
         try:
@@ -82,19 +82,19 @@ class Lines:
 
 
 @contextmanager
-def whole_file(path: Path, *, is_lasting: bool = False) -> Iterator[Path]:
+def atomic_write(path: Path, *, is_durable: bool = False) -> Iterator[Path]:
     """A path beside `path` to write to; the file takes its place when the body has succeeded.
 
-    `is_lasting`: it is on the disk before that, so that it is whole after a power cut too.
+    `is_durable`: it is on the disk before that, so that it is whole after a power cut too.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")  # who else writes it has another
     try:
         yield part
-        if is_lasting:
-            flush(part)
+        if is_durable:
+            fsync(part)
         os.replace(part, path)
-        if is_lasting:
-            flush(path.parent)
+        if is_durable:
+            fsync(path.parent)
     except BaseException as error:
         with suppress(OSError):  # it may not be there, or the disk be read-only
             part.unlink()
@@ -109,7 +109,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def flush(*paths: Path) -> None:
+def fsync(*paths: Path) -> None:
     """Wait until the bytes of files, and the names in folders, are on the disk."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
@@ -121,7 +121,7 @@ def flush(*paths: Path) -> None:
 
 def move_aside(root: Path, paths: Sequence[Path]) -> Path:
     """Move what an earlier run left in `root` into a new folder below it, which is returned."""
-    place = root / ASIDE / uuid.uuid4().hex[:8]
+    place = root / ASIDE_NAME / uuid.uuid4().hex[:8]
     place.mkdir(parents=True)
     for path in paths:
         os.replace(path, place / path.name)
@@ -129,7 +129,7 @@ def move_aside(root: Path, paths: Sequence[Path]) -> Path:
 
 
 @contextmanager
-def exclusive(path: Path, option: str, lock: Path | None = None) -> Iterator[None]:
+def exclusive_lock(path: Path, option: str, lock: Path | None = None) -> Iterator[None]:
     """Hold the path which `option` named while the body lasts. Raises ConfigError.
 
     It is a folder, unless `lock` says which file is locked: one beside it, or the path itself. The
@@ -137,7 +137,7 @@ def exclusive(path: Path, option: str, lock: Path | None = None) -> Iterator[Non
     for a device or pipe, which many may write to.
     """
     what = "file" if lock == path else "folder"
-    lock = lock or path / LOCK
+    lock = lock or path / LOCK_NAME
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("a")

@@ -6,15 +6,15 @@ import logging
 import sys
 from collections.abc import Callable
 
-from verl.errors import UserError, masked
-from verl.files import is_of_files
+from verl.errors import UserError, redact
+from verl.files import is_file_error
 
 
 class MaskedFormatter(logging.Formatter):
     """Formats a record as `logging.Formatter` does, whoever logged it, and hides its secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return masked(super().format(record))
+        return redact(super().format(record))
 
 
 def start_logging(level: int) -> None:
@@ -35,7 +35,7 @@ def exit_status(
     try:
         return work() or 0
     except (UserError, OSError) as error:
-        if isinstance(error, OSError) and not is_of_files(error):
+        if isinstance(error, OSError) and not is_file_error(error):
             raise
         sys.stderr.write(shown(f"{error}\n"))
         return error.exit_code if isinstance(error, UserError) else 2

@@ -1,7 +1,7 @@
 """Whether a model's files make a model that answers: told before ranks and engines start.
 
 Names, shapes and dtypes come from the headers of the files; values are looked at where they are
-read anyway (`refuse_values`); tokenizer, chat template and sampling defaults are tried.
+read anyway (`check_finite`); tokenizer, chat template and sampling defaults are tried.
 `check_model` holds a whole folder together. No file of a model runs code here, unless
 `trust_remote_code` lets it.
 """
@@ -46,8 +46,8 @@ FIX = "download it again, or give the model that the files belong to"
 MAPPED_FILES = "model*.safetensors"
 FLOATS = ("F64", "F32", "BF16", "F16")
 """As the header of a file of safetensors names them."""
-PARTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
-MOST_PARTS = 2000
+COUNT_FIELDS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
+MAX_COUNT = 2000
 """Layers or experts that any model has: a number far beyond would take for ever to build."""
 
 
@@ -60,7 +60,7 @@ TEMPLATE_BYTES = 1 << 30
 """Memory that it may take beyond what this process has."""
 
 
-class Unfit(ValueError):
+class ModelProblem(ValueError):
     """What is wrong with a model, in words of our own."""
 
 
@@ -76,28 +76,28 @@ def model_errors(
         raise
     # Of a damaged file a parser raises whatever it trips over, tokenizers a bare Exception.
     except Exception as error:
-        got = f"{path} ({part + ': ' if part else ''}{one_line(error)})"
+        got = f"{path} ({part + ': ' if part else ''}{describe_error(error)})"
         if "custom code" in str(error):
             expected = "a model that brings no code of its own, which would act as you"
             fix = "trust_remote_code=true (--trust-remote-code), once you have read that code"
         raise ModelError(explain(subject, got, expected, fix)) from error
 
 
-def one_line(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error in one line, with its kind where the words are not ours."""
     text = " ".join(re.sub(r"\x1b\[\d*m", "", str(error)).split())[:200]
-    kind = "" if isinstance(error, Unfit) else type(error).__name__
+    kind = "" if isinstance(error, ModelProblem) else type(error).__name__
     return ": ".join(filter(None, (kind, text)))
 
 
-def few(names: Iterable[str]) -> str:
+def summarise(names: Iterable[str]) -> str:
     """The first few of some names, and how many there are."""
     found = sorted(names)
     return f"{', '.join(found[:3])} ({len(found)} in all)"
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Without the tables that transformers logs of what is told in one line here."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
@@ -113,38 +113,38 @@ def read_config(path: str, subject: str = "model path") -> PretrainedConfig:
     with model_errors(path, "", subject):
         folder = Path(path).expanduser()
         if not folder.is_dir():
-            raise Unfit("a file" if folder.exists() else "no such folder")
+            raise ModelProblem("a file" if folder.exists() else "no such folder")
         if not (folder / "config.json").is_file():
-            raise Unfit("a folder without config.json")
+            raise ModelProblem("a folder without config.json")
         for file in folder.iterdir():  # a pipe or device would be read for ever, or left out
             if file.exists() and not (file.is_file() or file.is_dir()):
-                raise Unfit(f"{file.name}, which is not a regular file")
-    with model_errors(path, "config.json", subject), quiet():
+                raise ModelProblem(f"{file.name}, which is not a regular file")
+    with model_errors(path, "config.json", subject), quiet_transformers():
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=trusts_remote_code(), local_files_only=True
         )
-        for name in PARTS:
+        for name in COUNT_FIELDS:
             found = getattr(config.get_text_config(), name, None) or 0
-            if found > MOST_PARTS:
-                raise Unfit(f"{name}={found}")
-        refuse_numbers(config.get_text_config())
+            if found > MAX_COUNT:
+                raise ModelProblem(f"{name}={found}")
+        check_numbers(config.get_text_config())
         return config
 
 
-def refuse_numbers(text: PretrainedConfig) -> None:
+def check_numbers(text: PretrainedConfig) -> None:
     """Raise Unfit for numbers under which every answer would be noise, or not a number."""
     for name, value in text.to_dict().items():
         is_small = not isinstance(value, int | float) or 0 <= value < 1  # never true of NaN
         if name.endswith(("_eps", "_epsilon")) and not is_small:
-            raise Unfit(f"{name}={value}")
-    for part in rotations(text):
+            raise ModelProblem(f"{name}={value}")
+    for part in rope_parameters(text):
         for name, least in {"factor": 1.0, "rope_theta": 1.0}.items():
             value = part.get(name)
             if isinstance(value, int | float) and not least <= value < math.inf:
-                raise Unfit(f"{name}={value} of its rotary positions")
+                raise ModelProblem(f"{name}={value} of its rotary positions")
 
 
-def rotations(text: PretrainedConfig) -> list[Mapping[str, Any]]:
+def rope_parameters(text: PretrainedConfig) -> list[Mapping[str, Any]]:
     """The parameters of its rotary positions, where layers differ those of each kind."""
     scaling = getattr(text, "rope_parameters", None) or {}
     return [part for part in (scaling, *scaling.values()) if isinstance(part, Mapping)]
@@ -154,7 +154,7 @@ def num_positions(config: PretrainedConfig) -> int | None:
     """Tokens that a model was made for, stretched as its config says; None where none are told."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
-    factors = [part.get("factor") or 1 for part in rotations(text)]
+    factors = [part.get("factor") or 1 for part in rope_parameters(text)]
     return int(positions * max(1, *factors)) if isinstance(positions, int) else None
 
 
@@ -181,10 +181,12 @@ def check_weights(
     Raises ModelError.
     """
     folder = Path(path).expanduser()
-    with model_errors(path, "weights", subject), quiet():
+    with model_errors(path, "weights", subject), quiet_transformers():
         single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
-        if single.exists() and index.exists() and files_of(index) != {single.name}:
-            raise Unfit(f"both {single.name} and {index.name}: a reader takes one or the other")
+        if single.exists() and index.exists() and indexed_files(index) != {single.name}:
+            raise ModelProblem(
+                f"both {single.name} and {index.name}: a reader takes one or the other"
+            )
         dtypes = {name: dtype for file in sorted(folder.glob(MAPPED_FILES))
                   for name, dtype in _header(file, subject)}  # fmt: skip
         is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -195,14 +197,14 @@ def check_weights(
             ignore_mismatched_sizes=True, trust_remote_code=trusts_remote_code(),
         )  # fmt: skip
         lm, report = loaded
-        refuse_report(lm, report, needs_head)
+        check_loading_report(lm, report, needs_head)
         odd = [name for name, _ in lm.named_parameters() if dtypes.get(name, "F32") not in FLOATS]
         if odd:
-            raise Unfit(f"no floating-point numbers in {few(odd)}")
+            raise ModelProblem(f"no floating-point numbers in {summarise(odd)}")
         return int(lm.get_input_embeddings().weight.shape[0])
 
 
-def files_of(index: Path) -> set[str]:
+def indexed_files(index: Path) -> set[str]:
     """The files that an index names."""
     return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
 
@@ -216,7 +218,7 @@ def _header(file: Path, subject: str) -> Iterator[tuple[str, str]]:
                 yield name, tensors.get_slice(name).get_dtype()
 
 
-def refuse_report(lm: PreTrainedModel, report: Mapping[str, Any], needs_head: bool) -> None:
+def check_loading_report(lm: PreTrainedModel, report: Mapping[str, Any], needs_head: bool) -> None:
     """Refuse weights that a model lacks, has no place for, or has in another shape.
 
     `report` is the loading info of transformers, which makes random numbers of what lacks. A
@@ -235,28 +237,28 @@ def refuse_report(lm: PreTrainedModel, report: Mapping[str, Any], needs_head: bo
     ):
         names = [shapes.get(name, name) for name in found if counts(name)]
         if names:
-            raise Unfit(f"{what} {few(names)}")
+            raise ModelProblem(f"{what} {summarise(names)}")
     if report["error_msgs"]:
-        raise Unfit(str(report["error_msgs"][0]))
+        raise ModelProblem(str(report["error_msgs"][0]))
 
 
-def refuse_values(tensors: Iterable[tuple[str, Tensor]], subject: str = "weights") -> None:
+def check_finite(tensors: Iterable[tuple[str, Tensor]], subject: str = "weights") -> None:
     """Raise ModelError for tensors with values that are no finite numbers."""
-    refuse_faulty([name for name, values in tensors if not is_finite(values)], subject)
+    refuse_non_finite([name for name, values in tensors if not is_finite(values)], subject)
 
 
-def refuse_values_of(path: str, subject: str) -> None:
+def check_finite_files(path: str, subject: str) -> None:
     """The same for the files of a folder, which are read for it."""
     for file in sorted(Path(path).glob(MAPPED_FILES)):
         with safe_open(file, framework="pt") as found:
             named = ((name, found.get_tensor(name)) for name in found.keys())  # noqa: SIM118
-            refuse_values(named, f"{subject} {file}")
+            check_finite(named, f"{subject} {file}")
 
 
-def refuse_faulty(names: Sequence[str], subject: str = "weights") -> None:
+def refuse_non_finite(names: Sequence[str], subject: str = "weights") -> None:
     """Raise ModelError if there are names of tensors whose values are no finite numbers."""
     if names:
-        got = f"NaN or infinite values in {few(names)}"
+        got = f"NaN or infinite values in {summarise(names)}"
         raise ModelError(explain(subject, got, "finite numbers", FIX))
 
 
@@ -278,8 +280,8 @@ def check_model(
     only. Raises ModelError, whose one line begins with `subject`.
     """
     config = read_config(path, subject)
-    with model_errors(path, "generation_config.json", subject), quiet():
-        ends = _ends(Path(path).expanduser(), config)
+    with model_errors(path, "generation_config.json", subject), quiet_transformers():
+        ends = _eos_ids(Path(path).expanduser(), config)
     rows = check_weights(path, config, needs_head, by_transformers, subject)
     tokenizer = load_tokenizer(tokenizer_of or path, subject)
     beyond = {token: id for token, id in tokenizer.get_vocab().items() if id >= rows}
@@ -289,16 +291,18 @@ def check_model(
     with model_errors(path, subject=subject):
         if beyond.keys() - spare:
             largest = max(beyond.values())
-            raise Unfit(f"a tokenizer with ids up to {largest} over an embedding of {rows} rows")
+            raise ModelProblem(
+                f"a tokenizer with ids up to {largest} over an embedding of {rows} rows"
+            )
         for end in ends:
             if not isinstance(end, int) or not 0 <= end < rows:
-                raise Unfit(f"eos_token_id={end!r} over an embedding of {rows} rows")
+                raise ModelProblem(f"eos_token_id={end!r} over an embedding of {rows} rows")
     if tokenizer_of is None:
         check_template(tokenizer, path, subject)
     return config
 
 
-def _ends(folder: Path, config: PretrainedConfig) -> list[Any]:
+def _eos_ids(folder: Path, config: PretrainedConfig) -> list[Any]:
     """What ends a sequence, by the model's defaults of sampling."""
     if (folder / "generation_config.json").exists():
         found = GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -314,7 +318,7 @@ def load_tokenizer(path: str, subject: str = "model path") -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusts_remote_code())
         # Where files lack, transformers may make one that knows no text.
         if not tokenizer.encode(QUESTION, add_special_tokens=False):
-            raise Unfit("no ids come of text")
+            raise ModelProblem("no ids come of text")
         return tokenizer
 
 
@@ -346,7 +350,7 @@ def check_template(tokenizer: Any, path: str, subject: str = "model path") -> No
     child.join()
     with model_errors(path, "chat template", subject):
         if problem:
-            raise Unfit(problem)
+            raise ModelProblem(problem)
 
 
 def _render(tokenizer: Any, answer: Connection) -> None:
@@ -363,5 +367,5 @@ def _render(tokenizer: Any, answer: Connection) -> None:
         )
         answer.send("" if QUESTION in text else "leaves the user's words out")
     except Exception as error:  # noqa: BLE001 - it is the answer
-        answer.send(one_line(error))
+        answer.send(describe_error(error))
     os._exit(0)  # nothing of the parent is to be ended here

@@ -8,11 +8,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
-OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
+EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """First and last of the ports that the kernel gives to connections going out."""
-LOWEST = 10_000
-TRIES = 100
-_DRAW = random.SystemRandom()  # a seeded draw would meet that of another process
+LOWEST_PORT = 10_000
+MAX_TRIES = 100
+_RANDOM = random.SystemRandom()  # a seeded draw would meet that of another process
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -21,8 +21,10 @@ def free_port(host: str = "127.0.0.1") -> int:
     It is none of those that the kernel gives to outgoing connections and to listeners without a
     port of their own: one of these could take it before the caller listens on it.
     """
-    end = int(OUTGOING.read_text().split()[0]) if OUTGOING.exists() else LOWEST
-    drawn = (_DRAW.randrange(LOWEST, end) for _ in range(TRIES if end > LOWEST else 0))
+    end = int(EPHEMERAL_RANGE.read_text().split()[0]) if EPHEMERAL_RANGE.exists() else LOWEST_PORT
+    drawn = (
+        _RANDOM.randrange(LOWEST_PORT, end) for _ in range(MAX_TRIES if end > LOWEST_PORT else 0)
+    )
     for port in itertools.chain(drawn, (0,)):
         with socket.socket() as probe:
             try:
@@ -33,7 +35,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     raise OSError(f"no port is free at {host or 'any address'}")
 
 
-def is_here(host: str) -> bool:
+def is_local_host(host: str) -> bool:
     """Whether a name or address is one of this machine: only such an address can be bound to."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)

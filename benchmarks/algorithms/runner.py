@@ -27,7 +27,7 @@ from example.geography import CORPUS, DATA
 from example.tiny_policy import write_tiny_policy
 from search_r1.search.local_server import LocalServer
 from verl.config import cli
-from verl.files import whole_file
+from verl.files import atomic_write
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.trainer.run import building
 from verl.trainer.validation import VALIDATION_STREAM, trajectory_seed
@@ -66,7 +66,7 @@ class Result:
 
     def write(self, folder: Path) -> None:
         """Keep it as `result.json`, whole or not at all."""
-        with whole_file(folder / RESULT) as part:
+        with atomic_write(folder / RESULT) as part:
             part.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl.files import whole_file
+from verl.files import atomic_write
 
 
 class Skipped(Exception):
@@ -91,7 +91,7 @@ class Report:
     def write(self, done: bool = False) -> None:
         """Bring the file up to date; `done`: the check came to its end."""
         found = {"figures": self.figures, "failures": self.failures, "skipped": self.skipped}
-        with whole_file(self._path) as part:
+        with atomic_write(self._path) as part:
             part.write_text(json.dumps(found | {"done": done}))
 
 

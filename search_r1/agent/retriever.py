@@ -13,7 +13,7 @@ from search_r1.search.schema import TOKEN_VARIABLE
 from verl import plugins
 from verl.agent.interface import Tool
 from verl.config import Config
-from verl.config.agent import EMPTY, ServerConfig
+from verl.config.agent import EMPTY_URL, ServerConfig
 from verl.errors import ConfigError, ToolError, ToolRefused, explain
 
 Made = TypeVar("Made")
@@ -35,7 +35,7 @@ class RetrieverTool(Tool):
 
     def __init__(self, options: ServerConfig | None = None) -> None:
         """`options` say where the server is, for probes and messages; None: there is none."""
-        self.options = options or ServerConfig(url=EMPTY)
+        self.options = options or ServerConfig(url=EMPTY_URL)
         self.max_outage = self.options.max_outage
 
     @property
@@ -48,11 +48,11 @@ class RetrieverTool(Tool):
 
     def probe(self, seconds: float) -> str:
         """What is wrong with the server, by what a call asks; see `Tool.probe`."""
-        return "" if self.options.url == EMPTY else self._problem(self.options.url, seconds)
+        return "" if self.options.url == EMPTY_URL else self._problem(self.options.url, seconds)
 
     def preflight(self, seconds: float) -> Iterator[ToolError]:
         """Each address that does not serve this run; `/health` needs no token and no limit."""
-        if self.options.url == EMPTY:
+        if self.options.url == EMPTY_URL:
             return
         seconds = max(seconds, min(self.options.timeout, PROBE_S))  # a first search may be slow
         for address in map(str.strip, self.options.url.split(",")):

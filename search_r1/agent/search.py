@@ -22,7 +22,7 @@ from search_r1.search.client import RETRIED, EmptyRetrieval, Retrieval, Retrieva
 from search_r1.search.errors import SearchError
 from verl.agent.interface import Item, Observation, text_arguments
 from verl.config import Config
-from verl.config.agent import EMPTY, ServerConfig
+from verl.config.agent import EMPTY_URL, ServerConfig
 from verl.types import Trajectory
 
 FAILED = "searches_failed"
@@ -73,7 +73,7 @@ class SearchTool(RetrieverTool):
 
     def identity(self) -> Mapping[str, str]:
         """Fingerprints of corpus, index and encoder, as far as the server tells them."""
-        if self.options.url == EMPTY:
+        if self.options.url == EMPTY_URL:
             return {}
         return retriever_identity(self.options.url, min(self.options.timeout, PROBE_S))
 
@@ -113,8 +113,8 @@ def build_search(config: Config) -> SearchTool:
     options = config.retriever
     own = given_retrieval(config)
     if own is not None:  # there is no server to be asked how it is
-        return SearchTool(own, replace(options, url=EMPTY))
-    is_empty = options.url == EMPTY
+        return SearchTool(own, replace(options, url=EMPTY_URL))
+    is_empty = options.url == EMPTY_URL
     return SearchTool(EmptyRetrieval() if is_empty else build_client(options), options)
 
 

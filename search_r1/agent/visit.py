@@ -22,7 +22,7 @@ from search_r1.search.errors import SearchError, install_command
 from search_r1.search.schema import Document
 from verl.agent.interface import Item, Observation, text_arguments
 from verl.config import Config
-from verl.config.agent import EMPTY, ServerConfig
+from verl.config.agent import EMPTY_URL, ServerConfig
 from verl.errors import ToolRefused, explain
 
 PAGES = ("http://", "https://")
@@ -125,6 +125,6 @@ def build_visit(config: Config) -> VisitTool:
     options, own = config.retriever, given_retrieval(config)
     if own is not None:
         documents = own if hasattr(own, "document") else None
-        return VisitTool(documents, options=replace(options, url=EMPTY))
-    documents = None if options.url == EMPTY else build_client(options)
+        return VisitTool(documents, options=replace(options, url=EMPTY_URL))
+    documents = None if options.url == EMPTY_URL else build_client(options)
     return VisitTool(documents, options=options)

@@ -30,14 +30,14 @@ from verl.agent.grammar import Grammar
 from verl.config import Config
 from verl.data.trajectories import (
     HEADER,
-    Recorded,
+    RecordedTrajectory,
     fingerprint,
-    path_of,
+    make_row,
     read_header,
     read_step,
     recorded_steps,
-    row_of,
-    write_lines,
+    step_path,
+    write_jsonl,
 )
 from verl.errors import ConfigError, DataError, explain
 from verl.remote_code import set_trust
@@ -187,14 +187,14 @@ def start(options: CreditOptions) -> int:
                 judging = _judging(options, rollouts, weights, tags_of(found), config)
                 judge, loaded = stack.enter_context(judging), weights
             rows = _step(judge, recorded, step, options.limit, weights)
-            out = options.run / CREDIT / path_of("", step).name
+            out = options.run / CREDIT / step_path("", step).name
             out.parent.mkdir(exist_ok=True)
-            write_lines(out, rows)
+            write_jsonl(out, rows)
             logger.info("%s, by %s: %s", out, weights, _summary(rows))
     return 0
 
 
-def _weights_of(run: Path, config: Config | None, recorded: Sequence[Recorded]) -> str:
+def _weights_of(run: Path, config: Config | None, recorded: Sequence[RecordedTrajectory]) -> str:
     """Those that sampled most of the step, or what the run has kept next to them."""
     assert config is not None, "else --checkpoint is wanted"
     wanted = Counter(one.trajectory.segments[-1].weight_version for one in recorded)
@@ -224,10 +224,10 @@ def _judging(
 
 
 def _step(
-    judge: Judge, recorded: Sequence[Recorded], step: int, limit: int | None, model: str
+    judge: Judge, recorded: Sequence[RecordedTrajectory], step: int, limit: int | None, model: str
 ) -> list[dict[str, Any]]:
     """The lines of a step's trajectories: those that searched, and end with an answer."""
-    read = (read_dialogue(row_of(step, len(recorded), one), judge.tags) for one in recorded)
+    read = (read_dialogue(make_row(step, len(recorded), one), judge.tags) for one in recorded)
     chosen = [
         (line, one.trajectory, one.reward.score, dialogue)
         for line, (one, dialogue) in enumerate(zip(recorded, read, strict=True))

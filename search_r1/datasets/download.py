@@ -31,7 +31,7 @@ from search_r1.datasets.hub import (
     list_files,
 )
 from search_r1.options import run
-from verl.files import whole_file
+from verl.files import atomic_write
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def unpack(packed: Path, target: Path) -> None:
     try:
         with (
             gzip.open(packed, "rb") as source,
-            whole_file(target, is_lasting=True) as part,
+            atomic_write(target, is_durable=True) as part,
             part.open("wb") as file,
         ):
             while chunk := source.read(CHUNK_BYTES):

@@ -20,7 +20,7 @@ import httpx
 
 from search_r1.retrying import Pauses, Transient, retry_after, try_again
 from search_r1.search.index.progress import Report, progress
-from verl.errors import UserError, explain, masked
+from verl.errors import UserError, explain, redact
 from verl.files import sha256
 
 T = TypeVar("T")
@@ -177,7 +177,7 @@ def _hub() -> str:
 
 def _told(error: object) -> str:
     """The first line, without a password: httpx adds a link to an encyclopaedia of statuses."""
-    return masked(str(error).partition("\n")[0])[:300] or type(error).__name__
+    return redact(str(error).partition("\n")[0])[:300] or type(error).__name__
 
 
 def _tree(repo: str, patience: Patience) -> Iterator[Any]:

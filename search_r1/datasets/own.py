@@ -28,7 +28,7 @@ from search_r1.datasets.wording import PromptStyle, prompt_writer
 from search_r1.search.index.passages import read_folder, write_corpus
 from verl.data.rows import BadRow, Record, read_records
 from verl.errors import ConfigError, DataError, explain
-from verl.files import MOST, regular
+from verl.files import MAX_CHARS, regular_file
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +101,8 @@ def select(questions: Iterable[Question], names: Sequence[str]) -> list[Question
 def _read_csv(path: Path, separator: str) -> Iterator[Record]:
     """Rows of a csv with their answers apart. Raises DataError for an unusable file."""
     try:
-        with regular(path).open(encoding="utf-8-sig", newline="") as file:
-            lines = iter(partial(file.readline, MOST), "")  # csv refuses what is longer
+        with regular_file(path).open(encoding="utf-8-sig", newline="") as file:
+            lines = iter(partial(file.readline, MAX_CHARS), "")  # csv refuses what is longer
             reader = csv.DictReader(lines, restkey="", strict=True)
             names = reader.fieldnames or ()
             answers = next((name for name in ANSWER_COLUMNS if name in names), None)

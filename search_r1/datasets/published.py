@@ -40,7 +40,7 @@ from search_r1.search.index.progress import progress
 from search_r1.search.schema import Document
 from verl.data.rows import BadRow, Record, read_records
 from verl.errors import ConfigError, DataError, ToolError, explain, first_line
-from verl.files import regular
+from verl.files import regular_file
 
 AT_ONCE = 512
 """Questions that wait for the server at one time."""
@@ -107,7 +107,7 @@ def cache_finder(caches: Sequence[Path], corpus: Path, topk: int) -> Finder:
 def _read_cache(path: Path, topk: int) -> Iterator[tuple[str, list[str]]]:
     """Questions and the ids of their best passages."""
     try:
-        content: Mapping[str, Any] = json.loads(regular(path).read_bytes())
+        content: Mapping[str, Any] = json.loads(regular_file(path).read_bytes())
         yield from (
             (text, [str(hit["id"]) for hit in hits[:topk]]) for text, hits in content.items()
         )

@@ -18,9 +18,9 @@ import pyarrow.parquet
 
 from search_r1.datasets.wording import PromptWriter
 from search_r1.search.schema import Document
-from verl.data.rows import BadRow, short
+from verl.data.rows import BadRow, short_repr
 from verl.errors import DataError, explain, first_line
-from verl.files import whole_file
+from verl.files import atomic_write
 
 ABILITY = "fact-reasoning"
 ANSWER_COLUMNS = ("golden_answers", "answers", "answer")
@@ -66,7 +66,7 @@ def read_question(record: Any, place: RecordLocation) -> Question | BadRow:
     """A raw record as a question, or what is wrong with it."""
 
     def refuse(part: str, got: object, expected: str) -> BadRow:
-        return BadRow.at(place.file, place.number, part, short(got), expected)
+        return BadRow.at(place.file, place.number, part, short_repr(got), expected)
 
     if isinstance(record, BadRow):
         return record
@@ -197,7 +197,7 @@ def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
         fix = "make each further column of one type, or drop it"
         raise DataError(explain(str(path), got, "columns of one type", fix)) from error
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as part:
+    with atomic_write(path) as part:
         pyarrow.parquet.write_table(table, part)
     counts = Counter(row["data_source"] for row in rows)
     told = ", ".join(f"{name} {count}" for name, count in counts.items())

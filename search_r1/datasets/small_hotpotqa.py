@@ -16,7 +16,7 @@ from search_r1.datasets.hub import FLASHRAG, fetch, list_files
 from search_r1.datasets.question import RecordLocation, read_question, valid_questions
 from verl.data.rows import Record, read_records
 from verl.errors import DataError, explain
-from verl.files import whole_file
+from verl.files import atomic_write
 
 NAME = "hotpotqa"
 
@@ -41,7 +41,7 @@ def build(options: HotpotOptions) -> int:
     for name, rows in files.items():
         path = options.local_dir / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as part:
+        with atomic_write(path) as part:
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             part.write_text("".join(lines), encoding="utf-8")
         logging.info("%s: %d rows", path, len(rows))

@@ -13,7 +13,7 @@ from search_r1.agent.generation import build_environment, build_tag_format
 from search_r1.evaluation.options import EvaluationOptions
 from search_r1.evaluation.runner import METHODS
 from verl.config import Config
-from verl.errors import masked
+from verl.errors import redact
 from verl.files import sha256
 
 FORMAT = 1
@@ -80,7 +80,7 @@ def _model(options: EvaluationOptions, folder: Path) -> dict[str, Any]:
     if options.adapter:
         model["adapter"] = options.adapter
     if options.endpoint:
-        return model | {"endpoint": masked(options.endpoint), "served_model": options.served_model}
+        return model | {"endpoint": redact(options.endpoint), "served_model": options.served_model}
     files = _hashes(folder, (*WEIGHTS, "config.json"))
     whole = _digest("".join(f"{name} {hash}\n" for name, hash in files.items()))
     return model | {"files": files, "sha256": whole}

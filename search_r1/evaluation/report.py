@@ -28,7 +28,7 @@ from search_r1.evaluation.summary import (
 )
 from search_r1.inference.opening import CONTROLS
 from verl.errors import ConfigError, explain
-from verl.files import whole_file
+from verl.files import atomic_write
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def write_report(
     summary = summarize(samples, pass_k, num_resamples=num_resamples, seed=seed)
     metrics = json.dumps(summary.to_json(), indent=1) + "\n"
     for name, text in ((METRICS, metrics), (REPORT, as_markdown(manifest, summary, pass_k))):
-        with whole_file(folder / name) as part:
+        with atomic_write(folder / name) as part:
             part.write_text(text, encoding="utf-8")
     return summary
 

@@ -42,7 +42,7 @@ from search_r1.rewards.registry import build_judge
 from verl.config import Config
 from verl.data import choose, load_rows
 from verl.errors import ConfigError, ToolError, UserError
-from verl.files import LOCK, exclusive
+from verl.files import LOCK_NAME, exclusive_lock
 from verl.remote_code import set_trust
 from verl.rollout.interface import RolloutEngine
 from verl.types import Sampling
@@ -59,14 +59,16 @@ def evaluate(options: EvaluationOptions) -> Path:
     """Play and score what is not yet; returns the folder with the report. Raises UserError."""
     set_trust(options.trust_remote_code)
     out = Path(options.out)
-    with exclusive(out, "--out"):
+    with exclusive_lock(out, "--out"):
         try:
             options = at_latest_checkpoint(options)
             with folder_of(options) as folder:
                 loops.run(_evaluate(options, run_config(options, str(folder))))
             write_report(out, options.pass_k, options.num_resamples, options.seed)
         finally:
-            if [file.name for file in out.iterdir()] == [LOCK]:  # a mistake, told before any work
+            if [file.name for file in out.iterdir()] == [
+                LOCK_NAME
+            ]:  # a mistake, told before any work
                 shutil.rmtree(out)
     return out
 

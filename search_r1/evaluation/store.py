@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from search_r1.evaluation.samples import FAILED, Sample
 from verl.errors import ConfigError, DataError, SaveError, explain
-from verl.files import Lines, whole_file
+from verl.files import LineWriter, atomic_write
 
 MANIFEST = "manifest.json"
 SAMPLES = "samples.jsonl"
@@ -45,11 +45,11 @@ class Store:
         self.finished = {sample.key for sample in kept}
         """What is there already; failed dialogues are played again."""
         with (
-            whole_file(folder / SAMPLES) as part,
+            atomic_write(folder / SAMPLES) as part,
             part.open("w", encoding="utf-8", errors=LONE_SURROGATES) as file,
         ):
             file.writelines(f"{sample.to_json()}\n" for sample in kept)
-        self._file = Lines(folder / SAMPLES)
+        self._file = LineWriter(folder / SAMPLES)
 
     def append(self, sample: Sample) -> None:
         """Write one sample; it survives a kill from here on. Raises SaveError."""
@@ -83,7 +83,7 @@ def _claim(folder: Path, manifest: Manifest) -> None:
     if (folder / SAMPLES).exists():
         fix = "give another --out"
         raise ConfigError(explain(f"{folder}", f"{SAMPLES} without {MANIFEST}", "both", fix))
-    with whole_file(file) as part:
+    with atomic_write(file) as part:
         part.write_text(json.dumps(wanted, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -25,7 +25,7 @@ from search_r1.plain import json_line, log
 from verl.data import load_rows
 from verl.data.rows import Message
 from verl.errors import DataError, ToolError, UserError, explain
-from verl.files import exclusive, read_text
+from verl.files import exclusive_lock, read_text
 from verl.types import Status
 
 ROWS = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
@@ -131,7 +131,7 @@ async def ask_file(options: InferenceOptions, file: str, out: Path | None) -> in
     """Answer every question of a file; returns the exit code, 2 when one failed."""
     questions = read_questions(file)
     # What cannot be written, or another run writes, is found out before a model is loaded.
-    held = contextlib.nullcontext() if out is None else exclusive(out, "--out", lock=out)
+    held = contextlib.nullcontext() if out is None else exclusive_lock(out, "--out", lock=out)
     with held:
         async with opened(options) as session:
             with (

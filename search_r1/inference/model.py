@@ -33,16 +33,16 @@ from verl.checkpoint.folders import STEP_NAME, is_complete, step_of
 from verl.config import Config
 from verl.errors import ConfigError, ModelError, explain, first_line
 from verl.model_files import (
-    Unfit,
+    ModelProblem,
     check_context,
+    check_finite,
+    check_finite_files,
     check_model,
     check_template,
-    few,
     load_tokenizer,
     model_errors,
-    quiet,
-    refuse_values,
-    refuse_values_of,
+    quiet_transformers,
+    summarise,
 )
 from verl.rollout.interface import RolloutEngine, build_engine
 from verl.training.devices import device_type, dtype_name, resolve_dtype
@@ -132,7 +132,7 @@ def load_agent(config: Config) -> DialogueAgent:
         check_context(model, section.model.path, config.data, *names)
         if not by_transformers and device_type(config.trainer.device) == "cpu":
             # vLLM repacks weights there, and looks at none; other engines are asked afterwards.
-            refuse_values_of(section.model.path, subject)
+            check_finite_files(section.model.path, subject)
     return build_dialogue(config)
 
 
@@ -181,16 +181,19 @@ def merge(base: Path, adapter: Path, out: Path, dtype: str) -> Path:
         f"give --model the model that it was trained on: {base_model_of(adapter) or 'not recorded'}"
     )
     lm = load_causal_lm(str(base), attention=None)
-    with model_errors(str(base), "", subject, f"an adapter that fits {base}", fix), quiet():
+    with (
+        model_errors(str(base), "", subject, f"an adapter that fits {base}", fix),
+        quiet_transformers(),
+    ):
         settings = PeftConfig.from_pretrained(str(adapter))
         settings.inference_mode = True
         adapted: Any = PeftModel(lm, settings)
         found = adapted.load_adapter(str(adapter), "default")
         for what in ("missing_keys", "unexpected_keys"):
             if getattr(found, what):  # peft only warns, and goes on with random numbers
-                raise Unfit(f"{what.replace('_', ' ')}: {few(getattr(found, what))}")
+                raise ModelProblem(f"{what.replace('_', ' ')}: {summarise(getattr(found, what))}")
         whole = adapted.merge_and_unload()
-    refuse_values(whole.named_parameters(), f"{subject} over {base}")
+    check_finite(whole.named_parameters(), f"{subject} over {base}")
     whole.to(getattr(torch, dtype)).save_pretrained(out)
     copy_tokenizer(str(base), out)
     written = [folder / SETTINGS_FILE for folder in (adapter, base)]

@@ -30,9 +30,9 @@ from search_r1.search.transport import read_urls
 from verl import plugins
 from verl.agent.wording import TEMPLATE_FILE
 from verl.config import Config
-from verl.config.agent import EMPTY
+from verl.config.agent import EMPTY_URL
 from verl.errors import ConfigError, ModelError, ToolError, explain
-from verl.model_files import Unfit, model_errors
+from verl.model_files import ModelProblem, model_errors
 from verl.remote_code import set_trust
 from verl.types import Sampling
 
@@ -50,7 +50,7 @@ CONTROLS = ("none", "empty", "random", "oracle")
 
 async def facts_of(config: Config) -> Facts:
     """What answers the searches, as `/info` tells; alike for all addresses. Raises ToolError."""
-    if config.retriever.url == EMPTY:
+    if config.retriever.url == EMPTY_URL:
         return NOTHING_FOUND
     if config.retriever.url.startswith(plugins.PYTHON_PREFIX):
         return {"retriever": config.retriever.url}
@@ -140,9 +140,9 @@ def _own_settings(model: str) -> dict[str, Any]:
             value = found.get(name)
             is_kind = type(value) in (kind, NoneType)
             if not is_kind or (value is not None and name in BOUNDS and value not in BOUNDS[name]):
-                raise Unfit(f"{name}={value!r}")
+                raise ModelProblem(f"{name}={value!r}")
         if not all(isinstance(tool, str) for tool in found.get("tools") or ()):
-            raise Unfit(f"tools={found['tools']!r}")
+            raise ModelProblem(f"tools={found['tools']!r}")
         return found
 
 

@@ -19,7 +19,7 @@ from search_r1.search.schema import Document, Hit
 from search_r1.search.server.batching import open_store
 from search_r1.search.settings import OnlineConfig, RetrieverConfig
 from search_r1.storage import MemoryStore, Storage
-from verl.errors import masked
+from verl.errors import redact
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class OnlineRetriever:
 
     def _service_facts(self) -> dict[str, Any]:
         """What decides the service's answers; a setting, such as Google's engine id, as a hash."""
-        facts = {"engine": self.name, "url": masked(self._upstream.url)}
+        facts = {"engine": self.name, "url": redact(self._upstream.url)}
         setting = self._upstream.setting
         return {**facts, "setting": fingerprint({"setting": setting})} if setting else facts
 

@@ -17,7 +17,7 @@ from search_r1.plan.command import RateOptions
 from search_r1.plan.simulation import EngineRates, Outcome, Setup, StepCosts, simulate
 from search_r1.plan.workload import Batch
 from verl.config import Config
-from verl.config.run import MOST_SEQS_ON_GPU
+from verl.config.run import MAX_SEQS_ON_GPU
 from verl.errors import ConfigError, explain
 from verl.machine import GB, DeviceMemory, HostMemory, Machine
 from verl.model_shape import ModelShape
@@ -273,7 +273,7 @@ def divisions(
 def room(placement: Placement, costs: Costs, batch: Batch, card_gb: float) -> Room:
     """Memory by the preflight's estimate, and how many requests an engine runs at once."""
     in_flight = (placement.staleness + 1) * len(batch.dialogues)
-    most = costs.config.actor_rollout_ref.rollout.max_num_seqs or MOST_SEQS_ON_GPU
+    most = costs.config.actor_rollout_ref.rollout.max_num_seqs or MAX_SEQS_ON_GPU
     slots = min(most, -(-in_flight // placement.num_engines))
     if not card_gb or costs.shape is None:
         return Room(slots)

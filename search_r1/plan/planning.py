@@ -21,7 +21,7 @@ from search_r1.plan.command import PlanOptions, RateOptions
 from search_r1.plan.placements import Costs, Placement, Planned, changes, divisions, plan, room
 from search_r1.plan.simulation import EngineRates, Setup, StepCosts, simulate
 from search_r1.plan.workload import Batch, Dialogue, LogNormal, Turn, Workload, with_waits
-from verl.bounds import MOST
+from verl.bounds import MAX_NUMBER
 from verl.config import Config, cli
 from verl.data.rows import BadRow, read_jsonl
 from verl.data.trajectories import read_rows
@@ -370,8 +370,8 @@ def _placements(options: PlanOptions, config: Config) -> list[Placement]:
 def numbers(flag: str, text: str, least: int = 0) -> list[int]:
     """Whole numbers with commas between them; none of an empty text. Raises ConfigError."""
     found = [float(x) for x in shares(flag, text)] if text else []
-    if any(x < least or x != int(x) or x > MOST for x in found):
-        expected = f"whole numbers from {least} to {MOST}, with commas between them"
+    if any(x < least or x != int(x) or x > MAX_NUMBER for x in found):
+        expected = f"whole numbers from {least} to {MAX_NUMBER}, with commas between them"
         raise ConfigError(explain(flag, repr(text), expected, f"{flag} {least},{least + 1}"))
     return [int(x) for x in dict.fromkeys(found)]
 
@@ -382,7 +382,7 @@ def shares(flag: str, text: str) -> list[float]:
         found = [float(word) for word in text.split(",")]
     except ValueError:
         found = [-1.0]
-    if not all(0 <= x <= MOST for x in found):  # false for NaN
+    if not all(0 <= x <= MAX_NUMBER for x in found):  # false for NaN
         expected = "numbers of 0 or more, with commas between them"
         raise ConfigError(explain(flag, repr(text), expected, f"{flag} 1,2"))
     return found

@@ -23,7 +23,7 @@ from verl.core_algos.advantages import ADVANTAGES
 from verl.core_algos.kl import FixedKLController
 from verl.core_algos.losses import loss_weights, weighted_sum
 from verl.core_algos.policy_losses import POLICY_LOSSES, PolicyLossInputs
-from verl.data.trajectories import Recorded, row_of
+from verl.data.trajectories import RecordedTrajectory, make_row
 from verl.rewards.interface import Reward, RewardManager
 from verl.trainer.collection import Samples
 from verl.trainer.learning import add_advantages, assemble
@@ -53,7 +53,9 @@ def without_advantage(config: Config) -> str:
     return "the advantage is that of the scores, without the KL in the reward" * config.kl_in_reward
 
 
-def learned(config: Config, step: Sequence[Recorded], place: int, one: Recorded) -> TokenBatch:
+def learned(
+    config: Config, step: Sequence[RecordedTrajectory], place: int, one: RecordedTrajectory
+) -> TokenBatch:
     """The trajectory at `place` of its step as the run would learn from it, be it another `one`.
 
     One sequence, with `advantages` and its `loss_weights` within all that the step sampled.
@@ -127,13 +129,13 @@ class Place:
 
     step: int
     line: int
-    rows: Sequence[Recorded]
+    rows: Sequence[RecordedTrajectory]
 
     def __str__(self) -> str:
         return f"{self.step}:{self.line}"
 
     @property
-    def recorded(self) -> Recorded:
+    def recorded(self) -> RecordedTrajectory:
         return self.rows[self.line]
 
 
@@ -159,7 +161,7 @@ def findings(
     likeness = compared(recorded.trajectory, trajectory, edit.turn)
     has_failed, problem = trajectory.status is Status.FAILED, without_advantage(config)
     found = Reward(math.nan) if has_failed else reward([trajectory])[0]
-    new = Recorded(trajectory, found, recorded.greedy_score)
+    new = RecordedTrajectory(trajectory, found, recorded.greedy_score)
     notes, worth = list(remarks(config, one, edit, likeness)), dict[str, Any]()
     if problem:
         notes.append(f"{problem[0].upper()}{problem[1:]}.")
@@ -179,7 +181,7 @@ def findings(
         **dataclasses.asdict(likeness),
         "score": _pair(recorded.reward.score, found.score),
         **worth,
-        "row": row_of(place.step, len(place.rows), new)
+        "row": make_row(place.step, len(place.rows), new)
         | {"score": None if has_failed else found.score},
     }
 

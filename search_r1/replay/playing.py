@@ -15,7 +15,7 @@ from typing import Any
 
 from verl.agent.dialogue import DialogueAgent
 from verl.agent.interface import DialogueFormat, Item, Turn
-from verl.data.trajectories import path_of, read_row, recorded_steps
+from verl.data.trajectories import parse_row, recorded_steps, step_path
 from verl.engine import RolloutEngine, cut_at_stop
 from verl.errors import DataError, ToolError, explain
 from verl.rollout.replica import Decode, PartialTurn
@@ -193,11 +193,11 @@ def finder(folder: Path, format: DialogueFormat) -> Find:
         asked = [call.arguments for call in turn.calls]
         values = [v for one in asked for v in ([one] if isinstance(one, str) else one.values())]
         needles = [json.dumps(value).strip('"').encode() for value in values]
-        for path in (path_of(folder, step) for step in recorded_steps(folder)):
+        for path in (step_path(folder, step) for step in recorded_steps(folder)):
             with path.open("rb") as lines:
                 for line in lines:
                     if all(needle in line for needle in needles):
-                        found = turns_of(read_row(str(path), json.loads(line)).trajectory)
+                        found = turns_of(parse_row(str(path), json.loads(line)).trajectory)
                         if (brought := brought_by(turn, found, format)) is not None:
                             return brought
         return None

@@ -28,9 +28,9 @@ from verl.agent.environment import ObservationListener
 from verl.agent.interface import Item, ToolCall
 from verl.checkpoint.folders import RunState, all_complete, is_complete
 from verl.config import Config
-from verl.data.trajectories import path_of, read_step
+from verl.data.trajectories import read_step, step_path
 from verl.errors import ConfigError, DataError, explain
-from verl.files import exclusive
+from verl.files import exclusive_lock
 from verl.remote_code import set_trust
 from verl.training.devices import DETERMINISTIC_ENV, device_type, rollout_dtype
 from verl.types import Sampling, Status
@@ -99,7 +99,7 @@ def read_places(options: ReplayOptions) -> list[Place]:
         if not (step.isdecimal() and (line.isdecimal() or not colon)):
             expected = "STEP:LINE, or STEP for all of a step"
             raise ConfigError(explain("--trajectory", name, expected, "such as --trajectory 3:0"))
-        has_step = path_of(folder, int(step)).is_file()
+        has_step = step_path(folder, int(step)).is_file()
         rows = read_step(folder, int(step)) if has_step else []
         if not has_step or (colon and int(line) >= len(rows)):
             fix = "name one that was recorded, or --rollouts FOLDER where they are now"
@@ -130,7 +130,7 @@ def start(options: ReplayOptions) -> int:
         os.environ.update(DETERMINISTIC_ENV)
     with contextlib.ExitStack() as stack:
         if device_type(config.trainer.device) == "cuda":  # a run that trains needs all of its cards
-            stack.enter_context(exclusive(options.run, "RUN, without --device cpu"))
+            stack.enter_context(exclusive_lock(options.run, "RUN, without --device cpu"))
         replays = asyncio.run(replayed(options, config, places, edit))
         found = [findings(config, one, edit, reward, options.gradient) for one in replays]
     for one in found:

@@ -16,7 +16,7 @@ import orjson
 from pydantic import TypeAdapter
 
 from search_r1.search.errors import IndexMismatch
-from verl.files import regular, whole_file
+from verl.files import atomic_write, regular_file
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Checksums:
 
     def save(self, target: Path) -> None:
         """Write them beside `target`, whole or not at all."""
-        with whole_file(place(target)) as part:
+        with atomic_write(place(target)) as part:
             part.write_bytes(self._text())
 
     @classmethod
@@ -56,7 +56,7 @@ class Checksums:
         """Those of `target`; raises IndexMismatch for a file that is not as `save` wrote it."""
         path = place(target)
         try:
-            text = regular(path).read_bytes()
+            text = regular_file(path).read_bytes()
             found = READER.validate_json(text)
             if found._text() != text or found.version != 1:
                 raise ValueError("changed since it was written, or of another version")

@@ -33,7 +33,7 @@ from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable, Sear
 from search_r1.search.retrieval import EmptyRetrieval, InMemoryRetrieval, Retrieval
 from search_r1.search.schema import TOKEN_VARIABLE, Document, from_wire, well_formed
 from search_r1.search.transport import Answer, Garbled, Patience, Servers, Transport, read_urls
-from verl.errors import masked
+from verl.errors import redact
 
 __all__ = ["Document", "EmptyRetrieval", "InMemoryRetrieval", "Retrieval", "RetrievalClient"]
 
@@ -159,13 +159,13 @@ class RetrievalClient:
         named = [one for one in self._urls if urllib.parse.urlsplit(one).username is not None]
         if named and self._token is not None:
             raise ValueError(
-                f"retriever url {masked(named[0])} with a user, and {TOKEN_VARIABLE} set; expected "
+                f"retriever url {redact(named[0])} with a user, and {TOKEN_VARIABLE} set; expected "
                 "one of them, since a request has room for one"
             )
         self._connect()
 
     def __repr__(self) -> str:
-        return f"RetrievalClient({masked(','.join(self._urls))!r}, topk={self._topk})"
+        return f"RetrievalClient({redact(','.join(self._urls))!r}, topk={self._topk})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings only, so that a client can be sent to another process."""

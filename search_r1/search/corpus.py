@@ -23,7 +23,7 @@ from search_r1.search import checksums
 from search_r1.search.checksums import Checksums, Sums, chosen
 from search_r1.search.errors import CorpusError
 from search_r1.search.schema import Document
-from verl.files import regular, whole_file
+from verl.files import atomic_write, regular_file
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Corpus:
         """
         path = Path(path)
         try:
-            with regular(path).open("rb") as file:
+            with regular_file(path).open("rb") as file:
                 status = os.fstat(file.fileno())
                 if status.st_size == 0:
                     raise CorpusError(f"corpus {path} is empty; {EXPECTED_ROW} on each line")
@@ -222,7 +222,7 @@ def _save(path: Path, values: Offsets, sums: Sums) -> None:
     """Write the sidecars; without the right to write, the scan repeats at each start."""
     sidecar = path.with_name(path.name + OFFSETS)
     try:
-        with whole_file(sidecar) as part:
+        with atomic_write(sidecar) as part:
             with part.open("wb") as file:
                 np.save(file, values, allow_pickle=False)
             checksums.place(path).unlink(missing_ok=True)  # a kill leaves none rather than others

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from search_r1.search.backends.base import fingerprint
 from search_r1.search.errors import SetupError
 from search_r1.search.schema import Document, Hit
-from verl.files import MOST, Lines, regular
+from verl.files import MAX_CHARS, LineWriter, regular_file
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Recorder:
         with contextlib.ExitStack() as stack:
             try:
                 self._file = stack.enter_context(self._path.open("ab+"))
-                self._lines = stack.enter_context(contextlib.closing(Lines(self._path)))
+                self._lines = stack.enter_context(contextlib.closing(LineWriter(self._path)))
                 self._known = self._continue(facts)
             except BlockingIOError as error:
                 raise SetupError(
@@ -68,7 +68,7 @@ class Recorder:
             for record in records:
                 if (key := (record.query, record.k)) not in self._known:
                     new.setdefault(key, to_line(record))
-            self._lines.add(b"".join(new.values()))
+            self._lines.append_bytes(b"".join(new.values()))
             self._known |= new.keys()
 
     def close(self) -> None:
@@ -83,7 +83,9 @@ class Recorder:
         text = json.dumps(facts)  # facts as they read back
         if _cut(self._file) == 0:
             header = {"format": FORMAT, "version": VERSION, "facts": json.loads(text)}
-            self._lines.add(_encode({**header, "fingerprint": fingerprint(json.loads(text))}))
+            self._lines.append_bytes(
+                _encode({**header, "fingerprint": fingerprint(json.loads(text))})
+            )
             return set()
         recorded = read_facts(self._path)
         if fingerprint(recorded) != fingerprint(json.loads(text)):
@@ -98,8 +100,8 @@ def read_facts(path: str | Path) -> dict[str, Any]:
     """The recorded engine's info(); raises SetupError for a file that is no record."""
     path = Path(path)
     try:
-        with regular(path).open("rb") as file:
-            line = file.readline(MOST)
+        with regular_file(path).open("rb") as file:
+            line = file.readline(MAX_CHARS)
         header = json.loads(line) if line.endswith(b"\n") else None
     except OSError as error:
         raise SetupError(

@@ -24,8 +24,8 @@ import orjson
 
 from search_r1.retrying import Pauses, Transient, retry_after
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
-from verl.errors import masked
-from verl.ports import is_here
+from verl.errors import redact
+from verl.ports import is_local_host
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ def read_urls(url: str | Sequence[str]) -> tuple[str, ...]:
             is_url = False
         if not is_url:
             raise ValueError(
-                f"retriever url {masked(one)!r}; expected http:// or https:// and a host, for "
+                f"retriever url {redact(one)!r}; expected http:// or https:// and a host, for "
                 f"example {EXAMPLE} (several: {EXAMPLE},http://10.0.0.6:8000)"
             )
         bases[one.rstrip("/").removesuffix("/retrieve")] = None
@@ -149,7 +149,7 @@ def preferred(urls: Sequence[str]) -> list[str]:
         return list(urls)
     order = list(urls)
     random.Random(f"{socket.gethostname()}/{os.getpid()}").shuffle(order)
-    return sorted(order, key=lambda url: not is_here(urlsplit(url).hostname or ""))
+    return sorted(order, key=lambda url: not is_local_host(urlsplit(url).hostname or ""))
 
 
 class Garbled(Transient):
@@ -275,9 +275,9 @@ class Transport:
             try:
                 return await self._attempt(http, server, method, path, body, limit, read), attempt
             except Transient as error:
-                failures.add(masked(server.url), error)
+                failures.add(redact(server.url), error)
                 logger.log(patience.log_level, "retriever %s %s; attempt %d of %d",
-                           masked(server.url), error, attempt + 1, retries + 1)  # fmt: skip
+                           redact(server.url), error, attempt + 1, retries + 1)  # fmt: skip
                 if failures.num_garbled > 1 or (failures.num_garbled and attempt == retries):
                     raise RetrieverRefused(f"retriever {server.url} {error}") from error
                 if attempt == retries:

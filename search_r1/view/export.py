@@ -16,7 +16,7 @@ import orjson
 from search_r1.view.app import PAGE, Runs
 from search_r1.view.index import SHOWN
 from search_r1.view.run import Run
-from verl.files import whole_file
+from verl.files import atomic_write
 
 MODULES = ("elements", "ask", "chart", "curves", "config", "trajectories", "replay", "trajectory",
            "question", "report", "main")  # fmt: skip
@@ -33,7 +33,7 @@ def write_export(
 ) -> int:
     """Write the file with `most` trajectories of a run, and reports first; its size in bytes."""
     text = page(snapshot(runs, most, reports))
-    with whole_file(path) as part:
+    with atomic_write(path) as part:
         return part.write_text(text, encoding="utf-8", errors="replace")
 
 

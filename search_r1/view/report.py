@@ -23,7 +23,7 @@ from search_r1.view.export import write_export
 from search_r1.view.index import VALIDATION
 from search_r1.view.run import Run
 from verl.errors import UserError
-from verl.files import whole_file
+from verl.files import atomic_write
 
 CURVES = ("val/em", "val/score", "critic/score/mean", "val/env/valid_searches",
           "env/valid_searches", "response_length/mean", "actor/entropy", "actor/grad_norm",
@@ -232,7 +232,7 @@ def write_report(folder: Path) -> bool:
                 return False
             made = report(run)
             write_export([run], folder / "report.html", MOST_TRAJECTORIES, [asdict(made)])
-            with whole_file(folder / "report.md") as part:
+            with atomic_write(folder / "report.md") as part:
                 part.write_text(as_markdown(made), encoding="utf-8", errors="replace")
     except (OSError, UserError, sqlite3.Error) as error:
         logger.warning("no report.html of %s: %s", folder, error)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from search_r1.view.dialogue import Dialogue, tags_of
 from search_r1.view.index import TRAIN, VALIDATION, TrajectoryIndex
 from search_r1.view.tokens import find_tokenizer, pieces
-from verl.config.known import flattened
+from verl.config.known import flatten
 from verl.data.trajectories import HEADER, SIGNALS
 from verl.errors import ConfigError, explain, first_line
 
@@ -117,7 +117,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def compared(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each option with every run's value as text (None: the run has no such option)."""
-    runs = [dict(flattened(config)) for config in configs]
+    runs = [dict(flatten(config)) for config in configs]
     names = dict.fromkeys(name for run in runs for name in run)
     return [
         {"name": name, "values": values, "differs": len(set(values)) > 1}

@@ -23,7 +23,7 @@ from tests.apps import running
 from tests.bad_models import whole_model
 from tests.search.server.engines import Watched
 from verl.config import Config, cli
-from verl.config.agent import EMPTY, ServerConfig
+from verl.config.agent import EMPTY_URL, ServerConfig
 from verl.errors import ConfigError, ToolError, ToolRefused
 from verl.trainer.main_ppo import main
 
@@ -205,7 +205,7 @@ def test_only_the_word_for_no_server_is_none(scheme: str) -> None:
         assert len(list(tool.preflight(30.0))) == 1
         with pytest.raises(ToolRefused):
             tool.probe(30.0)
-    for nowhere in (search_tool(EMPTY), SearchTool(EmptyRetrieval())):
+    for nowhere in (search_tool(EMPTY_URL), SearchTool(EmptyRetrieval())):
         assert (list(nowhere.preflight(30.0)), nowhere.probe(30.0)) == ([], "")
 
 

@@ -14,7 +14,7 @@ from search_r1.inference import command, opening
 from search_r1.inference.dialogue import AgentSession
 from tests.fakes import ScriptedEngine
 from tests.inference.scripted import TWO_SEARCHES, session
-from verl.files import exclusive
+from verl.files import exclusive_lock
 
 BASE = ["--model", "/nowhere", "--retriever-url", "empty"]
 AGENT = [
@@ -103,13 +103,13 @@ def test_answers_of_two_runs_never_mix(
     questions, out = tmp_path / "questions.txt", tmp_path / "new" / "answers.jsonl"
     questions.write_text("Who?\n")
     words = [*BASE, "--file", str(questions), "--out"]
-    with exclusive(out, "", lock=out):
+    with exclusive_lock(out, "", lock=out):
         out.write_text("other answers")
         assert infer.main([*words, str(out)]) == 2
         assert "which another run is writing to" in capsys.readouterr().err
         assert out.read_text() == "other answers"
     assert infer.main([*words, str(out)]) == 0 and "Oslo" in out.read_text()
-    with exclusive(Path("/dev/null"), "", lock=Path("/dev/null")):
+    with exclusive_lock(Path("/dev/null"), "", lock=Path("/dev/null")):
         assert infer.main([*words, "/dev/null"]) == 0
 
 

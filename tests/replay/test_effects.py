@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from search_r1.replay.findings import advantage, gradients, learned, without_advantage
 from tests.verl.training.ranks import VOCAB, save_tiny, tiny_config
 from verl.config import Config
-from verl.data.trajectories import Recorded
+from verl.data.trajectories import RecordedTrajectory
 from verl.rewards.interface import Reward
 from verl.types import Origin, Prompt, Segment, Trajectory
 
@@ -41,12 +41,12 @@ def config(tmp_path: Path) -> Config:
     return config
 
 
-STEP = [Recorded(trajectory(i, i), Reward(score)) for i, score in enumerate(SCORES)]
+STEP = [RecordedTrajectory(trajectory(i, i), Reward(score)) for i, score in enumerate(SCORES)]
 
 
 def test_the_advantage_is_that_of_the_group_with_the_other_score(config: Config) -> None:
     """Against the two other members as they were recorded: (score - mean) / std."""
-    other = Recorded(trajectory(1, 9), Reward(0.25))
+    other = RecordedTrajectory(trajectory(1, 9), Reward(0.25))
     expected = (0.25 - 1.25 / 3) / (float(torch.tensor([1.0, 0.25, 0.0]).std()) + 1e-6)
     assert advantage(learned(config, STEP, 1, other)) == pytest.approx(expected, rel=1e-5)
     assert advantage(learned(config, STEP, 4, STEP[4])) == 0
@@ -61,7 +61,7 @@ def test_what_the_record_does_not_hold_is_said(config: Config) -> None:
     assert "needs the critic" in without_advantage(config)
 
 
-def by_hand(config: Config, one: Recorded, value: float) -> torch.Tensor:
+def by_hand(config: Config, one: RecordedTrajectory, value: float) -> torch.Tensor:
     """The gradient of -A · Σ log p(token) / (tokens of the step), by transformers' own forward."""
     model = AutoModelForCausalLM.from_pretrained(config.actor_rollout_ref.model.path)
     ids = one.trajectory.ids
@@ -75,7 +75,7 @@ def by_hand(config: Config, one: Recorded, value: float) -> torch.Tensor:
 
 def test_norms_and_cosines_are_those_of_plain_gradients(config: Config) -> None:
     """Of the recorded trajectory and one of the same length in its place."""
-    other = Recorded(trajectory(0, 77), Reward(0.3))
+    other = RecordedTrajectory(trajectory(0, 77), Reward(0.3))
     batches = [learned(config, STEP, 0, one) for one in (STEP[0], other)]
     found = gradients(config, Path(config.actor_rollout_ref.model.path), *batches)
     before, after = (

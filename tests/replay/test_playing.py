@@ -26,7 +26,7 @@ from tests.replay.talking import (
 from tests.view.runs import TOKENIZER as VOCABULARY
 from verl.agent.dialogue import DialogueAgent, derived_seed
 from verl.agent.interface import Item
-from verl.data.trajectories import open_folder, write_step
+from verl.data.trajectories import prepare_folder, write_step
 from verl.errors import DataError
 from verl.rewards.interface import Reward
 from verl.types import Origin, Segment, Status, Trajectory
@@ -132,7 +132,7 @@ def test_the_policy_goes_on_from_a_text_that_ends_no_turn() -> None:
 def test_what_another_trajectory_found_is_known(tmp_path: Path) -> None:
     """A query that only another dialogue of the run asked brings what it brought then."""
     recorded, others = searching(), [record(seed) for seed in range(20)]
-    open_folder(tmp_path, VOCABULARY)
+    prepare_folder(tmp_path, VOCABULARY)
     write_step(tmp_path, 1, others, [Reward(0.0)] * len(others))
     find = finder(tmp_path, agent_of().format)
     again = replay(recorded, Edit(1, query="both"), find=find)

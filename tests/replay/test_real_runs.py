@@ -20,7 +20,7 @@ from tests.test_end_to_end import ROOT, train
 from tests.test_retriever_failures import COUNTRIES, retriever, searching_world
 from verl.agent.dialogue import derived_seed
 from verl.agent.interface import Turn
-from verl.data.trajectories import Recorded, read_step
+from verl.data.trajectories import RecordedTrajectory, read_step
 from verl.rollout.transformers_engine import TransformersEngine
 from verl.types import Sampling
 
@@ -106,7 +106,7 @@ def test_an_edit_and_the_wrong_weights(world: dict[str, str], tmp_path: Path) ->
     assert not wrong["identical"] and "no checkpoint with weights 2" in wrong["notes"][0]
 
 
-def fresh(run: Path, row: Recorded, ids: list[int]) -> list[list[int]]:
+def fresh(run: Path, row: RecordedTrajectory, ids: list[int]) -> list[list[int]]:
     """What a new engine with the step's weights says and reads after `ids`, turn by turn."""
     config, parts = read_run(run), []
     seed = row.trajectory.seed or 0

@@ -21,7 +21,7 @@ from tests.replay.talking import record
 from tests.view.runs import TOKENIZER, byte_tokenizer
 from verl.checkpoint import folders
 from verl.config import Config, cli
-from verl.data.trajectories import open_folder, write_step
+from verl.data.trajectories import prepare_folder, write_step
 from verl.rewards.interface import Reward
 from verl.rollout.transformers_engine import TransformersEngine
 from verl.types import Prompt, Sampling, start_trajectory
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Path:
     config.actor_rollout_ref.model.path = str(tmp_path / "no-model")
     config.trainer.device, config.trainer.rollout_data_dir = "cpu", str(rollouts)
     cli.write_resolved(config, tmp_path / "run")
-    open_folder(rollouts, TOKENIZER)
+    prepare_folder(rollouts, TOKENIZER)
     write_step(rollouts, 3, [record(seed) for seed in range(4)], [Reward(0.0)] * 4)
     return tmp_path / "run"
 
@@ -140,7 +140,7 @@ def test_a_recorded_step_is_replayed_to_the_bit_by_the_whole_command(
     done = [asyncio.run(agent.run(start, engine, Sampling(50))) for start in starts]
     versioned = [[replace(s, weight_version=1) for s in one.segments] for one in done]
     done = [replace(one, segments=own) for one, own in zip(done, versioned, strict=True)]
-    open_folder(rollouts, agent.tokenizer)
+    prepare_folder(rollouts, agent.tokenizer)
     write_step(rollouts, 1, done, [Reward(0.0)] * 3)
 
     assert command.main([str(tmp_path / "run"), "--trajectory=1"]) == 0

@@ -9,7 +9,7 @@ import pytest
 
 from search_r1.search import transport as module
 from search_r1.search.transport import MAX_REST_S, REST_S, Servers, preferred, read_urls
-from verl.ports import is_here
+from verl.ports import is_local_host
 
 FAR = [
     "http://198.51.100.1:1",
@@ -105,7 +105,7 @@ def test_when_all_rest_the_first_to_be_back_is_asked(wait: Callable[[float], flo
 def test_this_machine_comes_first() -> None:
     """A server of this node is asked before all others, by name or address."""
     for here in ("http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1"):
-        if is_here(urlsplit(here).hostname or ""):  # a machine may lack IPv6
+        if is_local_host(urlsplit(here).hostname or ""):  # a machine may lack IPv6
             assert preferred([*FAR, here])[0] == here
     assert sorted(preferred(FAR)) == FAR
 

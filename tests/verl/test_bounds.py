@@ -11,7 +11,7 @@ import pytest
 
 import search_r1
 from search_r1.options import problems
-from verl.bounds import FINITE, MAX_SEED, MOST, Bounds
+from verl.bounds import FINITE, MAX_NUMBER, MAX_SEED, Bounds
 from verl.config import Config, RewardConfig
 from verl.config.known import settings
 from verl.config.reward import PlateauConfig, StageConfig
@@ -99,12 +99,12 @@ def test_the_error_says_what_would_be_taken() -> None:
     """A number past the end that all have is told that end; the stated bounds are told always."""
     for bounds, number, expected in (
         (Bounds(1), 0, "1 or more"),
-        (Bounds(1), 2**31, f"1 or more, a finite number of at most {MOST}"),
-        (Bounds(gt=0), math.nan, f"more than 0, a finite number of at most {MOST}"),
+        (Bounds(1), 2**31, f"1 or more, a finite number of at most {MAX_NUMBER}"),
+        (Bounds(gt=0), math.nan, f"more than 0, a finite number of at most {MAX_NUMBER}"),
         (Bounds(gt=0, le=1), math.inf, "more than 0, at most 1"),
         (Bounds(ge=0, lt=1), math.inf, "0 or more, less than 1"),
         (Bounds(0, MAX_SEED), -1, f"from 0 to {MAX_SEED}"),
-        (FINITE, math.nan, f"a finite number of at most {MOST}"),
+        (FINITE, math.nan, f"a finite number of at most {MAX_NUMBER}"),
     ):
         assert number not in bounds
         assert bounds.expected(number) == expected

@@ -13,16 +13,16 @@ import pytest
 from search_r1 import cli
 from tests.full_disk import files_up_to
 from verl.errors import ConfigError
-from verl.files import Lines, exclusive, is_of_files, whole_file
+from verl.files import LineWriter, atomic_write, exclusive_lock, is_file_error
 from verl.sft import trainer as sft
 from verl.trainer import main_ppo
 from verl.training.weights import whole_folder
 
 
-@pytest.mark.parametrize("is_lasting", [True, False])
+@pytest.mark.parametrize("is_durable", [True, False])
 @pytest.mark.parametrize("fails_in", ["body", "fsync", "replace", None])
 def test_a_file_is_whole_or_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_in: str | None, is_lasting: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_in: str | None, is_durable: bool
 ) -> None:
     """The body, the disk or the rename may fail: the old content stays, and nothing else does."""
 
@@ -34,14 +34,14 @@ def test_a_file_is_whole_or_as_it_was(
     if fails_in in ("fsync", "replace"):
         monkeypatch.setattr(os, fails_in, fail)
     try:
-        with whole_file(path, is_lasting=is_lasting) as part:
+        with atomic_write(path, is_durable=is_durable) as part:
             part.write_text("new")
             assert path.read_text() == "old"
             if fails_in == "body":
                 fail()
     except KeyboardInterrupt:
         assert fails_in is not None
-    is_old = fails_in in ("body", "replace") or (fails_in == "fsync" and is_lasting)
+    is_old = fails_in in ("body", "replace") or (fails_in == "fsync" and is_durable)
     assert path.read_text() == ("old" if is_old else "new")
     assert list(tmp_path.iterdir()) == [path]
 
@@ -49,11 +49,11 @@ def test_a_file_is_whole_or_as_it_was(
 @pytest.mark.parametrize("room", [0, 1, 5])
 def test_a_line_is_there_whole_or_not_at_all(tmp_path: Path, room: int) -> None:
     """A disk that fills up in the midst of a line leaves the lines before it, and its name."""
-    lines = Lines(tmp_path / "f")
+    lines = LineWriter(tmp_path / "f")
     lines.append("first")
     with files_up_to(6 + room), pytest.raises(OSError, match="f'") as caught:
         lines.append("second")
-    assert is_of_files(caught.value) and not is_of_files(ConnectionResetError(104, "reset"))
+    assert is_file_error(caught.value) and not is_file_error(ConnectionResetError(104, "reset"))
     lines.append("third \ud800")
     lines.close()
     assert (tmp_path / "f").read_text() == "first\nthird \\ud800\n"
@@ -62,7 +62,11 @@ def test_a_line_is_there_whole_or_not_at_all(tmp_path: Path, room: int) -> None:
 def test_a_whole_file_that_has_no_room_is_named(tmp_path: Path) -> None:
     """The old content stays, and the error says which file was to be written."""
     (tmp_path / "f").write_text("old")
-    with files_up_to(2), pytest.raises(OSError, match=r"/f'$"), whole_file(tmp_path / "f") as part:
+    with (
+        files_up_to(2),
+        pytest.raises(OSError, match=r"/f'$"),
+        atomic_write(tmp_path / "f") as part,
+    ):
         part.write_text("newer")
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
 
@@ -75,20 +79,23 @@ def test_a_folder_belongs_to_one_living_process(tmp_path: Path) -> None:
     held = FORK.Event()
 
     def hold() -> None:
-        with exclusive(tmp_path, "--out"):
+        with exclusive_lock(tmp_path, "--out"):
             held.set()
             signal.pause()
 
     first = FORK.Process(target=hold)
     first.start()
     assert held.wait(60)
-    with pytest.raises(ConfigError, match=r"--out: .* another run"), exclusive(tmp_path, "--out"):
+    with (
+        pytest.raises(ConfigError, match=r"--out: .* another run"),
+        exclusive_lock(tmp_path, "--out"),
+    ):
         raise AssertionError("entered a folder that is held")
     assert first.pid is not None
     os.kill(first.pid, signal.SIGKILL)
     first.join(60)
     for _ in range(2):
-        with exclusive(tmp_path, "--out"):
+        with exclusive_lock(tmp_path, "--out"):
             pass
 
 
@@ -119,7 +126,7 @@ def test_a_second_run_is_refused_before_any_work(
 ) -> None:
     """Status 2 and one line, though model and questions are not there either; no file appears."""
     out = tmp_path / "out"
-    holder = whole_folder(out, "") if command is fine_tune else exclusive(out, "")
+    holder = whole_folder(out, "") if command is fine_tune else exclusive_lock(out, "")
     with holder:
         before = sorted(tmp_path.rglob("*"))
         assert command(out) == 2

@@ -39,11 +39,11 @@ from tests.bad_models import BAD, NORM, SHARD, entry, gone, in_tokenizer, whole_
 from verl import model_files
 from verl.errors import ModelError
 from verl.model_files import (
+    check_finite,
     check_model,
     is_finite,
     load_tokenizer,
     num_positions,
-    refuse_values,
     tokenizer_identity,
 )
 from verl.rollout.weight_loading import WeightLoading
@@ -80,7 +80,7 @@ def test_tensors_are_named_with_their_number() -> None:
     bad, good = torch.tensor([torch.nan]), torch.ones(2)
     named = [*((f"w{i}", bad) for i in range(5, 0, -1)), ("fine", good)]
     with pytest.raises(ModelError) as caught:
-        refuse_values(named, "weights of x")
+        check_finite(named, "weights of x")
     assert str(caught.value).startswith(
         "weights of x: got NaN or infinite values in w1, w2, w3 (5 in all)"
     )

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from verl import ports
-from verl.ports import free_port, is_here
+from verl.ports import free_port, is_local_host
 
 
 def test_no_outgoing_connection_takes_one() -> None:
     """A port is not of the range that the kernel gives to connections, so that it stays free."""
-    first, last = map(int, ports.OUTGOING.read_text().split())
+    first, last = map(int, ports.EPHEMERAL_RANGE.read_text().split())
     assert not any(first <= free_port() <= last for _ in range(50))
 
 
@@ -23,8 +23,8 @@ def test_one_that_is_listened_on_is_not_given(monkeypatch: pytest.MonkeyPatch) -
         taken.bind(("127.0.0.1", free_port()))
         taken.listen()
         held = taken.getsockname()[1]
-        draws = [held, held, held - 1 if held > ports.LOWEST else held + 1]
-        monkeypatch.setattr(ports._DRAW, "randrange", lambda *_: draws.pop(0))
+        draws = [held, held, held - 1 if held > ports.LOWEST_PORT else held + 1]
+        monkeypatch.setattr(ports._RANDOM, "randrange", lambda *_: draws.pop(0))
         wanted = draws[-1]
         assert free_port() == wanted
 
@@ -34,14 +34,14 @@ def test_a_machine_whose_range_leaves_none_still_gives_one(
     range_: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the kernel's range is all there is, or is not told, the kernel chooses."""
-    monkeypatch.setattr(ports, "OUTGOING", tmp_path / "range")
+    monkeypatch.setattr(ports, "EPHEMERAL_RANGE", tmp_path / "range")
     if range_ is not None:
-        ports.OUTGOING.write_text(range_)
+        ports.EPHEMERAL_RANGE.write_text(range_)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", free_port()))
 
 
 def test_this_machine_is_known_by_its_names() -> None:
     """Any name or address of it; nobody else's."""
-    assert is_here("127.0.0.1") and is_here("localhost")
-    assert not is_here("192.0.2.1") and not is_here("no-such-host.invalid")
+    assert is_local_host("127.0.0.1") and is_local_host("localhost")
+    assert not is_local_host("192.0.2.1") and not is_local_host("no-such-host.invalid")

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from search_r1.agent.tags import SEARCH_R1
 from search_r1.search.schema import Document
-from verl.data.trajectories import open_folder, write_step
+from verl.data.trajectories import prepare_folder, write_step
 from verl.rewards.interface import Reward
 from verl.trainer.validation import write_dialogues
 from verl.types import Origin, Prompt, Segment, Status, Trajectory
@@ -89,7 +89,7 @@ def start_run(folder: Path, **options: object) -> Path:
     """A run that has begun: its configuration, model and empty folder of trajectories."""
     (folder / "model").mkdir(parents=True)
     TOKENIZER.save(str(folder / "model" / "tokenizer.json"))
-    open_folder(folder / "rollouts", TOKENIZER)
+    prepare_folder(folder / "rollouts", TOKENIZER)
     config = {
         "actor_rollout_ref": {"model": {"path": str(folder / "model")}},
         "trainer": {"rollout_data_dir": str(folder / "rollouts"), "guard": {"patience": 2}},

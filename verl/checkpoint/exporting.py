@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from verl.checkpoint.folders import EXPECTED, is_complete
 from verl.errors import ConfigError, explain
-from verl.model_files import check_weights, is_finite, model_errors, refuse_faulty
+from verl.model_files import check_weights, is_finite, model_errors, refuse_non_finite
 from verl.remote_code import trusts_remote_code
 from verl.training.devices import DTYPES
 from verl.training.lora import Adapter, check_base, config_of
@@ -73,7 +73,7 @@ def _write_model(
             yield name, tensor
 
     write_weights(out, as_written(), config, dtype)
-    refuse_faulty(faulty, f"weights of {step_dir} in {dtype}")
+    refuse_non_finite(faulty, f"weights of {step_dir} in {dtype}")
     copy_tokenizer(source, out)
     check_weights(str(out), config, True, True, f"policy of {step_dir}")
 

@@ -25,7 +25,7 @@ import torch
 from pydantic import TypeAdapter
 
 from verl.errors import ConfigError, explain
-from verl.files import flush, move_aside
+from verl.files import fsync, move_aside
 from verl.training.stored import random_states, read_states, reading, set_random_states
 
 logger = logging.getLogger(__name__)
@@ -190,15 +190,15 @@ def begin(root: Path, step: int) -> Part:
 def publish(part: Part) -> Path:
     """Make a written folder the checkpoint of its step, in place of one that was there."""
     folder, marker = part.folder, part.folder / MARKER
-    flush(*folder.rglob("*"))
+    fsync(*folder.rglob("*"))
     files = {str(path.relative_to(folder)): _facts(path)
              for path in sorted(folder.rglob("*")) if path.is_file()}  # fmt: skip
     marker.write_text(json.dumps({"step": part.step, "files": files}) + "\n")
-    flush(marker, folder)
+    fsync(marker, folder)
     final = step_folder(part.root, part.step)
     remove(final)
     os.replace(folder, final)
-    flush(part.root)
+    fsync(part.root)
     return final
 
 

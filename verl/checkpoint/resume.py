@@ -17,11 +17,11 @@ from typing import Any
 from verl.checkpoint import ahead, folders
 from verl.checkpoint.folders import DRIVER_FILE, RunState
 from verl.config import Config
-from verl.config.cli import public
-from verl.config.known import flattened, known_options
+from verl.config.cli import public_options
+from verl.config.known import flatten, known_options
 from verl.core_algos.advantages import ADVANTAGES
 from verl.data.rows import file_list
-from verl.data.trajectories import record_files
+from verl.data.trajectories import recorded_files
 from verl.errors import ConfigError, ModelError
 from verl.training.lora import fingerprint
 from verl.training.shards import folders_of, rank_file, read_adapters
@@ -36,7 +36,7 @@ def identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
     `served`: the fingerprints of what the tools serve, empty where they give none.
     """
     recorded = config.data.rollouts
-    learned = config.data.train_files if recorded is None else record_files(recorded)
+    learned = config.data.train_files if recorded is None else recorded_files(recorded)
     fingerprints = {
         "data": hash_files(learned),
         "validation": hash_files(config.data.val_files),
@@ -45,7 +45,7 @@ def identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
     }
     if config.critic.model.path is not None:
         fingerprints["critic"] = fingerprint(config.critic.model.path)
-    return {"config": public(config), "fingerprints": fingerprints}
+    return {"config": public_options(config), "fingerprints": fingerprints}
 
 
 def hash_files(files: str | Sequence[str]) -> str:
@@ -148,7 +148,7 @@ def _accept(config: Config, name: str) -> str:
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """The options of today by dotted key, as far as a configuration, a nested dict, has them."""
     known = known_options()
-    found = flattened(config, is_whole=known.__contains__)
+    found = flatten(config, is_whole=known.__contains__)
     return {key: _expanded(value) for key, value in found if key in known}
 
 

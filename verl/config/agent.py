@@ -19,7 +19,7 @@ class AgentConfig:
     (`verl.agent.interface.Tool`; docs/tools.md)."""
 
 
-EMPTY = "empty"
+EMPTY_URL = "empty"
 """The url that stands for no documents at all."""
 
 

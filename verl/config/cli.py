@@ -31,8 +31,8 @@ from omegaconf import MISSING, Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import Config, overrides
-from verl.config.known import at_home, check, flattened, known_options, settings, typed
-from verl.errors import ConfigError, explain, masked
+from verl.config.known import check, expand_home, flatten, known_options, settings, to_argument
+from verl.errors import ConfigError, explain, redact
 
 PRESETS = Path(__file__).parent / "presets"
 DEFAULT_PRESET = "ppo_trainer"
@@ -67,7 +67,7 @@ def compose_runs(argv: Sequence[str]) -> list[Config]:
         if args.cfg:
             sys.stdout.write("---\n".join(map(_to_yaml, found)))
             raise SystemExit(0)
-        return [_checked(config) for config in found]
+        return [_check_composed(config) for config in found]
 
 
 @contextlib.contextmanager
@@ -80,7 +80,7 @@ def _resolving() -> Iterator[None]:
         raise ConfigError(explain("options", got, "references to options", fix)) from error
 
 
-def checked(config: Config, words: Sequence[str] = ()) -> Config:
+def resolve_config(config: Config, words: Sequence[str] = ()) -> Config:
     """A configuration made in Python as a command line's would be: typed, resolved, checked.
 
     The one that is given stays as it is; `words`, each `key=value`, win over it. Raises
@@ -95,7 +95,7 @@ def checked(config: Config, words: Sequence[str] = ()) -> Config:
         for key, value in overrides.translate(word.key_or_group, word.value()).items():
             overrides.check_type(key, value, schema)
     with _resolving():
-        return _checked(schema)
+        return _check_composed(schema)
 
 
 def _refuse_strangers(section: Any, prefix: str = "") -> None:
@@ -115,13 +115,13 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _checked(config: DictConfig) -> Config:
+def _check_composed(config: DictConfig) -> Config:
     _settle_record(config)
     if missing := sorted(OmegaConf.missing_keys(config)):
         fix = "add " + " ".join(f"{key}=…" for key in missing)
         raise ConfigError(explain(", ".join(missing), "nothing", "a value each", fix))
     run = cast(Config, OmegaConf.to_object(config))
-    at_home(run)
+    expand_home(run)
     check(run)
     return run
 
@@ -149,13 +149,13 @@ def write_resolved(config: Config, directory: str | Path) -> Path:
     """Write the configuration as `config.yaml` in `directory` and return that path."""
     path = Path(directory) / "config.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(masked(_to_yaml(OmegaConf.structured(config))), encoding="utf-8")
+    path.write_text(redact(_to_yaml(OmegaConf.structured(config))), encoding="utf-8")
     return path
 
 
-def public(config: Config) -> dict[str, Any]:
+def public_options(config: Config) -> dict[str, Any]:
     """The options as JSON, for checkpoints and trackers: without the passwords of addresses."""
-    return dict(json.loads(masked(json.dumps(asdict(config)))))
+    return dict(json.loads(redact(json.dumps(asdict(config)))))
 
 
 def _to_yaml(config: DictConfig) -> str:
@@ -184,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
 def _options_help() -> str:
     """Every option with its default and its sentence, two lines each."""
     lines = [
-        f"  {option.key}={typed(option.default)}\n      ({option.type_name}) {option.doc}"
+        f"  {option.key}={to_argument(option.default)}\n      ({option.type_name}) {option.doc}"
         for option in known_options().values()
     ]
     return "options:\n" + "\n".join(lines).replace("%", "%%")
@@ -263,8 +263,8 @@ def _translated(preset: Container, is_whole: bool) -> DictConfig:
     if is_whole:
         kept.setdefault("defaults", ["config_schema", "_self_"])
     found = OmegaConf.create(kept)
-    for given, value in flattened(
-        plain, is_whole=lambda key: overrides.name_here(key) in known_options()
+    for given, value in flatten(
+        plain, is_whole=lambda key: overrides.current_name(key) in known_options()
     ):
         for key, its_value in overrides.translate(given, value).items():
             OmegaConf.update(found, key, its_value, force_add=True)

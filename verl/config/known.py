@@ -43,7 +43,7 @@ def known_options() -> dict[str, Option]:
     for key, section, field, default in settings(Config()):
         hint = _type_name(typing.get_type_hints(type(section))[field.name])
         limits = field.metadata["limits"]
-        found[key] = Option(key, hint, default, _meaning(type(section), field.name), limits)
+        found[key] = Option(key, hint, default, _field_doc(type(section), field.name), limits)
     return found
 
 
@@ -72,7 +72,7 @@ def settings(
                 yield from settings(item, f"{key}[{number}].")
 
 
-def at_home(section: Any) -> None:
+def expand_home(section: Any) -> None:
     """Put the user's home for the `~` that values below a section begin with: they are paths.
 
     No shell does so after `key=`, nor in a YAML file. Names of code stay as typed, since they go
@@ -80,28 +80,28 @@ def at_home(section: Any) -> None:
     """
     for _, owner, field, value in settings(section):
         if isinstance(value, str):
-            setattr(owner, field.name, _at_home(value))
+            setattr(owner, field.name, _expand_home(value))
         elif isinstance(value, list):
-            value[:] = [_at_home(x) if isinstance(x, str) else x for x in value]
+            value[:] = [_expand_home(x) if isinstance(x, str) else x for x in value]
 
 
-def _at_home(text: str) -> str:
+def _expand_home(text: str) -> str:
     return text if is_path(text) else os.path.expanduser(text)
 
 
-def flattened(
+def flatten(
     config: Mapping[str, Any], prefix: str = "", is_whole: Callable[[str], bool] = lambda _: False
 ) -> Iterator[tuple[str, Any]]:
     """The values of a nested mapping by their dotted names; a mapping that `is_whole` is one."""
     for key, value in config.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value and not is_whole(name):
-            yield from flattened(value, f"{name}.", is_whole)
+            yield from flatten(value, f"{name}.", is_whole)
         else:
             yield name, value
 
 
-def typed(value: Any) -> str:
+def to_argument(value: Any) -> str:
     """A value as one would type it on a command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -116,7 +116,7 @@ def _type_name(hint: Any) -> str:
     return text.replace("None", "null").replace("typing.", "")
 
 
-def _meaning(kind: type, name: str) -> str:
+def _field_doc(kind: type, name: str) -> str:
     """The string that follows a field in the source of its class, or of a class above it."""
     docs = (_field_docs().get((above.__name__, name)) for above in kind.__mro__)
     return next(filter(None, docs), "")
@@ -140,21 +140,21 @@ def check(config: Config) -> None:
 
     Rules between options see values that are within their limits only.
     """
-    refuse(beyond_limits(config))
+    raise_problems(limit_problems(config))
     # What follows imports the registries of algorithms, and torch with them, which takes seconds.
-    refuse(beyond_limits(config, registered=True))
+    raise_problems(limit_problems(config, registered=True))
     from verl.config.rules import problems  # noqa: PLC0415
 
-    refuse(problems(config))
+    raise_problems(problems(config))
 
 
-def refuse(problems: Iterator[str]) -> None:
+def raise_problems(problems: Iterator[str]) -> None:
     """Raise ConfigError with all problems, if there are any."""
     if lines := list(problems):
         raise ConfigError("\n".join(lines))
 
 
-def beyond_limits(section: Any, registered: bool = False) -> Iterator[str]:
+def limit_problems(section: Any, registered: bool = False) -> Iterator[str]:
     """Values of a dataclass that their own field does not allow; a field may be without limits.
 
     With `registered`, only the words that a registry holds are looked at; without, all the rest.
@@ -168,4 +168,6 @@ def beyond_limits(section: Any, registered: bool = False) -> Iterator[str]:
         if not limits.allows(value):
             usual = field.default_factory() if callable(field.default_factory) else field.default
             expected = limits.expected(value) + (", or null" if "None" in str(field.type) else "")
-            yield explain(key, typed(value), expected, f"{key}={typed(usual)}, the default")
+            yield explain(
+                key, to_argument(value), expected, f"{key}={to_argument(usual)}, the default"
+            )

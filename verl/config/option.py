@@ -42,7 +42,7 @@ class Limits:
     """The option takes `path/to/file.py:Name` as well as a word."""
 
     @property
-    def words(self) -> tuple[str | bool, ...]:
+    def allowed_words(self) -> tuple[str | bool, ...]:
         """The words that may be given; none where any may."""
         if isinstance(self.choices, tuple):
             return self.choices
@@ -52,7 +52,7 @@ class Limits:
     def expected(self, value: Any = 0) -> str:
         """The bounds in words, for one who gave `value`; empty without any."""
         if self.choices:
-            words = (str(w).lower() if isinstance(w, bool) else w for w in self.words)
+            words = (str(w).lower() if isinstance(w, bool) else w for w in self.allowed_words)
             return f"one of {', '.join(words)}{', or FILE.py:NAME' if self.or_file else ''}"
         wrong = next((one for one in _parts(value) if not self.allows(one)), 0)
         return self.bounds.expected(wrong)
@@ -63,7 +63,7 @@ class Limits:
             return all(self.allows(one) for one in _parts(value))
         if self.choices:
             is_own = self.or_file and (".py:" in value or value.startswith(PYTHON_PREFIX))
-            return is_own or value in self.words
+            return is_own or value in self.allowed_words
         return not isinstance(value, int | float) or value in self.bounds
 
 

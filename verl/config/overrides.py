@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import Config
 from verl.config.algorithm import COMPAT_PRESETS
-from verl.config.known import known_options, known_sections, typed
+from verl.config.known import known_options, known_sections, to_argument
 from verl.errors import ConfigError, explain
 
 logger = logging.getLogger(__name__)
@@ -65,15 +65,15 @@ def expand(names: str) -> Iterator[str]:
             yield from expand(name.replace(found[0], part, 1))
 
 
-ROWS = [
+LEGACY_OPTIONS = [
     Legacy(row["names"], row["advice"], (*row.get("silent", ()), None), is_refused="refused" in row)
     for row in _FILE["without_effect"]
 ]
-LEGACY: Mapping[str, Legacy] = {name: row for row in ROWS for name in expand(row.names)}
+LEGACY: Mapping[str, Legacy] = {name: row for row in LEGACY_OPTIONS for name in expand(row.names)}
 """What has no effect here, by dotted name; some are still options of `verl.config`."""
 
 
-def name_here(given: str) -> str:
+def current_name(given: str) -> str:
     """Our name of an option that was given under another one."""
     for other, ours in ALIASES.items():
         if given == other or given.startswith(f"{other}."):
@@ -123,14 +123,14 @@ def parse(argument: str, may_sweep: bool = False) -> Override:
     except (HydraException, ValueError, RecursionError) as error:  # thousands of digits, or of [
         expected = "a value of Hydra's override grammar"
         fix = f"quote it for the parser as well: '{key}=\"…\"'"
-        raise ConfigError(explain(key, shown(value), expected, fix)) from error
+        raise ConfigError(explain(key, short_repr(value), expected, fix)) from error
     if override.is_sweep_override() and not may_sweep:
         fix = f"a list is {key}=[{value}]; --multirun makes a run of each"
         raise ConfigError(explain(key, value, "one value", fix))
     return override
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value in an error, up to a length that can be read."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}…"
@@ -141,7 +141,7 @@ def translate(given: str, value: Any) -> dict[str, Any]:
 
     Raises ConfigError for what is no option, and for what is refused.
     """
-    key = name_here(given)
+    key = current_name(given)
     legacy = find(key)
     if legacy is not None:
         _warn(given, value, legacy)
@@ -166,7 +166,7 @@ def _normalise_one(override: Override, groups: Collection[str]) -> Iterator[str]
         check_type(key, value)
         # As it was typed: quotes and interpolations are Hydra's, and so is ++ for a mapping.
         plus = "++" * (isinstance(value, dict) and key in known_options())
-        yield f"{plus}{key}={text.split('=', 1)[1] if value is given else typed(value)}"
+        yield f"{plus}{key}={text.split('=', 1)[1] if value is given else to_argument(value)}"
 
 
 def _compat(name: Any) -> dict[str, Any]:
@@ -195,8 +195,8 @@ def check_type(key: str, value: Any, schema: DictConfig | None = None) -> None:
     except OmegaConfBaseException as error:
         option = known_options().get(key)
         expected = option.type_name if option else "options of this section"
-        fix = f"for example {key}={typed(option.default)}" if option else "see --help"
-        raise ConfigError(explain(key, shown(value), expected, fix)) from error
+        fix = f"for example {key}={to_argument(option.default)}" if option else "see --help"
+        raise ConfigError(explain(key, short_repr(value), expected, fix)) from error
 
 
 @functools.cache
@@ -216,7 +216,7 @@ def _warn(key: str, value: Any, legacy: Legacy) -> None:
     if value in legacy.silent:
         return
     if legacy.is_refused:
-        words = [typed(allowed) for allowed in legacy.silent if allowed not in (None, {})]
+        words = [to_argument(allowed) for allowed in legacy.silent if allowed not in (None, {})]
         expected = " or ".join([*words, "nothing"])
         raise ConfigError(explain(key, repr(value), expected, legacy.advice))
     if key in _warned:

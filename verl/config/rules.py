@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from verl.config import Config
-from verl.config.agent import EMPTY, ServerConfig
+from verl.config.agent import EMPTY_URL, ServerConfig
 from verl.config.policy import ActorConfig
 from verl.config.reward import RewardConfig, StageConfig
 from verl.core_algos.advantages import ADVANTAGES
@@ -62,7 +62,7 @@ def _lists(config: Config) -> Iterator[Row]:
     for key, given in texts.items():
         parts = [given] if isinstance(given, str) else given
         is_text = isinstance(parts, list) and all(isinstance(p, str) and p for p in parts)
-        is_read = "_files" not in key or config.samples
+        is_read = "_files" not in key or config.samples_rollouts
         is_none = is_read and not parts
         yield (not is_text or is_none, key, repr(given), "a text, or a list of texts",
                f"leave {key} out" if "files" not in key else f"{key}=FILE.parquet")
@@ -128,7 +128,7 @@ def _sequence_parallel(config: Config) -> Iterator[Row]:
 def _recorded(config: Config) -> Iterator[Row]:
     """Nothing samples where trajectories were recorded."""
     data, trainer, rollout = config.data, config.trainer, config.actor_rollout_ref.rollout
-    key, is_recorded = "data.rollouts", not config.samples
+    key, is_recorded = "data.rollouts", not config.samples_rollouts
     yield (data.rescore and not is_recorded, "data.rescore", True,
            f"false: scores are those of a record only with {key}", f"{key}=FOLDER beside it")
     needs_greedy = ADVANTAGES[config.algorithm.adv_estimator].needs_greedy
@@ -162,7 +162,7 @@ def _engines(config: Config) -> Iterator[Row]:
     yield (rollout.weight_sync == "ipc" and bool(apart), sync, "ipc",
            f"files with {', '.join(apart)}: only engines that wait on the ranks' own devices "
            "receive weights",
-           f"{sync}=files" if config.shares_devices or config.is_external else f"{sync}=nccl")
+           f"{sync}=files" if config.is_colocated or config.is_external else f"{sync}=nccl")
     is_nccl = rollout.weight_sync == "nccl"
     yield (is_nccl and not is_split, sync, "nccl",
            "files or ipc: it is for engines of the run on devices of their own",
@@ -320,13 +320,13 @@ def _shaping(config: Config) -> Iterator[Row]:
 def _server(config: Config) -> Iterator[Row]:
     """Where documents come from."""
     url, key = config.retriever.url, "retriever.url"
-    is_own = url == EMPTY or url.startswith(PYTHON_PREFIX)
+    is_own = url == EMPTY_URL or url.startswith(PYTHON_PREFIX)
     is_address = is_own or all(one.strip().startswith(HTTP) for one in url.split(","))
     yield (config.calls_tools and not is_address, key, repr(url),
            "http addresses with commas between them, or empty", f"{key}={ServerConfig().url}")
 
 
-def names_in_use(rewards: RewardConfig) -> set[str]:
+def reward_names(rewards: RewardConfig) -> set[str]:
     """Every reward that a run may score with."""
     sections: Sequence[RewardConfig | StageConfig] = rewards.stages or [rewards]
     return {name for section in sections for name in (section.weights or [section.name])}
@@ -337,7 +337,7 @@ def _rewards(config: Config) -> Iterator[Row]:
     usual, rewards = RewardConfig(), config.reward_model
     for name, reader in READERS.items():
         key, got, default = f"reward_model.{name}", getattr(rewards, name), getattr(usual, name)
-        yield (got != default and reader not in names_in_use(rewards), key, got,
+        yield (got != default and reader not in reward_names(rewards), key, got,
                f"{default}: it is a score of {reader}, which is not used here",
                f"reward_model.name={reader}, or leave {key} out")
 
@@ -367,7 +367,7 @@ def _stages(config: Config) -> Iterator[Row]:
 def _judge(config: Config) -> Iterator[Row]:
     """A judge that can be asked, where a reward of the run is one."""
     judge, key = config.reward_model.judge, "reward_model.judge"
-    if "llm_judge" not in names_in_use(config.reward_model):
+    if "llm_judge" not in reward_names(config.reward_model):
         return
     yield (not (judge.url or "").startswith(HTTP), f"{key}.url", judge.url,
            "the http address of an OpenAI-compatible endpoint, for llm_judge",

@@ -12,7 +12,7 @@ from verl.config.policy import ActorRolloutRefConfig, CriticConfig, ValSamplingC
 from verl.config.reward import RewardConfig
 from verl.config.trainer import TrainerConfig
 
-MOST_SEQS_ON_GPU, MOST_SEQS_ON_CPU = 512, 256
+MAX_SEQS_ON_GPU, MAX_SEQS_ON_CPU = 512, 256
 """Trajectories that an engine decodes at once unless more are asked for: each reserves logits, and
 vLLM captures graphs of no more than 512."""
 
@@ -44,7 +44,7 @@ class Config:
         return self.do_search and self.max_turns > 0
 
     @property
-    def samples(self) -> bool:
+    def samples_rollouts(self) -> bool:
         """Engines sample what is learned from: it is not read from a record."""
         return self.data.rollouts is None
 
@@ -192,7 +192,7 @@ class Config:
         return 2 if self.actor_rollout_ref.rollout.max_staleness else 1
 
     @property
-    def shares_devices(self) -> bool:
+    def is_colocated(self) -> bool:
         """Engines lie on the ranks' devices, where on GPUs one side sleeps."""
         return not self.is_split and not self.is_external
 
@@ -243,7 +243,7 @@ class Config:
         step = -(-self.num_trajectories // engines)
         if groups >= engines:
             step = -(-groups // engines) * rollout.n_agent
-        most = MOST_SEQS_ON_GPU if on_gpu else MOST_SEQS_ON_CPU
+        most = MAX_SEQS_ON_GPU if on_gpu else MAX_SEQS_ON_CPU
         return min(most, max(step, -(-self.data.val_batch_size // engines)))
 
     @property

@@ -20,7 +20,7 @@ import pyarrow
 import pyarrow.parquet
 
 from verl.errors import DataError, explain
-from verl.files import MOST
+from verl.files import MAX_CHARS
 
 ROWS_AT_ONCE = 4096
 """Parquet rows that are Python objects at one time."""
@@ -131,7 +131,7 @@ def read_records(path: str, columns: Sequence[str] = ()) -> Iterator[Record]:
         raise DataError(explain(path, "no rows", "at least one", "build the file again"))
 
 
-def short(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value for an error message."""
     text = "nothing" if value is None else repr(value)
     return text if len(text) <= 80 else text[:79] + "…"
@@ -173,14 +173,14 @@ def read_jsonl(path: str) -> Iterator[Record]:
     """
     try:
         with open(path, "rb") as lines:
-            for number, line in enumerate(iter(partial(lines.readline, MOST), b"")):
+            for number, line in enumerate(iter(partial(lines.readline, MAX_CHARS), b"")):
                 if line.strip():
-                    yield number, _parsed(path, number, line)
+                    yield number, _parse_line(path, number, line)
     except OSError as error:
         raise DataError(explain(path, error, "a file that can be read", "see to it")) from error
 
 
-def _parsed(path: str, number: int, line: bytes) -> Any:
+def _parse_line(path: str, number: int, line: bytes) -> Any:
     """What a line of JSON says, or what is wrong with it (`BadRow`)."""
     try:
         row = json.loads(line)
@@ -196,9 +196,12 @@ def _check_row(record: Any, path: str, name: str, number: int, prompt_key: str) 
     """One raw row of `path` as a Row of `name`, or the part at fault."""
 
     if not isinstance(record, dict):
-        return BadRow.at(path, number, "", short(record), "an object")
+        return BadRow.at(path, number, "", short_repr(record), "an object")
     source, extra = record.get("data_source") or "", record.get("extra_info") or {}
-    prompt, targets = prompt_of(record.get(prompt_key)), _targets(record.get("reward_model"))
+    prompt, targets = (
+        parse_prompt(record.get(prompt_key)),
+        _parse_targets(record.get("reward_model")),
+    )
     for part, is_sound, expected in (
         ("data_source", source and isinstance(source, str), "a name"),
         (prompt_key, prompt, "a string, or a list of messages {role, content} that is not empty"),
@@ -207,13 +210,13 @@ def _check_row(record: Any, path: str, name: str, number: int, prompt_key: str) 
         ("extra_info", isinstance(extra, dict), "an object"),
     ):  # fmt: skip
         if not is_sound:
-            return BadRow.at(path, number, part, short(record.get(part)), expected)
+            return BadRow.at(path, number, part, short_repr(record.get(part)), expected)
     if isinstance(record.get("question"), str):  # where the original's files keep it
         extra = {"question": record["question"], **extra}
     return Row(name, number, prompt, source, targets, extra)
 
 
-def prompt_of(prompt: Any) -> str | tuple[Message, ...]:
+def parse_prompt(prompt: Any) -> str | tuple[Message, ...]:
     """The prompt as text or messages with role and content; empty where it is neither."""
     if isinstance(prompt, str):
         return prompt
@@ -226,7 +229,7 @@ def prompt_of(prompt: Any) -> str | tuple[Message, ...]:
     return tuple(prompt) if sound else ()
 
 
-def _targets(reward_model: Any) -> tuple[str, ...]:
+def _parse_targets(reward_model: Any) -> tuple[str, ...]:
     """The accepted answers, or () where there is none in the expected form.
 
     veRL's own data builders write `ground_truth` as plain text, the original's as `{"target": …}`.

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from verl.data.rows import BadRow, read_jsonl
 from verl.errors import ConfigError, DataError, explain
-from verl.files import move_aside, whole_file
+from verl.files import atomic_write, move_aside
 from verl.rewards.interface import Reward
 from verl.types import Origin, Prompt, Segment, Status, Trajectory
 
@@ -35,20 +35,22 @@ logger = logging.getLogger(__name__)
 HEADER = "run.json"
 TOKENIZER, MODEL = "tokenizer", "model"
 """The keys of fingerprints: of the tokenizer, here and in demonstrations; of the first weights."""
-STEP = re.compile(r"step_(\d+)\.jsonl")
-WRITTEN = "a row as trainer.rollout_data_dir writes it"
+STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
+EXPECTED_ROW = "a row as trainer.rollout_data_dir writes it"
 SIGNALS = ("old_log_probs", "ref_log_probs", "values", "advantages", "rollout_weights")
 """What a trainer may know of a token: its own and the reference's log-probs, the critic's value,
 the advantage, and the weight that corrects for the engine. A segment's key, and a batch's column.
 """
 Signals = Mapping[str, NDArray[np.float32]]
 """By name, a number for each token of a trajectory; NaN where there is none."""
-OTHERS = re.compile(r"[^\x00-\x7f]+")
-AS_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_DATETIME
+NON_ASCII = re.compile(r"[^\x00-\x7f]+")
+ORJSON_OPTIONS = (
+    orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_DATETIME
+)
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedTrajectory:
     """A trajectory that was kept, with what it was scored."""
 
     trajectory: Trajectory
@@ -57,20 +59,20 @@ class Recorded:
     """That of the greedy trajectory of its prompt, where an algorithm sampled one."""
 
 
-class Vocabulary(Protocol):
+class HasVocabulary(Protocol):
     """What a fingerprint needs of a Hugging Face tokenizer."""
 
     def get_vocab(self) -> dict[str, int]: ...
 
 
-def fingerprint(tokenizer: Vocabulary) -> str:
+def fingerprint(tokenizer: HasVocabulary) -> str:
     """A name for what each id means: tokenizers of one name read the same ids alike."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
 
-def open_folder(
-    directory: str | Path, tokenizer: Vocabulary, model: str = "", after: int | None = None
+def prepare_folder(
+    directory: str | Path, tokenizer: HasVocabulary, model: str = "", after: int | None = None
 ) -> None:
     """Make the folder for a run's trajectories; `model`: the fingerprint of its first weights.
 
@@ -86,16 +88,16 @@ def open_folder(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if after is not None:
-            _set_aside(folder, after)
-        write_lines(folder / HEADER, [header])
+            _move_later_steps_aside(folder, after)
+        write_jsonl(folder / HEADER, [header])
     except OSError as error:
         problem = explain(key, error, "a folder that can be written", "name another")
         raise ConfigError(problem) from error
 
 
-def _set_aside(folder: Path, after: int) -> None:
+def _move_later_steps_aside(folder: Path, after: int) -> None:
     """Who reads the folder would take the steps above `after` for the present run's."""
-    later = [path_of(folder, step) for step in recorded_steps(folder) if step > after]
+    later = [step_path(folder, step) for step in recorded_steps(folder) if step > after]
     if not later:
         return
     place = move_aside(folder, later)
@@ -117,36 +119,38 @@ def write_step(
     baselines: Sequence[float | None] = greedy_scores or [None] * len(trajectories)
     known, size = signals or {}, len(trajectories)
     rows = [
-        row_of(step, size, Recorded(one, reward, greedy), known.get((one.group, one.sample)))
+        make_row(
+            step, size, RecordedTrajectory(one, reward, greedy), known.get((one.group, one.sample))
+        )
         for one, reward, greedy in zip(trajectories, rewards, baselines, strict=True)
     ]
-    write_lines(path_of(directory, step), rows)
+    write_jsonl(step_path(directory, step), rows)
 
 
-def path_of(directory: str | Path, step: int) -> Path:
+def step_path(directory: str | Path, step: int) -> Path:
     """Where the trajectories of a step are."""
     return Path(directory) / f"step_{step:08d}.jsonl"
 
 
 def recorded_steps(directory: str | Path) -> list[int]:
     """The steps that a folder has, in order."""
-    names = (STEP.fullmatch(path.name) for path in Path(directory).glob("step_*.jsonl"))
+    names = (STEP_FILE.fullmatch(path.name) for path in Path(directory).glob("step_*.jsonl"))
     return sorted(int(name[1]) for name in names if name)
 
 
-def record_files(directory: str | Path) -> list[str]:
+def recorded_files(directory: str | Path) -> list[str]:
     """All that a folder holds of a run."""
     return [str(path) for path in sorted(Path(directory).glob("[!.]*.json*"))]
 
 
-def read_step(directory: str | Path, step: int) -> list[Recorded]:
+def read_step(directory: str | Path, step: int) -> list[RecordedTrajectory]:
     """One step's trajectories as they were written. Raises DataError for less, or something else.
 
     Log-probs that the engine did not tell are NaN.
     """
-    path = path_of(directory, step)
+    path = step_path(directory, step)
     rows = list(_rows_of(path))
-    found = [read_row(where, row) for where, row in rows]
+    found = [parse_row(where, row) for where, row in rows]
     sizes = {row.get("step_size") for _, row in rows} | {len(found)}
     if len(sizes) > 1 or not found:
         written = max(size for size in sizes if isinstance(size, int))
@@ -189,7 +193,7 @@ def _rows_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{path} line {number + 1}", row
 
 
-def number(value: Any) -> float:
+def to_float(value: Any) -> float:
     """A number of a row; null is what was none."""
     return math.nan if value is None else float(value)
 
@@ -199,8 +203,8 @@ def num_calls(stats: Mapping[str, float]) -> float:
     return stats.get("valid_actions", 0.0) - stats.get("answered", 0.0)
 
 
-def row_of(
-    step: int, step_size: int, recorded: Recorded, signals: Signals | None = None
+def make_row(
+    step: int, step_size: int, recorded: RecordedTrajectory, signals: Signals | None = None
 ) -> dict[str, Any]:
     """What is written of a trajectory."""
     trajectory, reward = recorded.trajectory, recorded.reward
@@ -242,8 +246,8 @@ def _segment(segment: Segment) -> dict[str, Any]:
     return row
 
 
-def read_row(where: str, row: Any) -> Recorded:
-    """What `row_of` made. Raises DataError for anything else."""
+def parse_row(where: str, row: Any) -> RecordedTrajectory:
+    """What `make_row` made. Raises DataError for anything else."""
     try:
         segments = [_read_segment(one) for one in row["segments"]]
         start, greedy = segments[0], row["greedy_score"]
@@ -255,44 +259,44 @@ def read_row(where: str, row: Any) -> Recorded:
             prompt, segments, Status(row["status"]), dict(row["stats"]),
             group=row["group"], sample=row["sample"], seed=row["seed"],
         )  # fmt: skip
-        components = {name: number(value) for name, value in row["components"].items()}
-        reward = Reward(number(row["score"]), components)
-        return Recorded(trajectory, reward, None if greedy is None else float(greedy))
+        components = {name: to_float(value) for name, value in row["components"].items()}
+        reward = Reward(to_float(row["score"]), components)
+        return RecordedTrajectory(trajectory, reward, None if greedy is None else float(greedy))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         fix = "restore the file; one of an earlier version cannot be learned from: record again"
         got = f"{type(error).__name__} {error}"
-        raise DataError(explain(where, got, WRITTEN, fix)) from error
+        raise DataError(explain(where, got, EXPECTED_ROW, fix)) from error
 
 
 def _read_segment(row: Mapping[str, Any]) -> Segment:
     origin, ids = Origin[row["origin"].upper()], tuple(map(int, row["ids"]))
     if origin is not Origin.POLICY:
         return Segment(origin, ids, row["text"])
-    log_probs = tuple(map(number, row["log_probs"]))
+    log_probs = tuple(map(to_float, row["log_probs"]))
     versions = tuple(map(int, row.get("weight_versions", ())))
     if len(log_probs) != len(ids) or len(versions) not in (0, len(ids)):
         raise ValueError(f"{len(log_probs)} log_probs, {len(versions)} versions of {len(ids)} ids")
     return Segment(origin, ids, row["text"], log_probs, int(row["weight_version"]), versions)
 
 
-def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """One JSON line a row, under the final name only when complete; what JSON lacks as its text."""
-    with whole_file(path) as part:
-        part.write_text("".join(_line(row) + "\n" for row in rows), encoding="ascii")
+    with atomic_write(path) as part:
+        part.write_text("".join(_to_json_line(row) + "\n" for row in rows), encoding="ascii")
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _to_json_line(row: Mapping[str, Any]) -> str:
     """A row as JSON in ASCII, which no reader cuts at a line end of Unicode; NaN is null."""
     try:
-        line = orjson.dumps(row, default=str, option=AS_JSON).decode()
+        line = orjson.dumps(row, default=str, option=ORJSON_OPTIONS).decode()
     except TypeError:  # half a character, or a number of over 64 bits, which a question may have
         return json.dumps(row, default=_plain)
     if line.isascii():
         return line
-    return OTHERS.sub(lambda found: json.dumps(found[0])[1:-1], line)
+    return NON_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], line)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
-        return orjson.loads(orjson.dumps(value, option=AS_JSON))
+        return orjson.loads(orjson.dumps(value, option=ORJSON_OPTIONS))
     return str(value)

@@ -55,7 +55,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Repeated:
+class DuplicatePrompt:
     """The rows that hold one and the same prompt."""
 
     uids: tuple[str, ...]
@@ -66,7 +66,7 @@ class Report:
     """What `python -m verl.data validate` found."""
 
     files: tuple[FileReport, ...]
-    repeated: tuple[Repeated, ...]
+    repeated: tuple[DuplicatePrompt, ...]
     lengths: Lengths | None
     """None where no row is sound."""
     sample_uid: str = ""
@@ -100,11 +100,11 @@ def validate(
     prompts = [ids for _, _, own in found for ids in own]
     if not rows:
         return Report(reports, (), None)
-    texts = [_text(row) for row in rows]
+    texts = [_plain_text(row) for row in rows]
     uids: dict[str, list[str]] = defaultdict(list)
     for row, text in zip(rows, texts, strict=True):
         uids[text].append(row.uid)
-    repeated = tuple(Repeated(tuple(same)) for same in uids.values() if len(same) > 1)
+    repeated = tuple(DuplicatePrompt(tuple(same)) for same in uids.values() if len(same) > 1)
     if tokenizer is None:
         lengths, sample = _lengths("characters", [len(text) for text in texts], ()), texts[0]
     else:
@@ -142,7 +142,7 @@ def _lengths(unit: str, counts: Sequence[int], budgets: Sequence[int]) -> Length
     return Lengths(unit, int(values.min()), float(values.mean()), middle, int(values.max()), over)
 
 
-def _text(row: Row) -> str:
+def _plain_text(row: Row) -> str:
     """The prompt without tokens: its own text, or each message after its role."""
     if isinstance(row.prompt, str):
         return row.prompt

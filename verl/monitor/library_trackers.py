@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 
-from verl.config.known import flattened
+from verl.config.known import flatten
 from verl.errors import ConfigError, explain, first_line
 
 logger = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class MlflowTracker(Tracker):
         """The options of the run, by their dotted names."""
         given = [
             mlflow.entities.Param(FOREIGN.sub("_", name), str(value)[:MOST_CHARACTERS])
-            for name, value in flattened(config)
+            for name, value in flatten(config)
         ]
         for first in range(0, len(given), MOST_PARAMETERS):
             self._client.log_batch(self.run_id, params=given[first : first + MOST_PARAMETERS])

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.files import Lines
+from verl.files import LineWriter
 from verl.monitor.performance import Timings
 from verl.single_controller.actors import Call
 from verl.types import Trajectory
@@ -44,7 +44,7 @@ class Trace:
         begin = [] if self._path.exists() else ["["]
         made = [*self._events(step, timings, trajectories), *_ranks(step, calls)]
         events = (json.dumps(event) + "," for event in made)
-        with contextlib.closing(Lines(self._path)) as file:
+        with contextlib.closing(LineWriter(self._path)) as file:
             file.append("\n".join([*begin, *events]))
 
     def _events(

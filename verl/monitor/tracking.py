@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from verl.config import Config
-from verl.config.cli import public
+from verl.config.cli import public_options
 from verl.errors import ConfigError, explain
-from verl.files import Lines, is_of_files, whole_file
+from verl.files import LineWriter, atomic_write, is_file_error
 from verl.monitor.library_trackers import (
     MlflowTracker,
     SwanlabTracker,
@@ -52,7 +52,7 @@ class JsonlTracker(Tracker):
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "metrics.jsonl"
         self._start = self._path.stat().st_size if self._path.exists() else 0
-        self._file = Lines(self._path)
+        self._file = LineWriter(self._path)
 
     def rewind(self, step: int | None) -> None:
         """Move what is forgotten to `metrics.superseded.jsonl`; a torn last line goes with it."""
@@ -66,9 +66,9 @@ class JsonlTracker(Tracker):
         if any(forgotten):
             with self._path.with_name("metrics.superseded.jsonl").open("ab") as file:
                 file.writelines(forgotten)
-            with whole_file(self._path) as part:
+            with atomic_write(self._path) as part:
                 part.write_bytes(b"".join(kept))
-        self._file = Lines(self._path)
+        self._file = LineWriter(self._path)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
@@ -88,7 +88,7 @@ class TensorboardTracker(Tracker):
         folder = directory / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns():019d}.{socket.gethostname()}.{os.getpid()}"
-        self._file = Lines(folder / name)
+        self._file = LineWriter(folder / name)
         self._add(file_version="brain.Event:2")
 
     def rewind(self, step: int | None) -> None:
@@ -104,7 +104,7 @@ class TensorboardTracker(Tracker):
         record = io.BytesIO()
         made = self._events.Event(wall_time=time.time(), **event)
         self._records.RecordWriter(record).write(made.SerializeToString())
-        self._file.add(record.getvalue())
+        self._file.append_bytes(record.getvalue())
 
     def close(self) -> None:
         self._file.close()
@@ -150,7 +150,7 @@ class Tracking:
         trainer = config.trainer
         backends: list[str | Tracker] = [*backend_names(trainer.logger), *trackers]
         return cls(trainer.project_name, trainer.experiment_name, backends,
-                   trainer.default_local_dir, public(config),
+                   trainer.default_local_dir, public_options(config),
                    is_resumed=trainer.resume_mode != "disable")  # fmt: skip
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -170,7 +170,7 @@ class Tracking:
             yield
         except OSError as error:
             has_record = any(isinstance(one, JsonlTracker) for one in self._trackers)
-            if isinstance(tracker, JsonlTracker) or not (has_record and is_of_files(error)):
+            if isinstance(tracker, JsonlTracker) or not (has_record and is_file_error(error)):
                 raise
             if tracker not in self._warned:
                 logger.warning("%s: %s; the run goes on, metrics.jsonl has what is missing there",

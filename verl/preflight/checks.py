@@ -35,7 +35,7 @@ from verl.errors import (
     UserError,
     explain,
 )
-from verl.model_files import check_context, check_model, model_errors, one_line, read_config
+from verl.model_files import check_context, check_model, describe_error, model_errors, read_config
 from verl.monitor.tracking import PACKAGES, backend_names
 from verl.preflight.memory.check import decide_memory, memory_problems, read_setting
 from verl.preflight.memory.needs import has_critic
@@ -64,12 +64,12 @@ def preflight(config: Config, environment: Environment) -> Config:
 
     Raises PreflightError with every problem found.
     """
-    problems: list[UserError] = list(engine_problems(config)) if config.samples else []
+    problems: list[UserError] = list(engine_problems(config)) if config.samples_rollouts else []
     if problems:  # what memory is needed depends on the engine
         raise PreflightError(problems)
     problems = list(model_problems(config)) or list(_heads(config))
     checks: list[Callable[[Config], Iterable[UserError]]] = [
-        *((_questions, schedule.problems) if config.samples else ()),
+        *((_questions, schedule.problems) if config.samples_rollouts else ()),
         lambda _: environment.preflight(PROBE_SECONDS),
         server_problems,
         kernel_problems,
@@ -144,7 +144,7 @@ def _hub_problem(name: str) -> str:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return ""
     except HFValidationError as error:
-        return f" (no such folder, and no hub name: {one_line(error)})"
+        return f" (no such folder, and no hub name: {describe_error(error)})"
     if constants.HF_HUB_OFFLINE:
         return " (no such folder, not in the hub's cache, and HF_HUB_OFFLINE is set)"
     token = get_token()
@@ -154,7 +154,7 @@ def _hub_problem(name: str) -> str:
         url = f"{constants.ENDPOINT}/api/models/{name}"
         answer = httpx.get(url, headers=headers, timeout=PROBE_SECONDS, follow_redirects=True)
     except httpx.HTTPError as error:
-        return f" (no such folder, and the hub does not answer: {one_line(error)})"
+        return f" (no such folder, and the hub does not answer: {describe_error(error)})"
     says = f" (no such folder, and the hub says {answer.status_code})"
     return "" if answer.is_success else says
 

@@ -18,8 +18,8 @@ import httpx
 from pydantic import BaseModel
 
 from verl.config import Config
-from verl.errors import ConfigError, ResourceError, UserError, explain, masked
-from verl.ports import is_here
+from verl.errors import ConfigError, ResourceError, UserError, explain, redact
+from verl.ports import is_local_host
 from verl.rollout.interface import URL, WEIGHTS_DIR
 from verl.rollout.remote_engine import auth_headers, server_root
 from verl.rollout.vllm_engine import WORKER_EXTENSION
@@ -164,7 +164,7 @@ class _Asked:
             yield self._wrong(f"a server on the CPU with {facts.extension or 'its own'}", expected)
             return
         yield from self._blind(facts)
-        logger.info("server %s: %s, %d tokens, %s", masked(self.url), model.id,
+        logger.info("server %s: %s, %d tokens, %s", redact(self.url), model.id,
                     model.max_model_len, dtype)  # fmt: skip
 
     def _blind(self, facts: ServerInfo) -> Iterator[ConfigError]:
@@ -174,7 +174,7 @@ class _Asked:
         key, fix = f"{URL} {self.url}", f"{WEIGHTS_DIR}=/shared/weights, which both see so"
         if given is None and os.environ.get("RAY_ADDRESS"):
             return  # the ranks may be elsewhere
-        if given is None and not is_here(httpx.URL(self.url).host):
+        if given is None and not is_local_host(httpx.URL(self.url).host):
             expected = "a server on this machine: weights go through its memory"
             yield ConfigError(explain(key, "another machine", expected, fix))
         elif facts.loads_in_place:

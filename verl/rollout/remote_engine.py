@@ -18,7 +18,7 @@ import httpx
 from pydantic import BaseModel, Field, StrictStr
 
 from verl.config import Config
-from verl.errors import AnswerInvalid, ConfigError, explain, masked
+from verl.errors import AnswerInvalid, ConfigError, explain, redact
 from verl.model_files import load_tokenizer
 from verl.rollout.interface import URL, RolloutEngine
 from verl.types import Completion, Sampling
@@ -124,7 +124,7 @@ class RemoteEngine(RolloutEngine):
             text += missing_stop(text, sampling.stop)
         ids = choice.token_ids
         if ids is None:
-            logger.warning("%s returns no token_ids: its text is encoded again", masked(self.url))
+            logger.warning("%s returns no token_ids: its text is encoded again", redact(self.url))
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         given = choice.logprobs.token_logprobs if choice.logprobs else None
         log_probs = [math.nan if p is None else p for p in given or ()]

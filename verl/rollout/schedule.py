@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from verl.config import Config
 from verl.errors import ConfigError, explain
-from verl.files import whole_file
+from verl.files import atomic_write
 from verl.types import Origin, Trajectory, TrajectoryKey
 
 FOLDER = "schedule"
@@ -54,7 +54,7 @@ def write(directory: Path, step: int, rows: Iterable[ScheduleEntry]) -> None:
     """Keep a step's rows; a step that is run again replaces its file."""
     folder = directory / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    with whole_file(folder / f"step_{step:08d}.jsonl") as part:
+    with atomic_write(folder / f"step_{step:08d}.jsonl") as part:
         part.write_text("".join(row.model_dump_json() + "\n" for row in rows))
 
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from verl.config import Config
 from verl.engine import cut_at_stop
-from verl.model_files import load_tokenizer, refuse_values
+from verl.model_files import check_finite, load_tokenizer
 from verl.rollout.interface import INTERRUPTED, Listener, RolloutEngine
 from verl.training.devices import device_type, rollout_dtype
 from verl.training.models import load_causal_lm
@@ -68,7 +68,7 @@ class TransformersEngine(RolloutEngine):
         self.tokenizer = load_tokenizer(self.path)
         self.model = self._load(self.path)
         self._declared = self.model.generation_config
-        refuse_values(self.model.named_parameters(), f"weights of {self.path}")
+        check_finite(self.model.named_parameters(), f"weights of {self.path}")
 
     def _load(self, path: str) -> Any:
         model: Any = load_causal_lm(path, self.dtype, attention=None)

@@ -21,7 +21,7 @@ import torch
 from verl.config import Config
 from verl.config.policy import VLLM_LORA_RANKS
 from verl.errors import ModelError, explain
-from verl.model_files import refuse_faulty
+from verl.model_files import refuse_non_finite
 from verl.nvidia import vllm_device
 from verl.remote_code import trusts_remote_code
 from verl.rollout.interface import (
@@ -236,7 +236,7 @@ class VllmEngine(RolloutEngine):
         found = await self._answer(self._llm.collective_rpc("faulty_weights"))
         try:
             model = settings.arguments()["model"]
-            refuse_faulty(sorted(set(itertools.chain(*found))), f"weights of {model}")
+            refuse_non_finite(sorted(set(itertools.chain(*found))), f"weights of {model}")
         except ModelError:
             await self.shutdown()
             raise

@@ -19,7 +19,7 @@ import httpx
 from pydantic import AliasPath, BaseModel, Field
 
 from verl.config import Config
-from verl.errors import AnswerInvalid, ConfigError, explain, masked
+from verl.errors import AnswerInvalid, ConfigError, explain, redact
 from verl.rollout.interface import INTERRUPTED, URL, WEIGHTS_DIR, EngineDied, RolloutEngine
 from verl.rollout.remote_engine import (
     COMPLETIONS,
@@ -137,10 +137,10 @@ class VllmServer(RolloutEngine):
         while not await self._lives():
             if time.monotonic() > end:
                 raise EngineDied(
-                    f"{masked(self.url)} has not answered for {self._patience:.0f} s "
+                    f"{redact(self.url)} has not answered for {self._patience:.0f} s "
                     "(trainer.node_timeout); start it again, as docs/placement.md says"
                 )
-            logger.warning("waiting for the server at %s", masked(self.url))
+            logger.warning("waiting for the server at %s", redact(self.url))
             await asyncio.sleep(POLL_S)
         self._facts = ServerInfo.model_validate_json(await self._tell("GET", SERVER_INFO_PATH))
 
@@ -178,7 +178,7 @@ class VllmServer(RolloutEngine):
             await self._ask("POST", "/collective_rpc", {"method": method, "kwargs": {name: folder}})
         except Refused as error:
             if not await self._lives():
-                raise EngineDied(f"{masked(self.url)} ended: {error}") from error
+                raise EngineDied(f"{redact(self.url)} ended: {error}") from error
             expected = "a server that reads the weights that the ranks write there"
             fix = (
                 f"name a folder that ranks and servers share, {WEIGHTS_DIR}=/shared/weights, and "
@@ -216,7 +216,7 @@ class VllmServer(RolloutEngine):
     async def probe(self) -> None:
         """Return when the server shows that it lives, or raise EngineDied."""
         if self._http is not None and not await self._lives():
-            raise EngineDied(f"{masked(self.url)} does not answer")
+            raise EngineDied(f"{redact(self.url)} does not answer")
 
     async def shutdown(self) -> None:
         """Leave the server, which runs on."""
@@ -230,7 +230,7 @@ class VllmServer(RolloutEngine):
             raise self._invalid(f"{type(error).__name__}: {error}") from error
         is_cut = choice.finish_reason == "abort" and self._is_interrupting
         if not is_cut and choice.finish_reason not in ("stop", "length"):  # the server ends
-            raise EngineDied(f"{masked(self.url)} ended a request: {choice.finish_reason}")
+            raise EngineDied(f"{redact(self.url)} ended a request: {choice.finish_reason}")
         given = (choice.logprobs and choice.logprobs.token_logprobs) or []
         if None in given or choice.token_ids is None or len(given) != len(choice.token_ids):
             raise self._invalid("a completion without ids and log-probs of its tokens")
@@ -245,7 +245,7 @@ class VllmServer(RolloutEngine):
         found = WeightInfo.model_validate_json(await self._tell("GET", "/weight_info"))
         if found.weight_version != weights:
             raise EngineDied(
-                f"{masked(self.url)} has the weights {found.weight_version!r}, not {weights!r}: it "
+                f"{redact(self.url)} has the weights {found.weight_version!r}, not {weights!r}: it "
                 "was started again, or another run gives it weights too"
             )
 
@@ -262,7 +262,7 @@ class VllmServer(RolloutEngine):
             return await self._ask(method, path, body)
         except Refused as error:
             if error.status >= httpx.codes.INTERNAL_SERVER_ERROR:
-                raise EngineDied(f"{masked(self.url)}{path} failed: {error}") from error
+                raise EngineDied(f"{redact(self.url)}{path} failed: {error}") from error
             fix = "see its log; docs/placement.md has the options that it needs"
             subject = f"{URL} {self.url}{path}"
             raise ConfigError(explain(subject, error, "an answer", fix)) from error
@@ -278,7 +278,7 @@ class VllmServer(RolloutEngine):
                 content = await read_body(answer)
         except httpx.TransportError as error:
             said = f"{type(error).__name__} {error}".strip()
-            raise EngineDied(f"{masked(self.url)}{path}: {said}") from error
+            raise EngineDied(f"{redact(self.url)}{path}: {said}") from error
         if not answer.is_success:
             raise Refused(answer.status_code, content.decode("utf-8", "replace"))
         return content

@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.data import Tokenizer, render
 from verl.data.prompts import encode_within
-from verl.data.rows import BadRow, Row, prompt_of, read_jsonl
+from verl.data.rows import BadRow, Row, parse_prompt, read_jsonl
 from verl.data.trajectories import TOKENIZER, fingerprint
 from verl.errors import DataError, explain
 from verl.types import Origin, Prompt, Segment, Trajectory
@@ -52,7 +52,7 @@ def load_demonstrations(
                 _check_tokenizer(where, record[TOKENIZER], own)
                 trajectory = _exact_row(uid, record["segments"], tokenizer, end_of_turn)
             else:
-                row = Row(file.name, number, prompt_of(record["prompt"]), "sft", ())
+                row = Row(file.name, number, parse_prompt(record["prompt"]), "sft", ())
                 trajectory = _text_row(row, record["segments"], tokenizer, end_of_turn, max_length)
         except (KeyError, TypeError, ValueError) as error:
             got = error if isinstance(error, _Malformed) else f"{type(error).__name__} {error}"

@@ -19,9 +19,16 @@ from typing import Any, Literal
 import tyro
 
 from verl.bounds import MAX_SEED
-from verl.config.known import beyond_limits, refuse
+from verl.config.known import limit_problems, raise_problems
 from verl.config.option import option
-from verl.data.trajectories import TOKENIZER, num_calls, number, read_header, read_rows, write_lines
+from verl.data.trajectories import (
+    TOKENIZER,
+    num_calls,
+    read_header,
+    read_rows,
+    to_float,
+    write_jsonl,
+)
 from verl.errors import DataError, explain
 from verl.logs import exit_status
 from verl.types import Status
@@ -121,7 +128,7 @@ def write(path: str | Path, tokenizer: str, candidates: Sequence[Candidate]) -> 
          "segments": list(c.segments)}
         for c in candidates
     ]  # fmt: skip
-    write_lines(out, rows)
+    write_jsonl(out, rows)
 
 
 def _candidate(where: str, row: Any, measure: str) -> Candidate:
@@ -129,7 +136,7 @@ def _candidate(where: str, row: Any, measure: str) -> Candidate:
     try:
         return Candidate(
             uid=str(row["uid"]),
-            score=number(row["score"] if measure == "score" else row["components"][measure]),
+            score=to_float(row["score"] if measure == "score" else row["components"][measure]),
             step=int(row["step"]),
             status=str(row["status"]),
             num_policy_tokens=sum(
@@ -175,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = tyro.cli(Options, args=arguments, prog=prog, description=description)
 
     def work() -> None:
-        refuse(beyond_limits(options))
+        raise_problems(limit_problems(options))
         sys.stdout.write(json.dumps(vars(run(options))) + "\n")
 
     return exit_status(work)

@@ -28,9 +28,9 @@ from tqdm import tqdm
 
 from verl.bounds import MAX_SEED
 from verl.config import AdapterConfig, OptimConfig
-from verl.config.known import at_home, beyond_limits, refuse
+from verl.config.known import expand_home, limit_problems, raise_problems
 from verl.config.option import option
-from verl.config.overrides import shown
+from verl.config.overrides import short_repr
 from verl.core_algos.losses import loss_weights, weighted_sum
 from verl.errors import ConfigError, explain
 from verl.logs import exit_status, start_logging
@@ -125,11 +125,11 @@ def parse(arguments: Sequence[str]) -> SftConfig:
             raise ConfigError(explain(key, "nothing", "a path", f"give {key}=PATH"))
         config = OmegaConf.to_object(merged)
     except MALFORMED as error:
-        got = shown(" ".join(str(error).split()))
+        got = short_repr(" ".join(str(error).split()))
         raise ConfigError(explain("options", got, "key=value", "see SftConfig")) from error
     assert isinstance(config, SftConfig)
-    at_home(config)
-    refuse(beyond_limits(config))
+    expand_home(config)
+    raise_problems(limit_problems(config))
     names = config.target_modules
     if not isinstance(names, str) and not (
         isinstance(names, list) and all(isinstance(name, str) for name in names)

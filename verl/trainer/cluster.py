@@ -264,7 +264,9 @@ def appears(path: Path, seconds: float | None = None) -> bool:
 
 def shared_memory_problems(config: Config) -> list[UserError]:
     """Room for the weights that ranks hand to engines through the node's shared memory."""
-    elsewhere = config.actor_rollout_ref.rollout.weights_dir is not None or not config.samples
+    elsewhere = (
+        config.actor_rollout_ref.rollout.weights_dir is not None or not config.samples_rollouts
+    )
     if elsewhere or engine_takes_adapter(config) or not SHARED_MEMORY.is_dir():
         return []
     needed = config.num_weight_versions * weight_bytes(config.actor_rollout_ref.model.path)

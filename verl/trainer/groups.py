@@ -112,7 +112,7 @@ def build_groups(
     arguments = [(config, agent_factory, replica) for replica in range(num_replicas)]
     replicas_built = replicas.start_build(RolloutReplica, arguments)
     begun = begin_ranks(ranks, ranks.groups[1:], CriticWorker, config, total_updates)
-    must_wait = use_gpu and config.shares_devices
+    must_wait = use_gpu and config.is_colocated
     if must_wait:
         start_engines(replicas, replicas_built, then_sleep=True)
     begun += begin_ranks(ranks, [ranks.group], TrainerWorker, config, total_updates)
@@ -125,10 +125,10 @@ def build_groups(
         arguments,
         restarts,
         takes_adapter=engine_takes_adapter(config),
-        shares_devices=config.shares_devices,
+        shares_devices=config.is_colocated,
         overlaps=rollout.max_staleness > 0,
         hang_timeout=trainer.hang_timeout,
-        empty_cache=ranks.empty_cache if config.shares_devices else (lambda: None),
+        empty_cache=ranks.empty_cache if config.is_colocated else (lambda: None),
         weight_sync=rollout.weight_sync,
         weights_root=None if rollout.weights_dir is None else Path(rollout.weights_dir),
         is_divided=rollout.replay is not None,

@@ -38,7 +38,7 @@ from verl.errors import (
     ToolOutage,
     ToolRefused,
 )
-from verl.files import is_of_files
+from verl.files import is_file_error
 from verl.monitor.guard import CollapseGuard, Verdict
 from verl.monitor.performance import Timings, critic_seconds, speed_metrics
 from verl.monitor.trace import Trace
@@ -323,7 +323,7 @@ class RayPPOTrainer:
             self.saver.close()  # the ranks' weights are a step ahead of what is finished
             raise Interrupted(self.how_to_go_on(str(error))) from error
         except Exception as error:
-            if isinstance(error, OSError) and is_of_files(error):
+            if isinstance(error, OSError) and is_file_error(error):
                 reason = f"the run could not write what it has to: {error}"
                 raise Interrupted(self.save_at_the_end(reason)) from error
             self.saver.close(None if isinstance(error, CollapseError) else LOST_RANK_S)

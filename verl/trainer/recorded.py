@@ -19,9 +19,9 @@ from verl.data import PromptSampler
 from verl.data.trajectories import (
     MODEL,
     TOKENIZER,
-    Recorded,
+    HasVocabulary,
+    RecordedTrajectory,
     Signals,
-    Vocabulary,
     fingerprint,
     read_fingerprints,
     read_step,
@@ -108,7 +108,7 @@ def collector_of(
     last_step: int,
 ) -> RolloutCollector | RecordedCollector:
     """What gives a run's steps their samples: its engines, or the record that it names."""
-    if not config.samples:
+    if not config.samples_rollouts:
         return RecordedCollector(config, reward)
     sampler = PromptSampler(
         len(prompts),
@@ -119,7 +119,7 @@ def collector_of(
     return RolloutCollector(config, rollout, prompts, sampler, reward, with_greedy, last_step)
 
 
-def check_record(config: Config, tokenizer: Vocabulary, model: str, done: int) -> int:
+def check_record(config: Config, tokenizer: HasVocabulary, model: str, done: int) -> int:
     """The last step of a run that learns from a record, of which each step to come was read.
 
     `model`: the fingerprint of the weights that the run begins with; `done`: the step that it goes
@@ -160,7 +160,7 @@ def _refuse_others(config: Config, made: Mapping[str, str], tokenizer: str, mode
 CORRECTION = "actor_rollout_ref.actor.old_log_probs=engine, or actor.rollout_is=token"
 
 
-def _check_step(config: Config, step: int, rows: Sequence[Recorded]) -> None:
+def _check_step(config: Config, step: int, rows: Sequence[RecordedTrajectory]) -> None:
     """Refuse a step of other sizes, or of older weights, than the options say."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
     where = f"step {step} of {data.rollouts}"

@@ -32,9 +32,9 @@ from verl.checkpoint.resume import check_contents, check_resume, identity
 from verl.config import Config, cli
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController, KLController
 from verl.data import load_prompts, num_batches
-from verl.data.trajectories import open_folder
+from verl.data.trajectories import prepare_folder
 from verl.errors import RankLost, ReplicaLost, UserError
-from verl.files import exclusive
+from verl.files import exclusive_lock
 from verl.model_files import load_tokenizer, tokenizer_identity
 from verl.monitor.memory_watch import rank_names, watching
 from verl.monitor.tracking import Tracker, Tracking
@@ -86,7 +86,7 @@ class Prepared:
 
 def build_reward(config: Config) -> RewardManager:
     """The run's reward; none where every score was recorded."""
-    if not (config.samples or config.data.rescore):
+    if not (config.samples_rollouts or config.data.rescore):
         return EachAlone(lambda trajectory: Reward(math.nan))
     return build_reward_manager(config)
 
@@ -98,7 +98,9 @@ def prepare(config: Config) -> Prepared:
     makes its own. A run that learns from recorded trajectories asks no tool and reads no questions.
     """
     set_trust(config.actor_rollout_ref.model.trust_remote_code)
-    environment = replace(build_environment(config), enabled=config.do_search and config.samples)
+    environment = replace(
+        build_environment(config), enabled=config.do_search and config.samples_rollouts
+    )
     build_reward(config)
     config = preflight(config, environment)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
@@ -108,7 +110,7 @@ def prepare(config: Config) -> Prepared:
     cli.write_resolved(config, config.trainer.default_local_dir)
     model = made_with["fingerprints"]["model"]
     prompts: Prompts = ([], [])
-    if config.samples:
+    if config.samples_rollouts:
         prompts = read_prompts(config, environment, tokenizer)
         build_agent(config)
         total_steps = count_steps(config, len(prompts[0]))
@@ -118,7 +120,7 @@ def prepare(config: Config) -> Prepared:
         after = step_before(config)
         if after > 0 and config.trainer.resume_mode == "auto":
             after = max(after, total_steps)  # its own steps up to there come again
-        open_folder(config.trainer.rollout_data_dir, tokenizer, model, after)
+        prepare_folder(config.trainer.rollout_data_dir, tokenizer, model, after)
     return Prepared(config, environment, made_with, *prompts, total_steps)
 
 
@@ -161,7 +163,7 @@ def processes(
                     reaper,
                     restarts,
                 )
-                if config.samples
+                if config.samples_rollouts
                 else build_ranks(config, updates, reaper)
             )
             node_id = ray.get_runtime_context().get_node_id()
@@ -215,7 +217,7 @@ def run(config: Config, trackers: Sequence[Tracker] = ()) -> None:
         written_to.setdefault(Path(trainer.rollout_data_dir).resolve(), "trainer.rollout_data_dir")
     with contextlib.ExitStack() as held:
         for folder, option in written_to.items():
-            held.enter_context(exclusive(folder, option))
+            held.enter_context(exclusive_lock(folder, option))
         prepared = prepare(config)
         try:
             _run(prepared, trackers)

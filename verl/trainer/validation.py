@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from verl.config import Config
-from verl.files import whole_file
+from verl.files import atomic_write
 from verl.rewards.interface import Reward, RewardManager
 from verl.rollout.pool import RetryingRollout, RolloutPool, check_lost_share
 from verl.trainer.metrics import validation_metrics
@@ -82,7 +82,7 @@ def write_dialogues(
 ) -> None:
     """One json line per row: question, gold, dialogue, ending, score."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as part, part.open("w", encoding="utf-8") as file:
+    with atomic_write(path) as part, part.open("w", encoding="utf-8") as file:
         for t, r in zip(trajectories, rewards, strict=True):
             row = {
                 "uid": t.prompt.uid,

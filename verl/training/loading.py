@@ -28,7 +28,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from verl.machine import HostMemory
-from verl.model_files import MAPPED_FILES, files_of, is_finite, model_errors, refuse_faulty
+from verl.model_files import MAPPED_FILES, indexed_files, is_finite, model_errors, refuse_non_finite
 from verl.remote_code import trusts_remote_code
 from verl.training.models import load_causal_lm
 
@@ -106,7 +106,7 @@ def fill_shards(module: nn.Module, values: list[Tensor], home: torch.device) -> 
 
     with torch.no_grad():
         replace_parameters(module, filled)
-    refuse_faulty(faulty)
+    refuse_non_finite(faulty)
 
 
 @contextlib.contextmanager
@@ -173,7 +173,7 @@ def is_cached(path: str) -> bool:
         return False
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     with model_errors(path, "weights"):
-        names = files_of(index) if index.exists() else {SAFE_WEIGHTS_NAME}
+        names = indexed_files(index) if index.exists() else {SAFE_WEIGHTS_NAME}
         return all((folder / name).exists() for name in names)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from verl.model_files import model_errors, quiet, refuse_report
+from verl.model_files import check_loading_report, model_errors, quiet_transformers
 from verl.packing import Packing
 from verl.remote_code import trusts_remote_code
 from verl.training.attention import PACKED, SequenceBounds, Span
@@ -127,15 +127,15 @@ def load_causal_lm(
     """A causal language model on the CPU, its attention packed or, with None, transformers' own.
 
     Raises ModelError when `path` is not there, holds no such model, or its weights are not those
-    of the model (`refuse_report`); their values are looked at where they are read.
+    of the model (`check_loading_report`); their values are looked at where they are read.
     """
-    with model_errors(path, "weights"), quiet():
+    with model_errors(path, "weights"), quiet_transformers():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=attention, output_loading_info=True,
             ignore_mismatched_sizes=True, trust_remote_code=trusts_remote_code(),
         )  # fmt: skip
         lm: PreTrainedModel = loaded[0]
-        refuse_report(lm, loaded[1], needs_head)
+        check_loading_report(lm, loaded[1], needs_head)
     return lm
 
 

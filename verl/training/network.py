@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import psutil
 
-from verl.errors import masked
+from verl.errors import redact
 
 NETWORK = ("NCCL_", "GLOO_", "TORCH_NCCL_")
 """Beginnings of the variables of the driver that ranks and engines on all nodes get too."""
@@ -29,7 +29,7 @@ PRIVATE = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT")
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables about networks and the hub, which mean the same on every node."""
     named = {k: v for k, v in environment.items() if k.startswith(NETWORK) or k in HUB}
-    return {name: value for name, value in named.items() if masked(value) == value}
+    return {name: value for name, value in named.items() if redact(value) == value}
 
 
 def private(environment: Mapping[str, str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 
 from verl.errors import ConfigError, explain
-from verl.files import exclusive, whole_file
+from verl.files import atomic_write, exclusive_lock
 from verl.remote_code import trusts_remote_code
 
 SHARD_BYTES = 4 << 30
@@ -70,7 +70,7 @@ def whole_folder(out: Path, option: str) -> Iterator[Path]:
     if out.exists() and not is_model and (not out.is_dir() or any(out.iterdir())):
         got, fix = f"{out}, which has other content", "name another folder, or delete it"
         raise ConfigError(explain(option, got, "a new folder, or a model's to replace", fix))
-    with exclusive(out, option, lock=out.with_name(f".{out.name}.lock")):
+    with exclusive_lock(out, option, lock=out.with_name(f".{out.name}.lock")):
         part = out.with_name(out.name + ".tmp")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
@@ -127,7 +127,7 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> float:
     """The seconds that it takes; nothing is written without tensors. Raises OSError."""
     start = time.perf_counter()
     if tensors:
-        with whole_file(path) as part:
+        with atomic_write(path) as part:
             try:
                 save_file(tensors, part, metadata={"format": "pt"})
             except SafetensorError as error:  # also of a full disk

@@ -81,7 +81,7 @@ class SearchR1Trainer:
         if vllm_server is not None:
             given = vllm_server if isinstance(vllm_server, str) else list(vllm_server)
             config.actor_rollout_ref.rollout.url = given
-        self.config = cli.checked(config, overrides)
+        self.config = cli.resolve_config(config, overrides)
         self.search_backend = search_backend
 
     def train(

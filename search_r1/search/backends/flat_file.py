@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from search_r1.search.checksums import BLOCK, chosen
 from search_r1.search.errors import IndexMismatch, SetupError
-from verl.files import regular
+from verl.files import regular_file
 
 Vectors = npt.NDArray[np.float32]
 
@@ -129,7 +129,7 @@ def is_flat(path: Path) -> bool:
 
 def _beginning(path: Path) -> bytes:
     try:
-        with regular(path).open("rb") as file:
+        with regular_file(path).open("rb") as file:
             return file.read(HEADER.size)
     except OSError as error:
         raise SetupError(

@@ -28,7 +28,7 @@ from search_r1.search.index.progress import progress
 from search_r1.search.index_builder import BuildConfig
 from search_r1.search.manifest import Manifest, now
 from search_r1.search.tokenization import tokenize
-from verl.files import whole_file
+from verl.files import atomic_write
 
 TOKENIZER = "words of two characters or more, lower case, without English stop words"
 MADE_WITH = f"bm25s {bm25s.__version__}"
@@ -112,7 +112,7 @@ def _tokenize_corpus(corpus: Corpus, work: Path, shard_rows: int) -> Iterator[Sh
                 texts = [document.contents for document in corpus.documents(rows)]
                 shard = shard_of(tokenize(texts))
                 words = np.frombuffer(json.dumps(shard.words).encode(), dtype=np.uint8)
-                with whole_file(path, is_lasting=True) as part, part.open("wb") as file:
+                with atomic_write(path, is_durable=True) as part, part.open("wb") as file:
                     np.savez(file, ids=shard.ids, lengths=shard.lengths, words=words)
             yield _unpacked(path)
             report(rows.stop)

@@ -18,7 +18,7 @@ from typing import Any
 from search_r1.search import checksums
 from search_r1.search.errors import CorpusError, SetupError
 from search_r1.search.memory import size
-from verl.files import flush, whole_file
+from verl.files import atomic_write, fsync
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +46,13 @@ def publish(work: Path, target: Path) -> None:
     """Put the complete index, with checksums, in place of an older one, which readers keep."""
     ready = work / READY_NAME
     checksums.add(ready)
-    flush(*ready.rglob("*"), ready)
+    fsync(*ready.rglob("*"), ready)
     outdated = work / "outdated"
     shutil.rmtree(outdated, ignore_errors=True)
     if target.exists():
         target.rename(outdated)
     ready.rename(target)
-    flush(target.parent)
+    fsync(target.parent)
 
 
 def fresh_folder(folder: Path) -> Path:
@@ -119,7 +119,7 @@ def _resume_or_start(work: Path, key: dict[str, Any]) -> None:
         reason = f"was of another {', '.join(differing)}" if found else "has no key"
         logger.warning("the work in %s %s: starting over", work, reason)
     fresh_folder(work)
-    with whole_file(work / KEY_NAME, is_lasting=True) as part:
+    with atomic_write(work / KEY_NAME, is_durable=True) as part:
         part.write_text(json.dumps(key, indent=2))
 
 

@@ -37,7 +37,7 @@ from search_r1.search.index_builder import BuildConfig
 from search_r1.search.manifest import Manifest, now
 from search_r1.search.memory import size
 from search_r1.search.settings import EncoderConfig
-from verl.files import flush
+from verl.files import fsync
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
         if config.save_embedding and made.exists():
             kept = Path(config.save_dir) / f"{config.retrieval_method}_embeddings.npy"
             made.replace(kept)
-            flush(kept.parent)
+            fsync(kept.parent)
             logger.info("the embeddings are in %s, for --embedding_path", kept)
 
 

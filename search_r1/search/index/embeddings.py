@@ -23,7 +23,7 @@ from search_r1.search.encoder import Encoder, open_encoder
 from search_r1.search.errors import SetupError
 from search_r1.search.index.progress import progress
 from search_r1.search.settings import EncoderConfig
-from verl.files import flush, regular, whole_file
+from verl.files import atomic_write, fsync, regular_file
 
 Matrix = npt.NDArray[Any]
 """(num_documents, dim), float32 or float16."""
@@ -57,7 +57,7 @@ class EmbeddingFile:
             np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
                 folder / FILE_NAME, mode="w+", dtype=np.dtype(dtype), shape=(count, dim)
             ).flush()
-            with whole_file(folder / DONE_NAME, is_lasting=True) as part:
+            with atomic_write(folder / DONE_NAME, is_durable=True) as part:
                 part.write_bytes(bytes(-(-count // shard_rows)))
         return cls(folder, shard_rows)
 
@@ -84,9 +84,9 @@ class EmbeddingFile:
         assert vectors.shape == expected, f"got {vectors.shape}, expected {expected}"
         check_finite(self._folder / FILE_NAME, rows.start, vectors)
         self.matrix[rows.start : rows.stop] = vectors
-        flush(self._folder / FILE_NAME)
+        fsync(self._folder / FILE_NAME)
         self._done[shard] = True
-        flush(self._folder / DONE_NAME)
+        fsync(self._folder / DONE_NAME)
 
 
 def encode(
@@ -159,7 +159,7 @@ def _encode_shard(file: EmbeddingFile, shard: int, corpus: Corpus, encoder: Enco
 def open_embeddings(path: Path, count: int, dim: int) -> Matrix:
     """Existing embeddings, .npy or the bare values, by memory map; raises SetupError otherwise."""
     try:
-        with regular(path).open("rb") as file:
+        with regular_file(path).open("rb") as file:
             is_npy = file.read(6) == b"\x93NUMPY"
         if is_npy:
             matrix: Matrix = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from search_r1.search.errors import CorpusError
 from search_r1.search.schema import Document
-from verl.files import whole_file
+from verl.files import atomic_write
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def write_corpus(documents: Iterable[Document], path: Path) -> int:
     """Write jsonl (`id`, `contents`); the number of rows. Raises CorpusError for none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
-    with whole_file(path) as part, part.open("w", encoding="utf-8", newline="\n") as file:
+    with atomic_write(path) as part, part.open("w", encoding="utf-8", newline="\n") as file:
         for document in documents:
             row = {"id": document.id, "contents": document.contents}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -23,7 +23,7 @@ from search_r1.search.schema import TOKEN_VARIABLE
 from search_r1.search.server.app import Service
 from search_r1.search.server.connections import SEND_S, configure
 from search_r1.search.server.requests import misdirected
-from verl.files import whole_file
+from verl.files import atomic_write
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def _taken(host: str, port: int, error: Exception) -> SetupError:
 def write_port(file: Path, port: int) -> None:
     """Say in a file which port is served; it appears whole or not at all."""
     try:
-        with whole_file(file) as part:
+        with atomic_write(file) as part:
             part.write_text(f"{port}\n")
     except OSError as error:
         raise SetupError(f"--port_file {file} cannot be written ({error})") from error

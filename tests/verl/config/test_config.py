@@ -123,7 +123,7 @@ def test_defaults_of_the_dataclasses_pass_their_own_check() -> None:
 def test_every_option_says_what_it_is() -> None:
     """Each field has a sentence, which --help shows, and a resume class; its own default fits."""
     for key, section, field, value in settings(Config(reward_model=RewardConfig(stages=[STAGE]))):
-        assert known._meaning(type(section), field.name), key
+        assert known._field_doc(type(section), field.name), key
         limits = field.metadata["limits"]
         assert limits.resume in typing.get_args(Resume), key
         assert value is None or limits.allows(value), key
@@ -149,7 +149,7 @@ def test_words_of_the_configuration_are_those_of_the_packages() -> None:
     """Formats and adapter ranks are written here again, so that no option imports torch or vLLM."""
     options = known_options()
     for key in ("trainer.compute_dtype", "actor_rollout_ref.rollout.dtype"):
-        assert options[key].limits.words == ("auto", *DTYPES)
+        assert options[key].limits.allowed_words == ("auto", *DTYPES)
     assert options["actor_rollout_ref.model.lora_rank"].limits.bounds.le == VLLM_LORA_RANKS[-1]
 
 

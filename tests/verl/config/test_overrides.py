@@ -13,7 +13,7 @@ from scripts import option_pages
 from tests.verl.config.test_cli import compose
 from verl.config import CompatConfig, overrides
 from verl.config.algorithm import COMPAT_PRESETS
-from verl.config.known import known_options, known_sections, typed
+from verl.config.known import known_options, known_sections, to_argument
 from verl.config.overrides import ALIASES, LEGACY, find
 from verl.errors import ConfigError
 
@@ -64,7 +64,7 @@ ASKING = ("8", "0.5", "false", "true", "x")
 
 def values(name: str, *, silent: bool) -> list[str]:
     """Arguments for an option that ask for nothing (`silent`), or for something."""
-    quiet = [f'"{v}"' if isinstance(v, str) else typed(v) for v in LEGACY[name].silent]
+    quiet = [f'"{v}"' if isinstance(v, str) else to_argument(v) for v in LEGACY[name].silent]
     chosen = quiet if silent else list(ASKING)
     arguments = [f"{name}={value}" for value in chosen]
     parsed = [(one, overrides.parse(one).value()) for one in arguments]

@@ -13,12 +13,12 @@ import pytest
 
 from verl.data.trajectories import (
     Signals,
-    open_folder,
-    path_of,
+    prepare_folder,
     read_fingerprints,
     read_step,
     recorded_steps,
-    write_lines,
+    step_path,
+    write_jsonl,
     write_step,
 )
 from verl.rewards.interface import Reward
@@ -51,7 +51,7 @@ def written(folder: Path, signals: dict[tuple[str, int], Signals]) -> list[list[
     folder.mkdir()
     given = [dialogue(0, 3), dialogue(1, 0)]
     write_step(folder, 1, given, [Reward(0.0), Reward(1.0)], signals=signals)
-    return [json.loads(line)["segments"] for line in path_of(folder, 1).read_text().splitlines()]
+    return [json.loads(line)["segments"] for line in step_path(folder, 1).read_text().splitlines()]
 
 
 def test_each_segment_has_its_own_part_of_the_signals(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_each_segment_has_its_own_part_of_the_signals(tmp_path: Path) -> None:
 def test_what_a_question_brings_is_written(value: object, tmp_path: Path) -> None:
     """As the standard library has it, also where the fast writer refuses."""
     numbers = np.array([0.1, NAN], np.float32)
-    write_lines(tmp_path / "a", [{"info": value, "one": numbers[0], "many": numbers}])
+    write_jsonl(tmp_path / "a", [{"info": value, "one": numbers[0], "many": numbers}])
     (text,) = (tmp_path / "a").read_text(encoding="ascii").splitlines()
     line = json.loads(text)
     expected = json.loads(json.dumps(value, default=str))
@@ -86,17 +86,17 @@ def test_what_a_question_brings_is_written(value: object, tmp_path: Path) -> Non
 
 def test_a_run_that_begins_sets_later_steps_of_another_aside(tmp_path: Path) -> None:
     """Who learns from the folder meets one run only; nothing is deleted."""
-    open_folder(tmp_path, Words(), "first")
+    prepare_folder(tmp_path, Words(), "first")
     for step in (1, 2, 3):
         write_step(tmp_path, step, [dialogue(0, 1)], [Reward(float(step))])
-    open_folder(tmp_path, Words(), "first", after=2)
+    prepare_folder(tmp_path, Words(), "first", after=2)
     assert recorded_steps(tmp_path) == [1, 2]
-    open_folder(tmp_path, Words(), "second", after=0)
+    prepare_folder(tmp_path, Words(), "second", after=0)
     assert recorded_steps(tmp_path) == []
     places = [path.parent for path in tmp_path.rglob("run.json") if path.parent != tmp_path]
     assert {recorded_steps(place)[0]: read_fingerprints(place)["model"] for place in places} == {
         1: "first", 3: "first",
     }  # fmt: skip
     assert read_fingerprints(tmp_path)["model"] == "second"
-    open_folder(tmp_path, Words(), "second", after=0)
+    prepare_folder(tmp_path, Words(), "second", after=0)
     assert len(list((tmp_path / "set_aside").iterdir())) == 2

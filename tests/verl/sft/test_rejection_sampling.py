@@ -16,7 +16,7 @@ from verl.data import PromptSampler
 from verl.data.trajectories import (
     HEADER,
     fingerprint,
-    open_folder,
+    prepare_folder,
     read_header,
     read_rows,
     write_step,
@@ -69,7 +69,7 @@ def trajectory(uid: str, *segments: Segment, searches: int = 0, **fields: Any) -
 
 
 def keep(folder: Path, step: int, *scored: tuple[Trajectory, float]) -> None:
-    open_folder(folder, TOKENIZER)
+    prepare_folder(folder, TOKENIZER)
     write_step(folder, step, [t for t, _ in scored], [Reward(s, {"em": s}) for _, s in scored])
 
 
@@ -98,7 +98,7 @@ def test_masks_and_ids_are_those_of_the_run(tmp_path: Path) -> None:
 
 def test_what_was_sampled_says_by_which_weights_and_with_what_log_probs(tmp_path: Path) -> None:
     """Exactly, so that a loss can be computed again; an engine that tells none leaves null."""
-    open_folder(tmp_path, TOKENIZER)
+    prepare_folder(tmp_path, TOKENIZER)
     told = Segment(Origin.POLICY, (5, 6), "x", (-0.1, -2.5e-7), weight_version=3)
     untold = Segment(Origin.POLICY, (5,), "x", (float("nan"),), weight_version=4)
     made = trajectory("a", observation("docs"), told, untold)
@@ -152,7 +152,7 @@ def test_choice_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_component_can_be_judged_instead_of_the_score(tmp_path: Path) -> None:
     """A reward that pays for searching alone makes no demonstration of a wrong answer."""
-    open_folder(tmp_path, TOKENIZER)
+    prepare_folder(tmp_path, TOKENIZER)
     made = [trajectory("a", policy("wrong")), trajectory("b", policy("right"))]
     write_step(tmp_path, 1, made, [Reward(1.0, {"em": 0.0}), Reward(0.5, {"em": 1.0})])
     assert texts(tmp_path) == ["wrong"]
@@ -183,7 +183,7 @@ def test_the_collector_keeps_what_it_scored(tmp_path: Path) -> None:
     config.actor_rollout_ref.rollout.n_agent = 3
     config.trainer.rollout_data_dir = str(tmp_path)
     config.trainer.max_lost_share = 0.5
-    open_folder(tmp_path, TOKENIZER)
+    prepare_folder(tmp_path, TOKENIZER)
     replicas = RecordingReplicas([])
     replicas.fail = lambda start: start.prompt.uid in ("nq#0", "nq#1")
     rollout = RetryingRollout(replicas, Environment())
@@ -213,7 +213,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="row 0: got ids of tokenizer"):
         load_demonstrations(str(out), OtherBytes(), 100)
     with pytest.raises(ConfigError, match="another tokenizer"):
-        open_folder(tmp_path, OtherBytes())
+        prepare_folder(tmp_path, OtherBytes())
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{}", "[" * 100_000, "\0"])

@@ -21,7 +21,7 @@ from tests.verl.training.ranks import VOCAB, save_tiny, tiny_config
 from tests.view.runs import TOKENIZER
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
-from verl.data.trajectories import SIGNALS, open_folder, path_of, write_lines, write_step
+from verl.data.trajectories import SIGNALS, prepare_folder, step_path, write_jsonl, write_step
 from verl.errors import ConfigError, DataError, UserError
 from verl.monitor.tracking import Tracking
 from verl.rewards.interface import Reward
@@ -75,8 +75,8 @@ def learn(config: Config, engines: RolloutPool, num_steps: int) -> list[dict[str
     with local_ranks(config, num_steps) as ranks:
         RayPPOTrainer(
             config=config, ranks=ranks, replicas=engines,  # type: ignore[arg-type]
-            train_prompts=prompts(8) if config.samples else [], val_prompts=[], reward_fn=score,
-            kl_controller=FixedKLController(0.01), total_steps=num_steps,
+            train_prompts=prompts(8) if config.samples_rollouts else [], val_prompts=[],
+            reward_fn=score, kl_controller=FixedKLController(0.01), total_steps=num_steps,
             tracking=Tracking("p", "e", [tracker], config.trainer.default_local_dir),
         ).fit()  # fmt: skip
     return [{k: v for k, v in row.items() if is_computed(k)} for _, row in tracker.records]
@@ -165,9 +165,9 @@ def test_a_recorded_step_is_the_step_that_was_sampled_to_the_bit(
     """
     config = make_config(tmp_path, estimator)
     change(config)
-    open_folder(tmp_path / "rollouts", TOKENIZER)
+    prepare_folder(tmp_path / "rollouts", TOKENIZER)
     sampled = learn(config, Babbling(), num_steps)
-    found, tokens = known_of_tokens(path_of(tmp_path / "rollouts", num_steps))
+    found, tokens = known_of_tokens(step_path(tmp_path / "rollouts", num_steps))
     assert found == names
     for engine, trainer, weight in tokens:
         assert weight is None or weight == pytest.approx(min(math.exp(trainer - engine), 1.5), 1e-5)
@@ -182,7 +182,7 @@ def test_a_recorded_step_is_the_step_that_was_sampled_to_the_bit(
 def record(folder: Path, steps: Sequence[int] = (1, 2), size: int = 2, n: int = 2) -> Config:
     """A folder of recorded steps, and the options of a run that may learn from it."""
     rollouts = folder / "rollouts"
-    open_folder(rollouts, TOKENIZER, "weights")
+    prepare_folder(rollouts, TOKENIZER, "weights")
     for step in steps:
         trajectories = [
             Trajectory(
@@ -243,18 +243,18 @@ def test_a_run_may_go_on_from_a_checkpoint_of_the_recorded_one(tmp_path: Path) -
 
 
 def cut_in_a_line(folder: Path) -> None:
-    path = path_of(folder, 2)
+    path = step_path(folder, 2)
     path.write_bytes(path.read_bytes()[:-30])
 
 
 def cut_after_a_line(folder: Path) -> None:
-    path = path_of(folder, 2)
+    path = step_path(folder, 2)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
 def of_an_earlier_version(folder: Path) -> None:
-    rows = [json.loads(line) for line in path_of(folder, 1).read_text().splitlines()]
-    write_lines(path_of(folder, 1), [{k: v for k, v in r.items() if k != "seed"} for r in rows])
+    rows = [json.loads(line) for line in step_path(folder, 1).read_text().splitlines()]
+    write_jsonl(step_path(folder, 1), [{k: v for k, v in r.items() if k != "seed"} for r in rows])
 
 
 @pytest.mark.parametrize(
@@ -262,9 +262,10 @@ def of_an_earlier_version(folder: Path) -> None:
     [
         (lambda folder: shutil.rmtree(folder), "rollouts: got .*a folder with run.json"),
         (lambda folder: [p.unlink() for p in folder.glob("step_*")], "without any step"),
-        (lambda folder: path_of(folder, 1).unlink(),
+        (lambda folder: step_path(folder, 1).unlink(),
          "has 1 steps, and not step 1, expected every step from 1 to 2; fix: restore it$"),
-        (lambda folder: path_of(folder, 1).write_text(""), "0 trajectories, expected a whole step"),
+        (lambda folder: step_path(folder, 1).write_text(""),
+         "0 trajectories, expected a whole step"),
         (cut_in_a_line, "step_00000002.jsonl, row 3"),
         (cut_after_a_line, "got 3 trajectories, expected the 4 that the step had; fix: copy"),
         (of_an_earlier_version, "line 1: got KeyError 'seed'.*record again"),
@@ -308,10 +309,10 @@ def test_older_weights_want_the_option_that_says_so(tmp_path: Path) -> None:
     """With it the engine's log-probs correct for them, and must be there."""
     config = record(tmp_path, steps=(1, 2, 3))
     rollouts = tmp_path / "rollouts"
-    rows = [json.loads(line) for line in path_of(rollouts, 3).read_text().splitlines()]
+    rows = [json.loads(line) for line in step_path(rollouts, 3).read_text().splitlines()]
     for row in rows:
         row["segments"][1] |= {"weight_version": 1, "log_probs": [None]}
-    write_lines(path_of(rollouts, 3), rows)
+    write_jsonl(step_path(rollouts, 3), rows)
     with pytest.raises(ConfigError, match=r"2 versions old.*fix: .*max_staleness=2"):
         check(config)
     config.actor_rollout_ref.rollout.max_staleness = 2

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.full_disk import files_up_to
-from verl.files import is_of_files
+from verl.files import is_file_error
 from verl.training import weights
 from verl.training.weights import Layout, write_weights
 
@@ -69,5 +69,5 @@ def test_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
     """safetensors has an error of its own for it, which no command would know."""
     with files_up_to(1000), pytest.raises(OSError, match=r"model\.safetensors") as caught:
         weights.write_file(tmp_path / "model.safetensors", {"a": torch.zeros(1000)})
-    assert is_of_files(caught.value)
+    assert is_file_error(caught.value)
     assert list(tmp_path.iterdir()) == []

@@ -135,7 +135,7 @@ def estimate(config: Config, setting: Setting) -> Estimate:
     needs = [*node_needs(config, policy, item, setting.on_gpu), *rank_needs(config, setting)]
     if config.actor_rollout_ref.rollout.weights_dir is not None:
         needs = [need for need in needs if need.memory is not Memory.SHARED]
-    has_engines = config.samples and not config.is_external
+    has_engines = config.samples_rollouts and not config.is_external
     has_vllm = has_engines and config.actor_rollout_ref.rollout.name == "vllm"
     if has_engines and not has_vllm:
         needs += other_engine_needs(config, policy, item, setting.on_gpu)
@@ -183,7 +183,9 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
     if config.is_external or config.actor_rollout_ref.rollout.name != "vllm":  # no engine's core
         engine = PROCESSES["cpu"][0]
     local = config.trainer.n_gpus_per_node + config.critic_gpus_per_node
-    replicas = -(-config.num_engines(on_gpu) // config.trainer.nnodes) if config.samples else 0
+    replicas = (
+        -(-config.num_engines(on_gpu) // config.trainer.nnodes) if config.samples_rollouts else 0
+    )
     for what, size in (
         ("processes of the ranks", local * rank),
         ("processes of the engines", replicas * engine),
@@ -192,7 +194,7 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
         yield Need(Memory.HOST, what, size, is_guess=True)
     tokens = config.num_trajectories * config.data.max_model_len
     yield Need(Memory.HOST, "trajectories of a step", BATCH_BYTES * tokens, LOADED)
-    if not config.samples:
+    if not config.samples_rollouts:
         return
     model, sync = config.actor_rollout_ref.model, frozenset({Phase.SYNC})
     if engine_takes_adapter(config):
