@@ -1,4 +1,4 @@
-"""What every retriever backend offers: ranked hits, its identity, and the times of its stages."""
+"""The protocol of retriever backends, the fingerprint that identifies one, and stage timing."""
 
 import hashlib
 import json
@@ -11,40 +11,40 @@ from typing import Any, Protocol
 from search_r1.search.schema import Hit
 
 Seconds = dict[str, float]
-"""Wall time by stage of a search: encode, search, documents, rerank ..."""
+"""Wall time of each stage of a search: encode, search, documents, rerank ..."""
 _collected: ContextVar[Seconds | None] = ContextVar("collected", default=None)
 
 
 class Retriever(Protocol):
     """A retriever backend; the server calls it from at most `num_threads` threads at once.
 
-    The `corpus` of one that has such a part is asked for single documents, too.
+    A backend may also have a `corpus` attribute, from which the server reads single documents.
     """
 
     name: str
     num_threads: int
-    """Threads that may search at once: 1 for an index, more where a search waits for a network."""
+    """Threads that may search at once: 1 for an index, more if a search waits for the network."""
     num_documents: int
-    """Documents that can be found; 0 where nobody can know."""
+    """Number of documents that can be found; 0 if unknown."""
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """At most `k` hits per query, best first, ties by row; one list per query in order."""
+        """Return at most `k` hits for each query in turn, best first, ties by row."""
         ...
 
     def info(self) -> dict[str, Any]:
-        """JSON-ready facts for `/info`: all that decides an answer, no times and no paths."""
+        """Return JSON-ready facts for `/info`: all that affects results, but no times or paths."""
         ...
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
-    """64-bit BLAKE2b hash (hex) of a backend's `info()`: the key of caches and of records."""
+    """Return a 64-bit BLAKE2b hash (hex) of a backend's `info()`: the key of caches and records."""
     text = json.dumps(facts, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Add the time of the block to stage `name`; next to nothing outside `collect`."""
+    """Add the duration of the `with` block to stage `name`; almost free outside of `collect`."""
     seconds = _collected.get()
     if seconds is None:
         yield
@@ -58,7 +58,7 @@ def stage(name: str) -> Iterator[None]:
 
 @contextmanager
 def collect() -> Iterator[Seconds]:
-    """Gather the stages of everything called in the block, in this thread."""
+    """Collect the stage times of everything that this thread calls in the `with` block."""
     seconds: Seconds = {}
     token = _collected.set(seconds)
     try:

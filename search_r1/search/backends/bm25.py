@@ -22,35 +22,40 @@ from search_r1.search.settings import RetrieverConfig
 from search_r1.search.tokenization import tokenize
 
 logger = logging.getLogger(__name__)
-logging.getLogger("bm25s").setLevel(logging.INFO)  # it asks for DEBUG by itself
+logging.getLogger("bm25s").setLevel(logging.INFO)  # bm25s sets its own logger to DEBUG
 
 Scores = npt.NDArray[np.float32]  # (num_documents,)
 METHODS = ("lucene", "robertson", "atire", "bm25l", "bm25+")
 POSTINGS = ("data", "indices", "indptr")
 UNREADABLE = (TokenError, OSError, ValueError, TypeError, AttributeError, LookupError, EOFError,
               RecursionError, OverflowError, MemoryError)  # fmt: skip
-"""What bm25s, numpy and json raise for files of another form."""
-CHECKED = 1 << 16
-"""Scores that are checked together when an index is opened."""
-SAMPLE = 8192
-"""Documents of one word that are looked at for a lower bound of the k-th score."""
+"""Errors that bm25s, numpy and json raise for malformed files."""
+CHECK_BLOCK = 1 << 16
+"""Number of postings that are checked at a time when an index is opened."""
+BOUND_SAMPLE = 8192
+"""Maximum number of documents of one word that are used to bound the k-th score from below."""
 
 
 class Bm25Retriever:
-    """Ranks documents that share a word with the query; others are never hits."""
+    """BM25 ranking of the documents that share a word with the query; others are never hits."""
 
     name = "bm25"
     num_threads = 1
 
     def __init__(self, index: bm25s.BM25, corpus: Corpus) -> None:
         self._index = index
-        self.corpus, self.num_documents = corpus, len(corpus)
-        # plain arrays over the same map: slicing a `np.memmap` costs as much as a short posting
+        self.corpus = corpus
+        self.num_documents = len(corpus)
+        # Plain arrays over the same map: slicing a np.memmap costs as much as reading a short
+        # posting list.
         index.scores |= {name: np.asarray(index.scores[name]) for name in POSTINGS}
 
     @classmethod
     def open(cls, folder: Path, corpus: Corpus, config: RetrieverConfig) -> "Bm25Retriever":
-        """Map the index in `folder`; raises IndexMismatch if it is damaged or not this corpus's."""
+        """Memory-map the index in `folder`.
+
+        Raises IndexMismatch if the index is damaged or belongs to another corpus.
+        """
         check_files(config, folder, corpus)
         manifest = Manifest.load(folder)
         manifest.check_corpus(folder, corpus.path, corpus.fingerprint)
@@ -66,7 +71,7 @@ class Bm25Retriever:
         return cls(index, corpus)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """At most `k` hits per query, best first, ties by row."""
+        """Return at most `k` hits per query, best first, ties by row."""
         with stage("search"):
             ranked = [self._rank(words, k) for words in tokenize(queries)]
         with stage("documents"):
@@ -77,32 +82,40 @@ class Bm25Retriever:
             ]
 
     def _rank(self, words: list[str], k: int) -> tuple[list[int], list[float]]:
-        """The best rows and their scores."""
-        words_ids = self._index.get_tokens_ids(words)
-        if not words_ids:
+        """Return the best rows and their scores."""
+        word_ids = self._index.get_tokens_ids(words)
+        if not word_ids:
             return [], []
-        scores = self._index.get_scores_from_ids(words_ids)
-        rows = top_rows(scores, k, self._floor(words_ids, scores, k))
+        scores = self._index.get_scores_from_ids(word_ids)
+        rows = top_rows(scores, k, self._score_lower_bound(word_ids, scores, k))
         return rows, scores[rows].tolist()
 
-    def _floor(self, words_ids: list[int], scores: Scores, k: int) -> float:
-        """A score that `k` documents of one word reach, which spares sorting all; 0: unknown."""
+    def _score_lower_bound(self, word_ids: list[int], scores: Scores, k: int) -> float:
+        """Return a lower bound of the k-th best score, or 0.0 if there is none.
+
+        It is the k-th best score among the documents of the rarest word that has at least `k`
+        of them, so that only documents that reach it have to be sorted.
+        """
         starts = self._index.scores["indptr"]
-        sizes = [(int(starts[word + 1] - starts[word]), word) for word in words_ids]
+        sizes = [(int(starts[word + 1] - starts[word]), word) for word in word_ids]
         size, word = min((pair for pair in sizes if pair[0] >= k), default=(0, 0))
-        if size == 0 or k > SAMPLE:
+        if size == 0 or k > BOUND_SAMPLE:
             return 0.0
-        sample = scores[self._index.scores["indices"][starts[word] : starts[word + 1]][:SAMPLE]]
+        rows = self._index.scores["indices"][starts[word] : starts[word + 1]]
+        sample = scores[rows[:BOUND_SAMPLE]]
         return float(np.partition(sample, len(sample) - k)[len(sample) - k])
 
     def info(self) -> dict[str, Any]:
-        """Engine, its parameters and the corpus."""
+        """Return the engine, its parameters and the corpus."""
         parameters = {"k1": self._index.k1, "b": self._index.b, "method": self._index.method}
         return {"engine": self.name, **parameters, "corpus": asdict(self.corpus.fingerprint)}
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
-    """The index at `index_path`, or one built beside the corpus and kept up to date with it."""
+    """Open the index at `index_path`, or else the one beside the corpus.
+
+    The index beside the corpus is built if it is missing or does not fit the corpus.
+    """
     corpus = open_corpus(config)
     if config.index_path is not None:
         return Bm25Retriever.open(locate(config, "bm25"), corpus, config)
@@ -119,8 +132,11 @@ def open_retriever(config: RetrieverConfig) -> Retriever:
 
 
 def _check_arrays(index: bm25s.BM25, num_documents: int, whole: bool) -> None:
-    """Raise ValueError unless the index is one of so many documents, by samples or the `whole`."""
-    words = np.array([id for word, id in index.vocab_dict.items() if word] or [0])
+    """Raise ValueError unless the arrays form a valid index of `num_documents` documents.
+
+    Checks all postings if `whole`, otherwise a sample of blocks.
+    """
+    word_ids = np.array([id for word, id in index.vocab_dict.items() if word] or [0])
     data, indices, indptr = (np.asarray(index.scores[name]) for name in POSTINGS)
     if (data.dtype.kind, indices.dtype.kind, indptr.dtype.kind) != ("f", "i", "i"):
         raise ValueError(f"arrays of {data.dtype}, {indices.dtype} and {indptr.dtype}")
@@ -128,29 +144,34 @@ def _check_arrays(index: bm25s.BM25, num_documents: int, whole: bool) -> None:
         raise ValueError(f"{index.scores['num_docs']} documents")
     if index.method not in METHODS or not np.isfinite([index.k1, index.b]).all():
         raise ValueError(f"method {index.method!r}, k1 {index.k1!r} and b {index.b!r}")
-    is_whole = indptr[0] == 0 and indptr[-1] == len(data) == len(indices)
-    if not is_whole or (np.diff(indptr) < 0).any():
+    is_complete = indptr[0] == 0 and indptr[-1] == len(data) == len(indices)
+    if not is_complete or (np.diff(indptr) < 0).any():
         raise ValueError("its arrays do not belong together")
-    is_own = words.dtype.kind == "i" and words.min() >= 0 and words.max() == len(indptr) - 2
-    if not is_own or len(np.unique(words)) != len(words):
+    has_valid_ids = (
+        word_ids.dtype.kind == "i" and word_ids.min() >= 0 and word_ids.max() == len(indptr) - 2
+    )
+    if not has_valid_ids or len(np.unique(word_ids)) != len(word_ids):
         raise ValueError("its words do not belong to its arrays")
-    starts = range(0, len(data), CHECKED)
+    starts = range(0, len(data), CHECK_BLOCK)
     for start in starts if whole else [starts[i] for i in chosen(len(starts))]:
-        block = slice(start, start + CHECKED)
+        block = slice(start, start + CHECK_BLOCK)
         if not (np.isfinite(data[block]).all() and (data[block] >= 0).all()):
             raise ValueError("scores that are negative or not finite")
         if not ((indices[block] >= 0).all() and (indices[block] < num_documents).all()):
-            raise ValueError("rows that are in no corpus")
+            raise ValueError("row numbers outside of the corpus")
 
 
 def top_rows(scores: Scores, k: int, floor: float = 0.0) -> list[int]:
-    """The rows of the `k` highest scores, ties by row; `floor`: what the k-th is known to reach."""
+    """Return the rows of the `k` highest scores, ties by row.
+
+    `floor`: a lower bound of the k-th best score, if known.
+    """
     rows = np.flatnonzero(scores >= floor if floor > 0 else scores > 0)
-    found = scores[rows]
+    values = scores[rows]
     if len(rows) > k:
-        at_least = np.partition(found, len(found) - k)[len(found) - k]
-        keep = found >= at_least
-        rows, found = rows[keep], found[keep]
-    order = np.lexsort((rows, -found))[:k]
+        threshold = np.partition(values, len(values) - k)[len(values) - k]
+        keep = values >= threshold
+        rows, values = rows[keep], values[keep]
+    order = np.lexsort((rows, -values))[:k]
     best: list[int] = rows[order].tolist()
     return best

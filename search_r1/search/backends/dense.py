@@ -1,7 +1,8 @@
-"""Dense retrieval: an encoder, an index of vectors, and the documents of its rows.
+"""Dense retrieval: an encoder, an index of vectors, and the corpus documents of its rows.
 
-An index is our folder (`vectors.faiss` and a manifest) or a bare FAISS file such as the published
-`e5_Flat.index`. What searches it is in `faiss_index` and `torch_flat`: this module loads neither.
+An index is a folder written by `index_builder` (`vectors.faiss` and a manifest) or a bare FAISS
+file such as the published `e5_Flat.index`. The search engines are in `faiss_index` and
+`torch_flat`; this module imports neither.
 """
 
 import hashlib
@@ -26,43 +27,46 @@ logger = logging.getLogger(__name__)
 VECTORS_NAME = "vectors.faiss"
 NUM_SAMPLES = 256
 SAMPLE_BYTES = 4096
-READ_BYTES = 1 << 24
+READ_CHUNK_BYTES = 1 << 24
 
 
 class VectorIndex(Protocol):
-    """Rows with the highest scores; answers do not depend on which queries came together."""
+    """A searchable index of vectors; its results do not depend on how queries are batched."""
 
     num_rows: int
     dim: int
 
     def load(self, corpus: Corpus, encoder: Encoder) -> None:
-        """Make it ready to search, once it is known to fit corpus and encoder."""
+        """Prepare for searching; called once the index is known to fit corpus and encoder."""
         ...
 
     def search(self, queries: Vectors, k: int) -> tuple[list[list[float]], list[list[int]]]:
-        """Scores and rows of at most `k` vectors per query, best first, ties by row."""
+        """Return scores and rows of at most `k` vectors per query, best first, ties by row."""
         ...
 
     def info(self) -> dict[str, Any]:
-        """What decides a score."""
+        """Return JSON-ready facts that affect the scores."""
         ...
 
 
 class DenseRetriever:
-    """Ranks documents by the inner product (or distance) of query and passage embeddings."""
+    """Ranking of documents by inner product (or distance) of query and passage embeddings."""
 
     num_threads = 1
 
     def __init__(
         self, name: str, index: VectorIndex, digest: str, corpus: Corpus, encoder: Encoder
     ) -> None:
-        """`digest` identifies the file of the index."""
-        self.name, self.num_documents = name, len(corpus)
-        self._index, self._digest = index, digest
-        self.corpus, self._encoder = corpus, encoder
+        """`digest` identifies the index file."""
+        self.name = name
+        self.num_documents = len(corpus)
+        self.corpus = corpus
+        self._index = index
+        self._digest = digest
+        self._encoder = encoder
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """At most `k` hits per query, best first, ties by row."""
+        """Return at most `k` hits per query, best first, ties by row."""
         if not queries:
             return []
         with stage("encode"):
@@ -70,11 +74,11 @@ class DenseRetriever:
         with stage("search"):
             scores, rows = self._index.search(vectors, k)
         with stage("documents"):
-            documents = iter(self.corpus.documents([row for found in rows for row in found]))
-            return [[Hit(next(documents), score) for score in found] for found in scores]
+            documents = iter(self.corpus.documents([row for ranked in rows for row in ranked]))
+            return [[Hit(next(documents), score) for score in ranked] for ranked in scores]
 
     def info(self) -> dict[str, Any]:
-        """Backend, index, encoder and the corpus."""
+        """Return facts about the backend, the index, the encoder and the corpus."""
         index = {**self._index.info(), "index": self._digest}
         corpus = asdict(self.corpus.fingerprint)
         return {**index, "encoder": self._encoder.info(), "corpus": corpus}
@@ -83,7 +87,10 @@ class DenseRetriever:
 def open_dense(
     config: RetrieverConfig, open_index: Callable[[Path], VectorIndex]
 ) -> DenseRetriever:
-    """Corpus, encoder and index of the settings; raises IndexMismatch if they do not belong."""
+    """Open the configured corpus, encoder and index.
+
+    Raises IndexMismatch if they do not belong together.
+    """
     corpus = open_corpus(config)
     path = locate_index(config)
     check_files(config, path, corpus)
@@ -97,28 +104,31 @@ def open_dense(
 
 
 def locate_index(config: RetrieverConfig) -> Path:
-    """Our folder or a bare file: `<name>_Flat.index`, else the only `<name>_*.index`."""
+    """Return the index (a folder or a bare file) at or inside `index_path`.
+
+    Inside a folder that is `<name>_Flat.index`, or else the only `<name>_*.index`.
+    """
     flat = f"{config.retriever_name}_Flat.index"
-    around = Path(config.index_path or "")
+    parent = Path(config.index_path or "")
     prefix = f"{config.retriever_name}_"
-    found = sorted(p.name for p in around.glob("*.index") if p.name.startswith(prefix))
-    if config.index_path is None or flat in found or not found:
+    names = sorted(p.name for p in parent.glob("*.index") if p.name.startswith(prefix))
+    if config.index_path is None or flat in names or not names:
         return locate(config, flat)
-    if len(found) > 1:
+    if len(names) > 1:
         raise SetupError(
-            f"--index_path {around} holds {', '.join(found)}; expected one index: give "
-            f"--index_path {around / found[0]}"
+            f"--index_path {parent} holds {', '.join(names)}; expected one index: give "
+            f"--index_path {parent / names[0]}"
         )
-    return locate(config, found[0])
+    return locate(config, names[0])
 
 
 def vectors_file(path: Path) -> Path:
-    """The FAISS file of an index that is our folder or that file itself."""
+    """Return the FAISS file of an index, which is a folder or that file itself."""
     return path / VECTORS_NAME if path.is_dir() else path
 
 
 def check(path: Path, index: VectorIndex, corpus: Corpus, encoder: Encoder) -> None:
-    """Raise IndexMismatch unless an index, and its manifest if any, fit corpus and encoder."""
+    """Raise IndexMismatch unless the index, and its manifest if any, fit corpus and encoder."""
     if path.is_dir():
         manifest = Manifest.load(path)
         manifest.check_corpus(path, corpus.path, corpus.fingerprint)
@@ -132,30 +142,31 @@ def check(path: Path, index: VectorIndex, corpus: Corpus, encoder: Encoder) -> N
     if index.dim != encoded:
         raise IndexMismatch(
             f"index {path} has {index.dim} dimensions, but encoder {encoder.name} gives {encoded}; "
-            "expected as many: set --retriever_model to the encoder that the index was built with"
+            "expected the same number: set --retriever_model to the encoder that the index was "
+            "built with"
         )
 
 
 def probe(encoder: Encoder) -> tuple[float, ...]:
-    """The encoder's embedding of the probe text, rounded for the manifest."""
+    """Return the encoder's embedding of the probe text, rounded for the manifest."""
     vector = encoder.encode_passages([PROBE_TEXT])[0]
     return tuple(round(float(x), 5) for x in vector)
 
 
 def read_ahead(file: Path) -> threading.Thread:
-    """Read a file from end to end in the background, so that it is in memory when it is needed.
+    """Read a file from start to end in the background, so that it is cached when it is needed.
 
-    The encoder takes seconds to load meanwhile, and a mapped file that is first read by a search
-    comes page by page, several times slower than in a row.
+    The encoder takes seconds to load in the meantime. A search that is the first to touch a mapped
+    file reads it page by page, several times slower than sequentially.
     """
 
     def read() -> None:
-        buffer = bytearray(READ_BYTES)
+        buffer = bytearray(READ_CHUNK_BYTES)
         try:
             with file.open("rb", buffering=0) as data:
                 while data.readinto(buffer):
                     pass
-        except OSError as error:  # whoever needs the file reports it
+        except OSError as error:  # only a hint: the code that needs the file reports the error
             logger.info("not read ahead: %s", error)
 
     thread = threading.Thread(target=read, name="read-ahead", daemon=True)
@@ -164,7 +175,10 @@ def read_ahead(file: Path) -> threading.Thread:
 
 
 def index_digest(file: Path) -> str:
-    """64-bit hash (hex) of a file's size and of samples: nearly every vector would differ."""
+    """Return a 64-bit hash (hex) of a file's size and of samples of its bytes.
+
+    Samples suffice to tell indexes apart: another encoder changes nearly every vector.
+    """
     size = file.stat().st_size
     hasher = hashlib.blake2b(str(size).encode(), digest_size=8)
     last = max(0, size - SAMPLE_BYTES)

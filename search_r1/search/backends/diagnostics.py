@@ -1,4 +1,4 @@
-"""Backends that an agent is judged against: no documents, documents by chance, the row's own.
+"""Diagnostic backends: no documents, random documents, or the supporting passages of a question.
 
 An agent that searches well must beat `empty` and `random`; `oracle` shows what it would score if
 every search found the supporting passages.
@@ -28,34 +28,34 @@ from search_r1.search.settings import RetrieverConfig
 from search_r1.search.tokenization import tokenize
 from verl.files import read_text
 
-logging.getLogger("bm25s").setLevel(logging.INFO)  # it sets itself to DEBUG
+logging.getLogger("bm25s").setLevel(logging.INFO)  # bm25s sets its own logger to DEBUG
 
 EXPECTED = (
     'expected {"question": "...", "documents": [{"id": "7", "contents": "..."}]}, or '
     '{"question": "...", "ids": ["7"]} with --corpus_path'
 )
 Row = tuple[str, list[Document]]
-"""A question and the passages that answer it."""
+"""A question and its supporting passages."""
 
 
 class EmptyRetriever:
-    """Answers every query with no documents; needs no corpus and no index."""
+    """Finds no documents for any query; needs neither corpus nor index."""
 
     name = "empty"
     num_threads = 1
     num_documents = 0
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """One empty list per query."""
+        """Return one empty list per query."""
         return [[] for _ in queries]
 
     def info(self) -> dict[str, Any]:
-        """The backend's name."""
+        """Return the backend's name."""
         return {"engine": self.name}
 
 
 class RandomRetriever:
-    """Draws documents by a hash of seed and query: the same query always gets the same ones."""
+    """Draws documents by a hash of seed and query, so that a query always gets the same ones."""
 
     name = "random"
     num_threads = 1
@@ -65,46 +65,46 @@ class RandomRetriever:
         self._seed = seed
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """The first `k` documents of each query's draw, with scores 1, 1/2, 1/3 ..."""
-        found = []
+        """Return the first `k` documents drawn for each query, with scores 1, 1/2, 1/3 ..."""
+        results = []
         for query in queries:
             key = f"{self._seed}\n{query}".encode("utf-8", "surrogatepass")
             digest = hashlib.blake2b(key, digest_size=16).digest()
             rows = draw_rows(int.from_bytes(digest, "big"), len(self.corpus), k)
-            found.append([Hit(self.corpus[row], 1 / rank) for rank, row in enumerate(rows, 1)])
-        return found
+            results.append([Hit(self.corpus[row], 1 / rank) for rank, row in enumerate(rows, 1)])
+        return results
 
     def info(self) -> dict[str, Any]:
-        """Backend, seed and the corpus."""
+        """Return the backend's name, the seed and the corpus."""
         corpus = asdict(self.corpus.fingerprint)
         return {"engine": self.name, "seed": self._seed, "corpus": corpus}
 
 
 def draw_rows(seed: int, num_rows: int, k: int) -> list[int]:
-    """The first min(k, num_rows) of a shuffled range(num_rows), in time and memory of `k`."""
+    """Return the first min(k, num_rows) entries of a shuffled range(num_rows), in O(k)."""
     generator = random.Random(seed)
-    moved: dict[int, int] = {}  # Fisher-Yates, keeping only the places that were touched
+    moved: dict[int, int] = {}  # Fisher-Yates shuffle that stores only the entries it has swapped
     rows = []
-    for place in range(min(k, num_rows)):
-        other = generator.randrange(place, num_rows)
+    for position in range(min(k, num_rows)):
+        other = generator.randrange(position, num_rows)
         rows.append(moved.get(other, other))
-        moved[other] = moved.get(place, place)
+        moved[other] = moved.get(position, position)
     return rows
 
 
 class OracleRetriever:
-    """Knows each question's supporting passages, whatever is indexed.
+    """Finds the supporting passages of the question that a query belongs to, without an index.
 
-    A query belongs to the row whose question it is (case, punctuation and spaces aside), any other
-    to the row that BM25 over question and passages ranks best; without a common word it finds
-    nothing. Rows of equal questions are one.
+    A query belongs to the row with the same question (ignoring case, punctuation and spaces), or
+    else to the row that BM25 over question and passages ranks best; a query that shares no word
+    with any row finds nothing. Rows with the same question are merged.
     """
 
     name = "oracle"
     num_threads = 1
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        """`rows`: at least one."""
+        """`rows` must not be empty."""
         self._passages: dict[str, dict[str, Document]] = {}
         for question, documents in rows:
             of_question = self._passages.setdefault(normalise(question), {})
@@ -118,29 +118,29 @@ class OracleRetriever:
         ]
         tokens: Any = bm25s.tokenize(texts, stopwords="en", show_progress=False)
         if not tokens.vocab:
-            tokens.vocab[""] = 0  # rows of stop words only: an index needs a word
+            tokens.vocab[""] = 0  # all rows are stop words, but bm25s needs at least one word
         self._index = bm25s.BM25()
         self._index.index(tokens, show_progress=False)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """The first `k` passages of each query's row with scores 1, 1/2, 1/3 ..."""
+        """Return the first `k` passages of each query's row, with scores 1, 1/2, 1/3 ..."""
         return [
-            [Hit(d, 1 / rank) for rank, d in enumerate(list(self._row(query).values())[:k], 1)]
+            [Hit(d, 1 / rank) for rank, d in enumerate(self._passages_of(query)[:k], 1)]
             for query in queries
         ]
 
-    def _row(self, query: str) -> dict[str, Document]:
-        """The passages of the query's question, else of BM25's best row, else none."""
-        found = self._passages.get(normalise(query))
-        if found is not None:
-            return found
-        words = tokenize([query])[0]
-        scores = self._index.get_scores_from_ids(self._index.get_tokens_ids(words))
-        best = int(np.argmax(scores))
-        return self._passages[self._questions[best]] if scores[best] > 0 else {}
+    def _passages_of(self, query: str) -> list[Document]:
+        """Return the passages of the query's own question, else of BM25's best row, else none."""
+        passages = self._passages.get(normalise(query))
+        if passages is None:
+            words = tokenize([query])[0]
+            scores = self._index.get_scores_from_ids(self._index.get_tokens_ids(words))
+            best = int(np.argmax(scores))
+            passages = self._passages[self._questions[best]] if scores[best] > 0 else {}
+        return list(passages.values())
 
     def info(self) -> dict[str, Any]:
-        """Backend, number of questions, and a hash of questions and passages."""
+        """Return the backend's name, the number of questions, and a hash of all rows."""
         hasher = hashlib.blake2b(digest_size=8)
         for question, passages in self._passages.items():
             fields = [[d.id, d.title, d.text, d.contents] for d in passages.values()]
@@ -150,13 +150,16 @@ class OracleRetriever:
 
 
 def normalise(question: str) -> str:
-    """`question` without case, punctuation and repeated spaces; itself if nothing is left."""
+    """Return `question` without case, punctuation and repeated spaces.
+
+    If nothing would be left, returns it with only the outer spaces removed.
+    """
     words = re.findall(r"\w+", unicodedata.normalize("NFKC", question).casefold())
     return " ".join(words) or question.strip()
 
 
 def load_rows(path: str | Path, corpus_path: str | None) -> list[Row]:
-    """The rows of a file, with the corpus's documents for its ids; raises SetupError."""
+    """Read the rows of a jsonl file and look up their ids in the corpus; raises SetupError."""
     try:
         lines = read_text(path).split("\n")
     except (OSError, ValueError) as error:
@@ -165,7 +168,7 @@ def load_rows(path: str | Path, corpus_path: str | None) -> list[Row]:
     for number, line in enumerate(lines, start=1):
         try:
             if line.strip():
-                rows.append(_row(orjson.loads(line)))
+                rows.append(_parse_row(orjson.loads(line)))
         except (ValueError, KeyError, TypeError) as error:
             raise SetupError(
                 f"{path} line {number}: {type(error).__name__} {error}, got {line[:80]!r}; "
@@ -174,12 +177,15 @@ def load_rows(path: str | Path, corpus_path: str | None) -> list[Row]:
     if not rows:
         raise SetupError(f"{path} has no rows; {EXPECTED} on each line")
     ids = {entry for _, passages in rows for entry in passages if isinstance(entry, str)}
-    found = _look_up(ids, path, corpus_path) if ids else {}
-    return [(q, [found[e] if isinstance(e, str) else e for e in passages]) for q, passages in rows]
+    documents = _find_documents(ids, path, corpus_path) if ids else {}
+    return [
+        (question, [documents[e] if isinstance(e, str) else e for e in passages])
+        for question, passages in rows
+    ]
 
 
-def _row(row: Any) -> tuple[str, list[Document | str]]:
-    """A parsed row; raises KeyError or TypeError for one of another form."""
+def _parse_row(row: Any) -> tuple[str, list[Document | str]]:
+    """Return question and documents (or ids) of a row; raises KeyError or TypeError."""
     if not isinstance(row, Mapping):
         raise TypeError(f"the row is {type(row).__name__}, not an object")
     if not isinstance(row["question"], str):
@@ -194,24 +200,26 @@ def _row(row: Any) -> tuple[str, list[Document | str]]:
     return row["question"], [str(id) for id in row[name]]
 
 
-def _look_up(wanted: set[str], path: str | Path, corpus_path: str | None) -> dict[str, Document]:
-    """The corpus's documents with the `wanted` ids."""
+def _find_documents(
+    ids: set[str], path: str | Path, corpus_path: str | None
+) -> dict[str, Document]:
+    """Return the corpus documents with the given ids; raises SetupError if any is missing."""
     if corpus_path is None:
         raise SetupError(
             f"{path} has ids, but --corpus_path is not given; give it, or rows with documents"
         )
     corpus = Corpus.open(corpus_path)
-    found = {id: document for id in sorted(wanted) if (document := corpus.find(id)) is not None}
-    if missing := sorted(wanted - found.keys()):
+    found = {id: document for id in sorted(ids) if (document := corpus.find(id)) is not None}
+    if missing := sorted(ids - found.keys()):
         raise SetupError(
             f"{len(missing)} ids of {path} are in no row of {corpus_path}: "
-            f"{', '.join(missing[:5])} ...; expected ids of its documents: give their corpus"
+            f"{', '.join(missing[:5])} ...; expected ids of its documents: give the right corpus"
         )
     return found
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
-    """`empty`, `random` over the corpus, or `oracle` over its rows and perhaps the corpus."""
+    """Open the configured diagnostic backend: `empty`, `random` or `oracle`."""
     if config.retriever_name == "empty":
         return EmptyRetriever()
     if config.retriever_name == "random":

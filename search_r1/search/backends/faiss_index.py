@@ -1,6 +1,6 @@
-"""A FAISS index as a file has it: mapped, tuned, moved to GPUs, searched; any factory string.
+"""Dense search with FAISS: opens an index file of any kind, on CPU or on GPUs.
 
-Scores are inner products, or the negative squared distances of an index made for L2.
+Scores are inner products, or negative squared distances if the index was made for L2.
 """
 
 import logging
@@ -27,22 +27,24 @@ logger = logging.getLogger(__name__)
 Rows = npt.NDArray[np.int64]
 METRICS = {faiss.METRIC_INNER_PRODUCT: "ip", faiss.METRIC_L2: "l2"}
 BLAS_QUERIES = 4
-"""Queries from which a Flat index multiplies matrices. FAISS 1.15 waits for 128,000 and goes
-through the vectors one pair at a time: at a million vectors, 64 queries took 7 times as long."""
+"""Minimum number of queries for which a Flat index multiplies matrices. FAISS 1.15 defaults to
+128,000 and computes one pair of vectors at a time below that: with a million vectors, 64 queries
+took 7 times as long."""
 MARGIN = 32
-"""Candidates beyond k of an exact index whose scores are summed again."""
-QUERIES_AT_ONCE = 64
-"""Queries whose candidates are summed again together, which bounds the memory."""
+"""Candidates beyond k of a Flat index whose scores are computed again in float64."""
+RESCORE_QUERIES = 64
+"""Queries whose candidates are scored again at a time, which bounds the memory."""
 
 
 class FaissIndex:
-    """Rows of the best vectors; its answers do not depend on which queries came together."""
+    """A FAISS index; its results do not depend on how queries are batched."""
 
     def __init__(self, index: Any, config: FaissConfig) -> None:
-        """Apply the settings; raises SetupError for one that the index does not have."""
-        _tune(index, "nprobe", "nprobe", config.nprobe)
-        _tune(index, "ef_search", "efSearch", config.ef_search)
-        self.num_rows, self.dim = int(index.ntotal), int(index.d)
+        """Apply the search parameters; raises SetupError for one that the index does not have."""
+        _set_parameter(index, "nprobe", "nprobe", config.nprobe)
+        _set_parameter(index, "ef_search", "efSearch", config.ef_search)
+        self.num_rows = int(index.ntotal)
+        self.dim = int(index.d)
         self.metric = METRICS[index.metric_type]
         self._facts = {
             "engine": "faiss",
@@ -50,15 +52,20 @@ class FaissIndex:
             "dim": self.dim,
             "metric": self.metric,
             "gpu": config.faiss_gpu,
-            **_efforts(index),
+            **_search_parameters(index),
         }
         self._is_exact = isinstance(index, faiss.IndexFlat) and not config.faiss_gpu
         faiss.cvar.distance_compute_blas_threshold = BLAS_QUERIES
-        self._index, self._on_gpus = index, config.faiss_gpu
+        self._index = index
+        self._use_gpus = config.faiss_gpu
 
     @classmethod
     def open(cls, path: Path, config: FaissConfig, *, whole: bool = False) -> "FaissIndex":
-        """Map the file; raises SetupError, or IndexMismatch for vectors or ids that cannot be."""
+        """Memory-map the file.
+
+        Raises SetupError for a file that is not usable, and IndexMismatch for invalid vectors or
+        ids, which are searched for in samples unless `whole`.
+        """
         if is_flat(path):
             FlatFile.open(path).check_finite(whole=whole)
         try:
@@ -77,82 +84,93 @@ class FaissIndex:
         return cls(index, config)
 
     def load(self, corpus: Corpus, encoder: Encoder) -> None:
-        """Move it to the GPUs where the settings say so; raises SetupError without any."""
-        if self._on_gpus:
+        """Move the index to the GPUs if configured; raises SetupError if there are none."""
+        if self._use_gpus:
             self._index = _to_gpus(self._index)
 
     def info(self) -> dict[str, Any]:
-        """Backend, kind, dim, metric, and how far a search goes."""
+        """Return backend, kind, dim, metric and search parameters."""
         return self._facts
 
     def search(self, queries: Vectors, k: int) -> tuple[list[list[float]], list[list[int]]]:
-        """Scores and rows of at most `k` vectors per query, best first, ties by row."""
-        wanted = min(k + MARGIN if self._is_exact else k, self.num_rows)
-        scores, rows = self._index.search(queries, wanted)
+        """Return scores and rows of at most `k` vectors per query, best first, ties by row."""
+        num_candidates = min(k + MARGIN if self._is_exact else k, self.num_rows)
+        scores, rows = self._index.search(queries, num_candidates)
         if self._is_exact:
             scores = self._exact_scores(queries, rows)
         elif self.metric == "l2":
             scores = -scores
-        ranked = [_ranked(*pair, k) for pair in zip(scores, rows, strict=True)]
+        ranked = [_rank(*pair, k) for pair in zip(scores, rows, strict=True)]
         return [s for s, _ in ranked], [r for _, r in ranked]
 
     def _exact_scores(self, queries: Vectors, rows: Rows) -> Vectors:
-        """(num_queries, n) scores summed in float64, so that equal vectors have equal scores.
+        """Return scores (num_queries, n) of candidate rows, summed in float64.
 
-        FAISS sums in another order for a block of queries than for one, and at a block's edge.
+        Equal vectors then have equal scores: the order in which FAISS sums depends on the number
+        of queries and on their position in a block.
         """
         scores = np.empty(rows.shape, dtype=np.float32)
-        for start in range(0, len(queries), QUERIES_AT_ONCE):
-            block = slice(start, start + QUERIES_AT_ONCE)
-            found = self._index.reconstruct_batch(rows[block].ravel()).astype(np.float64)
-            found = found.reshape(*rows[block].shape, self.dim)
+        for start in range(0, len(queries), RESCORE_QUERIES):
+            block = slice(start, start + RESCORE_QUERIES)
+            vectors = self._index.reconstruct_batch(rows[block].ravel()).astype(np.float64)
+            vectors = vectors.reshape(*rows[block].shape, self.dim)
             query = queries[block].astype(np.float64)[:, None]
-            terms = query * found if self.metric == "ip" else -np.square(query - found)
+            terms = query * vectors if self.metric == "ip" else -np.square(query - vectors)
             scores[block] = terms.sum(axis=2)
         return scores
 
 
 def _check_rows(path: Path, index: Any, whole: bool) -> None:
-    """Raise IndexMismatch for a vector that is not finite, or an id that is no row."""
+    """Raise IndexMismatch for a vector that is not finite, or an id that is not a row number.
+
+    Checks a sample of the vectors unless `whole`.
+    """
     count = int(index.ntotal)
     inverted: Any = faiss.try_extract_index_ivf(index)
     ids: list[Any] = [faiss.vector_to_array(index.id_map)] if hasattr(index, "id_map") else []
     if inverted is not None:
-        lists, size = inverted.invlists, inverted.invlists.list_size
+        lists = inverted.invlists
         vector = np.empty(inverted.d, dtype=np.float32)
-        for number in (i for i in _places(inverted.nlist, whole) if size(i)):
-            ids.append(faiss.rev_swig_ptr(lists.get_ids(number), size(number)))
-            for offset in _places(size(number), whole):
-                inverted.reconstruct_from_offset(number, offset, faiss.swig_ptr(vector))
-                check_finite(path, int(ids[-1][offset]), vector[None])
+        for list_id in _indices_to_check(inverted.nlist, whole):
+            size = lists.list_size(list_id)
+            if not size:
+                continue
+            list_ids = faiss.rev_swig_ptr(lists.get_ids(list_id), size)
+            ids.append(list_ids)
+            for offset in _indices_to_check(size, whole):
+                inverted.reconstruct_from_offset(list_id, offset, faiss.swig_ptr(vector))
+                check_finite(path, int(list_ids[offset]), vector[None])
     elif not ids:
-        for row in _places(count, whole):
+        for row in _indices_to_check(count, whole):
             check_finite(path, row, index.reconstruct(row)[None])
-    if any(((found < 0) | (found >= count)).any() for found in ids):
+    if any(((part < 0) | (part >= count)).any() for part in ids):
         raise IndexMismatch(
-            f"{path}: got ids that are no row of {count}, expected the numbers of the corpus's "
-            "rows from 0 on; fix: add the vectors in the order of the corpus, without ids"
+            f"{path}: got ids outside of its {count} rows, expected the row numbers of the corpus, "
+            "from 0 on; fix: add the vectors in the order of the corpus, without ids"
         )
-    if inverted is not None and (kept := inverted.invlists.compute_ntotal()) != count:
+    if inverted is not None and (num_listed := inverted.invlists.compute_ntotal()) != count:
         raise IndexMismatch(
-            f"{path}: got {kept} of {count} vectors in its lists, expected all: FAISS leaves out "
-            "those that are not finite; fix: encode the corpus again"
+            f"{path}: got {num_listed} of {count} vectors in its lists, expected all: FAISS drops "
+            "vectors that are not finite; fix: encode the corpus again"
         )
 
 
-def _places(count: int, whole: bool) -> Sequence[int]:
+def _indices_to_check(count: int, whole: bool) -> Sequence[int]:
     return range(count) if whole else chosen(count)
 
 
-def _ranked(scores: Vectors, rows: Rows, k: int) -> tuple[list[float], list[int]]:
-    """The best `k`, ties by row; FAISS pads with row -1 what an approximate search lacks."""
+def _rank(scores: Vectors, rows: Rows, k: int) -> tuple[list[float], list[int]]:
+    """Return the best `k` scores and rows of one query, ties by row.
+
+    Drops row -1, with which FAISS pads the results of an approximate search.
+    """
     scores, rows = scores[rows >= 0], rows[rows >= 0]
     order = np.lexsort((rows, -scores))[:k]
     return scores[order].tolist(), rows[order].tolist()
 
 
-def _tune(index: Any, flag: str, parameter: str, value: int | None) -> None:
-    """Set a parameter of the search; raises SetupError if the index has none of this name."""
+def _set_parameter(index: Any, flag: str, parameter: str, value: int | None) -> None:
+    """Set a search parameter; raises SetupError if the index has no such parameter."""
     if value is None:
         return
     try:
@@ -165,8 +183,8 @@ def _tune(index: Any, flag: str, parameter: str, value: int | None) -> None:
         ) from error
 
 
-def _efforts(index: Any) -> dict[str, int]:
-    """How much of the index a search looks at: nprobe of IVF, ef_search of HNSW."""
+def _search_parameters(index: Any) -> dict[str, int]:
+    """Return nlist and nprobe of an IVF index, and ef_search of an HNSW graph."""
     inverted = faiss.try_extract_index_ivf(index)
     if inverted is None:
         return {"ef_search": int(index.hnsw.efSearch)} if hasattr(index, "hnsw") else {}
@@ -174,20 +192,24 @@ def _efforts(index: Any) -> dict[str, int]:
         logger.warning(
             "searching 1 of %d lists per query, FAISS's default: a larger --nprobe, for example "
             "%d, finds more",
-            *(inverted.nlist, min(64, inverted.nlist)),
+            inverted.nlist,
+            min(64, inverted.nlist),
         )
     quantizer = faiss.downcast_index(inverted.quantizer)
-    lists = {"nlist": int(inverted.nlist), "nprobe": int(inverted.nprobe)}
-    return lists | (
-        {"ef_search": int(quantizer.hnsw.efSearch)} if hasattr(quantizer, "hnsw") else {}
-    )
+    parameters = {"nlist": int(inverted.nlist), "nprobe": int(inverted.nprobe)}
+    if hasattr(quantizer, "hnsw"):
+        parameters["ef_search"] = int(quantizer.hnsw.efSearch)
+    return parameters
 
 
 def check_gpu(verb: str) -> int:
-    """The GPUs that FAISS sees; raises SetupError, which says to `verb` on CPU, without any."""
+    """Return the number of GPUs that FAISS sees; raises SetupError if there are none.
+
+    `verb`: what FAISS was to do ("search" or "train"), for the error message.
+    """
     num_gpus = faiss.get_num_gpus() if hasattr(faiss, "get_num_gpus") else 0
     if num_gpus == 0:
-        other = "search by --dense_engine torch, which needs neither, " if verb == "search" else ""
+        other = "use --dense_engine torch, which needs neither, " if verb == "search" else ""
         raise SetupError(
             "--faiss_gpu, but this FAISS sees no GPU; expected a GPU build (faiss-gpu) and a "
             f"visible GPU: install it, {other}or leave --faiss_gpu out to {verb} on CPU"
@@ -196,7 +218,7 @@ def check_gpu(verb: str) -> int:
 
 
 def _to_gpus(index: Any) -> Any:
-    """The index in half precision, sharded over all GPUs; raises SetupError without one."""
+    """Return the index in float16, sharded over all GPUs; raises SetupError if there are none."""
     num_gpus = check_gpu("search")
     options = faiss.GpuMultipleClonerOptions()
     options.useFloat16 = True
@@ -206,13 +228,14 @@ def _to_gpus(index: Any) -> Any:
         return faiss.index_cpu_to_all_gpus(index, co=options)
     except RuntimeError as error:
         raise SetupError(
-            f"--faiss_gpu cannot take this {type(index).__name__} ({error}); expected room, and a "
-            "kind that FAISS has on GPUs (Flat, IVF with Flat, SQ or PQ): leave --faiss_gpu out"
+            f"--faiss_gpu cannot move this {type(index).__name__} to GPUs ({error}); expected "
+            "enough GPU memory, and a kind of index that FAISS supports on GPUs (Flat, IVF with "
+            "Flat, SQ or PQ): leave --faiss_gpu out"
         ) from error
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
-    """The FAISS index and the encoder that the settings name."""
+    """Open the configured FAISS index and encoder."""
 
     def open_index(file: Path) -> FaissIndex:
         return FaissIndex.open(file, config.faiss, whole=config.verify)

@@ -1,7 +1,8 @@
-"""The rows of a FAISS Flat index file by memory map, without FAISS.
+"""Memory-mapped access to the rows of a FAISS Flat index file, without FAISS.
 
-The layout is what `faiss.write_index` writes: a four-letter kind, then `HEADER`, then the number of
-values and the float32 rows. The rows begin at byte 45, so they are never aligned in memory.
+The layout is that of `faiss.write_index`: `HEADER`, which starts with a four-letter kind and ends
+with the number of values, then the float32 rows. The rows begin at byte 45, so they are never
+aligned in memory.
 """
 
 import struct
@@ -20,9 +21,9 @@ from verl.files import regular_file
 Vectors = npt.NDArray[np.float32]
 
 HEADER = struct.Struct("<4siqqq?iQ")
-"""Kind, dim, rows, two unused integers, whether trained, metric, values that follow."""
+"""Kind, dim, rows, two unused integers, whether trained, metric, number of values that follow."""
 KINDS = {b"IxFI": 0, b"IxF2": 1, b"IxFl": None}
-"""Flat indexes and the metric each implies."""
+"""Kinds of Flat indexes and the metric that each implies."""
 METRICS = {0: "inner_product", 1: "l2"}
 OTHER_KINDS = {
     b"IxPT": "vectors behind a transform (PCA, OPQ)",
@@ -35,12 +36,12 @@ OTHER_KINDS = {
     b"IN": "an NSG graph",
     b"IB": "a binary index",
 }
-"""What FAISS writes by the first letters of the kind; the first match counts."""
+"""Other kinds of indexes by the first letters of the kind; the first match counts."""
 
 
 @dataclass(frozen=True)
 class FlatFile:
-    """Rows and metric of a Flat index."""
+    """Rows and metric of a Flat index file."""
 
     path: Path
     metric: str
@@ -57,34 +58,34 @@ class FlatFile:
 
     @property
     def num_rows(self) -> int:
-        """Vectors in the index."""
+        """Number of vectors in the index."""
         return int(self.vectors.shape[0])
 
     @property
     def dim(self) -> int:
-        """Values of a vector."""
+        """Number of values of a vector."""
         return int(self.vectors.shape[1])
 
     def tiles(self, tile_rows: int, start: int = 0, end: int | None = None) -> Iterator[Vectors]:
-        """Aligned copies of rows [start, end), at most `tile_rows` at a time, in order."""
+        """Yield aligned copies of the rows [start, end) in order, at most `tile_rows` at a time."""
         end = self.num_rows if end is None else end
         for first in range(start, end, tile_rows):
             yield np.array(self.vectors[first : min(first + tile_rows, end)])
 
     def check_finite(self, *, whole: bool = False) -> None:
-        """Raise IndexMismatch for a value that is not finite, in some tiles or in the `whole`."""
+        """Raise IndexMismatch for a value that is not finite; checks samples unless `whole`."""
         size = max(1, BLOCK // (4 * self.dim))
         starts = range(0, self.num_rows, size)
         for start in starts if whole else [starts[i] for i in chosen(len(starts))]:
             check_finite(self.path, start, next(self.tiles(size, start)))
 
     def rows(self, rows: npt.NDArray[np.int64]) -> Vectors:
-        """A copy of the vectors of `rows`: rows.shape + (dim,)."""
+        """Return a copy of the vectors of `rows`, of shape rows.shape + (dim,)."""
         return np.asarray(self.vectors[rows.reshape(-1)]).reshape(*rows.shape, self.dim)
 
 
 def check_finite(path: Path, first_row: int, vectors: npt.NDArray[Any]) -> None:
-    """Raise IndexMismatch, with the row, for a vector of `path` with a value that is not finite."""
+    """Raise IndexMismatch, which names the row, if one of the `vectors` of `path` is not finite."""
     bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
     if len(bad):
         raise IndexMismatch(
@@ -94,15 +95,17 @@ def check_finite(path: Path, first_row: int, vectors: npt.NDArray[Any]) -> None:
 
 
 def read_shape(path: Path) -> tuple[int, int, str]:
-    """Rows, dim and metric of a Flat index, from its header alone; raises SetupError."""
+    """Return rows, dim and metric of a Flat index, read from its header; raises SetupError."""
     if not path.is_file():
         raise SetupError(f"index {path} does not exist; expected a FAISS index: set --index_path")
-    start = _beginning(path)
-    kind, size, expected = start[:4], path.stat().st_size, HEADER.size
+    header = _read_header(path)
+    kind = header[:4]
+    size = path.stat().st_size
+    expected = HEADER.size
     if kind not in KINDS:
-        raise SetupError(_other_kind(path, kind))
-    if len(start) == HEADER.size:
-        _, dim, num_rows, _, _, _, metric, count = HEADER.unpack(start)
+        raise SetupError(_wrong_kind(path, kind))
+    if len(header) == HEADER.size:
+        _, dim, num_rows, _, _, _, metric, count = HEADER.unpack(header)
         if metric not in METRICS or KINDS[kind] not in (None, metric):
             raise SetupError(
                 f"{path} is a Flat index of FAISS metric {metric}; expected inner product (0) or "
@@ -110,8 +113,8 @@ def read_shape(path: Path) -> tuple[int, int, str]:
             )
         if dim < 1 or num_rows < 0 or count != dim * num_rows:
             raise SetupError(
-                f"{path} says {num_rows} rows of {dim} values, but {count} values; expected a file "
-                "that faiss.write_index wrote: build or download it again"
+                f"the header of {path} has {num_rows} rows of {dim} values, but {count} values; "
+                "expected a file that faiss.write_index wrote: build or download it again"
             )
         expected += 4 * count
     if size != expected:
@@ -123,11 +126,11 @@ def read_shape(path: Path) -> tuple[int, int, str]:
 
 
 def is_flat(path: Path) -> bool:
-    """Whether the file begins as a Flat index does."""
-    return _beginning(path)[:4] in KINDS
+    """Return whether the file is a FAISS Flat index, by its first bytes."""
+    return _read_header(path)[:4] in KINDS
 
 
-def _beginning(path: Path) -> bytes:
+def _read_header(path: Path) -> bytes:
     try:
         with regular_file(path).open("rb") as file:
             return file.read(HEADER.size)
@@ -137,7 +140,8 @@ def _beginning(path: Path) -> bytes:
         ) from error
 
 
-def _other_kind(path: Path, kind: bytes) -> str:
+def _wrong_kind(path: Path, kind: bytes) -> str:
+    """Return the error message for a file that is not a Flat index."""
     name = next((text for prefix, text in OTHER_KINDS.items() if kind.startswith(prefix)), None)
     if name is None:
         return (

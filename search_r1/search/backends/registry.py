@@ -1,7 +1,7 @@
-"""Which module has the retriever backend that the settings name; it is imported only then.
+"""Registry of the retriever backends by `--retriever_name`.
 
-A row names a module with a function `open_retriever(config) -> Retriever`, and the packages that
-it needs, so that a backend's packages are wanted only by its users.
+An entry names a module with a function `open_retriever(config) -> Retriever`. The module is
+imported only when its backend is chosen, so that only its users need the packages it imports.
 """
 
 import importlib
@@ -22,12 +22,14 @@ PACKAGE = "search_r1.search.backends"
 
 
 class Backend(NamedTuple):
-    """A row: a module's full name, and the command that installs what its import wants."""
+    """An entry of the registry."""
 
     module: str
+    """Full name of the module."""
     install: str = ""
+    """Command that installs the packages that the module imports."""
     reads: tuple[str, ...] = ()
-    """The groups of settings that are its own."""
+    """Names of the option groups of `RetrieverConfig` that the backend reads."""
 
 
 FAISS = Backend(f"{PACKAGE}.faiss_index", install_command("dense"), ("encoder", "faiss"))
@@ -49,29 +51,32 @@ BACKENDS = {
     "oracle": DIAGNOSTICS,
     "replay": Backend(f"{PACKAGE}.replay", reads=("diagnostics",)),
 }
-"""By --retriever_name; any other name is a dense index."""
+"""Backends by --retriever_name; any other name is a dense index."""
 
 
 def build_retriever(config: RetrieverConfig) -> Retriever:
-    """Open the backend that `config` names; raises a SearchError that says what to fix."""
-    chosen, settings, scorer = _choose(config), config.rerank, None
-    if unread := _unread(config, chosen):
+    """Open the configured backend; raises a SearchError that says what to fix."""
+    backend = _choose(config)
+    settings = config.rerank
+    scorer = None
+    if unread := _unread_flags(config, backend):
         logger.warning(
             "--retriever_name %s does not read %s: leave them out, or choose the backend that does "
             "(--retriever_name, --dense_engine, --reranker_model)",
-            *(config.retriever_name, ", ".join(unread)),
+            config.retriever_name,
+            ", ".join(unread),
         )
-    backend = _load(chosen)
-    if settings.reranker_model is not None:  # before an index that takes minutes
-        scorer = _load(RERANKER, "--reranker_model").CrossEncoder.open(settings)
-    retriever: Retriever = backend.open_retriever(config)
+    module = _import(backend)
+    if settings.reranker_model is not None:  # before opening an index, which can take minutes
+        scorer = _import(RERANKER, "--reranker_model").CrossEncoder.open(settings)
+    retriever: Retriever = module.open_retriever(config)
     if scorer is not None:
         retriever = RerankingRetriever(retriever, scorer, settings.retrieval_topk)
     return retriever
 
 
 def _choose(config: RetrieverConfig) -> Backend:
-    """The backend of the settings; `bm25` with the folder of a Lucene index is Lucene's."""
+    """Return the configured backend; `bm25` with the folder of a Lucene index is `lucene`."""
     name = config.retriever_name
     if name == "bm25" and config.index_path and lucene_folder(Path(config.index_path)):
         return LUCENE
@@ -89,8 +94,8 @@ def _choose(config: RetrieverConfig) -> Backend:
     return dense[config.torch.dense_engine]
 
 
-def _unread(config: RetrieverConfig, backend: Backend) -> list[str]:
-    """The flags that were given for another backend, and are without effect."""
+def _unread_flags(config: RetrieverConfig, backend: Backend) -> list[str]:
+    """Return the flags that were set but that this backend does not read."""
     reads = (*backend.reads, "rerank") if config.rerank.reranker_model else backend.reads
     groups = [value for name, value in vars(config).items() if name not in reads]
     return [
@@ -102,13 +107,13 @@ def _unread(config: RetrieverConfig, backend: Backend) -> list[str]:
     ]
 
 
-def _load(backend: Backend, who: str = "this backend") -> ModuleType:
+def _import(backend: Backend, user: str = "this backend") -> ModuleType:
     try:
         return importlib.import_module(backend.module)
     except ImportError as error:
-        raise SetupError(f"{error}, which {who} needs; install it: {backend.install}") from error
+        raise SetupError(f"{error}, which {user} needs; install it: {backend.install}") from error
 
 
 def lucene_folder(path: Path) -> Path | None:
-    """The folder with Lucene's segments: `path` or the `bm25` inside it; None without any."""
-    return next((one for one in (path, path / "bm25") if any(one.glob("segments_*"))), None)
+    """Return the folder with Lucene's segments, `path` or the `bm25` inside it, or None."""
+    return next((f for f in (path, path / "bm25") if any(f.glob("segments_*"))), None)

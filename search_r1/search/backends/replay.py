@@ -1,7 +1,7 @@
-"""The backend that answers from a record: no corpus, no index, the same answers bit for bit.
+"""The backend that replays a record: it needs no corpus or index and repeats answers bit for bit.
 
-A query is served at the `k` it was recorded with, or, when only larger ones were recorded, from the
-smallest of them: its first `k` hits. A larger `k` than any recorded is not recorded at all.
+A query that was recorded with this `k` gets those hits, else the first `k` hits of the smallest
+larger `k` that was recorded. A `k` above all recorded ones is an error.
 """
 
 import hashlib
@@ -20,13 +20,16 @@ from search_r1.search.settings import RetrieverConfig
 
 
 class ReplayRetriever:
-    """Answers by byte offset into the file, so that a large record needs little memory."""
+    """Replays the hits in a record, of which only byte offsets are kept in memory."""
 
     name = "replay"
     num_threads = 64
 
     def __init__(self, path: str | Path, with_latency: bool = False) -> None:
-        """Read the record; `with_latency`: answers as slow as they were. Raises SetupError."""
+        """Read the record; raises SetupError.
+
+        `with_latency`: let a search take as long as it took when it was recorded.
+        """
         self._path = Path(path)
         self._with_latency = with_latency
         self._recorded = read_facts(path)
@@ -34,18 +37,21 @@ class ReplayRetriever:
         ids: set[str] = set()
         hasher = hashlib.blake2b(digest_size=8)
         for offset, row in read_rows(path):
-            of_query = self._offsets.setdefault(row["query"], {})
-            if of_query.setdefault(row["k"], offset) == offset:  # the first answer stays
+            offset_by_k = self._offsets.setdefault(row["query"], {})
+            if offset_by_k.setdefault(row["k"], offset) == offset:  # the first answer counts
                 ids.update(item["id"] for item in row["hits"])
                 hasher.update(json.dumps([row["query"], row["k"], row["hits"]]).encode())
         self.num_documents = len(ids)
-        """Different documents in the record."""
+        """Number of different documents in the record."""
         self._digest = hasher.hexdigest()
         with self._path.open("rb") as file:
             self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """The recorded hits, with latency as late as the slowest; raises QueryNotRecorded."""
+        """Return the recorded hits; raises QueryNotRecorded.
+
+        With latency, waits as long as the slowest of the recorded searches took.
+        """
         with stage("search"):
             start = time.monotonic()
             records = [self._find(query, k) for query in queries]
@@ -67,14 +73,14 @@ class ReplayRetriever:
         return to_record(json.loads(self._lines[start : self._lines.find(b"\n", start)]))
 
     def info(self) -> dict[str, Any]:
-        """The recorded backend and a hash of the recorded answers."""
+        """Return the facts of the recorded backend and a hash of the recorded answers."""
         count = sum(len(recorded) for recorded in self._offsets.values())
         answers = {"count": count, "digest": self._digest}
         return {"engine": self.name, "recorded": self._recorded, "answers": answers}
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
-    """The record that the settings name."""
+    """Open the configured record."""
     path = config.diagnostics.replay_path
     if path is None:
         raise SetupError(

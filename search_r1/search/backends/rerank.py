@@ -1,7 +1,7 @@
-"""Orders what any backend finds by a cross-encoder, which reads query and document together.
+"""Reranking of any backend's hits by a cross-encoder, which reads query and document together.
 
-Pairs of all queries of a call are scored in the same batches, but each query is paired with its
-own documents only. `PairScorer` is the seam; the model behind it is in `encoders.cross_encoder`.
+The pairs of all queries of a call are scored in the same batches, but each query is paired with its
+own documents only. `PairScorer` is the interface; `encoders.cross_encoder` implements it.
 """
 
 import threading
@@ -16,22 +16,22 @@ Pair = tuple[str, str]
 
 
 class PairScorer(Protocol):
-    """Anything that says how well documents answer queries."""
+    """Scores how well documents answer queries."""
 
     def scores(self, pairs: Sequence[Pair]) -> list[float]:
-        """One score per pair, in order; a higher one fits better."""
+        """Return one score per pair, in order; higher is better."""
         ...
 
     def info(self) -> dict[str, Any]:
-        """JSON-ready facts that decide a score."""
+        """Return JSON-ready facts that affect the scores."""
         ...
 
 
 class RerankingRetriever:
-    """The documents of another backend in the order of a scorer, whose scores they carry."""
+    """Another backend's documents, scored and sorted again by a `PairScorer`."""
 
     def __init__(self, retriever: Retriever, scorer: PairScorer, retrieval_topk: int) -> None:
-        """`retrieval_topk`: documents asked of the backend, or more where a request wants more."""
+        """`retrieval_topk`: documents to request from the backend, at least `k` of each search."""
         self.name = retriever.name
         self.num_threads = retriever.num_threads
         self.num_documents = retriever.num_documents
@@ -39,33 +39,36 @@ class RerankingRetriever:
         self._retriever = retriever
         self._scorer = scorer
         self._retrieval_topk = retrieval_topk
-        self._one_at_a_time = threading.Lock()  # a tokenizer is not thread-safe
+        self._scorer_lock = threading.Lock()  # a tokenizer is not thread-safe
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """The `k` hits with the highest scores per query, ties in the order of the backend."""
-        found = self._retriever.search(queries, max(self._retrieval_topk, k))
+        """Return the `k` hits with the highest scores per query, ties in the backend's order."""
+        retrieved = self._retriever.search(queries, max(self._retrieval_topk, k))
         with stage("rerank"):
             pairs = [
                 (query, hit.document.contents)
-                for query, hits in zip(queries, found, strict=True)
+                for query, hits in zip(queries, retrieved, strict=True)
                 for hit in hits
             ]
             scores = iter(self._score(pairs))
-            scored = [[Hit(hit.document, next(scores)) for hit in hits] for hits in found]
-            # the sort is stable, so ties stay as they came
+            scored = [[Hit(hit.document, next(scores)) for hit in hits] for hits in retrieved]
+            # The sort is stable, so ties stay in the backend's order.
             return [sorted(hits, key=lambda hit: -hit.score)[:k] for hits in scored]
 
     def info(self) -> dict[str, Any]:
-        """The backend's facts, and the reranker's."""
+        """Return the backend's facts and the reranker's."""
         rerank = {"retrieval_topk": self._retrieval_topk, **self._scorer.info()}
         return {**self._retriever.info(), "rerank": rerank}
 
     def _score(self, pairs: list[Pair]) -> list[float]:
-        """Equal pairs are scored once: in other batches their last bits would differ."""
+        """Return one score per pair; equal pairs get equal scores.
+
+        They are scored once, since scores differ in their last bits between batches.
+        """
         distinct = list(dict.fromkeys(pairs))
         if not distinct:
             return []
-        with self._one_at_a_time:
+        with self._scorer_lock:
             scores = self._scorer.scores(distinct)
         score_of = dict(zip(distinct, scores, strict=True))
         return [score_of[pair] for pair in pairs]

@@ -1,9 +1,9 @@
-"""Exact dense search by torch over a FAISS Flat index, on CPU or GPUs, without FAISS.
+"""Exact dense search with torch over a FAISS Flat index, on CPU or GPUs, without FAISS.
 
-The index is read by memory map into shards of float32, float16, bfloat16 or int8; what a smaller
-dtype costs is measured while it loads. Scores of all rows, tile by tile, only choose candidates:
-rounding depends on tile and batch. The candidates' scores are then summed in float64, so an answer
-is the same for any tiling, sharding and batch.
+The index file is memory-mapped and read into shards of float32, float16, bfloat16 or int8; the loss
+of recall of a smaller dtype is measured while it loads. Scores of all rows, tile by tile, only
+choose candidates, since their rounding depends on tile and batch. The scores of the candidates are
+then summed in float64, so that a result is the same for any tiling, sharding and batching.
 """
 
 import logging
@@ -22,11 +22,11 @@ from search_r1.search.backends.dense import open_dense
 from search_r1.search.backends.flat_file import FlatFile, Vectors, check_finite
 from search_r1.search.backends.shard import (
     DTYPES,
-    Best,
     Shard,
-    best_columns,
-    by_score_then_row,
-    merge,
+    TopK,
+    merge_top_k,
+    select_top_k,
+    top_columns,
 )
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import Encoder
@@ -37,27 +37,29 @@ from search_r1.search.settings import RetrieverConfig, TorchConfig
 logger = logging.getLogger(__name__)
 
 MARGIN = 32
-"""Candidates beyond k whose scores are summed again."""
+"""Candidates beyond k whose scores are computed again in float64."""
 SUM_VALUES = 1 << 21
-"""Values that are summed in float64 at a time (16 MB)."""
+"""Maximum number of values that are summed in float64 at a time (16 MB)."""
 NUM_PROBES = 64
 PROBE_WORDS = 12
 PROBE_TOPK = 3
 
 
-class Matrix:
+class TorchFlatIndex:
     """All rows of a Flat index in shards, one on each device."""
 
     def __init__(self, flat: FlatFile, config: TorchConfig) -> None:
-        """Room for the rows comes with `fill`; raises SetupError for an unknown dtype."""
+        """Allocates nothing yet; raises SetupError for an unknown dtype."""
         if config.matrix_dtype not in DTYPES:
             raise SetupError(f"--matrix_dtype {config.matrix_dtype}; expected {', '.join(DTYPES)}")
-        self._flat, self._config = flat, config
-        self.num_rows, self.dim = flat.num_rows, flat.dim
+        self._flat = flat
+        self._config = config
+        self.num_rows = flat.num_rows
+        self.dim = flat.dim
         self.shards: list[Shard] = []
 
-    def _make_room(self) -> None:
-        """A shard on each device; raises SetupError for an unknown or full one."""
+    def _allocate(self) -> None:
+        """Allocate a shard on each device; raises SetupError for an unknown or full device."""
         flat, dtype = self._flat, self._config.matrix_dtype
         devices = choose_devices(self._config.matrix_devices)[: flat.num_rows]
         bounds = [i * flat.num_rows // len(devices) for i in range(len(devices) + 1)]
@@ -67,88 +69,95 @@ class Matrix:
             except (RuntimeError, AssertionError) as error:  # torch's: no CUDA, or no memory
                 raise SetupError(
                     f"--matrix_devices {device} cannot hold {end - start} rows of {dtype} "
-                    f"({error}); expected a device with room for its shard: cpu, cuda:0 ..."
+                    f"({error}); expected a device with memory for its shard: cpu, cuda:0 ..."
                 ) from error
         self._threads = ThreadPoolExecutor(len(devices)) if len(devices) > 1 else None
 
     def load(self, corpus: Corpus, encoder: Encoder) -> None:
-        """Read the rows; a dtype below float32 is compared with float32 on the way."""
+        """Read the rows; for a dtype below float32, also measure and log its recall."""
         if self._config.matrix_dtype == "float32":
-            self.fill()
+            self.read_rows()
             return
-        found = load_and_compare(self, self._flat, probe_queries(corpus, encoder))
+        recall_of_dtype = load_and_measure_recall(self, self._flat, probe_queries(corpus, encoder))
         logger.info(
             "recall@%d of %s (rescore %d) against float32 on %d probe queries: %.4f",
-            *(PROBE_TOPK, self._config.matrix_dtype, self._config.rescore, NUM_PROBES, found),
+            PROBE_TOPK,
+            self._config.matrix_dtype,
+            self._config.rescore,
+            NUM_PROBES,
+            recall_of_dtype,
         )
 
     def info(self) -> dict[str, Any]:
-        """Backend, shape, metric, and what is stored."""
+        """Return engine, dimensions, metric, dtype and number of rescored candidates."""
         facts = {"engine": "torch-flat", "dim": self.dim, "metric": self._flat.metric}
         return {**facts, "dtype": self._config.matrix_dtype, "rescore": self._config.rescore}
 
-    def fill(self, watch: Callable[[int, Tensor], None] | None = None) -> None:
-        """Make room and read the file by tiles; `watch` sees each first row and float32 tile on
-        its device."""
-        self._make_room()
+    def read_rows(self, on_tile: Callable[[int, Tensor], None] | None = None) -> None:
+        """Allocate the shards and read the file into them, tile by tile.
+
+        `on_tile` is called with the first row of each tile and its float32 values on the device.
+        """
+        self._allocate()
         for shard in self.shards:
-            row, last = shard.first_row, shard.first_row + len(shard)
-            for rows in self._flat.tiles(self._config.tile_rows, row, last):
+            row, end = shard.first_row, shard.first_row + len(shard)
+            for rows in self._flat.tiles(self._config.tile_rows, row, end):
                 tile = torch.from_numpy(rows).to(shard.device)
-                if not shard.fill(row - shard.first_row, tile):
+                if not shard.store(row - shard.first_row, tile):
                     check_finite(self._flat.path, row, rows)
                     raise SetupError(
                         f"{self._flat.path} has values beyond float16 (65504) in rows {row} and "
                         "on; use --matrix_dtype bfloat16"
                     )
-                if watch is not None:
-                    watch(row, tile)
+                if on_tile is not None:
+                    on_tile(row, tile)
                 row += len(rows)
 
     def search(self, queries: Vectors, k: int) -> tuple[list[list[float]], list[list[int]]]:
-        """Inner products or negative squared distances, and rows, of the k best per query."""
+        """Return scores (negative squared distances for L2) and rows of the k best per query."""
         k = min(k, self.num_rows)
-        rows = torch.from_numpy(np.ascontiguousarray(queries))
-        starts = range(0, len(rows), QUERY_BLOCK)
-        best = [self._search_block(rows[i : i + QUERY_BLOCK], k) for i in starts]
-        return (
-            [of_query for scores, _ in best for of_query in scores.tolist()],
-            [of_query for _, found in best for of_query in found.tolist()],
-        )
+        vectors = torch.from_numpy(np.ascontiguousarray(queries))
+        all_scores: list[list[float]] = []
+        all_rows: list[list[int]] = []
+        for start in range(0, len(vectors), QUERY_BLOCK):
+            scores, rows = self._search_block(vectors[start : start + QUERY_BLOCK], k)
+            all_scores += scores.tolist()
+            all_rows += rows.tolist()
+        return all_scores, all_rows
 
     @torch.inference_mode()
-    def _search_block(self, queries: Tensor, k: int) -> Best:
-        rescore = self._config.rescore
-        num_candidates = min(max(k, rescore) if rescore else k + MARGIN, self.num_rows)
+    def _search_block(self, queries: Tensor, k: int) -> TopK:
+        num_rescored = self._config.rescore
+        num_candidates = min(max(k, num_rescored) if num_rescored else k + MARGIN, self.num_rows)
 
-        def best(shard: Shard) -> Best:
-            with torch.inference_mode():
-                return shard.best(queries, num_candidates, self._config.tile_rows)
+        def search_shard(shard: Shard) -> TopK:
+            with torch.inference_mode():  # a setting of each thread
+                return shard.search(queries, num_candidates, self._config.tile_rows)
 
-        found = self._threads.map(best, self.shards) if self._threads else map(best, self.shards)
-        candidates = reduce(lambda a, b: merge(a, b, num_candidates), found)[1]
-        read = self.file_rows if rescore else self._stored_rows
-        return rank(queries, candidates, k, read, self._flat.metric)
+        results = (self._threads.map if self._threads else map)(search_shard, self.shards)
+        candidates = reduce(lambda a, b: merge_top_k(a, b, num_candidates), results)[1]
+        read = self.file_rows if num_rescored else self._stored_rows
+        return rescore(queries, candidates, k, read, self._flat.metric)
 
     def file_rows(self, rows: Tensor) -> Tensor:
-        """float32 rows (n, dim) of the file, by their numbers (n,)."""
+        """Return rows (n, dim) of the file as float32, by their numbers (n,)."""
         return torch.from_numpy(self._flat.rows(rows.numpy()))
 
     def _stored_rows(self, rows: Tensor) -> Tensor:
-        """Stored rows (n, dim) of any shards, in the order of `rows` (n,)."""
+        """Return stored rows (n, dim) of all shards as float32, by their numbers (n,)."""
         vectors = torch.empty((len(rows), self.dim))
         for shard in self.shards:
-            own = (rows >= shard.first_row) & (rows < shard.first_row + len(shard))
-            vectors[own] = shard.rows(rows[own])
+            in_shard = (rows >= shard.first_row) & (rows < shard.first_row + len(shard))
+            vectors[in_shard] = shard.rows(rows[in_shard])
         return vectors
 
 
-def rank(
+def rescore(
     queries: Tensor, candidates: Tensor, k: int, read: Callable[[Tensor], Tensor], metric: str
-) -> Best:
-    """The k best of candidates (num_queries, n) by scores summed in float64, rounded to float32.
+) -> TopK:
+    """Return the k best of candidate rows (num_queries, n) by scores that are summed in float64.
 
-    `read` gives the float32 vectors (m, dim) of rows (m,).
+    The scores are rounded to float32. `read` returns the float32 vectors (m, dim) of rows (m,).
     """
     num_candidates, dim = candidates.shape[1], queries.shape[1]
     step = max(1, SUM_VALUES // (num_candidates * dim))
@@ -160,28 +169,31 @@ def rank(
         is_l2 = metric == "l2"
         terms = -(query - vectors).square() if is_l2 else query * vectors
         scores[block] = terms.sum(dim=2).float()
-    return by_score_then_row(scores, candidates, k)
+    return select_top_k(scores, candidates, k)
 
 
 def choose_devices(names: Sequence[str]) -> tuple[str, ...]:
-    """The devices that were named, else all GPUs, else the CPU."""
+    """Return the named devices, or all GPUs if none are named, or the CPU if there is no GPU."""
     gpus = tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
     return tuple(names) or gpus or ("cpu",)
 
 
 def recall(found: list[list[int]], expected: list[list[int]]) -> float:
-    """The share of expected rows that were found, over all queries."""
+    """Return the fraction of the expected rows that were found, over all queries."""
     hits = sum(len(set(a) & set(b)) for a, b in zip(found, expected, strict=True))
     return hits / sum(map(len, expected))
 
 
 def open_retriever(config: RetrieverConfig) -> Retriever:
-    """The Flat index and the encoder that the settings name."""
-    return open_dense(config, lambda file: Matrix(FlatFile.open(file), config.torch))
+    """Open the configured Flat index and encoder."""
+    return open_dense(config, lambda file: TorchFlatIndex(FlatFile.open(file), config.torch))
 
 
 def probe_queries(corpus: Corpus, encoder: Encoder) -> Vectors:
-    """Embeddings (at most NUM_PROBES, dim) of title and first words of documents drawn once."""
+    """Return embeddings (at most NUM_PROBES, dim) of titles and first words of random documents.
+
+    The choice of documents is the same in every run.
+    """
     rows = random.Random(0).sample(range(len(corpus)), min(NUM_PROBES, len(corpus)))
     documents = corpus.documents(sorted(rows))
     return encoder.encode_queries(
@@ -190,22 +202,22 @@ def probe_queries(corpus: Corpus, encoder: Encoder) -> Vectors:
 
 
 @torch.inference_mode()
-def load_and_compare(matrix: Matrix, flat: FlatFile, queries: Vectors) -> float:
-    """Load the matrix and return its recall@3 against float32, which is scored on the way."""
+def load_and_measure_recall(index: TorchFlatIndex, flat: FlatFile, queries: Vectors) -> float:
+    """Load the index and return its recall@3 against float32, which is computed on the way."""
     probes = torch.from_numpy(queries)
-    best: Best | None = None
+    best: TopK | None = None
 
-    def watch(first_row: int, tile: Tensor) -> None:
+    def score_tile(first_row: int, tile: Tensor) -> None:
         nonlocal best
         scores = probes.to(tile.device) @ tile.T
         if flat.metric == "l2":
             scores = 2 * scores - tile.square().sum(dim=1)
-        values, columns = best_columns(scores, PROBE_TOPK + MARGIN)
-        found = values.cpu(), columns.cpu() + first_row
-        best = found if best is None else merge(best, found, PROBE_TOPK + MARGIN)
+        values, columns = top_columns(scores, PROBE_TOPK + MARGIN)
+        top = values.cpu(), columns.cpu() + first_row
+        best = top if best is None else merge_top_k(best, top, PROBE_TOPK + MARGIN)
 
-    matrix.fill(watch)
+    index.read_rows(score_tile)
     assert best is not None, "an index has at least one row"
     topk = min(PROBE_TOPK, flat.num_rows)
-    exact = rank(probes, best[1], topk, matrix.file_rows, flat.metric)
-    return recall(matrix.search(queries, PROBE_TOPK)[1], exact[1].tolist())
+    exact = rescore(probes, best[1], topk, index.file_rows, flat.metric)
+    return recall(index.search(queries, PROBE_TOPK)[1], exact[1].tolist())

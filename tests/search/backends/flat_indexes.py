@@ -1,4 +1,4 @@
-"""Random vectors, Flat indexes of them as FAISS writes them, and their search by numpy."""
+"""Helpers: random vectors, Flat indexes written by FAISS, and exact search with numpy."""
 
 from pathlib import Path
 
@@ -6,17 +6,17 @@ import faiss
 import numpy as np
 
 from search_r1.search.backends.flat_file import FlatFile
-from search_r1.search.backends.torch_flat import Matrix
+from search_r1.search.backends.torch_flat import TorchFlatIndex
 from search_r1.search.settings import TorchConfig
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:
-    """Rows of unit length, as encoders give them."""
+    """Return the rows scaled to unit length, like the output of encoders."""
     return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
 
 
 def random_rows(seed: int, rows: int, dim: int, copies: int = 0) -> np.ndarray:
-    """Unit rows, of which the last `copies` repeat others exactly."""
+    """Return random unit rows, of which the last `copies` are exact copies of earlier rows."""
     rng = np.random.default_rng(seed)
     vectors = unit(rng.standard_normal((rows, dim)))
     if copies:
@@ -25,7 +25,7 @@ def random_rows(seed: int, rows: int, dim: int, copies: int = 0) -> np.ndarray:
 
 
 def write(path: Path, vectors: np.ndarray, kind: type[faiss.Index] = faiss.IndexFlatIP) -> FlatFile:
-    """A Flat index as FAISS writes it."""
+    """Write a Flat index of `vectors` with FAISS and open it."""
     index = kind(vectors.shape[1])
     index.add(vectors)
     faiss.write_index(index, str(path))
@@ -35,19 +35,19 @@ def write(path: Path, vectors: np.ndarray, kind: type[faiss.Index] = faiss.Index
 def layout(
     dtype: str = "float32", devices: tuple[str, ...] = ("cpu",), tile_rows: int = 65536, rescore=0
 ) -> TorchConfig:
-    """The settings of a matrix."""
+    """Return the settings of the torch backend."""
     return TorchConfig("torch", dtype, devices, tile_rows, rescore)
 
 
-def load(flat: FlatFile, config: TorchConfig) -> Matrix:
-    """A filled matrix."""
-    matrix = Matrix(flat, config)
-    matrix.fill()
-    return matrix
+def load(flat: FlatFile, config: TorchConfig) -> TorchFlatIndex:
+    """Return an index whose rows are loaded."""
+    index = TorchFlatIndex(flat, config)
+    index.read_rows()
+    return index
 
 
 def brute_force(queries: np.ndarray, vectors: np.ndarray, k: int, is_l2: bool = False) -> tuple:
-    """Scores in float64, rounded to float32, and rows; ties by row."""
+    """Return the k best scores (summed in float64, rounded to float32) and rows, ties by row."""
     products = queries.astype(np.float64) @ vectors.astype(np.float64).T
     if is_l2:
         difference = queries[:, None].astype(np.float64) - vectors[None].astype(np.float64)

@@ -6,7 +6,7 @@ from search_r1.search.backends.base import collect, stage
 
 
 def test_stages_add_up_inside_a_collection_only() -> None:
-    """Repeated stages are summed, nothing is kept outside, and collections don't mix."""
+    """Repeated stages are summed, nothing is kept outside, and nested collections are separate."""
     with stage("lost"):
         pass
     with collect() as outer:

@@ -1,4 +1,4 @@
-"""BM25: scores against the written formula, ties, and queries without a match."""
+"""BM25: scores compared with the formula, ties, and queries without a match."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def words_of(text: str) -> list[str]:
 
 
 def formula(query: str, texts: list[str]) -> list[float]:
-    """Lucene's BM25 by loops: idf = ln(1 + (N - n + 1/2) / (n + 1/2)), tf saturated by length."""
+    """Compute Lucene's BM25 with loops: idf = ln(1 + (N - n + 1/2) / (n + 1/2)), saturated tf."""
     bags = [Counter(words_of(text)) for text in texts]
     mean_length = sum(bag.total() for bag in bags) / len(bags)
     scores = [0.0] * len(texts)
@@ -57,7 +57,7 @@ def test_scores_are_the_formulas(
 
 
 def test_ties_are_broken_by_row_at_any_k(open_engine: Callable[[str], Retriever]) -> None:
-    """Equal documents come in corpus order, also when k cuts between them."""
+    """Equal documents rank in corpus order, also if only some of them are among the k best."""
     engine = open_engine("bm25")
     found = [[h.document.id for h in engine.search(["identical"], k)[0]] for k in (1, 2, 99)]
     assert found == [["d3"], ["d3", "d4"], ["d3", "d4"]]
@@ -66,7 +66,7 @@ def test_ties_are_broken_by_row_at_any_k(open_engine: Callable[[str], Retriever]
 def test_a_batch_is_its_queries_one_by_one(
     open_engine: Callable[[str], Retriever], queries: list[str]
 ) -> None:
-    """Merged requests get bit for bit what each would get alone, at any k."""
+    """A query gets the same hits bit for bit alone and in a batch, for any k."""
     engine = open_engine("bm25")
     for k in (1, 2, 3, 99):
         assert engine.search(queries, k) == [engine.search([query], k)[0] for query in queries]
@@ -74,7 +74,7 @@ def test_a_batch_is_its_queries_one_by_one(
 
 @given(st.lists(st.integers(-1, 3), max_size=30), st.integers(1, 12), st.integers(0, 3))
 def test_top_rows_is_a_sort(values: list[int], k: int, floor: int) -> None:
-    """The partial selection equals sorting everything, with any floor that `k` rows reach."""
+    """The partial selection equals a full sort, with any floor that at least `k` rows reach."""
     scores = np.array(values, dtype=np.float32)
     ranked = sorted((-v, row) for row, v in enumerate(values) if v > 0)
     known = floor if sum(v >= floor for v in values) >= k else 0
@@ -87,17 +87,17 @@ def test_top_rows_is_a_sort(values: list[int], k: int, floor: int) -> None:
     st.integers(1, 9),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
-def test_the_floor_loses_no_document(
+def test_the_lower_bound_loses_no_document(
     tmp_path: Path, texts: list[list[str]], k: int, sample: int
 ) -> None:
-    """Hits are those of a sort of all scores, whatever words are shared and how few are sampled."""
+    """Hits equal those of a full sort, for any shared words and any sample size of the bound."""
     path, texts = tmp_path / "corpus.jsonl", [*texts, WORDS]
     rows = [{"id": str(row), "contents": " ".join(words)} for row, words in enumerate(texts)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     index = bm25s.BM25()
     index.index(texts, show_progress=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bm25, "SAMPLE", sample)
+        patch.setattr(bm25, "BOUND_SAMPLE", sample)
         found = bm25.Bm25Retriever(index, Corpus.open(path)).search(["ax bo", "cz", "dw ax ax"], k)
     for words, hits in zip((["ax", "bo"], ["cz"], ["dw", "ax", "ax"]), found, strict=True):
         scores = index.get_scores_from_ids(index.get_tokens_ids(words))

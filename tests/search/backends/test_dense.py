@@ -1,4 +1,4 @@
-"""Dense search against brute force: exact and approximate kinds, their settings, bare files."""
+"""Dense search compared with brute force: kinds of indexes, their settings, bare files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ DIM = 32
 def test_top_k_is_brute_force(
     corpus_path: Path, open_engine: Callable[[str], Retriever], queries: list[str], k: int
 ) -> None:
-    """Scores are the k largest inner products, ties by row, each hit with its own score."""
+    """Hits are the documents with the k largest inner products, ties by row."""
     encoder, corpus = HashEncoder(), Corpus.open(corpus_path)
     passages = encoder.encode_passages([document.contents for document in corpus])
     for query, hits in zip(queries, open_engine("hash").search(queries, k), strict=True):
@@ -34,7 +34,7 @@ def test_top_k_is_brute_force(
 
 
 def test_stages_and_facts(open_engine: Callable[[str], Retriever]) -> None:
-    """Time is told apart by stage, and the facts name index, encoder and corpus."""
+    """Time is reported by stage, and `info()` names index, encoder and corpus."""
     retriever = open_engine("hash")
     with collect() as seconds:
         retriever.search(["capital"], 1)
@@ -46,7 +46,7 @@ def test_stages_and_facts(open_engine: Callable[[str], Retriever]) -> None:
 
 
 def vectors(count: int, seed: int) -> np.ndarray:
-    """Unit vectors (count, DIM) around 50 directions, as texts on 50 subjects would be."""
+    """Return unit vectors (count, DIM) in 50 clusters, like texts on 50 subjects."""
     rng = np.random.default_rng(0)
     centres = rng.standard_normal((50, DIM))
     rng = np.random.default_rng(seed)
@@ -59,7 +59,7 @@ EXACT = np.argsort(-(QUESTIONS.astype(np.float64) @ PASSAGES.T), axis=1, kind="s
 
 
 def saved(folder: Path, factory: str, metric: int = faiss.METRIC_INNER_PRODUCT) -> Path:
-    """An index of PASSAGES of this kind."""
+    """Save an index of PASSAGES of the given kind."""
     index = faiss.index_factory(DIM, factory, metric)
     index.train(PASSAGES)
     index.add(PASSAGES)
@@ -68,13 +68,13 @@ def saved(folder: Path, factory: str, metric: int = faiss.METRIC_INNER_PRODUCT) 
 
 
 def recall(index: FaissIndex) -> float:
-    """Share of the exact top 3 that is found."""
+    """Return the fraction of the exact top 3 that is found."""
     rows = index.search(QUESTIONS, 3)[1]
     return float(np.mean([len(set(a) & set(b)) / 3 for a, b in zip(rows, EXACT, strict=True)]))
 
 
 @pytest.mark.parametrize(
-    ("factory", "config", "least"),
+    ("factory", "config", "min_recall"),
     [
         ("Flat", FaissConfig(), 1.0),
         ("HNSW16", FaissConfig(ef_search=64), 0.97),
@@ -90,16 +90,16 @@ def recall(index: FaissIndex) -> float:
     ],
 )
 def test_recall_of_every_kind(
-    tmp_path: Path, factory: str, config: FaissConfig, least: float
+    tmp_path: Path, factory: str, config: FaissConfig, min_recall: float
 ) -> None:
-    """Any factory string opens by memory map and finds its share of the exact top 3."""
+    """An index of any factory string can be opened and reaches its minimum recall."""
     index = FaissIndex.open(saved(tmp_path, factory), config)
     assert (index.num_rows, index.dim) == (3000, DIM)
-    assert recall(index) >= least
+    assert recall(index) >= min_recall
 
 
-def test_effort_is_a_setting(tmp_path: Path) -> None:
-    """nprobe and ef_search change what is searched, and are facts of the engine."""
+def test_search_parameters_are_settings(tmp_path: Path) -> None:
+    """nprobe and ef_search change the recall and the fingerprint."""
     lists = saved(tmp_path, "IVF64,Flat")
     few = FaissIndex.open(lists, FaissConfig())
     many = FaissIndex.open(lists, FaissConfig(nprobe=32))
@@ -125,14 +125,14 @@ def test_effort_is_a_setting(tmp_path: Path) -> None:
 def test_settings_that_an_index_lacks_are_refused(
     tmp_path: Path, factory: str, config: FaissConfig, message: str
 ) -> None:
-    """A setting is never silently without effect."""
+    """A search parameter that the index does not have is an error."""
     with pytest.raises(SetupError, match=message):
         FaissIndex.open(saved(tmp_path, factory), config)
 
 
 @pytest.mark.parametrize("factory", ["Flat", "IVF16,Flat"])
 def test_distances_are_negative_scores(tmp_path: Path, factory: str) -> None:
-    """An index made for L2 ranks the nearest first, and a higher score fits better."""
+    """The scores of an L2 index are negative squared distances, best first."""
     config = FaissConfig(nprobe=16) if factory != "Flat" else FaissConfig()
     index = FaissIndex.open(saved(tmp_path, factory, faiss.METRIC_L2), config)
     scores, rows = index.search(QUESTIONS, 3)
@@ -143,8 +143,8 @@ def test_distances_are_negative_scores(tmp_path: Path, factory: str) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 5, 30])
-def test_equal_vectors_rank_by_row_in_any_company(tmp_path: Path, k: int) -> None:
-    """Copies of a passage have one score and come by row, alone or among other queries."""
+def test_equal_vectors_rank_by_row_in_any_batch(tmp_path: Path, k: int) -> None:
+    """Copies of a vector have equal scores and rank by row, for one query and in a batch."""
     index = faiss.IndexFlatIP(DIM)
     index.add(np.tile(PASSAGES[:100], (23, 1)))
     faiss.write_index(index, str(tmp_path / "copies.index"))
@@ -158,7 +158,7 @@ def test_equal_vectors_rank_by_row_in_any_company(tmp_path: Path, k: int) -> Non
 
 
 def bare(corpus_path: Path, file: Path) -> RetrieverConfig:
-    """A published index: one FAISS file without our manifest."""
+    """Write a FAISS file without a manifest, like the published ones; return its settings."""
     encoder = HashEncoder()
     index = faiss.IndexHNSWFlat(64, 8, faiss.METRIC_INNER_PRODUCT)
     index.add(encoder.encode_passages([document.contents for document in Corpus.open(corpus_path)]))
@@ -166,19 +166,19 @@ def bare(corpus_path: Path, file: Path) -> RetrieverConfig:
     return RetrieverConfig("e5", str(corpus_path), str(file), encoder=EncoderConfig("hash"))
 
 
-def test_bare_faiss_file_is_served(corpus_path: Path, tmp_path: Path) -> None:
-    """A published index loads as it is, by its own path or by the folder that holds it."""
+def test_a_bare_faiss_file_can_be_searched(corpus_path: Path, tmp_path: Path) -> None:
+    """A bare FAISS file can be opened by its own path or by the folder that contains it."""
     config = bare(corpus_path, tmp_path / "e5_HNSW64.index")
-    around = RetrieverConfig("e5", str(corpus_path), str(tmp_path), encoder=EncoderConfig("hash"))
-    found = [build_retriever(c) for c in (config, around)]
-    for retriever in found:
+    parent = RetrieverConfig("e5", str(corpus_path), str(tmp_path), encoder=EncoderConfig("hash"))
+    retrievers = [build_retriever(c) for c in (config, parent)]
+    for retriever in retrievers:
         hits = retriever.search(["capital of Hungary, Budapest"], 1)
         assert hits[0][0].document.id == "d7"
-    assert fingerprint(found[0].info()) == fingerprint(found[1].info())
+    assert fingerprint(retrievers[0].info()) == fingerprint(retrievers[1].info())
 
 
 def test_misfits_are_refused(corpus_path: Path, tmp_path: Path) -> None:
-    """A file that is no index, of another corpus or of another encoder is never served."""
+    """A file that is not an index, or belongs to another corpus or encoder, is refused."""
     path = tmp_path / "e5_Flat.index"
     config = bare(corpus_path, path)
     narrow = RetrieverConfig("e5", str(corpus_path), str(path), encoder=EncoderConfig("hash:32"))

@@ -1,4 +1,4 @@
-"""Which index a folder holds, and what tells two indexes apart."""
+"""Location, digest and read-ahead of dense index files."""
 
 from pathlib import Path
 
@@ -15,12 +15,12 @@ from search_r1.search.settings import RetrieverConfig
 
 
 def located(folder: Path) -> Path:
-    """The index of `e5` in a folder."""
+    """Locate the `e5` index in a folder."""
     return locate_index(RetrieverConfig("e5", "corpus.jsonl", str(folder)))
 
 
 def test_flat_then_the_only_index_of_the_name(tmp_path: Path) -> None:
-    """Other names never count, Flat wins, and a choice between two is the user's."""
+    """Indexes of other names are ignored, Flat comes first, and several others are an error."""
     (tmp_path / "bge_Flat.index").mkdir()
     (tmp_path / "e5_HNSW32.index").mkdir()
     assert located(tmp_path) == tmp_path / "e5_HNSW32.index"
@@ -37,7 +37,7 @@ def test_flat_then_the_only_index_of_the_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 4096, 3_000_000])
 def test_digest_sees_size_start_middle_and_end(tmp_path: Path, size: int) -> None:
-    """Files of sampled bytes that differ anywhere near an end, or in length, differ."""
+    """Files that differ in length, in the first byte or in the last byte have other digests."""
     path = tmp_path / "index"
     contents = [bytes(size), bytes(size + 1), bytes(size - 1) + b"x", b"y" + bytes(size - 1)]
     digests = []
@@ -52,8 +52,8 @@ def test_digest_sees_size_start_middle_and_end(tmp_path: Path, size: int) -> Non
 def test_reading_ahead_reads_all_and_fails_quietly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The thread comes to an end for a file of several blocks, and for one that is not there."""
-    monkeypatch.setattr("search_r1.search.backends.dense.READ_BYTES", 1000)
+    """The thread ends after a file of several chunks, and after a missing file, which is logged."""
+    monkeypatch.setattr("search_r1.search.backends.dense.READ_CHUNK_BYTES", 1000)
     file = tmp_path / "vectors.faiss"
     file.write_bytes(b"x" * 2500)
     with caplog.at_level("INFO"):

@@ -1,4 +1,4 @@
-"""Random documents: the same for a query, all equally likely, and drawn from the corpus."""
+"""Random documents: always the same for a query, equally likely, and from the corpus."""
 
 from collections import Counter
 from pathlib import Path
@@ -25,7 +25,7 @@ def ids(engine: Retriever, query: str, k: int) -> list[str]:
 
 @given(st.integers(0, 2**128), st.integers(0, 40), st.integers(0, 60))
 def test_draws_different_rows(seed: int, num_rows: int, k: int) -> None:
-    """Rows exist, none comes twice, and a smaller k is a prefix of a larger."""
+    """Rows exist and are different; a smaller k gets a prefix of those of a larger k."""
     rows = draw_rows(seed, num_rows, k)
     assert len(rows) == len(set(rows)) == min(k, num_rows)
     assert set(rows) <= set(range(num_rows))
@@ -33,14 +33,14 @@ def test_draws_different_rows(seed: int, num_rows: int, k: int) -> None:
 
 
 def test_all_rows_are_equally_likely() -> None:
-    """Over 6,000 seeds every row comes at every rank as often as a fair draw would (4 sigma)."""
+    """Over 6,000 seeds each row has each rank as often as in a fair draw (within 4 sigma)."""
     for rank in (0, 1, 2):
         counts = Counter(draw_rows(seed, 6, 3)[rank] for seed in range(6000))
         assert all(abs(counts[row] - 1000) < 4 * (6000 * 5 / 36) ** 0.5 for row in range(6))
 
 
 def test_a_query_always_gets_the_same_documents(corpus_path: Path, queries: list[str]) -> None:
-    """Alone, in a batch, and from another process's engine: equal documents and scores."""
+    """Documents and scores are equal alone, in a batch, and from another backend object."""
     engine = open_random(corpus_path)
     batch = engine.search(queries, 3)
     assert batch == [engine.search([query], 3)[0] for query in queries]
@@ -49,7 +49,7 @@ def test_a_query_always_gets_the_same_documents(corpus_path: Path, queries: list
 
 
 def test_seed_and_query_decide(corpus_path: Path) -> None:
-    """Another seed or another query draws something else (in 20 tries at least once)."""
+    """Another seed or another query draws other documents (at least once in 20 queries)."""
     engine, other = open_random(corpus_path), open_random(corpus_path, seed=1)
     questions = [f"question {i}" for i in range(20)]
     drawn = [ids(engine, question, 3) for question in questions]
@@ -59,7 +59,7 @@ def test_seed_and_query_decide(corpus_path: Path) -> None:
 
 
 def test_never_more_than_the_corpus_has(corpus_path: Path) -> None:
-    """A k above the corpus gives every document once."""
+    """A k above the number of documents returns every document once."""
     engine = open_random(corpus_path)
     assert sorted(ids(engine, "anything", 99)) == [f"d{i}" for i in range(engine.num_documents)]
 

@@ -1,4 +1,4 @@
-"""The oracle: a question finds its own passages, a reworded one those of its row."""
+"""The oracle: questions, and reworded ones, find the passages of their row."""
 
 import json
 from pathlib import Path
@@ -38,18 +38,18 @@ def open_oracle(path: Path, corpus_path: Path | None) -> Retriever:
 
 @pytest.fixture
 def oracle(tmp_path: Path, corpus_path: Path) -> Retriever:
-    """The oracle over ROWS and the small corpus."""
+    """Open the oracle for ROWS and the small corpus."""
     return open_oracle(write(tmp_path / "oracle.jsonl", ROWS), corpus_path)
 
 
 @pytest.mark.parametrize(
     ("query", "expected"),
     [
-        ("What is the capital of France?", ["d0", "d1", "d7"]),  # two rows of one question
+        ("What is the capital of France?", ["d0", "d1", "d7"]),  # two rows have this question
         ("what is the capital of france", ["d0", "d1", "d7"]),
-        ("Which capital lies on both banks?", ["d7", "d2", "d0"]),  # as written, not by score
+        ("Which capital lies on both banks?", ["d7", "d2", "d0"]),  # in the order of the file
         ("composer Blue Danube", ["7"]),
-        ("famous Strauss waltz", ["7"]),  # words of the passage alone
+        ("famous Strauss waltz", ["7"]),  # words of the passage only
         ("France's capital city on the Seine", ["d0", "d1", "d7"]),
         ("???", ["d3"]),
         ("quokka", []),
@@ -58,7 +58,7 @@ def oracle(tmp_path: Path, corpus_path: Path) -> Retriever:
     ],
 )
 def test_finds_the_passages_of_its_row(oracle: Retriever, query: str, expected: list[str]) -> None:
-    """Exact questions first, then BM25 over question and passages, and nothing for no match."""
+    """An equal question decides, else BM25 over question and passages; no match finds nothing."""
     hits = oracle.search([query], 9)[0]
     assert [hit.document.id for hit in hits] == expected
     assert [hit.score for hit in hits] == [1 / rank for rank in range(1, len(hits) + 1)]
@@ -66,7 +66,7 @@ def test_finds_the_passages_of_its_row(oracle: Retriever, query: str, expected: 
 
 
 def test_an_exact_question_beats_a_better_score(tmp_path: Path) -> None:
-    """A question is its own row's even where BM25 likes another row's words better."""
+    """A query finds the row with the same question even if BM25 ranks another row higher."""
     rows = [
         {"question": "longest river", "documents": [{"id": "a", "contents": "Nile"}]},
         {"question": "river river", "documents": [{"id": "b", "contents": "longest river river"}]},
@@ -75,15 +75,15 @@ def test_an_exact_question_beats_a_better_score(tmp_path: Path) -> None:
     assert engine.search(["Longest River!"], 1)[0][0].document.id == "a"
 
 
-def test_a_row_without_question_is_no_catch_all(tmp_path: Path) -> None:
-    """A query without a match finds nothing, also where a row's question is empty."""
+def test_a_row_without_question_does_not_match_everything(tmp_path: Path) -> None:
+    """A query without a match finds nothing, also if a row's question is empty."""
     rows = [{"question": "", "documents": [{"id": "a", "contents": "Nile"}]}]
     engine = open_oracle(write(tmp_path / "rows", rows), None)
     assert engine.search(["quokka"], 1) == [[]]
 
 
 def test_documents_come_as_written(oracle: Retriever) -> None:
-    """Passages of a row and passages by id have all four fields."""
+    """Passages in a row and passages looked up by id have all four fields."""
     found = [hits[0].document for hits in oracle.search(["composer Blue Danube", "???"], 1)]
     assert found[0] == Document(
         "7",
@@ -96,23 +96,23 @@ def test_documents_come_as_written(oracle: Retriever) -> None:
 
 
 def test_facts_follow_the_passages(tmp_path: Path, corpus_path: Path) -> None:
-    """Equal rows in two files have one fingerprint, another passage another."""
+    """The fingerprint is the same for equal rows in two files, and differs for other rows."""
     engines = [
         open_oracle(write(tmp_path / name, rows), corpus_path)
         for name, rows in (("a", ROWS), ("b", ROWS), ("c", ROWS[1:]))
     ]
-    marks = [fingerprint(engine.info()) for engine in engines]
-    assert marks[0] == marks[1] != marks[2]
+    fingerprints = [fingerprint(engine.info()) for engine in engines]
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
 
 
-def test_normalise_keeps_what_has_no_words() -> None:
-    """Case, width, punctuation and spaces go; a text without words stays itself."""
+def test_normalise_keeps_texts_without_words() -> None:
+    """Case, width, punctuation and spaces are removed; a text without words is kept."""
     assert normalise(" Who  wrote ＡＢＣ-42? ") == "who wrote abc 42"
     assert normalise(" ?! ") == "?!"
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ("text", "not an object"),
         ({"ids": ["d0"]}, "KeyError 'question'"),
@@ -123,15 +123,17 @@ def test_normalise_keeps_what_has_no_words() -> None:
         ({"question": "q", "documents": [{"id": "1"}]}, "KeyError"),
     ],
 )
-def test_malformed_rows_are_named(tmp_path: Path, corpus_path: Path, row: Any, said: str) -> None:
-    """The error says which line, what is wrong with it and what was expected."""
+def test_malformed_rows_are_named(
+    tmp_path: Path, corpus_path: Path, row: Any, message: str
+) -> None:
+    """The error has the line number, the problem and the expected form."""
     path = write(tmp_path / "rows", [ROWS[0], row])
-    with pytest.raises(SetupError, match=f"line 2: .*{said}.*expected"):
+    with pytest.raises(SetupError, match=f"line 2: .*{message}.*expected"):
         open_oracle(path, corpus_path)
 
 
-def test_missing_things_are_named(tmp_path: Path, corpus_path: Path) -> None:
-    """No flag, no file, no rows, no corpus for ids, and ids of no document: each says so."""
+def test_missing_inputs_are_named(tmp_path: Path, corpus_path: Path) -> None:
+    """A missing flag, file, row, corpus or document id is an error that names it."""
     with pytest.raises(SetupError, match="without --oracle_path"):
         build_retriever(RetrieverConfig("oracle"))
     with pytest.raises(SetupError, match="cannot be read"):

@@ -13,7 +13,7 @@ RNG = np.random.default_rng(3)
 
 
 def write(path: Path, index: faiss.Index, rows: int = 7) -> Path:
-    """The index with `rows` random vectors, as FAISS writes it."""
+    """Add `rows` random vectors to the index and write it with FAISS."""
     vectors = RNG.standard_normal((max(rows, 64), index.d)).astype(np.float32)
     if not index.is_trained:
         index.train(vectors)
@@ -29,7 +29,7 @@ def write(path: Path, index: faiss.Index, rows: int = 7) -> Path:
 def test_reads_what_faiss_wrote(
     tmp_path: Path, kind: type[faiss.Index], metric: str, rows: int
 ) -> None:
-    """Shape, metric and every value are FAISS's own."""
+    """Shape, metric and every value are as FAISS wrote them."""
     index = kind(5)
     path = write(tmp_path / "flat", index, rows)
     flat = FlatFile.open(path) if rows else None
@@ -39,7 +39,7 @@ def test_reads_what_faiss_wrote(
 
 
 def test_generic_flat_index_is_read_by_its_metric(tmp_path: Path) -> None:
-    """faiss.IndexFlat writes a kind of its own; only its metric decides."""
+    """An index of class faiss.IndexFlat is accepted if its metric is supported."""
     path = write(tmp_path / "flat", faiss.IndexFlat(4, faiss.METRIC_INNER_PRODUCT))
     assert read_shape(path) == (7, 4, "inner_product")
     other = write(tmp_path / "l1", faiss.IndexFlat(4, faiss.METRIC_L1))
@@ -49,7 +49,7 @@ def test_generic_flat_index_is_read_by_its_metric(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tile_rows", [1, 3, 7, 100])
 def test_tiles_are_the_rows_in_order(tmp_path: Path, tile_rows: int) -> None:
-    """Whatever their size, tiles joined are the range that was asked for, aligned."""
+    """Tiles of any size, joined, are the requested rows; they are aligned in memory."""
     flat = FlatFile.open(write(tmp_path / "flat", faiss.IndexFlatIP(5)))
     tiles = list(flat.tiles(tile_rows, 2, 6))
     np.testing.assert_array_equal(np.concatenate(tiles), flat.vectors[2:6])
@@ -58,11 +58,11 @@ def test_tiles_are_the_rows_in_order(tmp_path: Path, tile_rows: int) -> None:
 
 
 def test_rows_keep_the_shape_of_what_was_asked(tmp_path: Path) -> None:
-    """Candidates (queries, k) give vectors (queries, k, dim)."""
+    """Row numbers of shape (queries, k) give vectors of shape (queries, k, dim)."""
     flat = FlatFile.open(write(tmp_path / "flat", faiss.IndexFlatIP(5)))
-    wanted = np.array([[6, 0], [3, 3]])
-    assert flat.rows(wanted).shape == (2, 2, 5)
-    np.testing.assert_array_equal(flat.rows(wanted)[0, 1], flat.vectors[0])
+    rows = np.array([[6, 0], [3, 3]])
+    assert flat.rows(rows).shape == (2, 2, 5)
+    np.testing.assert_array_equal(flat.rows(rows)[0, 1], flat.vectors[0])
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_rows_keep_the_shape_of_what_was_asked(tmp_path: Path) -> None:
     ],
 )
 def test_other_indexes_are_named(tmp_path: Path, factory: str, named: str) -> None:
-    """Another kind of index is refused with its name and the engine that reads it."""
+    """Another kind of index is refused; the error names the kind and the backend that reads it."""
     path = tmp_path / "other"
     index = faiss.index_factory(4, factory)
     vectors = RNG.standard_normal((64, 4)).astype(np.float32)
@@ -96,7 +96,7 @@ def test_other_indexes_are_named(tmp_path: Path, factory: str, named: str) -> No
 
 @pytest.mark.parametrize("keep", [20, 45, 100])
 def test_truncated_file_is_refused(tmp_path: Path, keep: int) -> None:
-    """A download that stopped is told apart from a wrong file, with both sizes."""
+    """For an incomplete download, the error has the actual and the expected size."""
     path = write(tmp_path / "flat", faiss.IndexFlatIP(5))
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(SetupError, match=f"has {keep} bytes, but its header promises"):
@@ -104,7 +104,7 @@ def test_truncated_file_is_refused(tmp_path: Path, keep: int) -> None:
 
 
 def test_foreign_and_missing_files_are_refused(tmp_path: Path) -> None:
-    """A jsonl file, an empty file, trailing bytes and no file at all name the fix."""
+    """A jsonl file, an empty file, trailing bytes and a missing file are errors with a fix."""
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"id": 1, "contents": "a long enough row to hold a header of an index"}')
     for content in (path.read_bytes(), b""):

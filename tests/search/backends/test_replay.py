@@ -1,4 +1,4 @@
-"""Replay: recorded answers without the engine, and a typed error for all others."""
+"""Replay: recorded answers without the backend, and an error for queries without a record."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -31,15 +31,15 @@ def open_replay(path: Path, latency: bool = False) -> Retriever:
 def test_answers_as_the_engine_did(
     tmp_path: Path, open_engine: Callable[[str], Retriever], queries: list[str], name: str
 ) -> None:
-    """Documents and scores equal the engine's bit for bit, in any order and repetition."""
+    """Documents and scores equal those recorded, bit for bit, for queries in any order."""
     engine = open_engine(name)
     record(tmp_path / "r", engine, queries, 3)
-    asked = queries[::-1] + queries[:2]
-    assert open_replay(tmp_path / "r").search(asked, 3) == engine.search(asked, 3)
+    repeated = queries[::-1] + queries[:2]
+    assert open_replay(tmp_path / "r").search(repeated, 3) == engine.search(repeated, 3)
 
 
 def test_a_smaller_k_is_a_prefix_of_the_nearest_larger(tmp_path: Path) -> None:
-    """k = 2 comes from k = 3, not from k = 5, though both were recorded; k = 6 from none."""
+    """With k = 3 and 5 recorded, k = 2 gets the first hits of k = 3, and k = 6 is an error."""
     documents = [Document.from_contents(str(i), "text") for i in range(10)]
     recorder = Recorder(tmp_path / "r", {"engine": "fake"})
     for k, first in ((5, 5), (3, 0), (1, 9)):
@@ -57,7 +57,7 @@ def test_a_smaller_k_is_a_prefix_of_the_nearest_larger(tmp_path: Path) -> None:
 def test_other_queries_are_a_typed_error(
     tmp_path: Path, open_engine: Callable[[str], Retriever]
 ) -> None:
-    """A query that differs by a space is named in the error, never answered with nothing."""
+    """A query that differs by a space raises an error that names it; it does not get no hits."""
     record(tmp_path / "r", open_engine("bm25"), ["capital of France"], 3)
     with pytest.raises(QueryNotRecorded, match="'capital of  France' with k = 3 is recorded not"):
         open_replay(tmp_path / "r").search(["capital of  France"], 3)
@@ -66,7 +66,7 @@ def test_other_queries_are_a_typed_error(
 def test_waits_as_long_as_the_slowest_recorded_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --replay_latency a batch waits once, for its slowest query; without it, never."""
+    """With --replay_latency a batch waits once, as long as its slowest query took."""
     clock = [100.0]
     waits: list[float] = []
     monkeypatch.setattr(replay.time, "monotonic", lambda: clock[0])
@@ -83,7 +83,7 @@ def test_waits_as_long_as_the_slowest_recorded_search(
 
 
 def test_threads_read_their_own_answers(tmp_path: Path) -> None:
-    """Concurrent searches never get each other's lines, long or short."""
+    """Concurrent searches never get each other's answers, long or short."""
     recorder = Recorder(tmp_path / "r", {"engine": "fake"})
     texts = {f"q{i}": f"{i} " * (i * 400) for i in range(40)}
     for query, text in texts.items():
@@ -93,14 +93,14 @@ def test_threads_read_their_own_answers(tmp_path: Path) -> None:
     engine = open_replay(tmp_path / "r")
     wrong: list[str] = []
 
-    def ask(shift: int) -> None:
+    def search_all(shift: int) -> None:
         for i in range(40):
             query = f"q{(i * 7 + shift) % 40}"
             document = engine.search([query], 1)[0][0].document
             if (document.id, document.contents) != (query, texts[query]):
                 wrong.append(query)
 
-    threads = [threading.Thread(target=ask, args=(shift,)) for shift in range(8)]
+    threads = [threading.Thread(target=search_all, args=(shift,)) for shift in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -109,18 +109,18 @@ def test_threads_read_their_own_answers(tmp_path: Path) -> None:
 
 
 def test_facts_tell_records_apart(tmp_path: Path, open_engine: Callable[[str], Retriever]) -> None:
-    """Equal answers have one fingerprint whatever the path and latency; others have another."""
+    """The fingerprint depends on the recorded answers, not on the path."""
     engine = open_engine("bm25")
     record(tmp_path / "a", engine, ["river"], 3)
     record(tmp_path / "b", engine, ["river"], 3)
     record(tmp_path / "c", engine, ["river", "city"], 3)
-    marks = [fingerprint(open_replay(tmp_path / name).info()) for name in "abc"]
-    assert marks[0] == marks[1] != marks[2]
+    fingerprints = [fingerprint(open_replay(tmp_path / name).info()) for name in "abc"]
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
     assert open_replay(tmp_path / "a").info()["recorded"] == engine.info()
 
 
 def test_missing_paths_are_setup_errors(tmp_path: Path) -> None:
-    """Without a path, and without a file there, the error names the flag or the file."""
+    """A missing flag and a missing file are errors that name them."""
     with pytest.raises(SetupError, match="--replay_path"):
         build_retriever(RetrieverConfig("replay"))
     with pytest.raises(SetupError, match="nowhere"):

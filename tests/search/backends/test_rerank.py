@@ -1,4 +1,4 @@
-"""Reranking: whose documents a query meets, their order, and a real cross-encoder's scores."""
+"""Reranking: pairs of queries and documents, order of hits, and scores of a real cross-encoder."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -30,17 +30,17 @@ VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS.split()]
 
 
 class OwnDocuments:
-    """An engine in which every query has documents of its own."""
+    """A backend in which every query has different documents; the empty query has none."""
 
     name = "own"
     num_threads = 1
     num_documents = 100
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
+        self.requested: list[int] = []
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        self.asked.append(k)
+        self.requested.append(k)
         return [
             [Hit(Document.from_contents(f"{q}{i}", f"{q} of rank {i}"), -i) for i in range(k)]
             if q
@@ -53,16 +53,16 @@ class OwnDocuments:
 
 
 class ScriptedScorer:
-    """Scores by the last word of the document, or as told, and remembers the pairs."""
+    """Scores documents by their last word, or by a given table, and records the pairs."""
 
-    def __init__(self, told: dict[str, float] | None = None) -> None:
+    def __init__(self, table: dict[str, float] | None = None) -> None:
         self.pairs: list[tuple[str, str]] = []
-        self._told = told
+        self._table = table
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
         self.pairs.extend(pairs)
-        if self._told is not None:
-            return [self._told.get(document, 0.0) for _, document in pairs]
+        if self._table is not None:
+            return [self._table.get(document, 0.0) for _, document in pairs]
         return [float(document.split()[-1]) for _, document in pairs]
 
     def info(self) -> dict[str, Any]:
@@ -70,13 +70,13 @@ class ScriptedScorer:
 
 
 def test_line_20_a_query_meets_its_own_documents_only() -> None:
-    """Merged queries are paired as single ones are: no query with another's documents."""
+    """In a batch, no query is paired with the documents of another query."""
     scorer = ScriptedScorer()
     retriever = RerankingRetriever(OwnDocuments(), scorer, retrieval_topk=4)
     queries = ["a", "", "b", "c", "a"]
     merged = retriever.search(queries, 2)
     assert all(document.startswith(query) for query, document in scorer.pairs)
-    assert len(scorer.pairs) == 3 * 4, "a pair that comes twice is scored once"
+    assert len(scorer.pairs) == 3 * 4, "equal pairs are scored once"
     assert merged == [retriever.search([query], 2)[0] for query in queries]
     assert [hit.document.id for hit in merged[2]] == ["b3", "b2"]
     assert [hit.score for hit in merged[2]] == [3.0, 2.0]
@@ -84,22 +84,22 @@ def test_line_20_a_query_meets_its_own_documents_only() -> None:
 
 
 def test_ties_stay_in_the_order_of_the_engine() -> None:
-    """Equal scores leave the first stage's order."""
+    """Documents with equal scores stay in the order of the backend."""
     scorer = ScriptedScorer({"q of rank 3": 1.0})
     hits = RerankingRetriever(OwnDocuments(), scorer, 5).search(["q"], 5)[0]
     assert [hit.document.id for hit in hits] == ["q3", "q0", "q1", "q2", "q4"]
 
 
-@pytest.mark.parametrize(("k", "asked"), [(3, 10), (10, 10), (25, 25)])
-def test_the_engine_gives_at_least_what_is_wanted(k: int, asked: int) -> None:
-    """A topk beyond retrieval_topk still gets that many documents."""
+@pytest.mark.parametrize(("k", "requested"), [(3, 10), (10, 10), (25, 25)])
+def test_at_least_topk_documents_are_retrieved(k: int, requested: int) -> None:
+    """The backend is asked for retrieval_topk documents, or for topk if that is more."""
     engine = OwnDocuments()
     hits = RerankingRetriever(engine, ScriptedScorer(), 10).search(["q"], k)
-    assert (engine.asked, len(hits[0])) == ([asked], k)
+    assert (engine.requested, len(hits[0])) == ([requested], k)
 
 
 def test_no_documents_score_nothing() -> None:
-    """A scorer is never asked about no pairs."""
+    """The scorer is not called without pairs."""
     scorer = ScriptedScorer()
     retriever = RerankingRetriever(OwnDocuments(), scorer, 3)
     assert retriever.search(["", ""], 3) == [[], []]
@@ -108,7 +108,7 @@ def test_no_documents_score_nothing() -> None:
 
 
 def test_facts_and_stage() -> None:
-    """The reranker is part of what identifies the engine, and its time is told apart."""
+    """The reranker changes the fingerprint, and its time is a stage of its own."""
     engine = OwnDocuments()
     retriever = RerankingRetriever(engine, ScriptedScorer(), 3)
     assert retriever.info()["rerank"] == {"retrieval_topk": 3, "name": "scripted"}
@@ -120,7 +120,7 @@ def test_facts_and_stage() -> None:
 
 @pytest.fixture
 def make_reranker(tmp_path: Path) -> Callable[..., str]:
-    """Saves a tiny random cross-encoder with a number of outputs."""
+    """Return a function that saves a tiny random cross-encoder with `num_labels` outputs."""
 
     def make(num_labels: int = 1) -> str:
         torch.manual_seed(num_labels)
@@ -144,7 +144,7 @@ def make_reranker(tmp_path: Path) -> Callable[..., str]:
 
 
 def by_formula(path: str, query: str, document: str) -> float:
-    """One pair through plain transformers."""
+    """Score one pair with transformers alone."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     with torch.no_grad():
@@ -161,7 +161,7 @@ def test_line_20_with_a_real_cross_encoder(
     queries: list[str],
     num_labels: int,
 ) -> None:
-    """Batches across queries change no score and no order, each by the model's own formula."""
+    """Scores and order equal those of single queries and of transformers alone."""
     path, engine = make_reranker(num_labels), open_engine("bm25")
     config = RerankConfig(path, retrieval_topk=8, reranker_batch_size=3)
     retriever = RerankingRetriever(engine, CrossEncoder.open(config), config.retrieval_topk)
@@ -170,19 +170,19 @@ def test_line_20_with_a_real_cross_encoder(
         alone = retriever.search([query], 3)[0]
         assert [hit.document for hit in hits] == [hit.document for hit in alone]
         assert [hit.score for hit in hits] == pytest.approx([h.score for h in alone], abs=1e-5)
-        found = [hit.document for hit in engine.search([query], 8)[0]]
-        scores = [by_formula(path, query, document.contents) for document in found]
+        documents = [hit.document for hit in engine.search([query], 8)[0]]
+        scores = [by_formula(path, query, document.contents) for document in documents]
         assert [hit.score for hit in hits] == pytest.approx(
             sorted(scores, reverse=True)[:3], abs=1e-4
         )
-        assert all(hit.document in found for hit in hits)
+        assert all(hit.document in documents for hit in hits)
     assert retriever.info()["rerank"]["name"] == f"cross{num_labels}"
 
 
 def test_half_precision_reranker(
     make_reranker: Callable[..., str], open_engine: Callable[[str], Retriever]
 ) -> None:
-    """A half-precision model serves, and says so."""
+    """A half-precision model works, and `info()` has its dtype."""
     config = RerankConfig(make_reranker(), reranker_dtype="bfloat16")
     retriever = RerankingRetriever(
         open_engine("bm25"), CrossEncoder.open(config), config.retrieval_topk
@@ -191,8 +191,8 @@ def test_half_precision_reranker(
     assert retriever.info()["rerank"]["dtype"] == "bfloat16"
 
 
-def test_a_model_on_no_disk_waits_for_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where none answers it is refused at once, not after a try for each of its files."""
+def test_a_missing_model_fails_fast_without_a_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the hub does not answer, loading fails at once, not after a request for each file."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(loading, "getproxies", dict)
@@ -205,7 +205,7 @@ def test_a_model_on_no_disk_waits_for_no_hub(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_no_cross_encoder_is_refused(
     make_reranker: Callable[..., str], tmp_path: Path
 ) -> None:
-    """A missing folder, an encoder without a classifier, many outputs, unknown values."""
+    """A missing folder, a model without classifier, three outputs and bad options are errors."""
     path = make_reranker()
     with pytest.raises(SetupError, match=r"absent does not exist.*--reranker_model"):
         CrossEncoder.open(RerankConfig(str(tmp_path / "absent")))

@@ -1,4 +1,4 @@
-"""The torch engine over published files and our folders, against the FAISS engine."""
+"""The torch backend over bare FAISS files and built folders, compared with the FAISS backend."""
 
 import logging
 import re
@@ -12,7 +12,7 @@ import pytest
 
 from search_r1.search.backends.base import Retriever, collect, fingerprint
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.backends.torch_flat import Matrix, load_and_compare
+from search_r1.search.backends.torch_flat import TorchFlatIndex, load_and_measure_recall
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import HashEncoder
 from search_r1.search.errors import IndexMismatch, SetupError
@@ -22,7 +22,7 @@ from tests.search.backends.flat_indexes import brute_force, layout, random_rows,
 
 @pytest.fixture
 def settings(corpus_path: Path, open_engine: Callable[[str], Retriever]) -> RetrieverConfig:
-    """The torch engine over the folder that index_builder made."""
+    """Return settings of the torch backend for a folder that index_builder made."""
     open_engine("hash")
     return RetrieverConfig(
         "hash",
@@ -37,14 +37,14 @@ def settings(corpus_path: Path, open_engine: Callable[[str], Retriever]) -> Retr
 def test_hits_are_the_faiss_engines(
     settings: RetrieverConfig, open_engine: Callable[[str], Retriever], queries: list[str], k: int
 ) -> None:
-    """Documents and scores are those of the FAISS engine over the same folder."""
-    mine = build_retriever(settings).search(queries, k)
-    theirs = open_engine("hash").search(queries, k)
-    for a, b in zip(mine, theirs, strict=True):
+    """Documents and scores equal those of the FAISS backend for the same folder."""
+    torch_hits = build_retriever(settings).search(queries, k)
+    faiss_hits = open_engine("hash").search(queries, k)
+    for a, b in zip(torch_hits, faiss_hits, strict=True):
         assert [hit.score for hit in a] == pytest.approx([hit.score for hit in b], abs=1e-6)
         assert len(a) == min(k, 8)
     exact = brute_force(*_vectors(settings, queries), k)[1]
-    assert [[int(hit.document.id[1:]) for hit in hits] for hits in mine] == exact.tolist()
+    assert [[int(hit.document.id[1:]) for hit in hits] for hits in torch_hits] == exact.tolist()
 
 
 def _vectors(settings: RetrieverConfig, queries: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -54,7 +54,7 @@ def _vectors(settings: RetrieverConfig, queries: list[str]) -> tuple[np.ndarray,
 
 
 def test_bare_file_is_served_in_every_dtype(corpus_path: Path, tmp_path: Path) -> None:
-    """A published index is one FAISS file without our manifest."""
+    """A bare FAISS file without a manifest, like the published indexes, can be searched."""
     index = faiss.IndexFlatIP(64)
     corpus = Corpus.open(corpus_path)
     index.add(HashEncoder().encode_passages([document.contents for document in corpus]))
@@ -74,33 +74,33 @@ def test_bare_file_is_served_in_every_dtype(corpus_path: Path, tmp_path: Path) -
 def test_recall_of_a_smaller_dtype_is_logged(
     settings: RetrieverConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What int8 costs is said at start; float32 has nothing to say."""
+    """The recall of int8 is logged at the start; for float32 there is nothing to log."""
     caplog.set_level(logging.INFO)
     build_retriever(settings)
     assert "recall@3" not in caplog.text
     config = replace(settings, torch=replace(settings.torch, matrix_dtype="int8"))
     assert build_retriever(config).info()["dtype"] == "int8"
-    told = re.search(
+    logged = re.search(
         r"recall@3 of int8 \(rescore 0\) against float32 on 64 probe queries: ([\d.]+)", caplog.text
     )
-    assert told is not None and 0.9 < float(told[1]) <= 1
+    assert logged is not None and 0.9 < float(logged[1]) <= 1
 
 
 @pytest.mark.parametrize("tile_rows", [37, 1000])
 def test_recall_is_that_of_brute_force(tmp_path: Path, tile_rows: int) -> None:
-    """Streaming past in tiles, probes get numpy's exact top 3 to be compared with."""
+    """The recall measured while loading tiles equals the recall against numpy's exact top 3."""
     vectors = random_rows(20, 900, 6)
     queries = random_rows(21, 64, 6)
     flat = write(tmp_path / "flat", vectors)
-    matrix = Matrix(flat, layout("int8", ("cpu", "cpu"), tile_rows))
-    measured = load_and_compare(matrix, flat, queries)
-    exact, found = brute_force(queries, vectors, 3)[1], matrix.search(queries, 3)[1]
+    index = TorchFlatIndex(flat, layout("int8", ("cpu", "cpu"), tile_rows))
+    measured = load_and_measure_recall(index, flat, queries)
+    exact, found = brute_force(queries, vectors, 3)[1], index.search(queries, 3)[1]
     hits = sum(len(set(a) & set(b)) for a, b in zip(exact.tolist(), found, strict=True))
     assert measured == hits / (64 * 3) < 1
 
 
 def test_time_is_reported_by_stage(settings: RetrieverConfig) -> None:
-    """The server sees where a search spends its time."""
+    """A search reports the time of each stage to the server."""
     retriever = build_retriever(settings)
     with collect() as seconds:
         retriever.search(["Danube"], 2)
@@ -109,19 +109,20 @@ def test_time_is_reported_by_stage(settings: RetrieverConfig) -> None:
 
 
 def test_facts_change_with_what_decides_an_answer(settings: RetrieverConfig) -> None:
-    """Dtype and rescore make another engine for a cache; devices and tiles do not."""
+    """Dtype and rescore change the fingerprint; devices and tiles do not."""
 
-    def of(**options: object) -> str:
+    def fingerprint_with(**options: object) -> str:
         torch = replace(settings.torch, **options)
         return fingerprint(build_retriever(replace(settings, torch=torch)).info())
 
-    same = of()
-    assert of(tile_rows=2, matrix_devices=("cpu", "cpu")) == same
-    assert len({same, of(matrix_dtype="int8"), of(matrix_dtype="int8", rescore=4)}) == 3
+    default = fingerprint_with()
+    assert fingerprint_with(tile_rows=2, matrix_devices=("cpu", "cpu")) == default
+    int8 = fingerprint_with(matrix_dtype="int8")
+    assert len({default, int8, fingerprint_with(matrix_dtype="int8", rescore=4)}) == 3
 
 
 def test_another_encoder_or_corpus_is_refused(settings: RetrieverConfig, tmp_path: Path) -> None:
-    """The torch engine checks an index as the FAISS engine does."""
+    """The torch backend checks an index as the FAISS backend does."""
     with pytest.raises(IndexMismatch, match="embeds a probe text differently"):
         build_retriever(replace(settings, encoder=EncoderConfig("hash:32")))
     other = tmp_path / "other.jsonl"
@@ -136,7 +137,7 @@ def test_another_encoder_or_corpus_is_refused(settings: RetrieverConfig, tmp_pat
 
 
 def test_index_that_is_not_flat_is_refused(settings: RetrieverConfig, tmp_path: Path) -> None:
-    """The error names the kind and the engine that reads it."""
+    """The error names the kind of index and the backend that reads it."""
     index = faiss.IndexHNSWFlat(64, 4)
     index.add(random_rows(22, 8, 64))
     faiss.write_index(index, str(tmp_path / "hnsw"))
