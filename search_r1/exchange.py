@@ -1,7 +1,8 @@
-"""HTTP exchanges of several threads, each within one deadline and a size, whatever is answered.
+"""A thread-safe HTTP client that bounds the total time and the size of every exchange.
 
-A client of threads could bound each read alone, and a head that drips is read for hours. Redirects
-are not followed: they would carry a key to another machine.
+A synchronous client can only bound each single read, so a server that sends its headers byte by
+byte could occupy it for hours. Redirects are not followed, since they would send the API key to
+another host.
 """
 
 import asyncio
@@ -16,8 +17,8 @@ from search_r1.loops import LoopThread
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A whole answer, unpacked."""
+class Response:
+    """A complete, decompressed response."""
 
     status: int
     headers: httpx.Headers
@@ -28,56 +29,64 @@ class Answer:
         return self.body.decode("utf-8", "replace")
 
 
-class Exchanges:
-    """Keeps connections, on an event loop in a thread of its own; safe to use from all others."""
+class BoundedHttpClient:
+    """HTTP client with pooled connections, usable from any thread; runs its own event loop."""
 
-    def __init__(self, seconds: float, most_bytes: int, **settings: Any) -> None:
-        """`seconds` and `most_bytes` of an answer; `settings` are httpx's."""
-        self._seconds, self._most_bytes = seconds, most_bytes
-        self._client = httpx.AsyncClient(timeout=seconds, **settings)
+    def __init__(self, timeout: float, max_bytes: int, **settings: Any) -> None:
+        """`timeout` (s) bounds a whole exchange, `max_bytes` a response; `settings` are httpx's."""
+        self._timeout = timeout
+        self._max_bytes = max_bytes
+        self._client = httpx.AsyncClient(timeout=timeout, **settings)
         self._open = contextlib.ExitStack()
         self._loop = self._open.enter_context(LoopThread())
         self._open.callback(lambda: self._loop.run(self._client.aclose()))
 
-    def send(self, method: str, url: str, **fields: Any) -> Answer:
-        """The answer. Raises httpx.HTTPError without one, ValueError for one that is no use."""
-        answer, most = self._loop.run(self._send(method, url, fields)), self._most_bytes
-        encoding = answer.headers.get("Content-Encoding", "")
-        body = decompress(answer.body, encoding, most + 1)
-        if max(len(answer.body), len(body)) > most:
-            raise ValueError(f"more than {most} bytes")
-        return Answer(answer.status, answer.headers, body)
+    def send(self, method: str, url: str, **fields: Any) -> Response:
+        """Send a request and return the response.
+
+        Raises httpx.HTTPError if there is no response, ValueError if it is too large or cannot be
+        decompressed.
+        """
+        response = self._loop.run(self._send(method, url, fields))
+        encoding = response.headers.get("Content-Encoding", "")
+        body = decompress(response.body, encoding, self._max_bytes + 1)
+        if max(len(response.body), len(body)) > self._max_bytes:
+            raise ValueError(f"more than {self._max_bytes} bytes")
+        return Response(response.status, response.headers, body)
 
     def close(self) -> None:
-        """Close the connections; a second time does nothing."""
+        """Close the connections and stop the event loop; may be called twice."""
         self._open.close()
 
-    async def _send(self, method: str, url: str, fields: dict[str, Any]) -> Answer:
-        """The answer as it came, or the beginning of one that is too long."""
+    async def _send(self, method: str, url: str, fields: dict[str, Any]) -> Response:
+        """Return the response still compressed; reading stops once it is too large."""
         fields["headers"] = {"Accept-Encoding": "gzip", **fields.get("headers", {})}
         body = bytearray()
         try:
             async with (
-                asyncio.timeout(self._seconds),
+                asyncio.timeout(self._timeout),
                 self._client.stream(method, url, **fields) as response,
             ):
-                async for chunk in response.aiter_raw():  # httpx would unpack to any size
+                async for chunk in response.aiter_raw():  # httpx would decompress to any size
                     body += chunk
-                    if len(body) > self._most_bytes:
+                    if len(body) > self._max_bytes:
                         break
         except TimeoutError as error:
-            raise httpx.ReadTimeout(f"no complete answer within {self._seconds:g} s") from error
-        return Answer(response.status_code, response.headers, bytes(body))
+            raise httpx.ReadTimeout(f"no complete answer within {self._timeout:g} s") from error
+        return Response(response.status_code, response.headers, bytes(body))
 
 
-def decompress(body: bytes, encoding: str, most_bytes: int) -> bytes:
-    """At most `most_bytes` of a body in its `Content-Encoding`. Raises ValueError, but for gzip."""
+def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    """Return at most `max_bytes` of `body`, decompressed according to its `Content-Encoding`.
+
+    Raises ValueError for an encoding other than gzip, and for broken gzip data.
+    """
     name = encoding.strip().lower()
     if name in ("", "identity"):
         return body
     if name not in ("gzip", "x-gzip"):
         raise ValueError(f"encoding {encoding!r}, which was not asked for")
     try:
-        return zlib.decompressobj(wbits=31).decompress(body, most_bytes)
+        return zlib.decompressobj(wbits=31).decompress(body, max_bytes)
     except zlib.error as error:
         raise ValueError(f"broken gzip: {error}") from error

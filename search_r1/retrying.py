@@ -1,4 +1,4 @@
-"""What all clients of ours share that try again: growing pauses, and reading `Retry-After`."""
+"""Retries shared by all HTTP clients: exponential backoff, and parsing of `Retry-After`."""
 
 import logging
 import random
@@ -13,11 +13,15 @@ from typing import TypeVar
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_random = random.SystemRandom()  # seeding `random`, as training does, must not align the pauses
+# Training seeds `random` alike in all processes; their retries must not happen at the same time.
+_random = random.SystemRandom()
 
 
-class Transient(Exception):
-    """One attempt failed in a way that another may not; `retry_after` s were asked for."""
+class TransientError(Exception):
+    """A failed attempt that is worth repeating.
+
+    `retry_after` is the delay in seconds that the server asked for, or 0.
+    """
 
     def __init__(self, reason: str, retry_after: float = 0.0) -> None:
         super().__init__(reason)
@@ -25,49 +29,58 @@ class Transient(Exception):
 
 
 @dataclass(frozen=True)
-class Pauses:
-    """Seconds between attempts."""
+class Backoff:
+    """Exponential backoff with random jitter; all values in seconds."""
 
-    first: float = 0.25
-    """Before the second attempt; each further pause is twice as long."""
-    longest: float = 8.0
-    longest_asked: float = 30.0
-    """The longest pause that a `Retry-After` may ask for."""
+    initial: float = 0.25
+    """Delay before the second attempt; doubles with each further attempt."""
+    maximum: float = 8.0
+    max_retry_after: float = 30.0
+    """Upper bound for a delay that a `Retry-After` header asks for."""
 
-    def after(self, num_pauses: int, retry_after: float = 0.0) -> float:
-        """The next pause, cut by up to a half at random; never shorter than what was asked for."""
-        longest = min(self.longest, self.first * 2.0 ** min(num_pauses, 60))
-        asked = min(self.longest_asked, retry_after)
-        return max(longest * _random.uniform(0.5, 1.0), asked * _random.uniform(1.0, 1.1))
+    def delay(self, num_delays: int, retry_after: float = 0.0) -> float:
+        """Return the next delay after `num_delays` earlier ones.
+
+        It is shortened by up to a half at random, but never below `retry_after` (within its bound).
+        """
+        backoff = min(self.maximum, self.initial * 2.0 ** min(num_delays, 60))
+        requested = min(self.max_retry_after, retry_after)
+        return max(backoff * _random.uniform(0.5, 1.0), requested * _random.uniform(1.0, 1.1))
 
 
-def try_again(
+def call_with_retries(
     attempt: Callable[[], T],
     num_retries: int,
-    pauses: Pauses,
+    backoff: Backoff,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """What `attempt` returns, made again after a Transient; the last one is raised."""
-    for num_pauses in range(num_retries):
+    """Return the result of `attempt`, called again after each TransientError.
+
+    After `num_retries` further calls the last TransientError is raised.
+    """
+    for num_delays in range(num_retries):
         try:
             return attempt()
-        except Transient as error:
-            pause = pauses.after(num_pauses, error.retry_after)
-            logger.info("%s; try %d in %.1f s", error, num_pauses + 2, pause)
-            sleep(pause)
+        except TransientError as error:
+            delay = backoff.delay(num_delays, error.retry_after)
+            logger.info("%s; attempt %d in %.1f s", error, num_delays + 2, delay)
+            sleep(delay)
     return attempt()
 
 
-def retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds of the header `Retry-After`, a number or an HTTP date; 0 where there is none."""
+def parse_retry_after(headers: Mapping[str, str]) -> float:
+    """Return the seconds of the `Retry-After` header, a number or an HTTP date; 0 without one."""
     text = headers.get("Retry-After", "").strip()
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text):
         return float(text)
-    until, now = _date(text), _date(headers.get("Date", "")) or datetime.now(UTC)
-    return 0.0 if until is None else max(0.0, (until - now).total_seconds())
+    until = _parse_date(text)
+    if until is None:
+        return 0.0
+    now = _parse_date(headers.get("Date", "")) or datetime.now(UTC)
+    return max(0.0, (until - now).total_seconds())
 
 
-def _date(text: str) -> datetime | None:
+def _parse_date(text: str) -> datetime | None:
     try:
         date = parsedate_to_datetime(text)
     except (ValueError, TypeError, IndexError, OverflowError):

@@ -1,4 +1,4 @@
-"""Exchanges of threads: what does not end is left, what is whole arrives, connections are kept."""
+"""The bounded HTTP client: endless responses are abandoned, connections are reused."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +7,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from search_r1.exchange import Exchanges
+from search_r1.exchange import BoundedHttpClient
 from search_r1.rewards.judge.options import JudgeOptions
 from search_r1.rewards.judge.reward import JudgeEndpoint, JudgeFailed
 from tests.endless import DRIPS, FLOOD, endless
@@ -16,12 +16,12 @@ from tests.rewards.judge.server import judge_server
 
 @pytest.mark.parametrize("name", DRIPS)
 def test_an_answer_that_drips_has_one_deadline(name: str) -> None:
-    """Over head and body, however often a byte arrives; the same holds for the judge."""
+    """One deadline covers headers and body, however often a byte arrives; also for the judge."""
     with endless(*DRIPS[name]) as (url, _):
-        exchanges, start = Exchanges(0.4, 1000), time.monotonic()
+        client, start = BoundedHttpClient(0.4, 1000), time.monotonic()
         with pytest.raises(httpx.TimeoutException, match=r"no complete answer within 0.4 s"):
-            exchanges.send("GET", url)
-        exchanges.close()
+            client.send("GET", url)
+        client.close()
         options = JudgeOptions(url=url, model="m", timeout=0.4, max_retries=0)
         with JudgeEndpoint(options) as judge, pytest.raises(JudgeFailed, match=r"within 0.4 s"):
             judge.judge("?")
@@ -29,12 +29,12 @@ def test_an_answer_that_drips_has_one_deadline(name: str) -> None:
 
 
 def test_an_answer_without_end_is_not_kept() -> None:
-    """At most so many bytes are read; the judge tries again, then says so."""
+    """Reading stops at the size limit; the judge retries and then reports it."""
     with endless(*FLOOD, pause=0.0) as (url, count):
-        exchanges = Exchanges(20, 100_000)
+        client = BoundedHttpClient(20, 100_000)
         with pytest.raises(ValueError, match="more than 100000 bytes"):
-            exchanges.send("GET", url)
-        exchanges.close()
+            client.send("GET", url)
+        client.close()
         options = JudgeOptions(url=url, model="m", max_retries=1, first_pause=0.0)
         with JudgeEndpoint(options) as judge, pytest.raises(JudgeFailed, match="more than 8388608"):
             judge.judge("?")
@@ -42,7 +42,7 @@ def test_an_answer_without_end_is_not_kept() -> None:
 
 
 def test_threads_share_connections() -> None:
-    """Forty requests of four threads at once open four connections at most."""
+    """Forty requests from four threads open at most four connections."""
     with judge_server(lambda n, body: "yes") as server:
         options = replace(JudgeOptions(model="m"), url=server.url)
         with JudgeEndpoint(options) as judge, ThreadPoolExecutor(4) as threads:

@@ -1,4 +1,4 @@
-"""Growing pauses, `Retry-After`, and trying again."""
+"""Exponential backoff, parsing of `Retry-After`, and retried calls."""
 
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search_r1.retrying import Pauses, Transient, retry_after, try_again
+from search_r1.retrying import Backoff, TransientError, call_with_retries, parse_retry_after
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 
@@ -30,32 +30,32 @@ NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
     ],
 )
 def test_retry_after_is_read(text: str, expected: float) -> None:
-    """Seconds, and all three HTTP dates relative to the server's own clock; nonsense is 0."""
+    """Seconds and all three HTTP date formats, relative to the server's clock; nonsense is 0."""
     date = format_datetime(NOW, usegmt=True)
-    assert retry_after({"Retry-After": text, "Date": date}) == expected
+    assert parse_retry_after({"Retry-After": text, "Date": date}) == expected
 
 
 @given(st.text(max_size=60), st.text(max_size=60))
 @settings(max_examples=200)
-def test_any_header_is_survived(text: str, date: str) -> None:
-    """No header of a server raises; what comes out is never negative."""
-    assert retry_after({"Retry-After": text, "Date": date}) >= 0
+def test_no_header_raises_an_error(text: str, date: str) -> None:
+    """No header value raises an error or gives a negative delay."""
+    assert parse_retry_after({"Retry-After": text, "Date": date}) >= 0
 
 
-def test_pauses_grow_within_their_bounds() -> None:
-    """Exponential, halved at most by jitter, bounded; what a server asks for is kept, bounded."""
-    pauses = Pauses(0.25, 8.0, 30.0)
+def test_delays_grow_within_their_bounds() -> None:
+    """Delays grow exponentially; jitter at most halves them; `Retry-After` is bounded."""
+    backoff = Backoff(0.25, 8.0, 30.0)
     for n in range(200):
         longest = min(8.0, 0.25 * 2.0**n)
-        assert longest / 2 <= pauses.after(n, 0.0) <= longest
-        assert 20 <= pauses.after(n, 20.0) <= 22
-        assert 30 <= pauses.after(n, 1e9) <= 33
-    assert len({pauses.after(3, 0.0) for _ in range(20)}) > 1
+        assert longest / 2 <= backoff.delay(n, 0.0) <= longest
+        assert 20 <= backoff.delay(n, 20.0) <= 22
+        assert 30 <= backoff.delay(n, 1e9) <= 33
+    assert len({backoff.delay(3, 0.0) for _ in range(20)}) > 1
 
 
-def test_what_may_pass_is_tried_again_within_bounds() -> None:
-    """Only a Transient is; the pauses are those asked for, and the last error is raised."""
-    outcomes: list[Exception | int] = [Transient("busy", 20.0), Transient("busy"), 7]
+def test_transient_errors_are_retried_within_bounds() -> None:
+    """Only a TransientError is retried, after the requested delay; the last error is raised."""
+    outcomes: list[Exception | int] = [TransientError("busy", 20.0), TransientError("busy"), 7]
     slept: list[float] = []
 
     def attempt() -> int:
@@ -64,11 +64,11 @@ def test_what_may_pass_is_tried_again_within_bounds() -> None:
             raise outcome
         return outcome
 
-    assert try_again(attempt, 2, Pauses(), slept.append) == 7
+    assert call_with_retries(attempt, 2, Backoff(), slept.append) == 7
     assert 20 <= slept[0] <= 22 and slept[1] <= 0.5
-    outcomes[:] = [Transient("a"), Transient("b")]
-    with pytest.raises(Transient, match="b"):
-        try_again(attempt, 1, Pauses(), slept.append)
+    outcomes[:] = [TransientError("a"), TransientError("b")]
+    with pytest.raises(TransientError, match="b"):
+        call_with_retries(attempt, 1, Backoff(), slept.append)
     outcomes[:] = [ValueError("final"), 7]
     with pytest.raises(ValueError, match="final"):
-        try_again(attempt, 9, Pauses(), slept.append)
+        call_with_retries(attempt, 9, Backoff(), slept.append)

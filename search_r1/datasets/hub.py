@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from search_r1.retrying import Pauses, Transient, retry_after, try_again
+from search_r1.retrying import Backoff, TransientError, call_with_retries, parse_retry_after
 from search_r1.search.index.progress import Report, progress
 from verl.errors import UserError, explain, redact
 from verl.files import sha256
@@ -38,7 +38,7 @@ PLAIN_PATH = re.compile(r"(?=.{1,1000}\Z)\w[\w.-]{0,199}(/\w[\w.-]{0,199})*", re
 """Names that mean the same on every disk: no `..`, root, drive, control character, hidden file."""
 RESERVED = re.compile(r"(?:\A|/)(?:con|prn|aux|nul|com\d|lpt\d)(?:[./]|\Z)", re.IGNORECASE)
 """Devices of Windows, in every folder."""
-PAUSES = Pauses(1.0, 30.0, 300.0)
+PAUSES = Backoff(1.0, 30.0, 300.0)
 BUSY = (408, 425, 429)
 """Statuses below 500 that may pass."""
 
@@ -47,7 +47,7 @@ class DownloadError(UserError):
     """A file that cannot be fetched, is not what the hub says, or has no room."""
 
 
-NOT_LISTED = (Transient, httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, ValueError,
+NOT_LISTED = (TransientError, httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, ValueError,
               TypeError, LookupError, AttributeError, RecursionError)  # fmt: skip
 """What a listing raises that cannot be had, or is none."""
 
@@ -66,12 +66,12 @@ class Patience:
 
     tries: int = 20
     """Requests in a row that may bring nothing before giving up."""
-    pauses: Pauses = PAUSES
+    pauses: Backoff = PAUSES
     sleep: Callable[[float], None] = time.sleep
 
     def wait_out(self, attempt: Callable[[], T]) -> T:
-        """What `attempt` returns once the hub is back; raises its last Transient."""
-        return try_again(attempt, self.tries - 1, self.pauses, self.sleep)
+        """What `attempt` returns once the hub is back; raises its last TransientError."""
+        return call_with_retries(attempt, self.tries - 1, self.pauses, self.sleep)
 
 
 def list_files(repo: str, prefix: str, patience: Patience = Patience()) -> list[HubFile]:
@@ -201,7 +201,7 @@ def _get(url: str) -> tuple[bytes, str | None]:
                 body += chunk
                 if len(body) > MOST_LISTING:
                     raise ValueError(f"more than {MOST_LISTING} bytes")
-    except Transient as error:
+    except TransientError as error:
         if isinstance(error.__cause__, httpx.ConnectError):  # rather a wrong address
             raise error.__cause__ from None
         raise
@@ -210,7 +210,10 @@ def _get(url: str) -> tuple[bytes, str | None]:
 
 @contextmanager
 def _open(url: str, have: int = 0) -> Iterator[httpx.Response]:
-    """The hub's answer from byte `have` on, without a token. Raises Transient or httpx's errors."""
+    """The hub's answer from byte `have` on, without a token.
+
+    Raises TransientError or httpx's errors.
+    """
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
     options: Any = {"headers": headers, "timeout": TIMEOUT, "follow_redirects": True}
     try:
@@ -220,21 +223,21 @@ def _open(url: str, have: int = 0) -> Iterator[httpx.Response]:
     except httpx.HTTPStatusError as error:
         if error.response.status_code not in BUSY and not error.response.is_server_error:
             raise
-        raise Transient(_told(error), retry_after(error.response.headers)) from error
+        raise TransientError(_told(error), parse_retry_after(error.response.headers)) from error
     except httpx.UnsupportedProtocol:
         raise
     except httpx.TransportError as error:
-        raise Transient(_told(error)) from error
+        raise TransientError(_told(error)) from error
 
 
 def _fetch_rest(url: str, file: HubFile, path: Path, report: Report, patience: Patience) -> None:
     """Ask for what `path` lacks, again where a connection broke, until it is whole."""
 
     def attempt() -> None:
-        have, reason = path.stat().st_size, Transient("the answer ended too early")
+        have, reason = path.stat().st_size, TransientError("the answer ended too early")
         try:
             _append(url, file, path, have, report)
-        except Transient as error:
+        except TransientError as error:
             reason = error
         if path.stat().st_size <= have:
             raise reason
@@ -242,7 +245,7 @@ def _fetch_rest(url: str, file: HubFile, path: Path, report: Report, patience: P
     try:
         while path.stat().st_size < file.size:
             patience.wait_out(attempt)
-    except (Transient, httpx.HTTPError) as error:
+    except (TransientError, httpx.HTTPError) as error:
         raise DownloadError(
             f"{_told(url)} cannot be fetched ({_told(error)}); run the same command again, "
             "which goes on where this one stopped"

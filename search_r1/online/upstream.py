@@ -14,7 +14,7 @@ from urllib.parse import quote, quote_plus
 
 import httpx
 
-from search_r1.exchange import Answer, Exchanges
+from search_r1.exchange import BoundedHttpClient, Response
 from search_r1.online.services import (
     Credentials,
     HttpRequest,
@@ -23,7 +23,7 @@ from search_r1.online.services import (
     SearchResult,
     Service,
 )
-from search_r1.retrying import Pauses, Transient, retry_after, try_again
+from search_r1.retrying import Backoff, TransientError, call_with_retries, parse_retry_after
 from search_r1.search.errors import (
     SetupError,
     UpstreamInvalid,
@@ -44,7 +44,7 @@ LONGEST_WAIT_S = 60.0
 MOST_READ = 100_000
 """Bytes of an error answer that are looked at."""
 MOST_MESSAGE = 300
-PAUSES = Pauses(0.5, 30.0)
+PAUSES = Backoff(0.5, 30.0)
 GARBAGE = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
 """What reading an answer of another form raises."""
 
@@ -118,7 +118,7 @@ class RateLimit:
             self._next = max(self._next, self._now() + seconds)
 
 
-class _Garbage(Transient):
+class _Garbage(TransientError):
     """An answer outside the documented form."""
 
 
@@ -140,7 +140,7 @@ class Upstream:
         self._retries = config.online_retries
         self._sleep = sleep
         self._limit = RateLimit(config.requests_per_second, sleep=sleep)
-        self._exchanges = Exchanges(config.online_timeout, MOST_BYTES)
+        self._exchanges = BoundedHttpClient(config.online_timeout, MOST_BYTES)
 
     def ask(self, ask: SearchRequest) -> list[SearchResult]:
         """The results of one request.
@@ -150,8 +150,8 @@ class Upstream:
         """
         call = self.service.build(self._credentials, ask)
         try:
-            return try_again(lambda: self._try(call), self._retries, PAUSES, self._sleep)
-        except Transient as error:
+            return call_with_retries(lambda: self._try(call), self._retries, PAUSES, self._sleep)
+        except TransientError as error:
             kind = UpstreamInvalid if isinstance(error, _Garbage) else UpstreamUnavailable
             raise kind(
                 f"{self.service.name} did not answer in {self._retries + 1} tries; the last: "
@@ -163,14 +163,14 @@ class Upstream:
         self._exchanges.close()
 
     def _try(self, call: HttpRequest) -> list[SearchResult]:
-        """One request; raises Transient, UpstreamUnavailable or UpstreamRefused."""
+        """One request; raises TransientError, UpstreamUnavailable or UpstreamRefused."""
         self._limit.wait()
         method = "GET" if call.body is None else "POST"
         fields: dict[str, Any] = {"params": call.params or None, "headers": call.headers}
         try:
             answer = self._exchanges.send(method, self.url, json=call.body, **fields)
         except httpx.HTTPError as error:  # `from None`: its address may hold the key
-            raise Transient(hide(f"{type(error).__name__} {error}")) from None
+            raise TransientError(hide(f"{type(error).__name__} {error}")) from None
         except ValueError as error:
             raise _Garbage(f"an answer outside its documented form ({error})") from None
         if answer.status != 200:
@@ -183,7 +183,7 @@ class Upstream:
             said = f"an answer outside its documented form ({said}; got {got!r})"
             raise _Garbage(said) from None
 
-    def _judge(self, answer: Answer) -> Exception:
+    def _judge(self, answer: Response) -> Exception:
         """What an answer other than 200 means for the next try."""
         status, said = answer.status, answer.body[:MOST_READ].decode("utf-8", "replace")
         limited = status in (408, 425, 429) or status >= 500 or self.service.busy.search(said)
@@ -193,13 +193,13 @@ class Upstream:
                 f"{self.service.name} refused with {message}; check the key in "
                 f"{' and '.join(self.service.variables)} and what is left of its quota"
             )
-        after = retry_after(answer.headers)
+        after = parse_retry_after(answer.headers)
         if after > LONGEST_WAIT_S:
             return UpstreamUnavailable(
                 f"{self.service.name} asks to come back in {after:.0f} s, with {message}"
             )
         self._limit.hold(after)
-        return Transient(message)
+        return TransientError(message)
 
 
 def _check_url(url: str) -> str:

@@ -28,7 +28,7 @@ from typing import Any, Self, TypeVar
 import aiohttp
 from pydantic import SecretStr
 
-from search_r1.retrying import Pauses
+from search_r1.retrying import Backoff
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable, SearchError
 from search_r1.search.retrieval import EmptyRetrieval, InMemoryRetrieval, Retrieval
 from search_r1.search.schema import TOKEN_VARIABLE, Document, from_wire, well_formed
@@ -149,7 +149,7 @@ class RetrievalClient:
         if deadline is not None and not deadline > 0:
             raise ValueError(f"deadline {deadline}; expected more than 0 seconds, or None")
         self._urls = read_urls(url)
-        pauses = Pauses(backoff, max_backoff, max_retry_after)
+        pauses = Backoff(backoff, max_backoff, max_retry_after)
         self._patience = Patience(timeout, max_retries, pauses, log_level)
         self._topk = topk
         self._deadline = math.inf if deadline is None else deadline

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from search_r1.retrying import Pauses, Transient, retry_after
+from search_r1.retrying import Backoff, TransientError, parse_retry_after
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
 from verl.errors import redact
 from verl.ports import is_local_host
@@ -152,7 +152,7 @@ def preferred(urls: Sequence[str]) -> list[str]:
     return sorted(order, key=lambda url: not is_local_host(urlsplit(url).hostname or ""))
 
 
-class Garbled(Transient):
+class Garbled(TransientError):
     """An answer of status 200 that no retrieval server would give."""
 
 
@@ -162,7 +162,7 @@ class Patience:
 
     timeout: float = 60.0
     max_retries: int = 5
-    pauses: Pauses = field(default_factory=Pauses)
+    pauses: Backoff = field(default_factory=Backoff)
     log_level: int = logging.WARNING
     """Of the line about each attempt that failed."""
 
@@ -189,12 +189,12 @@ class Answer:
         return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
     def check(self) -> None:
-        """Raise Transient where another attempt may help, RetrieverRefused where none will."""
+        """Raise TransientError where another attempt may help, RetrieverRefused where none will."""
         if 200 <= self.status < 300:
             return
         if self.status == 429 or 500 <= self.status < 600:
             reason = f"answers {self.status}: {self.excerpt(200)}"
-            raise Transient(reason, retry_after(self.headers))
+            raise TransientError(reason, parse_retry_after(self.headers))
         fix = FIXES.get(self.status, ADDRESS if self.status < 400 else "")
         raise RetrieverRefused(
             f"retriever {self.url} refused with {self.status}, expected 200: "
@@ -211,7 +211,7 @@ class Failures:
     counts: Counter[str] = field(default_factory=Counter)
     num_garbled: int = 0
 
-    def add(self, url: str, error: Transient) -> None:
+    def add(self, url: str, error: TransientError) -> None:
         """`url`'s last reason and one more attempt."""
         self.reasons[url] = str(error)
         self.counts[url] += 1
@@ -274,7 +274,7 @@ class Transport:
             server = self.servers.choose()
             try:
                 return await self._attempt(http, server, method, path, body, limit, read), attempt
-            except Transient as error:
+            except TransientError as error:
                 failures.add(redact(server.url), error)
                 logger.log(patience.log_level, "retriever %s %s; attempt %d of %d",
                            redact(server.url), error, attempt + 1, retries + 1)  # fmt: skip
@@ -286,7 +286,7 @@ class Transport:
                 if attempt + 1 >= len(self.servers) and time.monotonic() < self._outage_until:
                     raise failures.error(", as others did shortly before") from error
                 if not self.servers.has_ready():
-                    pause = patience.pauses.after(num_pauses, error.retry_after)
+                    pause = patience.pauses.delay(num_pauses, error.retry_after)
                     num_pauses += 1
                     if time.monotonic() + pause >= deadline:
                         break
@@ -317,7 +317,7 @@ class Transport:
         limit: float,
         read: Callable[[Answer], T],
     ) -> T:
-        """One exchange within `limit` s; raises Transient or RetrieverRefused."""
+        """One exchange within `limit` s; raises TransientError or RetrieverRefused."""
         started = time.monotonic()
         if body is not None and server.takes_deadline:
             body = {**body, DEADLINE_FIELD: round(limit, 3)}
@@ -325,14 +325,14 @@ class Transport:
             answer = await _send(http, method, server.url + path, body, limit)
             answer.check()
             found = read(answer)
-        except Transient as error:
+        except TransientError as error:
             self.servers.failed(server, started, error.retry_after)
             raise
         except RetrieverRefused as error:
             self._answered(server)
             if server.takes_deadline and body is not None and DEADLINE_FIELD in str(error):
                 server.takes_deadline = False
-                raise Transient(f"does not know the field {DEADLINE_FIELD}") from error
+                raise TransientError(f"does not know the field {DEADLINE_FIELD}") from error
             raise
         self._answered(server)
         return found
@@ -345,7 +345,7 @@ async def _send(
     body: Mapping[str, Any] | None,
     limit: float,
 ) -> Answer:
-    """The whole answer within `limit` s, of whatever status; raises Transient without one."""
+    """The whole answer within `limit` s, of whatever status; raises TransientError without one."""
     data = None if body is None else orjson.dumps(body)
     timeout = aiohttp.ClientTimeout(total=limit, sock_connect=CONNECT_S)
     try:
@@ -360,4 +360,4 @@ async def _send(
             return Answer(url, answer.status, bytes(content), answer.headers)
     except (aiohttp.ClientError, TimeoutError) as error:
         reason = " ".join(f"does not answer ({type(error).__name__}: {error})".split())
-        raise Transient(reason.replace(": )", ")")) from error
+        raise TransientError(reason.replace(": )", ")")) from error

@@ -19,7 +19,7 @@ from search_r1.online import upstream
 from search_r1.online.addresses import AddressPolicy
 from search_r1.online.engine import OnlineRetriever, open_online
 from search_r1.online.services import SERVICES
-from search_r1.retrying import Pauses
+from search_r1.retrying import Backoff
 from search_r1.search.backends.base import collect, fingerprint
 from search_r1.search.backends.registry import build_retriever
 from search_r1.search.errors import (
@@ -47,7 +47,7 @@ def results_of(query: str, count: int, offset: int) -> Results:
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Back-off is tested where all clients share it; here it would only take time."""
-    monkeypatch.setattr(upstream, "PAUSES", Pauses(0.001))
+    monkeypatch.setattr(upstream, "PAUSES", Backoff(0.001))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from search_r1.datasets import download
 from search_r1.datasets.command import build
 from search_r1.datasets.download import ITEMS, Joined, Plan, main, unpack
 from search_r1.datasets.hub import DownloadError, HubFile, Patience, fetch, list_files, verify
-from search_r1.retrying import Transient
+from search_r1.retrying import TransientError
 
 MB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
@@ -309,9 +309,9 @@ def test_an_outage_of_minutes_ends_some_time() -> None:
     patience = Patience(sleep=pauses.append)
 
     def lose() -> None:
-        raise Transient("refused")
+        raise TransientError("refused")
 
-    with pytest.raises(Transient):
+    with pytest.raises(TransientError):
         patience.wait_out(lose)
     assert len(pauses) == 19
     assert all(2**i / 2 <= pause <= 2**i for i, pause in enumerate(pauses[:5]))

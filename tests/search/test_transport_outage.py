@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
-from search_r1.retrying import Pauses
+from search_r1.retrying import Backoff
 from search_r1.search.client import RETRIED, RetrievalClient, counting
 from search_r1.search.errors import RetrieverUnavailable
 from search_r1.search.transport import Patience, Servers, Transport
@@ -24,7 +24,7 @@ class Scripted:
     def __init__(self, num_retries: int = NUM_RETRIES) -> None:
         self.num_asked: Counter[str] = Counter()
         self.is_away = False
-        patience = Patience(max_retries=num_retries, pauses=Pauses(0.02, 0.02))
+        patience = Patience(max_retries=num_retries, pauses=Backoff(0.02, 0.02))
         self.transport = Transport(Servers([URL]), patience)
 
     @asynccontextmanager

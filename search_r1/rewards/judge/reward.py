@@ -21,8 +21,8 @@ from typing import Self
 
 import httpx
 
-from search_r1.exchange import Exchanges
-from search_r1.retrying import Pauses, Transient, retry_after, try_again
+from search_r1.exchange import BoundedHttpClient
+from search_r1.retrying import Backoff, TransientError, call_with_retries, parse_retry_after
 from search_r1.rewards.interface import RewardInput, RewardOutput
 from search_r1.rewards.judge.options import JudgeOptions
 from search_r1.rewards.normalize import matches_exactly
@@ -100,10 +100,10 @@ class JudgeEndpoint:
         """Open no connection yet."""
         self.options = options
         self._url = f"{options.url.rstrip('/')}/chat/completions"
-        self._pauses = Pauses(options.first_pause, MAX_PAUSE_S, MAX_PAUSE_S)
+        self._pauses = Backoff(options.first_pause, MAX_PAUSE_S, MAX_PAUSE_S)
         key = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         limits = httpx.Limits(max_connections=options.max_concurrency)
-        self._exchanges = Exchanges(options.timeout, MOST_BYTES, headers=key, limits=limits)
+        self._exchanges = BoundedHttpClient(options.timeout, MOST_BYTES, headers=key, limits=limits)
         self._failures = 0
         self._lock = threading.Lock()
 
@@ -122,8 +122,10 @@ class JudgeEndpoint:
         if self._failures >= self.options.max_concurrency:
             raise JudgeFailed("the judge is down")
         try:
-            score = try_again(lambda: self._try(message), self.options.max_retries, self._pauses)
-        except (Transient, JudgeFailed) as error:
+            score = call_with_retries(
+                lambda: self._try(message), self.options.max_retries, self._pauses
+            )
+        except (TransientError, JudgeFailed) as error:
             with self._lock:
                 self._failures += 1
                 is_first = self._failures == 1
@@ -134,7 +136,7 @@ class JudgeEndpoint:
         return score
 
     def _try(self, message: str) -> float:
-        """One request. Raises Transient, or JudgeFailed where trying again is of no use."""
+        """One request. Raises TransientError, or JudgeFailed where trying again is of no use."""
         body = {
             "model": self.options.model,
             "messages": [{"role": "user", "content": message}],
@@ -146,20 +148,20 @@ class JudgeEndpoint:
         except httpx.InvalidURL as error:
             raise JudgeFailed(f"{self._url}: {error}") from error
         except httpx.RequestError as error:
-            raise Transient(f"{type(error).__name__} {error}".strip()) from error
+            raise TransientError(f"{type(error).__name__} {error}".strip()) from error
         except ValueError as error:
-            raise Transient(f"no chat completion: {error}") from error
+            raise TransientError(f"no chat completion: {error}") from error
         if answer.status in TRANSIENT:
-            raise Transient(f"status {answer.status}", retry_after(answer.headers))
+            raise TransientError(f"status {answer.status}", parse_retry_after(answer.headers))
         if answer.status != 200:
             raise JudgeFailed(f"{self._url}: status {answer.status}: {answer.text[:200]}")
         try:
             reply = json.loads(answer.body)["choices"][0]["message"]["content"]
             score = read(reply, self.options.verdict)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise Transient(f"no chat completion: {answer.text[:200]}") from error
+            raise TransientError(f"no chat completion: {answer.text[:200]}") from error
         if score is None:
-            raise Transient(f"no verdict: {answer.text[:200]}")
+            raise TransientError(f"no verdict: {answer.text[:200]}")
         return score
 
 
