@@ -1,1 +1,1 @@
-"""Whether the policy is still healthy: what is read, the rules, and what follows."""
+"""Monitoring of a run: trackers, timings, FLOPs, traces, host memory and the collapse guard."""

@@ -1,13 +1,13 @@
-"""The collapse guard: what it measures and bounds, which checkpoints it trusts, what it then does.
+"""The collapse guard: detects a collapsing policy, marks healthy checkpoints, rolls back to them.
 
-A run with tools seldom ends in an error. The policy forgets its tags, calls no tool, never
-answers or repeats itself, and the score follows some steps later. Each row of `RULES` bounds one
-metric, absolutely or relative to a baseline: its median over the latest healthy steps. One step
-beyond a bound is a warning, `patience` of them in a row are a collapse.
+A training run with tools rarely collapses with an error. The policy forgets its tags, calls no
+tool, never answers or repeats itself, and the score drops some steps later. Each entry of `RULES`
+bounds one metric, absolutely or relative to a baseline: the metric's median over the latest healthy
+steps. One step beyond a bound is a warning; `patience` such steps in a row are a collapse.
 
-A checkpoint is healthy when the guard had nothing to say in the `patience` steps that followed it:
-they sampled with its weights and learned from there. Its folder is then marked `HEALTHY`. What a
-run under `action=rollback` starts from, and what it goes on from, is trusted at once.
+A checkpoint is healthy if the `patience` steps after it raised no warning: they sampled with its
+weights and continued training from them. Its folder is then marked `HEALTHY`. The weights with
+which a run under `action=rollback` starts or resumes are marked healthy at once.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Kind(StrEnum):
     SHARE = "at least the limit times the baseline"
 
 
-LEAST = (Kind.DROP, Kind.SHARE)
-"""Those whose bound is the least allowed, rather than the most."""
+LOWER_BOUNDS = (Kind.DROP, Kind.SHARE)
+"""Kinds whose bound is a minimum; the others bound a maximum."""
 
 
 @dataclass(frozen=True)
@@ -63,41 +63,44 @@ class Rule:
     """One bound on one metric."""
 
     name: str
-    """The option of `trainer.guard` that sets the limit."""
+    """Option of `trainer.guard` that sets the limit."""
     metric: str
     kind: Kind
     patience: int | None = None
-    """Steps in a row beyond the bound that make a collapse; None is the option's."""
+    """Steps in a row beyond the bound that count as a collapse; None: `trainer.guard.patience`."""
     limit: float = 0.0
 
     def bound(self, baseline: float | None) -> float | None:
-        """The most or least allowed; None while a relative rule has nothing to compare with."""
+        """Return the allowed maximum or minimum; None while a relative rule lacks a baseline."""
         if self.kind is Kind.DROP:
             return -self.limit
         if self.kind is Kind.CEILING:
             return self.limit
         if baseline is None or (baseline == 0.0 and self.kind is Kind.GROWTH):
-            return None  # any gradient is beyond a multiple of none
+            return None  # any gradient norm would exceed a multiple of 0
         return baseline + self.limit if self.kind is Kind.RISE else baseline * self.limit
 
     def is_broken(self, value: float, bound: float | None) -> bool:
-        """Whether `value` is beyond the bound; what is not finite always is."""
-        if not math.isfinite(value) or bound is None:
-            return not math.isfinite(value)
-        return value < bound if self.kind in LEAST else value > bound
+        """Return whether `value` is beyond the bound; a value that is not finite always is."""
+        if not math.isfinite(value):
+            return True
+        if bound is None:
+            return False
+        return value < bound if self.kind in LOWER_BOUNDS else value > bound
 
     def reason(self, value: float, baseline: float | None, count: int) -> str:
-        """`METRIC is VALUE, above BOUND (RULE, baseline …), step 1 of 3`."""
-        bound, side = self.bound(baseline), "below" if self.kind in LEAST else "above"
+        """Return `METRIC is VALUE, above BOUND (RULE, baseline …), step 1 of 3`."""
+        bound = self.bound(baseline)
+        side = "below" if self.kind in LOWER_BOUNDS else "above"
         limit = "not finite" if bound is None or not math.isfinite(value) else f"{side} {bound:.3g}"
-        known = "" if baseline is None else f", baseline {baseline:.3g}"
+        compared = "" if baseline is None else f", baseline {baseline:.3g}"
         return (
-            f"{self.metric} is {value:.3g}, {limit} (rule {self.name}{known}), "
+            f"{self.metric} is {value:.3g}, {limit} (rule {self.name}{compared}), "
             f"step {count} of {self.patience}"
         )
 
 
-# Rules about the updates themselves need less patience than those about what is sampled later.
+# Rules on the updates themselves need less patience than rules on the samples that follow them.
 RULES = (
     Rule("drift_drop", DRIFT, Kind.DROP),
     Rule("drift_crash", DRIFT, Kind.DROP, patience=1),
@@ -114,7 +117,7 @@ RULES = (
 
 
 def rules(config: GuardConfig) -> list[Rule]:
-    """The rules of a run: those whose limit is not null."""
+    """Return the rules of a run: all rules whose limit is not null."""
     limits = [(rule, getattr(config, rule.name)) for rule in RULES]
     patience = config.patience
     return [
@@ -126,16 +129,16 @@ def rules(config: GuardConfig) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the guard says of a step: it is healthy where there are no reasons."""
+    """The guard's verdict on one step: healthy if there are no reasons."""
 
     reasons: tuple[str, ...] = ()
-    """One for each broken rule: metric, value, bound, baseline, how often in a row."""
+    """One for each broken rule: metric, value, bound, baseline and number of steps in a row."""
     is_collapsed: bool = False
-    """A rule was broken for as many steps as its patience; else a reason is a warning."""
+    """Whether a rule was broken for as many steps as its patience; otherwise reasons only warn."""
 
     @property
     def health(self) -> str:
-        """In a word."""
+        """`collapsed`, `warning` or `healthy`."""
         return "collapsed" if self.is_collapsed else "warning" if self.reasons else "healthy"
 
     def __str__(self) -> str:
@@ -144,18 +147,18 @@ class Verdict:
 
 @dataclass
 class CollapseGuard:
-    """Verdicts, trusted checkpoints and rollbacks of one run; `directory` holds its checkpoints."""
+    """Verdicts, healthy checkpoints and rollbacks of one run with checkpoints in `directory`."""
 
     config: GuardConfig
     directory: Path
     settle: Callable[[], None] = lambda: None
-    """Waits for a checkpoint that is still being written."""
+    """Waits until a checkpoint in progress has been written."""
     history: dict[str, list[float]] = field(default_factory=dict)
-    """Each watched metric at the latest healthy steps, oldest first."""
+    """Values of each monitored metric at the latest healthy steps, oldest first."""
     broken: dict[str, int] = field(default_factory=dict)
-    """How many steps in a row each rule was broken."""
+    """Number of steps in a row for which each rule has been broken."""
     pending: list[int] = field(default_factory=list)
-    """Steps of checkpoints that are not proven yet, in order."""
+    """Steps of checkpoints not known to be healthy yet, in order."""
     healthy: int | None = None
     """Step of the last healthy checkpoint."""
     rollbacks: int = 0
@@ -164,7 +167,7 @@ class CollapseGuard:
         self.rules = rules(self.config)
 
     def judge(self, step: int, metrics: dict[str, float]) -> Verdict:
-        """The verdict on a step, which is logged, added to `metrics`, and proves checkpoints."""
+        """Judge a step: log the verdict, add it to `metrics` and mark checkpoints it confirms."""
         if not self.config.enable:
             return Verdict()
         verdict = self.observe(metrics)
@@ -179,10 +182,10 @@ class CollapseGuard:
         return verdict
 
     def observe(self, metrics: Mapping[str, float]) -> Verdict:
-        """The verdict on one step's metrics; steps come in order.
+        """Return the verdict on one step's metrics; steps must be given in order.
 
-        A metric that a step lacks (no correct trajectory, no update) is not judged, and the count
-        of its rules stays as it is.
+        Rules on a metric that the step lacks (no correct trajectory, no update) are not checked,
+        and their counts stay as they are.
         """
         reasons, is_collapsed = [], False
         for rule in self.rules:
@@ -202,16 +205,16 @@ class CollapseGuard:
         return Verdict(tuple(reasons), is_collapsed)
 
     def baseline(self, metric: str) -> float | None:
-        """Median over the latest healthy steps; None before the first."""
+        """Return the median over the latest healthy steps; None before the first such step."""
         values = self.history.get(metric)
         return statistics.median(values) if values else None
 
     def add_pending(self, step: int) -> None:
-        """A checkpoint of `step` is being written; the next steps will prove it."""
+        """Record that a checkpoint of `step` is being written; later steps decide on its health."""
         self.pending.append(step)
 
     def mark_healthy(self, step: int) -> None:
-        """Take the checkpoint of `step` for healthy from now on, if it is there."""
+        """Mark the checkpoint of `step` as healthy, if it exists."""
         self.settle()
         self.drop_pending(step)
         if self._exists(step):
@@ -219,40 +222,40 @@ class CollapseGuard:
             folders.mark_healthy(folders.step_folder(self.directory, step))
 
     def drop_pending(self, step: int) -> None:
-        """The checkpoint of `step` is not there, or needs no proof any more."""
+        """Remove the checkpoint of `step` from the pending ones: it is lost, or known healthy."""
         self.pending = [pending for pending in self.pending if pending != step]
 
     @property
     def protected_steps(self) -> set[int]:
-        """Steps whose checkpoints must stay: the healthy one, and the next one to be proven."""
-        found = {self.pending[0]} if self.pending else set()
-        return found if self.healthy is None else {*found, self.healthy}
+        """Steps whose checkpoints must be kept: the last healthy one and the oldest pending one."""
+        steps = {*self.pending[:1]}
+        return steps if self.healthy is None else {*steps, self.healthy}
 
     @property
     def needs_initial_checkpoint(self) -> bool:
-        """The run must save what it starts from: a rollback could have to go there."""
+        """Whether the run must save its initial weights, since a rollback may need them."""
         rolls_back = self.config.enable and self.config.action == "rollback"
         return rolls_back and self.healthy is None
 
     @property
     def lr_scale(self) -> float:
-        """Share of the configured learning rates that is left after the rollbacks so far."""
+        """Factor on the configured learning rates after the rollbacks so far."""
         return self.config.rollback_lr_factor**self.rollbacks
 
     def requires_action(self, verdict: Verdict) -> bool:
-        """Whether the run cannot just go on."""
+        """Return whether the run must be rolled back or stopped."""
         return verdict.is_collapsed and self.config.action != "warn"
 
     def roll_back(self, step: int, verdict: Verdict) -> Path:
-        """The checkpoint to go on from; counts the rollback.
+        """Count a rollback and return the checkpoint to continue from.
 
         Raises CollapseError under `action=stop`, and when the rollbacks are used up.
         """
         if self.config.action != "rollback" or self.rollbacks >= self.config.max_rollbacks:
             raise CollapseError(self._message(step, verdict))
-        assert self.healthy is not None, "a run that may roll back has saved what it started from"
+        assert self.healthy is not None, "a run that may roll back has saved its initial weights"
         self.rollbacks += 1
-        self.broken.clear()  # the baselines stay
+        self.broken.clear()  # the history stays, and so do the baselines
         self.pending.clear()
         folder = folders.step_folder(self.directory, self.healthy)
         logger.warning("guard: step %d: back to %s, learning rates x %.3g (rollback %d of %d)",
@@ -261,24 +264,23 @@ class CollapseGuard:
         return folder
 
     def _message(self, step: int, verdict: Verdict) -> str:
-        """What happened, where the healthy weights are, and how to go on."""
         spent = f" after {self.rollbacks} rollbacks" if self.rollbacks else ""
         lower = "a lower actor_rollout_ref.actor.optim.lr"
-        advice = (f"no checkpoint is known to be healthy: start anew with {lower}, and "
-                  "trainer.save_freq to have checkpoints")  # fmt: skip
+        advice = (f"no checkpoint is known to be healthy: start again with {lower}, and "
+                  "with trainer.save_freq to have checkpoints")  # fmt: skip
         if self.healthy is not None:
             folder = folders.step_folder(self.directory, self.healthy)
-            advice = (f"the last healthy checkpoint is {folder}; go on from it with "
+            advice = (f"the last healthy checkpoint is {folder}; continue from it with "
                       f"trainer.resume_mode={folder} and {lower}")  # fmt: skip
         return f"the policy collapsed at step {step}{spent}: {verdict}; {advice}"
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """Return the guard's state for a checkpoint, as JSON values."""
         names = ("history", "broken", "pending", "healthy", "rollbacks")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave, as far as the checkpoints are still here."""
+        """Restore the state from `state_dict`; ignores checkpoints that no longer exist."""
         self.history = {name: list(values) for name, values in state["history"].items()}
         self.broken = dict(state["broken"])
         self.pending = [step for step in state["pending"] if self._exists(step)]
@@ -291,21 +293,22 @@ class CollapseGuard:
 
 
 def correct_sequences(scores: Tensor, limit: int) -> list[int]:
-    """Indices of at most `limit` correct trajectories, evenly over the batch.
+    """Return indices of at most `limit` correct trajectories, spread evenly over the batch.
 
-    Correct is a positive score of at least half the batch's best, `scores` (num_seqs,).
+    A trajectory is correct if its score is positive and at least half the batch's best.
+    `scores` (num_seqs,).
     """
     if not len(scores):
         return []
-    found = torch.nonzero((scores > 0) & (scores >= scores.max() / 2)).flatten().tolist()
-    chosen = min(limit, len(found))
-    return [found[i * len(found) // chosen] for i in range(chosen)]
+    correct = torch.nonzero((scores > 0) & (scores >= scores.max() / 2)).flatten().tolist()
+    count = min(limit, len(correct))
+    return [correct[i * len(correct) // count] for i in range(count)]
 
 
 def correct_trajectories(batch: TokenBatch, limit: int) -> TokenBatch:
-    """The correct trajectories to look at again, with the columns that a forward needs only.
+    """Return up to `limit` correct trajectories, with only the columns a forward pass needs.
 
-    None of an engine that does not tell log-probs: there is nothing to compare with.
+    Trajectories without engine log-probs are left out: there is nothing to compare with.
     """
     chosen = batch.select(correct_sequences(batch.rows["scores"], limit))
     sampled = chosen.sequences("rollout_log_probs")
@@ -315,11 +318,11 @@ def correct_trajectories(batch: TokenBatch, limit: int) -> TokenBatch:
 
 
 def drift_and_shift(sampled: TokenBatch, log_probs: Tensor) -> tuple[float, float]:
-    """How far the policy tokens' log-probs moved since the engine sampled them, in nats.
+    """Return how far the policy tokens' log-probs moved since sampling: drift and shift, in nats.
 
-    `log_probs` (num_tokens,) are those of the policy after the updates. The drift is the mean of
-    log π_after − log π_engine; the shift is KL(π_engine ‖ π_after) by k3, not negative: where some
-    tokens gain what others lose, the drift is near 0 and the shift is not.
+    `log_probs` (num_tokens,): log-probs under the policy after the updates. The drift is the mean
+    of log π_after − log π_engine; the shift is KL(π_engine ‖ π_after) by the k3 estimator and never
+    negative. Where some tokens gain what others lose, the drift is near 0 but the shift is not.
     """
     mask = sampled.tokens["policy_mask"]
     moved = (log_probs - sampled.tokens["rollout_log_probs"])[mask].double()

@@ -1,7 +1,7 @@
-"""What a step's work on the ranks was worth: FLOPs against seconds, and the devices' memory.
+"""Performance of one step: seconds of its phases, FLOPs of the ranks, and peak device memory.
 
-All of it is seen from the driver: FLOPs follow from the sequences it sends and the models' shapes,
-seconds are those that a user waits.
+Everything is measured on the driver: FLOPs are computed from the sequences it sends and the models'
+shapes; seconds are wall-clock time.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ from verl.types import Metrics, TokenBatch
 RANK_PHASES = (
     "old_log_prob", "values", "update_critic", "update_actor", "guard", "update_weights",
 )  # fmt: skip
-"""The phases of a step after which the ranks say how much memory they took."""
+"""Phases of a step after which the ranks report their peak memory."""
 CRITIC_PHASES = {"values": "critic.values", "update_critic": "critic.updates"}
-"""Those in which the critic works, and what its ranks are called for."""
+"""Phases in which the critic computes, and the method called on its ranks."""
 
 
 class Timings:
-    """Wall seconds of the named phases of one step, and the ranks' peak memory in those of theirs.
+    """Wall-clock seconds of the named phases of one step, and the ranks' peak memory per phase.
 
-    A phase entered twice adds up. `PHASE/PART` is a part of a phase, whose seconds are in the
-    phase's already.
+    The times of a phase that is entered twice add up. `PHASE/PART` is a part of a phase; the
+    phase's seconds include it.
     """
 
     def __init__(self, take_peak: Callable[[], PeakMemory | None] = lambda: None) -> None:
-        """`take_peak` gives the peak since its last call, None where devices have no memory."""
+        """`take_peak` returns the peak since its last call; None on devices without own memory."""
         self.seconds: dict[str, float] = defaultdict(float)
         self.concurrent: dict[str, float] = {}
-        """Seconds of what was done while the phases went on, in none of them."""
+        """Seconds of work that ran concurrently with the phases and belongs to none of them."""
         self.peaks: dict[str, PeakMemory] = {}
         self.spans: list[tuple[str, float, float]] = []
         """Name, begin and end of each phase, in seconds since the epoch."""
         self._start = time.perf_counter()
         self._take_peak = take_peak
-        self._take_peak()  # what came before this step
+        self._take_peak()  # resets the peak of earlier steps
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the body under `name`; a phase of the ranks ends with a call to them."""
-        start, begin = time.perf_counter(), time.time()
+        """Time the body under `name`; after a phase of the ranks, record their peak memory."""
+        start = time.perf_counter()
+        begin = time.time()
         try:
             yield
         finally:
@@ -64,7 +65,7 @@ class Timings:
             self.record_peak(name, self._take_peak())
 
     def record_peak(self, name: str, peak: PeakMemory | None) -> None:
-        """Keep the peak of a phase, or of what was done beside."""
+        """Record the peak memory of a phase or of concurrent work."""
         if peak is not None:
             self.peaks[name] = peak
 
@@ -75,36 +76,36 @@ class Timings:
 
     @property
     def phases_total(self) -> float:
-        """Seconds of all phases together."""
+        """Total seconds of all phases."""
         return sum(s for name, s in self.seconds.items() if "/" not in name)
 
     def metrics(self) -> Metrics:
-        """`timing_s/NAME`, and `perf/device_memory_gb/PHASE/...` where devices have memory."""
+        """Return `timing_s/NAME` and, on devices with memory, `perf/device_memory_gb/PHASE/...`."""
         seconds = {**self.seconds, **self.concurrent, "step": self.elapsed}
-        found = {f"timing_s/{name}": s for name, s in seconds.items()}
+        metrics = {f"timing_s/{name}": s for name, s in seconds.items()}
         for name, peak in self.peaks.items():
-            found[f"perf/device_memory_gb/{name}/allocated"] = peak.allocated / GB
-            found[f"perf/device_memory_gb/{name}/reserved"] = peak.reserved / GB
-        return found
+            metrics[f"perf/device_memory_gb/{name}/allocated"] = peak.allocated / GB
+            metrics[f"perf/device_memory_gb/{name}/reserved"] = peak.reserved / GB
+        return metrics
 
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs that were done."""
+    """Numbers of FLOPs."""
 
     model: float = 0.0
-    """What the maths needs."""
+    """FLOPs that the computation requires."""
     recomputed: float = 0.0
-    """What was computed a second time to save memory."""
+    """FLOPs of what was computed a second time to save memory."""
 
     def __add__(self, other: Work) -> Work:
         return Work(self.model + other.model, self.recomputed + other.recomputed)
 
 
 class WorkCounter:
-    """Counts the FLOPs that the ranks are asked for; none of a model whose shape is unknown.
+    """Counts the FLOPs of the ranks by phase; models of unknown shape are not counted.
 
-    Copies of a prompt that the ranks need not compute are not counted.
+    Copies of a prompt that ranks do not compute, since a group shares one copy, are not counted.
     """
 
     def __init__(self, config: Config) -> None:
@@ -117,46 +118,47 @@ class WorkCounter:
 
     @property
     def pair_costs(self) -> tuple[float, float]:
-        """`ModelFlops.pair_cost` of policy and critic; 0 of a model whose shape is unknown."""
+        """`ModelFlops.pair_cost` of policy and critic; 0 for a model of unknown shape."""
         models = (self.policy, self.critic)
         policy, critic = (0.0 if model is None else model.pair_cost for model in models)
         return policy, critic
 
     def add_forward(self, phase: str, model: ModelFlops | None, batch: TokenBatch) -> None:
-        """A forward of `model` over the batch."""
+        """Count a forward pass of `model` over the batch."""
         if model is not None:
-            spared = self._spared(model, batch, self._budgets(model).inference)
-            done = model.forward(*sizes(model, batch)) - model.forward(spared, 0)
-            self._done[phase] += Work(done)
+            skipped = self._skipped_prompts(model, batch, self._budgets(model).inference)
+            flops = model.forward(*sizes(model, batch)) - model.forward(skipped, 0)
+            self._done[phase] += Work(flops)
 
     def add_update(self, phase: str, model: ModelFlops | None, mini_batch: TokenBatch) -> None:
-        """Forward and backward of `model` over the mini-batch."""
+        """Count a forward and backward pass of `model` over the mini-batch."""
         if model is not None:
             lengths, num_targets = sizes(model, mini_batch)
             kept = num_targets if model.is_critic else LOGITS_PER_CHUNK // model.shape.vocab
-            again = model.recomputed(lengths, max(num_targets - kept, 0))
-            spared = self._spared(model, mini_batch, self._budgets(model).update)
+            recomputed = model.recomputed(lengths, max(num_targets - kept, 0))
+            skipped = self._skipped_prompts(model, mini_batch, self._budgets(model).update)
             self._done[phase] += Work(
-                model.update(lengths, num_targets) - model.update(spared, 0),
-                again - model.recomputed(spared),
+                model.update(lengths, num_targets) - model.update(skipped, 0),
+                recomputed - model.recomputed(skipped),
             )
 
     def _budgets(self, model: ModelFlops) -> TokenBudgets:
         return (critic_budgets if model.is_critic else actor_budgets)(self.config)
 
-    def _spared(self, model: ModelFlops, batch: TokenBatch, budget: int) -> list[int]:
+    def _skipped_prompts(self, model: ModelFlops, batch: TokenBatch, budget: int) -> list[int]:
+        """Return the lengths of the prompt copies that the ranks do not compute."""
         config = self.config
         num_sp_groups = config.num_critic_sp_groups if model.is_critic else config.num_sp_groups
         return Packing.of(batch).spared(num_sp_groups, budget, model.pair_cost)
 
     def take(self) -> dict[str, Work]:
-        """What was done since the last call, by phase."""
+        """Return the work since the last call, by phase."""
         done, self._done = self._done, defaultdict(Work)
         return dict(done)
 
 
 def model_flops(options: BlocksConfig, path: str, is_critic: bool) -> ModelFlops | None:
-    """The FLOPs of the model at `path` with its adapter, if any; None for an unknown shape."""
+    """Return the FLOPs of the model at `path` with its adapter, if any; None: unknown shape."""
     shape = read_shape(path)
     if shape is None:
         return None
@@ -165,7 +167,7 @@ def model_flops(options: BlocksConfig, path: str, is_critic: bool) -> ModelFlops
 
 
 def sizes(model: ModelFlops, batch: TokenBatch) -> tuple[list[int], int]:
-    """Tokens of each sequence, and those for which the model's head is asked."""
+    """Return the length of each sequence, and the number of tokens that the head computes."""
     mask = batch.tokens["loss_mask"]
     if model.is_critic:
         mask = batch.tokens.get("value_mask", mask)
@@ -173,14 +175,16 @@ def sizes(model: ModelFlops, batch: TokenBatch) -> tuple[list[int], int]:
 
 
 def critic_seconds(calls: Mapping[str, Sequence[Call]]) -> dict[str, float]:
-    """Seconds of the critic's values and updates, by phase, of the rank that took longest.
+    """Return the seconds of the critic's phases on its slowest rank.
 
-    `calls`: what each rank was called for in a step.
+    `calls`: the calls of each rank in a step.
     """
+
+    def rank_seconds(rank_calls: Sequence[Call], method: str) -> float:
+        return sum(call.end - call.begin for call in rank_calls if call.method == method)
+
     return {
-        phase: max(
-            sum(c.end - c.begin for c in made if c.method == method) for made in calls.values()
-        )
+        phase: max(rank_seconds(rank_calls, method) for rank_calls in calls.values())
         for phase, method in CRITIC_PHASES.items()
     }
 
@@ -189,18 +193,21 @@ def speed_metrics(
     work: Mapping[str, Work], seconds: Mapping[str, float], num_ranks: tuple[int, int],
     peak: float | None,
 ) -> Metrics:  # fmt: skip
-    """`perf/tflops/NAME` of a rank, and utilisations where a card's FLOP/s at most, `peak`, are
-    known. NAME is the phase, of an update what learned; `num_ranks`: of the actor, of the critic.
+    """Return `perf/tflops/NAME` per rank and, if the card's `peak` FLOP/s are known, utilisations.
 
-    MFU counts what the maths needs, HFU what was computed again too (PaLM, appendix B).
+    NAME is the phase; for an update, the model that was updated. `num_ranks`: of the actor, of the
+    critic. MFU counts the FLOPs that the computation requires, HFU the recomputed ones as well
+    (PaLM, appendix B).
     """
-    found: Metrics = {}
+    actor_ranks, critic_ranks = num_ranks
+    metrics: Metrics = {}
     for phase, done in work.items():
-        size = num_ranks[phase in CRITIC_PHASES]
-        name, rank_seconds = phase.removeprefix("update_"), size * max(seconds[phase], 1e-9)
-        found[f"perf/tflops/{name}"] = done.model / rank_seconds / 1e12
+        name = phase.removeprefix("update_")
+        size = critic_ranks if phase in CRITIC_PHASES else actor_ranks
+        rank_seconds = size * max(seconds[phase], 1e-9)
+        metrics[f"perf/tflops/{name}"] = done.model / rank_seconds / 1e12
         if peak is not None:
-            found[f"perf/mfu/{name}"] = done.model / rank_seconds / peak
+            metrics[f"perf/mfu/{name}"] = done.model / rank_seconds / peak
             if done.recomputed:
-                found[f"perf/hfu/{name}"] = (done.model + done.recomputed) / rank_seconds / peak
-    return found
+                metrics[f"perf/hfu/{name}"] = (done.model + done.recomputed) / rank_seconds / peak
+    return metrics

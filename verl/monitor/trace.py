@@ -1,7 +1,7 @@
-"""`trainer.trace`: what trainer, engines and trajectories did when, for Perfetto or chrome://tracing.
+"""`trainer.trace`: a timeline of trainer, engines and trajectories for Perfetto or chrome://tracing.
 
-`trace.json` is in the Trace Event Format, whose closing bracket may be missing, so that a run that
-goes on only appends. Times are those of the machines' clocks, in microseconds.
+`trace.json` is in the Trace Event Format, whose closing bracket is optional, so that a resumed run
+can simply append. Times are those of the machines' clocks, in microseconds.
 """
 
 from __future__ import annotations
@@ -19,33 +19,36 @@ from verl.types import Trajectory
 
 Event = dict[str, Any]
 TRAINER, ENGINE_ROW = 0, 0
-"""The trainer's process number (replica i has 1 + i), and a replica's row for its engine."""
-WAITS = "finish_checkpoint"
-"""A rank's call that goes on while it does other things."""
+"""The trainer's process number (replica i has 1 + i), and the row of a replica's engine."""
+BACKGROUND_CALL = "finish_checkpoint"
+"""Method of a rank that waits while the rank does other work."""
 
 
 class Trace:
-    """The file of one run; without a folder nothing is kept."""
+    """The trace file of one run; without a folder nothing is recorded."""
 
     def __init__(self, directory: Path | None) -> None:
         self._path = None if directory is None else directory / "trace.json"
         self._rows: dict[int, list[float]] = {}
-        """When each row of a replica is free again."""
+        """Timestamps at which each row of a replica becomes free again, by replica."""
 
     def add_step(
         self, step: int, timings: Timings, trajectories: Sequence[Trajectory],
         calls: Mapping[str, Sequence[Call]],
     ) -> None:  # fmt: skip
-        """The phases of a step, the trajectories that it took, whenever they were sampled, and what
-        each training rank was called for since the step before, as it measured it."""
+        """Append the events of one step.
+
+        They are the step's phases, its trajectories, whenever they were sampled, and the `calls` of
+        each training rank since the previous step, timed by the rank.
+        """
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         begin = [] if self._path.exists() else ["["]
-        made = [*self._events(step, timings, trajectories), *_ranks(step, calls)]
-        events = (json.dumps(event) + "," for event in made)
+        events = [*self._events(step, timings, trajectories), *_rank_events(step, calls)]
+        lines = (json.dumps(event) + "," for event in events)
         with contextlib.closing(LineWriter(self._path)) as file:
-            file.append("\n".join([*begin, *events]))
+            file.append("\n".join([*begin, *lines]))
 
     def _events(
         self, step: int, timings: Timings, trajectories: Sequence[Trajectory]
@@ -61,47 +64,46 @@ class Trace:
             if replica not in self._rows:
                 self._rows[replica] = []
                 yield _name(1 + replica, f"replica {replica}")
-            for begin, end in busy(own):
+            for begin, end in busy_intervals(own):
                 yield _span("sampling", 1 + replica, ENGINE_ROW, begin, end)
             for trajectory in sorted(own, key=lambda t: t.turn_times[0].requested):
                 yield from self._dialogue(trajectory, step)
 
     def _dialogue(self, trajectory: Trajectory, step: int) -> Iterator[Event]:
-        """Turns, and between them what the dialogue waited for, on the first row that is free."""
+        """Yield the dialogue's turns, and its waits between them, on the first free row."""
         times, process = trajectory.turn_times, 1 + trajectory.replica
         rows = self._rows[trajectory.replica]
         row = next((i for i, free in enumerate(rows) if free <= times[0].requested), len(rows))
-        rows[row:] = [times[-1].finished, *rows[row + 1 :]]
+        rows[row : row + 1] = [times[-1].finished]  # replaces the entry, or adds a row
         about = {"group": trajectory.group, "sample": trajectory.sample, "step": step}
         for before, turn in zip([times[0], *times], times, strict=False):
             if turn.turn != before.turn:
                 yield _span("tool", process, 1 + row, before.finished, turn.requested, **about)
             yield _span("weights", process, 1 + row, turn.requested, turn.started, **about)
-            runs = turn.started + turn.queued_s
+            running = turn.started + turn.queued_s
             if turn.queued_s:
-                yield _span("slot", process, 1 + row, turn.started, runs, **about)
-            yield _span(f"turn {turn.turn}", process, 1 + row, runs, turn.finished, **about)
+                yield _span("slot", process, 1 + row, turn.started, running, **about)
+            yield _span(f"turn {turn.turn}", process, 1 + row, running, turn.finished, **about)
 
 
-def busy(trajectories: Sequence[Trajectory]) -> list[tuple[float, float]]:
-    """When at least one of these sampled: (begin, end) of each stretch, in order."""
-    stretches: list[tuple[float, float]] = []
-    for begin, end in sorted(
-        (t.started, t.finished) for one in trajectories for t in one.turn_times
-    ):
-        if stretches and begin <= stretches[-1][1]:
-            stretches[-1] = (stretches[-1][0], max(end, stretches[-1][1]))
+def busy_intervals(trajectories: Sequence[Trajectory]) -> list[tuple[float, float]]:
+    """Return the (begin, end) intervals in which at least one trajectory was sampled, in order."""
+    intervals: list[tuple[float, float]] = []
+    turns = (turn for trajectory in trajectories for turn in trajectory.turn_times)
+    for begin, end in sorted((turn.started, turn.finished) for turn in turns):
+        if intervals and begin <= intervals[-1][1]:
+            intervals[-1] = (intervals[-1][0], max(end, intervals[-1][1]))
         else:
-            stretches.append((begin, end))
-    return stretches
+            intervals.append((begin, end))
+    return intervals
 
 
-def _ranks(step: int, calls: Mapping[str, Sequence[Call]]) -> Iterator[Event]:
-    """A row for each rank, below the trainer's phases; waiting for a file is no work."""
-    for row, (name, made) in enumerate(calls.items(), 1):
+def _rank_events(step: int, calls: Mapping[str, Sequence[Call]]) -> Iterator[Event]:
+    """Yield a row for each rank, below the trainer's phases."""
+    for row, (name, rank_calls) in enumerate(calls.items(), 1):
         yield _name(TRAINER, name, row)
-        for call in made:
-            if call.method != WAITS:
+        for call in rank_calls:
+            if call.method != BACKGROUND_CALL:
                 yield _span(call.method, TRAINER, row, call.begin, call.end, step=step)
 
 
@@ -111,6 +113,6 @@ def _span(name: str, process: int, row: int, begin: float, end: float, **about: 
 
 
 def _name(process: int, name: str, row: int | None = None) -> Event:
-    """Names a process, or a row of one."""
-    of = {"name": "process_name"} if row is None else {"name": "thread_name", "tid": row}
-    return {**of, "ph": "M", "pid": process, "args": {"name": name}}
+    """Return the event that names a process or one of its rows."""
+    kind = {"name": "process_name"} if row is None else {"name": "thread_name", "tid": row}
+    return {**kind, "ph": "M", "pid": process, "args": {"name": name}}

@@ -1,6 +1,6 @@
-"""Where metrics go: console, files, tracking libraries, behind one `log(metrics, step)`.
+"""Logs metrics to the console, files and tracking libraries through one `log(metrics, step)`.
 
-Knows nothing of what the metrics mean, except which few the console shows.
+It does not interpret the metrics; it only selects the few that the console shows.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ __all__ = ["BACKENDS", "PACKAGES", "Tracker", "Tracking", "backend_names"]
 logger = logging.getLogger(__name__)
 
 KEY_METRICS = ("val/em", "em", "reward", "score", "loss", "kl", "entropy", "grad_norm", "step_s")
-"""The console shows metrics whose name, or its last part, is here; all, where none is."""
+"""Metrics for the console, by name or last part of it; if a step has none, it shows all."""
 
 
 class ConsoleTracker(Tracker):
-    """One compact line a step through logging."""
+    """Logs one compact line per step."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         logger.info("step %d  %s", step, compact(metrics))
 
 
 class JsonlTracker(Tracker):
-    """`metrics.jsonl`: one flushed line a step, each step once; a resumed run appends."""
+    """Writes `metrics.jsonl`: one flushed line per step, each step once; a resumed run appends."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -55,17 +55,18 @@ class JsonlTracker(Tracker):
         self._file = LineWriter(self._path)
 
     def rewind(self, step: int | None) -> None:
-        """Move what is forgotten to `metrics.superseded.jsonl`; a torn last line goes with it."""
+        """Move the later steps, and an incomplete last line, to `metrics.superseded.jsonl`."""
         self._file.close()
         old = self._path.read_bytes()
-        kept, forgotten = [old[: self._start]], [old[self._start :]]
-        if step is not None:
+        if step is None:
+            kept, superseded = [old[: self._start]], [old[self._start :]]
+        else:
             lines = old.splitlines(keepends=True)
             kept = [line for line in lines if not _is_after(line, step)]
-            forgotten = [line for line in lines if _is_after(line, step)]
-        if any(forgotten):
+            superseded = [line for line in lines if _is_after(line, step)]
+        if any(superseded):
             with self._path.with_name("metrics.superseded.jsonl").open("ab") as file:
-                file.writelines(forgotten)
+                file.writelines(superseded)
             with atomic_write(self._path) as part:
                 part.write_bytes(b"".join(kept))
         self._file = LineWriter(self._path)
@@ -79,10 +80,12 @@ class JsonlTracker(Tracker):
 
 
 class TensorboardTracker(Tracker):
-    """Event files in `directory/tensorboard`."""
+    """Writes event files to `directory/tensorboard`.
+
+    TensorBoard's own writer is not used: on a full disk its thread dies with a traceback.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """TensorBoard's own writer has a thread that dies, with a traceback, on a full disk."""
         self._records = load("tensorboard.summary.writer.record_writer", "tensorboard")
         self._events = load("tensorboard.compat.proto.event_pb2", "tensorboard")
         folder = directory / "tensorboard"
@@ -92,9 +95,9 @@ class TensorboardTracker(Tracker):
         self._add(file_version="brain.Event:2")
 
     def rewind(self, step: int | None) -> None:
-        """TensorBoard passes over the steps that come again."""
-        purged = 0 if step is None else step + 1
-        self._add(step=purged, session_log={"status": self._events.SessionLog.START})
+        """Tell TensorBoard to drop the steps that will be logged again."""
+        first_dropped = 0 if step is None else step + 1
+        self._add(step=first_dropped, session_log={"status": self._events.SessionLog.START})
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         values = [{"tag": name, "simple_value": value} for name, value in metrics.items()]
@@ -102,8 +105,8 @@ class TensorboardTracker(Tracker):
 
     def _add(self, **event: Any) -> None:
         record = io.BytesIO()
-        made = self._events.Event(wall_time=time.time(), **event)
-        self._records.RecordWriter(record).write(made.SerializeToString())
+        message = self._events.Event(wall_time=time.time(), **event)
+        self._records.RecordWriter(record).write(message.SerializeToString())
         self._file.append_bytes(record.getvalue())
 
     def close(self) -> None:
@@ -119,21 +122,21 @@ _BUILDERS: Mapping[str, Callable[..., Any]] = {
 }  # fmt: skip
 BACKENDS = tuple(_BUILDERS)
 PACKAGES = BACKENDS[2:]
-"""Those that need the package of their name."""
+"""Backends that need the package of the same name."""
 
 
 class Tracking:
-    """All chosen backends at once; a context manager that closes them."""
+    """All chosen backends behind one interface; a context manager that closes them."""
 
     def __init__(
         self, project: str, experiment: str, backends: str | Sequence[str | Tracker],
         directory: str | Path, config: Mapping[str, Any] | None = None, is_resumed: bool = False,
     ) -> None:  # fmt: skip
-        """Open backends by name (or take trackers as they are), which write below `directory`.
+        """Open `backends`: names of backends, which write below `directory`, or Tracker objects.
 
-        `config` is a plain dict of the run's options; with `is_resumed` the run goes on with what
-        an earlier start of it left there. Raises ConfigError for an unknown name before any backend
-        is opened.
+        `config` is a plain dict of the run's options; with `is_resumed` the backends continue the
+        run that an earlier start left in `directory`. Raises ConfigError for an unknown name before
+        any backend is opened.
         """
         chosen = [backends] if isinstance(backends, str) else list(backends)
         for name in chosen:
@@ -146,7 +149,7 @@ class Tracking:
 
     @classmethod
     def from_config(cls, config: Config, trackers: Sequence[Tracker] = ()) -> Self:
-        """The backends that a run's `trainer` options choose, and `trackers`."""
+        """Open the backends that a run's `trainer` options choose, and add `trackers`."""
         trainer = config.trainer
         backends: list[str | Tracker] = [*backend_names(trainer.logger), *trackers]
         return cls(trainer.project_name, trainer.experiment_name, backends,
@@ -154,36 +157,36 @@ class Tracking:
                    is_resumed=trainer.resume_mode != "disable")  # fmt: skip
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send one step's metrics to every backend; numbers of any kind become floats."""
+        """Send one step's metrics to every backend, converted to floats."""
         plain = {name: float(value) for name, value in metrics.items()}
         for tracker in self._trackers:
-            with self._spared(tracker):
+            with self._tolerate_write_errors(tracker):
                 tracker.log(plain, step)
 
     @contextlib.contextmanager
-    def _spared(self, tracker: Tracker) -> Iterator[None]:
-        """Go on without what a tracker cannot write where `metrics.jsonl` has it, and say so once.
+    def _tolerate_write_errors(self, tracker: Tracker) -> Iterator[None]:
+        """Turn a tracker's write error into one warning, if `metrics.jsonl` has the metrics.
 
-        Raises its error where it is the record itself, or there is none.
+        The error is raised if the tracker writes `metrics.jsonl` itself, or the run has none.
         """
         try:
             yield
         except OSError as error:
-            has_record = any(isinstance(one, JsonlTracker) for one in self._trackers)
+            has_record = any(isinstance(t, JsonlTracker) for t in self._trackers)
             if isinstance(tracker, JsonlTracker) or not (has_record and is_file_error(error)):
                 raise
             if tracker not in self._warned:
-                logger.warning("%s: %s; the run goes on, metrics.jsonl has what is missing there",
+                logger.warning("%s: %s; the run continues; metrics.jsonl has the missing metrics",
                                type(tracker).__name__, error)  # fmt: skip
                 self._warned.append(tracker)
 
     def rewind(self, step: int | None) -> None:
-        """Forget the steps after `step` everywhere: the run goes on from it.
+        """Drop the steps after `step` in every backend: the run continues from it.
 
-        None forgets what was logged through this object, for a run that begins anew.
+        None drops everything logged through this object, for a run that starts from the beginning.
         """
         for tracker in self._trackers:
-            with self._spared(tracker):
+            with self._tolerate_write_errors(tracker):
                 tracker.rewind(step)
 
     def close(self) -> None:
@@ -199,7 +202,7 @@ class Tracking:
 
 
 def _is_after(line: bytes, step: int) -> bool:
-    """Whether a line of the log is of a later step, or was never finished."""
+    """Return whether a line of the log belongs to a later step or is incomplete."""
     try:
         return int(json.loads(line)["step"]) > step
     except (ValueError, KeyError, TypeError):
@@ -207,12 +210,12 @@ def _is_after(line: bytes, step: int) -> bool:
 
 
 def backend_names(logger_option: str | Sequence[str]) -> list[str]:
-    """`trainer.logger` as a list, whether it was a name or several."""
+    """Return `trainer.logger`, a name or a list of names, as a list."""
     return [logger_option] if isinstance(logger_option, str) else list(logger_option)
 
 
 def compact(metrics: Mapping[str, float]) -> str:
-    """The key metrics on one line, four significant digits each."""
+    """Return the key metrics on one line, with four significant digits each."""
     shown = {
         k: v for k, v in metrics.items() if k.rpartition("/")[2] in KEY_METRICS or k in KEY_METRICS
     }

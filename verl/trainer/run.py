@@ -36,7 +36,7 @@ from verl.data.trajectories import prepare_folder
 from verl.errors import RankLost, ReplicaLost, UserError
 from verl.files import exclusive_lock
 from verl.model_files import load_tokenizer, tokenizer_identity
-from verl.monitor.memory_watch import rank_names, watching
+from verl.monitor.memory_watch import rank_names, watch_host_memory
 from verl.monitor.tracking import Tracker, Tracking
 from verl.plugins import PortableFactory
 from verl.preflight.checks import preflight
@@ -151,7 +151,7 @@ def processes(
     """A trainer with all its processes, which end with the context, whatever ends that."""
     config = prepared.config
     updates = prepared.total_steps * config.updates_per_step
-    with OrphanReaper() as reaper, watching(config) as host_memory:
+    with OrphanReaper() as reaper, watch_host_memory(config) as host_memory:
         start_ray(config)
         try:
             ranks, replicas = (

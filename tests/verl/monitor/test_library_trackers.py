@@ -116,7 +116,7 @@ def test_a_server_that_goes_away_is_told_once_and_gets_all_later(
         Client.is_away = False
         tracking.log({"x": 3.0}, 3)
     assert Client.runs["r1"]["metrics"] == [("x", 1.0, 1), ("x", 2.0, 2), ("x", 3.0, 3)]
-    [line] = [m for m in caplog.messages if "metrics.jsonl has what is missing" in m]
+    [line] = [m for m in caplog.messages if "metrics.jsonl has the missing metrics" in m]
     assert "MLflow: no route" in line and "\n" not in line
     Client.is_away = True
     with pytest.raises(ConfigError, match=r"MLFLOW_TRACKING_URI: got sqlite.*\(no route\)"):

@@ -21,9 +21,9 @@ from verl.monitor.memory_watch import (
     HostWatch,
     Usage,
     describe,
+    memory_by_process,
     rank_names,
-    usages,
-    watching,
+    watch_host_memory,
 )
 from verl.single_controller.actors import Place
 from verl.single_controller.reaper import MARK, PART
@@ -43,7 +43,7 @@ def test_a_warning_names_the_users(caplog: pytest.LogCaptureFixture) -> None:
     readings(50, 9).metrics()
     assert not caplog.records
     watch = readings(9)
-    watch.look()
+    watch.check()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "9.66 GB of 107.4 GB are free" in record.message
@@ -56,7 +56,7 @@ def test_a_warning_is_not_repeated_until_it_is_worse(caplog: pytest.LogCaptureFi
     watch = readings(50, 9, 8, 5, 4, 50, 9)
     told = []
     for _ in range(7):
-        watch.look()
+        watch.check()
         told.append(len(caplog.records))
     assert told == [0, 1, 1, 1, 2, 2, 3]
 
@@ -71,8 +71,8 @@ def test_it_warns_before_ray_does(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_metrics_are_the_worst_since_the_last() -> None:
     """A peak between two steps is not missed."""
     watch = readings(60, 20, 70, 80)
-    watch.look()
-    watch.look()
+    watch.check()
+    watch.check()
     first, second = watch.metrics(), watch.metrics()
     assert first["perf/host_memory_free_gb"] == pytest.approx(20 * GIB / 1e9)
     assert first["perf/host_memory_used_share"] == pytest.approx(0.8)
@@ -114,11 +114,11 @@ def helper() -> Iterator[subprocess.Popen[str]]:
 
 def test_processes_are_told_apart_by_their_marks(helper: subprocess.Popen[str]) -> None:
     """A replica by its mark, a rank by the name it was given; memory is what it holds."""
-    by_mark = {usage.name: usage for usage in usages()}
+    by_mark = {usage.name: usage for usage in memory_by_process()}
     assert by_mark["replica-3"].is_ours
     assert 300e6 < by_mark["replica-3"].bytes < 400e6
     assert "driver" in by_mark
-    by_name = {usage.name for usage in usages({helper.pid: "rank 0"})}
+    by_name = {usage.name for usage in memory_by_process({helper.pid: "rank 0"})}
     assert "rank 0" in by_name and "replica-3" not in by_name
 
 
@@ -128,9 +128,9 @@ def test_another_runs_processes_are_not_ours(
     """A process that is neither marked nor a child is of another program."""
     monkeypatch.setattr(psutil.Process, "children", lambda self, recursive=False: [])
     monkeypatch.setenv(MARK, "another-run")
-    assert not any(usage.is_ours and usage.name == "replica-3" for usage in usages())
+    assert not any(usage.is_ours and usage.name == "replica-3" for usage in memory_by_process())
     monkeypatch.setenv(MARK, "test-run")
-    assert any(usage.is_ours and usage.name == "replica-3" for usage in usages())
+    assert any(usage.is_ours and usage.name == "replica-3" for usage in memory_by_process())
 
 
 def test_ranks_of_other_nodes_are_not_looked_for_here() -> None:
@@ -155,12 +155,12 @@ def test_a_lost_rank_gets_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     config.trainer.memory_watch_seconds = 0
     monkeypatch.setattr(module.HostWatch, "recent_report", "host memory is nearly used up: x")
     explained = r"^rank 1 died; host memory is nearly used up: x$"
-    with pytest.raises(RankLost, match=explained), watching(config):
+    with pytest.raises(RankLost, match=explained), watch_host_memory(config):
         raise RankLost("rank 1 died")
-    with pytest.raises(DataError, match=r"^rows$"), watching(config):
+    with pytest.raises(DataError, match=r"^rows$"), watch_host_memory(config):
         raise DataError("rows")
     monkeypatch.setattr(module.HostWatch, "recent_report", None)
-    with pytest.raises(RankLost, match=r"^rank 1 died$"), watching(config):
+    with pytest.raises(RankLost, match=r"^rank 1 died$"), watch_host_memory(config):
         raise RankLost("rank 1 died")
 
 

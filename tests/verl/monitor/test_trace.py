@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.monitor.performance import Timings
-from verl.monitor.trace import Trace, busy
+from verl.monitor.trace import Trace, busy_intervals
 from verl.single_controller.actors import Call
 from verl.types import Prompt, Trajectory, TurnTimes, start_trajectory
 
@@ -112,7 +112,7 @@ def test_a_row_holds_one_dialogue_at_a_time(all_marks: list[list[int]]) -> None:
 def test_an_engine_is_busy_when_any_turn_is_sampled(all_marks: list[list[int]]) -> None:
     """Half seconds are counted one by one."""
     dialogues = [trajectory(marks) for marks in all_marks]
-    stretches = busy(dialogues)
+    stretches = busy_intervals(dialogues)
     turns = [turn for one in dialogues for turn in one.turn_times]
     for half in range(101):
         at = half / 2 + 0.25

@@ -148,7 +148,7 @@ def test_tensorboard_on_a_full_disk_is_told_once(
         tracking.log({"a/b": 3.5}, 4)
     assert scalars(tmp_path) == [(1, 0.5), (4, 3.5)]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
-    [line] = [m for m in caplog.messages if "metrics.jsonl has what is missing" in m]
+    [line] = [m for m in caplog.messages if "metrics.jsonl has the missing metrics" in m]
     assert str(file) in line
     with (
         Tracking("p", "e", "tensorboard", tmp_path) as alone,

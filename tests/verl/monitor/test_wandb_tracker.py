@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from verl.monitor.library_trackers import ID_FILE, WandbTracker, run_id, sync_command, why_offline
+from verl.monitor.library_trackers import (
+    ID_FILE,
+    WandbTracker,
+    offline_reason,
+    run_id,
+    sync_command,
+)
 from verl.monitor.tracking import Tracking
 
 wandb = pytest.importorskip("wandb")
@@ -98,7 +104,7 @@ def test_a_full_disk_is_told_once_and_not_left_to_wandb(
             both.log({"loss": 0.5}, step)
         filler.unlink()
         both.log({"loss": 0.75}, 3)
-    [line] = [m for m in caplog.messages if "metrics.jsonl has what is missing" in m]
+    [line] = [m for m in caplog.messages if "metrics.jsonl has the missing metrics" in m]
     assert str(small_disk) in line
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     with Tracking("p", "e", "wandb", tmp_path) as alone:
@@ -116,7 +122,7 @@ def test_a_server_out_of_reach_means_offline(
     """With an account but without network a run neither fails nor waits for the server."""
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed_port}")
-    assert why_offline(wandb) == f"http://127.0.0.1:{closed_port} does not answer (ConnectError)"
+    assert offline_reason(wandb) == f"http://127.0.0.1:{closed_port} does not answer (ConnectError)"
     tracker = WandbTracker("p", "e", tmp_path, {})
     tracker.close()
     assert tracker.is_offline
