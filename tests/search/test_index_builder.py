@@ -208,7 +208,7 @@ def test_a_killed_build_goes_on(tmp_path: Path, method: str, moments: list[int])
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     ends = [word for word in done.stdout.split() if word.lstrip("-").isdigit()]
     assert ends == ["-9", "0"] * len(moments) + ["0", "1"], "half an index is visible"
-    assert "going on with the work" in done.stderr
+    assert "resuming the work" in done.stderr
     (whole,), (pieced,) = undisturbed.iterdir(), (tmp_path / "killed").iterdir()
     for path in whole.iterdir():
         if path.name not in ("manifest.json", "checksums.json"):

@@ -1,1 +1,1 @@
-"""Encoders of text by neural models; `search_r1.search.encoder` opens them."""
+"""Neural text encoders and rerankers; `search_r1.search.encoder` opens the encoders."""

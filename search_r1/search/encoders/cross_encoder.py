@@ -1,4 +1,4 @@
-"""A cross-encoder: one number for a query and a document that a transformer reads together."""
+"""A cross-encoder: a transformer that reads query and document together and scores the pair."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from search_r1.search.settings import RerankConfig
 
 
 class CrossEncoder:
-    """Any sequence classifier of pairs with one output, or with two (no, yes)."""
+    """A sequence classifier of pairs with one output, or with two (no, yes)."""
 
     def __init__(self, path: str, config: RerankConfig) -> None:
         """Load the model; raises SetupError if it is not a classifier with one or two outputs."""
@@ -51,14 +51,14 @@ class CrossEncoder:
 
     @classmethod
     def open(cls, config: RerankConfig) -> "CrossEncoder":
-        """The model that the settings name; raises SetupError with the fix."""
+        """Load the configured model; raises SetupError with the fix."""
         path = config.reranker_model
-        assert path is not None, "the caller names a model"
+        assert path is not None, "the caller has checked that a model is configured"
         with explain_load_errors("reranker_model", path):
             return cls(path, config)
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """The logit of each pair, in order; for two outputs the log-odds of yes."""
+        """Return the logit of each pair, in order; for two outputs, the log-odds of yes."""
         logits = self._model.predict(
             list(pairs),
             batch_size=self._batch_size,
@@ -70,5 +70,5 @@ class CrossEncoder:
         return scores
 
     def info(self) -> dict[str, Any]:
-        """What decides a score."""
+        """Return JSON-ready facts that affect the scores."""
         return self._facts

@@ -1,4 +1,4 @@
-"""How encoders of known families were trained to be used: prefixes, pooling, length of vectors."""
+"""How to use the encoders of known families: prefixes, pooling and normalisation."""
 
 import re
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ Vectors = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Family:
-    """How the encoders of one family were trained to be used."""
+    """How to use the encoders of one family, according to their training."""
 
     name: str
     pattern: str
-    """A regular expression that the lower-case name of a model has as a word."""
+    """Regular expression that matches a whole word in the lower-case name of a model."""
     query_prefix: str = ""
     passage_prefix: str = ""
     pooling: str | None = None
-    """Pooling of a folder that declares none."""
+    """Pooling for model folders that declare none."""
     normalizes: bool = True
-    """Whether the vectors of a folder that declares no modules have unit length."""
+    """Whether to normalise the vectors of model folders that declare no modules."""
 
 
 E5_TASK = "Given a web search query, retrieve relevant passages that answer the query"
@@ -41,25 +41,28 @@ FAMILIES = (
     Family("dpr", "dpr", pooling="cls", normalizes=False),
     Family("contriever", "contriever", pooling="mean", normalizes=False),
 )
-"""Looked through in this order."""
+"""The first family that matches is used."""
 OTHER = Family("other", "")
 NAMES = (*(family.name for family in FAMILIES), OTHER.name)
 
 
 def model_name(model_path: str) -> str:
-    """The name of a model folder or hub name, also inside the hub's cache."""
+    """Return the model name of a hub name, a model folder, or a folder of the hub's cache."""
     path = Path(model_path)
     if path.parent.name == "snapshots":
         return path.parent.parent.name.rpartition("--")[2]
     return path.name
 
 
-def family_of(name: str, wanted: str | None = None) -> Family:
-    """The family `wanted`, or whose pattern is a word of the model's name; raises SetupError."""
-    if wanted is not None and wanted not in NAMES:
-        raise SetupError(f"--encoder_family {wanted}; expected {', '.join(NAMES)}")
+def family_of(name: str, family_name: str | None = None) -> Family:
+    """Return the family `family_name`, or else the family that matches the name of the model.
+
+    Raises SetupError for an unknown `family_name`.
+    """
+    if family_name is not None and family_name not in NAMES:
+        raise SetupError(f"--encoder_family {family_name}; expected {', '.join(NAMES)}")
     for family in FAMILIES:
         word = rf"(?<![a-z0-9])(?:{family.pattern})(?![a-z0-9])"
-        if wanted == family.name or (wanted is None and re.search(word, name.lower())):
+        if family_name == family.name or (family_name is None and re.search(word, name.lower())):
             return family
     return OTHER

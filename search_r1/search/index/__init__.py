@@ -1,1 +1,1 @@
-"""How an index is built: resumable embeddings and tokens, FAISS and BM25, and their folder."""
+"""Resumable builds of BM25 and FAISS indexes from a corpus."""

@@ -1,4 +1,4 @@
-"""A corpus to a bm25s index, tokenised in shards that a killed build keeps.
+"""Builds a bm25s index of a corpus; shards of tokenised documents survive a killed build.
 
 Words are numbered by their first appearance, so the index does not depend on the shards.
 """
@@ -37,21 +37,21 @@ Ids = npt.NDArray[np.int32]
 
 
 class Shard(NamedTuple):
-    """The words of some consecutive documents."""
+    """The words of consecutive documents."""
 
     ids: Ids
-    """(num_words,) positions in `words`, document after document."""
+    """(num_words,) indices into `words`, document after document."""
     lengths: Ids
-    """(num_documents,) words of each document."""
+    """(num_documents,) number of words of each document."""
     words: list[str]
     """The distinct words in the order of their first appearance."""
 
 
 class Documents(Sequence[list[int]]):
-    """Documents made into lists only as they are read, since all at once take much memory."""
+    """Word ids of documents, made into lists one by one, since all lists take much memory."""
 
     def __init__(self, shards: list[tuple[Ids, Ids]]) -> None:
-        """`shards`: word ids and lengths of documents, as in `Shard`."""
+        """`shards`: `ids` (numbered over all shards) and `lengths` of each shard."""
         self._shards = shards
 
     def __len__(self) -> int:
@@ -80,53 +80,54 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
         check_disk(work, 2 * corpus.fingerprint.size, "at most twice the corpus")
         if not any(work.glob("words-*")):
             corpus.check_rows(whole=True)
-        tokens = number(_tokenize_corpus(corpus, work, config.shard_rows))
+        tokens = merge_shards(_tokenize_corpus(corpus, work, config.shard_rows))
         index = bm25s.BM25()
         index.index(tokens, show_progress=sys.stderr.isatty())
         ready = fresh_folder(work / READY_NAME)
         index.save(ready, show_progress=False)
-        made = Manifest("bm25", corpus.fingerprint, len(corpus), created=now(), made_with=MADE_WITH)
-        made.save(ready)
+        Manifest("bm25", corpus.fingerprint, len(corpus), created=now(), made_with=MADE_WITH).save(
+            ready
+        )
         publish(work, folder)
 
 
-def number(shards: Iterator[Shard]) -> Tokenized:
-    """The documents of all shards, with one number for each word."""
+def merge_shards(shards: Iterator[Shard]) -> Tokenized:
+    """Return the documents of all shards, with one number for each word over all of them."""
     vocab: dict[str, int] = {}
     documents = []
     for shard in shards:
         numbers = [vocab.setdefault(word, len(vocab)) for word in shard.words]
         documents.append((np.array(numbers, dtype=np.int32)[shard.ids], shard.lengths))
     if not vocab:
-        vocab[""] = 0  # bm25s wants one word at least
+        vocab[""] = 0  # bm25s needs at least one word
     return Tokenized(Documents(documents), vocab)
 
 
 def _tokenize_corpus(corpus: Corpus, work: Path, shard_rows: int) -> Iterator[Shard]:
-    """All shards in order; those that an earlier run kept are read."""
+    """Yield all shards in order; those that an earlier run saved are not tokenised again."""
     with progress("tokenise", "documents", len(corpus)) as report:
         for start in range(0, len(corpus), shard_rows):
             rows = range(start, min(start + shard_rows, len(corpus)))
             path = work / f"words-{start:010d}.npz"
             if not path.exists():
                 texts = [document.contents for document in corpus.documents(rows)]
-                shard = shard_of(tokenize(texts))
+                shard = make_shard(tokenize(texts))
                 words = np.frombuffer(json.dumps(shard.words).encode(), dtype=np.uint8)
                 with atomic_write(path, is_durable=True) as part, part.open("wb") as file:
                     np.savez(file, ids=shard.ids, lengths=shard.lengths, words=words)
-            yield _unpacked(path)
+            yield _load_shard(path)
             report(rows.stop)
 
 
-def shard_of(documents: list[list[str]]) -> Shard:
-    """The words of each document as numbers."""
+def make_shard(documents: list[list[str]]) -> Shard:
+    """Number the words of documents by their first appearance."""
     vocab: dict[str, int] = {}
     ids = [vocab.setdefault(word, len(vocab)) for words in documents for word in words]
     lengths = np.array([len(words) for words in documents], dtype=np.int32)
     return Shard(np.array(ids, dtype=np.int32), lengths, list(vocab))
 
 
-def _unpacked(path: Path) -> Shard:
+def _load_shard(path: Path) -> Shard:
     with np.load(path, allow_pickle=False) as arrays:
         words = json.loads(arrays["words"].tobytes())
         return Shard(arrays["ids"], arrays["lengths"], words)

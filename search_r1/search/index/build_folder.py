@@ -1,8 +1,8 @@
-"""The hidden folder in which an index is made: one builder at a time, kept until it is complete.
+"""The hidden work folder of an index build: used by one builder at a time, kept until complete.
 
-The work for `<dir>/e5_Flat.index` lies in `<dir>/.e5_Flat.index.partial/` together with a key of
-what decides it; the same build goes on there, another one starts anew. The finished index is
-renamed into its place, so that no reader ever sees a half of it.
+The work for `<dir>/e5_Flat.index` is in `<dir>/.e5_Flat.index.partial/`, with a key of all that
+affects the result: a build with the same key continues there, any other starts over. The finished
+index is moved to its final path by a rename, so that no reader sees an incomplete one.
 """
 
 import fcntl
@@ -24,26 +24,32 @@ logger = logging.getLogger(__name__)
 
 KEY_NAME = "key.json"
 READY_NAME = "ready"
-"""Where the finished index lies inside the work folder before it is renamed."""
+"""Folder of the finished index inside the work folder, before it is renamed."""
 
 
 @contextmanager
 def work_folder(target: Path, key: Mapping[str, Any]) -> Iterator[Path]:
-    """The folder with what earlier runs of this build left; raises SetupError if it is in use."""
+    """Lock and yield the work folder, with the files that earlier runs of this build left.
+
+    Raises SetupError if another builder uses it. The folder is removed when the body succeeds.
+    """
     work = target.with_name(f".{target.name}.partial")
     with _locked(target):
-        shutil.rmtree(f"{work}.trash", ignore_errors=True)  # of versions before 2026-11-24
+        shutil.rmtree(f"{work}.trash", ignore_errors=True)  # left by versions before 2026-11-24
         _resume_or_start(work, json.loads(json.dumps(key)))
         try:
             yield work
         except CorpusError:
-            shutil.rmtree(work)  # a corpus that is put right is another corpus
+            shutil.rmtree(work)  # useless: a corrected corpus has another key
             raise
-        shutil.rmtree(work)  # half of it, after a kill, is work that is done again
+        shutil.rmtree(work)
 
 
 def publish(work: Path, target: Path) -> None:
-    """Put the complete index, with checksums, in place of an older one, which readers keep."""
+    """Add checksums and move the finished index to `target`, in place of an older one.
+
+    Readers of the older index keep its files open.
+    """
     ready = work / READY_NAME
     checksums.add(ready)
     fsync(*ready.rglob("*"), ready)
@@ -56,27 +62,27 @@ def publish(work: Path, target: Path) -> None:
 
 
 def fresh_folder(folder: Path) -> Path:
-    """`folder`, empty."""
+    """Empty or create `folder` and return it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return folder
 
 
 def check_disk(folder: Path, need: int, parts: str) -> None:
-    """Say what the build needs and raise SetupError if the disk has less; bytes."""
+    """Log the `need` of the build in bytes; raises SetupError if the disk has less."""
     existing = next(path for path in [folder, *folder.parents] if path.exists())
     free = shutil.disk_usage(existing).free
     logger.info("disk: %s needed in %s (%s), %s free", size(need), folder, parts, size(free))
     if need > free:
         raise SetupError(
             f"{folder} has {size(free)} free, but the build needs {size(need)} ({parts}); expected "
-            "room for all of it: free some, or give a --save_dir on another disk"
+            "enough free space: free some, or give a --save_dir on another disk"
         )
 
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Exclude other builders of `target`; the lock goes with the process, however it ends."""
+    """Exclude other builders of `target` by a file lock, which ends with the process."""
     path = target.with_name(f".{target.name}.lock")
     while True:
         try:
@@ -92,12 +98,12 @@ def _locked(target: Path) -> Iterator[None]:
         except BlockingIOError as error:
             os.close(handle)
             raise SetupError(
-                f"another builder is making {target}; expected one at a time: wait for it, end "
-                "it, or give another --save_dir"
+                f"another builder is making {target}; expected one builder at a time: wait for it, "
+                "stop it, or give another --save_dir"
             ) from error
         if path.exists() and path.stat().st_ino == os.fstat(handle).st_ino:
             break
-        os.close(handle)  # its owner finished and removed it while this one was opening it
+        os.close(handle)  # the owner of this lock finished and removed the file in the meantime
     try:
         yield
     finally:
@@ -106,25 +112,28 @@ def _locked(target: Path) -> Iterator[None]:
 
 
 def _resume_or_start(work: Path, key: dict[str, Any]) -> None:
-    """Keep the work folder if it is of the same build, else empty it and say so."""
+    """Keep the work folder if its key is equal, else log why and empty it."""
     try:
-        found: dict[str, Any] = json.loads((work / KEY_NAME).read_text(encoding="utf-8"))
+        old_key: dict[str, Any] = json.loads((work / KEY_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        found = {}
-    differing = [name for name in key if not _same(found.get(name), key[name])]
+        old_key = {}
+    differing = [name for name in key if not _is_close(old_key.get(name), key[name])]
     if not differing:
-        logger.info("going on with the work in %s", work)
+        logger.info("resuming the work in %s", work)
         return
     if work.exists():
-        reason = f"was of another {', '.join(differing)}" if found else "has no key"
+        reason = f"has another {', '.join(differing)}" if old_key else "has no key"
         logger.warning("the work in %s %s: starting over", work, reason)
     fresh_folder(work)
     with atomic_write(work / KEY_NAME, is_durable=True) as part:
         part.write_text(json.dumps(key, indent=2))
 
 
-def _same(found: Any, wanted: Any) -> bool:
-    """Equal, or lists of nearly equal numbers: another device rounds a probe otherwise."""
-    if isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
-        return all(abs(a - b) < 0.005 for a, b in zip(found, wanted, strict=True))
-    return bool(found == wanted)
+def _is_close(first: Any, second: Any) -> bool:
+    """Return whether two entries of a key are equal.
+
+    Lists of numbers may differ slightly, since devices round the embedding of a probe differently.
+    """
+    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        return all(abs(a - b) < 0.005 for a, b in zip(first, second, strict=True))
+    return bool(first == second)

@@ -1,4 +1,4 @@
-"""Builds a dense index: corpus → embeddings → FAISS, each step checked before it starts."""
+"""Builds a dense index (corpus → embeddings → FAISS); mistakes are errors before long work."""
 
 import logging
 import re
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 
 MADE_WITH = f"faiss {faiss.__version__}"
 MIN_POINTS, MAX_POINTS = 39, 256
-"""Training vectors per centroid: below the first FAISS warns, beyond the second it samples."""
+"""Training vectors per centroid: FAISS warns below the first number and samples above the other."""
 SCALAR_POINTS = 65536
-"""Training vectors of a scalar quantizer, which only learns ranges."""
+"""Training vectors of a scalar quantizer, which learns only ranges."""
 SEED = 1234
 
 
@@ -55,27 +55,27 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
     encoder = open_encoder(settings[0], config.max_length)
     manifest = _manifest(config, corpus, encoder)
     check_factory(config.faiss_type, manifest.dim, len(corpus))
-    with work_folder(folder, _key(config, manifest)) as work:
+    with work_folder(folder, _build_key(config, manifest)) as work:
         if config.embedding_path is None:
             matrix = _embed(config, corpus, manifest, encoder, settings, work)
         else:
             corpus.check_rows(whole=True)
-            matrix = _existing(Path(config.embedding_path), corpus, encoder, manifest.dim)
+            matrix = _load_embeddings(Path(config.embedding_path), corpus, encoder, manifest.dim)
             _check_disk(config, work, manifest, embedded_bytes=0)
         ready = fresh_folder(work / READY_NAME)
         build_faiss(matrix, config.faiss_type, ready / VECTORS_NAME, on_gpu=config.faiss_gpu)
         replace(manifest, dtype=str(matrix.dtype)).save(ready)
         publish(work, folder)
-        made = work / "embeddings.npy"
-        if config.save_embedding and made.exists():
-            kept = Path(config.save_dir) / f"{config.retrieval_method}_embeddings.npy"
-            made.replace(kept)
-            fsync(kept.parent)
-            logger.info("the embeddings are in %s, for --embedding_path", kept)
+        embeddings = work / "embeddings.npy"
+        if config.save_embedding and embeddings.exists():
+            saved = Path(config.save_dir) / f"{config.retrieval_method}_embeddings.npy"
+            embeddings.replace(saved)
+            fsync(saved.parent)
+            logger.info("the embeddings are in %s, for --embedding_path", saved)
 
 
 def _encoder_settings(config: BuildConfig) -> list[EncoderConfig]:
-    """The encoder on each device that encodes; raises SetupError for settings that cannot be."""
+    """Return the encoder settings of each device; raises SetupError for invalid options."""
     if config.model_path is None:
         raise SetupError(
             f"--retrieval_method {config.retrieval_method} without --model_path; expected bm25, "
@@ -101,8 +101,8 @@ def _encoder_settings(config: BuildConfig) -> list[EncoderConfig]:
 
 
 def _manifest(config: BuildConfig, corpus: Corpus, encoder: Encoder) -> Manifest:
-    """What the index will say of itself."""
-    embedded = probe(encoder)
+    """Return the manifest of the index that is to be built."""
+    probe_vector = probe(encoder)
     return Manifest(
         config.retrieval_method,
         corpus.fingerprint,
@@ -110,8 +110,8 @@ def _manifest(config: BuildConfig, corpus: Corpus, encoder: Encoder) -> Manifest
         dtype=config.embedding_dtype,
         encoder=encoder.name,
         pooling=encoder.pooling,
-        dim=len(embedded),
-        probe=embedded,
+        dim=len(probe_vector),
+        probe=probe_vector,
         factory=config.faiss_type,
         max_length=config.max_length,
         query_prefix=encoder.query_prefix,
@@ -122,8 +122,8 @@ def _manifest(config: BuildConfig, corpus: Corpus, encoder: Encoder) -> Manifest
     )
 
 
-def _key(config: BuildConfig, manifest: Manifest) -> dict[str, object]:
-    """What decides the embeddings: only the same build goes on with them."""
+def _build_key(config: BuildConfig, manifest: Manifest) -> dict[str, object]:
+    """Return all that affects the embeddings: only a build with the same key may resume."""
     facts = asdict(manifest)
     names = ("corpus", "encoder", "probe", "pooling", "dtype", "max_length")
     precision = "float16" if config.use_fp16 else "float32"
@@ -141,13 +141,13 @@ def _embed(
     settings: list[EncoderConfig],
     work: Path,
 ) -> Matrix:
-    """The embeddings of the corpus, of which an earlier run may have made a part."""
+    """Return the embeddings of the corpus; shards that an earlier run finished are reused."""
     dim, dtype = manifest.dim, manifest.dtype
     file = EmbeddingFile.create(work, len(corpus), dim, dtype, config.shard_rows)
     done = file.num_done
     _check_disk(config, work, manifest, (len(corpus) - done) * dim * np.dtype(dtype).itemsize)
     if done == 0:
-        corpus.check_rows(whole=True)  # before hours of encoding
+        corpus.check_rows(whole=True)  # before encoding, which can take hours
     else:
         logger.info("%d of %d documents are encoded already", done, len(corpus))
     encode(file, corpus, encoder, settings, config.max_length)
@@ -161,28 +161,31 @@ def _check_disk(config: BuildConfig, work: Path, manifest: Manifest, embedded_by
     check_disk(work, embedded_bytes + index, parts)
 
 
-def _existing(path: Path, corpus: Corpus, encoder: Encoder, dim: int) -> Matrix:
-    """Embeddings made before; raises IndexMismatch if first or last are not this encoder's."""
+def _load_embeddings(path: Path, corpus: Corpus, encoder: Encoder, dim: int) -> Matrix:
+    """Open existing embeddings of the corpus.
+
+    Raises IndexMismatch if the first or last row differs from what `encoder` computes.
+    """
     matrix = open_embeddings(path, len(corpus), dim)
     rows = [0, len(corpus) - 1]
-    wanted = encoder.encode_passages([corpus[row].contents for row in rows])
-    found = np.asarray(matrix[rows], dtype=np.float32)
-    scale = np.linalg.norm(found, axis=1) * np.linalg.norm(wanted, axis=1)
-    similarity = float(((found * wanted).sum(axis=1) / np.maximum(scale, 1e-12)).min())
-    is_empty = not wanted.any() and not found.any()
-    if similarity < 0.99 and not is_empty:
+    expected = encoder.encode_passages([corpus[row].contents for row in rows])
+    loaded = np.asarray(matrix[rows], dtype=np.float32)
+    scale = np.linalg.norm(loaded, axis=1) * np.linalg.norm(expected, axis=1)
+    similarity = float(((loaded * expected).sum(axis=1) / np.maximum(scale, 1e-12)).min())
+    is_zero = not expected.any() and not loaded.any()
+    if similarity < 0.99 and not is_zero:
         raise IndexMismatch(
-            f"embeddings {path} differ from what {encoder.name} makes of the corpus's first and "
-            f"last documents (cosine {similarity:.3f}, expected 0.99); give the --model_path, "
-            "--max_length and --corpus_path they were made with"
+            f"embeddings {path} differ from what {encoder.name} computes for the first and "
+            f"last documents of the corpus (cosine {similarity:.3f}, expected 0.99); give the "
+            "--model_path, --max_length and --corpus_path they were made with"
         )
     return matrix
 
 
 def check_factory(factory: str, dim: int, count: int) -> None:
-    """Raise SetupError unless FAISS makes `factory` for `dim` and `count` vectors can train it."""
+    """Raise SetupError unless FAISS has `factory` for `dim` and `count` vectors can train it."""
     try:
-        _try_out(factory, dim, count)
+        _try_factory(factory, dim, count)
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]
         raise SetupError(
@@ -190,56 +193,56 @@ def check_factory(factory: str, dim: int, count: int) -> None:
             "FAISS factory such as Flat, HNSW64, SQ8, IVF4096,Flat or IVF4096,PQ64, where the "
             "number after PQ divides the dimensions"
         ) from error
-    least = MIN_POINTS * num_centroids(factory)
-    if count < least:
+    min_count = MIN_POINTS * num_centroids(factory)
+    if count < min_count:
         raise SetupError(
-            f"--faiss_type {factory} needs {least} documents to train its "
+            f"--faiss_type {factory} needs {min_count} documents to train its "
             f"{num_centroids(factory)} centroids, but the corpus has {count}; expected a factory "
             f"for a smaller corpus: Flat, SQ8, or at most {count // MIN_POINTS} lists in IVF"
         )
 
 
-def _try_out(factory: str, dim: int, count: int) -> None:
-    """Make the index, with vectors where it learns nothing; raises RuntimeError if FAISS cannot.
+def _try_factory(factory: str, dim: int, count: int) -> None:
+    """Create the index and, if it needs no training, add vectors; raises RuntimeError on failure.
 
-    Some kinds are made and then take no vectors (IDMap, NSG), or find none (IVF0).
+    FAISS creates some kinds that then accept no vectors (IDMap, NSG) or find none (IVF0).
     """
     if re.search(r"(?:IVF|HNSW)0+(?!\d)", factory):
         raise RuntimeError("0 lists or links find nothing")
-    index = _make(factory, dim)
+    index = _create_index(factory, dim)
     bytes_per_vector(factory, dim)
     if isinstance(index, faiss.IndexIDMap):
-        raise RuntimeError("IDMap wants ids, but an index has the rows of the corpus")
-    for kept in map(int, re.findall(r"PCA[RW]*(\d+)", factory)):
-        if kept > dim:
-            raise RuntimeError(f"PCA to {kept}")
+        raise RuntimeError("IDMap needs ids, but the vectors are numbered by corpus row")
+    for output_dim in map(int, re.findall(r"PCA[RW]*(\d+)", factory)):
+        if output_dim > dim:
+            raise RuntimeError(f"PCA to {output_dim}")
     if index.is_trained:
         sample = np.random.default_rng(SEED).normal(size=(min(count, 2 * dim), dim))
         index.add(sample.astype(np.float32))
 
 
 def num_centroids(factory: str) -> int:
-    """The largest number of centroids that a part of `factory` learns; 0 if none does."""
+    """Return the largest number of centroids that a part of `factory` learns, 0 if none."""
     lists = [int(n) for n in re.findall(r"IVF(\d+)", factory)]
     bits = [int(n or 8) for n in re.findall(r"(?<!O)PQ\d+(?:x(\d+))?", factory)]
     return max(lists + [2**n for n in bits], default=0)
 
 
 def bytes_per_vector(factory: str, dim: int) -> int:
-    """About what one vector takes in the index, in bytes."""
+    """Return the approximate size of one vector in the index, in bytes."""
     links = [int(n) for n in re.findall(r"HNSW(\d+)", factory) if "IVF" not in factory]
     if links:
         codes = dim if "SQ8" in factory else 4 * dim
         return codes + 4 * (2 * links[0] + links[0] // 8) + 20
-    return int(_make(factory, dim).sa_code_size()) + (8 if "IVF" in factory else 0)
+    return int(_create_index(factory, dim).sa_code_size()) + (8 if "IVF" in factory else 0)
 
 
 def build_faiss(matrix: Matrix, factory: str, path: Path, *, on_gpu: bool = False) -> None:
-    """Write the index of all rows of `matrix` (num_documents, dim) to `path`."""
+    """Build the index of all rows of `matrix` (num_documents, dim) and write it to `path`."""
     if factory == "Flat":
         _write_flat(matrix, path)
         return
-    index = _make(factory, matrix.shape[1])
+    index = _create_index(factory, matrix.shape[1])
     if not index.is_trained:
         sample = training_sample(matrix, factory)
         logger.info("training %s on %d of %d vectors", factory, len(sample), len(matrix))
@@ -248,46 +251,44 @@ def build_faiss(matrix: Matrix, factory: str, path: Path, *, on_gpu: bool = Fals
             flat = faiss.IndexFlatIP(inverted.d)
             inverted.clustering_index = faiss.index_cpu_to_all_gpus(flat)
         index.train(sample)
-    for vectors in _watched(matrix, f"add to {factory}"):
+    for vectors in _blocks_with_progress(matrix, f"add to {factory}"):
         index.add(vectors)
     faiss.write_index(index, str(path))
 
 
 def training_sample(matrix: Matrix, factory: str) -> npt.NDArray[np.float32]:
-    """The seeded sample of rows that trains `factory`, in row order."""
-    wanted = min(len(matrix), MAX_POINTS * num_centroids(factory) or SCALAR_POINTS)
-    rows = np.random.default_rng(SEED).choice(len(matrix), wanted, replace=False)
+    """Return the seeded sample of rows for training `factory`, in row order."""
+    num_rows = min(len(matrix), MAX_POINTS * num_centroids(factory) or SCALAR_POINTS)
+    rows = np.random.default_rng(SEED).choice(len(matrix), num_rows, replace=False)
     sample = np.ascontiguousarray(matrix[np.sort(rows)], dtype=np.float32)
     if not np.isfinite(sample).all():
-        for _ in blocks(matrix):  # names the row
+        for _ in blocks(matrix):  # raises an error that names the row
             pass
     return sample
 
 
-def _make(factory: str, dim: int) -> Any:
+def _create_index(factory: str, dim: int) -> Any:
     return faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
 
 
 def _write_flat(matrix: Matrix, path: Path) -> None:
-    """An exact index, written as a stream: what FAISS writes, without the matrix in memory.
+    """Write a Flat index as a stream, with the bytes of FAISS but without the matrix in memory.
 
-    An empty index ends with the number of its values, 0; its count of rows is 8 bytes from the
-    9th on, after the kind (4 bytes) and the dimensions (4 bytes).
+    In the bytes of an empty index, the row count is bytes 8 to 15, after the kind (4 bytes) and the
+    dimensions (4 bytes), and the value count is the last 8 bytes.
     """
     empty = faiss.serialize_index(faiss.IndexFlatIP(matrix.shape[1])).tobytes()
-    assert empty[8:16] == bytes(8), "FAISS writes Flat indexes otherwise than expected"
-    assert empty[-8:] == bytes(8), "FAISS writes Flat indexes otherwise than expected"
+    assert empty[8:16] == empty[-8:] == bytes(8), "unexpected format of a FAISS Flat index"
     rows, values = struct.pack("<q", len(matrix)), struct.pack("<Q", matrix.size)
     with path.open("wb") as file:
         file.write(empty[:8] + rows + empty[16:-8] + values)
-        for vectors in _watched(matrix, "write Flat"):
+        for vectors in _blocks_with_progress(matrix, "write Flat"):
             file.write(memoryview(vectors.data).cast("B"))
 
 
-def _watched(matrix: Matrix, what: str) -> Iterator[npt.NDArray[np.float32]]:
-    """The rows block by block, with progress."""
+def _blocks_with_progress(matrix: Matrix, job: str) -> Iterator[npt.NDArray[np.float32]]:
     done = 0
-    with progress(what, "vectors", len(matrix)) as report:
+    with progress(job, "vectors", len(matrix)) as report:
         for vectors in blocks(matrix):
             yield vectors
             done += len(vectors)

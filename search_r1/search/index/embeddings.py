@@ -1,4 +1,4 @@
-"""Embeddings of a whole corpus as one .npy file that survives a kill, and how it is filled.
+"""Embeddings of a whole corpus in one .npy file, filled by one or more processes and resumable.
 
 Rows are written in shards. A shard's byte in `done.bin` is set only after its rows are on the
 disk, and different processes write different bytes, so several can fill one file.
@@ -31,16 +31,16 @@ Matrix = npt.NDArray[Any]
 FILE_NAME = "embeddings.npy"
 DONE_NAME = "done.bin"
 DTYPES = ("float32", "float16")
-SECONDS_BETWEEN_LOOKS = 0.5
+POLL_SECONDS = 0.5
 _stop: Event
-"""Of the process pool that this process belongs to."""
+"""Tells this worker process to stop; set by `_start_worker`."""
 
 
 class EmbeddingFile:
-    """The embeddings of a corpus in a work folder, and which shards of them are done."""
+    """The embeddings of a corpus in a work folder, with the shards that are done."""
 
     def __init__(self, folder: Path, shard_rows: int) -> None:
-        """Open what `create` made in `folder`."""
+        """Open the files that `create` made in `folder`."""
         self._folder, self._shard_rows = folder, shard_rows
         self.matrix: np.memmap[Any, Any] = np.load(folder / FILE_NAME, mmap_mode="r+")
         self._done = np.memmap(folder / DONE_NAME, np.bool_, "r+")
@@ -52,7 +52,7 @@ class EmbeddingFile:
     def create(
         cls, folder: Path, count: int, dim: int, dtype: str, shard_rows: int
     ) -> "EmbeddingFile":
-        """The file in `folder`, made (sparse) if it is not there yet."""
+        """Open the file in `folder`, which is created (sparse) if missing."""
         if not ((folder / DONE_NAME).exists() and (folder / FILE_NAME).exists()):
             np.lib.format.open_memmap(  # type: ignore[no-untyped-call]
                 folder / FILE_NAME, mode="w+", dtype=np.dtype(dtype), shape=(count, dim)
@@ -62,23 +62,23 @@ class EmbeddingFile:
         return cls(folder, shard_rows)
 
     def missing(self) -> list[int]:
-        """Shards that are not done, in order."""
+        """Return the shards that are not done, in order."""
         shards: list[int] = np.flatnonzero(~self._done).tolist()
         return shards
 
     def rows(self, shard: int) -> range:
-        """The rows of a shard."""
+        """Return the rows of a shard."""
         start = shard * self._shard_rows
         return range(start, min(start + self._shard_rows, len(self.matrix)))
 
     @property
     def num_done(self) -> int:
-        """Rows that are on the disk, by all processes."""
-        lacking = len(self._done) * self._shard_rows - len(self.matrix)  # in the last shard
-        return int(self._done.sum()) * self._shard_rows - lacking * int(self._done[-1])
+        """Number of rows that all processes have written."""
+        unused = len(self._done) * self._shard_rows - len(self.matrix)  # rows of the last shard
+        return int(self._done.sum()) * self._shard_rows - unused * int(self._done[-1])
 
     def write(self, shard: int, vectors: Matrix) -> None:
-        """Put a shard's vectors (rows, dim) on the disk, then mark it done."""
+        """Write a shard's vectors (rows, dim) to the disk, then mark it done."""
         rows = self.rows(shard)
         expected = (len(rows), self.matrix.shape[1])
         assert vectors.shape == expected, f"got {vectors.shape}, expected {expected}"
@@ -96,7 +96,10 @@ def encode(
     settings: Sequence[EncoderConfig],
     max_length: int | None,
 ) -> None:
-    """Encode what is missing by `encoder`, or by processes, of which the first failure ends all."""
+    """Encode the missing shards, in this process or, with several `settings`, one process for each.
+
+    The first failure of a process ends all of them.
+    """
     missing = file.missing()
     with progress("encode", "documents", len(corpus), file.num_done) as report:
         if len(settings) < 2:
@@ -106,45 +109,52 @@ def encode(
             return
         spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         stop = spawn.Event()
-        with ProcessPoolExecutor(len(settings), spawn, _share, (stop,)) as pool:
-            parts = ((one, missing[i :: len(settings)]) for i, one in enumerate(settings))
-            left = {pool.submit(_work, file, corpus.path, *part, max_length) for part in parts}
+        with ProcessPoolExecutor(len(settings), spawn, _start_worker, (stop,)) as pool:
+            pending = set()
+            for i, worker_settings in enumerate(settings):
+                shards = missing[i :: len(settings)]
+                job = (file, corpus.path, worker_settings, shards, max_length)
+                pending.add(pool.submit(_encode_shards, *job))
             try:
-                while left:
-                    done, left = wait(left, SECONDS_BETWEEN_LOOKS, FIRST_EXCEPTION)
+                while pending:
+                    done, pending = wait(pending, POLL_SECONDS, FIRST_EXCEPTION)
                     report(file.num_done)
                     for future in done:
                         future.result()
             except BrokenProcessPool as error:
                 raise SetupError(
-                    "an encoder process ended before its work; expected none to: see its error "
-                    "above (a kill is often a lack of memory: a smaller --batch_size), then run "
-                    "the same command, which goes on where this one stopped"
+                    "an encoder process died before its work was done; expected it to finish: see "
+                    "its error above (if it was killed, often for lack of memory: use a smaller "
+                    "--batch_size), then run the same command, which resumes where this one stopped"
                 ) from error
             finally:
                 stop.set()
 
 
-def _share(stop: Event) -> None:
-    """Keep the event that ends this process's work where `_work` finds it; end with the parent."""
-    global _stop  # an event reaches a process only while it starts
+def _start_worker(stop: Event) -> None:
+    """Store the event that stops this worker process, and watch the parent process."""
+    global _stop  # an event can be passed to a process only when it starts
     _stop = stop
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """A pool whose parent was killed would wait for further work for ever, and keep its GPU."""
+def _exit_with_parent() -> None:
+    """Exit when the parent dies; else the worker would wait for ever, and keep its GPU memory."""
     parent = multiprocessing.parent_process()
-    assert parent is not None, "a pool starts its processes"
+    assert parent is not None, "this is a process of a pool"
     parent.join()
     os._exit(1)
 
 
-def _work(
-    file: EmbeddingFile, path: Path, settings: EncoderConfig, shards: list[int], limit: int | None
+def _encode_shards(
+    file: EmbeddingFile,
+    corpus_path: Path,
+    settings: EncoderConfig,
+    shards: list[int],
+    max_length: int | None,
 ) -> None:
-    """The part of one process; it ends early when another part failed."""
-    corpus, encoder = Corpus.open(path), open_encoder(settings, limit)
+    """Encode shards in a worker process; stops early if another worker failed."""
+    corpus, encoder = Corpus.open(corpus_path), open_encoder(settings, max_length)
     for shard in shards:
         if _stop.is_set():
             return
@@ -157,7 +167,7 @@ def _encode_shard(file: EmbeddingFile, shard: int, corpus: Corpus, encoder: Enco
 
 
 def open_embeddings(path: Path, count: int, dim: int) -> Matrix:
-    """Existing embeddings, .npy or the bare values, by memory map; raises SetupError otherwise."""
+    """Memory-map existing embeddings, a .npy file or bare values; raises SetupError."""
     try:
         with regular_file(path).open("rb") as file:
             is_npy = file.read(6) == b"\x93NUMPY"
@@ -176,13 +186,13 @@ def open_embeddings(path: Path, count: int, dim: int) -> Matrix:
     if matrix.shape != (count, dim) or matrix.dtype not in DTYPES:
         raise SetupError(
             f"embeddings {path} are {matrix.dtype} of shape {matrix.shape}; expected float32 or "
-            f"float16 of shape ({count}, {dim}): the corpus and encoder they were made of"
+            f"float16 of shape ({count}, {dim}): give the corpus and encoder they were made with"
         )
     return matrix
 
 
 def blocks(matrix: Matrix, rows: int = 65536) -> Iterator[npt.NDArray[np.float32]]:
-    """The matrix from top to bottom, `rows` at a time, as float32; IndexMismatch if not finite."""
+    """Yield blocks of `rows` as float32; raises IndexMismatch for values that are not finite."""
     path = Path(getattr(matrix, "filename", None) or FILE_NAME)
     for start in range(0, len(matrix), rows):
         vectors = np.ascontiguousarray(matrix[start : start + rows], dtype=np.float32)

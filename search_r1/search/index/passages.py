@@ -1,7 +1,7 @@
-"""A folder of texts becomes a corpus: files cut into passages at sentence ends.
+"""Makes a corpus from a folder of texts, which are split into passages at sentence ends.
 
-A passage's id is its file's path in the folder and its number there, so that a changed or added
-file changes no id of another. Words are what blanks separate.
+The id of a passage is the path of its file within the folder and its number in that file, so that
+changing or adding a file changes no id of another file. Words are separated by white space.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 SUFFIXES = (".txt", ".md")
 MAX_WORDS = 100
-"""Words of a passage, as in wiki-18."""
+"""Default maximum number of words in a passage, as in wiki-18."""
 
 _HEADING = re.compile(r"\s*#{1,6}\s+(?P<title>\S.*)")
 _PARAGRAPH_END = re.compile(r"\n\s*\n")
@@ -28,9 +28,9 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
 def read_folder(folder: Path, max_words: int = MAX_WORDS) -> Iterator[Document]:
-    """The passages of all texts of a folder and its folders, by path.
+    """Yield the passages of all texts in a folder and its subfolders, sorted by path.
 
-    Raises CorpusError for a folder without texts, and for every file that is not UTF-8 together.
+    Raises CorpusError for a folder without texts, and for files that are not UTF-8 (names all).
     """
     if max_words < 1:
         raise CorpusError(
@@ -45,14 +45,14 @@ def read_folder(folder: Path, max_words: int = MAX_WORDS) -> Iterator[Document]:
     texts = _read_texts(files)
     for path, text in texts.items():
         name = path.relative_to(folder).as_posix()
-        found = list(split_file(name, text, max_words))
-        if not found:
-            logger.warning("%s has no text: left out", path)
-        yield from found
+        passages = list(split_file(name, text, max_words))
+        if not passages:
+            logger.warning("%s has no text: skipped", path)
+        yield from passages
 
 
 def split_file(name: str, text: str, max_words: int = MAX_WORDS) -> Iterator[Document]:
-    """One file's passages: its first line is their title where it is a heading, else its name."""
+    """Yield the passages of one file; their title is its first line if a heading, else its name."""
     heading = _HEADING.match(text)
     title = heading["title"].strip("# \r") if heading else ""
     body = text[heading.end() :] if heading else text
@@ -62,7 +62,10 @@ def split_file(name: str, text: str, max_words: int = MAX_WORDS) -> Iterator[Doc
 
 
 def split_text(text: str, max_words: int = MAX_WORDS) -> list[str]:
-    """Pieces of whole sentences, at most `max_words` each; only longer sentences are cut."""
+    """Split into passages of whole sentences, at most `max_words` words each.
+
+    Only a longer sentence is split.
+    """
     passages: list[list[str]] = []
     for sentence in _sentences(text):
         for start in range(0, len(sentence), max_words):
@@ -75,7 +78,7 @@ def split_text(text: str, max_words: int = MAX_WORDS) -> list[str]:
 
 
 def write_corpus(documents: Iterable[Document], path: Path) -> int:
-    """Write jsonl (`id`, `contents`); the number of rows. Raises CorpusError for none."""
+    """Write jsonl rows (`id`, `contents`) and return their number; raises CorpusError for none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
     with atomic_write(path) as part, part.open("w", encoding="utf-8", newline="\n") as file:
@@ -84,7 +87,7 @@ def write_corpus(documents: Iterable[Document], path: Path) -> int:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             count += 1
         if not count:
-            raise CorpusError(f"{path}: no passages; expected texts with words: give others")
+            raise CorpusError(f"{path}: no passages; expected texts with words: give other texts")
     return count
 
 
@@ -97,14 +100,14 @@ def _read_texts(files: list[Path]) -> dict[Path, str]:
             bad.append(f"{path} (byte {error.start})")
     if bad:
         raise CorpusError(
-            f"not UTF-8: {', '.join(bad)}; expected texts in UTF-8: save them so, "
+            f"not UTF-8: {', '.join(bad)}; expected texts in UTF-8: convert them, "
             "for example with iconv -f latin1 -t utf-8"
         )
     return texts
 
 
 def _sentences(text: str) -> Iterator[list[str]]:
-    """The words of each sentence; a paragraph ends one too."""
+    """Yield the words of each sentence; the end of a paragraph ends a sentence too."""
     for paragraph in _PARAGRAPH_END.split(text):
         for sentence in _SENTENCE_END.split(paragraph):
             if words := sentence.split():

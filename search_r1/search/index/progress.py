@@ -1,4 +1,4 @@
-"""How far a long job is: a bar on a terminal, elsewhere a log line now and then."""
+"""Progress of long jobs: a bar on a terminal, otherwise a log line every 30 seconds."""
 
 import logging
 import sys
@@ -13,12 +13,12 @@ logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 30.0
 
 Report = Callable[[int], None]
-"""Takes how much of the whole is done by now."""
+"""Is called with the number of units that are done so far."""
 
 
 @contextmanager
 def progress(what: str, unit: str, total: int, done: int = 0) -> Iterator[Report]:
-    """A reporter of `what`, of which `done` of `total` were done by an earlier run."""
+    """Yield a function that reports progress of the job `what`; an earlier run did `done` units."""
     if sys.stderr.isatty():
         with tqdm(total=total, initial=done, desc=what, unit=unit, unit_scale=True) as bar:
 
@@ -33,7 +33,10 @@ def progress(what: str, unit: str, total: int, done: int = 0) -> Iterator[Report
 def log_lines(
     what: str, unit: str, total: int, before: int, clock: Callable[[], float] = time.monotonic
 ) -> Report:
-    """Log now and then; of what was there `before` the clock (s) began, the rate says nothing."""
+    """Return a function that logs progress, at most every SECONDS_BETWEEN_LINES and at the end.
+
+    `before`: units that were done when the clock (seconds) started, which do not count in the rate.
+    """
     start = last = clock()
 
     def report(done: int) -> None:

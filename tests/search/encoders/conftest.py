@@ -1,4 +1,4 @@
-"""Tiny random models on disk, as the hub and sentence-transformers lay them out."""
+"""Tiny random models on disk, in the layout of the hub and of sentence-transformers."""
 
 import json
 from collections.abc import Callable
@@ -29,14 +29,14 @@ SIZES = {
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A word-piece tokenizer whose words are WORDS."""
+    """Save a word-piece tokenizer with the words of WORDS."""
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {word: i for i, word in enumerate(VOCABULARY)}
     BertTokenizerFast(vocabulary, model_max_length=48).save_pretrained(folder)
 
 
 def save_model(folder: Path, kind: str) -> Path:
-    """A random `bert`, or the `context` or `question` encoder of dpr with a projection."""
+    """Save a random `bert`, or a dpr encoder (`context` or `question`) with a projection."""
     torch.manual_seed(len(kind))
     save_tokenizer(folder)
     if kind == "bert":
@@ -48,7 +48,7 @@ def save_model(folder: Path, kind: str) -> Path:
 
 
 def add_modules(folder: str, pooling: dict[str, Any], *kinds: str, **prompts: str) -> None:
-    """Add a modules.json with a transformer and modules of these kinds."""
+    """Add a modules.json with a transformer and further modules of the given kinds."""
     rows = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
     for i, kind in enumerate(kinds, 1):
         path = f"{i}_{kind}"
@@ -70,11 +70,11 @@ def write(path: Path, content: Any) -> None:
 
 @pytest.fixture
 def make_model(tmp_path: Path) -> Callable[..., str]:
-    """Saves a tiny model under a name and returns its folder."""
+    """Return a function that saves a tiny model under a name and returns its folder."""
     return lambda name, kind="bert": str(save_model(tmp_path / name, kind))
 
 
 @pytest.fixture
 def declare() -> Callable[..., None]:
-    """`add_modules`: makes a sentence-transformers folder of a plain checkpoint."""
+    """Return `add_modules`, which turns a plain checkpoint into a sentence-transformers folder."""
     return add_modules

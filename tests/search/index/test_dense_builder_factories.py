@@ -1,4 +1,4 @@
-"""FAISS factories: what is refused before any work, and indexes that find what a loop finds."""
+"""FAISS factories: errors before any work, and indexes compared with exact search."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def unit_vectors(count: int, dim: int = 16) -> np.ndarray:
 
 
 def test_flat_is_what_faiss_writes(tmp_path: Path) -> None:
-    """The streamed file equals FAISS's own, byte for byte."""
+    """The streamed file equals that of FAISS, byte for byte."""
     matrix = unit_vectors(100)
     build_faiss(matrix, "Flat", tmp_path / "ours")
     index = faiss.IndexFlatIP(16)
@@ -36,7 +36,7 @@ def test_flat_is_what_faiss_writes(tmp_path: Path) -> None:
     "factory", ["HNSW32", "IVF4,Flat", "SQ8", "PCA8,Flat", "IVF4,PQ8x4", "OPQ8_16,PQ8x4"]
 )
 def test_factories_find_the_nearest(tmp_path: Path, factory: str) -> None:
-    """Each kind is trained, holds all rows, and finds a vector's own row nearly always."""
+    """Each kind of index is trained, has all rows, and finds many of the true neighbours."""
     matrix = unit_vectors(700)
     check_factory(factory, 16, len(matrix))
     build_faiss(matrix.astype(np.float16), factory, tmp_path / "x")
@@ -52,8 +52,8 @@ WRONG = ["Nonsense", "PQ7", "IVF,Flat", "", "IDMap,Flat", "IDMap,IVF4,Flat", "PC
 
 
 @pytest.mark.parametrize("factory", [*WRONG, "HNSW0", "IVF0,Flat"])
-def test_factories_that_cannot_be_are_refused(factory: str) -> None:
-    """What FAISS cannot make for these dimensions, or not fill, is named before any work."""
+def test_unusable_factories_are_refused(factory: str) -> None:
+    """A factory that FAISS cannot create or fill for these dimensions is refused beforehand."""
     with pytest.raises(SetupError, match="--faiss_type"):
         check_factory(factory, 16, 10**9)
 
@@ -72,20 +72,20 @@ def test_factories_that_cannot_be_are_refused(factory: str) -> None:
     ],
 )
 def test_centroids_that_are_trained(factory: str, centroids: int) -> None:
-    """The largest codebook decides how many vectors training needs."""
+    """The number of centroids is that of the largest codebook."""
     assert num_centroids(factory) == centroids
 
 
 @pytest.mark.parametrize("factory", ["IVF64,Flat", "IVF64,SQ8", "OPQ8_16,IVF64,Flat"])
-def test_too_small_a_corpus_is_told_how_many_lists_it_trains(factory: str) -> None:
-    """The number of lists that the error names is accepted for the same corpus."""
+def test_the_error_for_a_small_corpus_has_a_usable_number_of_lists(factory: str) -> None:
+    """The number of lists in the error message is accepted for the same corpus."""
     with pytest.raises(SetupError, match="at most 25 lists in IVF"):
         check_factory(factory, 16, 1000)
     check_factory(factory.replace("IVF64", "IVF25"), 16, 1000)
 
 
 def test_training_sample_is_seeded_and_bounded() -> None:
-    """Training sees the same 256 vectors per centroid each time, in row order."""
+    """The sample has at most 256 vectors per centroid, in row order, and is reproducible."""
     matrix = np.arange(3000, dtype=np.float32)[:, None]
     sample = training_sample(matrix, "IVF4,Flat")
     assert sample.shape == (1024, 1) and (np.diff(sample[:, 0]) > 0).all()
@@ -97,15 +97,15 @@ def test_training_sample_is_seeded_and_bounded() -> None:
     "factory", ["Flat", "HNSW32", "IVF4,Flat", "SQ8", "IVF4,PQ8x4", "HNSW16_SQ8"]
 )
 def test_estimated_size_is_near_the_true_one(tmp_path: Path, factory: str) -> None:
-    """The disk check's figure is within a quarter of what is written, apart from the header."""
+    """The estimate for the disk check is within 25 % of the written size, except for the header."""
     matrix = unit_vectors(4000)
     build_faiss(matrix, factory, tmp_path / "x")
-    true = (tmp_path / "x").stat().st_size
-    assert bytes_per_vector(factory, 16) * 4000 == pytest.approx(true, rel=0.25, abs=4000)
+    written = (tmp_path / "x").stat().st_size
+    assert bytes_per_vector(factory, 16) * 4000 == pytest.approx(written, rel=0.25, abs=4000)
 
 
-def test_training_on_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The flag does not quietly fall back to the CPU."""
+def test_training_on_a_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag does not silently fall back to the CPU."""
     monkeypatch.setattr(faiss, "get_num_gpus", lambda: 0, raising=False)
     with pytest.raises(SetupError, match="sees no GPU"):
         check_gpu("train")

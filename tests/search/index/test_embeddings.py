@@ -1,4 +1,4 @@
-"""The embedding file: rows in their places, marked done only after they are on the disk."""
+"""The embedding file: shards, which are marked done only after their rows are on the disk."""
 
 import contextlib
 import os
@@ -19,23 +19,23 @@ from tests.search.conftest import write_corpus
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_shards_in_any_order_make_the_matrix(tmp_path: Path, dtype: str) -> None:
-    """Two handles that write different shards fill one ordinary .npy file."""
-    wanted = np.random.default_rng(0).normal(size=(11, 3)).astype(dtype)
+    """Two objects that write different shards fill one ordinary .npy file."""
+    expected = np.random.default_rng(0).normal(size=(11, 3)).astype(dtype)
     first = EmbeddingFile.create(tmp_path, 11, 3, dtype, shard_rows=4)
     second = EmbeddingFile.create(tmp_path, 11, 3, dtype, shard_rows=4)
     assert first.missing() == [0, 1, 2]
     for file, shard in [(second, 2), (first, 0)]:
-        file.write(shard, wanted[file.rows(shard)])
+        file.write(shard, expected[file.rows(shard)])
     assert (first.missing(), second.num_done) == ([1], 7)
-    second.write(1, wanted[second.rows(1)])
-    np.testing.assert_array_equal(np.load(tmp_path / "embeddings.npy"), wanted)
-    np.testing.assert_array_equal(first.matrix, wanted)
+    second.write(1, expected[second.rows(1)])
+    np.testing.assert_array_equal(np.load(tmp_path / "embeddings.npy"), expected)
+    np.testing.assert_array_equal(first.matrix, expected)
 
 
-def test_rows_reach_the_disk_before_their_mark(
+def test_rows_are_on_the_disk_before_they_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If bringing the rows onto the disk fails, the shard is not done."""
+    """If writing the rows to the disk fails, the shard is not done."""
     file = EmbeddingFile.create(tmp_path, 4, 2, "float32", shard_rows=4)
 
     def fail(handle: int) -> None:
@@ -67,7 +67,7 @@ embeddings.encode(file, corpus, open_encoder(settings), [settings] * 2, None)
 
 
 def test_a_killed_builder_leaves_no_process(tmp_path: Path) -> None:
-    """Encoders that wait for more work end with who would give it: they hold a GPU's memory."""
+    """Idle encoder processes, which hold GPU memory, exit when the builder is killed."""
     write_corpus(tmp_path / "corpus.jsonl")
     command = [sys.executable, "-c", KILLED_WHEN_ALL_WAIT, str(tmp_path)]
     builder = subprocess.Popen(command, start_new_session=True)
@@ -75,28 +75,28 @@ def test_a_killed_builder_leaves_no_process(tmp_path: Path) -> None:
     end = time.monotonic() + 20
     while alive_in_group(builder.pid) and time.monotonic() < end:
         time.sleep(0.05)
-    left = alive_in_group(builder.pid)
-    for pid in left:
+    survivors = alive_in_group(builder.pid)
+    for pid in survivors:
         os.kill(pid, signal.SIGKILL)
-    assert not left
+    assert not survivors
 
 
 def alive_in_group(group: int) -> list[int]:
-    """Zombies, which nobody may reap in a container, count as ended."""
-    found = []
+    """Return the processes of a group, without zombies: in a container nobody may reap them."""
+    alive = []
     for process in psutil.process_iter(["status"]):
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(process.pid) == group and process.info["status"] != "zombie":
-                found.append(process.pid)
-    return found
+                alive.append(process.pid)
+    return alive
 
 
 def test_existing_embeddings_may_be_bare_values(tmp_path: Path) -> None:
-    """Values without a header, as older tools wrote them, are read by their size."""
-    wanted = np.arange(12, dtype=np.float32).reshape(4, 3)
+    """The dtype of values without a header, as older tools wrote them, follows from their size."""
+    expected = np.arange(12, dtype=np.float32).reshape(4, 3)
     for dtype in (np.float32, np.float16):
-        wanted.astype(dtype).tofile(tmp_path / "e.memmap")
-        np.testing.assert_array_equal(open_embeddings(tmp_path / "e.memmap", 4, 3), wanted)
+        expected.astype(dtype).tofile(tmp_path / "e.memmap")
+        np.testing.assert_array_equal(open_embeddings(tmp_path / "e.memmap", 4, 3), expected)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_existing_embeddings_may_be_bare_values(tmp_path: Path) -> None:
     [(np.zeros((4, 2), np.float32), r"\(4, 2\)"), (np.zeros((4, 3)), "float64")],
 )
 def test_other_embeddings_are_refused(tmp_path: Path, matrix: np.ndarray, problem: str) -> None:
-    """Another shape or type is named with what was expected."""
+    """Another shape or dtype, a short file and a missing file are errors."""
     np.save(tmp_path / "e.npy", matrix)
     with pytest.raises(SetupError, match=problem):
         open_embeddings(tmp_path / "e.npy", 4, 3)
@@ -116,6 +116,6 @@ def test_other_embeddings_are_refused(tmp_path: Path, matrix: np.ndarray, proble
 
 
 def test_blocks_are_the_matrix() -> None:
-    """Blocks in float32 put together are all rows."""
+    """The blocks together have all rows, in order."""
     matrix = np.arange(14, dtype=np.float16).reshape(7, 2)
     np.testing.assert_array_equal(np.concatenate(list(blocks(matrix, 3))), matrix)

@@ -1,4 +1,4 @@
-"""Texts cut into passages: nothing lost, nothing over the limit, ids that stay."""
+"""Texts split into passages: no word lost, no passage over the limit, stable ids."""
 
 from pathlib import Path
 
@@ -16,14 +16,14 @@ TEXT = st.text(alphabet=st.sampled_from("ab. !?\n\t#"), max_size=300)
 
 @given(TEXT, st.integers(1, 12))
 def test_every_word_is_kept_within_the_limit(text: str, max_words: int) -> None:
-    """Passages laid end to end are the text's words, and none has more than `max_words`."""
+    """The passages have all words of the text in order, at most `max_words` each."""
     passages = split_text(text, max_words)
     assert [word for passage in passages for word in passage.split()] == text.split()
     assert all(1 <= len(passage.split()) <= max_words for passage in passages)
 
 
 def test_sentences_stay_whole() -> None:
-    """Sentences fill a passage while they fit; a paragraph ends one; only long ones are cut."""
+    """Passages take whole sentences while they fit; only sentences over the limit are split."""
     text = "One two three. Four five! Six\nseven\n\nEight nine. " + "x " * 12
     assert split_text(text, 5) == [
         "One two three. Four five!", "Six seven Eight nine.", "x x x x x", "x x x x x", "x x",
@@ -31,14 +31,14 @@ def test_sentences_stay_whole() -> None:
 
 
 def test_titles_come_from_heading_or_name() -> None:
-    """A first heading is the title and no text; otherwise the file's name is."""
+    """The title is the first heading, which is not text; otherwise it is the file's name."""
     heading = list(split_file("a/b.md", "\n# The Title #\nText here.\n# Later\nmore"))
     assert heading == [Document.from_title("a/b.md#0", "The Title", "Text here. # Later more")]
     assert [d.title for d in split_file("a/my_small  file.txt", "Text.")] == ["my small file"]
 
 
 def test_ids_depend_on_the_file_only(tmp_path: Path) -> None:
-    """A file that is added or changed leaves the ids and passages of the others."""
+    """Adding a file changes no id and no passage of another file."""
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "b.md").write_text("One two. Three four.")
     before = list(read_folder(tmp_path, 2))
@@ -50,7 +50,7 @@ def test_ids_depend_on_the_file_only(tmp_path: Path) -> None:
 
 
 def test_corpus_reads_what_was_written(tmp_path: Path) -> None:
-    """Titles with quotes and texts of other scripts come back from the corpus as they were."""
+    """Titles with quotes and texts of other scripts are read back unchanged."""
     documents = [
         Document.from_title("a#0", 'A "b" c', "Zoë … 日本"),
         Document.from_title("b#0", "", "x"),
@@ -69,10 +69,10 @@ def test_corpus_reads_what_was_written(tmp_path: Path) -> None:
         ({"a.txt": b"x"}, 0, "passages of 0 words"),
     ],
 )
-def test_unusable_folder_is_told(
+def test_an_unusable_folder_is_refused(
     tmp_path: Path, files: dict[str, bytes], max_words: int, message: str
 ) -> None:
-    """A folder without usable texts is refused, every bad file named, and nothing is left."""
+    """A folder without usable texts is refused; the error names every bad file."""
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     with pytest.raises(CorpusError, match=message):

@@ -1,12 +1,12 @@
-"""Progress lines: when they come and what they say."""
+"""Log lines of progress."""
 
 import pytest
 
 from search_r1.search.index.progress import log_lines
 
 
-def test_lines_tell_rate_and_time_left(caplog: pytest.LogCaptureFixture) -> None:
-    """A line comes when it is due or all is done; the rate leaves out what was there before."""
+def test_lines_have_rate_and_time_left(caplog: pytest.LogCaptureFixture) -> None:
+    """A line is logged after 30 s and at the end; the rate ignores units done before the start."""
     caplog.set_level("INFO")
     times = iter([0.0, 15.0, 30.0, 36.0])
     report = log_lines("encode", "documents", 1000, 500, lambda: next(times))
