@@ -45,8 +45,8 @@ def names() -> str:
     parts = ["| Given | Means |", "|---|---|"]
     parts += [f"| `{given}` | `{ours}` |" for given, ours in ALIASES.items()]
     for title, is_refused in (
-        ("These have no effect, and say so once where they ask for something:", False),
-        ("These are refused unless they ask for what is done anyway:", True),
+        ("The following have no effect; if they request something, a warning says so once:", False),
+        ("The following are refused unless they request what is done anyway:", True),
     ):
         parts += ["", title, "", "| Option | Instead |", "|---|---|"]
         for row in LEGACY_OPTIONS:

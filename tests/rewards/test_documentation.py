@@ -62,10 +62,10 @@ def test_every_reward_and_option_is_documented() -> None:
     for field in [*dataclasses.fields(RewardScores), *dataclasses.fields(JudgeConfig)]:
         assert re.search(rf"[`.]{field.name}[`=]", PAGE), field.name
     given = RewardInput(["<answer>a</answer>"], [], ["a"])
-    table = PAGE.split("| components | logged by |")[1].split("\n\n")[0]
+    table = PAGE.split("| component | logged by |")[1].split("\n\n")[0]
     rows = dict(re.findall(r"^\| (`.*?) \| (.*?) \|$", table, re.MULTILINE))
     for name in REWARDS:
         for component in build_reward(name)(given).components:
             (loggers,) = [v for k, v in rows.items() if f"`{component}`" in k.split(":")[0]]
-            known = f"`{name}`" in loggers or "all of ours" in loggers
+            known = f"`{name}`" in loggers or "all built-in rewards" in loggers
             assert known or ("the stages" in loggers and "stage" in name), (name, component)
