@@ -1,1 +1,1 @@
-"""The search agent: the wording and grammar of its dialogue, and the loop that runs it."""
+"""The tools, dialogue formats and wording of the search agent."""

@@ -1,4 +1,4 @@
-"""The agent of a run, built from its options: format, tools and budgets of its dialogues."""
+"""Builds a run's agent from its options: dialogue format, tools and token budgets."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -24,17 +24,17 @@ TOOLS: Mapping[str, Callable[[Config], Tool]] = {
     "visit": build_visit,
     "python": PythonTool,
 }
-"""The tools that `agent.tools` may name; each row builds one from the options of a run."""
+"""Built-in tools for `agent.tools`, as functions of a run's options."""
 
 
 def build_agent(config: Config) -> Agent:
-    """What `agent.name` names; actors of a run call this, each for itself."""
+    """Build the agent that `agent.name` names; each Ray actor of a run calls this for itself."""
     agent: Agent = plugins.build("agent.name", config.agent.name, AGENTS, config, needs="run")
     return agent
 
 
 def build_dialogue(config: Config) -> DialogueAgent:
-    """The loop of `verl.agent.dialogue` with the run's format, tools and tokenizer."""
+    """Build the loop of `verl.agent.dialogue` with the run's format, tools and tokenizer."""
     limits = Limits(
         max_turns=config.max_turns,
         max_response_length=config.data.max_response_length,
@@ -52,42 +52,47 @@ AGENTS: Mapping[str, Callable[[Config], Agent]] = {"dialogue": build_dialogue}
 
 
 def build_environment(config: Config) -> Environment:
-    """The tools of a run. Raises ConfigError for one that is not there."""
+    """Build the tools of a run. Raises ConfigError for unknown or repeated tools."""
     tools = [
         plugins.build("agent.tools", name, TOOLS, config, "label") for name in config.agent.tools
     ]
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
-        raise ConfigError(explain("agent.tools", names, "each tool once", "leave the others out"))
+        raise ConfigError(explain("agent.tools", names, "each tool once", "remove the duplicates"))
     return Environment(tuple(tools), enabled=config.do_search)
 
 
 def build_format(
     config: Config, environment: Environment, tokenizer: ChatTokenizer
 ) -> DialogueFormat:
-    """The run's template for its tools. Raises ConfigError for none, or one that cannot work."""
-    tools, is_native = environment.tools, config.template == native.NAME
-    found = NativeFormat(tokenizer, tools) if is_native else build_tag_format(config, tools)
-    refuse_closed_think(found, config.algorithm.no_think_rl)
-    for tool in () if is_native else tools:
-        _ = tool.main_argument  # raises where it has none
-    return found
+    """Build the run's dialogue format for its tools.
+
+    Raises ConfigError for an unknown template, or one that cannot work with the run's options.
+    """
+    tools = environment.tools
+    is_native = config.template == native.NAME
+    format = NativeFormat(tokenizer, tools) if is_native else build_tag_format(config, tools)
+    refuse_closed_think(format, config.algorithm.no_think_rl)
+    if not is_native:
+        for tool in tools:
+            _ = tool.main_argument  # raises ConfigError if the tool has no arguments
+    return format
 
 
 def build_tag_format(config: Config, tools: Sequence[Tool]) -> TagFormat:
-    """The words and tags of the run's template, without a tokenizer: what rewards read."""
+    """Build the wording and tags of the run's template without a tokenizer, as rewards read it."""
     if config.template == native.NAME:
         return native.WORDING
-    found = plain_format(tools) if config.template == PLAIN else named_format(config.template)
-    return found.with_tools(tool.name for tool in tools)
+    format = plain_format(tools) if config.template == PLAIN else named_format(config.template)
+    return format.with_tools(tool.name for tool in tools)
 
 
 def check_prompts(format: DialogueFormat, prompts: Iterable[Prompt]) -> None:
-    """Refuse prompts that name other tags of calls than the format's. Raises DataError."""
+    """Refuse prompts that mention the call tags of another format. Raises DataError."""
     own = [tag.opening for tag in format.tags.calls] if not format.schemas else []
     others = {
         tag.opening: template.name
-        for template in reversed(TEMPLATES.values())  # of two with the same tags, the first
+        for template in reversed(TEMPLATES.values())  # templates may share tags: the first one wins
         for tag in template.tags.calls
         if tag.opening not in own
     }
@@ -96,8 +101,8 @@ def check_prompts(format: DialogueFormat, prompts: Iterable[Prompt]) -> None:
             continue
         for opening, name in others.items():
             if opening in prompt.text:
-                got = f"a prompt that tells of {opening}"
-                expected = f"the words of template {format.name!r}"
+                got = f"a prompt that mentions {opening}"
+                expected = f"the wording of template {format.name!r}"
                 fix = (
                     f"set template={name}, or build the data with --template_type {format.name} "
                     "(docs/data.md)"
@@ -112,12 +117,12 @@ def search_agent(
     template: TagFormat = TEMPLATES["search_r1"],
     do_search: bool = True,
 ) -> DialogueAgent:
-    """An agent that searches, without the options of a run."""
+    """Build an agent with the search tool directly, without a run's options."""
     environment = Environment((SearchTool(retrieval),), do_search)
     return DialogueAgent(limits or Limits(), template, environment, tokenizer)
 
 
-def retrieval_of(environment: Environment) -> Retrieval | None:
-    """What finds the documents of the tool `search`, if the environment has that tool."""
+def find_retrieval(environment: Environment) -> Retrieval | None:
+    """Return the retrieval of the environment's `search` tool, or None if it has no such tool."""
     tool = environment.find(SearchTool.name)
     return tool.retrieval if isinstance(tool, SearchTool) else None

@@ -1,4 +1,4 @@
-"""The tags of the dialogues that search. Rewards read them, too: plain text, no tensors."""
+"""Tag grammars of search dialogues, shared by agents and rewards; plain text, no tensors."""
 
 from verl.agent.grammar import (
     Grammar,
@@ -20,11 +20,11 @@ __all__ = [
 ]
 
 SEARCH_R1 = Grammar(tools=(("search", Tag("<search>", "</search>")),))
-"""Search-R1 (Jin et al. 2025): think, search, information, think again, answer."""
+"""Tags of Search-R1 (Jin et al. 2025): think, search, information, think again, answer."""
 
 R1_SEARCHER = Grammar(
     tools=(("search", Tag("<|begin_of_query|>", "<|end_of_query|>")),),
     information=Tag("<|begin_of_documents|>", "<|end_of_documents|>"),
     acts_in_think=True,
 )
-"""R1-Searcher (Song et al. 2025): one thinking part that holds all searches, then the answer."""
+"""Tags of R1-Searcher (Song et al. 2025): all searches inside one think block, then the answer."""

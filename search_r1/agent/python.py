@@ -1,8 +1,8 @@
-"""The tool `python`: a program in a process of its own, with bounds and without network.
+"""The tool `python`: runs a Python program in a separate process with limits and no network.
 
-Off unless `agent.tools` names it. Bounds are those of `search_r1.agent.confinement`: they hold a
-program that loops, fills memory or prints without end, and keep it from the network. They do not
-hide files: whoever lets a policy run programs gives the run a container, or a user, of its own.
+Off unless `agent.tools` names it. `search_r1.agent.confinement` enforces the limits: they stop
+programs that loop, fill memory or print without end, and they block the network. They do not hide
+files, so a run that offers this tool should have a container or an operating-system user to itself.
 """
 
 import asyncio
@@ -27,22 +27,22 @@ CUT = "\n… (the output goes on)"
 
 @dataclass(frozen=True)
 class Bounds:
-    """What one program may take."""
+    """Resource limits of one program."""
 
     seconds: float = 10.0
-    """Of the clock; the processor's seconds are bound by the same number, rounded up."""
+    """Wall-clock limit; CPU time is limited to the same number, rounded up."""
     memory: int = 1 << 30
-    """Bytes of address space, the interpreter's own included."""
+    """Limit of the address space in bytes, including the interpreter's own."""
     output: int = 8_000
-    """Characters of what it prints; the rest is left out."""
+    """Maximum number of printed characters that are returned; the rest is dropped."""
     files: int = 1 << 24
-    """Bytes of a file that it writes; its folder goes when it ends."""
+    """Maximum size in bytes of each file it writes; its folder is deleted when it ends."""
     at_once: int = 4
-    """Programs that run at one time beside each engine; others wait."""
+    """Maximum number of concurrent programs per engine; further programs wait."""
 
 
 class PythonTool(Tool):
-    """Runs Python programs; nothing is kept from one to the next."""
+    """Runs Python programs; no state is kept between programs."""
 
     name = "python"
     description = (
@@ -53,20 +53,20 @@ class PythonTool(Tool):
     fix = "run on Linux with seccomp (x86-64 or arm64), or leave python out of agent.tools"
 
     def __init__(self, config: Any = None, bounds: Bounds | None = None) -> None:
-        """`bounds` are the defaults of `Bounds` in a run."""
+        """Create the tool with `bounds`; training runs use the defaults of `Bounds`."""
         super().__init__(config)
         self.bounds = bounds or Bounds()
-        self._places = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
+        self._slots = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
     async def call(self, **arguments: Any) -> Observation:
-        """What the program prints, errors included. Raises ToolError where none can run."""
-        code = well_formed(str(arguments["code"]))  # JSON may name half a character
-        loop = asyncio.get_running_loop()  # a semaphore that made somebody wait is its loop's alone
-        async with self._places.setdefault(loop, asyncio.Semaphore(self.bounds.at_once)):
+        """Run the program and return its output with errors. Raises ToolError if none can run."""
+        code = well_formed(str(arguments["code"]))  # JSON may contain a lone surrogate
+        loop = asyncio.get_running_loop()  # a contended asyncio.Semaphore is bound to one loop
+        async with self._slots.setdefault(loop, asyncio.Semaphore(self.bounds.at_once)):
             return Observation((Item(await self._run(code)),))
 
     def probe(self, seconds: float) -> str:
-        """Whether a program can be confined here."""
+        """Check that a program can run with these limits here; return the problem, or ''."""
         bounds = Bounds(seconds=min(seconds, self.bounds.seconds))
         try:
             printed = loops.run(PythonTool(bounds=bounds)._run("print(6 * 7)"))
@@ -75,7 +75,7 @@ class PythonTool(Tool):
         return "" if printed == "42" else f"a program that prints 42 printed {printed[-300:]!r}"
 
     async def _run(self, code: str) -> str:
-        """Standard output and errors of one program, and how it ended if not by itself."""
+        """Return a program's stdout and stderr, plus a note if it did not end by itself."""
         with tempfile.TemporaryDirectory(prefix="search-r1-python-") as folder:
             output = Path(folder) / "output"
             with output.open("wb") as sink:
@@ -88,7 +88,7 @@ class PythonTool(Tool):
         return "\n".join(part for part in (printed.strip(), ending) if part) or "(no output)"
 
     async def _start(self, folder: str, sink: int) -> asyncio.subprocess.Process:
-        """The confined interpreter in a session of its own, in an empty environment."""
+        """Start the sandboxed interpreter in a new session with an empty environment."""
         bounds = self.bounds
         limits = (-(-bounds.seconds // 1), bounds.memory, bounds.files)
         try:
@@ -103,20 +103,20 @@ class PythonTool(Tool):
             raise ToolError(explain("tool python", error, expected, self.fix)) from error
 
     async def _finish(self, process: asyncio.subprocess.Process, code: str) -> str:
-        """Give the program and wait for its end; how it ended, empty for the usual way."""
+        """Send the program, wait until it ends, and return a note if it ended abnormally."""
         time_is_up = f"(ended after {self.bounds.seconds:g} s: time is up)"
         try:
             await asyncio.wait_for(process.communicate(code.encode()), self.bounds.seconds)
         except TimeoutError:
             return time_is_up
-        except (BrokenPipeError, ConnectionResetError):  # it ended before it had read everything
+        except (BrokenPipeError, ConnectionResetError):  # it ended before it had read all its input
             await process.wait()
         finally:
-            # The whole session, so that nothing that the program started outlives it.
+            # Kill the whole session, so that no process that the program started outlives it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-        if process.returncode == -signal.SIGXCPU:  # the kernel was first to notice
+        if process.returncode == -signal.SIGXCPU:  # the CPU limit was reached before the timeout
             return time_is_up
         if process.returncode and process.returncode < 0:
             return f"(ended by {signal.Signals(-process.returncode).name})"

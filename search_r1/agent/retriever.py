@@ -1,4 +1,4 @@
-"""What tools share that ask the retrieval server: its client, and whether it serves this run."""
+"""Shared parts of the tools that use the retrieval server: client, probes and preflight checks."""
 
 import logging
 import os
@@ -16,25 +16,25 @@ from verl.config import Config
 from verl.config.agent import EMPTY_URL, ServerConfig
 from verl.errors import ConfigError, ToolError, ToolRefused, explain
 
-Made = TypeVar("Made")
+Built = TypeVar("Built")
 
-QUERY = "capital of France"
-"""What a probe searches for."""
-PROBE_S = 30.0
-"""Longest that one attempt of a probe, or the question for fingerprints, may take."""
+TEST_QUERY = "capital of France"
+"""Query that probes search for."""
+PROBE_TIMEOUT_S = 30.0
+"""Maximum seconds for one attempt of a probe, or for a request for fingerprints."""
 FIX = "start it (bash retrieval_launch.sh)"
-OF_ONE_QUERY, REPLAY = 424, "replay"
-"""The status of a refusal that says nothing of other queries where the server is a replay."""
+UNRECORDED_QUERY, REPLAY = 424, "replay"
+"""Status with which the replay backend refuses a query that it has no recording of."""
 
 
 class RetrieverTool(Tool):
-    """A tool that asks the retrieval server of `options`; a subclass says what its call asks."""
+    """Base class of tools that use the retrieval server; a subclass defines the test request."""
 
     max_outage_option = "retriever.max_outage"
     fix = FIX
 
     def __init__(self, options: ServerConfig | None = None) -> None:
-        """`options` say where the server is, for probes and messages; None: there is none."""
+        """`options`: the server's address and limits, for probes and messages; None: no server."""
         self.options = options or ServerConfig(url=EMPTY_URL)
         self.max_outage = self.options.max_outage
 
@@ -42,22 +42,26 @@ class RetrieverTool(Tool):
     def label(self) -> str:
         return self.options.url
 
-    async def try_out(self, client: RetrievalClient) -> None:
-        """What a call asks of the server, once. Raises what the client raises, or ToolRefused."""
+    async def send_test_request(self, client: RetrievalClient) -> None:
+        """Send the request of one typical call. Raises the client's errors, or ToolRefused."""
         raise NotImplementedError
 
     def probe(self, seconds: float) -> str:
-        """What is wrong with the server, by what a call asks; see `Tool.probe`."""
-        return "" if self.options.url == EMPTY_URL else self._problem(self.options.url, seconds)
+        """Send a test request; return the problem, or ''; see `Tool.probe`."""
+        return "" if self.options.url == EMPTY_URL else self._find_problem(self.options.url, seconds)
 
     def preflight(self, seconds: float) -> Iterator[ToolError]:
-        """Each address that does not serve this run; `/health` needs no token and no limit."""
+        """Yield an error for each server address that cannot serve this run.
+
+        Sends a real request: `/health` would check neither the token nor the limits.
+        """
         if self.options.url == EMPTY_URL:
             return
-        seconds = max(seconds, min(self.options.timeout, PROBE_S))  # a first search may be slow
+        # The first search after a server's start may be slow.
+        seconds = max(seconds, min(self.options.timeout, PROBE_TIMEOUT_S))
         for address in map(str.strip, self.options.url.split(",")):
             try:
-                problem = self._problem(address, seconds)
+                problem = self._find_problem(address, seconds)
             except ToolRefused as error:
                 yield error
                 continue
@@ -66,41 +70,43 @@ class RetrieverTool(Tool):
                 fix = f"{FIX} and set retriever.url=http://HOST:PORT/retrieve"
                 yield ToolError(explain(f"retriever.url={address}", problem, expected, fix))
 
-    def _problem(self, url: str, seconds: float) -> str:
-        """What is wrong there, or an empty text; takes at most `seconds`. Raises ToolRefused."""
+    def _find_problem(self, url: str, seconds: float) -> str:
+        """Test a server; return the problem, or ''; takes at most `seconds`. Raises ToolRefused."""
         try:
-            loops.run(self._ask(url, seconds))
+            loops.run(self._test(url, seconds))
         except RetrieverUnavailable as error:
             return error.reason
         except RetrieverRefused as error:
-            if error.status is None:  # not an answer of a retriever: it may yet come back
+            if error.status is None:  # not a retriever's response, so this may be temporary
                 return str(error)
             raise ToolRefused(f"{self.name}: {error}") from error
         return ""
 
-    async def _ask(self, url: str, seconds: float) -> None:
-        """One call; a second attempt and a third, so that a single error is no outage."""
+    async def _test(self, url: str, seconds: float) -> None:
+        """Send the test request, up to three times: a single error does not count as an outage."""
         options = self.options
         async with RetrievalClient(
-            url, options.topk, timeout=min(options.timeout, PROBE_S), max_retries=2,
+            url, options.topk, timeout=min(options.timeout, PROBE_TIMEOUT_S), max_retries=2,
             deadline=seconds, log_level=logging.DEBUG,
         ) as client:  # fmt: skip
             try:
-                await self.try_out(client)
+                await self.send_test_request(client)
             except RetrieverRefused as error:
-                is_alone = error.status == OF_ONE_QUERY
-                if not is_alone or (await client.info()).get("retriever") != REPLAY:
+                if error.status != UNRECORDED_QUERY:
+                    raise
+                # A replay server works even if it has no recording of the test query.
+                if (await client.info()).get("retriever") != REPLAY:
                     raise
 
 
-def failure(error: SearchError, faults: Mapping[str, int]) -> ToolError:
-    """What a call raises: ToolRefused where no other call would be answered either."""
+def to_tool_error(error: SearchError, faults: Mapping[str, int]) -> ToolError:
+    """Convert a search error: ToolRefused if every other call would be refused as well."""
     is_refused = isinstance(error, RetrieverRefused) and error.status in WHOLE_REQUEST
     return (ToolRefused if is_refused else ToolError)(str(error), faults)
 
 
 def build_client(options: ServerConfig) -> RetrievalClient:
-    """The client of a run's retrieval server. Raises ConfigError for an address that is none."""
+    """Build the client of a run's retrieval server. Raises ConfigError for an invalid address."""
     try:
         return RetrievalClient(
             options.url,
@@ -113,8 +119,8 @@ def build_client(options: ServerConfig) -> RetrievalClient:
         raise ConfigError(f"retriever: {error}") from error
 
 
-def given_retrieval(config: Config) -> Any:
-    """What was given from Python to find documents; None where a server is named."""
+def python_retriever(config: Config) -> Any:
+    """Return the retriever that was passed from Python; None if `retriever.url` is an address."""
     url = config.retriever.url
     if not url.startswith(plugins.PYTHON_PREFIX):
         return None
@@ -122,14 +128,17 @@ def given_retrieval(config: Config) -> Any:
 
 
 @dataclass(frozen=True)
-class WithToken(Generic[Made]):
-    """A factory for other nodes, with the retriever's token; Ray would log an environment."""
+class WithToken(Generic[Built]):
+    """A factory that takes the retriever's token along to other nodes.
 
-    make: Callable[[Config], Made]
+    The token is pickled with the factory because Ray logs the environment variables of actors.
+    """
+
+    make: Callable[[Config], Built]
     token: str | None = field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE), repr=False)
 
-    def __call__(self, config: Config) -> Made:
-        """What it makes there, with the token in that process's environment."""
+    def __call__(self, config: Config) -> Built:
+        """Set the token in this process's environment, then call the factory."""
         if self.token is not None:
             os.environ[TOKEN_VARIABLE] = self.token
         return self.make(config)

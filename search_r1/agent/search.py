@@ -1,4 +1,4 @@
-"""The tool `search`: documents from a retrieval server, if asked so ahead of the policy."""
+"""The tool `search`: documents from a retrieval server, with optional speculative searches."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from weakref import WeakValueDictionary
 
 from search_r1 import loops
 from search_r1.agent.retriever import (
-    PROBE_S,
-    QUERY,
+    PROBE_TIMEOUT_S,
+    TEST_QUERY,
     RetrieverTool,
     build_client,
-    failure,
-    given_retrieval,
+    python_retriever,
+    to_tool_error,
 )
-from search_r1.agent.speculation import Foresight, Group, Questions
+from search_r1.agent.speculation import GroupSearches, QuestionPredictor, SpeculativeRetrieval
 from search_r1.search.backends.base import fingerprint
 from search_r1.search.client import RETRIED, EmptyRetrieval, Retrieval, RetrievalClient, counting
 from search_r1.search.errors import SearchError
@@ -26,10 +26,10 @@ from verl.config.agent import EMPTY_URL, ServerConfig
 from verl.types import Trajectory
 
 FAILED = "searches_failed"
-"""Searches that were not answered, after all retries."""
-SERVICE = {"retriever", "num_documents", "default_topk", "fingerprint", "limits", "memory",
-           "corpus", "encoder"}  # fmt: skip
-"""Of `/info`, what is not the engine with its index."""
+"""Fault name: searches that were not answered after all retries."""
+NOT_INDEX = {"retriever", "num_documents", "default_topk", "fingerprint", "limits", "memory",
+             "corpus", "encoder"}  # fmt: skip
+"""Keys of `/info` that do not describe the backend and its index."""
 
 
 class SearchTool(RetrieverTool):
@@ -42,40 +42,42 @@ class SearchTool(RetrieverTool):
     faults = (RETRIED, FAILED)
 
     def __init__(self, retrieval: Retrieval, options: ServerConfig | None = None) -> None:
-        """`retrieval` finds the documents; `options` say where it is, for probes and messages."""
+        """`retrieval` finds the documents; `options` locate its server, for probes and messages."""
         super().__init__(options)
         self.retrieval = retrieval
-        self._groups: WeakValueDictionary[str, Group] = WeakValueDictionary()
-        self._questions = Questions()
+        self._groups: WeakValueDictionary[str, GroupSearches] = WeakValueDictionary()
+        self._predictor = QuestionPredictor()
 
     def for_dialogue(self, start: Trajectory) -> SearchTool:
-        """With `retriever.speculate`, one that asks ahead, beginning with the question."""
+        """Return this tool, or with `retriever.speculate` a speculative one for the dialogue."""
         if not (self.options.speculate and isinstance(self.retrieval, RetrievalClient)):
             return self
-        group = self._groups.setdefault(start.group, Group()) if start.group else Group()
+        group = GroupSearches()
+        if start.group:
+            group = self._groups.setdefault(start.group, group)
         question = str(start.prompt.extra_info.get("question") or "")
-        foresight = Foresight(self.retrieval, group)
-        return ForeseeingSearch(foresight, self.options, self._questions, question)
+        retrieval = SpeculativeRetrieval(self.retrieval, group)
+        return SpeculativeSearchTool(retrieval, self.options, self._predictor, question)
 
     async def call(self, *, query: str) -> Observation:  # type: ignore[override]
-        """The documents for one query, best first. Raises ToolError when the search fails."""
+        """Return the documents for a query, best first. Raises ToolError if the search fails."""
         with counting() as faults:
             try:
                 documents = await self.retrieval.search(query)
             except SearchError as error:
-                raise failure(error, {**faults, FAILED: 1}) from error
-        items = tuple(Item(one.text, one.title, one.id, one) for one in documents)
+                raise to_tool_error(error, {**faults, FAILED: 1}) from error
+        items = tuple(Item(d.text, d.title, d.id, source=d) for d in documents)
         return Observation(items, dict(faults))
 
-    async def try_out(self, client: RetrievalClient) -> None:
-        """A search with the run's own token and topk."""
-        await client.search(QUERY)
+    async def send_test_request(self, client: RetrievalClient) -> None:
+        """Search with the run's token and topk."""
+        await client.search(TEST_QUERY)
 
     def identity(self) -> Mapping[str, str]:
-        """Fingerprints of corpus, index and encoder, as far as the server tells them."""
+        """Return fingerprints of corpus, index and encoder, as far as the server reports them."""
         if self.options.url == EMPTY_URL:
             return {}
-        return retriever_identity(self.options.url, min(self.options.timeout, PROBE_S))
+        return retriever_identity(self.options.url, min(self.options.timeout, PROBE_TIMEOUT_S))
 
     def settings(self) -> Mapping[str, Any]:
         return {"topk": self.options.topk}
@@ -85,59 +87,64 @@ class SearchTool(RetrieverTool):
             await self.retrieval.aclose()
 
 
-class ForeseeingSearch(SearchTool):
-    """The tool as one dialogue has it: what it seems to be about to ask is asked ahead."""
+class SpeculativeSearchTool(SearchTool):
+    """The search tool of one dialogue, which sends the searches that it predicts."""
 
     anticipates = True
-    retrieval: Foresight
+    retrieval: SpeculativeRetrieval
 
     def __init__(
-        self, foresight: Foresight, options: ServerConfig, questions: Questions, question: str
+        self,
+        retrieval: SpeculativeRetrieval,
+        options: ServerConfig,
+        predictor: QuestionPredictor,
+        question: str,
     ) -> None:
-        """Asks for `question` at once."""
-        super().__init__(foresight, options)
-        self._questions = questions
-        self._question = questions.predict(foresight, question)
+        """Predict a search for `question` at once."""
+        super().__init__(retrieval, options)
+        self._predictor = predictor
+        self._prediction = predictor.predict(retrieval, question)
 
     def anticipate(self, *, query: str) -> None:  # type: ignore[override]
         self.retrieval.predict(query)
 
     def ended(self) -> Mapping[str, float]:
-        """What was waited for, and what was asked ahead."""
-        self._questions.judge(self._question)
+        """Record the prediction's outcome; return waiting times and counts of predictions."""
+        self._predictor.record(self._prediction)
         return self.retrieval.stats()
 
 
 def build_search(config: Config) -> SearchTool:
-    """The tool of a run: over its server, over what was given from Python, or none (`empty`)."""
+    """Build a run's tool over its server, a retriever passed from Python, or nothing (`empty`)."""
     options = config.retriever
-    own = given_retrieval(config)
-    if own is not None:  # there is no server to be asked how it is
-        return SearchTool(own, replace(options, url=EMPTY_URL))
+    retriever = python_retriever(config)
+    if retriever is not None:  # no server to probe
+        return SearchTool(retriever, replace(options, url=EMPTY_URL))
     is_empty = options.url == EMPTY_URL
     return SearchTool(EmptyRetrieval() if is_empty else build_client(options), options)
 
 
 def retriever_identity(url: str | Sequence[str], timeout: float) -> dict[str, str]:
-    """Fingerprints of `corpus`, `index` (engine and its settings) and `encoder`, as far as known.
+    """Fetch fingerprints of `corpus`, `index` (the backend's settings) and `encoder`, if known.
 
-    A server without `/info` in this form, such as the original's, has none. `timeout` in seconds.
+    Empty for servers without this form of `/info`, such as the original Search-R1 server, and if
+    the request fails. `timeout` in seconds.
     """
 
-    async def ask() -> dict[str, Any]:
+    async def fetch_info() -> dict[str, Any]:
         async with RetrievalClient(url, timeout=timeout, max_retries=1, deadline=timeout) as client:
             return await client.info()
 
     try:
-        return identity_of(loops.run(ask()))
+        return info_fingerprints(loops.run(fetch_info()))
     except SearchError:
         return {}
 
 
-def identity_of(info: Mapping[str, Any]) -> dict[str, str]:
-    """The fingerprints in an answer to `/info`."""
+def info_fingerprints(info: Mapping[str, Any]) -> dict[str, str]:
+    """Compute the fingerprints of a response to `/info`."""
     parts = {name: info[name] for name in ("corpus", "encoder") if isinstance(info.get(name), dict)}
-    engine = {name: value for name, value in info.items() if name not in SERVICE}
-    if engine:
-        parts["index"] = engine
+    backend = {name: value for name, value in info.items() if name not in NOT_INDEX}
+    if backend:
+        parts["index"] = backend
     return {name: fingerprint(facts) for name, facts in parts.items()}

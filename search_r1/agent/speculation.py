@@ -1,9 +1,9 @@
-"""Searches sent ahead of the policy, and answers used only for a query that is exactly equal.
+"""Speculative searches: sent before the policy asks, and used only for exactly equal queries.
 
-While a turn is sampled, the query that it has written to its last word is asked for, at the start
-of a dialogue the question itself; what a sibling of the same group asked is not asked again. A
-prediction that fails, or is not what the policy asks in the end, leaves nothing behind: the
-ordinary search runs as it would have.
+While a turn is being sampled, the query as written up to its last complete word is sent; at the
+start of a dialogue, the question itself. A search that another dialogue of the same group already
+sent is reused. A prediction that fails, or that the policy does not ask for in the end, has no
+effect on the dialogue: the policy's query is then searched for as without speculation.
 """
 
 import asyncio
@@ -15,123 +15,132 @@ from search_r1.search.client import RetrievalClient
 from search_r1.search.schema import Document
 
 SENT, USED, SHARED = "searches_ahead", "searches_ahead_used", "searches_shared"
-"""Predictions that were sent; those that somebody wanted; searches that a sibling had begun."""
-MOST_OPEN = 4
-"""Predictions of one dialogue that may be unanswered at a time; further ones are not sent."""
+"""Statistics: predictions sent, predictions used, searches first sent by another dialogue."""
+MAX_OPEN = 4
+"""Maximum number of unanswered predictions per dialogue; further predictions are not sent."""
 
-NUM_QUESTIONS, EVERY = 32, 16
-"""When none of so many questions was wanted, only every so many-th is asked ahead."""
+OUTCOME_WINDOW, RETRY_EVERY = 32, 16
+"""After `OUTCOME_WINDOW` unused predictions of the question in a row, only every `RETRY_EVERY`-th
+question is predicted."""
 
 
 @dataclass(eq=False)
-class Asked:
-    """One search under way or answered; times are of `time.monotonic`."""
+class TrackedSearch:
+    """A search that is in progress or answered; times are from `time.monotonic`."""
 
     documents: asyncio.Future[list[Document]]
     dialogue: object
-    """Stands for the one that asked first."""
-    is_unwanted: bool
-    """A prediction that no policy has asked for so far."""
-    sent: float = field(default_factory=time.monotonic)
-    answered: float | None = None
+    """Identity of the dialogue that sent it."""
+    is_unused_prediction: bool
+    """Whether it was predicted and no policy has asked for it yet."""
+    sent_at: float = field(default_factory=time.monotonic)
+    answered_at: float | None = None
 
 
-class Group:
-    """What the dialogues of one group asked and found, while one of them goes on."""
+class GroupSearches:
+    """Searches of one group's dialogues by query; it lives as long as one of the dialogues."""
 
     def __init__(self) -> None:
-        self.asked: dict[str, Asked] = {}
+        self.by_query: dict[str, TrackedSearch] = {}
 
-    def add(self, query: str, asked: Asked) -> None:
-        """Note a search that begins now; one that fails is forgotten."""
-        self.asked[query] = asked
+    def add(self, query: str, search: TrackedSearch) -> None:
+        """Track a search that starts now; it is removed again if it fails."""
+        self.by_query[query] = search
 
-        def ended(documents: asyncio.Future[list[Document]]) -> None:
-            asked.answered = time.monotonic()
-            if documents.cancelled() or documents.exception() is not None:
-                self.asked.pop(query, None)
+        def finish(documents: asyncio.Future[list[Document]]) -> None:
+            search.answered_at = time.monotonic()
+            if has_failed(documents):
+                self.by_query.pop(query, None)
 
-        asked.documents.add_done_callback(ended)
+        search.documents.add_done_callback(finish)
 
 
-class Foresight:
-    """One dialogue's searches: it asks ahead, and finds what was asked before."""
+def has_failed(documents: asyncio.Future[list[Document]]) -> bool:
+    return documents.cancelled() or documents.exception() is not None
 
-    def __init__(self, client: RetrievalClient, group: Group) -> None:
+
+class SpeculativeRetrieval:
+    """The retrieval of one dialogue: sends predicted searches and reuses earlier ones."""
+
+    def __init__(self, client: RetrievalClient, group: GroupSearches) -> None:
         self.client, self.group, self.dialogue = client, group, object()
         self.open: set[asyncio.Task[list[Document]]] = set()
         self.counts: Counter[str] = Counter()
-        self.waited = self.hidden = 0.0
+        self.wait_s = self.hidden_s = 0.0
 
-    def predict(self, query: str) -> Asked | None:
-        """Ask for what may be wanted, unless that was asked before or would be in the way."""
-        if not query.strip() or query in self.group.asked:
+    def predict(self, query: str) -> TrackedSearch | None:
+        """Send a search that the policy may ask for; None if it is known or there is no capacity.
+
+        The client limits predictions so that they never delay searches that a policy waits for.
+        """
+        if not query.strip() or query in self.group.by_query:
             return None
-        if len(self.open) >= MOST_OPEN or not self.client.has_room_ahead:
+        if len(self.open) >= MAX_OPEN or not self.client.has_room_ahead:
             return None
         task = asyncio.ensure_future(self.client.search_ahead(query))
         self.open.add(task)
         task.add_done_callback(self.open.discard)
-        asked = Asked(task, self.dialogue, is_unwanted=True)
-        self.group.add(query, asked)
+        search = TrackedSearch(task, self.dialogue, is_unused_prediction=True)
+        self.group.add(query, search)
         self.counts[SENT] += 1
-        return asked
+        return search
 
     async def search(self, query: str) -> list[Document]:
-        """The documents for what the policy asks; raises as `RetrievalClient.search` does."""
-        began = time.monotonic()
-        asked = self.group.asked.get(query)
+        """Return the documents for the policy's query; raises as `RetrievalClient.search` does."""
+        start = time.monotonic()
+        search = self.group.by_query.get(query)
         try:
-            if asked is not None:
-                await asyncio.wait([asked.documents])
-                if asked.documents.cancelled() or asked.documents.exception() is not None:
-                    asked = None
-            if asked is None:
-                return await self._ordinary(query, began)
+            if search is not None:
+                await asyncio.wait([search.documents])
+            if search is None or has_failed(search.documents):
+                return await self._search_now(query, start)
         finally:
-            self.waited += time.monotonic() - began
-        assert asked.answered is not None
-        self.hidden += max(0.0, min(began, asked.answered) - asked.sent)
-        self.counts.update({USED: asked.is_unwanted, SHARED: asked.dialogue is not self.dialogue})
-        asked.is_unwanted = False
-        return asked.documents.result()
+            self.wait_s += time.monotonic() - start
+        assert search.answered_at is not None
+        self.hidden_s += max(0.0, min(start, search.answered_at) - search.sent_at)
+        self.counts[USED] += search.is_unused_prediction
+        self.counts[SHARED] += search.dialogue is not self.dialogue
+        search.is_unused_prediction = False
+        return search.documents.result()
 
     def stats(self) -> dict[str, float]:
-        """Seconds that the dialogue waited for searches and was spared, and counts."""
+        """Return the seconds of search time waited for and hidden, and the counts."""
         counts = {name: float(self.counts[name]) for name in (SENT, USED, SHARED)}
-        return {"search_wait_s": self.waited, "search_wait_hidden_s": self.hidden, **counts}
+        return {"search_wait_s": self.wait_s, "search_wait_hidden_s": self.hidden_s, **counts}
 
-    async def _ordinary(self, query: str, began: float) -> list[Document]:
-        """The search as it is without foresight; siblings that ask the same wait for it too."""
-        documents: asyncio.Future[list[Document]] = asyncio.get_running_loop().create_future()
-        if query not in self.group.asked:
-            self.group.add(query, Asked(documents, self.dialogue, is_unwanted=False))
+    async def _search_now(self, query: str, start: float) -> list[Document]:
+        """Search without speculation; dialogues of the group with the same query share it."""
+        future: asyncio.Future[list[Document]] = asyncio.get_running_loop().create_future()
+        if query not in self.group.by_query:
+            search = TrackedSearch(future, self.dialogue, is_unused_prediction=False)
+            self.group.add(query, search)
         try:
-            found = await self.client.search(query, began)
+            documents = await self.client.search(query, start)
         except BaseException:
-            documents.cancel()
+            future.cancel()
             raise
-        documents.set_result(found)
-        return found
+        future.set_result(documents)
+        return documents
 
 
-class Questions:
-    """Predicts that a dialogue asks its question; rarely, once that has long been wrong."""
+class QuestionPredictor:
+    """Predicts that a dialogue searches for its question, and rarely so once that keeps failing."""
 
     def __init__(self) -> None:
-        self.judged: deque[Asked] = deque(maxlen=NUM_QUESTIONS)
-        self.num_left_out = 0
+        self.outcomes: deque[TrackedSearch] = deque(maxlen=OUTCOME_WINDOW)
+        self.num_skipped = 0
 
-    def predict(self, foresight: Foresight, question: str) -> Asked | None:
-        """Ask for the question, unless policies ask otherwise."""
-        is_vain = len(self.judged) == NUM_QUESTIONS and all(a.is_unwanted for a in self.judged)
-        if is_vain and self.num_left_out < EVERY - 1:
-            self.num_left_out += question not in foresight.group.asked
+    def predict(self, retrieval: SpeculativeRetrieval, question: str) -> TrackedSearch | None:
+        """Send a search for the question, unless recent dialogues did not search for theirs."""
+        is_full = len(self.outcomes) == OUTCOME_WINDOW
+        is_useless = is_full and all(search.is_unused_prediction for search in self.outcomes)
+        if is_useless and self.num_skipped < RETRY_EVERY - 1:
+            self.num_skipped += question not in retrieval.group.by_query
             return None
-        self.num_left_out = 0
-        return foresight.predict(question)
+        self.num_skipped = 0
+        return retrieval.predict(question)
 
-    def judge(self, asked: Asked | None) -> None:
-        """The dialogue that `predict` gave this for is over."""
-        if asked is not None:
-            self.judged.append(asked)
+    def record(self, prediction: TrackedSearch | None) -> None:
+        """Record the outcome of a prediction once its dialogue has ended."""
+        if prediction is not None:
+            self.outcomes.append(prediction)

@@ -1,4 +1,4 @@
-"""The wordings of the dialogues that search: prompts, observations and feedback."""
+"""Built-in dialogue templates for search: prompts, observations and feedback."""
 
 from search_r1.agent import grammar
 from verl.agent import native, wording
@@ -23,7 +23,7 @@ SEARCH_R1 = TagFormat(
         "</answer>. I will try once more.\n\n"
     ),
 )
-"""The instruction of the Search-R1 paper, in our words."""
+"""The instruction of the Search-R1 paper, reworded."""
 
 SHORT = TagFormat(
     name="short",
@@ -34,7 +34,7 @@ SHORT = TagFormat(
     ),
     invalid_action="\n\nInvalid. Write <search> query </search> or <answer> answer </answer>.\n\n",
 )
-"""Few tokens, for small models that are fine-tuned on the format."""
+"""A short prompt for small models that are fine-tuned on the format."""
 
 R1_SEARCHER = TagFormat(
     name="r1_searcher",
@@ -53,20 +53,20 @@ R1_SEARCHER = TagFormat(
         "is written. Going on.\n\n"
     ),
 )
-"""The dialogue of R1-Searcher (Song et al. 2025): its tags, in our words."""
+"""The dialogue of R1-Searcher (Song et al. 2025): its tags with our own wording."""
 
 TEMPLATES: dict[str, TagFormat] = {
     template.name: template for template in (SEARCH_R1, SHORT, R1_SEARCHER)
 }
 
 PLAIN = "tools"
-"""The template whose words are made of the tools' descriptions."""
+"""Name of the template that is generated from the tools' descriptions."""
 NAMES = (*TEMPLATES, PLAIN, native.NAME)
-"""Every built-in template."""
+"""Names of all built-in templates."""
 
 
 def named_format(template: str) -> TagFormat:
-    """A built-in format, or that of a YAML file. Raises ConfigError."""
+    """Return a built-in format, or load one from a YAML file. Raises ConfigError."""
     if wording.is_file(template):
         return wording.read_format(template)
     if template not in TEMPLATES:

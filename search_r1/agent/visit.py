@@ -1,7 +1,7 @@
-"""The tool `visit`: a whole document by its id, or the page at an address.
+"""The tool `visit`: opens a whole document by its id, or a web page by its address.
 
-Documents come from the retrieval server that searches. Pages come through `search_r1.online`, whose
-policy keeps a policy away from addresses that are not public; that package is an extra.
+Documents come from the retrieval server that also searches. Pages are fetched by
+`search_r1.online`, an optional extra whose address rules block addresses that are not public.
 """
 
 import asyncio
@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from search_r1.agent.retriever import (
-    QUERY,
+    TEST_QUERY,
     RetrieverTool,
     build_client,
-    failure,
-    given_retrieval,
+    python_retriever,
+    to_tool_error,
 )
 from search_r1.search.client import RETRIED, RetrievalClient, counting
 from search_r1.search.errors import SearchError, install_command
@@ -27,19 +27,19 @@ from verl.errors import ToolRefused, explain
 
 PAGES = ("http://", "https://")
 FAILED = "visits_failed"
-"""Visits that the retrieval server did not answer, after all retries."""
+"""Fault name: visits that the retrieval server did not answer after all retries."""
 
 
 class Documents(Protocol):
-    """What finds documents by their ids."""
+    """A source of documents by id."""
 
     async def document(self, id: str) -> Document | None:
-        """The document, or None. Raises a SearchError."""
+        """Return the document, or None if there is none. Raises a SearchError."""
         ...
 
 
 class Page(Protocol):
-    """What a page says."""
+    """The text of a web page."""
 
     @property
     def title(self) -> str: ...
@@ -49,7 +49,7 @@ class Page(Protocol):
 
 
 class VisitTool(RetrieverTool):
-    """Opens one document or page. What is not there is an observation that says so."""
+    """Opens one document or page; if it does not exist, the observation says so."""
 
     name = "visit"
     description = "Opens a whole document by its id, or the web page at an address (https://…)."
@@ -64,13 +64,16 @@ class VisitTool(RetrieverTool):
         open_page: Callable[[str], Page] | None = None,
         options: ServerConfig | None = None,
     ) -> None:
-        """`documents` None: there is no server; `open_page` blocks; None: the online package's."""
+        """`documents` may be None (no server).
+
+        `open_page` may block; None uses the fetcher of `search_r1.online`.
+        """
         super().__init__(options)
         self.documents = documents
         self._open_page = open_page or open_online
 
     async def call(self, *, target: str) -> Observation:  # type: ignore[override]
-        """The document or page. Raises ToolError when the retrieval server does not answer."""
+        """Return the document or page. Raises ToolError if the retrieval server does not answer."""
         if target.startswith(PAGES):
             try:
                 page = await asyncio.to_thread(self._open_page, target)
@@ -81,21 +84,25 @@ class VisitTool(RetrieverTool):
             return Observation((Item("Error: there are no documents"),))
         with counting() as faults:
             try:
-                found = await self.documents.document(target)
+                document = await self.documents.document(target)
             except SearchError as error:
-                raise failure(error, {**faults, FAILED: 1}) from error
-        if found is None:
+                raise to_tool_error(error, {**faults, FAILED: 1}) from error
+        if document is None:
             return Observation((Item(f"Error: no document has the id {target!r}"),), dict(faults))
-        return Observation((Item(found.text, found.title, found.id, found),), dict(faults))
+        item = Item(document.text, document.title, document.id, source=document)
+        return Observation((item,), dict(faults))
 
-    async def try_out(self, client: RetrievalClient) -> None:
-        """The document of the first id that a search shows. Raises ToolRefused for none."""
-        for id in [document.id for document in await client.search(QUERY)][:1]:
-            is_page = id.startswith(PAGES)
-            if not is_page and await client.document(id) is None:
-                got = f"no document of the id {id!r}, which its own search shows"
-                fix = "start it with --corpus_path, or leave visit out of agent.tools"
-                raise ToolRefused(explain(f"visit: retriever.url={self.label}", got, "it", fix))
+    async def send_test_request(self, client: RetrievalClient) -> None:
+        """Open the first document that a search returns. Raises ToolRefused if it is missing."""
+        documents = await client.search(TEST_QUERY)
+        if not documents or documents[0].id.startswith(PAGES):
+            return
+        id = documents[0].id
+        if await client.document(id) is None:
+            got = f"no document with the id {id!r}, which its search returned"
+            fix = "start it with --corpus_path, or leave visit out of agent.tools"
+            subject = f"visit: retriever.url={self.label}"
+            raise ToolRefused(explain(subject, got, "that document", fix))
 
     async def aclose(self) -> None:
         if isinstance(self.documents, RetrievalClient):
@@ -103,14 +110,14 @@ class VisitTool(RetrieverTool):
 
 
 class PageUnavailable(Exception):
-    """A page that cannot be read; the message says why, for the policy."""
+    """A page that cannot be read; the policy sees the message."""
 
 
 def open_online(url: str) -> Page:
-    """The page at a public address. Raises PageUnavailable; blocks for up to 15 s."""
+    """Fetch the page at a public address; blocks for up to 15 s. Raises PageUnavailable."""
     if importlib.util.find_spec("trafilatura") is None:
         raise PageUnavailable(f"pages cannot be opened here: {install_command('online')}")
-    # An extra, and heavy: wanted by the visitors of pages only.
+    # Optional and slow to import: needed only when a page is opened.
     from search_r1.online.fetch import PageError  # noqa: PLC0415
     from search_r1.online.pages import visit  # noqa: PLC0415
 
@@ -121,10 +128,11 @@ def open_online(url: str) -> Page:
 
 
 def build_visit(config: Config) -> VisitTool:
-    """The tool of a run, beside the configured retriever, or without one for url `empty`."""
-    options, own = config.retriever, given_retrieval(config)
-    if own is not None:
-        documents = own if hasattr(own, "document") else None
+    """Build a run's tool over its retriever, or without documents if `retriever.url` is `empty`."""
+    options = config.retriever
+    retriever = python_retriever(config)
+    if retriever is not None:
+        documents = retriever if hasattr(retriever, "document") else None
         return VisitTool(documents, options=replace(options, url=EMPTY_URL))
     documents = None if options.url == EMPTY_URL else build_client(options)
     return VisitTool(documents, options=options)

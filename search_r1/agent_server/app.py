@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from transformers.utils import logging as transformers_logging
 
-from search_r1.agent.generation import retrieval_of
+from search_r1.agent.generation import find_retrieval
 from search_r1.agent_server.answers import ApiError, Envelope, answer_errors, misdirected
 from search_r1.agent_server.requests import ChatRequest, Order, read, understand
 from search_r1.agent_server.streaming import (
@@ -119,7 +119,7 @@ class Service:
 
     async def check_health(self) -> None:
         """Raise ApiError when no search could be answered."""
-        retrieval = retrieval_of(self.session.agent.environment)
+        retrieval = find_retrieval(self.session.agent.environment)
         if not isinstance(retrieval, RetrievalClient):
             return
         try:

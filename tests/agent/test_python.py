@@ -1,4 +1,4 @@
-"""The tool `python`: programs run, are bounded, and reach neither network nor other processes."""
+"""The tool `python`: programs run with limits, without network or access to other processes."""
 
 import asyncio
 import json
@@ -18,26 +18,26 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="confined by Lin
 
 
 def run(code: str, **bounds: float) -> str:
-    """What the policy reads of a program."""
+    """Run a program and return the text of the observation."""
     tool = PythonTool(bounds=Bounds(**{"seconds": 20, **bounds}))
     (item,) = asyncio.run(tool.call(code=code)).items
     return item.text
 
 
 def test_a_program_says_what_it_prints() -> None:
-    """Standard output and errors come back in order, without a trace of what confines it."""
+    """Stdout and stderr come back in order, without stack frames of the sandbox."""
     assert run("print(6 * 7)\nprint('é')") == "42\né"
     assert run("x = 1") == "(no output)"
     failed = run("print('before', flush=True)\n1/0")
     assert failed.startswith("before\n") and failed.endswith("ZeroDivisionError: division by zero")
     assert "confinement" not in failed
     assert "SyntaxError" in run("for")
-    # A native call is JSON, in which a policy may write one half of a character.
+    # A native tool call is JSON, in which a policy may write a lone surrogate.
     assert run(json.loads("\"print(len('\\ud83d'))\"")) == "1"
 
 
 def test_programs_keep_nothing_of_each_other() -> None:
-    """Each begins in an empty folder and an empty environment, which hold no secrets."""
+    """Each program starts in an empty folder and an environment without secrets."""
     assert (
         run("open('a', 'w').write('x'); import os; print(sorted(os.listdir()))")
         == "['a', 'output']"
@@ -58,14 +58,14 @@ def test_programs_keep_nothing_of_each_other() -> None:
     ],
 )
 def test_bounds_hold(code: str, bounds: dict[str, float], expected: str) -> None:
-    """Time, memory, output and files end where the bounds say, and the policy is told."""
+    """Limits of time, memory, output and files hold, and the observation says so."""
     began = time.monotonic()
     assert expected in run(code, **bounds)
     assert time.monotonic() - began < 15
 
 
 def test_there_is_no_network() -> None:
-    """A listening server of this machine is not reached, by Python or by a program it starts."""
+    """Neither the program nor a child process can reach a server on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         code = f"import socket; socket.create_connection(('127.0.0.1', {port}))"
@@ -75,14 +75,14 @@ def test_there_is_no_network() -> None:
 
 
 def test_other_processes_are_out_of_reach() -> None:
-    """A program can signal none, and what it leaves running ends with it."""
+    """A program cannot signal other processes, and its children are killed when it ends."""
     sleeper = subprocess.Popen(["sleep", "60"])
     try:
         assert "PermissionError" in run(f"import os; os.kill({sleeper.pid}, 9)")
         assert "PermissionError" in run("import os; os.setsid()")
         left = int(run("import os, time\npid = os.fork()\nif not pid: time.sleep(60)\nprint(pid)"))
         assert sleeper.poll() is None
-    except ValueError:  # other users than root cannot even start one
+    except ValueError:  # RLIMIT_NPROC lets only root fork
         return
     finally:
         sleeper.kill()
@@ -95,14 +95,14 @@ def test_other_processes_are_out_of_reach() -> None:
 
 
 def status(pid: int) -> str:
-    """The kernel's words on a process."""
+    """Return the kernel's status file of a process."""
     return Path(f"/proc/{pid}/status").read_text()
 
 
 def test_the_probe_says_whether_programs_are_confined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All is well here; where the confinement fails, no program runs and the run is told why."""
+    """The probe passes here; if the sandbox cannot be set up, no program runs and it says why."""
     assert PythonTool().probe(20) == ""
     broken = tmp_path / "confinement.py"
     broken.write_text("raise OSError('the kernel has no seccomp filters')")
@@ -111,32 +111,32 @@ def test_the_probe_says_whether_programs_are_confined(
 
 
 def test_no_process_at_all_is_an_infrastructure_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing interpreter is nothing that the policy could mend."""
+    """A missing interpreter is not the policy's mistake."""
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(ToolError, match="fix: run on Linux"):
         run("print(1)")
 
 
 def test_places_are_those_of_each_event_loop() -> None:
-    """A tool that made programs wait in one loop makes them wait in the next, and does not fail."""
+    """The concurrency limit works in each of several event loops."""
     tool = PythonTool(bounds=Bounds(seconds=20, at_once=1))
 
     async def several() -> list[str]:
-        found = await asyncio.gather(*(tool.call(code="print(1)") for _ in range(2)))
-        return [one.items[0].text for one in found]
+        observations = await asyncio.gather(*(tool.call(code="print(1)") for _ in range(2)))
+        return [observation.items[0].text for observation in observations]
 
     for _ in range(2):
         assert asyncio.run(several()) == ["1", "1"]
 
 
 def test_many_programs_wait_for_a_place() -> None:
-    """No more run at one time than the bounds say."""
+    """No more programs run concurrently than `Bounds.at_once`."""
     tool = PythonTool(bounds=Bounds(seconds=20, at_once=2))
     code = "import time; print(time.time()); time.sleep(0.3); print(time.time())"
 
     async def several() -> list[str]:
-        found = await asyncio.gather(*(tool.call(code=code) for _ in range(4)))
-        return [one.items[0].text for one in found]
+        observations = await asyncio.gather(*(tool.call(code=code) for _ in range(4)))
+        return [observation.items[0].text for observation in observations]
 
     spans = [tuple(float(line) for line in text.split()) for text in asyncio.run(several())]
     overlaps = [sum(a <= start < b for a, b in spans) for start, _ in spans]

@@ -1,4 +1,4 @@
-"""A run begins only with a retriever that serves it, and goes on only with one that still does."""
+"""Probes and preflight checks of the tools that use the retrieval server."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ TOKEN = "planted-93"
 
 
 def run_options(folder: Path) -> list[str]:
-    """Options of a tiny run that lacks nothing but its retriever."""
+    """Return complete options of a tiny run, except for its retriever."""
     whole_model(folder / "model", max_shard_size=1_000_000)
     (folder / "rows.jsonl").write_text((json.dumps(ROW) + "\n") * 4)
     return [
@@ -61,7 +61,7 @@ def test_a_run_that_its_retriever_refuses_ends_before_it_begins(
     service: dict[str, Any], token: str | None, options: tuple[str, ...], says: tuple[str, ...],
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """A real server that answers `/health` and refuses the run's own search: status 2, one line."""
+    """A server may answer `/health` but refuse the run's search: exit status 2 and one line."""
     monkeypatch.delenv("RETRIEVER_TOKEN", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     sound = run_options(tmp_path)
@@ -78,7 +78,7 @@ def test_a_run_that_its_retriever_refuses_ends_before_it_begins(
 def test_a_run_that_its_retriever_serves_may_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the token in the environment, and no more documents than are allowed, all is well."""
+    """The preflight passes with the token in the environment and an allowed topk."""
     monkeypatch.setenv("RETRIEVER_TOKEN", TOKEN)
 
     def find(id: str) -> Document:
@@ -94,7 +94,7 @@ def tools_of(options: list[str], *more: str) -> Any:
 
 
 class Scripted:
-    """An application that answers `/retrieve` by the script, then with no documents."""
+    """An ASGI app that sends scripted responses, then empty results."""
 
     def __init__(self, *answers: tuple[int, bytes]) -> None:
         self.answers = list(answers)
@@ -139,9 +139,9 @@ def test_a_probe_tells_whether_searches_are_answered(
     make: Callable[[str], RetrieverTool], answers: list[tuple[int, bytes]], says: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """One error or one garbled answer is no outage, nor what a replay says of one query.
+    """A single error, one invalid response, or a replay's unrecorded query is not an outage.
 
-    Nothing but the reason is told, without advice and without a line in the log.
+    Only the reason is returned, without advice and without a log line.
     """
     with running(Scripted(*answers)) as url, caplog.at_level(logging.INFO, "search_r1"):
         problem = make(url).probe(30.0)
@@ -154,7 +154,7 @@ def test_a_probe_tells_whether_searches_are_answered(
 def test_a_refusal_is_no_outage_to_wait_for(
     make: Callable[[str], RetrieverTool], status: int
 ) -> None:
-    """Asked once, and told in one line: the address, the status and the server's words."""
+    """A refusal is not retried; one line has the address, the status and the server's message."""
     app = Scripted(*[(status, b"what\r\n\x1b[31m is wrong")] * 9)
     with running(app) as url, pytest.raises(ToolRefused) as caught:
         make(url).probe(30.0)
@@ -164,33 +164,33 @@ def test_a_refusal_is_no_outage_to_wait_for(
 
 
 def test_a_service_that_refuses_for_good_is_no_replay() -> None:
-    """A wrong key and a spent quota of an online service have the status of an unknown query."""
+    """Status 424 counts as a refusal unless the server is a replay, e.g. for a spent quota."""
     app = Scripted((424, b"the quota is spent"), (200, b'{"retriever": "serper"}'))
     with running(app) as url, pytest.raises(ToolRefused, match="the quota is spent"):
         search_tool(url).probe(30.0)
 
 
 def test_a_probe_asks_as_the_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its number of documents; each address for itself before a run, any one during it."""
+    """The run's topk is sent; preflight checks every address, a probe any one of them."""
     first, second = Scripted(), Scripted((401, b"no"))
-    with running(first) as one, running(second) as other:
-        tool = search_tool(f"{one}, {other}/retrieve", topk=7)
+    with running(first) as first_url, running(second) as second_url:
+        tool = search_tool(f"{first_url}, {second_url}/retrieve", topk=7)
         [error] = tool.preflight(30.0)
-        assert isinstance(error, ToolRefused) and other in str(error)
+        assert isinstance(error, ToolRefused) and second_url in str(error)
         assert tool.probe(30.0) == ""
     assert {request["topk"] for request in first.requests + second.requests} == {7}
 
 
 def test_every_address_that_refuses_is_told() -> None:
-    """So that a user mends all of them at once."""
+    """A user can then fix all of them at once."""
     with running(Scripted(*[(401, b"no")] * 2)) as url:
-        found = list(search_tool(f"{url}, {url}/retrieve").preflight(30.0))
-    assert [type(error) for error in found] == [ToolRefused] * 2
+        errors = list(search_tool(f"{url}, {url}/retrieve").preflight(30.0))
+    assert [type(error) for error in errors] == [ToolRefused] * 2
 
 
 @pytest.mark.parametrize("make", [search_tool, visit_tool])
 def test_a_probe_makes_three_attempts(make: Callable[[str], RetrieverTool]) -> None:
-    """One error or two are no outage, and no more time is spent on what is one."""
+    """One or two errors are not an outage; after the third the probe stops."""
     app = Scripted(*[(500, b"x")] * 9)
     with running(app) as url:
         assert make(url).probe(30.0) != ""
@@ -199,7 +199,7 @@ def test_a_probe_makes_three_attempts(make: Callable[[str], RetrieverTool]) -> N
 
 @pytest.mark.parametrize("scheme", ["http", "HTTP"])
 def test_only_the_word_for_no_server_is_none(scheme: str) -> None:
-    """Any other address is asked; without a server nothing is wrong."""
+    """Only `empty` means "no server"; any other address is probed."""
     with running(Scripted(*[(401, b"no")] * 2)) as url:
         tool = search_tool(url.replace("http", scheme))
         assert len(list(tool.preflight(30.0))) == 1
@@ -210,7 +210,7 @@ def test_only_the_word_for_no_server_is_none(scheme: str) -> None:
 
 
 def test_a_probe_takes_no_longer_than_it_may() -> None:
-    """A server that accepts and says nothing is away; before a run, a first search may be slow."""
+    """A server that never responds is unavailable; the preflight allows for a slow first search."""
     slow = Scripted()
 
     async def silent(scope: Any, receive: Any, send: Any) -> None:
@@ -232,7 +232,7 @@ def test_a_probe_takes_no_longer_than_it_may() -> None:
     ("status", "kind"), [(401, ToolRefused), (404, ToolRefused), (422, ToolError), (500, ToolError)]
 )
 def test_a_call_tells_what_no_other_call_would_mend(status: int, kind: type[ToolError]) -> None:
-    """A limit may be of one query alone, which the probe finds out; a wrong token is of all."""
+    """A status that concerns every call raises ToolRefused; others raise ToolError."""
     config = Config()
     config.retriever.max_retries = 0
     with running(Scripted(*[(status, b"no")] * 9)) as url:
@@ -252,7 +252,7 @@ def test_a_call_tells_what_no_other_call_would_mend(status: int, kind: type[Tool
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://", "ftp://x", "http://x:0", ","])
 def test_an_address_that_is_none_is_an_option_to_mend(url: str) -> None:
-    """No traceback, but what was got and what is expected."""
+    """The message has no traceback, but what was got and what is expected."""
     config = Config()
     config.retriever.url = url
     with pytest.raises(ConfigError, match=r"retriever.*expected"):
@@ -260,7 +260,7 @@ def test_an_address_that_is_none_is_an_option_to_mend(url: str) -> None:
 
 
 def test_processes_of_other_nodes_get_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It travels with what they are asked to make, and is seen in nothing that is printed."""
+    """The token is pickled with the factory, and never appears in a repr or a message."""
     monkeypatch.setenv("RETRIEVER_TOKEN", TOKEN)
     sent, shown = pickle.dumps(WithToken(build_environment)), repr(WithToken(build_environment))
     monkeypatch.delenv("RETRIEVER_TOKEN")

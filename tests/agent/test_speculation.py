@@ -1,4 +1,4 @@
-"""Searches sent ahead: the same dialogues to the last bit, and only answers of equal queries."""
+"""Speculative searches: dialogues stay identical, and only answers to equal queries are used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from search_r1.agent.search import SearchTool
-from search_r1.agent.speculation import EVERY, MOST_OPEN, NUM_QUESTIONS, Foresight, Group, Questions
+from search_r1.agent.speculation import (
+    MAX_OPEN,
+    OUTCOME_WINDOW,
+    RETRY_EVERY,
+    GroupSearches,
+    QuestionPredictor,
+    SpeculativeRetrieval,
+)
 from search_r1.agent.tags import TEMPLATES
 from search_r1.rewards import build_reward
 from search_r1.scoring import reward_input
@@ -40,8 +47,8 @@ WORDS = ("Paris", "Lyon", "Vienna", "capital", "river", "Danube", "city", "Franc
 
 
 def dialogues() -> dict[str, tuple[Prompt, str, list[str]]]:
-    """By name: the prompt, its group, and the turns; siblings sometimes ask alike."""
-    found = {}
+    """Return prompt, group and turns by name; dialogues of a group share some of their queries."""
+    scripts = {}
     for group in range(NUM_GROUPS):
         dice = random.Random(group)
         question = " ".join(dice.choices(WORDS, k=4))
@@ -57,14 +64,14 @@ def dialogues() -> dict[str, tuple[Prompt, str, list[str]]]:
             ids = tuple(TOKENIZER.encode(f"{name}\n{question}"))
             extra = {"question": question}
             prompt = Prompt(name, ids, "test", ("Paris",), extra)
-            found[name] = (prompt, f"1/{group}", [*turns, "<answer> Lyon </answer>"])
-    return found
+            scripts[name] = (prompt, f"1/{group}", [*turns, "<answer> Lyon </answer>"])
+    return scripts
 
 
 def play(url: str, speculate: bool) -> list[Trajectory]:
-    """Every dialogue, at once."""
-    played = dialogues()
-    engine = RecitingEngine({name: turns for name, (_, _, turns) in played.items()}, 0.002)
+    """Run all dialogues concurrently."""
+    scripts = dialogues()
+    engine = RecitingEngine({name: turns for name, (_, _, turns) in scripts.items()}, 0.002)
 
     async def main() -> list[Trajectory]:
         async with RetrievalClient(url, 3) as client:
@@ -74,7 +81,7 @@ def play(url: str, speculate: bool) -> list[Trajectory]:
             agent = DialogueAgent(limits, TEMPLATES["short"], environment, TOKENIZER)
             starts = (
                 start_trajectory(prompt, group=group, sample=n, seed=n)
-                for n, (prompt, group, _) in enumerate(played.values())
+                for n, (prompt, group, _) in enumerate(scripts.values())
             )
             runs = (agent.run(start, engine, Sampling(1)) for start in starts)
             return list(await asyncio.gather(*runs))
@@ -85,7 +92,7 @@ def play(url: str, speculate: bool) -> list[Trajectory]:
 
 
 def test_dialogues_are_the_same_to_the_last_bit(tmp_path: Path) -> None:
-    """60 dialogues over a server on a port: ids, log-probs, rewards; fewer searches, less wait."""
+    """60 dialogues with a real server: equal ids, log-probs and rewards, with less waiting."""
     corpus = write_corpus(tmp_path / "corpus.jsonl")
     build_index(BuildConfig("bm25", str(corpus), str(tmp_path / "built")))
     backend = build_retriever(RetrieverConfig("bm25", str(corpus), str(tmp_path / "built")))
@@ -95,10 +102,10 @@ def test_dialogues_are_the_same_to_the_last_bit(tmp_path: Path) -> None:
         num_plain = len(engine.queries)
         ahead = play(url, speculate=True)
     assert len(plain) == NUM_GROUPS * NUM_SAMPLES >= 50
-    for one, other in zip(plain, ahead, strict=True):
-        assert other.segments == one.segments and other.status is one.status
-        assert other.faults == one.faults and not one.error
-        assert {name: other.stats[name] for name in one.stats} == one.stats
+    for expected, speculative in zip(plain, ahead, strict=True):
+        assert speculative.segments == expected.segments and speculative.status is expected.status
+        assert speculative.faults == expected.faults and not expected.error
+        assert {name: speculative.stats[name] for name in expected.stats} == expected.stats
     reward, tags = build_reward("em"), TEMPLATES["short"].tags
     scores, same = ([reward(reward_input(t, tags)) for t in ts] for ts in (plain, ahead))
     assert scores == same and len({output.score for output in scores}) == 2
@@ -112,15 +119,15 @@ def test_dialogues_are_the_same_to_the_last_bit(tmp_path: Path) -> None:
 
 
 @dataclass
-class Fate:
-    """A client whose answers name their query, after a while; predictions may fail."""
+class FakeClient:
+    """A client that returns a document named after the query after a delay, or fails."""
 
     seconds: dict[str, float]
     failing: frozenset[str] = frozenset()
     has_room_ahead: bool = True
     predicted: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
-    most_open: int = 0
+    max_open: int = 0
     _open: int = 0
 
     async def search(self, query: str, began: float | None = None) -> list[Document]:
@@ -131,7 +138,7 @@ class Fate:
     async def search_ahead(self, query: str) -> list[Document]:
         self.predicted.append(query)
         self._open += 1
-        self.most_open = max(self.most_open, self._open)
+        self.max_open = max(self.max_open, self._open)
         try:
             await asyncio.sleep(self.seconds[query])
         finally:
@@ -156,46 +163,46 @@ def test_an_answer_is_that_of_an_equal_query(
     steps: list[tuple[int, bool, str]], ticks: dict[str, int], failing: frozenset[str],
     has_room: bool,
 ) -> None:  # fmt: skip
-    """Whatever was predicted, by whom, how slow, and whether it failed; bounded, nothing twice."""
+    """Holds for any predictions, dialogues, delays and failures; the number open is bounded."""
     seconds = {"ab": 0.0, "": 0.0} | {query: n / 1000 for query, n in ticks.items()}
-    client = Fate(seconds, failing, has_room)
-    group = Group()
-    siblings = [Foresight(client, group) for _ in range(2)]  # type: ignore[arg-type]
+    client = FakeClient(seconds, failing, has_room)
+    group = GroupSearches()
+    retrievals = [SpeculativeRetrieval(client, group) for _ in range(2)]  # type: ignore[arg-type]
 
     async def dialogue(number: int) -> None:
-        for sibling, is_predicted, query in steps:
-            if sibling != number:
+        for dialogue_number, is_predicted, query in steps:
+            if dialogue_number != number:
                 continue
             if is_predicted:
-                siblings[number].predict(query)
+                retrievals[number].predict(query)
             else:
-                found = await siblings[number].search(query)
-                assert [document.contents for document in found] == [query]
+                documents = await retrievals[number].search(query)
+                assert [document.contents for document in documents] == [query]
 
     async def main() -> None:
         await asyncio.gather(dialogue(0), dialogue(1))
 
     asyncio.run(main())
     searches = [query for _, is_predicted, query in steps if not is_predicted]
-    assert client.most_open <= 2 * MOST_OPEN and (has_room or not client.predicted)
+    assert client.max_open <= 2 * MAX_OPEN and (has_room or not client.predicted)
     assert not set(client.asked) - set(searches) and len(client.asked) <= len(searches)
     stats = Counter[str]()
-    for one in siblings:
-        stats.update(one.stats())
+    for retrieval in retrievals:
+        stats.update(retrieval.stats())
     assert stats["searches_ahead"] == len(client.predicted)
     assert stats["searches_ahead_used"] <= len(set(client.predicted) & set(searches))
 
 
-def test_seconds_that_were_spared_are_counted() -> None:
-    """A prediction sent 50 ms before its query, which takes 80 ms, spares 50."""
+def test_hidden_seconds_are_counted() -> None:
+    """A prediction sent 50 ms before its query, which takes 80 ms, hides 50 ms of the wait."""
 
     async def main() -> dict[str, float]:
-        foresight = Foresight(Fate({"a": 0.08, "b": 0.0}), Group())  # type: ignore[arg-type]
-        foresight.predict("a")
+        retrieval = SpeculativeRetrieval(FakeClient({"a": 0.08, "b": 0.0}), GroupSearches())  # type: ignore[arg-type]
+        retrieval.predict("a")
         await asyncio.sleep(0.05)
-        await foresight.search("a")
-        await foresight.search("b")
-        return foresight.stats()
+        await retrieval.search("a")
+        await retrieval.search("b")
+        return retrieval.stats()
 
     stats = asyncio.run(main())
     assert 0.045 < stats["search_wait_hidden_s"] < 0.08 and stats["search_wait_s"] < 0.06
@@ -203,41 +210,41 @@ def test_seconds_that_were_spared_are_counted() -> None:
 
 
 def test_a_dialogue_has_few_predictions_open() -> None:
-    """Those beyond are not sent; when one was answered, there is room again."""
+    """Predictions over the limit are not sent; an answered one frees its slot."""
 
-    async def main() -> Fate:
-        client = Fate({str(n): 0.01 for n in range(10)})
-        foresight = Foresight(client, Group())  # type: ignore[arg-type]
+    async def main() -> FakeClient:
+        client = FakeClient({str(n): 0.01 for n in range(10)})
+        retrieval = SpeculativeRetrieval(client, GroupSearches())  # type: ignore[arg-type]
         for n in range(8):
-            foresight.predict(str(n))
+            retrieval.predict(str(n))
         await asyncio.sleep(0.05)
-        foresight.predict("9")
+        retrieval.predict("9")
         await asyncio.sleep(0.02)
         return client
 
-    assert asyncio.run(main()).predicted == [*map(str, range(MOST_OPEN)), "9"]
+    assert asyncio.run(main()).predicted == [*map(str, range(MAX_OPEN)), "9"]
 
 
-def test_a_policy_that_asks_otherwise_is_rarely_foreseen_by_the_question() -> None:
-    """Once that was wrong often enough it is rarely tried, until it was right again."""
-    client = Fate({str(n): 0.0 for n in range(100)})
-    right = NUM_QUESTIONS + EVERY - 1
+def test_a_question_that_is_never_searched_for_is_rarely_predicted() -> None:
+    """After enough wrong predictions the question is rarely predicted, until one is right again."""
+    client = FakeClient({str(n): 0.0 for n in range(100)})
+    right = OUTCOME_WINDOW + RETRY_EVERY - 1
 
     async def main() -> None:
-        questions = Questions()
+        predictor = QuestionPredictor()
         for n in range(right + 2):
-            one = Foresight(client, Group())  # type: ignore[arg-type]
-            asked = questions.predict(one, str(n))
-            await one.search(str(n) if n == right else "other")
-            questions.judge(asked)
+            retrieval = SpeculativeRetrieval(client, GroupSearches())  # type: ignore[arg-type]
+            prediction = predictor.predict(retrieval, str(n))
+            await retrieval.search(str(n) if n == right else "other")
+            predictor.record(prediction)
 
     client.seconds["other"] = 0.0
     asyncio.run(main())
-    assert client.predicted == [*map(str, range(NUM_QUESTIONS)), str(right), str(right + 1)]
+    assert client.predicted == [*map(str, range(OUTCOME_WINDOW)), str(right), str(right + 1)]
 
 
-def test_what_a_group_knows_goes_with_its_last_dialogue() -> None:
-    """Dialogues of one group share it; without a group, or without the option, none do."""
+def test_searches_of_a_group_are_dropped_with_its_last_dialogue() -> None:
+    """Dialogues of a group share searches; without a group or the option, nothing is shared."""
 
     async def main() -> None:
         client = RetrievalClient("http://127.0.0.1:9")
@@ -246,7 +253,7 @@ def test_what_a_group_knows_goes_with_its_last_dialogue() -> None:
         one, two, alone, other = (
             tool.for_dialogue(start_trajectory(prompt, group=group)) for group in ("g", "g", "", "")
         )
-        groups = [made.retrieval.group for made in (one, two, alone, other)]  # type: ignore[attr-defined]
+        groups = [t.retrieval.group for t in (one, two, alone, other)]  # type: ignore[attr-defined]
         assert groups[0] is groups[1] and groups[2] is not groups[3]
         assert list(tool._groups) == ["g"]
         del one, two, groups

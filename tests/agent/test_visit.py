@@ -1,4 +1,4 @@
-"""The tool `visit`: documents by id from a real server, pages within the address policy."""
+"""The tool `visit`: documents by id from a real server, pages within the address rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from verl.errors import ToolError
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Corpus:
-    """Two documents, whose ids are no row numbers."""
+    """A corpus of documents whose ids are not row numbers."""
     path = tmp_path / "corpus.jsonl"
     rows = [Document.from_title(id, id.title(), f"About {id}.") for id in ("a/b c", "é", "1")]
     path.write_text(
@@ -31,7 +31,7 @@ def corpus(tmp_path: Path) -> Corpus:
     return Corpus.open(path)
 
 
-def visited(tool: VisitTool, target: str) -> Observation:
+def visit(tool: VisitTool, target: str) -> Observation:
     async def main() -> Observation:
         try:
             return await tool.call(target=target)
@@ -42,34 +42,34 @@ def visited(tool: VisitTool, target: str) -> Observation:
 
 
 def test_a_document_comes_whole_by_its_id(corpus: Corpus) -> None:
-    """Ids of any characters are found over HTTP; one that is not there is said to the policy."""
+    """Ids with any characters are found over HTTP; the policy sees a message for unknown ids."""
     with running(create_app(Watched(), find=corpus.find)) as url:
         tool = VisitTool(RetrievalClient(url))
-        (item,) = visited(tool, "a/b c").items
+        (item,) = visit(tool, "a/b c").items
         assert (item.title, item.text, item.id) == ("A/B C", "About a/b c.", "a/b c")
-        assert visited(tool, "é").items[0].text == "About é."
-        assert visited(tool, "nothing").items[0].text == "Error: no document has the id 'nothing'"
-    with running(create_app(Watched())) as url:  # a server without a corpus, or an older one
+        assert visit(tool, "é").items[0].text == "About é."
+        assert visit(tool, "nothing").items[0].text == "Error: no document has the id 'nothing'"
+    with running(create_app(Watched())) as url:  # like a server without a corpus, or an older one
         tool = VisitTool(RetrievalClient(url))
-        assert visited(tool, "1").items[0].text.startswith("Error: no document")
+        assert visit(tool, "1").items[0].text.startswith("Error: no document")
 
 
 def test_a_server_that_is_away_fails_the_trajectory() -> None:
-    """What infrastructure broke is counted and sampled again, not told to the policy."""
+    """An infrastructure failure is a counted ToolError, not an observation for the policy."""
 
-    class Away:
+    class UnavailableServer:
         async def document(self, id: str) -> Document | None:
             raise RetrieverUnavailable("away")
 
     with pytest.raises(ToolError, match="away") as caught:
-        visited(VisitTool(Away()), "1")
+        visit(VisitTool(UnavailableServer()), "1")
     assert caught.value.faults["visits_failed"] == 1
 
 
 def test_a_page_is_opened_by_its_address() -> None:
-    """An address goes to the pages, and never to the documents."""
+    """An address is opened as a page, never looked up as a document id."""
     tool = VisitTool(None, lambda url: Article("Lima", f"text of {url}"))
-    (item,) = visited(tool, "https://a.example/x").items
+    (item,) = visit(tool, "https://a.example/x").items
     assert (item.title, item.text, item.id) == (
         "Lima", "text of https://a.example/x", "https://a.example/x",
     )  # fmt: skip
@@ -77,18 +77,18 @@ def test_a_page_is_opened_by_its_address() -> None:
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1/", "http://169.254.169.254/latest"])
 def test_addresses_that_are_not_public_are_refused(url: str) -> None:
-    """A policy cannot reach this machine, or a cloud's metadata."""
-    (item,) = visited(VisitTool(None), url).items
+    """A policy cannot reach this machine or a cloud's metadata service."""
+    (item,) = visit(VisitTool(None), url).items
     assert item.text.startswith("Error: ") and "public" in item.text
 
 
 def test_without_documents_the_policy_is_told() -> None:
-    """The control without a retriever has nothing to open."""
-    assert visited(VisitTool(None), "7").items[0].text == "Error: there are no documents"
+    """Without a retriever, the observation says that there are no documents."""
+    assert visit(VisitTool(None), "7").items[0].text == "Error: there are no documents"
 
 
 def test_rows_are_found_by_number_or_by_hash(corpus: Corpus, tmp_path: Path) -> None:
-    """An id that is a row number reads that row; one that only looks like one is looked up."""
+    """Ids equal to row numbers are read by row; ids that only look like numbers are looked up."""
     first = corpus.find("1")
     assert first is not None and first.title == "1"
     assert corpus.find("0") is None
