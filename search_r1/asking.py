@@ -21,7 +21,7 @@ from search_r1.evaluation.options import EvaluationOptions
 from search_r1.evaluation.samples import Sample
 from search_r1.evaluation.store import METRICS, read_evaluation
 from search_r1.inference.dialogue import SILENCE, DialogueListener, Reply
-from search_r1.inference.opening import opened
+from search_r1.inference.opening import open_session
 from search_r1.inference.options import AgentOptions, InferenceOptions
 from search_r1.loops import LoopThread
 from search_r1.python_objects import Finder, PythonObjects
@@ -49,7 +49,7 @@ class SearchAgent:
             self._loop = stack.enter_context(LoopThread())
             session = contextlib.AsyncExitStack()
             with plugins.registered(given.objects):
-                self._session = self._loop.run(session.enter_async_context(opened(options)))
+                self._session = self._loop.run(session.enter_async_context(open_session(options)))
             stack.callback(lambda: self._loop.run(session.aclose()))
             self._stack = stack.pop_all()
 

@@ -101,7 +101,7 @@ def test_a_text_is_read_up_to_its_bound(tmp_path: Path) -> None:
 
 def test_a_pipe_that_was_given_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell's `<(command)` brings questions, but no more than is bounded."""
-    monkeypatch.setattr(command, "MOST", 10)
+    monkeypatch.setattr(command, "MAX_CHARS", 10)
     for text, is_taken in ((b"Who?\nWhy?", True), (b"Who?\n" * 10, False)):
         read, write = os.pipe()
         os.write(write, text)

@@ -1,4 +1,4 @@
-"""The command that asks one question: its messages, its JSON and its dialogue."""
+"""`search-r1 infer`: its messages, its JSON and its terminal output."""
 
 import json
 import os
@@ -24,7 +24,7 @@ DOCUMENT = {"id": "1", "title": "Oslo", "text": "A city.", "contents": '"Oslo"\n
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A retriever that always finds the same."""
+    """A retriever that always returns the same document."""
 
     def do_GET(self) -> None:
         self.reply({"status": "ok"})
@@ -40,7 +40,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(answer).encode())
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def retriever() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random model whose folder says how it was trained to talk."""
+    """A random model whose folder has dialogue settings."""
     folder = tiny_model(tmp_path_factory.mktemp("model"))
     (folder / "search_r1.json").write_text('{"template": "short", "max_turns": 1, "topk": 1}')
     config = folder / "config.json"  # room for an endless answer
@@ -74,7 +74,7 @@ def words(model: str, retriever: str) -> list[str]:
 def test_the_original_runs_folder_is_asked(
     words: list[str], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--model` may be the step, `actor/` or the run; the checkpoint has no file of ours."""
+    """`--model` may be a step or run folder of the original, without `search_r1.json`."""
     step = tmp_path / "run" / "actor" / "global_step_150"
     shutil.copytree(model, step, ignore=shutil.ignore_patterns("search_r1.json"))
     for named in (step, tmp_path / "run"):
@@ -86,7 +86,7 @@ def test_the_original_runs_folder_is_asked(
 def test_json_is_one_object_with_the_whole_dialogue(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two turns for max_turns=1 of the checkpoint's settings, with the short template's words."""
+    """max_turns and template come from the model's settings."""
     assert infer.main(["Who?", *words, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["question"] == "Who?"
@@ -99,7 +99,7 @@ def test_json_is_one_object_with_the_whole_dialogue(
 def test_the_dialogue_is_printed_before_the_outcome(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The policy's words as they are sampled, the answer (or its lack) last."""
+    """The policy's text is printed first, the answer or its absence last."""
     assert infer.main(["Who?", *words, "--json"]) == 0
     turns = [s["text"] for s in json.loads(capsys.readouterr().out)["segments"]][::2]
     assert infer.main(["Who?", *words]) == 0
@@ -112,7 +112,7 @@ def test_the_dialogue_is_printed_before_the_outcome(
 def test_a_file_of_questions_is_answered_in_order(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line a question, to a file or to standard output, with progress beside it."""
+    """One line per question goes to a file or standard output, and progress to standard error."""
     questions, out = tmp_path / "questions.txt", tmp_path / "new" / "answers.jsonl"
     questions.write_text("Who?\nWhere?\n")
     asked = ["--file", str(questions)]
@@ -130,7 +130,7 @@ def test_a_file_of_questions_is_answered_in_order(
 def test_no_retriever_is_one_message_and_code_2(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It names the address and the command that starts one."""
+    """The message names the address and the command that starts a server."""
     assert infer.main(["Who?", "--model", model, "--retriever-url", "http://127.0.0.1:9"]) == 2
     error = capsys.readouterr().err
     assert "http://127.0.0.1:9" in error
@@ -140,18 +140,18 @@ def test_no_retriever_is_one_message_and_code_2(
 def test_no_model_is_one_message_and_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither demo nor shipped adapter, nor a given folder, nor an adapter's is there."""
+    """Covers missing demo and shipped models, a missing folder, and a folder without an adapter."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(opening, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
-    for arguments, said in (
+    for arguments, expected in (
         ([], "make demo"),
         (["--model", str(tmp_path / "none")], "a Hugging Face model"),
         (["--adapter", str(tmp_path)], "adapter_config.json"),
         (["--adapter", "a", "--model", "m", "--endpoint", "http://x"], "one of them"),
     ):
         assert infer.main(["Who?", *arguments, "--retriever-url", "empty"]) == 2
-        assert said in capsys.readouterr().err
+        assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_no_model_is_one_message_and_code_2(
 def test_what_makes_no_sense_together_is_refused(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the command line, before anything is loaded."""
+    """Options that exclude each other are refused before anything is loaded."""
     assert infer.main(arguments) == 2
     assert "fix:" in capsys.readouterr().err
 
@@ -175,7 +175,7 @@ def test_what_makes_no_sense_together_is_refused(
 def test_without_a_question_the_default_one_is_asked(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the original's bare `python infer.py` does; it is shown, and stands in the JSON."""
+    """Like the original's `python infer.py` without arguments; the question is in the output."""
     assert infer.main(words) == 0
     assert QUESTION in capsys.readouterr().out
     assert infer.main(["--json", *words]) == 0
@@ -183,7 +183,7 @@ def test_without_a_question_the_default_one_is_asked(
 
 
 def test_a_conversation_outlives_ctrl_c(model: str) -> None:
-    """The real program: interrupted in an endless answer, it takes the next word."""
+    """The real program, interrupted in an endless answer, still accepts the next command."""
     words = ["--interactive", "--model", model, "--retriever-url", "empty", "--device", "cpu",
              "--dtype", "float32", "--max-response-length", "1000000",
              "--max-prompt-length", "1000000"]  # fmt: skip

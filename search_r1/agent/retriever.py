@@ -48,7 +48,8 @@ class RetrieverTool(Tool):
 
     def probe(self, seconds: float) -> str:
         """Send a test request; return the problem, or ''; see `Tool.probe`."""
-        return "" if self.options.url == EMPTY_URL else self._find_problem(self.options.url, seconds)
+        url = self.options.url
+        return "" if url == EMPTY_URL else self._find_problem(url, seconds)
 
     def preflight(self, seconds: float) -> Iterator[ToolError]:
         """Yield an error for each server address that cannot serve this run.

@@ -1,1 +1,1 @@
-"""The agent as a service: OpenAI's chat completions over HTTP, with searches beside the answer."""
+"""An OpenAI-compatible HTTP server for the search agent, with a chat page."""

@@ -1,5 +1,5 @@
-"""The agent as a process: its routes (chat completions, models, health, the chat page at `/`), a
-port, and an orderly end."""
+"""The agent server: routes (chat completions, models, health, the chat page at `/`), startup and
+shutdown."""
 
 import asyncio
 import logging
@@ -18,19 +18,24 @@ from starlette.requests import ClientDisconnect
 from transformers.utils import logging as transformers_logging
 
 from search_r1.agent.generation import find_retrieval
-from search_r1.agent_server.answers import ApiError, Envelope, answer_errors, misdirected
-from search_r1.agent_server.requests import ChatRequest, Order, read, understand
+from search_r1.agent_server.requests import (
+    AgentRequest,
+    ChatRequest,
+    read_request,
+    to_agent_request,
+)
+from search_r1.agent_server.responses import ApiError, Envelope, add_error_handlers, misdirected
 from search_r1.agent_server.streaming import (
-    Listener,
-    Thoughts,
+    ReasoningFilter,
+    StreamListener,
     events,
-    outcome,
-    reasoning,
-    unless_left,
+    extract_reasoning,
+    run_until_disconnect,
+    wait_for_reply,
 )
 from search_r1.bearer import has_token
 from search_r1.inference.dialogue import SILENCE, AgentSession, DialogueListener, Reply
-from search_r1.inference.opening import opened
+from search_r1.inference.opening import open_session
 from search_r1.plain import log
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
@@ -47,85 +52,94 @@ from search_r1.search.server.running import (
 from search_r1.serve import ServingOptions
 from verl import __version__
 
+logger = logging.getLogger(__name__)
+
 CLIENT_CLOSED = 499
-"""What is noted, by convention, where nobody waits for an answer any more."""
+"""Conventional status (from nginx) for a client that closed the connection; nobody receives it."""
 VIEW = Path(__file__).parents[1] / "view" / "page"
 PAGE = (*sorted((Path(__file__).parent / "page").iterdir()),
         *(VIEW / name for name in ("elements.js", "page.css", "page.svg")))  # fmt: skip
-"""Files of the chat page, and what it shares with that of `search-r1 view`."""
+"""Files of the chat page, including those shared with the page of `search-r1 view`."""
 _CONTENT = {"application/json": {"schema": ChatRequest.model_json_schema()}}
 _BODY = {"requestBody": {"required": True, "content": _CONTENT}}
-"""For OpenAPI: the route reads its body itself."""
+"""OpenAPI description of the request body, which the route reads itself."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """An agent under a name, and the token that it is asked for, if any."""
+    """An agent that is served as a model with a name, and the token that clients must send."""
 
     session: AgentSession
     name: str
     token: str | None = None
     max_body_bytes: int = ServingOptions.max_body_bytes
     peers: tuple[str, ...] = ()
-    """Addresses of other servers: the chat page may ask them, and theirs may ask here."""
+    """Addresses of other agent servers; the chat pages of these servers may call each other."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model(self) -> dict[str, Any]:
         facts = {"created": self.created, "owned_by": "search-r1"}
         return {"id": self.name, "object": "model", **facts}
 
-    def require(self, name: str) -> None:
+    def require_model(self, name: str) -> None:
         if name != self.name:
             message = f"there is no model {name!r}; expected {self.name!r}"
             raise ApiError(404, message, "model_not_found", "model")
 
-    async def admit(self, request: Request) -> None:
+    async def check_token(self, request: Request) -> None:
         """Raise ApiError for a request without the token."""
         if self.token and not has_token(request.headers.get("authorization", ""), self.token):
-            raise ApiError(401, "a wrong API key, or none: send the server's", "invalid_api_key")
+            text = "missing or wrong API key: send the server's token"
+            raise ApiError(401, text, "invalid_api_key")
 
-    def dialogue(self, order: Order, listener: DialogueListener) -> asyncio.Task[Reply]:
+    def start_dialogue(
+        self, request: AgentRequest, listener: DialogueListener
+    ) -> asyncio.Task[Reply]:
         return asyncio.ensure_future(self.session.ask(
-            order.question, order.prompt, listener,
-            sampling=order.sampling, seed=order.seed, max_tokens=order.max_tokens,
+            request.question, request.prompt, listener,
+            sampling=request.sampling, seed=request.seed, max_tokens=request.max_tokens,
         ))  # fmt: skip
 
-    async def answer(self, body: ChatRequest) -> Response:
-        """What the client gets; a long prompt is rendered beside the event loop."""
-        order = await asyncio.to_thread(understand, body, self.session)
-        make = self.stream if body.stream else self.whole
-        return await make(order, Envelope(self.name))
+    async def respond(self, body: ChatRequest) -> Response:
+        """Run the dialogue of a request and build the response."""
+        # Tokenizing a long prompt takes long, so it must not block the event loop.
+        request = await asyncio.to_thread(to_agent_request, body, self.session)
+        respond = self.respond_streaming if body.stream else self.respond_whole
+        return await respond(request, Envelope(self.name))
 
-    async def whole(self, order: Order, envelope: Envelope) -> Response:
-        reply = await outcome(self.dialogue(order, SILENCE))
-        thinking = reasoning(reply.turns, self._tags, self._special_tokens)
-        return JSONResponse(envelope.completion(reply, thinking))
+    async def respond_whole(self, request: AgentRequest, envelope: Envelope) -> Response:
+        reply = await wait_for_reply(self.start_dialogue(request, SILENCE))
+        reasoning = extract_reasoning(reply.turns, self._tags, self._special_tokens)
+        return JSONResponse(envelope.completion(reply, reasoning))
 
-    async def stream(self, order: Order, envelope: Envelope) -> Response:
-        """A stream, begun with its first delta, so that an early error has a status of its own."""
-        thoughts = Thoughts(self._tags, self._special_tokens)
-        listener = Listener(thoughts, order.brings.include_documents)
-        work = self.dialogue(order, listener)
-        work.add_done_callback(lambda _: listener.close())
+    async def respond_streaming(self, request: AgentRequest, envelope: Envelope) -> Response:
+        """Start the stream once its first delta is there, so that an early error sets the status.
+
+        Raises ApiError if the dialogue fails before its first delta.
+        """
+        reasoning = ReasoningFilter(self._tags, self._special_tokens)
+        listener = StreamListener(reasoning, request.stream_options.include_documents)
+        dialogue = self.start_dialogue(request, listener)
+        dialogue.add_done_callback(lambda _: listener.close())
         try:
             first = await listener.next()
             if first is None:
-                await outcome(work)
+                await wait_for_reply(dialogue)
         except BaseException:
-            work.cancel()
+            dialogue.cancel()
             raise
-        parts = events(envelope, first, listener, work, order.brings.include_usage)
+        parts = events(envelope, first, listener, dialogue, request.stream_options.include_usage)
         return StreamingResponse(parts, media_type="text/event-stream")
 
     async def check_health(self) -> None:
-        """Raise ApiError when no search could be answered."""
+        """Raise ApiError if the retrieval server does not answer."""
         retrieval = find_retrieval(self.session.agent.environment)
         if not isinstance(retrieval, RetrievalClient):
             return
         try:
             await retrieval.health()
         except RetrieverRefused:
-            return  # a server of another make has no /health, but it answers
+            return  # other implementations have no /health, but the server is up
         except RetrieverUnavailable as error:
             raise ApiError(503, str(error), "retriever_unavailable") from error
 
@@ -140,8 +154,8 @@ class Service:
 
 def build_app(service: Service) -> FastAPI:
     app = FastAPI(title="Search-R1 agent", version=__version__, docs_url=None, redoc_url=None)
-    answer_errors(app)
-    app.include_router(_guarded(service))
+    add_error_handlers(app)
+    app.include_router(_v1_router(service))
     app.router.routes.extend(page_routes(PAGE, service.peers))
     if service.peers:
         headers = ["Authorization", "Content-Type"]
@@ -160,9 +174,9 @@ def build_app(service: Service) -> FastAPI:
     return app
 
 
-def _guarded(service: Service) -> APIRouter:
-    """What wants the token, where there is one."""
-    router = APIRouter(prefix="/v1", dependencies=[Depends(service.admit)])
+def _v1_router(service: Service) -> APIRouter:
+    """Build the routes that require the token, if there is one."""
+    router = APIRouter(prefix="/v1", dependencies=[Depends(service.check_token)])
 
     @router.get("/models")
     async def models() -> dict[str, Any]:
@@ -170,57 +184,54 @@ def _guarded(service: Service) -> APIRouter:
 
     @router.get("/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        service.require(name)
+        service.require_model(name)
         return service.model()
 
-    # The body is no parameter: FastAPI would read all of it before it looks at the token.
+    # The body is not a parameter, since FastAPI would read all of it before checking the token.
     @router.post("/chat/completions", response_model=None, openapi_extra=_BODY)
     async def chat(request: Request) -> Response:
         try:
-            body = await read(request.receive, service.max_body_bytes)
+            body = await read_request(request.receive, service.max_body_bytes)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
-        service.require(body.model)
-        return await unless_left(request, service.answer(body)) or Response(
-            status_code=CLIENT_CLOSED
-        )
+        service.require_model(body.model)
+        response = await run_until_disconnect(request, service.respond(body))
+        return response or Response(status_code=CLIENT_CLOSED)
 
     return router
 
 
-logger = logging.getLogger(__name__)
-
 TOKEN_VARIABLE = "AGENT_TOKEN"
 GRACE_S = 8
-"""Seconds that dialogues are given to end when the service is told to."""
+"""Seconds that running dialogues may take to finish at shutdown."""
 
 
 async def serve(options: ServingOptions, bound: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM. Raises UserError when the agent cannot be opened."""
+    """Serve until SIGINT or SIGTERM. Raises UserError if the agent cannot be started."""
     token = read_token(TOKEN_VARIABLE)
     warn_if_open(bound, token, f"set {TOKEN_VARIABLE}")
-    async with opened(options) as session:
+    async with open_session(options) as session:
         service = Service(session, options.name, token, options.max_body_bytes, options.chat_peers)
         app = build_app(service)
         guarded = checked(app, bound.getsockname()[0], options.allowed_hosts, misdirected)
         server = uvicorn.Server(configure(guarded, options.max_body_bytes, GRACE_S))
         address = listen(bound)
-        # uvicorn raises the signal again once it is done, which would cut short the closing of
-        # the engine.
-        for ending in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(ending, signal.SIG_IGN)
+        # uvicorn raises the signal again after its own shutdown, which would interrupt the
+        # shutdown of the engine.
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_IGN)
         running = asyncio.ensure_future(server.serve(sockets=[bound]))
         while not server.started and not running.done():
             await asyncio.sleep(0.05)
-        told = "%s answers at http://%s/v1; chat page: http://%s"
-        logger.info(told, options.name, address, address)
+        message = "%s is served at http://%s/v1; chat page: http://%s"
+        logger.info(message, options.name, address, address)
         if options.port_file is not None:
             write_port(options.port_file, bound.getsockname()[1])
         await running
 
 
 def start(options: ServingOptions) -> int:
-    """Serve; returns the exit code. Raises UserError or SetupError for a user's mistake."""
+    """Serve and return the exit code. Raises UserError or SetupError for a user's mistake."""
     log(logging.INFO, "%(levelname)s %(name)s: %(message)s")
     for chatty in ("httpx", "vllm"):
         logging.getLogger(chatty).setLevel(logging.ERROR)

@@ -1,7 +1,6 @@
-"""The body of a chat completion: what is understood of it, and what is refused.
+"""Parses and validates chat completion requests.
 
-A field that would change the answer and that the agent cannot honour is refused; others are
-ignored.
+Unsupported fields that would change the answer are refused; other unknown fields are ignored.
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from fastapi import HTTPException
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive
 
-from search_r1.agent_server.answers import ApiError
+from search_r1.agent_server.responses import ApiError
 from search_r1.inference.dialogue import AgentSession
 from search_r1.search.errors import DeadlineExceeded
 from search_r1.search.schema import well_formed
@@ -32,9 +31,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
 }
-"""Fields that only these values (or null) may have."""
-BODY_S = 60.0
-"""How long a body may take to arrive."""
+"""Unsupported fields, with the values (besides null) that are still accepted."""
+BODY_TIMEOUT_S = 60.0
+"""Maximum seconds for a request body to arrive."""
 
 
 class Part(BaseModel):
@@ -43,18 +42,18 @@ class Part(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message; an assistant's fields beside its content are ignored."""
+    """One message; fields other than role and content are ignored."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
 
 
 class StreamOptions(BaseModel):
-    """What a stream brings besides."""
+    """Optional contents of a stream."""
 
     include_usage: bool = False
     include_documents: bool = False
-    """Ours: the texts of the documents, as each search is answered."""
+    """Search-R1 extension: send the texts of the documents after each search."""
 
 
 class ChatRequest(BaseModel):
@@ -74,20 +73,22 @@ class ChatRequest(BaseModel):
 
 
 @dataclass(frozen=True)
-class Order:
+class AgentRequest:
+    """A validated request in terms of the agent."""
+
     question: str
     prompt: Prompt
     sampling: Sampling
     seed: int | None
     max_tokens: int | None
-    """What the policy may sample in all turns together."""
-    brings: StreamOptions
+    """Maximum number of tokens that the policy may sample in all turns together."""
+    stream_options: StreamOptions
 
 
-async def read(receive: Receive, max_bytes: int) -> ChatRequest:
-    """The request. Raises ApiError for its first mistake, or ClientDisconnect."""
+async def read_request(receive: Receive, max_bytes: int) -> ChatRequest:
+    """Read and parse a request. Raises ApiError for its first mistake, or ClientDisconnect."""
     try:
-        return parse(await read_body(receive, max_bytes, BODY_S), ChatRequest)
+        return parse(await read_body(receive, max_bytes, BODY_TIMEOUT_S), ChatRequest)
     except DeadlineExceeded as error:
         raise ApiError(408, str(error)) from error
     except HTTPException as error:
@@ -99,8 +100,8 @@ async def read(receive: Receive, max_bytes: int) -> ChatRequest:
         raise ApiError(400, text, None, param or None) from error
 
 
-def understand(body: ChatRequest, session: AgentSession) -> Order:
-    """What is to be done. Raises ApiError for what cannot be."""
+def to_agent_request(body: ChatRequest, session: AgentSession) -> AgentRequest:
+    """Validate a request and render its prompt. Raises ApiError for unsupported requests."""
     for name, value in (body.model_extra or {}).items():
         if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
             message = f"{name} is not supported by a search agent: leave it out"
@@ -113,7 +114,7 @@ def understand(body: ChatRequest, session: AgentSession) -> Order:
     question = _text(last)
     if not question.strip():
         raise ApiError(400, "the last message is empty, expected a question", None, "messages")
-    # `developer` is the newer name of `system`, which chat templates know.
+    # `developer` is OpenAI's newer name for `system`, but chat templates only know `system`.
     earlier = tuple(
         {"role": "system" if m.role == "developer" else m.role, "content": _text(m)} for m in before
     )
@@ -122,7 +123,7 @@ def understand(body: ChatRequest, session: AgentSession) -> Order:
     except DataError as error:
         raise ApiError(400, str(error), "context_length_exceeded", "messages") from error
     chosen = body.model_dump(include={"temperature", "top_p"}, exclude_none=True)
-    return Order(
+    return AgentRequest(
         question,
         prompt,
         replace(session.sampling, **chosen),
@@ -133,12 +134,11 @@ def understand(body: ChatRequest, session: AgentSession) -> Order:
 
 
 def _text(message: ChatMessage) -> str:
-    """The message's words; raises ApiError for images and the like."""
+    """Return the message's text. Raises ApiError for images and other content."""
     if message.content is None or isinstance(message.content, str):
         return well_formed(message.content or "")
-    others = [part.type for part in message.content if part.type != "text"]
-    if others:
-        raise ApiError(
-            400, f"content of type {others[0]}, expected text", "unsupported_content", "messages"
-        )
+    other_types = [part.type for part in message.content if part.type != "text"]
+    if other_types:
+        text = f"content of type {other_types[0]}, expected text"
+        raise ApiError(400, text, "unsupported_content", "messages")
     return well_formed("\n".join(part.text for part in message.content))

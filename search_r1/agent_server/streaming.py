@@ -1,62 +1,69 @@
-"""A dialogue as server-sent events while it happens, and one that ends when its client leaves.
+"""Streams a dialogue as server-sent events, and cancels it if the client disconnects.
 
-A client is shown the policy's reasoning without thinking tags, control tokens and the search or
-answer that ends a turn, for which it has fields of their own. Text is given as soon as it cannot
-turn out to be such a tag.
+The streamed reasoning excludes think tags, control tokens, and the search or answer that ends a
+turn, since searches and answers have separate fields. Text is sent as soon as it cannot be part of
+such a tag any more.
 """
 
 import asyncio
 import json
-import logging
 import re
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
 
-from search_r1.agent_server.answers import INTERNAL, ApiError, Envelope, facts, finish_reason
+from search_r1.agent_server.responses import (
+    INTERNAL,
+    ApiError,
+    Envelope,
+    finish_reason,
+    search_r1_field,
+)
 from search_r1.inference.dialogue import DialogueListener, Reply, Search, search_json
 from verl.agent.grammar import Grammar, action_pattern
 from verl.errors import AnswerInvalid, UserError
 from verl.types import Status
 
 
-class Thoughts:
-    """The reasoning of one dialogue, turn by turn."""
+class ReasoningFilter:
+    """Extracts the reasoning to show from a dialogue's turns, incrementally."""
 
     def __init__(self, tags: Grammar, special_tokens: Iterable[str] = ()) -> None:
-        """`special_tokens` are control tokens of the policy's tokenizer, which nobody wants."""
+        """`special_tokens`: control tokens of the policy's tokenizer, which are hidden."""
         self._action = action_pattern(tags)
         self._openings = tuple(tag.opening for tag in (*tags.calls, tags.answer))
         hidden = [tags.think.opening, tags.think.closing, *filter(None, special_tokens)]
         self._hidden = re.compile("|".join(map(re.escape, hidden)))
         self._marks = (*self._openings, *hidden)
-        self._turn, self._told, self._is_later = "", 0, False
+        self._turn = ""
+        self._num_shown = 0
+        self._has_earlier_text = False
 
-    def say(self, text: str) -> str:
-        """What can be shown now that the policy has said `text`."""
+    def feed(self, text: str) -> str:
+        """Add text of the current turn and return the reasoning that can be shown now."""
         self._turn += text
-        places = [at for at in (self._turn.find(tag) for tag in self._openings) if at >= 0]
-        end = min(places) if places else len(self._turn) - self._num_undecided()
-        return self._show(self._turn[:end])
+        starts = [self._turn.find(tag) for tag in self._openings if tag in self._turn]
+        end = min(starts) if starts else len(self._turn) - self._num_undecided()
+        return self._new_part(self._turn[:end])
 
     def end_turn(self) -> str:
-        """What else is to be shown of this turn, whose search or answer is complete."""
-        shown = self._show(self._action.sub("", self._turn, count=1))
-        self._is_later = self._is_later or self._told > 0
-        self._turn, self._told = "", 0
+        """Return the rest of the turn's reasoning, without its complete search or answer."""
+        shown = self._new_part(self._action.sub("", self._turn, count=1))
+        self._has_earlier_text = self._has_earlier_text or self._num_shown > 0
+        self._turn, self._num_shown = "", 0
         return shown
 
-    def _show(self, text: str) -> str:
-        """What of `text` was not given yet; an empty line parts the turns."""
+    def _new_part(self, text: str) -> str:
+        """Return the part of `text` that is new; a blank line separates turns."""
         clean = self._hidden.sub("", text).strip()
-        new = clean[self._told :]
-        between = "\n\n" if new and not self._told and self._is_later else ""
-        self._told += len(new)
-        return between + new
+        new = clean[self._num_shown :]
+        separator = "\n\n" if new and not self._num_shown and self._has_earlier_text else ""
+        self._num_shown += len(new)
+        return separator + new
 
     def _num_undecided(self) -> int:
-        """Characters at the end that may be the beginning of a tag."""
+        """Return the number of characters at the end that may be the start of a tag."""
         longest = max(map(len, self._marks)) - 1
         for count in range(min(longest, len(self._turn)), 0, -1):
             if any(mark.startswith(self._turn[-count:]) for mark in self._marks):
@@ -64,51 +71,52 @@ class Thoughts:
         return 0
 
 
-def reasoning(turns: Iterable[str], tags: Grammar, special_tokens: Iterable[str] = ()) -> str:
-    """The reasoning of a finished dialogue."""
-    thoughts = Thoughts(tags, special_tokens)
-    return "".join(part for turn in turns for part in (thoughts.say(turn), thoughts.end_turn()))
+def extract_reasoning(
+    turns: Iterable[str], tags: Grammar, special_tokens: Iterable[str] = ()
+) -> str:
+    """Return the reasoning of a finished dialogue."""
+    reasoning = ReasoningFilter(tags, special_tokens)
+    return "".join(reasoning.feed(turn) + reasoning.end_turn() for turn in turns)
 
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Delta = Mapping[str, Any]
 DONE = "data: [DONE]\n\n"
 
 
-class Listener(DialogueListener):
-    """Turns what is heard into deltas, for whoever iterates over them."""
+class StreamListener(DialogueListener):
+    """Converts dialogue events into a queue of stream deltas."""
 
-    def __init__(self, thoughts: Thoughts, includes_documents: bool = False) -> None:
-        self._thoughts, self._includes_documents = thoughts, includes_documents
+    def __init__(self, reasoning: ReasoningFilter, includes_documents: bool = False) -> None:
+        self._reasoning, self._includes_documents = reasoning, includes_documents
         self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
 
     def said(self, text: str) -> None:
-        self._reason(self._thoughts.say(text))
+        self._put_reasoning(self._reasoning.feed(text))
 
     def turned(self) -> None:
-        self._reason(self._thoughts.end_turn())
+        self._put_reasoning(self._reasoning.end_turn())
 
     def searched(self, search: Search) -> None:
-        told = search_json(search, self._includes_documents)
-        self._deltas.put_nowait({"search_r1": {"searches": [told]}})
+        body = search_json(search, self._includes_documents)
+        self._deltas.put_nowait({"search_r1": {"searches": [body]}})
 
     def close(self) -> None:
         self._deltas.put_nowait(None)
 
     async def next(self) -> Delta | None:
+        """Wait for the next delta; None after the last one."""
         return await self._deltas.get()
 
-    def _reason(self, text: str) -> None:
+    def _put_reasoning(self, text: str) -> None:
         if text:
             self._deltas.put_nowait({"reasoning_content": text})
 
 
-async def outcome(work: asyncio.Task[Reply]) -> Reply:
-    """The reply of a dialogue; raises ApiError for whatever went wrong with it."""
+async def wait_for_reply(dialogue: asyncio.Task[Reply]) -> Reply:
+    """Wait until the dialogue ends. Raises ApiError if the engine or a search failed."""
     try:
-        reply = await work
+        reply = await dialogue
     except UserError as error:
         status = 502 if isinstance(error, AnswerInvalid) else 503
         raise ApiError(status, str(error), "engine_unavailable") from error
@@ -117,41 +125,46 @@ async def outcome(work: asyncio.Task[Reply]) -> Reply:
     return reply
 
 
-async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None, with `work` cancelled, if the client leaves before."""
+async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """Run `work` and return its result; if the client disconnects, cancel it and return None."""
 
-    async def left() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    task = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(wait_for_disconnect())
     try:
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
-        for either in (task, leaving):
-            either.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
+        task.cancel()
+        disconnect.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
 async def events(
     envelope: Envelope,
     first: Delta | None,
-    listener: Listener,
-    work: asyncio.Task[Reply],
+    listener: StreamListener,
+    dialogue: asyncio.Task[Reply],
     includes_usage: bool,
 ) -> AsyncIterator[str]:
-    """The stream: role, reasoning and searches, answer, end, usage; an error is its last."""
+    """Yield the events: role, reasoning and searches, answer, finish reason, usage.
+
+    An error is sent as the last event. `first` is the delta that was already taken from `listener`.
+    """
     try:
         yield _event(envelope.chunk({"role": "assistant", "content": ""}))
         delta = first
         while delta is not None:
             yield _event(envelope.chunk(delta))
             delta = await listener.next()
-        reply = await outcome(work)
+        reply = await wait_for_reply(dialogue)
         if reply.answer:
             yield _event(envelope.chunk({"content": reply.answer}))
-        yield _event(envelope.chunk({"search_r1": facts(reply)}, finish_reason(reply)))
+        field = search_r1_field(reply)
+        yield _event(envelope.chunk({"search_r1": field}, finish_reason(reply)))
         if includes_usage:
             yield _event(envelope.usage_chunk(reply))
         yield DONE
@@ -161,7 +174,7 @@ async def events(
         yield _event(INTERNAL.body())
         raise
     finally:
-        work.cancel()
+        dialogue.cancel()
 
 
 def _event(body: Mapping[str, Any]) -> str:

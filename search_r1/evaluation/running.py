@@ -30,11 +30,11 @@ from search_r1.evaluation.summary import compare
 from search_r1.inference.model import (
     at_latest_checkpoint,
     compute_dtype,
-    folder_of,
     load_agent,
+    open_model_folder,
     running_engine,
 )
-from search_r1.inference.opening import NO_RETRIEVER, facts_of, run_config
+from search_r1.inference.opening import NO_RETRIEVER, retriever_facts, run_config
 from search_r1.plain import log
 from search_r1.rewards import RewardInput
 from search_r1.rewards.judge.options import JudgeOptions, key_in
@@ -62,7 +62,7 @@ def evaluate(options: EvaluationOptions) -> Path:
     with exclusive_lock(out, "--out"):
         try:
             options = at_latest_checkpoint(options)
-            with folder_of(options) as folder:
+            with open_model_folder(options) as folder:
                 loops.run(_evaluate(options, run_config(options, str(folder))))
             write_report(out, options.pass_k, options.num_resamples, options.seed)
         finally:
@@ -76,7 +76,7 @@ def evaluate(options: EvaluationOptions) -> Path:
 async def _evaluate(options: EvaluationOptions, config: Config) -> None:
     method = METHODS[options.method]
     rows = choose(load_rows(options.data, options.prompt_key), options.num_rows, options.seed)
-    facts = await facts_of(config) if method.needs_documents else NO_RETRIEVER
+    facts = await retriever_facts(config) if method.needs_documents else NO_RETRIEVER
     agent = agent_of(load_agent(config), method)
     tokenizer: Any = agent.tokenizer
     sampling = Sampling(options.max_response_length, options.temperature, options.top_p)

@@ -1,1 +1,1 @@
-"""Asking the agent: a model, an engine and a retriever opened from options, and one dialogue."""
+"""Inference: starts a model, an engine and a retriever client from options and runs dialogues."""

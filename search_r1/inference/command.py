@@ -1,6 +1,6 @@
-"""What `search-r1 infer` does: one question, a conversation, or a file of questions.
+"""Implements `search-r1 infer`: one question, a conversation, or a file of questions.
 
-Those of a file are asked many at once, and answered line by line in their order.
+Questions of a file are answered concurrently; the answers are written in the order of the file.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from search_r1.infer import QUESTION, InferOptions
 from search_r1.inference.dialogue import SILENCE, AgentSession, DialogueListener, Reply, question_of
-from search_r1.inference.opening import opened
+from search_r1.inference.opening import open_session
 from search_r1.inference.options import InferenceOptions
 from search_r1.inference.terminal import Terminal, converse
 from search_r1.plain import json_line, log
@@ -28,52 +28,58 @@ from verl.errors import DataError, ToolError, UserError, explain
 from verl.files import exclusive_lock, read_text
 from verl.types import Status
 
-ROWS = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
-"""Ends of names of what is no plain text; of some of them it is only told what to give."""
-MOST = 2**28
-"""Characters of a text file: some million questions."""
+ROW_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
+"""File types that are not read as plain text; `load_rows` refuses those it does not support."""
+MAX_CHARS = 2**28
+"""Maximum number of characters of a text file: some million questions."""
 
 
 @dataclass(frozen=True)
 class BatchQuestion:
+    """One question of a file."""
+
     uid: str
-    """`file#row`, rows from 0 (of a text file: lines)."""
+    """`file#row`, counted from 0 (for a text file, the line)."""
     question: str
     messages: str | Sequence[Message] | None = None
-    """The prompt as it stands in a row; None for a question that is to be put in our wording."""
+    """The prompt of a data row; None for a plain question, which the dialogue format words."""
 
 
 def read_questions(file: str) -> list[BatchQuestion]:
-    """The questions of a text file, one a line, or of rows. Raises DataError for no such file."""
-    if Path(file).suffix.lower() in ROWS:
+    """Read a text file with one question per line, or a file of rows. Raises DataError."""
+    if Path(file).suffix.lower() in ROW_SUFFIXES:
         return [BatchQuestion(row.uid, question_of(row), row.prompt) for row in load_rows(file)]
     try:
-        lines = read_text(Path(file), MOST).split("\n")
+        lines = read_text(Path(file), MAX_CHARS).split("\n")
     except (OSError, ValueError) as error:
         fix = "give a text file in UTF-8, or rows as .parquet or .jsonl"
         raise DataError(explain(f"--file {file}", str(error), "questions", fix)) from error
-    asked = [(number, line.strip()) for number, line in enumerate(lines) if line.strip()]
-    found = [BatchQuestion(f"{Path(file).name}#{number}", line) for number, line in asked]
-    if not found:
-        fix = "write one question a line, or give rows as .parquet or .jsonl"
+    name = Path(file).name
+    questions = [
+        BatchQuestion(f"{name}#{number}", line.strip())
+        for number, line in enumerate(lines)
+        if line.strip()
+    ]
+    if not questions:
+        fix = "write one question per line, or give rows as .parquet or .jsonl"
         raise DataError(explain(f"--file {file}", "no question", "questions", fix))
-    return found
+    return questions
 
 
 async def answer_all(questions: Sequence[BatchQuestion], session: AgentSession, out: TextIO) -> int:
-    """Write one JSON object a line, in order, as soon as can be; returns how many failed."""
-    places = asyncio.Semaphore(session.num_at_once)
+    """Write one JSON line per question, in order; return the number of failed questions."""
+    slots = asyncio.Semaphore(session.num_at_once)
     num_failed = 0
     with tqdm(total=len(questions), desc="ask", unit="question") as bar:
 
-        async def play(asked: BatchQuestion) -> dict[str, Any]:
-            async with places:
-                line = await _answer(asked, session)
+        async def run(question: BatchQuestion) -> dict[str, Any]:
+            async with slots:
+                line = await _answer(question, session)
             bar.update()
             return line
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(play(asked)) for asked in questions]
+            tasks = [group.create_task(run(question)) for question in questions]
             for task in tasks:
                 line = await task
                 num_failed += line["status"] == Status.FAILED.value
@@ -82,23 +88,23 @@ async def answer_all(questions: Sequence[BatchQuestion], session: AgentSession, 
     return num_failed
 
 
-async def _answer(asked: BatchQuestion, session: AgentSession) -> dict[str, Any]:
-    """A reply as JSON, or what kept the question from being asked."""
+async def _answer(question: BatchQuestion, session: AgentSession) -> dict[str, Any]:
+    """Return the reply as JSON, or a failed status with the error."""
+    text = question.question
     try:
-        prompt = (
-            session.prompt(asked.question)
-            if asked.messages is None
-            else session.render(asked.messages, asked.uid)
-        )
-        reply = await session.ask(asked.question, prompt)
+        if question.messages is None:
+            prompt = session.prompt(text)
+        else:
+            prompt = session.render(question.messages, question.uid)
+        reply = await session.ask(text, prompt)
     except UserError as error:
         failed = {"status": Status.FAILED.value, "error": str(error), "answer": None}
-        return {"uid": asked.uid, "question": asked.question, **failed}
-    return {"uid": asked.uid, **reply.to_json()}
+        return {"uid": question.uid, "question": text, **failed}
+    return {"uid": question.uid, **reply.to_json()}
 
 
 def answer(options: InferOptions) -> int:
-    """Do what the command line asks for; returns the exit code."""
+    """Run the command for these options and return the exit code."""
     log(logging.WARNING, logging.BASIC_FORMAT)
     transformers_logging.disable_progress_bar()
     terminal = Terminal(Console(highlight=False), options.show_documents)
@@ -119,8 +125,8 @@ def answer(options: InferOptions) -> int:
 
 
 async def ask(options: InferenceOptions, question: str, listener: DialogueListener) -> Reply:
-    """Run one dialogue. Raises ToolError when a search fails."""
-    async with opened(options) as session:
+    """Run one dialogue. Raises ToolError if a search fails."""
+    async with open_session(options) as session:
         reply = await session.ask(question, session.prompt(question), listener)
     if reply.status is Status.FAILED:
         raise ToolError(reply.error)
@@ -128,18 +134,13 @@ async def ask(options: InferenceOptions, question: str, listener: DialogueListen
 
 
 async def ask_file(options: InferenceOptions, file: str, out: Path | None) -> int:
-    """Answer every question of a file; returns the exit code, 2 when one failed."""
+    """Answer every question of a file; return the exit code, which is 2 if any question failed."""
     questions = read_questions(file)
-    # What cannot be written, or another run writes, is found out before a model is loaded.
-    held = contextlib.nullcontext() if out is None else exclusive_lock(out, "--out", lock=out)
-    with held:
-        async with opened(options) as session:
-            with (
-                _told_of(out),
-                contextlib.nullcontext(sys.stdout)
-                if out is None
-                else out.open("w", encoding="utf-8") as target,
-            ):
+    # Lock the output before loading a model, so that an unwritable file fails at once.
+    lock = contextlib.nullcontext() if out is None else exclusive_lock(out, "--out", lock=out)
+    with lock:
+        async with open_session(options) as session:
+            with _open_output(out) as target:
                 num_failed = await answer_all(questions, session, target)
     if num_failed:
         sys.stderr.write(f"{num_failed} of {len(questions)} dialogues failed: see their «error»\n")
@@ -147,13 +148,17 @@ async def ask_file(options: InferenceOptions, file: str, out: Path | None) -> in
 
 
 @contextlib.contextmanager
-def _told_of(out: Path | None) -> Iterator[None]:
-    """Translate what keeps `out` from being written, also out of a group of tasks."""
+def _open_output(out: Path | None) -> Iterator[TextIO]:
+    """Open `out`, or standard output for None. Raises DataError if it cannot be written."""
     problem = ""
     try:
-        yield
-    except* OSError as errors:
+        if out is None:
+            yield sys.stdout
+        else:
+            with out.open("w", encoding="utf-8") as file:
+                yield file
+    except* OSError as errors:  # raised directly, or by a task group as an exception group
         problem = str(errors.exceptions[0])
     if problem:
-        fix = "name another file, or make room"
+        fix = "name another file, or free disk space"
         raise DataError(explain(f"--out {out or ''}", problem, "a file that can be written", fix))

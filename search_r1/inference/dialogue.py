@@ -1,4 +1,4 @@
-"""One question asked of an agent: heard as it happens, and its outcome as plain data."""
+"""Runs one dialogue with an agent: reports its events to a listener and returns the outcome."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,21 +14,21 @@ from verl.rollout.interface import RolloutEngine
 from verl.types import Completion, Origin, Prompt, Sampling, Status, Trajectory, start_trajectory
 
 MARK = "Question:"
-"""What precedes the question in the prompts of our data sets, and of the original's."""
+"""Text before the question in the prompts of this project's and the original's data sets."""
 
 
 def question_of(row: Row) -> str:
-    """`extra_info.question`, else what follows `Question:` in the last message, else ''."""
-    named = row.extra_info.get("question")
-    if isinstance(named, str) and named.strip():
-        return named.strip()
+    """Return `extra_info.question`, or the text after `Question:` in the last message, or ''."""
+    question = row.extra_info.get("question")
+    if isinstance(question, str) and question.strip():
+        return question.strip()
     text = row.prompt if isinstance(row.prompt, str) else row.prompt[-1]["content"]
     return text.rpartition(MARK)[2].strip() if MARK in text else ""
 
 
 @dataclass(frozen=True)
 class Search:
-    """One search that was carried out, and what it found, best first."""
+    """One search that was carried out, and the documents it found, best first."""
 
     query: str
     documents: tuple[Document, ...]
@@ -36,39 +36,40 @@ class Search:
 
 @dataclass(frozen=True)
 class Source:
-    """A document that some search found."""
+    """A document that was found by at least one search."""
 
     document: Document
     searches: tuple[int, ...]
-    """Which searches found it, counted from 1."""
+    """Numbers of the searches that found it, counted from 1."""
 
 
 class DialogueListener:
-    """Hears a dialogue as it happens; this one keeps silent."""
+    """Receives the events of a dialogue as they happen; this base class ignores them."""
 
     def said(self, text: str) -> None:
-        """The policy's next words, tags included."""
+        """Handle the next part of the policy's text, tags included."""
 
     def turned(self) -> None:
-        """The policy's turn is over."""
+        """Handle the end of a policy turn."""
 
     def searched(self, search: Search) -> None:
-        """A search was answered."""
+        """Handle a search and its results."""
 
     def corrected(self, text: str) -> None:
-        """What the policy was told after a turn without an action."""
+        """Handle the feedback after a turn without a valid action."""
 
 
 SILENCE = DialogueListener()
+"""A listener that ignores all events."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """How a dialogue ended."""
+    """The outcome of a dialogue."""
 
     question: str
     answer: str | None
-    """What the policy closed as its answer; None without one."""
+    """The policy's answer; None without a complete one."""
     searches: tuple[Search, ...]
     trajectory: Trajectory
 
@@ -78,18 +79,18 @@ class Reply:
 
     @property
     def error(self) -> str:
-        """What failed, when the status is failed."""
+        """The error message of a failed dialogue; otherwise empty."""
         return self.trajectory.error
 
     @property
     def turns(self) -> list[str]:
-        """The policy's turns that have any text."""
+        """The texts of the policy's non-empty turns."""
         policy = (s for s in self.trajectory.segments if s.origin is Origin.POLICY)
         return [segment.text for segment in policy if segment.ids]
 
     @property
     def sources(self) -> list[Source]:
-        """Each document once, in the order in which they were found."""
+        """Each found document once, in the order in which they were first found."""
         found: dict[str, tuple[Document, list[int]]] = {}
         for number, search in enumerate(self.searches, start=1):
             for document in search.documents:
@@ -99,7 +100,7 @@ class Reply:
         return [Source(document, tuple(numbers)) for document, numbers in found.values()]
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints: the outcome, the searches and the whole dialogue."""
+        """Return what `--json` prints: the outcome, the searches and the whole dialogue."""
         return {
             "question": self.question,
             "answer": self.answer,
@@ -116,34 +117,36 @@ class Reply:
 
 
 def search_json(search: Search, has_texts: bool = False) -> dict[str, Any]:
-    """A search with ids and titles of what it found, and its texts where they are wanted."""
+    """Convert a search to JSON with its documents' ids and titles, optionally with their texts."""
     names = ("id", "title", "text") if has_texts else ("id", "title")
     documents = [{name: getattr(d, name) for name in names} for d in search.documents]
     return {"query": search.query, "documents": documents}
 
 
 @dataclass
-class _ListeningEngine(RolloutEngine):
-    """Stands before one dialogue's engine, hears its tools, and lets `listener` hear both."""
+class _ObservedEngine(RolloutEngine):
+    """Wraps the engine of one dialogue to report its turns and tool calls to `listener`."""
 
     engine: RolloutEngine
     listener: DialogueListener
     correction: str
+    """Feedback that the policy reads after a turn without a valid action."""
     max_tokens: int | None
-    """What the policy may sample in all turns together."""
+    """Number of tokens that the policy may still sample in all turns together."""
     searches: list[Search] = field(default_factory=list)
-    _is_corrected: bool = False
+    _is_correction_due: bool = False
+    """Whether no tool call has been answered since the last turn."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """One turn; nothing once `max_tokens` is spent."""
+        """Sample one turn; an empty completion once `max_tokens` is used up."""
         return await self.stream(prompt_ids, sampling, lambda text: None)
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, listener: Callable[[str], None]
     ) -> Completion:
-        """As `generate`; the dialogue's own listener hears what this one's does."""
+        """Sample one turn; its text goes to `listener` and to the dialogue's own listener."""
 
-        def said(text: str) -> None:
+        def report(text: str) -> None:
             self.listener.said(text)
             listener(text)
 
@@ -151,48 +154,49 @@ class _ListeningEngine(RolloutEngine):
             if not self.max_tokens:
                 return Completion((), (), "", "length")
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, self.max_tokens))
-        if self._is_corrected:
+        if self._is_correction_due:
             self.listener.corrected(self.correction)
-        completion = await self.engine.stream(prompt_ids, sampling, said)
+        completion = await self.engine.stream(prompt_ids, sampling, report)
         self.listener.turned()
         if self.max_tokens is not None:
             self.max_tokens -= len(completion.ids)
-        self._is_corrected = True
+        self._is_correction_due = True
         return completion
 
-    def answered(self, call: ToolCall, observation: Observation) -> None:
-        """A tool answered a call; of searches the documents are noted."""
-        self._is_corrected = False
-        found = tuple(i.source for i in observation.items if isinstance(i.source, Document))
+    def record_call(self, call: ToolCall, observation: Observation) -> None:
+        """Record an answered tool call; searches are kept with their documents."""
+        self._is_correction_due = False
         if call.tool == "search":
-            self.searches.append(Search(query_of(call), found))
+            documents = [i.source for i in observation.items if isinstance(i.source, Document)]
+            self.searches.append(Search(query_of(call), tuple(documents)))
             self.listener.searched(self.searches[-1])
 
 
 @dataclass(frozen=True)
 class AgentSession:
-    """An agent with its running engine: what answers questions."""
+    """An agent with a running engine, ready to answer questions."""
 
     agent: DialogueAgent
     engine: RolloutEngine
     tokenizer: Tokenizer
     sampling: Sampling
-    """Temperature and nucleus of every dialogue, unless it brings its own."""
+    """Default sampling parameters of a dialogue."""
     seed: int | None
     max_start_length: int
-    """Tokens of the longest prompt that is accepted."""
+    """Maximum prompt length in tokens."""
     num_at_once: int = 1
-    """Dialogues that the engine takes together."""
+    """Maximum number of concurrent dialogues."""
 
-    def prompt(self, question: str, before: Sequence[Message] = ()) -> Prompt:
-        """The question in the agent's wording, after messages. Raises DataError if too long."""
+    def prompt(self, question: str, earlier: Sequence[Message] = ()) -> Prompt:
+        """Render `earlier` messages and the question in the format's wording. Raises DataError."""
         wording = self.agent.format.user_prompt(well_formed(question))
-        return self.render((*before, {"role": "user", "content": wording}))
+        return self.render((*earlier, {"role": "user", "content": wording}))
 
     def render(self, messages: str | Sequence[Message], uid: str = "question") -> Prompt:
-        """Messages as token ids. Raises DataError when they are too long."""
+        """Tokenize messages as they are. Raises DataError if they are too long."""
         text = messages if isinstance(messages, str) else tuple(messages)
-        limit, row = self.max_start_length, Row(uid, 0, text, "asked", ())
+        row = Row(uid, 0, text, "asked", ())
+        limit = self.max_start_length
         prompt = render(row, self.tokenizer, self.agent.format.schemas, limit)
         if len(prompt.ids) > limit:
             got = f"{num_tokens(prompt, limit)} tokens"
@@ -210,30 +214,31 @@ class AgentSession:
         seed: int | None = None,
         max_tokens: int | None = None,
     ) -> Reply:
-        """Play one dialogue.
+        """Run one dialogue.
 
-        `max_tokens` bounds what the policy samples in all turns together. A search that fails ends
-        in the status failed. Raises UserError when the engine cannot answer.
+        `max_tokens` limits the tokens that the policy samples in all turns together. A failed
+        search gives a reply with status FAILED. Raises UserError if the engine fails.
         """
         correction = self.agent.format.respond(Turn(), None, ())
-        heard = _ListeningEngine(self.engine, listener, correction, max_tokens)
+        engine = _ObservedEngine(self.engine, listener, correction, max_tokens)
         start = start_trajectory(prompt, seed=self.seed if seed is None else seed)
-        environment = replace(self.agent.environment, on_observation=heard.answered)
+        environment = replace(self.agent.environment, on_observation=engine.record_call)
         agent = replace(self.agent, environment=environment)
-        end = await agent.run(start, heard, self.sampling if sampling is None else sampling)
+        end = await agent.run(start, engine, self.sampling if sampling is None else sampling)
         answer = None
         if end.status is Status.ANSWERED:
             last = end.segments[-1]
-            said = Completion(last.ids, last.log_probs, last.text, "stop")
-            answer = self.agent.format.parse(said).answer
-        return Reply(question, answer, tuple(heard.searches), end)
+            last_turn = Completion(last.ids, last.log_probs, last.text, "stop")
+            answer = self.agent.format.parse(last_turn).answer
+        return Reply(question, answer, tuple(engine.searches), end)
 
 
 def query_of(call: ToolCall) -> str:
+    """Return the query of a search call."""
     arguments = call.arguments
     return arguments if isinstance(arguments, str) else str(arguments.get("query", ""))
 
 
-def past(question: str, answer: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """An earlier question and its answer, as messages that a follow-up stands after."""
+def as_messages(question: str, answer: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Convert an earlier question and its answer to the messages before a follow-up question."""
     return {"role": "user", "content": question}, {"role": "assistant", "content": answer}

@@ -1,7 +1,7 @@
-"""From what `--model` names to a folder of weights with a tokenizer, and to a running engine.
+"""Resolves `--model` and `--adapter` to a folder with weights and tokenizer; starts the engine.
 
-An adapter over the model is merged with it into one folder that any engine reads: in float32, then
-rounded to the engine's dtype, as an export of training does.
+An adapter is merged into the model, in one folder that any engine can read: the sum is computed in
+float32, then rounded to the engine's dtype, as exports of training runs do.
 """
 
 import contextlib
@@ -53,33 +53,33 @@ logger = logging.getLogger(__name__)
 
 Options = TypeVar("Options", bound=AgentOptions)
 
-TEXTS = ("*.json", "*.txt", "*.model", "*.jinja")
-"""What is needed of a model on a hub that an endpoint serves."""
-FILES = (*TEXTS, "*.safetensors")
-"""What is needed of one that is computed here."""
+TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+"""Files to download from a hub for a model that an endpoint serves."""
+MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors")
+"""Files to download from a hub for a model that runs here."""
 WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-"""What a Hugging Face folder holds one of, once its weights are written."""
+"""Weight files; a complete Hugging Face folder has at least one of them."""
 
 
 def at_latest_checkpoint(options: Options) -> Options:
-    """The options with the last step where `--model` names a run's folder, or its `actor/`.
+    """Point `--model` to the latest checkpoint if it names a run's folder, or its `actor/` folder.
 
-    A step is a checkpoint of ours, or `actor/global_step_N` as the original writes it: a Hugging
-    Face folder.
+    Checkpoints are this project's `global_step_N`, or the original's `actor/global_step_N`, which
+    are Hugging Face folders.
     """
     run = Path(options.model)
     if STEP_NAME.fullmatch(run.name) or (run / "config.json").is_file():
         return options
-    found = [*run.glob("global_step_*"), *run.glob("actor/global_step_*")]
-    steps = [step for step in found if is_complete(step) or _has_model(step)]
+    candidates = [*run.glob("global_step_*"), *run.glob("actor/global_step_*")]
+    steps = [step for step in candidates if is_complete(step) or _is_hf_model(step)]
     if not steps:
         return options
-    last = max(steps, key=step_of)
-    logger.warning("--model %s is a run: its last step, %s, is taken", run, last)
-    return replace(options, model=str(last))
+    latest = max(steps, key=step_of)
+    logger.warning("--model %s is a run's folder: using its latest checkpoint %s", run, latest)
+    return replace(options, model=str(latest))
 
 
-def _has_model(step: Path) -> bool:
+def _is_hf_model(step: Path) -> bool:
     """Whether a folder `global_step_N` is itself a Hugging Face model."""
     is_step = STEP_NAME.fullmatch(step.name) is not None and (step / "config.json").is_file()
     return is_step and any((step / name).is_file() for name in WEIGHTS)
@@ -87,13 +87,13 @@ def _has_model(step: Path) -> bool:
 
 @contextlib.contextmanager
 def model_folder(
-    name: str, dtype: str, adapter: str | None = None, files: Sequence[str] = FILES
+    name: str, dtype: str, adapter: str | None = None, files: Sequence[str] = MODEL_FILES
 ) -> Iterator[Path]:
-    """The folder of the model `name` with the adapter's share added, if there is one.
+    """Provide a folder with the model `name`, merged with the adapter if there is one.
 
-    The model is a folder itself (as the original's checkpoints are), the export of a checkpoint of
-    ours, or the `files` that a hub gives. What is written is temporary. Raises ModelError, or
-    ConfigError for an unfinished checkpoint.
+    `name` is a model folder (like the original's checkpoints), a checkpoint of this project, which
+    is exported, or a hub name, whose `files` are downloaded. Exported and merged models are
+    temporary. Raises ModelError, or ConfigError for an incomplete checkpoint.
     """
     path = Path(name)
     with contextlib.ExitStack() as stack:
@@ -101,27 +101,27 @@ def model_folder(
         def temporary(prefix: str) -> Path:
             return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix))) / "model"
 
-        if STEP_NAME.fullmatch(path.name) and path.is_dir() and not _has_model(path):
+        if STEP_NAME.fullmatch(path.name) and path.is_dir() and not _is_hf_model(path):
             path = export(path, temporary("exported-"), dtype=dtype)
         elif not path.is_dir():
             try:
                 path = Path(snapshot_download(name, allow_patterns=list(files)))
             except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-                got = f"no such folder, and no hub ({first_line(error)[:200]})"
+                got = f"no such folder, and no model on the hub ({first_line(error)[:200]})"
                 raise _no_model(name, got) from error
         elif not (path / "config.json").is_file():
             raise _no_model(name, "a folder without config.json")
         yield path if adapter is None else merge(path, Path(adapter), temporary("adapted-"), dtype)
 
 
-def folder_of(options: AgentOptions) -> contextlib.AbstractContextManager[Path]:
-    """`model_folder` of these options; of a model that an endpoint serves, without weights."""
-    files = TEXTS if options.endpoint else FILES
+def open_model_folder(options: AgentOptions) -> contextlib.AbstractContextManager[Path]:
+    """Call `model_folder` for these options; weights are not downloaded for an endpoint's model."""
+    files = TOKENIZER_FILES if options.endpoint else MODEL_FILES
     return model_folder(options.model, compute_dtype(options), options.adapter, files)
 
 
 def load_agent(config: Config) -> DialogueAgent:
-    """The agent of a run with these options, whose files are whole. Raises ModelError."""
+    """Build the agent after checking the model's files. Raises ModelError."""
     section, subject = config.actor_rollout_ref, "--model"
     if section.rollout.name == "remote":
         check_template(load_tokenizer(section.model.path, subject), section.model.path, subject)
@@ -131,7 +131,8 @@ def load_agent(config: Config) -> DialogueAgent:
         names = ("--max-prompt-length", "--max-response-length")
         check_context(model, section.model.path, config.data, *names)
         if not by_transformers and device_type(config.trainer.device) == "cpu":
-            # vLLM repacks weights there, and looks at none; other engines are asked afterwards.
+            # vLLM repacks weights on the CPU, so NaN can only be found in the files; other engines
+            # are checked after loading.
             check_finite_files(section.model.path, subject)
     return build_dialogue(config)
 
@@ -142,7 +143,7 @@ def _no_model(name: str, got: str) -> ModelError:
 
 
 def compute_dtype(options: AgentOptions) -> str:
-    """bfloat16, float16 or float32: what the engine on this machine computes in."""
+    """Return the engine's dtype on this machine: bfloat16, float16 or float32."""
     if options.device == "cuda" and not (options.endpoint or torch.cuda.is_available()):
         raise ConfigError(explain("--device", "cuda", "a GPU that torch sees", "--device cpu"))
     device = torch.device(device_type(options.device))
@@ -151,7 +152,7 @@ def compute_dtype(options: AgentOptions) -> str:
 
 @contextlib.asynccontextmanager
 async def running_engine(config: Config) -> AsyncIterator[RolloutEngine]:
-    """The engine of a training run with these options, ended with the context."""
+    """Start the rollout engine that these options name; shut it down at the end."""
     engine = build_engine(config)
     await engine.start()
     try:
@@ -161,19 +162,19 @@ async def running_engine(config: Config) -> AsyncIterator[RolloutEngine]:
 
 
 CONFIG_FILE = "adapter_config.json"
-"""What makes a folder peft's."""
+"""File that identifies a peft adapter folder."""
 
 
 def base_model_of(adapter: Path) -> str:
-    """The model that an adapter's folder says it was trained on; empty where it says nothing."""
+    """Return the base model that an adapter's config names, or '' if it names none."""
     return str(_peft_settings(adapter).get("base_model_name_or_path") or "")
 
 
 def merge(base: Path, adapter: Path, out: Path, dtype: str) -> Path:
-    """Write the model of `base` with the adapter's share added, in `dtype`; returns `out`.
+    """Merge the adapter into the base model, write the result in `dtype` to `out`; return `out`.
 
-    `search_r1.json` comes from the adapter, or else from the base. Raises ModelError for a folder
-    that holds no adapter, or one of another model.
+    `search_r1.json` is copied from the adapter, or else from the base. Raises ModelError if the
+    folder has no adapter, or an adapter of another model.
     """
     _peft_settings(adapter)
     subject = f"--adapter {adapter}"
@@ -188,22 +189,24 @@ def merge(base: Path, adapter: Path, out: Path, dtype: str) -> Path:
         settings = PeftConfig.from_pretrained(str(adapter))
         settings.inference_mode = True
         adapted: Any = PeftModel(lm, settings)
-        found = adapted.load_adapter(str(adapter), "default")
-        for what in ("missing_keys", "unexpected_keys"):
-            if getattr(found, what):  # peft only warns, and goes on with random numbers
-                raise ModelProblem(f"{what.replace('_', ' ')}: {summarise(getattr(found, what))}")
-        whole = adapted.merge_and_unload()
-    check_finite(whole.named_parameters(), f"{subject} over {base}")
-    whole.to(getattr(torch, dtype)).save_pretrained(out)
+        loaded = adapted.load_adapter(str(adapter), "default")
+        for kind in ("missing_keys", "unexpected_keys"):
+            keys = getattr(loaded, kind)
+            if keys:  # peft only warns, and keeps random numbers in place of missing tensors
+                raise ModelProblem(f"{kind.replace('_', ' ')}: {summarise(keys)}")
+        merged = adapted.merge_and_unload()
+    check_finite(merged.named_parameters(), f"{subject} over {base}")
+    merged.to(getattr(torch, dtype)).save_pretrained(out)
     copy_tokenizer(str(base), out)
-    written = [folder / SETTINGS_FILE for folder in (adapter, base)]
-    for file in [file for file in written if file.is_file()][:1]:
-        shutil.copy(file, out / SETTINGS_FILE)
+    for folder in (adapter, base):
+        if (folder / SETTINGS_FILE).is_file():
+            shutil.copy(folder / SETTINGS_FILE, out / SETTINGS_FILE)
+            break
     return out
 
 
 def _peft_settings(adapter: Path) -> dict[str, Any]:
-    """peft's own settings of the folder; raises ModelError where there are none."""
+    """Read the adapter's peft config. Raises ModelError if there is none."""
     file = adapter / CONFIG_FILE
     if not file.is_file():
         got = f"a folder without {CONFIG_FILE}" if adapter.is_dir() else "no such folder"

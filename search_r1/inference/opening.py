@@ -1,7 +1,7 @@
-"""From options to an agent that can be asked: model, retriever and engine, opened and closed.
+"""Starts an agent from options: checks the retriever, loads the model, starts the engine.
 
-The retriever is reached before long work, and known by what it says of itself; the agent is that of
-a training run with these options.
+The retriever is contacted first, so that a wrong address fails before long work. The agent is the
+same as in a training run with these options.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from search_r1.inference.dialogue import AgentSession
@@ -19,8 +18,8 @@ from search_r1.inference.model import (
     Options,
     at_latest_checkpoint,
     base_model_of,
-    folder_of,
     load_agent,
+    open_model_folder,
     running_engine,
 )
 from search_r1.inference.options import DOCUMENTS, SETTINGS_FILE, TURNS, AgentOptions
@@ -39,19 +38,19 @@ from verl.types import Sampling
 Facts = Mapping[str, Any]
 
 NO_RETRIEVER: Facts = {"retriever": "none"}
-"""Of a method that asks none."""
-NOTHING_FOUND: Facts = {"retriever": "empty"}
-"""Of `--retriever-url empty`, and of a server that finds nothing."""
-ALLOWANCES = ("limits", "default_topk")
-"""What a server says of itself that decides no answer."""
+"""Facts for a method that uses no retriever."""
+EMPTY_RETRIEVER: Facts = {"retriever": "empty"}
+"""Facts for `--retriever-url empty` and for a server that never finds anything."""
+LIMIT_KEYS = ("limits", "default_topk")
+"""Keys of `/info` that do not affect any answer."""
 CONTROLS = ("none", "empty", "random", "oracle")
-"""Retrievers whose documents are known beforehand: diagnostics, not search."""
+"""Control retrievers, used for diagnostics instead of a real search."""
 
 
-async def facts_of(config: Config) -> Facts:
-    """What answers the searches, as `/info` tells; alike for all addresses. Raises ToolError."""
+async def retriever_facts(config: Config) -> Facts:
+    """Fetch `/info` of the retriever, which must agree for all its addresses. Raises ToolError."""
     if config.retriever.url == EMPTY_URL:
-        return NOTHING_FOUND
+        return EMPTY_RETRIEVER
     if config.retriever.url.startswith(plugins.PYTHON_PREFIX):
         return {"retriever": config.retriever.url}
     first: Facts | None = None
@@ -59,60 +58,61 @@ async def facts_of(config: Config) -> Facts:
         addresses = read_urls(config.retriever.url)
         clients = [RetrievalClient(url, max_retries=1) for url in addresses]
     except ValueError as error:
-        fix = "correct it, or search nothing: --retriever-url empty"
+        fix = "correct it, or use no retriever: --retriever-url empty"
         raise ConfigError(f"--retriever-url: {error}; fix: {fix}") from error
     for url, client in zip(addresses, clients, strict=True):
-        found = await _facts_of(url, client)
-        if first is not None and found != first:
+        facts = await _server_facts(url, client)
+        if first is not None and facts != first:
             fix = "give addresses of servers with the same corpus and index"
-            raise ToolError(explain(f"retriever {url}", found, f"as {first}", fix))
-        first = found
-    assert first is not None, "read_urls gives at least one"
+            raise ToolError(explain(f"retriever {url}", facts, f"the same as {first}", fix))
+        first = facts
+    assert first is not None, "read_urls returns at least one address"
     return first
 
 
-async def _facts_of(url: str, client: RetrievalClient) -> Facts:
+async def _server_facts(url: str, client: RetrievalClient) -> Facts:
     try:
-        found = await client.info()
+        info = await client.info()
     except RetrieverRefused as error:
         if error.status in (401, 403):
             fix = "set RETRIEVER_TOKEN to the server's token"
             raise ToolError(explain(f"retriever {url}", str(error), "access", fix)) from error
-        return {"retriever": "unknown", "address": url}  # a server of another make has no /info
+        return {"retriever": "unknown", "address": url}  # other implementations have no /info
     except RetrieverUnavailable as error:
         fix = "bash retrieval_launch.sh, or --retriever-url URL, or --retriever-url empty"
         raise ToolError(explain("retriever", str(error), "a search server", fix)) from error
     finally:
         await client.aclose()
-    return {name: value for name, value in found.items() if name not in ALLOWANCES}
+    return {name: value for name, value in info.items() if name not in LIMIT_KEYS}
 
 
-KINDS = {"template": str, "tools": list, "max_turns": int, "topk": int}
-"""Of what `search_r1.json` may say."""
+SETTING_TYPES = {"template": str, "tools": list, "max_turns": int, "topk": int}
+"""Keys of `search_r1.json` and the types of their values."""
 BOUNDS = {"max_turns": TURNS, "topk": DOCUMENTS}
 
 
 def run_config(options: AgentOptions, model: str) -> Config:
-    """The options of a training run under which the agent is the run's own.
+    """Build the run configuration under which the agent acts as it did in training.
 
-    `model` is the folder of the weights. What the model's folder says of its dialogue
-    (`search_r1.json`, written by training) holds where the options say nothing.
+    `model` is the folder of the weights. Options that are not set come from its `search_r1.json`,
+    which training writes.
     """
-    config, own = Config(), _own_settings(model)
+    config = Config()
+    saved = _read_settings(model)
     config.actor_rollout_ref.model.path = model
     config.actor_rollout_ref.model.trust_remote_code = options.trust_remote_code
-    template = own.get("template")
+    template = saved.get("template")
     if template == TEMPLATE_FILE:
         template = str(Path(model) / TEMPLATE_FILE)
     config.template = _first(options.template, template, config.template)
-    code = [tool for tool in own.get("tools") or () if ".py" in tool]
+    code = [tool for tool in saved.get("tools") or () if ".py" in tool]
     if code and options.tools is None and not options.trust_remote_code:
-        got, expected = f"the tool {code[0]}, which is code", "tools that are built in"
+        got, expected = f"the tool {code[0]}, which is code", "built-in tools"
         fix = "--trust-remote-code, once you have read it"
         raise ModelError(explain(f"{SETTINGS_FILE} of {model}", got, expected, fix))
-    config.agent.tools = list(_first(options.tools, own.get("tools") or None, config.agent.tools))
-    config.max_turns = _first(options.max_turns, own.get("max_turns"), config.max_turns)
-    config.retriever.topk = _first(options.topk, own.get("topk"), config.retriever.topk)
+    config.agent.tools = list(_first(options.tools, saved.get("tools") or None, config.agent.tools))
+    config.max_turns = _first(options.max_turns, saved.get("max_turns"), config.max_turns)
+    config.retriever.topk = _first(options.topk, saved.get("topk"), config.retriever.topk)
     config.retriever.url = options.retriever_url
     for name in ("max_start_length", "max_prompt_length", "max_response_length", "max_obs_length"):
         setattr(config.data, name, getattr(options, name))
@@ -129,42 +129,47 @@ def run_config(options: AgentOptions, model: str) -> Config:
     return config
 
 
-def _own_settings(model: str) -> dict[str, Any]:
-    """What `search_r1.json` of a model's folder says; nothing where there is none."""
+def _read_settings(model: str) -> dict[str, Any]:
+    """Read and check `search_r1.json` of a model's folder; empty if there is none."""
     file = Path(model) / SETTINGS_FILE
     if not file.is_file():
         return {}
     with model_errors(model, SETTINGS_FILE, "--model", "what training writes"):
-        found = dict(json.loads(file.read_text(encoding="utf-8")))
-        for name, kind in KINDS.items():
-            value = found.get(name)
-            is_kind = type(value) in (kind, NoneType)
-            if not is_kind or (value is not None and name in BOUNDS and value not in BOUNDS[name]):
+        settings = dict(json.loads(file.read_text(encoding="utf-8")))
+        for name, kind in SETTING_TYPES.items():
+            value = settings.get(name)
+            if value is None:
+                continue
+            # `type`, not `isinstance`: a bool must not pass as an int.
+            if type(value) is not kind or (name in BOUNDS and value not in BOUNDS[name]):
                 raise ModelProblem(f"{name}={value!r}")
-        if not all(isinstance(tool, str) for tool in found.get("tools") or ()):
-            raise ModelProblem(f"tools={found['tools']!r}")
-        return found
+        if not all(isinstance(tool, str) for tool in settings.get("tools") or ()):
+            raise ModelProblem(f"tools={settings['tools']!r}")
+        return settings
 
 
 def _first(*values: Any) -> Any:
-    """The first value that is not None."""
+    """Return the first value that is not None."""
     return next(value for value in values if value is not None)
 
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout, or the folder of an installed copy."""
 DEMO_MODEL = Path("runs/demo/model")
-"""What `make demo` leaves."""
+"""Model that `make demo` trains."""
 MAX_RETRIES = 2
-"""Further attempts of a search: somebody is waiting."""
+"""Retries of a search; few, since a person is waiting."""
 
 
 def with_default_model(options: Options) -> Options:
-    """The options with a model: what ships, the demo's, an adapter's base. Raises ModelError."""
+    """Fill in a missing model: the shipped one, the demo's, or an adapter's base.
+
+    Raises ModelError if there is none.
+    """
     if options.endpoint and not options.model and not options.adapter:
         expected = "the model whose tokenizer --endpoint serves"
         raise ModelError(explain("--model", "nothing", expected, "give --model its folder or name"))
-    # What ships is in a checkout of this project alone, and is none of an endpoint's.
+    # The shipped adapter exists only in a checkout of this project, and an endpoint cannot use it.
     if not options.endpoint and (ROOT / "example" / "smollm2" / "shipped.py").is_file():
         if str(ROOT) not in sys.path:
             sys.path.append(str(ROOT))
@@ -175,12 +180,13 @@ def with_default_model(options: Options) -> Options:
 
 
 def default_model(adapter: str | None) -> str:
-    """The base of an adapter, else the demo's model; raises ModelError when neither is known."""
+    """Return an adapter's base model, or else the demo's model. Raises ModelError for neither."""
     if adapter is not None:
         base = base_model_of(Path(adapter))
         if not base:
-            fix = "say which with --model"
-            raise ModelError(explain(f"--adapter {adapter}", "no base in it", "its base", fix))
+            fix = "name the base model with --model"
+            got = "no base model in its config"
+            raise ModelError(explain(f"--adapter {adapter}", got, "a base model", fix))
         return base
     if not DEMO_MODEL.is_dir():
         fix = "give --model a Hugging Face folder or name (in a checkout make demo trains one)"
@@ -189,13 +195,13 @@ def default_model(adapter: str | None) -> str:
 
 
 @contextlib.asynccontextmanager
-async def opened(options: AgentOptions) -> AsyncIterator[AgentSession]:
-    """The agent of these options, running; its retriever is reached first. Raises UserError."""
-    await facts_of(_retriever(Config(), options))
+async def open_session(options: AgentOptions) -> AsyncIterator[AgentSession]:
+    """Start the agent and its engine, after checking the retriever. Raises UserError."""
+    await retriever_facts(_with_retriever(Config(), options))
     set_trust(options.trust_remote_code)
     options = at_latest_checkpoint(with_default_model(options))
-    with folder_of(options) as folder:
-        config = _retriever(run_config(options, str(folder)), options)
+    with open_model_folder(options) as folder:
+        config = _with_retriever(run_config(options, str(folder)), options)
         agent = load_agent(config)
         tokenizer: Any = agent.tokenizer
         sampling = Sampling(options.max_response_length, options.temperature, options.top_p)
@@ -208,7 +214,7 @@ async def opened(options: AgentOptions) -> AsyncIterator[AgentSession]:
             await agent.environment.aclose()
 
 
-def _retriever(config: Config, options: AgentOptions) -> Config:
+def _with_retriever(config: Config, options: AgentOptions) -> Config:
     config.retriever.url = options.retriever_url
     config.retriever.max_retries = MAX_RETRIES
     return config

@@ -1,6 +1,6 @@
-"""A dialogue on a terminal, or a conversation: words as they come, the answer with its sources.
+"""Shows a dialogue, or a conversation of several, on a terminal: streamed text, then the answer.
 
-Each question of a conversation sees the ones before it, and ctrl-c ends a turn only.
+Each question of a conversation sees the earlier ones; ctrl-c stops the current answer only.
 """
 
 import asyncio
@@ -12,8 +12,14 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.text import Text
 
-from search_r1.inference.dialogue import AgentSession, DialogueListener, Reply, Search, past
-from search_r1.inference.opening import opened
+from search_r1.inference.dialogue import (
+    AgentSession,
+    DialogueListener,
+    Reply,
+    Search,
+    as_messages,
+)
+from search_r1.inference.opening import open_session
 from search_r1.inference.options import AgentOptions
 from search_r1.plain import shown
 from search_r1.search.schema import Document
@@ -28,7 +34,7 @@ ASIDE = "dim"
 
 @dataclass
 class Terminal(DialogueListener):
-    """Shows one dialogue after the other."""
+    """Prints dialogues to a console."""
 
     console: Console
     shows_documents: bool = False
@@ -41,7 +47,7 @@ class Terminal(DialogueListener):
         self._is_in_line = not text.endswith("\n") if text else self._is_in_line
 
     def searched(self, search: Search) -> None:
-        """One line a document, or its text too."""
+        """Print a line per document, and its text if `shows_documents`."""
         self._num_searches += 1
         count = len(search.documents)
         found = "1 document" if count == 1 else f"{count} documents"
@@ -52,11 +58,11 @@ class Terminal(DialogueListener):
                 self._line(Text(f"      {document.text.strip()}"))
 
     def corrected(self, text: str) -> None:
-        """What the policy is told stands in the dialogue like its own words."""
+        """Print the feedback, which is part of the dialogue."""
         self._line(Text(text.strip(), style=ASIDE))
 
     def conclude(self, reply: Reply) -> None:
-        """The answer, or why there is none, and where it comes from."""
+        """Print the answer, or why there is none, and the sources."""
         self._line(Text())
         if reply.answer is not None:
             self._line(Text(f"Answer: {reply.answer}", style="bold green"))
@@ -73,7 +79,7 @@ class Terminal(DialogueListener):
         self._num_searches = 0
 
     def stopped(self) -> None:
-        """The turn was ended by the user."""
+        """Print that the user stopped the answer."""
         self._line(Text("stopped", style="bold red"))
         self._num_searches = 0
 
@@ -98,36 +104,37 @@ INPUT = "> "
 
 @dataclass
 class Conversation:
-    """What was asked and answered so far."""
+    """A conversation with its earlier questions and answers."""
 
     session: AgentSession
-    _past: list[tuple[Message, Message]] = field(default_factory=list)
+    _history: list[tuple[Message, Message]] = field(default_factory=list)
 
     async def ask(self, question: str, terminal: Terminal) -> Reply:
-        """Play one turn after as many earlier ones as fit; remember it if it has an answer."""
+        """Ask a question after as many earlier ones as fit; remember it if it is answered."""
         while True:
             try:
-                prompt = self.session.prompt(question, [m for turn in self._past for m in turn])
+                earlier = [message for pair in self._history for message in pair]
+                prompt = self.session.prompt(question, earlier)
                 break
-            except DataError:
-                if not self._past:
+            except DataError:  # too long: drop the oldest question and answer
+                if not self._history:
                     raise
-                del self._past[0]  # for good
+                del self._history[0]
         reply = await self.session.ask(question, prompt, terminal)
         if reply.answer is not None:
-            self._past.append(past(question, reply.answer))
+            self._history.append(as_messages(question, reply.answer))
         return reply
 
     def forget(self) -> None:
-        self._past.clear()
+        self._history.clear()
 
 
 def converse(options: AgentOptions, terminal: Terminal, read: Callable[[str], str] = input) -> None:
-    """Open the agent and talk until the user ends it. Raises UserError at the opening."""
+    """Start the agent and answer questions until the user quits. Raises UserError at the start."""
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
-        with _unheard_interrupts():
-            session = runner.run(stack.enter_async_context(opened(options)))
+        with _block_interrupts():
+            session = runner.run(stack.enter_async_context(open_session(options)))
         try:
             talk(Conversation(session), runner, terminal, read)
         finally:
@@ -144,27 +151,27 @@ def talk(
     terminal.note(HELP)
     while True:
         try:
-            words = read(INPUT).strip()
+            line = read(INPUT).strip()
         except EOFError:
             return
         except KeyboardInterrupt:
             terminal.note(HELP)
             continue
-        if words == "/quit":
+        if line == "/quit":
             return
-        if words == "/new":
+        if line == "/new":
             conversation.forget()
             terminal.note("a new conversation")
-        elif words.startswith("/"):
+        elif line.startswith("/"):
             terminal.note(HELP)
-        elif words:
-            _turn(conversation, runner, terminal, words)
+        elif line:
+            _answer(conversation, runner, terminal, line)
 
 
-def _turn(
+def _answer(
     conversation: Conversation, runner: asyncio.Runner, terminal: Terminal, question: str
 ) -> None:
-    """One question; an interrupt or a failure ends no more than it."""
+    """Answer one question; an interrupt or an error ends this answer only."""
     try:
         terminal.conclude(runner.run(conversation.ask(question, terminal)))
     except KeyboardInterrupt:
@@ -174,10 +181,10 @@ def _turn(
 
 
 @contextlib.contextmanager
-def _unheard_interrupts() -> Iterator[None]:
-    """Processes that start here never hear ctrl-c, which would end vLLM's with the turn."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _block_interrupts() -> Iterator[None]:
+    """Block SIGINT while starting processes, which inherit it: ctrl-c must not end vLLM's."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)

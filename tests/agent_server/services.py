@@ -1,4 +1,4 @@
-"""A service with a scripted agent on a real port."""
+"""An agent server with a scripted agent on a real port."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ MODEL = "search-r1"
 def serving(
     session: AgentSession, token: str | None = None, peers: tuple[str, ...] = (), port: int = 0
 ) -> AbstractContextManager[str]:
-    """The base address of a service of `session`, ended with the context."""
+    """Serve `session` and provide the server's base address."""
     return running(build_app(Service(session, MODEL, token, peers=peers)), port)

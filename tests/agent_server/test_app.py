@@ -1,4 +1,4 @@
-"""The service as the `openai` client sees it, over a real port."""
+"""The agent server, called by the `openai` client over a real port."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def client(url: str, key: str = "none") -> openai.OpenAI:
 
 
 def ask(url: str, messages: Any = None, **more: Any) -> Any:
-    """One completion, whole or as a stream."""
+    """Request one completion, whole or as a stream."""
     messages = messages or [{"role": "user", "content": QUESTION}]
     return client(url).chat.completions.create(**({"model": MODEL, "messages": messages} | more))
 
 
 def prompt_of(engine: ScriptedEngine) -> str:
-    """The first prompt, without its end of sequence."""
+    """Return the first prompt without its end-of-sequence token."""
     return ByteTokenizer().decode(engine.requests[0].prompt_ids[:-1])
 
 
 def test_an_answer_with_its_searches() -> None:
-    """Content, reasoning, searches, counts and reason, each in its field."""
+    """Content, reasoning, searches, counts and finish reason are in their fields."""
     with serving(session(ScriptedEngine(TWO_SEARCHES))) as url:
         got = ask(url)
     (choice,) = got.choices
@@ -68,7 +68,7 @@ def test_an_answer_with_its_searches() -> None:
 
 @pytest.mark.parametrize("kind", [ScriptedEngine, SpellingEngine])
 def test_a_stream_says_the_same_as_a_whole_answer(kind: type[ScriptedEngine]) -> None:
-    """Reasoning letter by letter, each search when it is answered, the answer, and the end."""
+    """The deltas of a stream add up to the whole response, with searches in between."""
     with serving(session(kind(TWO_SEARCHES * 2))) as url:
         whole = ask(url)
         chunks = list(ask(url, stream=True, stream_options={"include_usage": True}))
@@ -79,17 +79,17 @@ def test_a_stream_says_the_same_as_a_whole_answer(kind: type[ScriptedEngine]) ->
     assert deltas[0].role == "assistant"
     assert "".join(d.content or "" for d in deltas) == message.content
     assert "".join(getattr(d, "reasoning_content", "") for d in deltas) == message.reasoning_content
-    told = [d.search_r1 for d in deltas if hasattr(d, "search_r1")]
-    assert [search for part in told[:-1] for search in part["searches"]] == SEARCHES
-    assert told[-1] == message.search_r1
+    parts = [d.search_r1 for d in deltas if hasattr(d, "search_r1")]
+    assert [search for part in parts[:-1] for search in part["searches"]] == SEARCHES
+    assert parts[-1] == message.search_r1
     ends = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
     assert ends == [None] * (len(ends) - 1) + ["stop"]
     order = ["search_r1" if hasattr(d, "search_r1") else "other" for d in deltas]
-    assert "other" in order[order.index("search_r1") :]  # searches come in between, not after
+    assert "other" in order[order.index("search_r1") :]  # searches are not all sent at the end
 
 
 def test_earlier_messages_are_history() -> None:
-    """Roles and words stay; only the last question is put in the agent's wording."""
+    """Only the last question is put in the format's wording; earlier messages are unchanged."""
     engine = ScriptedEngine(["<answer> Stockholm </answer>"])
     parts = [{"type": "text", "text": "And"}, {"type": "text", "text": "Sweden?"}]
     messages = [
@@ -105,7 +105,7 @@ def test_earlier_messages_are_history() -> None:
 
 
 def test_decoding_is_the_clients_to_choose() -> None:
-    """Temperature and nucleus, and a seed that decides every turn's."""
+    """Temperature and top_p reach the engine, and the seed determines the seed of every turn."""
     engine = ScriptedEngine(TWO_SEARCHES * 3)
     with serving(session(engine)) as url:
         for seed in (1, 1, 2):
@@ -117,7 +117,7 @@ def test_decoding_is_the_clients_to_choose() -> None:
 
 
 def test_without_a_seed_the_engine_chooses() -> None:
-    """So that asking again for a sampled answer may give another."""
+    """Without a seed, repeated requests may give different answers."""
     engine = ScriptedEngine(TWO_SEARCHES)
     with serving(replace(session(engine), seed=None)) as url:
         ask(url, temperature=1.0)
@@ -126,7 +126,7 @@ def test_without_a_seed_the_engine_chooses() -> None:
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_without_an_answer_the_reason_is_length(name: str) -> None:
-    """When the client's tokens are spent; the content is empty then."""
+    """If the client's token limit is reached first, the content is empty."""
     budget = len(TWO_SEARCHES[0])
     with serving(session(ScriptedEngine(TWO_SEARCHES))) as url:
         got = ask(url, **{name: budget})
@@ -137,7 +137,7 @@ def test_without_an_answer_the_reason_is_length(name: str) -> None:
 
 
 def test_there_is_one_model() -> None:
-    """It is listed and found; another is not."""
+    """Only the served model is listed and found."""
     with serving(session(ScriptedEngine([]))) as url:
         assert [model.id for model in client(url).models.list()] == [MODEL]
         assert client(url).models.retrieve(MODEL).owned_by == "search-r1"
@@ -172,7 +172,7 @@ def test_there_is_one_model() -> None:
 def test_a_bad_request_is_told_what_is_wrong(
     wrong: dict[str, Any], param: str, code: str | None, stream: bool
 ) -> None:
-    """In OpenAI's form, before the engine is asked; the same for a stream."""
+    """Bad requests get an error in OpenAI's format before the engine is called, streams too."""
     engine = ScriptedEngine([])
     with (
         serving(session(engine)) as url,
@@ -185,59 +185,59 @@ def test_a_bad_request_is_told_what_is_wrong(
 
 
 def test_what_changes_nothing_may_be_sent() -> None:
-    """Defaults that clients spell out, and fields for bookkeeping."""
+    """Explicit default values and bookkeeping fields are accepted."""
     with serving(session(ScriptedEngine(TWO_SEARCHES))) as url:
         got = ask(url, n=1, stop=None, presence_penalty=0, user="me", store=False,
                   response_format={"type": "text"})  # fmt: skip
     assert got.choices[0].message.content == "Oslo"
 
 
-class Away:
-    """A retriever that is gone."""
+class UnavailableRetriever:
+    """A retriever that does not answer."""
 
     async def search(self, query: str) -> list[Document]:
         raise RetrieverUnavailable("nobody there")
 
 
 def test_a_retriever_that_is_away_is_503() -> None:
-    """Whole; as a stream that has not begun; and as the last event of one that has."""
+    """The status is 503, or the last event is an error if the stream has already started."""
     silent = ("<search> a </search>",)
     with (
-        serving(session(ScriptedEngine(silent), Away())) as url,
+        serving(session(ScriptedEngine(silent), UnavailableRetriever())) as url,
         pytest.raises(openai.InternalServerError, match="nobody there") as caught,
     ):
         ask(url)
     assert (caught.value.status_code, caught.value.code) == (503, "retriever_unavailable")
     with (
-        serving(session(ScriptedEngine(silent), Away())) as url,
+        serving(session(ScriptedEngine(silent), UnavailableRetriever())) as url,
         pytest.raises(openai.InternalServerError) as caught,
     ):
         ask(url, stream=True)
     assert caught.value.status_code == 503
-    heard = []
+    deltas = []
     with (
-        serving(session(ScriptedEngine(TWO_SEARCHES), Away())) as url,
+        serving(session(ScriptedEngine(TWO_SEARCHES), UnavailableRetriever())) as url,
         pytest.raises(openai.APIError, match="nobody there"),
     ):
         for chunk in ask(url, stream=True):
-            heard.append(chunk.choices[0].delta)
-    assert heard[-1].reasoning_content == "Where?"
+            deltas.append(chunk.choices[0].delta)
+    assert deltas[-1].reasoning_content == "Where?"
 
 
 def test_health_is_the_retrievers_too() -> None:
-    """Without a search server no question can be answered."""
+    """The health check fails if the retrieval server does not answer."""
     with serving(session(ScriptedEngine([]))) as url:
         answer = httpx.get(f"{url}/health")
         assert (answer.status_code, answer.json()["status"]) == (200, "ok")
-    away = RetrievalClient("http://127.0.0.1:9", 3, max_retries=0)
-    with serving(session(ScriptedEngine([]), away)) as url:
+    unavailable = RetrievalClient("http://127.0.0.1:9", 3, max_retries=0)
+    with serving(session(ScriptedEngine([]), unavailable)) as url:
         answer = httpx.get(f"{url}/health")
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "retriever_unavailable"
 
 
 class Broken(ScriptedEngine):
-    """An engine that fails, by a mistake of the user's or of ours."""
+    """An engine that raises a user error, or an unexpected exception."""
 
     failure: Exception = ConfigError("endpoint: got nothing; fix: start it")
 
@@ -247,7 +247,7 @@ class Broken(ScriptedEngine):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_fails_is_told_apart_from_a_bug(stream: bool) -> None:
-    """503 with its message, 502 for garbage; 500 without, since that is for the log."""
+    """User errors give 503 or 502 with their message; a bug gives 500 without details."""
     engine = Broken([])
     with serving(session(engine)) as url:
         with pytest.raises(openai.InternalServerError, match="fix: start it") as caught:
@@ -266,7 +266,7 @@ def test_an_engine_that_fails_is_told_apart_from_a_bug(stream: bool) -> None:
 
 @pytest.mark.parametrize("token", ["sesame", "sésame"])
 def test_a_token_is_wanted_where_there_is_one(token: str) -> None:
-    """For everything but health; it is compared as it is sent, in UTF-8."""
+    """Every route except health requires the token, which is compared as UTF-8 bytes."""
     with serving(session(ScriptedEngine([])), token) as url:
         for headers in ({}, {"Authorization": "Bearer none"}, {"Authorization": token.encode()}):
             answer = httpx.get(f"{url}/v1/models", headers=headers)
@@ -282,7 +282,7 @@ def test_a_token_is_wanted_where_there_is_one(token: str) -> None:
 
 
 def test_an_unknown_path_is_an_error_in_the_same_form() -> None:
-    """Other routes of OpenAI's are not there."""
+    """Other OpenAI routes give a 404 in OpenAI's error format."""
     with serving(session(ScriptedEngine([]))) as url:
         with pytest.raises(openai.NotFoundError, match="/v1/embeddings"):
             client(url).embeddings.create(model=MODEL, input="a")
@@ -292,7 +292,7 @@ def test_an_unknown_path_is_an_error_in_the_same_form() -> None:
 
 
 class Endless(ScriptedEngine):
-    """Says a word and then thinks without end; tells when it is started and cancelled."""
+    """Streams one word and then hangs; records that it was started and cancelled."""
 
     def __init__(self) -> None:
         super().__init__([])
@@ -313,7 +313,7 @@ class Endless(ScriptedEngine):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_dialogue(stream: bool) -> None:
-    """The engine hears of it, whether the answer was to come whole or in parts."""
+    """If the client disconnects, the engine's turn is cancelled, streaming or not."""
     engine = Endless()
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Q?"}], "stream": stream}
     with serving(session(engine)) as url:
@@ -331,7 +331,7 @@ def test_a_client_that_leaves_ends_its_dialogue(stream: bool) -> None:
 
 
 class Both(SpellingEngine):
-    """Endless where the question says so."""
+    """Hangs only if the question contains `endless`."""
 
     endless = Endless()
 
@@ -344,7 +344,7 @@ class Both(SpellingEngine):
 
 
 def test_dialogues_are_played_at_once() -> None:
-    """One that is still heard keeps no other waiting, and goes on after it."""
+    """A running stream does not block other dialogues, and they do not end it."""
     engine = Both(TWO_SEARCHES)
     with serving(session(engine)) as url:
         with ask(url, [{"role": "user", "content": "endless"}], stream=True) as stream:
@@ -383,7 +383,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_bad_body_is_one_mistake_in_a_few_words(name: str) -> None:
-    """However many there are, and soon."""
+    """A bad body gives a short error quickly, however many mistakes it has."""
     with serving(session(ScriptedEngine([]))) as url:
         answer = post(url, HOSTILE[name])
     assert (answer.status_code, len(answer.content) < 500) == (400, True), answer.text[:500]
@@ -391,7 +391,7 @@ def test_a_bad_body_is_one_mistake_in_a_few_words(name: str) -> None:
 
 
 def test_half_a_character_is_a_question_mark() -> None:
-    """No tokenizer takes it, in a text or in a part."""
+    """Lone surrogates, which tokenizers reject, are replaced in texts and parts."""
     engine = ScriptedEngine(TWO_SEARCHES * 2)
     with serving(session(engine)) as url:
         for content in ("Q\ud800", [{"type": "text", "text": "Q\ud800"}]):
@@ -400,7 +400,7 @@ def test_half_a_character_is_a_question_mark() -> None:
 
 
 def test_a_long_prompt_is_refused_by_its_beginning() -> None:
-    """Ten megabytes are not tokenized, nor taken where fewer are allowed."""
+    """A huge prompt is refused without tokenizing all of it, or by the body limit."""
     with serving(session(ScriptedEngine([]))) as url:
         for content in ("word " * 1_500_000, [{"type": "text", "text": "w" * 7_000_000}]):
             answer = post(url, completion(content))
@@ -411,7 +411,7 @@ def test_a_long_prompt_is_refused_by_its_beginning() -> None:
 
 
 class Slow(ByteTokenizer):
-    """Takes its time for long texts, as real ones do."""
+    """A tokenizer that is slow for long texts."""
 
     begun, may_end = threading.Event(), threading.Event()
 
@@ -423,7 +423,7 @@ class Slow(ByteTokenizer):
 
 
 def test_others_are_answered_while_a_prompt_is_tokenized() -> None:
-    """It happens beside the event loop."""
+    """Tokenizing does not block the event loop."""
     slow = replace(session(ScriptedEngine(TWO_SEARCHES)), tokenizer=Slow())
     with serving(slow) as url, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post, url, completion("w" * 1500))
@@ -434,7 +434,7 @@ def test_others_are_answered_while_a_prompt_is_tokenized() -> None:
 
 
 def test_the_token_is_looked_at_before_the_body() -> None:
-    """A client without it is answered although its body has not come."""
+    """A client without the token gets 401 before its body has arrived."""
     with serving(session(ScriptedEngine([])), token="secret") as url:
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), 20) as client:
@@ -444,8 +444,8 @@ def test_the_token_is_looked_at_before_the_body() -> None:
 
 
 def test_a_body_that_never_ends_is_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds no request for ever."""
-    monkeypatch.setattr(requests, "BODY_S", 0.1)
+    """A body that does not arrive in time gives 408."""
+    monkeypatch.setattr(requests, "BODY_TIMEOUT_S", 0.1)
     with serving(session(ScriptedEngine([]))) as url:
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), 20) as client:

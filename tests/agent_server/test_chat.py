@@ -28,7 +28,7 @@ CAPITAL = "What is the capital of Norway?"
 
 
 class PacedEngine(SpellingEngine):
-    """Says its words at once, but ends a turn only when the test lets it."""
+    """Streams a turn's text at once, but ends the turn only when the test releases it."""
 
     def __init__(self, script: Sequence[str]) -> None:
         super().__init__(script)
@@ -49,7 +49,7 @@ class PacedEngine(SpellingEngine):
 
 
 class BrokenEngine(SpellingEngine):
-    """Breaks in the midst of an answer."""
+    """Fails in the middle of an answer."""
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, listener: Callable[[str], None]
@@ -60,14 +60,14 @@ class BrokenEngine(SpellingEngine):
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """One for all tests."""
-    with chromium() as found:
-        yield found
+    """One browser for all tests."""
+    with chromium() as browser:
+        yield browser
 
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Callable[..., Visit]]:
-    """Opens a tab of its own on an address."""
+    """Return a function that opens a new tab in a separate browser context."""
     contexts = []
 
     def open_tab(url: str, **settings: Any) -> Visit:
@@ -82,13 +82,13 @@ def visit(browser: Any) -> Iterator[Callable[..., Visit]]:
 
 
 def ask(page: Visit, question: str) -> None:
-    """As a person: type, press Enter."""
+    """Type the question and press Enter."""
     page.tab.keyboard.type(question)
     page.tab.keyboard.press("Enter")
 
 
 def test_an_answer_is_watched_and_its_sources_are_read(visit: Callable[..., Visit]) -> None:
-    """By keys alone: thinking, searches and answer as each comes; a source; a follow-up."""
+    """Using only the keyboard: reasoning, searches and answer, then a source and a follow-up."""
     engine = PacedEngine([*TWO_SEARCHES, "<answer> Stockholm </answer>"])
     with serving(session(engine)) as url:
         page = visit(url)
@@ -128,14 +128,14 @@ def test_an_answer_is_watched_and_its_sources_are_read(visit: Callable[..., Visi
 
 
 def test_hostile_words_stay_words(visit: Callable[..., Visit]) -> None:
-    """Of the policy, its query, its answer, a title and a text."""
+    """HTML in the policy's text, query, answer or in a document is shown as text."""
     bad = Document.from_title(HOSTILE, HOSTILE, HOSTILE + "\u202e")
     script = [f"{HOSTILE} <search> {HOSTILE} </search>", f"<answer> {HOSTILE} </answer>"]
     retrieval = InMemoryRetrieval({HOSTILE: [bad]})
     with serving(session(SpellingEngine(script), retrieval)) as url:
         page = visit(url)
         loaded: list[str] = []
-        page.tab.on("request", lambda one: loaded.append(one.url))
+        page.tab.on("request", lambda request: loaded.append(request.url))
         ask(page, HOSTILE)
         page.see(".end", "searches: 1")
         page.tab.locator(".sources button").click()
@@ -147,14 +147,14 @@ def test_hostile_words_stay_words(visit: Callable[..., Visit]) -> None:
 
 
 def test_a_token_is_asked_for_and_kept_in_the_tab(visit: Callable[..., Visit]) -> None:
-    """A wrong one is asked for again; a reload remembers it; no address ever holds it."""
+    """A wrong token is asked for again; a reload remembers it; no URL contains it."""
     with serving(session(ScriptedEngine(TWO_SEARCHES)), token="secret") as url:
         page = visit(url)
         urls: list[str] = []
-        page.tab.on("request", lambda one: urls.append(one.url))
-        for given in ("wrong", "secret"):
+        page.tab.on("request", lambda request: urls.append(request.url))
+        for token in ("wrong", "secret"):
             page.see("#state", "a token is needed")
-            page.tab.get_by_label("Access token").fill(given)
+            page.tab.get_by_label("Access token").fill(token)
             page.tab.keyboard.press("Enter")
         page.see("#state", "ready")
         page.open()
@@ -162,11 +162,11 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(visit: Callable[..., Visit]) -
         assert page.tab.locator("#access").is_hidden()
         ask(page, CAPITAL)
         page.see(".answer", "Oslo")
-        assert not any("secret" in one for one in urls)
+        assert not any("secret" in url for url in urls)
 
 
 def test_stops_errors_and_ends_are_told(visit: Callable[..., Visit]) -> None:
-    """A stopped question ends in the engine too; the next one is asked without it."""
+    """Stopping cancels the engine's turn, and the next prompt does not contain that question."""
     engine = PacedEngine(["<think> Hm", "<think> Hm </think>"])
     with serving(session(engine, max_turns=0)) as url:
         page = visit(url)
@@ -194,7 +194,7 @@ def test_stops_errors_and_ends_are_told(visit: Callable[..., Visit]) -> None:
 
 
 def test_a_conversation_that_is_too_long_loses_its_beginning(visit: Callable[..., Visit]) -> None:
-    """And says so, instead of ending."""
+    """The oldest question is dropped with a note if the prompt would be too long."""
     engine = SpellingEngine([f"<answer> {n} </answer>" for n in range(3)])
     limit = len(SHORT.user_prompt("2?")) + len("0?\n0\n") + 1
     with serving(session(engine, limit=limit)) as url:
@@ -208,9 +208,9 @@ def test_a_conversation_that_is_too_long_loses_its_beginning(visit: Callable[...
 
 
 def test_another_server_of_ours_is_asked(visit: Callable[..., Visit]) -> None:
-    """Where both name each other; the token of one is never sent to the other."""
+    """Servers that name each other as peers can be chosen; a token is sent to its server only."""
     with serving(session(ScriptedEngine([]))) as here:
-        port = int(here.rpartition(":")[2])  # free again at once: the other server must know it
+        port = int(here.rpartition(":")[2])  # reused below, since the peer must know it beforehand
     with (
         serving(session(SpellingEngine(TWO_SEARCHES)), peers=(here,)) as there,
         serving(session(ScriptedEngine([])), token="secret", peers=(there,), port=port) as url,
@@ -220,14 +220,17 @@ def test_another_server_of_ours_is_asked(visit: Callable[..., Visit]) -> None:
         page.tab.keyboard.press("Enter")
         page.see("#state", "ready")
         sent: list[Any] = []
-        page.tab.on("request", lambda one: sent.append(one))
+        page.tab.on("request", lambda request: sent.append(request))
         page.tab.get_by_label("Server").select_option(there)
         page.see("#state", "ready")
         page.tab.locator("#question").focus()
         ask(page, CAPITAL)
         page.see(".answer", "Oslo")
-        assert {one.url for one in sent} == {f"{there}/v1/models", f"{there}/v1/chat/completions"}
-        assert not any("secret" in str(one.all_headers()) for one in sent)
+        assert {request.url for request in sent} == {
+            f"{there}/v1/models",
+            f"{there}/v1/chat/completions",
+        }
+        assert not any("secret" in str(request.all_headers()) for request in sent)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -235,7 +238,7 @@ def test_another_server_of_ours_is_asked(visit: Callable[..., Visit]) -> None:
 def test_language_and_scheme_are_the_browsers(
     visit: Callable[..., Visit], tmp_path: Path, scheme: str, locale: str
 ) -> None:
-    """A switch turns every word, of earlier answers too; the screenshots are to be looked at."""
+    """The language button changes all texts, also of earlier answers; screenshots are saved."""
     question, ready, sources, other, others = {
         "en-GB": (CAPITAL, "ready", "Sources", "zh", "来源"),
         "zh-CN": ("挪威的首都是哪里？", "就绪", "来源", "en", "Sources"),

@@ -1,4 +1,4 @@
-"""The chat page over HTTP: its files, what they may load and ask, and its words."""
+"""The chat page over HTTP: its files, its content security policy and its texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def client(token: str | None = None, peers: tuple[str, ...] = ()) -> TestClient:
 
 
 def test_the_files_of_the_page_are_open_and_nothing_else_is() -> None:
-    """Without the token, under a policy that runs its own scripts and asks its own server."""
+    """The page needs no token, and its policy allows its own scripts and server only."""
     http = client(token="secret")
     for path in PAGE:
         answer = http.get("/" if path.suffix == ".html" else f"/{path.name}")
@@ -32,20 +32,20 @@ def test_the_files_of_the_page_are_open_and_nothing_else_is() -> None:
         policy = answer.headers["Content-Security-Policy"]
         assert policy.startswith("default-src 'self';") and "connect-src" not in policy
         assert "unsafe" not in policy and answer.headers["X-Content-Type-Options"] == "nosniff"
-    for away in ("/app.py", "/..%2fapp.py", "/page/chat.js", "/main.js", "/docs"):
-        assert http.get(away).status_code == 404
+    for path in ("/app.py", "/..%2fapp.py", "/page/chat.js", "/main.js", "/docs"):
+        assert http.get(path).status_code == 404
     assert http.get("/v1/models").status_code == 401
 
 
 def test_pages_of_peers_alone_may_ask_from_another_address() -> None:
-    """The policy names them, and so do the headers that a browser looks for."""
-    wanted = {"Access-Control-Request-Method": "POST",
-              "Access-Control-Request-Headers": "authorization,content-type"}  # fmt: skip
+    """Only peers are named in the content security policy and the CORS headers."""
+    preflight = {"Access-Control-Request-Method": "POST",
+                 "Access-Control-Request-Headers": "authorization,content-type"}  # fmt: skip
     for peers, origin, status in (((), PEER, 405), ((PEER,), PEER, 200), ((PEER,), PEER[:-1], 400)):
         http = client(peers=peers)
-        asked = http.options("/v1/chat/completions", headers=wanted | {"Origin": origin})
-        assert asked.status_code == status
-        allowed = asked.headers.get("Access-Control-Allow-Origin")
+        response = http.options("/v1/chat/completions", headers=preflight | {"Origin": origin})
+        assert response.status_code == status
+        allowed = response.headers.get("Access-Control-Allow-Origin")
         assert allowed == (PEER if status == 200 else None)
         assert http.get("/peers").json() == list(peers)
         policy = http.get("/").headers["Content-Security-Policy"]
@@ -54,18 +54,18 @@ def test_pages_of_peers_alone_may_ask_from_another_address() -> None:
 
 @pytest.mark.parametrize("peer", ["127.0.0.1:8003", f"{PEER}/v1", "*", f"{PEER}; script-src *"])
 def test_a_peer_is_an_address_without_a_path(peer: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Anything else would be no origin, or would change the page's policy."""
+    """Other values are not origins, or would change the page's content security policy."""
     assert serve.main(["--model", "m", "--chat-peers", peer]) == 2
     assert "--chat-peers: got" in capsys.readouterr().err
 
 
 def test_a_stream_brings_texts_to_whom_wants_them() -> None:
-    """Each search with its documents' texts as it is answered; at the end ids and titles again."""
+    """With `include_documents`, searches have document texts; the last delta has none."""
     with serving(session(ScriptedEngine(TWO_SEARCHES))) as url:
         options = {"include_documents": True}
-        told = [getattr(chunk.choices[0].delta, "search_r1", None)
-                for chunk in ask(url, stream=True, stream_options=options)]  # fmt: skip
-    *parts, whole = [one for one in told if one]
+        fields = [getattr(chunk.choices[0].delta, "search_r1", None)
+                  for chunk in ask(url, stream=True, stream_options=options)]  # fmt: skip
+    *parts, whole = filter(None, fields)
     searches = [search for part in parts for search in part["searches"]]
     assert [[d["text"] for d in search["documents"]] for search in searches] == [
         [document.text for document in FOUND[search["query"]]] for search in SEARCHES
@@ -74,7 +74,7 @@ def test_a_stream_brings_texts_to_whom_wants_them() -> None:
 
 
 def test_the_page_puts_data_in_as_text_only() -> None:
-    """Its script makes no HTML or code out of strings; nothing is loaded from elsewhere."""
+    """The script never turns strings into HTML or code, and nothing is loaded from elsewhere."""
     for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(",
                  "new Function", "srcdoc", "DOMParser", "://", "localStorage"):  # fmt: skip
         assert word not in SCRIPT, word
@@ -83,7 +83,7 @@ def test_the_page_puts_data_in_as_text_only() -> None:
 
 
 def test_every_text_is_there_in_both_languages() -> None:
-    """The tables have the same names with the same blanks, all used; the Chinese one is Chinese."""
+    """Both languages have the same texts with the same placeholders, and all are used."""
     table = SCRIPT[SCRIPT.index("const TEXTS") : SCRIPT.index("\n};")]
     english, chinese = (
         dict(re.findall(r'(\w+): "([^"]*)"', part)) for part in table.split("  zh: {")
@@ -92,6 +92,6 @@ def test_every_text_is_there_in_both_languages() -> None:
     rest = SCRIPT.replace(table, "") + next(p for p in PAGE if p.suffix == ".html").read_text()
     for name, words in chinese.items():
         assert re.search(rf'"{name}"', rest) or name == "other", name
-        blanks = re.findall(r"\{(\w+)\}", words)
-        assert sorted(blanks) == sorted(re.findall(r"\{(\w+)\}", english[name])), name
+        placeholders = re.findall(r"\{(\w+)\}", words)
+        assert sorted(placeholders) == sorted(re.findall(r"\{(\w+)\}", english[name])), name
         assert name in ("other", "said") or re.search("[一-鿿]", words), name

@@ -1,4 +1,4 @@
-"""The service as a program: a real model, a port, an orderly end, and mistakes."""
+"""The agent server as a process: a real model, its port, shutdown, and user errors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ROOT = Path(serve.__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random model that was trained to talk in the short wording."""
+    """A random model whose settings name the short template."""
     folder = tiny_model(tmp_path_factory.mktemp("model"))
     (folder / "search_r1.json").write_text('{"template": "short", "max_turns": 1, "topk": 1}')
     return str(folder)
 
 
 def wait_for(file: Path, program: subprocess.Popen[bytes]) -> str:
-    """What the program writes into the file."""
+    """Wait until the program has written the file and return its text."""
     deadline = time.monotonic() + 300
     while not (file.is_file() and file.read_text()):
         assert program.poll() is None and time.monotonic() < deadline
@@ -37,7 +37,7 @@ def wait_for(file: Path, program: subprocess.Popen[bytes]) -> str:
 
 
 def test_a_real_model_is_served_until_it_is_told_to_end(model: str, tmp_path: Path) -> None:
-    """A whole answer and a stream agree, greedy as they are; the exit status is 0."""
+    """Greedy whole and streamed answers agree, and SIGTERM ends the server with exit status 0."""
     port_file = tmp_path / "port"
     command = [
         sys.executable, "-m", "search_r1.serve", "--model", model, "--retriever-url", "empty",
@@ -68,7 +68,7 @@ def test_a_real_model_is_served_until_it_is_told_to_end(model: str, tmp_path: Pa
 def test_mistakes_are_one_message_and_code_2(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A port that is taken, and a retriever that is away."""
+    """Covers a port in use and an unavailable retriever."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert serve.main(["--model", model, "--port", port]) == 2
@@ -81,7 +81,7 @@ def test_mistakes_are_one_message_and_code_2(
 @pytest.mark.slow
 @pytest.mark.vllm_cpu
 def test_vllm_serves_many_at_once_and_says_words_as_they_come(model: str, tmp_path: Path) -> None:
-    """Streams of sixteen dialogues are each what the same question gets alone, and in pieces."""
+    """Sixteen concurrent streams equal the answers of single requests, and come in pieces."""
     port_file = tmp_path / "port"
     command = [
         sys.executable, "-m", "search_r1.serve", "--model", model, "--retriever-url", "empty",
@@ -98,9 +98,9 @@ def test_vllm_serves_many_at_once_and_says_words_as_they_come(model: str, tmp_pa
                 )
                 for n in range(16)
             ]
-            heard = [[getattr(c.choices[0].delta, "reasoning_content", "") for c in stream]
-                     for stream in streams]  # fmt: skip
-            for n, pieces in enumerate(heard):
+            streamed = [[getattr(c.choices[0].delta, "reasoning_content", "") for c in stream]
+                        for stream in streams]  # fmt: skip
+            for n, pieces in enumerate(streamed):
                 alone = client.chat.completions.create(
                     model="search-r1", messages=[{"role": "user", "content": f"{n}?"}]
                 )

@@ -1,4 +1,4 @@
-"""An agent with a scripted engine and documents in memory, ready to be asked."""
+"""An agent session with a scripted engine and an in-memory retriever."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ TWO_SEARCHES = (
 )
 
 
-class Notes(DialogueListener):
-    """Writes down what is heard."""
+class RecordingListener(DialogueListener):
+    """Records all events."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[str, str]] = []
+        self.events: list[tuple[str, str]] = []
 
     def said(self, text: str) -> None:
-        self.heard.append(("said", text))
+        self.events.append(("said", text))
 
     def turned(self) -> None:
-        self.heard.append(("turned", ""))
+        self.events.append(("turned", ""))
 
     def searched(self, search: Search) -> None:
-        self.heard.append(("searched", search.query))
+        self.events.append(("searched", search.query))
 
     def corrected(self, text: str) -> None:
-        self.heard.append(("corrected", text))
+        self.events.append(("corrected", text))
 
 
 class SpellingEngine(ScriptedEngine):
-    """A scripted engine that can be heard letter by letter."""
+    """A scripted engine that streams its text letter by letter."""
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, listener: Callable[[str], None]
@@ -64,7 +64,7 @@ def session(
     max_turns: int = 3,
     limit: int = 2000,
 ) -> AgentSession:
-    """An session in the short wording."""
+    """Build a session with the short template."""
     limits = Limits(max_turns=max_turns, max_obs_length=2000)
     agent = search_agent(retrieval or InMemoryRetrieval(FOUND), ByteTokenizer(), limits, SHORT)
     return AgentSession(agent, engine, ByteTokenizer(), Sampling(500, 0.0), 0, limit)

@@ -1,4 +1,4 @@
-"""A file of questions: read, asked many at once, written in order."""
+"""A file of questions: reading, concurrent answering, ordered output."""
 
 import asyncio
 import io
@@ -18,16 +18,16 @@ from verl.errors import DataError
 from verl.types import Completion, Sampling
 
 
-class Slowest(ScriptedEngine):
-    """The first question is answered last; counts how many are answered at once."""
+class ReversingEngine(ScriptedEngine):
+    """Answers earlier questions later, and records the maximum concurrency."""
 
-    running = most = 0
+    running = max_running = 0
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         text = ByteTokenizer().decode(prompt_ids)
         number = int(text[text.index("thing ") + 6])
         self.running += 1
-        self.most = max(self.most, self.running)
+        self.max_running = max(self.max_running, self.running)
         for _ in range(10 - number):
             await asyncio.sleep(0)
         self.running -= 1
@@ -42,28 +42,28 @@ def answers(questions: list[BatchQuestion], who: AgentSession) -> tuple[int, lis
 
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_answers_come_in_the_order_of_questions(at_once: int) -> None:
-    """Though later ones are done first, and no more are played at once than the engine takes."""
-    engine = Slowest([])
+    """Output is in order although later answers are ready first; concurrency is limited."""
+    engine = ReversingEngine([])
     questions = [BatchQuestion(f"q#{n}", f"What is thing {n}?") for n in range(6)]
     num_failed, lines = answers(questions, replace(session(engine), num_at_once=at_once))
     assert num_failed == 0
     assert [(line["uid"], line["answer"]) for line in lines] == [
         (f"q#{n}", str(n)) for n in range(6)
     ]
-    assert engine.most == at_once
+    assert engine.max_running == at_once
 
 
 def test_a_question_that_cannot_be_asked_fails_alone() -> None:
-    """Its line says why."""
+    """A question that cannot be asked gets a failed line with the reason."""
     questions = [BatchQuestion("q#0", "thing 0 " * 99), BatchQuestion("q#1", "thing 1?")]
-    num_failed, lines = answers(questions, session(Slowest([]), limit=400))
+    num_failed, lines = answers(questions, session(ReversingEngine([]), limit=400))
     assert num_failed == 1
     assert [line["status"] for line in lines] == ["failed", "answered"]
     assert "at most 400" in lines[0]["error"]
 
 
 def test_rows_are_asked_as_they_stand(tmp_path: Path) -> None:
-    """A row's prompt is already worded; its question is told apart from the wording."""
+    """A row's prompt is used as it is, and the question is extracted from it."""
     file = tmp_path / "rows.jsonl"
     row = {
         "data_source": "nq",
@@ -81,7 +81,7 @@ def test_rows_are_asked_as_they_stand(tmp_path: Path) -> None:
 
 
 def test_a_text_file_has_a_question_a_line(tmp_path: Path) -> None:
-    """Empty lines ask nothing and keep the numbering."""
+    """Empty lines are skipped but count in the numbering."""
     file = tmp_path / "questions.txt"
     file.write_text("Who?\n\n  Where? \n")
     assert read_questions(str(file)) == [
@@ -92,7 +92,7 @@ def test_a_text_file_has_a_question_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, b"\n \n", b"\xff\xfe"])
 def test_a_file_without_questions_is_refused(tmp_path: Path, content: bytes | None) -> None:
-    """Missing, empty, or no text."""
+    """Missing files, empty files and files that are not text are refused."""
     file = tmp_path / "questions.txt"
     if content is not None:
         file.write_bytes(content)

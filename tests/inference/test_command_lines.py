@@ -1,4 +1,4 @@
-"""Command lines of the agent that cannot work: one line and status 2 before any model is loaded."""
+"""Invalid command lines of the agent: one line and exit status 2 before any model is loaded."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ SERVED = [["--name", ""], ["--name", "a\nb"], ["--name", "\x1b[2J"], ["--host", 
 
 
 @pytest.mark.parametrize(
-    ("door", "words"),
-    [(door, words) for door in (infer, serve) for words in AGENT]
+    ("module", "words"),
+    [(module, words) for module in (infer, serve) for words in AGENT]
     + [(infer, words) for words in ASKED]
     + [(serve, ["--port", "0", *words]) for words in SERVED],
 )
 def test_what_cannot_work(
-    door: object, words: list[str], capsys: pytest.CaptureFixture[str],
+    module: object, words: list[str], capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """It says what was got and what is expected."""
+    """The message says what is expected."""
 
     def never(*_: object) -> None:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr(opening, "folder_of", never)
-    main = door.main  # type: ignore[attr-defined]
+    monkeypatch.setattr(opening, "open_model_folder", never)
+    main = module.main  # type: ignore[attr-defined]
     try:
         status = main([*BASE, *words])
     except SystemExit as ended:
@@ -65,7 +65,7 @@ def test_what_cannot_work(
 
 @pytest.mark.parametrize("out", ["", "no/such/../file/x", "/proc/nowhere/x"])
 def test_answers_that_could_not_be_written(out: str, tmp_path: Path) -> None:
-    """A folder, or a place where nothing can be made, is found out before the model is loaded."""
+    """An output path that cannot be written is refused before the model is loaded."""
     (tmp_path / "file").touch()
     questions = tmp_path / "questions.txt"
     questions.write_text("Who?\n")
@@ -76,13 +76,13 @@ def test_answers_that_could_not_be_written(out: str, tmp_path: Path) -> None:
 def test_a_full_disk_ends_a_file_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a traceback, though writing fails within a group of tasks."""
+    """There is no traceback, although writing fails within a task group."""
 
     @contextlib.asynccontextmanager
     async def scripted(_: object) -> AsyncIterator[AgentSession]:
         yield session(ScriptedEngine(TWO_SEARCHES * 3))
 
-    monkeypatch.setattr(command, "opened", scripted)
+    monkeypatch.setattr(command, "open_session", scripted)
     questions = tmp_path / "questions.txt"
     questions.write_text("Who?\nWhere?\n")
     assert infer.main([*BASE, "--file", str(questions), "--out", "/dev/full"]) == 2
@@ -93,13 +93,13 @@ def test_a_full_disk_ends_a_file_in_one_line(
 def test_answers_of_two_runs_never_mix(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is one run's while it lives; what was there is kept. A device is anybody's."""
+    """Only one run may write to a file at a time; devices such as /dev/null are not locked."""
 
     @contextlib.asynccontextmanager
     async def scripted(_: object) -> AsyncIterator[AgentSession]:
         yield session(ScriptedEngine(TWO_SEARCHES))
 
-    monkeypatch.setattr(command, "opened", scripted)
+    monkeypatch.setattr(command, "open_session", scripted)
     questions, out = tmp_path / "questions.txt", tmp_path / "new" / "answers.jsonl"
     questions.write_text("Who?\n")
     words = [*BASE, "--file", str(questions), "--out"]
@@ -116,7 +116,7 @@ def test_answers_of_two_runs_never_mix(
 def test_a_link_to_the_questions_is_not_written_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Be it a hard or a soft one; links in a circle are told, too."""
+    """Hard links, symbolic links and circular links are recognised."""
     questions, soft, hard = (tmp_path / name for name in ("q.txt", "soft", "hard"))
     questions.write_text("Who?\n")
     soft.symlink_to(questions)
@@ -133,7 +133,7 @@ def test_a_link_to_the_questions_is_not_written_over(
 def test_a_gpu_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is told before the model is read; an endpoint wants none here."""
+    """A missing GPU is reported before the model is loaded."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert infer.main([*BASE, "--device", "cuda", "--dtype", "float32", "a"]) == 2
     assert "--device: got cuda" in capsys.readouterr().err

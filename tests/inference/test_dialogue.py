@@ -1,17 +1,17 @@
-"""One dialogue: what is heard of it, and what it leaves."""
+"""One dialogue: its events and its reply."""
 
 import asyncio
 
 import pytest
 
-from search_r1.inference.dialogue import AgentSession, Reply, Source, past
+from search_r1.inference.dialogue import AgentSession, Reply, Source, as_messages
 from tests.fakes import ByteTokenizer, ScriptedEngine
 from tests.inference.scripted import (
     NORWAY,
     OSLO,
     SHORT,
     TWO_SEARCHES,
-    Notes,
+    RecordingListener,
     SpellingEngine,
     session,
 )
@@ -21,14 +21,14 @@ from verl.types import Origin, Status
 
 def play(
     who: AgentSession, question: str = "Capital of Norway?", **more: object
-) -> tuple[Reply, Notes]:
-    notes = Notes()
+) -> tuple[Reply, RecordingListener]:
+    listener = RecordingListener()
     prompt = who.prompt(question)
-    return asyncio.run(who.ask(question, prompt, notes, **more)), notes  # type: ignore[arg-type]
+    return asyncio.run(who.ask(question, prompt, listener, **more)), listener  # type: ignore[arg-type]
 
 
 def test_a_reply_holds_answer_searches_and_sources() -> None:
-    """A document that two searches found is one source with both."""
+    """A document found by two searches is one source that lists both."""
     reply, _ = play(session(ScriptedEngine(TWO_SEARCHES)))
     assert (reply.answer, reply.status) == ("Oslo", Status.ANSWERED)
     assert [search.query for search in reply.searches] == ["capital of Norway", "Oslo"]
@@ -40,28 +40,28 @@ def test_a_reply_holds_answer_searches_and_sources() -> None:
 
 
 def test_everything_is_heard_in_its_order() -> None:
-    """Words as they come, the turn's end, the search or the correction, and on."""
+    """Events are reported in order: text, end of turn, then the search or the feedback."""
     script = ("Hm.", *TWO_SEARCHES[1:])
-    reply, notes = play(session(SpellingEngine(script)))
-    said = "".join(text for kind, text in notes.heard if kind == "said")
+    reply, listener = play(session(SpellingEngine(script)))
+    said = "".join(text for kind, text in listener.events if kind == "said")
     assert said == "".join(reply.turns) == "".join(script)
-    rest = [entry for entry in notes.heard if entry[0] != "said"]
+    rest = [entry for entry in listener.events if entry[0] != "said"]
     assert rest == [
         ("turned", ""), ("corrected", SHORT.invalid_action),
         ("turned", ""), ("searched", "Oslo"),
         ("turned", ""),
     ]  # fmt: skip
-    assert len(notes.heard) == len(rest) + len(said)  # letter by letter
+    assert len(listener.events) == len(rest) + len(said)  # letter by letter
 
 
 def test_an_engine_that_does_not_stream_is_heard_turn_by_turn() -> None:
-    """Each turn in one piece."""
-    _, notes = play(session(ScriptedEngine(TWO_SEARCHES)))
-    assert [text for kind, text in notes.heard if kind == "said"] == list(TWO_SEARCHES)
+    """Without streaming, each turn is reported as one piece of text."""
+    _, listener = play(session(ScriptedEngine(TWO_SEARCHES)))
+    assert [text for kind, text in listener.events if kind == "said"] == list(TWO_SEARCHES)
 
 
 def test_a_budget_bounds_all_turns_together() -> None:
-    """The engine is never asked for more than is left, and not at all for nothing."""
+    """Each turn gets the tokens that are left, and the engine is not called with none left."""
     engine = ScriptedEngine(TWO_SEARCHES)
     budget = len(TWO_SEARCHES[0]) + 5
     reply, _ = play(session(engine), max_tokens=budget)
@@ -71,14 +71,14 @@ def test_a_budget_bounds_all_turns_together() -> None:
 
 
 def test_earlier_messages_stand_before_the_question() -> None:
-    """A follow-up is worded like a first question; what was said stays as it was said."""
+    """Only the last question is put in the format's wording; earlier messages are unchanged."""
     who = session(ScriptedEngine(["<answer> x </answer>"]))
-    prompt = who.prompt("And Sweden?", past("Capital of Norway?", "Oslo"))
+    prompt = who.prompt("And Sweden?", as_messages("Capital of Norway?", "Oslo"))
     assert prompt.text == f"Capital of Norway?\nOslo\n{SHORT.user_prompt('And Sweden?')}"
     assert list(prompt.ids[:-1]) == ByteTokenizer().encode(prompt.text)
 
 
 def test_a_prompt_that_is_too_long_is_refused() -> None:
-    """With its length and what to do."""
+    """The error has the prompt's limit and the option to change."""
     with pytest.raises(DataError, match=r"at most 100; fix: .*--max-start-length"):
         session(ScriptedEngine([]), limit=100).prompt("Why? " * 50)

@@ -1,4 +1,4 @@
-"""The commands of docs/inference.md do what it says."""
+"""The commands and names in docs/inference.md are correct."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import infer
 from example.tiny import tiny_model
 from search_r1 import mcp_server, serve
-from search_r1.agent_server import answers, app, requests
+from search_r1.agent_server import app, requests, responses
 from search_r1.infer import InferOptions
 from search_r1.options import parse
 from search_r1.search.local_server import LocalServer
@@ -41,7 +41,7 @@ ASKED = [words[2:] for words in COMMANDS if words[1] == "infer.py"]
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """What makes a command of the page quick: a tiny model and a small corpus."""
+    """Options that make a command of the page quick: a tiny model and a small corpus."""
     folder = tmp_path_factory.mktemp("page")
     (folder / "corpus.jsonl").write_text('{"id": "1", "contents": "\\"Oslo\\"\\nA city."}\n')
     model = tiny_model(folder / "model")
@@ -51,7 +51,7 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
 
 
 def test_every_command_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its options are there; scripts that are named are too."""
+    """The options and scripts that the page names exist."""
     for words in COMMANDS:
         name = words[2] if words[1] == "-m" else words[1]
         if words[0] == "bash":
@@ -68,21 +68,21 @@ def test_questions_are_asked(
     words: list[str], more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """The first block, against a real retriever, with a model that knows nothing."""
+    """The commands of the first block run with a real retriever and a random model."""
     monkeypatch.chdir(tmp_path)
     Path("questions.txt").write_text("Who?\nWhere?\n")
     assert infer.main([*words, *more]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     if "--json" in words:
-        assert json.loads(said)["question"] == words[0]
+        assert json.loads(output)["question"] == words[0]
     elif "--file" in words:
         assert len(Path("answers.jsonl").read_text().splitlines()) == 2
     else:
-        assert said.strip().splitlines()[-1].startswith(("Answer:", "no answer"))
+        assert output.strip().splitlines()[-1].startswith(("Answer:", "no answer"))
 
 
 def test_the_python_example_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    """Against a scripted agent at the address of the page."""
+    """The Python example prints the documented output, with a scripted agent."""
     (code,) = blocks("python")
     with serving(session(ScriptedEngine(TWO_SEARCHES))) as url:
         exec(code.replace("http://127.0.0.1:8001", url), {})
@@ -93,7 +93,7 @@ def test_the_python_example_prints_what_it_says(capsys: pytest.CaptureFixture[st
 
 
 def test_the_configuration_starts_the_tool_server() -> None:
-    """Its arguments are those of the program."""
+    """The arguments of the MCP configuration are valid."""
     (text,) = blocks("json")
     server = json.loads(text)["mcpServers"]["search-r1"]
     assert server["args"][:2] == ["-m", "search_r1.mcp_server"]
@@ -101,7 +101,7 @@ def test_the_configuration_starts_the_tool_server() -> None:
 
 
 def test_names_and_defaults_of_the_page_are_those_of_the_code() -> None:
-    """Ports, the token's variable, refused fields, codes."""
+    """Ports, the token's variable, refused fields and routes on the page match the code."""
     options = serve.ServingOptions()
     assert f"--port {options.port}" in PAGE and f"127.0.0.1:{options.port}/v1" in PAGE
     assert f'model="{options.name}"' in PAGE
@@ -110,7 +110,7 @@ def test_names_and_defaults_of_the_page_are_those_of_the_code() -> None:
     refused = re.search(r"cannot be honoured\n\s+\((.*?) …\)", PAGE)
     assert refused is not None
     assert set(re.findall(r"`(\w+)`", refused[1])) <= set(requests.UNSUPPORTED)
-    assert answers.ApiError(503, "").body()["error"]["type"] == "server_error"
+    assert responses.ApiError(503, "").body()["error"]["type"] == "server_error"
     served = app.build_app(app.Service(session(ScriptedEngine([])), "m"))
     assert {route.path for route in served.routes} >= {
         "/v1/chat/completions", "/v1/models", "/health",

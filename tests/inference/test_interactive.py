@@ -1,4 +1,4 @@
-"""A conversation at the keyboard: history, commands, and ctrl-c."""
+"""Interactive conversations: history, commands and ctrl-c."""
 
 import asyncio
 import io
@@ -17,10 +17,10 @@ ANSWERS = tuple(f"<answer> {word} </answer>" for word in ("one", "two", "three")
 
 
 def converse(
-    engine: RolloutEngine, words: Iterable[str | type[BaseException]], limit: int = 2000
+    engine: RolloutEngine, inputs: Iterable[str | type[BaseException]], limit: int = 2000
 ) -> str:
-    """What the terminal shows for these lines of input."""
-    lines, shown = iter(words), io.StringIO()
+    """Return the terminal's output for these input lines or exceptions."""
+    lines, shown = iter(inputs), io.StringIO()
 
     def read(_: str) -> str:
         line = next(lines, EOFError)
@@ -35,12 +35,12 @@ def converse(
 
 
 def prompts(engine: ScriptedEngine) -> list[str]:
-    """What the engine was asked, without the end of sequence."""
+    """Return the engine's prompts without their end-of-sequence tokens."""
     return [ByteTokenizer().decode(request.prompt_ids[:-1]) for request in engine.requests]
 
 
 def test_a_follow_up_sees_what_was_said_until_it_is_forgotten() -> None:
-    """Questions and answers stand before it; /new drops them."""
+    """A follow-up's prompt contains the earlier questions and answers, until /new drops them."""
     engine = ScriptedEngine(ANSWERS)
     shown = converse(engine, ["First?", "", "Second?", "/new", "Third?", "/quit", "never"])
     worded = [SHORT.user_prompt(q) for q in ("First?", "Second?", "Third?")]
@@ -49,7 +49,7 @@ def test_a_follow_up_sees_what_was_said_until_it_is_forgotten() -> None:
 
 
 def test_the_oldest_turns_make_room() -> None:
-    """When the history no longer fits, what was said first is forgotten first."""
+    """If the history does not fit, the oldest questions are dropped first."""
     engine = ScriptedEngine(ANSWERS)
     limit = len(SHORT.user_prompt("Third?")) + len("Second?\ntwo\n") + 1
     converse(engine, ["First?", "Second?", "Third?"], limit)
@@ -58,14 +58,14 @@ def test_the_oldest_turns_make_room() -> None:
 
 
 def test_an_unknown_command_is_helped_and_asks_nothing() -> None:
-    """As ctrl-c at the prompt is."""
+    """Unknown commands, and ctrl-c at the prompt, print the help."""
     engine = ScriptedEngine([])
     assert converse(engine, ["/help", KeyboardInterrupt]).count("/quit ends") == 3
     assert engine.requests == []
 
 
 class Interrupted(ScriptedEngine):
-    """The user presses ctrl-c during the second answer, which would never end."""
+    """An engine during whose second, endless turn the user presses ctrl-c."""
 
     was_cancelled = False
 
@@ -81,7 +81,7 @@ class Interrupted(ScriptedEngine):
 
 
 def test_ctrl_c_stops_a_turn_and_not_the_program() -> None:
-    """The stopped question is no part of the conversation."""
+    """Ctrl-c cancels the current answer, and its question is not part of the conversation."""
     engine = Interrupted(ANSWERS)
     shown = converse(engine, ["First?", "Stopped?", "Second?"])
     assert engine.was_cancelled

@@ -1,4 +1,4 @@
-"""From what a user names to a folder of weights."""
+"""Resolving `--model` and `--adapter` to a model folder."""
 
 import asyncio
 import logging
@@ -13,7 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from example.tiny import tiny_model
 from search_r1.inference import model as inference_model
-from search_r1.inference.model import at_latest_checkpoint, folder_of, load_agent, model_folder
+from search_r1.inference.model import (
+    at_latest_checkpoint,
+    load_agent,
+    model_folder,
+    open_model_folder,
+)
 from search_r1.inference.opening import run_config
 from search_r1.inference.options import AgentOptions
 from tests.bad_models import NORM, entry, gone, weights, whole_model
@@ -25,7 +30,7 @@ from verl.rollout.interface import build_engine
 
 
 def test_a_checkpoint_is_exported_for_the_while(tmp_path: Path) -> None:
-    """The folder holds the checkpoint's weights and tokenizer, and is gone afterwards."""
+    """The folder has the checkpoint's weights and tokenizer, and is deleted afterwards."""
     start = tiny_model(tmp_path / "start")
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     with torch.no_grad():
@@ -55,7 +60,7 @@ def test_a_checkpoint_is_exported_for_the_while(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_no_model_is_not_exported(
     change: Callable[[Any], object], words: str, tmp_path: Path
 ) -> None:
-    """Nothing of the name that was asked for is left."""
+    """A failed export leaves no output folder behind."""
     lm = AutoModelForCausalLM.from_pretrained(whole_model(tmp_path / "start"), dtype=torch.float64)
     with torch.no_grad():
         change(lm)
@@ -70,7 +75,7 @@ def test_a_checkpoint_that_is_no_model_is_not_exported(
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
-    """Nothing is copied; a folder without a model is named."""
+    """A model folder is used without a copy; a folder without a model is refused."""
     (tmp_path / "config.json").write_text("{}")
     with model_folder(str(tmp_path), "float32") as folder:
         assert folder == tmp_path
@@ -85,7 +90,7 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_the_originals_checkpoints_are_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`run/actor/global_step_150` is a model as it stands; run and `actor/` mean the last one."""
+    """The original's checkpoints are model folders; its run folder means the latest checkpoint."""
     run = tmp_path / "nq-search-r1-ppo"
     for part in ("actor/global_step_50", "actor/global_step_150", "critic/global_step_300"):
         (run / part).mkdir(parents=True)
@@ -103,7 +108,7 @@ def test_the_originals_checkpoints_are_read(
 
 
 def test_a_run_of_ours_means_its_last_complete_checkpoint(tmp_path: Path) -> None:
-    """By number; what is unfinished is no step, and a folder without steps stays what it is."""
+    """The highest complete step is used; folders without steps are left as they are."""
     for step in (9, 10, 11):
         (tmp_path / f"global_step_{step}").mkdir()
     for step in (9, 10):
@@ -114,8 +119,8 @@ def test_a_run_of_ours_means_its_last_complete_checkpoint(tmp_path: Path) -> Non
         assert at_latest_checkpoint(AgentOptions(model=name)).model == name
 
 
-def a_run(path: Path, engine: str = "transformers") -> Config:
-    """Options under which an agent is loaded from a folder."""
+def config_for(path: Path, engine: str = "transformers") -> Config:
+    """Return a configuration that loads an agent from a folder."""
     options = AgentOptions(model=str(path), retriever_url="empty", device="cpu", engine=engine,
                            template="search_r1")  # type: ignore[arg-type]  # fmt: skip
     return run_config(options, str(path))
@@ -123,24 +128,24 @@ def a_run(path: Path, engine: str = "transformers") -> Config:
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_a_bad_model_is_refused_before_any_engine(engine: str, tmp_path: Path) -> None:
-    """Whatever infer, evaluate and serve generate with; values where no engine looks at them."""
+    """Missing weights and NaN values are refused for every engine."""
     path = whole_model(tmp_path / "model")
-    load_agent(a_run(path, engine))
+    load_agent(config_for(path, engine))
     entry("config.json", "num_hidden_layers", 4)(path)
     with pytest.raises(ModelError, match=r"--model: got .* \(weights: none for model.layers.2"):
-        load_agent(a_run(path, engine))
+        load_agent(config_for(path, engine))
     entry("config.json", "num_hidden_layers", 2)(path)
     weights(lambda x: x[NORM].fill_(torch.nan))(path)
     with pytest.raises(ModelError, match=r"NaN or infinite values in model\.norm\.weight"):
-        load_agent(a_run(path, engine))
-        asyncio.run(build_engine(a_run(path, engine)).start())
+        load_agent(config_for(path, engine))
+        asyncio.run(build_engine(config_for(path, engine)).start())
 
 
 def test_an_endpoint_needs_a_tokenizer_alone(tmp_path: Path) -> None:
-    """Which has to work, its template too; the weights are elsewhere."""
+    """The weights may be missing, but tokenizer and chat template are checked."""
     path = whole_model(tmp_path / "model")
     gone("model*")(path)
-    config = a_run(path)
+    config = config_for(path)
     config.actor_rollout_ref.rollout.name = "remote"
     load_agent(config)
     (path / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
@@ -149,7 +154,7 @@ def test_an_endpoint_needs_a_tokenizer_alone(tmp_path: Path) -> None:
 
 
 def test_a_dialogue_longer_than_the_model_is_refused(tmp_path: Path) -> None:
-    """Before any engine starts, with the length that would do; an endpoint's is not known here."""
+    """The error, before any engine starts, has the allowed length; endpoints are not checked."""
     folder = str(tiny_model(tmp_path / "model"))  # of 8192 positions
     for length, endpoint in ((7692, None), (7693, None), (7693, "http://host")):
         options = AgentOptions(model=folder, max_prompt_length=length, endpoint=endpoint,
@@ -165,7 +170,7 @@ def test_a_dialogue_longer_than_the_model_is_refused(tmp_path: Path) -> None:
 def test_no_weights_are_fetched_for_an_endpoint(
     endpoint: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that generates has them; the tokenizer is all that is wanted here."""
+    """Only tokenizer files are downloaded if an endpoint generates."""
     asked: list[str] = []
 
     def fetch(name: str, allow_patterns: list[str]) -> str:
@@ -173,6 +178,6 @@ def test_no_weights_are_fetched_for_an_endpoint(
         return str(tmp_path)
 
     monkeypatch.setattr(inference_model, "snapshot_download", fetch)
-    with folder_of(AgentOptions(model="org/name", endpoint=endpoint)) as folder:
+    with open_model_folder(AgentOptions(model="org/name", endpoint=endpoint)) as folder:
         assert folder == tmp_path
     assert ("*.safetensors" in asked) is (endpoint is None) and "*.json" in asked

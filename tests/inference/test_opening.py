@@ -1,4 +1,4 @@
-"""From options to an agent: the model, its adapter, and what is missing."""
+"""Starting an agent from options: model, adapter and retriever, and their errors."""
 
 import asyncio
 import shutil
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from example.tiny import tiny_model
 from search_r1.inference.dialogue import Reply
 from search_r1.inference.model import model_folder
-from search_r1.inference.opening import opened, run_config, with_default_model
+from search_r1.inference.opening import open_session, run_config, with_default_model
 from search_r1.inference.options import InferenceOptions
 from tests.bad_models import bytes_of, entry, gone, text
 from verl.errors import ModelError, ToolError, UserError
@@ -30,7 +30,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter over it that changes much, trained to talk in the short wording."""
+    """An adapter of the base model with random weights and settings for the short template."""
     folder = tmp_path_factory.mktemp("adapter")
     torch.manual_seed(1)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"],
@@ -41,14 +41,14 @@ def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits(folder: Path) -> torch.Tensor:
-    """What the model of a folder says after a prompt."""
+    """Return the logits of a folder's model for the prompt."""
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return model(PROMPT).logits
 
 
 def test_an_adapter_adds_its_product_to_each_weight(base: Path, adapter: Path) -> None:
-    """The merged folder acts as peft's unmerged model does, and is gone afterwards."""
+    """The merged model's logits equal peft's unmerged ones, and the folder is temporary."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     from_peft = get_peft_model(model, LoraConfig.from_pretrained(adapter))
     from_peft.load_adapter(str(adapter), "default")
@@ -64,7 +64,7 @@ def test_an_adapter_adds_its_product_to_each_weight(base: Path, adapter: Path) -
 def test_nothing_that_ships_is_put_before_an_endpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tokenizer is asked for, and the demo's is not taken for it; nothing is made."""
+    """An endpoint without --model is refused; neither the shipped nor the demo model is used."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "demo" / "model").mkdir(parents=True)
     options = InferenceOptions(endpoint="http://127.0.0.1:1/v1", served_model="policy")
@@ -73,13 +73,13 @@ def test_nothing_that_ships_is_put_before_an_endpoint(
 
 
 def test_an_adapter_names_its_base_and_its_wording(base: Path, adapter: Path) -> None:
-    """No --model is needed, and the adapter's search_r1.json holds."""
+    """Base model and dialogue settings come from the adapter's folder."""
     options = InferenceOptions(adapter=str(adapter), retriever_url="empty", device="cpu",
                             dtype="float32", max_response_length=3)  # fmt: skip
     assert with_default_model(options).model == str(base)
 
     async def ask() -> Reply:
-        async with opened(options) as session:
+        async with open_session(options) as session:
             assert session.agent.format.name == "short"
             assert session.agent.limits.max_turns == 1
             return await session.ask("Who?", session.prompt("Who?"))
@@ -88,7 +88,7 @@ def test_an_adapter_names_its_base_and_its_wording(base: Path, adapter: Path) ->
 
 
 def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path, base: Path) -> None:
-    """With the model that it belongs to."""
+    """The message names the adapter's base model."""
     model = AutoModelForCausalLM.from_pretrained(base)
     model.config.hidden_size, model.config.head_dim = 64, 16
     other = type(model)(model.config)
@@ -101,11 +101,11 @@ def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path, b
 
 
 def test_a_retriever_that_is_away_is_told_before_a_model_is_loaded() -> None:
-    """The model named here is not even there."""
+    """An unavailable retriever is reported first; the model here does not even exist."""
     options = InferenceOptions(model="no/such", retriever_url="http://127.0.0.1:9")
 
     async def ask() -> None:
-        async with opened(options):
+        async with open_session(options):
             pass
 
     with pytest.raises(ToolError, match=r"retrieval_launch\.sh"):
@@ -117,20 +117,20 @@ def test_a_retriever_that_is_away_is_told_before_a_model_is_loaded() -> None:
               {"concurrency": 0}]
 )  # fmt: skip
 def test_options_that_cannot_be_meant_are_refused(wrong: dict[str, object]) -> None:
-    """With the option's name on the command line."""
+    """The message has the option's command-line name."""
     name = next(iter(wrong)).replace("_", "-")
     with pytest.raises(UserError, match=f"--{name}: got .*fix:"):
         InferenceOptions(**{"model": "m", **wrong})  # type: ignore[arg-type]
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
-    """A change of an adapter's tensors."""
+    """Return a function that rewrites an adapter's tensors in a folder."""
 
     def rewrite(folder: Path) -> None:
         file = folder / "adapter_model.safetensors"
-        found = load_file(file)
-        change(found)
-        save_file(found, file)
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file)
 
     return rewrite
 
@@ -160,7 +160,7 @@ BAD_ADAPTERS: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_bad_adapter_is_refused_in_one_line(
     case: str, base: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    """What it lacks would be random, what it has no place for be left out without a word."""
+    """Missing tensors would be random and unexpected ones silently ignored, so both are refused."""
     change, words = BAD_ADAPTERS[case]
     change(Path(shutil.copytree(adapter, tmp_path / "bad")))
     with (
@@ -178,7 +178,7 @@ def test_a_bad_adapter_is_refused_in_one_line(
                 '{"tools": [1]}', '{"max_turns": 1000000}']
 )  # fmt: skip
 def test_bad_settings_of_a_model_are_refused_in_one_line(content: str, tmp_path: Path) -> None:
-    """`search_r1.json` says how a model was trained to talk."""
+    """Invalid values in a model's `search_r1.json` are refused."""
     (tmp_path / "search_r1.json").write_text(content)
     with pytest.raises(ModelError, match=r"search_r1\.json") as caught:
         run_config(InferenceOptions(model="m"), str(tmp_path))

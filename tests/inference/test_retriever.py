@@ -1,4 +1,4 @@
-"""What the retriever says of itself, and what is made of it."""
+"""Facts about the retriever from `/info`."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from search_r1.inference.opening import facts_of
+from search_r1.inference.opening import retriever_facts
 from verl.config import Config
 from verl.errors import ConfigError, ToolError
 
@@ -19,7 +19,7 @@ FACTS = {"retriever": "bm25", "corpus": {"count": 2, "digest": "ab"}}
 
 @contextlib.contextmanager
 def serving(answer: Any, status: int = 200) -> Iterator[str]:
-    """A server that answers /info so; gives its address."""
+    """Serve this response to /info and provide the server's address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -28,7 +28,7 @@ def serving(answer: Any, status: int = 200) -> Iterator[str]:
             self.wfile.write(json.dumps(answer).encode())
 
         def log_message(self, format: str, *args: object) -> None:
-            """Quiet."""
+            """Log nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -43,23 +43,24 @@ def serving(answer: Any, status: int = 200) -> Iterator[str]:
 def facts(*urls: str) -> dict[str, Any]:
     config = Config()
     config.retriever.url = ",".join(urls)
-    return dict(asyncio.run(facts_of(config)))
+    return dict(asyncio.run(retriever_facts(config)))
 
 
 def test_allowances_are_no_part_of_what_is_searched() -> None:
-    """Two servers of one index may differ in their limits, not in their corpus."""
-    with serving(FACTS | {"limits": {"a": 1}}) as one, serving(FACTS | {"limits": {"a": 2}}) as two:
-        assert facts(one, two) == FACTS
+    """Servers may differ in their limits, but not in their corpus."""
+    limits = [FACTS | {"limits": {"a": n}} for n in (1, 2)]
+    with serving(limits[0]) as first, serving(limits[1]) as second:
+        assert facts(first, second) == FACTS
     with (
-        serving(FACTS) as one,
-        serving(FACTS | {"corpus": {"count": 3}}) as two,
+        serving(FACTS) as first,
+        serving(FACTS | {"corpus": {"count": 3}}) as second,
         pytest.raises(ToolError, match="same corpus"),
     ):
-        facts(one, two)
+        facts(first, second)
 
 
 def test_a_server_of_another_make_is_known_by_its_address_alone() -> None:
-    """Without /info nothing is claimed of its corpus; without a token there is a message."""
+    """A server without /info is known by its address only; a missing token is an error."""
     with serving({}, 404) as url:
         assert facts(url) == {"retriever": "unknown", "address": url}
     with serving({}, 401) as url, pytest.raises(ToolError, match="RETRIEVER_TOKEN"):
@@ -69,7 +70,7 @@ def test_a_server_of_another_make_is_known_by_its_address_alone() -> None:
 def test_settings_that_reach_no_server_are_a_mistake_of_the_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An address that is none, a token for no header, two logins: told, without the password."""
+    """Invalid addresses, tokens and two logins are refused, without showing the password."""
     with pytest.raises(ConfigError, match="'ftp://a'; expected http://"):
         facts("ftp://a")
     monkeypatch.setenv("RETRIEVER_TOKEN", "two words")
@@ -82,5 +83,5 @@ def test_settings_that_reach_no_server_are_a_mistake_of_the_user(
 
 
 def test_no_documents_need_no_server() -> None:
-    """`empty` is a retriever by itself."""
+    """The address `empty` needs no server."""
     assert facts("empty") == {"retriever": "empty"}

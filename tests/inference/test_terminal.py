@@ -1,4 +1,4 @@
-"""What a person sees of a dialogue."""
+"""Output of dialogues on the terminal."""
 
 import asyncio
 import io
@@ -25,7 +25,7 @@ def shown(
 
 
 def test_documents_are_folded_and_sources_listed() -> None:
-    """Titles below their search; under the answer each source with the searches that found it."""
+    """Titles are printed below each search, and sources with their searches below the answer."""
     assert shown(TWO_SEARCHES).splitlines() == [
         TWO_SEARCHES[0],
         "  search 1: 2 documents",
@@ -44,19 +44,19 @@ def test_documents_are_folded_and_sources_listed() -> None:
 
 
 def test_documents_are_shown_in_full_on_request() -> None:
-    """Their text stands below the title."""
+    """With `shows_documents` each text is printed below its title."""
     text = "Oslo is the capital of Norway."
     assert text not in shown(TWO_SEARCHES)
     assert f"    Oslo [12]\n      {text}\n" in shown(TWO_SEARCHES, full=True)
 
 
 def test_square_brackets_of_the_policy_are_no_markup() -> None:
-    """What the model says is printed as it is."""
+    """The model's text is printed verbatim, not as rich markup."""
     assert "[bold]x[/bold] [/]" in shown(("[bold]x[/bold] [/] <answer> a </answer>",))
 
 
-class Away:
-    """A retriever that is gone."""
+class UnavailableRetriever:
+    """A retriever that does not answer."""
 
     async def search(self, query: str) -> list[Document]:
         raise RetrieverUnavailable("nobody there")
@@ -66,11 +66,11 @@ class Away:
     ("script", "retrieval", "end"),
     [
         (("Hm.", "Hm.", "Hm."), None, "no answer (out_of_turns)"),
-        (TWO_SEARCHES, Away(), "no answer (failed): nobody there"),
+        (TWO_SEARCHES, UnavailableRetriever(), "no answer (failed): nobody there"),
     ],
 )
 def test_a_missing_answer_says_why(
     script: tuple[str, ...], retrieval: Retrieval | None, end: str
 ) -> None:
-    """As the last line."""
+    """The last line says why there is no answer."""
     assert shown(script, retrieval=retrieval).splitlines()[-1] == end

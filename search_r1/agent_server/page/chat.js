@@ -1,5 +1,5 @@
-// The chat page: asks by OpenAI's streaming route, and shows what the agent does as it comes.
-// Whatever a server says is put in as text, never as HTML.
+// The chat page: sends questions to OpenAI's streaming route and shows the agent's steps as they arrive.
+// Data from servers is always inserted as text, never as HTML.
 
 import { choice, make, visible } from "./elements.js";
 
@@ -43,12 +43,12 @@ const TEXTS = {
 };
 
 const UNANSWERED = ["out_of_turns", "out_of_budget"]; // statuses of the agent server
-const at = (id) => document.getElementById(id);
-const past = []; // questions and answers of this conversation, as messages
+const byId = (id) => document.getElementById(id);
+const conversation = []; // messages of the questions and answers so far
 let language = sessionStorage.getItem("language") ?? preferred();
-let running = null; // the AbortController of the question under way
+let running = null; // the AbortController of the current question
 
-/** What stops a question: a name of TEXTS and what it is filled with. */
+/** An error to show: the name of a text in TEXTS and the values of its placeholders. */
 class Problem extends Error {
   constructor(name, values = {}, code = "") {
     super(name);
@@ -56,73 +56,74 @@ class Problem extends Error {
   }
 }
 
-// ---- words -------------------------------------------------------------------------------------
+// ---- texts -------------------------------------------------------------------------------------
 
 function preferred() {
-  return navigator.languages.map((one) => one.slice(0, 2).toLowerCase()).find((one) => one in TEXTS) ?? "en";
+  return navigator.languages.map((tag) => tag.slice(0, 2).toLowerCase()).find((code) => code in TEXTS) ?? "en";
 }
 
-/** Let the element say a text of the table, in whichever language is chosen. */
-function say(element, name, values = {}) {
+/** Show a text of TEXTS in the element, in the chosen language. */
+function setText(element, name, values = {}) {
   element.dataset.text = name;
   element.dataset.values = JSON.stringify(values);
   translate(element);
   return element;
 }
 
-const told = (tag, className, name, values) => say(make(tag, className), name, values);
+const makeText = (tag, className, name, values) => setText(make(tag, className), name, values);
 
 function translate(element) {
   const values = JSON.parse(element.dataset.values ?? "{}");
   element.textContent = TEXTS[language][element.dataset.text].replace(/\{(\w+)\}/g, (_, key) => visible(values[key]));
 }
 
-function speak(chosen) {
+function setLanguage(chosen) {
   language = chosen;
   sessionStorage.setItem("language", chosen);
   document.documentElement.lang = chosen;
   document.querySelectorAll("[data-text]").forEach(translate);
-  at("language").textContent = TEXTS[chosen].other;
-  at("language").lang = chosen === "zh" ? "en" : "zh";
+  byId("language").textContent = TEXTS[chosen].other;
+  byId("language").lang = chosen === "zh" ? "en" : "zh";
 }
 
-function state(name, words, values) {
-  at("state").dataset.state = name;
-  say(at("state"), words, values);
+function setState(name, text, values) {
+  byId("state").dataset.state = name;
+  setText(byId("state"), text, values);
 }
 
 // ---- the server --------------------------------------------------------------------------------
 
-const place = () => `token ${at("server").value}`; // a token is for the server that it was given to
+const tokenKey = () => `token ${byId("server").value}`; // each server has its own token
 
-/** The answer to a request for /v1/`path`. Raises Problem. */
+/** Send a request to /v1/`path` and return the response. Throws Problem. */
 async function call(path, options = {}) {
-  const token = sessionStorage.getItem(place());
+  const token = sessionStorage.getItem(tokenKey());
   const headers = { "Content-Type": "application/json", ...(token && { Authorization: `Bearer ${token}` }) };
-  let answer;
+  let response;
   try {
-    answer = await fetch(`${at("server").value || "."}/v1/${path}`, { ...options, headers, cache: "no-store" });
+    response = await fetch(`${byId("server").value || "."}/v1/${path}`, { ...options, headers, cache: "no-store" });
   } catch (error) {
     throw error.name === "AbortError" ? error : new Problem("unreachable");
   }
-  if (answer.ok) return answer;
-  const { error } = await answer.json().catch(() => ({}));
-  const code = answer.status === 401 ? "token" : error?.code;
-  throw error?.message ? new Problem("said", { message: error.message }, code) : new Problem("failed", { status: answer.status }, code);
+  if (response.ok) return response;
+  const { error } = await response.json().catch(() => ({}));
+  const code = response.status === 401 ? "token" : error?.code;
+  if (error?.message) throw new Problem("said", { message: error.message }, code);
+  throw new Problem("failed", { status: response.status }, code);
 }
 
-/** What a stream of server-sent events holds, one after the other. Raises Problem when it is cut. */
+/** Yield the server-sent events of a response body. Throws Problem if the stream breaks off. */
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
+  let pending = "";
   for (;;) {
     const { value, done } = await reader.read().catch((error) => {
       throw error.name === "AbortError" ? error : new Problem("lost");
     });
     if (done) throw new Problem("lost");
-    const parts = (held + value).split(/\r?\n\r?\n/);
-    held = parts.pop();
-    for (const part of parts.filter((one) => one.startsWith("data:"))) {
+    const parts = (pending + value).split(/\r?\n\r?\n/);
+    pending = parts.pop();
+    for (const part of parts.filter((text) => text.startsWith("data:"))) {
       const data = part.slice(5).trim();
       if (data === "[DONE]") return;
       const event = JSON.parse(data);
@@ -133,52 +134,52 @@ async function* events(body) {
 }
 
 async function connect() {
-  state("waiting", "connecting");
+  setState("waiting", "connecting");
   try {
     const { data } = await (await call("models")).json();
     if (!data.length) throw new Problem("no_model");
-    offer("model", data.map((one) => one.id));
-    at("access").hidden = true;
-    ready();
+    offer("model", data.map((model) => model.id));
+    byId("access").hidden = true;
+    setReady();
   } catch (error) {
     if (!(error instanceof Problem)) throw error;
-    if (error.code === "token") wantToken();
-    else state("away", error.message === "unreachable" ? "away" : error.message, error.values);
+    if (error.code === "token") askForToken();
+    else setState("away", error.message === "unreachable" ? "away" : error.message, error.values);
   }
 }
 
-/** Let a person choose where there is a choice; the first is chosen at first. */
+/** Fill a select element; it is shown only if there are several values. */
 function offer(id, values) {
-  at(id).replaceChildren(...choice(id, values.map((one) => [one, one])).children);
-  at(id).selectedIndex = 0;
-  at(id).parentElement.hidden = values.length < 2;
+  byId(id).replaceChildren(...choice(id, values.map((value) => [value, value])).children);
+  byId(id).selectedIndex = 0;
+  byId(id).parentElement.hidden = values.length < 2;
 }
 
-const ready = () => state("ready", "ready", { model: at("model").value });
+const setReady = () => setState("ready", "ready", { model: byId("model").value });
 
-function wantToken() {
-  at("access").hidden = false;
-  at("token").focus();
-  state("asked", "asks_token");
+function askForToken() {
+  byId("access").hidden = false;
+  byId("token").focus();
+  setState("asked", "asks_token");
 }
 
-// ---- one question and what becomes of it -------------------------------------------------------
+// ---- one question and its answer ---------------------------------------------------------------
 
-/** A question on the page, and its answer as far as it is here. */
+/** A question on the page, with the part of its answer that has arrived. */
 class Exchange {
   constructor(question) {
     this.element = make("article", "exchange", make("h2", "", question));
     this.answer = "";
     this.searches = this.tokens = 0;
-    this.sources = new Map(); // id -> its element
+    this.sources = new Map(); // document id -> its element
     this.start = performance.now();
-    this.part = null; // the element that the next words go on with
-    at("talk").append(this.element);
+    this.part = null; // the element to which the next text of the same kind is appended
+    byId("talk").append(this.element);
     this.element.scrollIntoView({ block: "start" });
   }
 
-  /** One event of the stream. */
-  hear({ choices, usage }) {
+  /** Show one event of the stream. */
+  handle({ choices, usage }) {
     this.tokens = usage?.completion_tokens ?? this.tokens;
     for (const { delta, finish_reason: reason } of choices ?? []) {
       const thought = delta.reasoning_content ?? delta.reasoning;
@@ -190,33 +191,33 @@ class Exchange {
     }
   }
 
-  /** Words, after those of the same kind if nothing came in between. */
+  /** Append text to the current part, or start a new part if its kind differs. */
   write(tag, className, text) {
     const isNew = this.part?.className !== className;
     if (isNew) this.part = this.add(make(tag, className));
-    const words = visible(isNew ? text.trimStart() : text);
-    follow(() => this.part.append(words));
+    const shown = visible(isNew ? text.trimStart() : text);
+    keepAtEnd(() => this.part.append(shown));
   }
 
   search({ query, documents }) {
-    const found = make("ul", "", ...documents.map((one) => this.document(one)));
-    const head = make("p", "", told("span", "badge", "searched"), " ", make("strong", "", query));
+    const list = make("ul", "", ...documents.map((document) => this.document(document)));
+    const head = make("p", "", makeText("span", "badge", "searched"), " ", make("strong", "", query));
     this.searches += 1;
     this.part = null;
-    this.add(make("section", "search", head, documents.length ? found : told("p", "quiet", "nothing")));
+    this.add(make("section", "search", head, documents.length ? list : makeText("p", "quiet", "nothing")));
   }
 
   document({ id, title, text }) {
     const summary = make("summary", "", title || text?.slice(0, 80) || String(id));
-    const words = text === undefined ? told("p", "quiet", "no_text") : make("p", "", text);
-    const element = make("details", "", summary, words, told("p", "quiet", "id", { id }));
+    const body = text === undefined ? makeText("p", "quiet", "no_text") : make("p", "", text);
+    const element = make("details", "", summary, body, makeText("p", "quiet", "id", { id }));
     if (!this.sources.has(id)) this.sources.set(id, element);
     return make("li", "", element);
   }
 
-  /** After the last event: the sources, and what it took. */
+  /** After the last event: show the sources and the counts. */
   end() {
-    if (!this.answer) this.add(told("p", "notice warn", UNANSWERED.includes(this.status) ? this.status : "no_answer"));
+    if (!this.answer) this.note(UNANSWERED.includes(this.status) ? this.status : "no_answer", {}, "notice warn");
     const buttons = [...this.sources.values()].map((element) => {
       const button = make("button", "", element.querySelector("summary").textContent);
       button.type = "button";
@@ -227,23 +228,23 @@ class Exchange {
       });
       return button;
     });
-    if (buttons.length) this.add(make("p", "sources", told("span", "quiet", "sources"), ...buttons));
+    if (buttons.length) this.add(make("p", "sources", makeText("span", "quiet", "sources"), ...buttons));
     const seconds = ((performance.now() - this.start) / 1000).toFixed(1);
-    this.tell("facts", { searches: this.searches, tokens: this.tokens, seconds }, "quiet end");
+    this.note("facts", { searches: this.searches, tokens: this.tokens, seconds }, "quiet end");
   }
 
-  tell(name, values, className) {
-    this.add(told("p", className, name, values));
+  note(name, values, className) {
+    this.add(makeText("p", className, name, values));
   }
 
   add(element) {
-    follow(() => this.element.append(element));
+    keepAtEnd(() => this.element.append(element));
     return element;
   }
 }
 
-/** Do what makes the page longer; who was at its end stays there. */
-function follow(change) {
+/** Make a change that lengthens the page; if it was scrolled to the end, keep it there. */
+function keepAtEnd(change) {
   const page = document.documentElement;
   const wasAtEnd = page.scrollHeight - page.clientHeight - page.scrollTop < 60;
   change();
@@ -251,101 +252,101 @@ function follow(change) {
 }
 
 async function ask(question) {
-  const shown = new Exchange(question);
+  const exchange = new Exchange(question);
   running = new AbortController();
-  busy(true);
+  setBusy(true);
   try {
-    await answer(question, shown, running.signal);
-    shown.end();
-    if (shown.answer) past.push({ role: "user", content: question }, { role: "assistant", content: shown.answer });
-    ready();
+    await answer(question, exchange, running.signal);
+    exchange.end();
+    if (exchange.answer) conversation.push({ role: "user", content: question }, { role: "assistant", content: exchange.answer });
+    setReady();
   } catch (error) {
     if (error.name === "AbortError") {
-      shown.tell("stopped", {}, "quiet end");
-      ready();
+      exchange.note("stopped", {}, "quiet end");
+      setReady();
     } else if (error instanceof Problem) {
-      shown.tell(error.message, error.values, "notice bad");
-      if (error.code === "token") wantToken();
-      else if (["unreachable", "lost"].includes(error.message)) state("away", "away");
-      else ready();
+      exchange.note(error.message, error.values, "notice bad");
+      if (error.code === "token") askForToken();
+      else if (["unreachable", "lost"].includes(error.message)) setState("away", "away");
+      else setReady();
     } else throw error;
   } finally {
     running = null;
-    busy(false);
+    setBusy(false);
   }
 }
 
-/** Let the server answer; what it no longer has room for of the conversation is forgotten. */
-async function answer(question, shown, signal) {
+/** Send the question and show the answer; the oldest messages are dropped if the prompt is too long. */
+async function answer(question, exchange, signal) {
   const stream_options = { include_usage: true, include_documents: true };
   for (;;) {
-    const messages = [...past, { role: "user", content: question }];
-    const body = JSON.stringify({ model: at("model").value, messages, stream: true, stream_options });
+    const messages = [...conversation, { role: "user", content: question }];
+    const body = JSON.stringify({ model: byId("model").value, messages, stream: true, stream_options });
     try {
-      const given = await call("chat/completions", { method: "POST", body, signal });
-      for await (const event of events(given.body)) shown.hear(event);
+      const response = await call("chat/completions", { method: "POST", body, signal });
+      for await (const event of events(response.body)) exchange.handle(event);
       return;
     } catch (error) {
-      if (error.code !== "context_length_exceeded" || !past.length) throw error;
-      if (!shown.hasForgotten) shown.tell("forgot", {}, "quiet end");
-      shown.hasForgotten = true;
-      past.splice(0, 2);
+      if (error.code !== "context_length_exceeded" || !conversation.length) throw error;
+      if (!exchange.hasForgotten) exchange.note("forgot", {}, "quiet end");
+      exchange.hasForgotten = true;
+      conversation.splice(0, 2); // the oldest question and answer
     }
   }
 }
 
-function busy(isBusy) {
-  at("send").hidden = isBusy;
-  at("stop").hidden = !isBusy;
-  at("talk").setAttribute("aria-busy", String(isBusy));
-  if (isBusy) state("waiting", "busy");
-  else if (at("access").hidden) at("question").focus();
+function setBusy(isBusy) {
+  byId("send").hidden = isBusy;
+  byId("stop").hidden = !isBusy;
+  byId("talk").setAttribute("aria-busy", String(isBusy));
+  if (isBusy) setState("waiting", "busy");
+  else if (byId("access").hidden) byId("question").focus();
 }
 
 function startAnew() {
   running?.abort();
-  past.length = 0;
-  at("talk").replaceChildren();
-  at("question").focus();
+  conversation.length = 0;
+  byId("talk").replaceChildren();
+  byId("question").focus();
 }
 
-// ---- what a person does ------------------------------------------------------------------------
+// ---- event handlers ----------------------------------------------------------------------------
 
-at("ask").addEventListener("submit", (event) => {
+byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
-  const question = at("question").value.trim();
+  const question = byId("question").value.trim();
   if (!question || running) return;
-  at("question").value = "";
+  byId("question").value = "";
   ask(question);
 });
-at("question").addEventListener("keydown", (event) => {
-  // An input method's Enter ends a word, as of Chinese, and not the question.
+byId("question").addEventListener("keydown", (event) => {
+  // In an input method, e.g. for Chinese, Enter confirms a word and does not submit the question.
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
-  at("ask").requestSubmit();
+  byId("ask").requestSubmit();
 });
 addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
   if (event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea")) return;
   event.preventDefault();
-  at("question").focus();
+  byId("question").focus();
 });
-at("stop").addEventListener("click", () => running?.abort());
-at("fresh").addEventListener("click", startAnew);
-at("language").addEventListener("click", () => speak(language === "zh" ? "en" : "zh"));
-at("server").addEventListener("change", () => {
+byId("stop").addEventListener("click", () => running?.abort());
+byId("fresh").addEventListener("click", startAnew);
+byId("language").addEventListener("click", () => setLanguage(language === "zh" ? "en" : "zh"));
+byId("server").addEventListener("change", () => {
   startAnew();
   connect();
 });
-at("access").addEventListener("submit", (event) => {
+byId("access").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem(place(), at("token").value.trim());
-  at("token").value = "";
+  sessionStorage.setItem(tokenKey(), byId("token").value.trim());
+  byId("token").value = "";
   connect();
 });
 
-speak(language);
-const peers = await fetch("peers").then((answer) => answer.json()).catch(() => []);
+setLanguage(language);
+const peers = await fetch("peers").then((response) => response.json()).catch(() => []);
 offer("server", ["", ...peers]);
-say(at("server").options[0], "here");
+setText(byId("server").options[0], "here");
 connect();

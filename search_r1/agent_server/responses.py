@@ -1,10 +1,9 @@
-"""The bodies of answers: completions, chunks of a stream, errors in OpenAI's form, what is ours.
+"""Response bodies: chat completions, stream chunks, and errors in OpenAI's format.
 
-Ours: `reasoning_content`, and `search_r1` with searches, status, turns and the number of tokens of
-what was read.
+Additions to OpenAI's format: `reasoning_content`, and `search_r1` with the searches, status, number
+of turns and number of observation tokens.
 """
 
-import logging
 import time
 import uuid
 from collections.abc import Mapping
@@ -18,16 +17,14 @@ from starlette.exceptions import HTTPException
 from search_r1.inference.dialogue import Reply, search_json
 from verl.types import Origin, Status
 
-logger = logging.getLogger(__name__)
-
 
 class ApiError(Exception):
-    """A request that is answered with an error."""
+    """An error that is sent to the client."""
 
     def __init__(
         self, status: int, message: str, code: str | None = None, param: str | None = None
     ) -> None:
-        """`status` of the answer; `code` for programs; `param` names the field at fault."""
+        """`status`: HTTP status; `code`: machine-readable error; `param`: the invalid field."""
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
 
@@ -42,33 +39,33 @@ class ApiError(Exception):
 
 
 def misdirected(text: str) -> JSONResponse:
-    """The answer to a request for a name that is not this server's."""
+    """Build the response to a request whose Host header is not a name of this server."""
     return ApiError(421, text).response()
 
 
-INTERNAL = ApiError(500, "an error of the server, which its log describes", "internal_error")
+INTERNAL = ApiError(500, "internal server error, see the server's log", "internal_error")
 
 
-def answer_errors(app: FastAPI) -> None:
-    """Give every error of `app` this form, whoever raises it."""
+def add_error_handlers(app: FastAPI) -> None:
+    """Make `app` send all errors in OpenAI's format."""
 
     @app.exception_handler(ApiError)
-    async def refused(request: Request, error: ApiError) -> JSONResponse:
+    async def handle_api_error(request: Request, error: ApiError) -> JSONResponse:
         return error.response()
 
     @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> JSONResponse:
-        what = f"{request.method} {request.url.path}: {error.detail}"
-        return ApiError(error.status_code, what).response()
+    async def handle_http_error(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return ApiError(error.status_code, message).response()
 
     @app.exception_handler(Exception)
-    async def broken(request: Request, error: Exception) -> JSONResponse:
-        return INTERNAL.response()  # the server logs the traceback
+    async def handle_bug(request: Request, error: Exception) -> JSONResponse:
+        return INTERNAL.response()  # uvicorn logs the traceback
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """What all parts of one answer share."""
+    """Fields that all chunks of one response share."""
 
     model: str
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
@@ -79,7 +76,7 @@ class Envelope:
             "role": "assistant",
             "content": reply.answer or "",
             "reasoning_content": reasoning,
-            "search_r1": facts(reply),
+            "search_r1": search_r1_field(reply),
         }
         choice = {"index": 0, "message": message, "finish_reason": finish_reason(reply)}
         return self._wrap("chat.completion", [choice]) | {"usage": usage(reply)}
@@ -89,7 +86,7 @@ class Envelope:
         return self._wrap("chat.completion.chunk", [choice])
 
     def usage_chunk(self, reply: Reply) -> dict[str, Any]:
-        """The last part of a stream whose client wants to count."""
+        """Build the last chunk of a stream whose client asked for token counts."""
         return self._wrap("chat.completion.chunk", []) | {"usage": usage(reply)}
 
     def _wrap(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -97,7 +94,7 @@ class Envelope:
         return shared | {"choices": choices}
 
 
-def facts(reply: Reply) -> dict[str, Any]:
+def search_r1_field(reply: Reply) -> dict[str, Any]:
     return {
         "searches": [search_json(search) for search in reply.searches],
         "status": reply.status.value,
@@ -107,12 +104,12 @@ def facts(reply: Reply) -> dict[str, Any]:
 
 
 def finish_reason(reply: Reply) -> str:
-    """`length` for a dialogue that used up its turns or tokens without an answer."""
+    """Return `stop` for an answer, `length` if turns or tokens ran out without one."""
     return "stop" if reply.status is Status.ANSWERED else "length"
 
 
 def usage(reply: Reply) -> dict[str, int]:
-    """Tokens of the request and of the policy; what was read in between is counted apart."""
+    """Count prompt and policy tokens; observation tokens are reported in `search_r1` instead."""
     prompt = reply.trajectory.num_tokens_of(Origin.PROMPT)
     sampled = reply.trajectory.num_policy_tokens
     total = prompt + sampled

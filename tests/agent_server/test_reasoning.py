@@ -1,11 +1,11 @@
-"""What of the policy's text is shown as reasoning."""
+"""Extraction of the reasoning that is shown to clients."""
 
 import random
 
 import pytest
 
 from search_r1.agent import grammar
-from search_r1.agent_server.streaming import Thoughts, reasoning
+from search_r1.agent_server.streaming import ReasoningFilter, extract_reasoning
 
 TAGS = grammar.SEARCH_R1
 
@@ -25,36 +25,35 @@ TAGS = grammar.SEARCH_R1
     ],
 )  # fmt: skip
 def test_thinking_without_tags_searches_and_answers(turns: list[str], expected: str) -> None:
-    """By hand: an empty line parts turns; what is no action stays readable."""
-    assert reasoning(turns, TAGS, ["<|im_end|>"]) == expected
+    """A blank line separates turns; incomplete searches and answers stay visible."""
+    assert extract_reasoning(turns, TAGS, ["<|im_end|>"]) == expected
 
 
 def test_a_template_brings_its_own_tags() -> None:
-    """R1-Searcher searches within its thinking."""
+    """R1-Searcher's searches are inside the think block."""
     turns = ["<think> a <|begin_of_query|> q <|end_of_query|>", " b </think> <answer> c </answer>"]
-    assert reasoning(turns, grammar.R1_SEARCHER) == "a\n\nb"
+    assert extract_reasoning(turns, grammar.R1_SEARCHER) == "a\n\nb"
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_streamed_in_any_pieces_it_is_the_same(seed: int) -> None:
-    """And nothing that was shown is ever taken back."""
+    """Text streamed in random pieces gives the same reasoning as the whole text."""
     random_ = random.Random(seed)
     words = ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "<", " ",
              "\n", "a", "b c", "</s", "<|im_end|>", "<|im", "think>"]  # fmt: skip
     turns = ["".join(random_.choices(words, k=random_.randrange(9))) for _ in range(3)]
-    thoughts, shown = Thoughts(TAGS, ["<|im_end|>"]), ""
+    reasoning, shown = ReasoningFilter(TAGS, ["<|im_end|>"]), ""
     for turn in turns:
         while turn:
             count = random_.randrange(1, 5)
-            shown += thoughts.say(turn[:count])
+            shown += reasoning.feed(turn[:count])
             turn = turn[count:]
-        shown += thoughts.end_turn()
-    assert shown == reasoning(turns, TAGS, ["<|im_end|>"])
+        shown += reasoning.end_turn()
+    assert shown == extract_reasoning(turns, TAGS, ["<|im_end|>"])
 
 
 def test_words_are_shown_at_once() -> None:
-    """Only what may become a tag, and space at the end, waits."""
-    thoughts = Thoughts(TAGS)
-    assert [thoughts.say(part) for part in ("<thi", "nk> So", " it <", " x", "<sea", "rch> q")] == [
-        "", "So", " it", " < x", "", "",
-    ]  # fmt: skip
+    """Only text that may become a tag, and trailing space, is held back."""
+    reasoning = ReasoningFilter(TAGS)
+    parts = ("<thi", "nk> So", " it <", " x", "<sea", "rch> q")
+    assert [reasoning.feed(part) for part in parts] == ["", "So", " it", " < x", "", ""]
