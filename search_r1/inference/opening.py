@@ -140,8 +140,8 @@ def _read_settings(model: str) -> dict[str, Any]:
             value = settings.get(name)
             if value is None:
                 continue
-            # `type`, not `isinstance`: a bool must not pass as an int.
-            if type(value) is not kind or (name in BOUNDS and value not in BOUNDS[name]):
+            has_type = type(value) is kind  # not `isinstance`, which accepts a bool as an int
+            if not has_type or (name in BOUNDS and value not in BOUNDS[name]):
                 raise ModelProblem(f"{name}={value!r}")
         if not all(isinstance(tool, str) for tool in settings.get("tools") or ()):
             raise ModelProblem(f"tools={settings['tools']!r}")
