@@ -27,7 +27,7 @@ from rich.console import Console
 from verl.config import Config
 from verl.core_algos.kl import FixedKLController
 from verl.data.trajectories import read_step, recorded_steps
-from verl.packing import SHARED, Packing
+from verl.packing import SHARED_PROMPT, Packing
 from verl.ports import free_port
 from verl.preflight.memory.check import fill_undecided
 from verl.trainer.collection import Samples
@@ -78,7 +78,7 @@ def measure(model: Path, folder: Path, budget: int, rounds: int) -> None:
     for way, (is_shared, _) in WAYS.items():
         config.trainer.share_prompts = is_shared
         prepared[way] = list(batches(samples, config))
-        assert all((SHARED in batch.rows) is is_shared for batch in prepared[way])
+        assert all((SHARED_PROMPT in batch.rows) is is_shared for batch in prepared[way])
     for number in range(-1, rounds):  # the first round warms up
         for way, minis in prepared.items():
             attention.SHORT = WAYS[way][1]

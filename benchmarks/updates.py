@@ -42,7 +42,7 @@ def update(model: Path) -> str:
     batch = random_batch(LENGTHS, lm.config.vocab_size)
     metrics = [actor.update(batch) for _ in range(NUM_UPDATES)]
     digest = hashlib.sha256(repr(metrics).encode())
-    for name, tensor in engine.full_learned().items():
+    for name, tensor in engine.full_trained_parameters().items():
         digest.update(name.encode() + tensor.numpy().tobytes())
     return digest.hexdigest()[:16]
 

@@ -43,7 +43,7 @@ def engine(link: Connection) -> None:
     while (stream := link.recv()) is not None:
         if stream not in receivers:
             receivers[stream] = WeightReceiver(stream, CPU)
-        for name, tensor in receivers[stream].received():
+        for name, tensor in receivers[stream].receive():
             model.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
         link.send(None)
 

@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from verl.machine import SHARED_MEMORY
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.models import LogProbModel, blocks
-from verl.training.weight_stream import received, send
+from verl.training.weight_stream import receive, send
 from verl.training.weights import write_weights
 
 RANKS = 2
@@ -51,7 +51,7 @@ def engine(link: Connection, layers: int) -> None:
     model = dict(LlamaForCausalLM(shape(layers)).bfloat16().named_parameters())
     while (given := link.recv()) is not None:
         folder = Path(given)
-        for name, tensor in read(folder) if folder.is_absolute() else received(given, CPU):
+        for name, tensor in read(folder) if folder.is_absolute() else receive(given, CPU):
             model[name].data.copy_(tensor)
         link.send(None)
 

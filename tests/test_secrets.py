@@ -22,7 +22,7 @@ from verl.errors import ConfigError, PreflightError, ToolError, explain, redact
 from verl.logs import MaskedFormatter
 from verl.single_controller.actors import ActorHost, RayWorkerGroup
 from verl.trainer import main_ppo
-from verl.training.network import forwarded
+from verl.training.network import forwarded_variables
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_an_actor_has_the_hubs_token_and_ray_logs_it_nowhere(
     ray.init("local", include_dashboard=False, num_cpus=1, logging_level=logging.ERROR)
     try:
         unset = {"HF_TOKEN": ""}  # as on a node of another Ray
-        environments = [forwarded(os.environ), forwarded(os.environ) | unset]
+        environments = [forwarded_variables(os.environ), forwarded_variables(os.environ) | unset]
         options = [ActorHost.options(num_cpus=0, runtime_env={"env_vars": e}) for e in environments]
         group = RayWorkerGroup(options, "rank", ConfigError)
         ray.get([host.build.remote(importlib.import_module, "os") for host in group.hosts])

@@ -77,7 +77,7 @@ class RolloutEngine(ABC):
         raise NotImplementedError(f"{type(self).__name__} takes no weights")
 
     async def cards(self) -> list[str]:
-        """The device of each of its workers, as `weight_stream.card` names it."""
+        """The device of each of its workers, as `weight_stream.device_key` names it."""
         raise NotImplementedError(f"{type(self).__name__} receives no weights")
 
     async def receive_weights(self, stream: str, version: int) -> None:

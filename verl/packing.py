@@ -1,9 +1,9 @@
 """Which sequences are computed together: over ranks, in micro-batches, behind one prompt.
 
-The samples of a group begin with the same prompt. Where a batch has the row `SHARED`, those that
-meet in a micro-batch are a family: the prompt's tokens are computed once, and each response behind
-them (`verl.training.models.PackedInputs`). What is counted here are computed tokens; ranks are
-balanced by their work, in which attention grows with the square of a sequence.
+The samples of a group begin with the same prompt. Where a batch has the row `SHARED_PROMPT`, those
+that meet in a micro-batch are a family: the prompt's tokens are computed once, and each response
+behind them (`verl.training.models.PackedInputs`). What is counted here are computed tokens; ranks
+are balanced by their work, in which attention grows with the square of a sequence.
 Without that row every sequence is a family by itself, and nothing else differs.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from verl.types import TokenBatch
 
-SHARED = "shared_prompt"
+SHARED_PROMPT = "shared_prompt"
 """Row (num_seqs,) of a batch: tokens at a sequence's beginning that its whole group has too."""
 LEAST_SHARE = 0.05
 """Share of a batch's tokens below which sparing them is not worth the copies of keys and values."""
@@ -83,11 +83,11 @@ class Packing:
 
     @classmethod
     def of(cls, batch: TokenBatch) -> Packing:
-        """The packing of a batch, with its prompts shared where it has the row `SHARED`."""
+        """The packing of a batch, with its prompts shared where it has the row `SHARED_PROMPT`."""
         lengths = batch.lengths.tolist()
-        if SHARED not in batch.rows:
+        if SHARED_PROMPT not in batch.rows:
             return cls(lengths, [0] * len(lengths), [])
-        return cls(lengths, batch.rows[SHARED].tolist(), batch.columns["group"])
+        return cls(lengths, batch.rows[SHARED_PROMPT].tolist(), batch.columns["group"])
 
     def families(self, indices: Sequence[int]) -> list[Family]:
         """Who of the sequences at `indices` share a prompt, in order of first members."""
@@ -107,7 +107,7 @@ class Packing:
         """What these sequences take together, as `Family.work` counts."""
         return sum(family.work(pair_cost) for family in self.families(indices))
 
-    def over_ranks(self, num_ranks: int, pair_cost: float = 0.0) -> list[list[int]]:
+    def split_over_ranks(self, num_ranks: int, pair_cost: float = 0.0) -> list[list[int]]:
         """Sequences of each rank: the division whose slowest rank has the least work.
 
         Whole groups repeat no prompt, but their parts can be divided more evenly; a rank may get
@@ -138,13 +138,13 @@ class Packing:
         bins = pack([unit.cost for unit in units], budget, at_least)
         return [sorted(i for u in one for i in units[u].members) for one in bins]
 
-    def spared(self, num_ranks: int, budget: int, pair_cost: float = 0.0) -> list[int]:
+    def saved_prompts(self, num_ranks: int, budget: int, pair_cost: float = 0.0) -> list[int]:
         """Lengths of the prompts that ranks with this budget need not compute, copy by copy."""
         if not any(self.shared):
             return []
         return [
             family.shared
-            for rank in self.over_ranks(num_ranks, pair_cost)
+            for rank in self.split_over_ranks(num_ranks, pair_cost)
             for micro in self.micro_batches(rank, budget)
             for family in self.families(micro)
             for _ in family.members[1:]
@@ -154,14 +154,14 @@ class Packing:
 def share_prompts(batch: TokenBatch) -> None:
     """Have the prompts of groups computed once, where it is worth it.
 
-    Adds the row `SHARED` if at least `LEAST_SHARE` of the batch's tokens are spared by it.
+    Adds the row `SHARED_PROMPT` if at least `LEAST_SHARE` of the batch's tokens are spared by it.
     """
-    batch.rows[SHARED] = common_prompts(batch)
-    if spared_share(batch) < LEAST_SHARE:
-        del batch.rows[SHARED]
+    batch.rows[SHARED_PROMPT] = common_prompts(batch)
+    if saved_token_share(batch) < LEAST_SHARE:
+        del batch.rows[SHARED_PROMPT]
 
 
-def spared_share(batch: TokenBatch) -> float:
+def saved_token_share(batch: TokenBatch) -> float:
     """The share of the batch's tokens that need not be computed while groups stay whole."""
     computed = Packing.of(batch).num_tokens(range(len(batch)))
     return 1.0 - computed / batch.num_tokens if batch.num_tokens else 0.0
@@ -213,11 +213,11 @@ def split_by_work(batch: TokenBatch, num_sp_groups: int, pair_cost: float = 0.0)
     With fewer sequences than groups, some groups get an empty shard; their ranks still take part
     in every collective call.
     """
-    parts = Packing.of(batch).over_ranks(num_sp_groups, pair_cost)
+    parts = Packing.of(batch).split_over_ranks(num_sp_groups, pair_cost)
     return Split(parts, [batch.select(part) for part in parts])
 
 
-def together(groups: Sequence[str], num_parts: int) -> list[list[int]]:
+def scheduling_units(groups: Sequence[str], num_parts: int) -> list[list[int]]:
     """Indices of each of `groups`, which one engine is to get so that the common prefix is cached
     once; where groups are fewer than parts each index by itself, so that no part is idle."""
     members: dict[str | int, list[int]] = {}
@@ -233,7 +233,7 @@ def split_groups(groups: Sequence[str], num_parts: int) -> list[list[int]]:
     Each goes where the fewest indices are, so that parts differ by at most the largest group.
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    for indices in together(groups, num_parts):
+    for indices in scheduling_units(groups, num_parts):
         min(parts, key=len).extend(indices)
     return parts
 

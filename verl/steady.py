@@ -26,7 +26,7 @@ are freed; it no longer does once anything was set."""
 
 
 @contextlib.contextmanager
-def kept_memory() -> Iterator[None]:
+def keep_freed_memory() -> Iterator[None]:
     """Inside of it no memory is given back."""
     _give_back(NEVER)
     try:
@@ -40,7 +40,7 @@ def steady_memory() -> Iterator[None]:
     """Inside of it no memory is given back and no garbage is collected but by `gc.collect`, which
     passes over all that was there before."""
     was_enabled = gc.isenabled()
-    with kept_memory():
+    with keep_freed_memory():
         gc.collect()
         gc.freeze()
         gc.disable()

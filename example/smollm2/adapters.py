@@ -20,7 +20,7 @@ from torch import Tensor
 
 from search_r1.inference.options import SETTINGS_FILE
 from verl.errors import ModelError, explain
-from verl.training.lora import PREFIX, Adapter, config_of
+from verl.training.lora import PREFIX, Adapter, peft_config_of_record
 
 WEIGHTS = "adapter_model.safetensors"
 LIMIT_BYTES = 12_000_000
@@ -83,7 +83,7 @@ def write(
     if size > LIMIT_BYTES:
         fix = "lower sft_rank or rl_rank in example/smollm2/run.sh"
         raise ModelError(explain("adapter", f"{size} bytes", f"at most {LIMIT_BYTES}", fix))
-    config = config_of({
+    config = peft_config_of_record({
         "lora_rank": whole.rank,
         "lora_alpha": whole.rank,
         "target_modules": {module.rpartition(".")[2] for module in whole.modules},

@@ -80,7 +80,9 @@ def play(config: Config, rank: int = 0, size: int = 1, port: int | None = None) 
 
 def weights(worker: TrainerWorker) -> Tensor:
     """All that is learned, by policy and critic, as one float64 vector."""
-    found = [x for engine in worker.engines.values() for x in engine.full_learned().values()]
+    found = [
+        x for engine in worker.models.values() for x in engine.full_trained_parameters().values()
+    ]
     return torch.cat([x.detach().cpu().double().flatten() for x in found])
 
 

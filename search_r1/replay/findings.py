@@ -27,7 +27,7 @@ from verl.data.trajectories import RecordedTrajectory, make_row
 from verl.rewards.interface import Reward, RewardManager
 from verl.trainer.collection import Samples
 from verl.trainer.learning import add_advantages, assemble
-from verl.training.actor import Columns, loss_mask
+from verl.training.actor import TargetColumns, loss_mask
 from verl.training.devices import resolve_device, rollout_dtype
 from verl.training.models import LogProbModel, PackedInputs, load_causal_lm
 from verl.types import Origin, Status, TokenBatch, Trajectory
@@ -101,7 +101,7 @@ def _gradient(
     """Of the sequence's share of the policy loss, by parameter."""
     actor = config.actor_rollout_ref.actor
     inputs = PackedInputs.of(batch, loss_mask(batch), device)
-    columns = Columns(batch, inputs)
+    columns = TargetColumns(batch, inputs)
     log_probs, _ = model(inputs, config.actor_rollout_ref.rollout.temperature or 1.0)
     high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
     given = PolicyLossInputs(

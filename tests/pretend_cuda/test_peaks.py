@@ -98,8 +98,8 @@ def test_an_update_waits_and_gathers_no_more_than_it_must(
         assert costs["collectives"]["all_reduce"] == 1, "the gradient's norm"
     assert costs["collectives"]["allreduce"] == 3, "micro-batches, sums, largest mismatch"
     waits = {
-        "copy to device in training/fsdp.py:reduced": 1,
-        "copy to host in training/fsdp.py:reduced": 3,
+        "copy to device in training/fsdp.py:all_reduced": 1,
+        "copy to host in training/fsdp.py:all_reduced": 3,
         "item in training/fsdp.py:step": 1,
     }  # none for a micro-batch: the next is sent while the device computes
     assert costs["syncs"] == waits

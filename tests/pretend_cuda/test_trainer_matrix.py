@@ -129,12 +129,12 @@ def test_sequence_parallel_ranks_exchange_twice_a_pass_of_a_block(outcomes: dict
 def test_no_micro_batch_is_waited_for(phase: str, outcomes: dict[str, Any]) -> None:
     """The host waits for their number before the first, and after the last for what they found."""
     waits = {
-        "copy to device in training/fsdp.py:reduced": 1,
-        "copy to host in training/fsdp.py:reduced": 1,
+        "copy to device in training/fsdp.py:all_reduced": 1,
+        "copy to host in training/fsdp.py:all_reduced": 1,
     }
     if phase.startswith("update"):
-        waits["copy to host in training/fsdp.py:reduced"] += 1 + (phase == "update_actor")
+        waits["copy to host in training/fsdp.py:all_reduced"] += 1 + (phase == "update_actor")
         waits["item in training/fsdp.py:step"] = 1
     else:
-        waits["copy to host in training/actor.py:at_targets"] = 1
+        waits["copy to host in training/actor.py:compute_at_targets"] = 1
     assert outcomes["ppo-none-8-bfloat16"]["phases"][phase]["costs"]["syncs"] == waits

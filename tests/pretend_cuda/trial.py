@@ -191,7 +191,7 @@ class Trial:
         config, world = self.case.config(), self.case.world
         with self.mode:
             worker = TrainerWorker(config, 0, world, "127.0.0.1", 1, 100)
-        self.see(worker.engines.values())
+        self.see(worker.models.values())
         batch = make_batch(self.case)
         self.phase("log_probs", lambda: worker.actor.log_probs(batch))
         self.phase("ref_log_probs", lambda: worker.reference.log_probs(batch))
@@ -201,7 +201,7 @@ class Trial:
         found = self.phase("update_actor", lambda: worker.actor.update(batch))
         self.outcome.metrics = {name: float(value) for name, value in found.items()}
         if self.case.shape == "tiny":
-            self.phase("tensors", lambda: [e.tensors() for e in worker.engines.values()])
+            self.phase("tensors", lambda: [e.state_tensors() for e in worker.models.values()])
             with tempfile.TemporaryDirectory() as folder:
                 self.phase("save_weights", lambda: worker.save_policy(folder, self.case.dtype))
         self.outcome.held = self.ledger.live
@@ -211,7 +211,7 @@ class Trial:
         """What a step asks of a critic on devices of its own."""
         with self.mode:
             worker = CriticWorker(self.case.config(), 0, self.case.world, "127.0.0.1", 1, 100)
-        self.see(worker.engines.values())
+        self.see(worker.models.values())
         batch = make_batch(self.case)
         self.phase("values", lambda: worker.critic.values(batch))
         found = self.phase("update_critic", lambda: worker.critic.update(batch))

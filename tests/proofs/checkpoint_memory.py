@@ -29,7 +29,7 @@ from verl.config import OptimConfig
 from verl.ports import free_port
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.models import LogProbModel, blocks
-from verl.training.shards import ShardWriter, num_bytes, save_shards
+from verl.training.shards import ShardWriter, save_shards, shard_bytes
 
 MIB = 1 << 20
 SIZES = {"small": (256, 8), "large": (512, 8)}
@@ -68,7 +68,7 @@ def build_engine(width: int, layers: int) -> FsdpModel:
     lm = LlamaForCausalLM(config)
     options = FsdpOptions(torch.float32, num_updates=1, optim=OptimConfig())
     engine = FsdpModel(LogProbModel(lm), blocks(lm, lm), torch.device("cpu"), options)
-    for tensor in engine.tensors().values():  # zeros that were never written take no memory
+    for tensor in engine.state_tensors().values():  # zeros that were never written take no memory
         if tensor.ndim:
             tensor.add_(1e-3)
     return engine
@@ -77,7 +77,7 @@ def build_engine(width: int, layers: int) -> FsdpModel:
 def gather(engine: FsdpModel, folder: Path) -> None:
     """Whole tensors on the first rank, then one file: what this project does not do."""
     whole = {}
-    for name, tensor in engine.tensors().items():
+    for name, tensor in engine.state_tensors().items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if dist.get_rank() == 0:
             whole[name] = full
@@ -134,7 +134,7 @@ def run_rank(
         for way, number in save_all
     }
     count = sum(parameter.numel() for parameter in engine.module.parameters())
-    answers.put((num_bytes({"actor": engine}) / MIB, found, count))
+    answers.put((shard_bytes({"actor": engine}) / MIB, found, count))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -100,7 +100,7 @@ def measure(model: str, ranks: tuple[int, int], steps: int, batch: TokenBatch, o
 
     step()
     times = [seconds(step) for _ in range(steps)]
-    learned = [x for engine in worker.engines.values() for x in engine.learned().values()]
+    learned = [x for engine in worker.models.values() for x in engine.trained_parameters().values()]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save = seconds(lambda: worker.save_checkpoint(folder / "checkpoint"))

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from tests.verl.training.ranks import make_groups
 from verl.packing import (
-    SHARED,
+    SHARED_PROMPT,
     Packing,
     balance,
     common_prompts,
     join_tokens,
     pack,
+    saved_token_share,
     share_prompts,
-    spared_share,
     split_by_work,
     split_groups,
 )
@@ -61,7 +61,7 @@ def test_ranks_get_each_sequence_once_and_never_more_than_without_sharing(
 ) -> None:
     """The slowest rank computes no more than if sequences were divided by their length."""
     packing = shared(groups)
-    parts = packing.over_ranks(num_ranks)
+    parts = packing.split_over_ranks(num_ranks)
     assert len(parts) == num_ranks
     assert sorted(i for part in parts for i in part) == list(range(len(packing.lengths)))
     alone = balance(packing.lengths, num_ranks)
@@ -76,17 +76,17 @@ def test_without_shared_prompts_sequences_go_as_ever(
     """By the rules of `balance` and `pack` alone."""
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     packing = Packing.of(TokenBatch(offsets))
-    assert packing.over_ranks(num_ranks) == balance(lengths, num_ranks)
+    assert packing.split_over_ranks(num_ranks) == balance(lengths, num_ranks)
     every = range(len(lengths))
     assert packing.micro_batches(every, budget, 2) == pack(lengths, budget, 2)
-    assert packing.spared(num_ranks, budget) == []
+    assert packing.saved_prompts(num_ranks, budget) == []
 
 
 @given(groups_strategy, st.integers(1, 5), st.sampled_from([0.01, 1.0]))
 def test_ranks_are_balanced_by_work(groups: Groups, num_ranks: int, pair_cost: float) -> None:
     """No rank has more than the mean and the longest unit, where attention's square counts."""
     packing = shared(groups)
-    parts = packing.over_ranks(num_ranks, pair_cost)
+    parts = packing.split_over_ranks(num_ranks, pair_cost)
     assert sorted(i for part in parts for i in part) == list(range(len(packing.lengths)))
     alone = [packing.work([i], pair_cost) for i in range(len(packing.lengths))]
     assert alone == pytest.approx([n + pair_cost * n * n for n in packing.lengths])
@@ -97,8 +97,8 @@ def test_ranks_are_balanced_by_work(groups: Groups, num_ranks: int, pair_cost: f
 def test_a_long_sequence_counts_for_more_than_its_tokens() -> None:
     """By tokens 8 goes with a 4; with attention the four short ones are the lesser work."""
     lengths = Packing([8, 4, 4, 4, 4], [0] * 5, [])
-    assert lengths.over_ranks(2) == [[0, 3], [1, 2, 4]]
-    assert lengths.over_ranks(2, pair_cost=1.0) == [[0], [1, 2, 3, 4]]
+    assert lengths.split_over_ranks(2) == [[0, 3], [1, 2, 4]]
+    assert lengths.split_over_ranks(2, pair_cost=1.0) == [[0], [1, 2, 3, 4]]
     family = shared([(10, [5, 5])])  # the prompt's square once, what follows with its prompt
     assert family.work([0, 1], 1.0) == 20 + 10**2 + 2 * (15**2 - 10**2)
 
@@ -109,8 +109,8 @@ def test_groups_stay_whole_where_they_fit() -> None:
     every = range(9)
     assert packing.micro_batches(every, 12) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert packing.micro_batches(every, 24) == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
-    assert packing.over_ranks(3) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert packing.spared(3, 24) == [6] * 6
+    assert packing.split_over_ranks(3) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert packing.saved_prompts(3, 24) == [6] * 6
 
 
 def test_a_group_is_divided_where_it_is_too_large() -> None:
@@ -118,8 +118,8 @@ def test_a_group_is_divided_where_it_is_too_large() -> None:
     packing = shared([(4, [3, 3, 3, 3])])
     assert packing.num_tokens(range(4)) == 16
     assert packing.micro_batches(range(4), 15) == [[0, 1], [2, 3]]
-    assert packing.over_ranks(2) == [[0, 1], [2, 3]]
-    assert packing.spared(2, 15) == [4, 4]
+    assert packing.split_over_ranks(2) == [[0, 1], [2, 3]]
+    assert packing.saved_prompts(2, 15) == [4, 4]
 
 
 def test_copied_keys_take_a_part_of_the_budget() -> None:
@@ -147,15 +147,15 @@ def test_prompts_are_shared_where_that_spares_enough(prompt: int, is_worth_it: b
     """3 of 62 tokens are less than a twentieth, 4 of 64 are more."""
     batch = make_groups([(prompt, [28, 28])])
     share_prompts(batch)
-    assert (SHARED in batch.rows) is is_worth_it
-    assert spared_share(batch) == pytest.approx(prompt / (2 * prompt + 56) * is_worth_it)
+    assert (SHARED_PROMPT in batch.rows) is is_worth_it
+    assert saved_token_share(batch) == pytest.approx(prompt / (2 * prompt + 56) * is_worth_it)
 
 
 def test_nothing_is_shared_of_a_batch_without_sequences() -> None:
     """A step whose trajectories were all lost."""
     batch = make_groups([(3, [28, 28])]).select([])
     share_prompts(batch)
-    assert spared_share(batch) == 0 and SHARED not in batch.rows
+    assert saved_token_share(batch) == 0 and SHARED_PROMPT not in batch.rows
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=10), st.integers(1, 4))

@@ -15,7 +15,7 @@ from typing import Self
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 
-from verl.training.stored import reading
+from verl.training.checkpoint_files import checkpoint_errors
 from verl.types import Origin, Segment, Status, Trajectory, TrajectoryKey
 
 FILE = "ahead.jsonl"
@@ -73,6 +73,6 @@ def read(step_dir: Path) -> dict[TrajectoryKey, Finished]:
     path = step_dir / FILE
     if not path.exists():
         return {}
-    with reading(path), path.open(encoding="utf-8") as file:
+    with checkpoint_errors(path), path.open(encoding="utf-8") as file:
         rows = map(Finished.model_validate_json, file)
         return {(row.group, row.sample, row.greedy): row for row in rows}

@@ -15,11 +15,11 @@ from verl.checkpoint.folders import EXPECTED, is_complete
 from verl.errors import ConfigError, explain
 from verl.model_files import check_weights, is_finite, model_errors, refuse_non_finite
 from verl.remote_code import trusts_remote_code
+from verl.training.checkpoint_files import ShardReader, checkpoint_errors, load_tensors
 from verl.training.devices import DTYPES
-from verl.training.lora import Adapter, check_base, config_of
+from verl.training.lora import Adapter, check_base, peft_config_of_record
 from verl.training.models import load_causal_lm
 from verl.training.shards import ADAPTERS_FILE, read_adapters
-from verl.training.stored import ShardReader, load_tensors, reading
 from verl.training.weights import SHARD_BYTES, copy_tokenizer, whole_folder, write_weights
 
 
@@ -80,9 +80,9 @@ def _write_model(
 
 def _read_adapter(step_dir: Path, record: Mapping[str, Any], base: str | None) -> Adapter:
     """The policy's adapter, over `base` if that is where its base lies now."""
-    with reading(step_dir / ADAPTERS_FILE):
+    with checkpoint_errors(step_dir / ADAPTERS_FILE):
         check_base(record, base or record["base"])
-        config = config_of({**record, "base": base or record["base"]})
+        config = peft_config_of_record({**record, "base": base or record["base"]})
     return Adapter.of_parameters(config, dict(_read_policy(step_dir / "shards")), "actor")
 
 

@@ -26,7 +26,12 @@ from pydantic import TypeAdapter
 
 from verl.errors import ConfigError, explain
 from verl.files import fsync, move_aside
-from verl.training.stored import random_states, read_states, reading, set_random_states
+from verl.training.checkpoint_files import (
+    checkpoint_errors,
+    random_states,
+    read_state_file,
+    set_random_states,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +78,7 @@ def write_state(step_dir: Path, state: Mapping[str, Any]) -> None:
 
 def read_state(step_dir: Path) -> dict[str, Any]:
     """What `write_state` wrote. Raises ModelError."""
-    with reading(step_dir / STATE_FILE):
+    with checkpoint_errors(step_dir / STATE_FILE):
         return dict(json.loads((step_dir / STATE_FILE).read_text()))
 
 
@@ -101,7 +106,7 @@ class RunState:
     @classmethod
     def read(cls, step_dir: Path) -> Self:
         """A checkpoint's, which may hold more, and less if it is an old one. Raises ModelError."""
-        with reading(step_dir / STATE_FILE):
+        with checkpoint_errors(step_dir / STATE_FILE):
             state = TypeAdapter(cls).validate_python(read_state(step_dir))
             if state.step != step_of(step_dir) or not math.isfinite(state.kl_coef):
                 raise ValueError(f"it says step {state.step}, KL coefficient {state.kl_coef}")
@@ -118,8 +123,8 @@ def read_driver_random(step_dir: Path) -> None:
     """Bring the driver's random states back, where the checkpoint has them. Raises ModelError."""
     path = step_dir / DRIVER_FILE
     if path.exists():
-        with reading(path):
-            set_random_states(read_states(path))
+        with checkpoint_errors(path):
+            set_random_states(read_state_file(path))
 
 
 def refuse_changes(step_dir: Path) -> None:
@@ -128,7 +133,7 @@ def refuse_changes(step_dir: Path) -> None:
     The marker of an older one lists nothing.
     """
     marker = step_dir / MARKER
-    with reading(marker):
+    with checkpoint_errors(marker):
         found = json.loads(marker.read_text())
         listed = {} if found == step_of(step_dir) else found["files"]
         for name, facts in listed.items():

@@ -23,9 +23,9 @@ from verl.core_algos.advantages import ADVANTAGES
 from verl.data.rows import file_list
 from verl.data.trajectories import recorded_files
 from verl.errors import ConfigError, ModelError
+from verl.training.checkpoint_files import ShardReader, checkpoint_errors, read_state_file
 from verl.training.lora import fingerprint
-from verl.training.shards import folders_of, rank_file, read_adapters
-from verl.training.stored import ShardReader, read_states, reading
+from verl.training.shards import rank_file, read_adapters, shard_folders
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def check_resume(config: Config, present: Mapping[str, Any]) -> None:
     if "config" not in saved:
         logger.warning("%s does not say with which options and data it was made", step_dir)
         return
-    with reading(step_dir / folders.STATE_FILE):
+    with checkpoint_errors(step_dir / folders.STATE_FILE):
         problems = [*_options(saved, present, config), *_fingerprints(saved, present, config)]
     if problems:
         lines = "\n".join(f"  - {problem}" for problem in problems)
@@ -95,9 +95,9 @@ def check_contents(config: Config) -> None:
         ahead.read(step_dir)
         read_adapters(step_dir)
         if (step_dir / DRIVER_FILE).exists():
-            read_states(step_dir / DRIVER_FILE)
-        for folder in folders_of(step_dir):
-            read_states(rank_file(folder, 0))
+            read_state_file(step_dir / DRIVER_FILE)
+        for folder in shard_folders(step_dir):
+            read_state_file(rank_file(folder, 0))
             ShardReader(folder / "shards").read_metadata()
     except ModelError as error:
         step = folders.step_of(step_dir)

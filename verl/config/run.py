@@ -234,7 +234,7 @@ class Config:
     def max_num_seqs(self, on_gpu: bool) -> int:
         """Trajectories that one engine decodes at once: what was asked for, or all it is given.
 
-        An engine is given whole groups where there are enough (`verl.packing.together`).
+        An engine is given whole groups where there are enough (`verl.packing.scheduling_units`).
         """
         rollout, engines = self.actor_rollout_ref.rollout, self.num_engines(on_gpu)
         if rollout.max_num_seqs is not None:

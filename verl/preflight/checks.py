@@ -43,10 +43,10 @@ from verl.preflight.servers import server_problems
 from verl.remote_code import trusts_remote_code
 from verl.rollout import schedule
 from verl.rollout.interface import engine_problems
-from verl.training.devices import cores_of
+from verl.training.devices import cores_for
 from verl.training.kernels import kernel_problems
 from verl.training.loading import is_cached, model_folder, weight_bytes
-from verl.training.lora import Adapter, check_same, peft_config
+from verl.training.lora import Adapter, check_same_adapters, peft_config
 from verl.training.sequence_parallel import check_heads
 from verl.training.shards import read_adapters
 
@@ -203,7 +203,7 @@ def _devices(config: Config) -> Iterator[UserError]:
         return
     num_cores, num_ranks = os.cpu_count() or 1, trainer.n_gpus_per_node + critic
     try:
-        cores_of(own, is_engine=False)
+        cores_for(own, is_engine=False)
     except ResourceError as error:
         yield error
     if num_ranks > max(2, num_cores):
@@ -267,7 +267,7 @@ def adapter_problems(config: Config) -> Iterator[UserError]:
         folder = Path(config.trainer.default_local_dir)
         step_dir = folders.resolve(config.trainer.resume_mode, folder)
         if step_dir is not None:
-            check_same(read_adapters(step_dir), records)
+            check_same_adapters(read_adapters(step_dir), records)
     except ConfigError as error:
         yield error
 
@@ -280,6 +280,6 @@ def _record(key: str, options: AdapterConfig, path: str) -> dict[str, Any]:
             with model_errors(path):
                 config = AutoConfig.from_pretrained(path, **code)
             lm = AutoModelForCausalLM.from_config(config, **code)
-        return Adapter(peft_config(lm, options), {}).record()
+        return Adapter(peft_config(lm, options), {}).adapter_record()
     except (UserError, OSError, ValueError) as error:
         raise ConfigError(f"{key}: {error}") from error

@@ -32,7 +32,7 @@ from verl.remote_code import set_trust
 from verl.rollout.interface import INTERRUPTED, build_engine
 from verl.rollout.pool import Claims, Slots, trajectory_keys
 from verl.rollout.schedule import Schedule, TurnPart, load_schedule
-from verl.training.devices import device_type, keep_to_cores, rollout_dtype
+from verl.training.devices import device_type, pin_to_cores, rollout_dtype
 from verl.types import Completion, EngineCounts, Sampling, Trajectory, TrajectoryKey, TurnTimes
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class RolloutReplica:
         """Nothing heavy yet: `engine.start` loads the model."""
         set_trust(config.actor_rollout_ref.model.trust_remote_code)
         if config.is_split and device_type(config.trainer.device) == "cpu":
-            keep_to_cores(config.trainer.rollout_gpus, is_engine=True)
+            pin_to_cores(config.trainer.rollout_gpus, is_engine=True)
         self.config = config
         self.agent = agent_factory(config)
         self.engine = build_engine(config, replica)

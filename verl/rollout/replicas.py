@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from ray.exceptions import RayError, RayTaskError
 
 from verl.errors import ReplicaLost, UserError
-from verl.packing import split_groups, together
+from verl.packing import scheduling_units, split_groups
 from verl.rollout.pool import Claims, RolloutPool, RolloutRequest
 from verl.rollout.replica import RolloutReplica
 from verl.single_controller.actors import RayWorkerGroup, Restarts, cause_of
@@ -268,7 +268,7 @@ class RolloutReplicas(RolloutPool):
             parts = split_groups(groups, number)
             return [Claims([[left[i] for i in part]]) for part in parts]
         self._num_requests += 1
-        own = [[left[i] for i in positions] for positions in together(groups, number)]
+        own = [[left[i] for i in positions] for positions in scheduling_units(groups, number)]
         most = -(-len(left) // number)
         return [Claims(own, most, self._num_requests, self.group.peer(0))] * number
 

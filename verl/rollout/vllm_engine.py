@@ -31,7 +31,7 @@ from verl.rollout.interface import (
     RolloutEngine,
     engine_takes_adapter,
 )
-from verl.training.devices import SPINS, device_type, rollout_dtype
+from verl.training.devices import SPIN_COUNT, device_type, rollout_dtype
 from verl.types import Completion, EngineCounts, Sampling
 
 CPU_ENV = {
@@ -41,7 +41,7 @@ CPU_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Threads that spin for long take the cores from whoever has work (`trainer.groups.cpu_env`).
     "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": SPINS,
+    "GOMP_SPINCOUNT": SPIN_COUNT,
 }
 QUIET_ENV = {
     "VLLM_LOGGING_LEVEL": "ERROR",

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from verl.model_files import is_finite
 from verl.training.weight_broadcast import SCHEME, WeightReceiver
-from verl.training.weight_stream import card, received
+from verl.training.weight_stream import device_key, receive
 
 # A worker's progress bars need no lock between processes: its semaphore outlives a worker's kill.
 tqdm.set_lock(threading.RLock())
@@ -52,7 +52,7 @@ class WeightLoading:
 
     def card(self) -> str:
         """The device that a rank must be on for `receive_weights`."""
-        return card(self.device)
+        return device_key(self.device)
 
     def receive_weights(self, stream: str) -> str:
         """Reload all weights from what a rank sends; returns why they did not come whole, if so."""
@@ -66,10 +66,10 @@ class WeightLoading:
     def _coming(self, stream: str) -> Iterator[tuple[str, Tensor]]:
         """From the first rank of the run, or from the one on this device."""
         if not stream.startswith(SCHEME):
-            return received(stream, self.device)
+            return receive(stream, self.device)
         if self._receiver is None or self._receiver.stream != stream:
             self._receiver = WeightReceiver(stream, self.device)
-        return self._receiver.received()
+        return self._receiver.receive()
 
     def repair_verification(self) -> None:
         """Have vLLM's CPU build verify guesses at the temperature that was asked for.

@@ -39,8 +39,8 @@ from verl.packing import split_by_work
 from verl.ports import free_port
 from verl.remote_code import set_trust
 from verl.sft.demonstrations import load_demonstrations
-from verl.steady import kept_memory
-from verl.training.actor import Columns
+from verl.steady import keep_freed_memory
+from verl.training.actor import TargetColumns
 from verl.training.devices import (
     DTYPES,
     join_process_group,
@@ -48,8 +48,8 @@ from verl.training.devices import (
     resolve_dtype,
     share_threads,
 )
-from verl.training.fsdp import SCHEDULES, FsdpModel, FsdpOptions, StepResult, reduced
-from verl.training.lora import Role, adapted_engine, policy_adapter, policy_weights
+from verl.training.fsdp import SCHEDULES, FsdpModel, FsdpOptions, StepResult, all_reduced
+from verl.training.lora import Role, build_adapted_model, policy_adapter, policy_weights
 from verl.training.models import LogProbModel, PackedInputs, blocks, load_causal_lm
 from verl.training.weights import copy_tokenizer, whole_folder, write_weights
 from verl.types import TokenBatch
@@ -175,10 +175,10 @@ def train_step(engine: FsdpModel, batch: TokenBatch, budget: int) -> tuple[float
     for _, micro in engine.micro_batches(shard, budget):
         inputs = PackedInputs.of(micro, micro.tokens["policy_mask"], engine.device)
         log_probs, _ = engine.forward(inputs, 1.0)
-        loss = -weighted_sum(log_probs, Columns(micro, inputs)["loss_weights"])
+        loss = -weighted_sum(log_probs, TargetColumns(micro, inputs)["loss_weights"])
         engine.backward(loss)
         losses.append(loss.detach())
-    loss_value = float(reduced(torch.stack(losses).sum(), engine.device))
+    loss_value = float(all_reduced(torch.stack(losses).sum(), engine.device))
     return loss_value, engine.step(is_finite=bool(np.isfinite(loss_value)))
 
 
@@ -199,7 +199,7 @@ def build_engine(config: SftConfig, lm: Any, device: torch.device) -> FsdpModel:
     if config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     if config.has_adapter:
-        return adapted_engine(lm, {Role.ACTOR: config}, device, options)
+        return build_adapted_model(lm, {Role.ACTOR: config}, device, options)
     return FsdpModel(LogProbModel(lm), blocks(lm, lm), device, options)
 
 
@@ -231,7 +231,7 @@ def _train(config: SftConfig, part: Path | None) -> list[float]:
         check_model("model_path", config.model_path)
     device = join_ranks(config)
     # On CPU the pages of activations are else new ones in each step.
-    with kept_memory() if device.type == "cpu" else contextlib.nullcontext():
+    with keep_freed_memory() if device.type == "cpu" else contextlib.nullcontext():
         return _learn(config, part, device)
 
 

@@ -36,7 +36,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from verl.errors import UserError
 from verl.ports import free_port
 from verl.single_controller.reaper import PART, OrphanReaper, sweep
-from verl.training.network import private
+from verl.training.network import secret_variables
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class RayWorkerGroup:
 
     def _start(self) -> list[Any]:
         """New actors, which have the driver's secrets before anything else is asked of them."""
-        hosts, secrets = [option.remote() for option in self._options], private(os.environ)
+        hosts, secrets = [option.remote() for option in self._options], secret_variables(os.environ)
         for host in hosts if secrets else ():
             host.inherit.remote(secrets)
         return hosts

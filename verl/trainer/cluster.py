@@ -33,7 +33,7 @@ from verl.remote_code import set_trust
 from verl.rollout.interface import WEIGHTS_DIR, engine_takes_adapter
 from verl.training.devices import device_type
 from verl.training.loading import weight_bytes
-from verl.training.network import private
+from verl.training.network import secret_variables
 
 SHARED_SECONDS = 20.0
 """How long a file may take to be seen on another node: network file systems cache folders."""
@@ -177,7 +177,7 @@ def _report(
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = inspect_node.options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
     try:
-        return ray.get(task.remote(config, tools, probe, private(os.environ)))
+        return ray.get(task.remote(config, tools, probe, secret_variables(os.environ)))
     except RayError as error:
         cause = str(error).strip().splitlines()[-1]
         fix = f"use one environment on all nodes, and the project at {ROOT} or installed in it"

@@ -35,8 +35,8 @@ from verl.single_controller.placement import (
 from verl.single_controller.reaper import MARK, OrphanReaper
 from verl.trainer.cluster import JOB_CONFIG, anchored, check_nodes, uses_gpus
 from verl.trainer.ranks import Division, TrainerRanks
-from verl.training.devices import DETERMINISTIC_ENV, SPINS, rollout_dtype
-from verl.training.network import forwarded
+from verl.training.devices import DETERMINISTIC_ENV, SPIN_COUNT, rollout_dtype
+from verl.training.network import forwarded_variables
 from verl.training.worker import CriticWorker, TrainerWorker, TrainingRank
 
 
@@ -61,7 +61,7 @@ def place_ranks(config: Config, tools: EnvironmentFactory, reaper: OrphanReaper)
     nodes = {node: address for room in rooms for node, address in nodes_of(room).items()}
     check_nodes(config, tools, nodes)
     threads = gpu_threads(nodes, config.gpus_per_node) if use_gpu else cpu_env(_is_crowded(config))
-    env = forwarded(os.environ) | threads | {MARK: reaper.mark}
+    env = forwarded_variables(os.environ) | threads | {MARK: reaper.mark}
     if config.trainer.deterministic:
         env |= DETERMINISTIC_ENV
     groups = create_ranks(config, rooms, use_gpu, env)
@@ -247,7 +247,7 @@ def cpu_env(is_crowded: bool = False) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
         "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "0" if is_crowded else SPINS),
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "0" if is_crowded else SPIN_COUNT),
         "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_ARENA_MAX": "1",

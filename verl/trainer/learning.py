@@ -24,7 +24,7 @@ from verl.packing import share_prompts
 from verl.trainer.collection import Samples
 from verl.trainer.metrics import mean_by_key
 from verl.trainer.ranks import TrainerRanks
-from verl.training.actor import correction
+from verl.training.actor import rollout_correction
 from verl.types import Metrics, TokenBatch
 
 UNTOLD = ("actor_rollout_ref.actor.old_log_probs=recompute, actor.rollout_is=none and no "
@@ -129,7 +129,7 @@ def token_signals(batch: TokenBatch, config: Config) -> list[Signals]:
     if old is not None and (actor.rollout_is != "none" or actor.rollout_mask_threshold is not None):
         rollout = torch.where(tokens["policy_mask"], tokens["rollout_log_probs"], old)
         ids, weights = sequence_ids(batch.offsets), torch.zeros(batch.num_tokens)
-        weights[mask] = correction(actor, old[mask], rollout[mask], ids[mask])
+        weights[mask] = rollout_correction(actor, old[mask], rollout[mask], ids[mask])
         found["rollout_weights"] = weights
     known = {name: column.where(mask, torch.nan).numpy() for name, column in found.items()}
     starts = batch.offsets.tolist()

@@ -13,7 +13,7 @@ from torch import Tensor
 from verl.data.trajectories import num_calls
 from verl.monitor.guard import LENGTH_CLIP, MALFORMED, NO_ANSWER, TOOL_USE
 from verl.monitor.performance import Timings as Timings
-from verl.packing import spared_share
+from verl.packing import saved_token_share
 from verl.rewards.interface import Reward
 from verl.types import EngineCounts, Metrics, Origin, Status, TokenBatch, Trajectory
 
@@ -159,7 +159,7 @@ def throughput_metrics(batch: TokenBatch, timings: Timings, num_gpus: int) -> Me
     tokens = float(batch.num_tokens)
     return {
         "perf/total_num_tokens": tokens,
-        "perf/shared_token_share": spared_share(batch),
+        "perf/shared_token_share": saved_token_share(batch),
         "perf/throughput": tokens / max(timings.phases_total, 1e-9),
         "perf/tokens_per_second_per_gpu": tokens / max(timings.elapsed, 1e-9) / num_gpus,
     }

@@ -19,7 +19,7 @@ from verl.single_controller.actors import Call, RayWorkerGroup
 from verl.training.devices import PeakMemory
 from verl.training.node_folder import on_node
 from verl.training.weight_broadcast import SCHEME
-from verl.training.weight_stream import Sent
+from verl.training.weight_stream import TransferStats
 from verl.types import Metrics, TokenBatch
 
 SEEN = frozenset({"input_ids", "policy_mask", "loss_mask", "value_mask"})
@@ -125,7 +125,7 @@ class TrainerRanks:
         ConfigError for a card without a rank.
         """
         counts = [0] * len(self.group) if stream.startswith(SCHEME) else self._per_rank(cards)
-        sent: list[Sent] = self.group.scatter("send_policy", counts, stream, dtype)
+        sent: list[TransferStats] = self.group.scatter("send_policy", counts, stream, dtype)
         self._sent = {"perf/weights_sent_bytes": float(sum(one.num_bytes for one in sent))}
         if num_elements := sum(one.num_elements for one in sent):
             num_changed = sum(one.num_changed for one in sent)
@@ -140,7 +140,7 @@ class TrainerRanks:
     def _per_rank(self, cards: Sequence[str]) -> list[int]:
         """How many of the workers on these cards each rank sends to."""
         left = Counter(cards)
-        counts = [left.pop(card, 0) for card in self.group.call("card_name")]
+        counts = [left.pop(card, 0) for card in self.group.call("device_key")]
         if left:
             got = f"an engine on {', '.join(left)}, where no rank is"
             fix = "actor_rollout_ref.rollout.weight_sync=files"
@@ -171,7 +171,7 @@ class TrainerRanks:
         return all(needed[host] < 0.8 * available for host, _, available in room)
 
     def _room(self) -> list[list[Any]]:
-        return self._on_all("checkpoint_room")
+        return self._on_all("checkpoint_memory")
 
     def _on_all(self, method: str, *args: Any) -> list[list[Any]]:
         """The same call on every rank at once; the answers of each group."""
@@ -203,7 +203,7 @@ class TrainerRanks:
 
     def peak_flops(self) -> float | None:
         """FLOP/s of a rank's card at most; None where that is not known, as on CPU."""
-        return peak_flops(*self.group.call("card")[0])
+        return peak_flops(*self.group.call("card_and_dtype")[0])
 
     def shutdown(self) -> None:
         """End the ranks."""

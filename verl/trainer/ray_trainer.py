@@ -60,7 +60,7 @@ from verl.trainer.ranks import TrainerRanks
 from verl.trainer.recorded import collector_of
 from verl.trainer.stopping import Stopper, end_of_time
 from verl.trainer.validation import validate
-from verl.training.stored import reading
+from verl.training.checkpoint_files import checkpoint_errors
 from verl.training.weights import copy_tokenizer
 from verl.types import Metrics, Prompt, TokenBatch
 
@@ -362,7 +362,7 @@ class RayPPOTrainer:
             version = state.step + 1 if state.version is None else state.version
             self.replicas.version = version - 1
             finished = ahead.read(folder)
-            with reading(folder / folders.STATE_FILE):
+            with checkpoint_errors(folder / folders.STATE_FILE):
                 self.collector.sampler.load_state_dict(state.sampler)
                 self.collector.load_state_dict(state.ahead, finished, version)
                 if state.guard is not None:
@@ -393,7 +393,7 @@ class RayPPOTrainer:
         self.ranks.load_checkpoint(folder)
         state = RunState.read(folder)
         self.kl_controller.value = float(state.kl_coef)
-        with reading(folder / folders.STATE_FILE):
+        with checkpoint_errors(folder / folders.STATE_FILE):
             self.reward.load_state_dict(state.reward)
         return state
 

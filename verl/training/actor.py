@@ -1,4 +1,4 @@
-"""The policy on training ranks: log-probs of a batch, and one optimizer step on a mini-batch."""
+"""The policy on a training rank: log-probs of a batch, and one optimizer step on a mini-batch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from verl.core_algos.policy_losses import (
     likelihood_loss,
 )
 from verl.training.budgets import TokenBudgets
-from verl.training.devices import sent
-from verl.training.fsdp import MAX, FsdpModel, reduced
+from verl.training.devices import to_device
+from verl.training.fsdp import MAX, FsdpModel, all_reduced
 from verl.training.models import PackedInputs
 from verl.types import Metrics, TokenBatch
 
@@ -31,66 +31,75 @@ logger = logging.getLogger(__name__)
 
 
 def loss_mask(batch: TokenBatch) -> Tensor:
-    """(num_tokens,) bool: the tokens that are learned from; the policy's unless said otherwise."""
+    """Return the column `loss_mask`, or without it `policy_mask`: (num_tokens,) bool."""
     name = "loss_mask" if "loss_mask" in batch.tokens else "policy_mask"
     return batch.tokens[name].bool()
 
 
-def inputs_of(engine: FsdpModel, micro: TokenBatch) -> PackedInputs:
-    """A forward that is asked for the tokens in the loss."""
-    return PackedInputs.of(micro, loss_mask(micro), engine.device, engine.options.sp_group)
+def pack_inputs(model: FsdpModel, micro_batch: TokenBatch) -> PackedInputs:
+    """Pack a micro-batch for a forward pass whose targets are the tokens in the loss."""
+    mask = loss_mask(micro_batch)
+    return PackedInputs.of(micro_batch, mask, model.device, model.options.sp_group)
 
 
-def at_targets(
-    engine: FsdpModel, batch: TokenBatch, budget: int, forward: Callable[[PackedInputs], Tensor]
+def compute_at_targets(
+    model: FsdpModel, batch: TokenBatch, budget: int, forward: Callable[[PackedInputs], Tensor]
 ) -> Tensor:
-    """What `forward` answers for each token in the loss, (num_tokens,) float32; else 0."""
-    result, places, found = torch.zeros(batch.num_tokens), [], []
-    for indices, micro in engine.micro_batches(batch, budget):
-        inputs = inputs_of(engine, micro)
-        found.append(forward(inputs))
-        places.append(batch.positions(indices)[inputs.target_positions])
-    engine.reshard()
-    result[torch.cat(places)] = torch.cat(found).cpu()  # once: each copy would wait for the device
+    """Apply `forward` to the batch in micro-batches of `budget` tokens.
+
+    Returns its result for each token in the loss, and 0 for all others: (num_tokens,) float32.
+    """
+    positions, outputs = [], []
+    for indices, micro_batch in model.micro_batches(batch, budget):
+        inputs = pack_inputs(model, micro_batch)
+        outputs.append(forward(inputs))
+        positions.append(batch.positions(indices)[inputs.target_positions])
+    model.reshard()
+    result = torch.zeros(batch.num_tokens)
+    # One copy for all micro-batches: each copy waits for the device.
+    result[torch.cat(positions)] = torch.cat(outputs).cpu()
     return result
 
 
 def apply_update(
-    engine: FsdpModel, model: str, mini_batch: TokenBatch,
-    micros: Sequence[tuple[list[int], TokenBatch]], names: Sequence[str], rows: list[Tensor],
+    model: FsdpModel, name: str, mini_batch: TokenBatch,
+    micro_batches: Sequence[tuple[list[int], TokenBatch]], sum_names: Sequence[str],
+    sums: list[Tensor],
 ) -> Metrics:  # fmt: skip
-    """One optimizer step with the gradient at hand; metrics are over all ranks.
+    """Take an optimizer step with the accumulated gradient; return metrics over all ranks.
 
-    `rows` are the sums of this rank's `micros`, by `names`, the loss first, still on the device.
-    Losses are reported as they are, others as means over the tokens seen, by their `weight`.
+    `sums` has a tensor per micro-batch of this rank, still on the device, whose elements are named
+    by `sum_names`; the first is the loss. Losses are reported as they are, all other sums divided
+    by the sum named `weight`. Metrics are prefixed by the model's `name`.
     """
-    total = reduced(torch.stack(rows).sum(0), engine.device) / engine.num_together
+    total = all_reduced(torch.stack(sums).sum(0), model.device) / model.sp_size
     is_finite = bool(total.isfinite().all())
     if not is_finite:
-        for row, (_, micro) in zip(torch.stack(rows)[:, 0].tolist(), micros, strict=True):
-            if not math.isfinite(row):
-                groups = micro.columns.get("group")
-                logger.warning("%s loss %s on groups %s", model, row, groups)
-    step = engine.step(is_finite=is_finite)
+        losses = torch.stack(sums)[:, 0].tolist()
+        for loss, (_, micro_batch) in zip(losses, micro_batches, strict=True):
+            if not math.isfinite(loss):
+                groups = micro_batch.columns.get("group")
+                logger.warning("%s loss %s on groups %s", name, loss, groups)
+    step = model.step(is_finite=is_finite)
     if step.is_faulty:
-        logger.warning("%s update skipped: gradient norm %s on groups %s", model, step.grad_norm,
+        logger.warning("%s update skipped: gradient norm %s on groups %s", name, step.grad_norm,
                        mini_batch.columns.get("group"))  # fmt: skip
-    seen = dict(zip(names, total.tolist(), strict=True))
-    weight = max(seen.pop("weight"), 1e-12)
-    means = {name: x if name.endswith("loss") else x / weight for name, x in seen.items()}
-    if spent := engine.take_compile_seconds():
-        means["compile_s"] = spent
+    totals = dict(zip(sum_names, total.tolist(), strict=True))
+    weight = max(totals.pop("weight"), 1e-12)
+    means = {key: x if key.endswith("loss") else x / weight for key, x in totals.items()}
+    if seconds := model.take_compile_seconds():
+        means["compile_s"] = seconds
     return {
-        **{f"{model}/{name}": x for name, x in means.items()},
-        **step.metrics(model),
-        f"{model}/num_micro_batches": float(len(micros)),
+        **{f"{name}/{key}": x for key, x in means.items()},
+        **step.metrics(name),
+        f"{name}/num_micro_batches": float(len(micro_batches)),
     }
 
 
-def correction(
+def rollout_correction(
     config: ActorConfig, old_log_probs: Tensor, rollout_log_probs: Tensor, sequence_ids: Tensor
 ) -> Tensor:
-    """The importance weights that the options ask for, (num_tokens,)."""
+    """Compute the importance weights that the options ask for, (num_tokens,)."""
     return importance_weights(
         old_log_probs, rollout_log_probs, sequence_ids, config.rollout_is,
         config.rollout_is_threshold, config.rollout_mask_threshold, floor=config.rollout_is_floor,
@@ -100,9 +109,9 @@ def correction(
 
 @dataclass
 class Actor:
-    """A policy in an engine; the reference is the same thing, frozen."""
+    """A policy, or the frozen reference policy."""
 
-    engine: FsdpModel
+    model: FsdpModel
     config: ActorConfig
     budgets: TokenBudgets
     temperature: float = 1.0
@@ -110,81 +119,91 @@ class Actor:
 
     @torch.no_grad()
     def log_probs(self, batch: TokenBatch) -> Tensor:
-        """Log-prob of each token in the loss given its prefix, (num_tokens,) float32; else 0."""
-        return at_targets(
-            self.engine, batch, self.budgets.inference,
-            lambda inputs: self.engine.forward(inputs, self.temperature)[0],
+        """Compute the log-prob of each token in the loss given its prefix, 0 for other tokens.
+
+        Returns (num_tokens,) float32.
+        """
+        return compute_at_targets(
+            self.model, batch, self.budgets.inference,
+            lambda inputs: self.model.forward(inputs, self.temperature)[0],
         )  # fmt: skip
 
     def update(self, mini_batch: TokenBatch) -> Metrics:
-        """One optimizer step on this rank's share of a mini-batch; metrics are over all ranks.
+        """Take an optimizer step on this rank's share of a mini-batch; return global metrics.
 
-        Needs the token columns `advantages`, `loss_weights` (made for all ranks), `ref_log_probs`
-        if KL is in the loss; without `old_log_probs` the present policy is the old one.
+        Needs the token columns `advantages`, `loss_weights` (computed over all ranks) and, if KL
+        is in the loss, `ref_log_probs`. Without `old_log_probs` the current policy is the old one.
         """
-        micros = self.engine.micro_batches(mini_batch, self.budgets.update)
-        rows, peaks = [], []
-        for number, (_, micro) in enumerate(micros, 1):
-            inputs = inputs_of(self.engine, micro)
-            loss, observed, mismatch = self._loss(micro, inputs)
-            self.engine.backward(loss, is_last=number == len(micros))
-            rows.append(observed)
-            peaks.append(mismatch)
-        metrics = apply_update(self.engine, "actor", mini_batch, micros, _SUMS, rows)
+        micro_batches = self.model.micro_batches(mini_batch, self.budgets.update)
+        sums, mismatches = [], []
+        for number, (_, micro_batch) in enumerate(micro_batches, 1):
+            inputs = pack_inputs(self.model, micro_batch)
+            loss, micro_sums, mismatch = self._loss(micro_batch, inputs)
+            self.model.backward(loss, is_last=number == len(micro_batches))
+            sums.append(micro_sums)
+            mismatches.append(mismatch)
+        metrics = apply_update(self.model, "actor", mini_batch, micro_batches, _SUMS, sums)
         if "rollout_log_probs" in mini_batch.tokens:
-            peak = reduced(torch.stack(peaks).amax(0, keepdim=True), self.engine.device, MAX)
-            metrics["actor/rollout_mismatch_max"] = float(peak)
+            largest = torch.stack(mismatches).amax(0, keepdim=True)
+            metrics["actor/rollout_mismatch_max"] = float(
+                all_reduced(largest, self.model.device, MAX)
+            )
         square = metrics.pop(f"actor/{_SQUARE}")
         mean = metrics["actor/rollout_weight"]
         metrics["actor/rollout_ess"] = mean**2 / square if square else 0.0
         return metrics
 
     def _loss(self, micro: TokenBatch, inputs: PackedInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """This micro-batch's share of the loss, of the metrics `_SUMS`, and the peak mismatch."""
+        """Compute a micro-batch's share of the loss, its sums `_SUMS`, and its largest mismatch."""
         config = self.config
         with_entropy = config.entropy_coeff != 0.0
-        log_probs, entropy = self.engine.forward(inputs, self.temperature, with_entropy)
-        columns = Columns(micro, inputs)
-        weights, old = columns["loss_weights"], log_probs.detach()
+        log_probs, entropy = self.model.forward(inputs, self.temperature, with_entropy)
+        columns = TargetColumns(micro, inputs)
+        weights = columns["loss_weights"]
+        zero = weights.new_zeros(())
+        old = log_probs.detach()
         if "old_log_probs" in micro.tokens:
             old = columns["old_log_probs"]
         rollout = columns.rollout_log_probs(old)
-        losses, seen, corrections = self._policy_losses(log_probs, old, rollout, columns)
-        pg_loss, zero = weighted_sum(losses, weights), weights.new_zeros(())
-        entropy, kl_loss, llds_loss = weighted_sum(entropy, weights), zero, zero
+        losses, diagnostics, corrections = self._policy_losses(log_probs, old, rollout, columns)
+        pg_loss = weighted_sum(losses, weights)
+        entropy = weighted_sum(entropy, weights)
+        kl_loss = llds_loss = zero
         if config.use_kl_loss and config.kl_loss_coef > 0:
             kl = kl_penalty(log_probs, columns["ref_log_probs"], config.kl_loss_type)
             kl_loss = weighted_sum(kl, weights)
         if config.llds_coef > 0:
             gates = columns.turns if config.llds_gate == "turn" else columns.sequence_ids
-            kept = columns["advantages"] >= 0
-            llds_loss = weighted_sum(likelihood_loss(log_probs, old, kept, gates), weights)
+            preserved = columns["advantages"] >= 0
+            llds_loss = weighted_sum(likelihood_loss(log_probs, old, preserved, gates), weights)
         loss = pg_loss + config.kl_loss_coef * kl_loss - config.entropy_coeff * entropy
         loss = loss + config.llds_coef * llds_loss
         mismatch = (old - rollout).abs()
-        by_token = (seen.approx_kl, seen.clipped, seen.dual_clipped, mismatch,
-                    kl_penalty(rollout, old, "k3"), corrections, corrections**2,
-                    (corrections == 0).to(losses.dtype))  # fmt: skip
-        observed = torch.stack([
+        per_token = (
+            diagnostics.approx_kl, diagnostics.clipped, diagnostics.dual_clipped, mismatch,
+            kl_penalty(rollout, old, "k3"), corrections, corrections**2,
+            (corrections == 0).to(losses.dtype),
+        )  # fmt: skip
+        sums = torch.stack([
             loss, pg_loss, kl_loss, llds_loss, entropy,
-            *(weighted_sum(x, weights) for x in by_token), weights.sum(),
+            *(weighted_sum(x, weights) for x in per_token), weights.sum(),
         ]).detach()  # fmt: skip
-        return loss, observed, mismatch.max() if len(mismatch) else zero
+        return loss, sums, mismatch.max() if len(mismatch) else zero
 
     def _policy_losses(
-        self, log_probs: Tensor, old: Tensor, rollout: Tensor, columns: Columns
+        self, log_probs: Tensor, old: Tensor, rollout: Tensor, columns: TargetColumns
     ) -> tuple[Tensor, PolicyDiagnostics, Tensor]:
-        """The chosen policy loss by token, weighed for the engine's mismatch if asked; and the
-        weights."""
+        """Compute the policy loss per token, multiplied by the rollout correction; also return
+        diagnostics and the correction's weights."""
         config = self.config
         high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
         ids = columns.sequence_ids
         inputs = PolicyLossInputs(
             log_probs, old, columns["advantages"], ids, config.clip_ratio, high, config.clip_ratio_c
         )
-        losses, seen = POLICY_LOSSES[config.policy_loss](inputs)
-        weights = correction(config, old, rollout, ids)
-        return losses * weights, seen, weights
+        losses, diagnostics = POLICY_LOSSES[config.policy_loss](inputs)
+        weights = rollout_correction(config, old, rollout, ids)
+        return losses * weights, diagnostics, weights
 
 
 _SQUARE = "rollout_weight_squared"
@@ -193,37 +212,39 @@ _SUMS = (
     "ppo_kl", "clip_fraction", "dual_clip_fraction", "rollout_mismatch", "rollout_kl",
     "rollout_weight", _SQUARE, "rollout_masked", "weight",
 )  # fmt: skip
-"""Sums over tokens, weighted as the loss is."""
+"""Names of the sums over tokens that `Actor._loss` returns, weighted by the loss weights."""
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Token columns of a micro-batch at the tokens of a forward, (num_targets,) on its device."""
+class TargetColumns:
+    """Token columns of a micro-batch at a forward's targets, (num_targets,) on its device."""
 
-    micro: TokenBatch
+    micro_batch: TokenBatch
     inputs: PackedInputs
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._at_targets(self.micro.tokens[name])
+        return self._at_targets(self.micro_batch.tokens[name])
 
     def _at_targets(self, column: Tensor) -> Tensor:
-        """The values of a column (num_tokens,) of the host at the targets."""
-        return sent(column[self.inputs.target_positions], self.inputs.targets.device)
+        """Return the values of a column (num_tokens,) on the host at the targets."""
+        return to_device(column[self.inputs.target_positions], self.inputs.targets.device)
 
     @property
     def sequence_ids(self) -> Tensor:
-        """Which sequence of the micro-batch each token belongs to."""
-        return self._at_targets(sequence_ids(self.micro.offsets))
+        """The index of each target's sequence in the micro-batch."""
+        return self._at_targets(sequence_ids(self.micro_batch.offsets))
 
     @property
     def turns(self) -> Tensor:
-        """Which run of neighbouring tokens each belongs to: an observation parts two turns."""
+        """The number of each target's turn: a run of adjacent tokens, ended by an observation."""
         breaks = self.inputs.target_positions.diff(prepend=self.inputs.target_positions[:1]) > 1
-        return sent(breaks.long().cumsum(0), self.inputs.targets.device)
+        return to_device(breaks.long().cumsum(0), self.inputs.targets.device)
 
     def rollout_log_probs(self, old_log_probs: Tensor) -> Tensor:
-        """The engine's log-probs; where it sampled nothing, or did not say, the trainer's own. Both
-        are those of the weights that sampled, however many updates the step has made since."""
-        if not {"rollout_log_probs", "policy_mask"} <= self.micro.tokens.keys():
+        """Return the engine's log-probs, and `old_log_probs` where it sampled or reported none.
+
+        Both belong to the weights that sampled, however many updates the step has made since.
+        """
+        if not {"rollout_log_probs", "policy_mask"} <= self.micro_batch.tokens.keys():
             return old_log_probs
         return torch.where(self["policy_mask"].bool(), self["rollout_log_probs"], old_log_probs)

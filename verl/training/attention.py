@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from verl.training.devices import sent
+from verl.training.devices import to_device
 from verl.training.sequence_parallel import SequenceParallelGroup
 
 PACKED = "verl_packed"
@@ -75,7 +75,7 @@ class SequenceBounds:
     ) -> SequenceBounds:
         """Bounds of runs with these positions."""
         queries, keys = (
-            sent(torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32), device)
+            to_device(torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32), device)
             for sizes in ([end - start for start, end in spans], [end for _, end in spans])
         )
         return cls(tuple(spans), queries, keys, sp_group)
@@ -95,7 +95,7 @@ class SequenceBounds:
         """(1, num_tokens) positions in the sequences; with a group, of its slice only."""
         positions = torch.cat([torch.arange(*span) for span in self.spans])[None]
         own = positions if self.sp_group is None else self.sp_group.local_slice(positions)
-        return sent(own, self.cu_seqlens.device)
+        return to_device(own, self.cu_seqlens.device)
 
     def keys_of(self, x: Tensor) -> Tensor:
         """Keys or values `x` (num_tokens, ...) with those of the prompt before each response."""

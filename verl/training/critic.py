@@ -1,4 +1,4 @@
-"""The value function on training ranks: values of a batch, and one optimizer step."""
+"""The value function on a training rank: values of a batch, and one optimizer step."""
 
 from __future__ import annotations
 
@@ -10,60 +10,69 @@ from torch import Tensor
 
 from verl.config import CriticConfig
 from verl.core_algos.losses import value_loss, weighted_sum
-from verl.training.actor import Columns, apply_update, at_targets, inputs_of
+from verl.training.actor import TargetColumns, apply_update, compute_at_targets, pack_inputs
 from verl.training.budgets import TokenBudgets
 from verl.training.fsdp import FsdpModel
 from verl.training.models import PackedInputs
 from verl.types import Metrics, TokenBatch
 
 _SUMS = ("vf_loss", "value_mean", "return_mean", "value_clip_fraction", "weight")
-"""Sums over tokens, weighted as the loss is."""
+"""Names of the sums over tokens that `Critic._loss` returns, weighted by the loss weights."""
 
 
-def as_critic_sees(batch: TokenBatch) -> TokenBatch:
-    """The batch with the critic's own mask and weights, where they are not the policy's."""
-    own = {"loss_mask": "value_mask", "loss_weights": "value_weights"}
-    found = {name: batch.tokens[mine] for name, mine in own.items() if mine in batch.tokens}
-    return replace(batch, tokens=batch.tokens | found)
+def with_critic_columns(batch: TokenBatch) -> TokenBatch:
+    """Return the batch with the critic's loss mask and weights, where it has columns for them."""
+    sources = {"loss_mask": "value_mask", "loss_weights": "value_weights"}
+    replaced = {
+        name: batch.tokens[source] for name, source in sources.items() if source in batch.tokens
+    }
+    return replace(batch, tokens=batch.tokens | replaced)
 
 
 @dataclass
 class Critic:
-    """A value model in an engine."""
+    """A value function."""
 
-    engine: FsdpModel
+    model: FsdpModel
     config: CriticConfig
     budgets: TokenBudgets
 
     @torch.no_grad()
     def values(self, batch: TokenBatch) -> Tensor:
-        """Value of the state before each token in its loss, (num_tokens,) float32; else 0."""
-        batch = as_critic_sees(batch)
-        return at_targets(self.engine, batch, self.budgets.inference, self.engine.forward)
+        """Compute the value of the state before each token in the critic's loss, 0 elsewhere.
+
+        Returns (num_tokens,) float32.
+        """
+        batch = with_critic_columns(batch)
+        return compute_at_targets(self.model, batch, self.budgets.inference, self.model.forward)
 
     def update(self, mini_batch: TokenBatch) -> Metrics:
-        """One optimizer step on this rank's share of a mini-batch; metrics are over all ranks.
-        Needs the token columns `values` (the old ones), `returns` and `loss_weights`."""
-        micros = self.engine.micro_batches(as_critic_sees(mini_batch), self.budgets.update)
-        rows = []
-        for number, (_, micro) in enumerate(micros, 1):
-            inputs = inputs_of(self.engine, micro)
-            loss, observed = self._loss(micro, inputs)
-            self.engine.backward(loss, is_last=number == len(micros))
-            rows.append(observed)
-        return apply_update(self.engine, "critic", mini_batch, micros, _SUMS, rows)
+        """Take an optimizer step on this rank's share of a mini-batch; return global metrics.
 
-    def updates(self, minis: Sequence[TokenBatch]) -> list[Metrics]:
-        """`update` for each of these, in their order."""
-        return [self.update(mini) for mini in minis]
+        Needs the token columns `values` (the old ones), `returns` and `loss_weights`.
+        """
+        mini_batch = with_critic_columns(mini_batch)
+        micro_batches = self.model.micro_batches(mini_batch, self.budgets.update)
+        sums = []
+        for number, (_, micro_batch) in enumerate(micro_batches, 1):
+            inputs = pack_inputs(self.model, micro_batch)
+            loss, micro_sums = self._loss(micro_batch, inputs)
+            self.model.backward(loss, is_last=number == len(micro_batches))
+            sums.append(micro_sums)
+        return apply_update(self.model, "critic", mini_batch, micro_batches, _SUMS, sums)
 
-    def _loss(self, micro: TokenBatch, inputs: PackedInputs) -> tuple[Tensor, Tensor]:
-        """This micro-batch's share of the loss and of the metrics `_SUMS`."""
+    def updates(self, mini_batches: Sequence[TokenBatch]) -> list[Metrics]:
+        """Call `update` for each mini-batch, in order."""
+        return [self.update(mini_batch) for mini_batch in mini_batches]
+
+    def _loss(self, micro_batch: TokenBatch, inputs: PackedInputs) -> tuple[Tensor, Tensor]:
+        """Compute a micro-batch's share of the loss and its sums `_SUMS`."""
         bound = self.config.cliprange_value
-        columns = Columns(micro, inputs)
-        values, weights = self.engine.forward(inputs), columns["loss_weights"]
+        columns = TargetColumns(micro_batch, inputs)
+        values = self.model.forward(inputs)
+        weights = columns["loss_weights"]
         old, returns = columns["values"], columns["returns"]
         loss = weighted_sum(value_loss(values, old, returns, bound), weights)
         is_clipped = ((values.detach() - old).abs() > bound).float()
-        observed = [weighted_sum(x, weights) for x in (values, returns, is_clipped)]
-        return loss, torch.stack([loss, *observed, weights.sum()]).detach()
+        sums = [weighted_sum(x, weights) for x in (values, returns, is_clipped)]
+        return loss, torch.stack([loss, *sums, weights.sum()]).detach()

@@ -25,7 +25,7 @@ DETERMINISTIC_ENV = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 """What a process must find in its environment to compute the same again, bit for bit."""
-SPINS = "1000"
+SPIN_COUNT = "1000"
 """GOMP_SPINCOUNT of a process that has its cores to itself: some ten microseconds of waiting."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """Formats that models compute in and are written in, by the names that options give them."""
@@ -119,12 +119,12 @@ def make_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def sent(x: Tensor, device: torch.device) -> Tensor:
+def to_device(x: Tensor, device: torch.device) -> Tensor:
     """`x` of the host on the device; the host goes on before it has arrived."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-def cores_of(num_engine_cores: int, is_engine: bool) -> list[int]:
+def cores_for(num_engine_cores: int, is_engine: bool) -> list[int]:
     """Of the cores that this process may use, the engines' or the ranks', which have the others.
     Raises ResourceError where the engines' leave none."""
     cores, key = sorted(os.sched_getaffinity(0)), "trainer.rollout_gpus"
@@ -135,12 +135,12 @@ def cores_of(num_engine_cores: int, is_engine: bool) -> list[int]:
     return cores[:num_engine_cores] if is_engine else cores[num_engine_cores:]
 
 
-def keep_to_cores(num_engine_cores: int, is_engine: bool) -> None:
+def pin_to_cores(num_engine_cores: int, is_engine: bool) -> None:
     """Have this process, and those that it starts, compute on its side's cores alone."""
-    keep_to(cores_of(num_engine_cores, is_engine))
+    set_affinity(cores_for(num_engine_cores, is_engine))
 
 
-def keep_to(cores: Sequence[int]) -> None:
+def set_affinity(cores: Sequence[int]) -> None:
     """Have this process, and those that it starts, compute on these cores alone."""
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
@@ -159,7 +159,7 @@ def share_threads(num_processes: int, num_beside: int = 0, comes_first: bool = T
     if num_beside and len(cores) >= together:
         first = num_processes if comes_first else num_beside
         cut = len(cores) * first // together
-        keep_to(cores[:cut] if comes_first else cores[cut:])
+        set_affinity(cores[:cut] if comes_first else cores[cut:])
         together = num_processes
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // together))
 

@@ -46,13 +46,13 @@ class FsdpOptions:
     """Bound on the norm of the gradient over all ranks."""
     schedule: str = "constant"
     """After the warm-up: constant, or linear or cosine to 0 at `num_updates`."""
-    held: FsdpConfig = field(default_factory=lambda: FsdpConfig(False, False))
+    fsdp: FsdpConfig = field(default_factory=lambda: FsdpConfig(False, False))
     """What leaves the device between uses."""
     sp_group: SequenceParallelGroup | None = None
     """Group of ranks that compute each micro-batch together; None where each computes its own."""
 
     def __post_init__(self) -> None:
-        assert None not in vars(self.held).values(), "null is decided before ranks start"
+        assert None not in vars(self.fsdp).values(), "null is decided before ranks start"
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class FsdpModel:
     twin: InitVar[FsdpModel | None] = None
     """A model of the same weights, whose shards are copied; None to take the module's own."""
     optimizer: torch.optim.Optimizer | None = field(init=False, default=None)
-    num_done: int = field(init=False, default=0)
+    num_updates_done: int = field(init=False, default=0)
     """Updates so far, the skipped ones too: where the schedule is."""
     lr_scale: float = field(init=False, default=1.0)
     """What the configured learning rate is multiplied by, from the next update on."""
@@ -141,11 +141,11 @@ class FsdpModel:
         """What the module answers."""
         return self.module(*arguments)
 
-    def learned(self) -> dict[str, nn.Parameter]:
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained and saved here, by name."""
         return dict(self.module.named_parameters())
 
-    def record(self) -> dict[str, Any]:
+    def adapter_record(self) -> dict[str, Any]:
         """What a checkpoint must know apart from these, as JSON."""
         return {}
 
@@ -158,8 +158,8 @@ class FsdpModel:
             )  # fmt: skip
 
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
-        spreads = self.options.held.reshard_each and mesh.size() > 1
-        on_host = self.options.held.param_offload and self.device.type == "cuda"
+        spreads = self.options.fsdp.reshard_each and mesh.size() > 1
+        on_host = self.options.fsdp.param_offload and self.device.type == "cuda"
         offload: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if on_host else {}
         values = take_values(self.module)
         if twin is not None:
@@ -173,7 +173,7 @@ class FsdpModel:
         fill_shards(self.module, values, torch.device("cpu") if on_host else self.device)
 
     def _build_optimizer(self, optim: OptimConfig) -> None:
-        parameters = list(self.learned().values())
+        parameters = list(self.trained_parameters().values())
         self.optimizer = torch.optim.AdamW(
             parameters, lr=optim.lr, betas=(optim.betas[0], optim.betas[1]),
             weight_decay=optim.weight_decay, fused=True,
@@ -199,7 +199,7 @@ class FsdpModel:
                 module.reshard()
 
     @property
-    def num_together(self) -> int:
+    def sp_size(self) -> int:
         """Ranks that compute the same micro-batches, and the same loss."""
         return 1 if self.options.sp_group is None else self.options.sp_group.size
 
@@ -208,7 +208,7 @@ class FsdpModel:
         ranks get the same number, so some may be empty."""
         packing, every = Packing.of(batch), range(len(batch))
         needed = len(packing.micro_batches(every, budget)) if len(batch) else 0
-        count = int(reduced(torch.tensor([float(needed)]), self.device, MAX)[0])
+        count = int(all_reduced(torch.tensor([float(needed)]), self.device, MAX)[0])
         bins = packing.micro_batches(every, budget, at_least=max(count, 1))
         return [(indices, batch.select(indices)) for indices in bins]
 
@@ -216,7 +216,7 @@ class FsdpModel:
         """Add the gradient of this rank's share of the loss; shares add up over ranks, without
         `reshard_each` with an update's last micro-batch. The ranks of a sequence-parallel group
         have the same share, and each the gradient that its slice adds to it."""
-        if not self.options.held.reshard_each:
+        if not self.options.fsdp.reshard_each:
             assert isinstance(self.module, FSDPModule)
             self.module.set_requires_gradient_sync(is_last)
             self.module.set_reshard_after_backward(is_last)
@@ -232,7 +232,7 @@ class FsdpModel:
         assert self.optimizer is not None, "the model is frozen"
         self.reshard()
         scale = self.loss_scale.value if self.loss_scale is not None else None
-        learned = list(self.learned().values())
+        learned = list(self.trained_parameters().values())
         if scale is not None:
             for gradient in (p.grad for p in learned if p.grad is not None):
                 gradient.div_(scale)
@@ -245,10 +245,10 @@ class FsdpModel:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-            if self.options.held.optimizer_offload:
+            if self.options.fsdp.optimizer_offload:
                 self._move_optimizer(torch.device("cpu"))
         self.optimizer.zero_grad(set_to_none=True)
-        self.num_done += 1
+        self.num_updates_done += 1
         is_overflow = False
         if self.loss_scale is not None and is_finite:
             is_overflow = is_skipped and self.loss_scale.value > 1
@@ -266,11 +266,11 @@ class FsdpModel:
         optim, total = self.options.optim, self.options.num_updates
         assert optim is not None, "the model is frozen"
         num_warmup = math.ceil(optim.lr_warmup_steps_ratio * total)
-        share = lr_factor(self.num_done, num_warmup, total, self.options.schedule)
+        share = lr_factor(self.num_updates_done, num_warmup, total, self.options.schedule)
         return optim.lr * self.lr_scale * share
 
     def _move_optimizer(self, device: torch.device) -> None:
-        held = self.options.held
+        held = self.options.fsdp
         if self.optimizer is None or not held.optimizer_offload or held.param_offload:
             return
         for state in self.optimizer.state.values():
@@ -278,12 +278,12 @@ class FsdpModel:
                 if isinstance(value, Tensor):
                     state[name] = value.to(device, non_blocking=True)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def state_tensors(self) -> dict[str, Tensor]:
         """What is trained, and its optimizer state, sharded; for checkpoints to read and fill."""
         self.reshard()
         if self.device.type == "cuda":  # what is offloaded may still be on its way to the host
             torch.cuda.synchronize(self.device)
-        named = self.learned()
+        named = self.trained_parameters()
         found = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
         if self.optimizer is not None:
             for name, parameter in named.items():
@@ -302,10 +302,12 @@ class FsdpModel:
             if name.startswith(prefix) and keep(name):
                 yield name.removeprefix(prefix), self._whole(parameter, dtype)
 
-    def full_learned(self) -> dict[str, Tensor]:
+    def full_trained_parameters(self) -> dict[str, Tensor]:
         """Name and whole tensor of each parameter that is trained here, on every rank."""
         self.reshard()
-        return {name: self._whole(parameter) for name, parameter in self.learned().items()}
+        return {
+            name: self._whole(parameter) for name, parameter in self.trained_parameters().items()
+        }
 
     def _whole(self, parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         # The shard is cast, not the whole: half of the bytes go between ranks.
@@ -331,7 +333,7 @@ def lr_factor(step: int, num_warmup: int, num_updates: int, schedule: str) -> fl
             raise ValueError(f"got schedule {schedule!r}; expected one of {', '.join(SCHEDULES)}")
 
 
-def reduced(
+def all_reduced(
     x: Tensor, device: torch.device, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
     """Sum (or `op`) over ranks, as a CPU tensor; the argument is left as it is."""

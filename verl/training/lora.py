@@ -84,7 +84,7 @@ class Adapter:
         config.target_modules = sorted(config.target_modules or ())  # a set has no order of its own
         config.save_pretrained(str(directory))
 
-    def record(self) -> dict[str, Any]:
+    def adapter_record(self) -> dict[str, Any]:
         """JSON for a checkpoint: the options, and which base they belong to."""
         base = str(self.config.base_model_name_or_path)
         return {
@@ -96,7 +96,7 @@ class Adapter:
         }
 
 
-def config_of(record: Mapping[str, Any]) -> LoraConfig:
+def peft_config_of_record(record: Mapping[str, Any]) -> LoraConfig:
     """peft's form of the options that a checkpoint's record holds."""
     return LoraConfig(
         r=record["lora_rank"],
@@ -137,7 +137,7 @@ def check_base(record: Mapping[str, Any], base: str) -> None:
         )  # fmt: skip
 
 
-def check_same(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+def check_same_adapters(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     """Refuse to go on with other adapters, or over another base. Raises ConfigError."""
     for name in sorted({*saved, *present}):
         old, new = saved.get(name) or {"lora_rank": 0}, present.get(name) or {"lora_rank": 0}
@@ -185,7 +185,7 @@ def target_names(lm: PreTrainedModel, wanted: str | list[str]) -> list[str]:
 
 def peft_config(lm: PreTrainedModel, options: AdapterConfig) -> LoraConfig:
     """peft's form of an adapter's options, as its folder records it too."""
-    return config_of({
+    return peft_config_of_record({
         "lora_rank": options.lora_rank,
         "lora_alpha": options.lora_alpha,
         "target_modules": target_names(lm, options.target_modules),
@@ -253,30 +253,34 @@ class AdaptedFsdpModel(FsdpModel):
         self.module.use(self.role)
         return self.module(*arguments)
 
-    def learned(self) -> dict[str, nn.Parameter]:
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this role trains and saves, by name."""
         own = [f".lora_A.{self.role}.", f".lora_B.{self.role}."]
         own += ["value_head."] * (self.role is Role.CRITIC)
-        return {name: p for name, p in super().learned().items() if any(x in name for x in own)}
+        return {
+            name: p
+            for name, p in super().trained_parameters().items()
+            if any(x in name for x in own)
+        }
 
-    def record(self) -> dict[str, Any]:
+    def adapter_record(self) -> dict[str, Any]:
         """The options and base of this role's adapter."""
-        return Adapter(self.module.configs[self.role], {}).record()
+        return Adapter(self.module.configs[self.role], {}).adapter_record()
 
 
-def adapted_engine(
+def build_adapted_model(
     lm: PreTrainedModel,
     adapters: Mapping[Role, AdapterConfig],
     device: torch.device,
     options: FsdpOptions,
 ) -> FsdpModel:
-    """An engine that learns the first of `adapters`; `share` makes one for each other role."""
+    """Build the model of the first role of `adapters`; `share_base_model` builds the others."""
     module, role = AdaptedModel(lm, adapters), next(iter(adapters))
     heads = [module.value_head] if Role.CRITIC in adapters else []
     return AdaptedFsdpModel(module, blocks(lm, lm), device, options, heads, role=role)
 
 
-def share(engine: FsdpModel, role: Role, options: FsdpOptions) -> FsdpModel:
+def share_base_model(engine: FsdpModel, role: Role, options: FsdpOptions) -> FsdpModel:
     """An engine for another role of the same adapted model."""
     assert isinstance(engine, AdaptedFsdpModel), "all weights are trained: they cannot be shared"
     return AdaptedFsdpModel(engine.module, engine.blocks, engine.device, options, role=role)
@@ -286,7 +290,7 @@ def policy_adapter(engine: FsdpModel) -> Adapter:
     """The adapter that an engine trains, whole on every rank; every rank must call this."""
     assert isinstance(engine, AdaptedFsdpModel), "all weights are trained: there is no adapter"
     return Adapter.of_parameters(
-        engine.module.configs[engine.role], engine.full_learned(), engine.role
+        engine.module.configs[engine.role], engine.full_trained_parameters(), engine.role
     )
 
 

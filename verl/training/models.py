@@ -20,7 +20,7 @@ from verl.model_files import check_loading_report, model_errors, quiet_transform
 from verl.packing import Packing
 from verl.remote_code import trusts_remote_code
 from verl.training.attention import PACKED, SequenceBounds, Span
-from verl.training.devices import sent
+from verl.training.devices import to_device
 from verl.training.sequence_parallel import SequenceParallelGroup, TargetGather
 from verl.types import TokenBatch
 
@@ -77,11 +77,11 @@ class PackedInputs:
             gather, mine = TargetGather.of(sp_group, before // size, device)
             targets, before = targets[mine], before[mine] - size * sp_group.rank
         return cls(
-            sent(own, device),
+            to_device(own, device),
             bounds,
             positions,
-            sent(targets, device),
-            sent(before, device),
+            to_device(targets, device),
+            to_device(before, device),
             gather,
         )
 

@@ -26,13 +26,13 @@ PRIVATE = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT")
 """Those that they get by a call of the actor: what travels so is in no log."""
 
 
-def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
+def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables about networks and the hub, which mean the same on every node."""
     named = {k: v for k, v in environment.items() if k.startswith(NETWORK) or k in HUB}
     return {name: value for name, value in named.items() if redact(value) == value}
 
 
-def private(environment: Mapping[str, str]) -> dict[str, str]:
+def secret_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Secrets of the hub, which no runtime environment may hold."""
     return {name: environment[name] for name in PRIVATE if name in environment}
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from verl.errors import ConfigError, explain
-from verl.training.devices import sent
+from verl.training.devices import to_device
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class TargetGather:
         by_rank = ranks.argsort(stable=True)
         counts = ranks.bincount(minlength=sp_group.size).tolist()
         own = by_rank.split(counts)[sp_group.rank]
-        return cls(sp_group, counts, sent(by_rank.argsort(), device)), own
+        return cls(sp_group, counts, to_device(by_rank.argsort(), device)), own
 
     def gather(self, *columns: Tensor) -> tuple[Tensor, ...]:
         """Return all ranks' results, (num_targets,) each, from this rank's `columns` (count,).

@@ -22,16 +22,16 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from verl.training.fsdp import FsdpModel, LossScale
-from verl.training.lora import check_same
-from verl.training.stored import (
+from verl.training.checkpoint_files import (
+    checkpoint_errors,
     load_tensors,
     random_states,
-    read_states,
-    reading,
+    read_state_file,
     reason,
     set_random_states,
 )
+from verl.training.fsdp import FsdpModel, LossScale
+from verl.training.lora import check_same_adapters
 from verl.training.weights import copy_tokenizer
 
 ADAPTERS_FILE = "adapters.json"
@@ -87,7 +87,7 @@ def save_shards(
     return problem
 
 
-def num_bytes(engines: Mapping[str, FsdpModel]) -> int:
+def shard_bytes(engines: Mapping[str, FsdpModel]) -> int:
     """Bytes of this rank's shards, which is what a copy of them takes."""
     found = _tensors(engines).values()
     return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in found)
@@ -97,7 +97,7 @@ def _write_own(
     directory: Path, engines: Mapping[str, FsdpModel], model_config: PretrainedConfig | None
 ) -> str:
     """Write the small files of this rank; what went wrong, or an empty text."""
-    schedules = {name: {"last_epoch": engine.num_done} for name, engine in engines.items()}
+    schedules = {name: {"last_epoch": engine.num_updates_done} for name, engine in engines.items()}
     scales = {name: asdict(e.loss_scale) for name, e in engines.items() if e.loss_scale}
     own = rank_file(directory, dist.get_rank())
     try:
@@ -123,8 +123,10 @@ def load_shards(directory: Path, engines: Mapping[str, FsdpModel]) -> None:
     than the checkpoint's, or another base below them; ModelError for files that cannot be used.
     """
     saved = read_adapters(directory)
-    check_same({name: saved[name] for name in engines if name in saved}, _adapter_records(engines))
-    homes = {name: folder_of(directory, name) for name in engines}
+    check_same_adapters(
+        {name: saved[name] for name in engines if name in saved}, _adapter_records(engines)
+    )
+    homes = {name: shard_folder(directory, name) for name in engines}
     for number, folder in enumerate(dict.fromkeys(homes.values())):
         here = {name: engine for name, engine in engines.items() if homes[name] == folder}
         _load_from(folder, here, with_random=number == 0)
@@ -134,10 +136,10 @@ def load_shards(directory: Path, engines: Mapping[str, FsdpModel]) -> None:
 def _load_from(folder: Path, engines: Mapping[str, FsdpModel], with_random: bool) -> None:
     load_tensors(_tensors(engines), folder / "shards")
     own = rank_file(folder, dist.get_rank())
-    state = read_states(own if own.exists() else rank_file(folder, 0))
-    with reading(own):
+    state = read_state_file(own if own.exists() else rank_file(folder, 0))
+    with checkpoint_errors(own):
         for name, engine in engines.items():
-            engine.num_done = int(state["schedules"][name]["last_epoch"])
+            engine.num_updates_done = int(state["schedules"][name]["last_epoch"])
             scale = state.get("loss_scales", {}).get(name)  # older checkpoints, and other formats
             if engine.loss_scale is not None and scale is not None:
                 engine.loss_scale = LossScale(scale["value"], scale["num_finite"])
@@ -145,12 +147,12 @@ def _load_from(folder: Path, engines: Mapping[str, FsdpModel], with_random: bool
             set_random_states(state["random"])
 
 
-def folders_of(directory: Path) -> list[Path]:
+def shard_folders(directory: Path) -> list[Path]:
     """The folders of a checkpoint that hold shards: its own, and that of a critic by itself."""
-    return list(dict.fromkeys(folder_of(directory, name) for name in ("actor", "critic")))
+    return list(dict.fromkeys(shard_folder(directory, name) for name in ("actor", "critic")))
 
 
-def folder_of(directory: Path, name: str) -> Path:
+def shard_folder(directory: Path, name: str) -> Path:
     """Where a checkpoint has the shards of an engine."""
     apart = directory / CRITIC_FOLDER
     return apart if name == "critic" and apart.is_dir() else directory
@@ -158,15 +160,15 @@ def folder_of(directory: Path, name: str) -> Path:
 
 def _adapter_records(engines: Mapping[str, FsdpModel]) -> dict[str, Any]:
     """The options and base of each engine that trains an adapter."""
-    return {name: record for name, engine in engines.items() if (record := engine.record())}
+    return {name: record for name, engine in engines.items() if (record := engine.adapter_record())}
 
 
 def read_adapters(step_dir: Path) -> dict[str, Any]:
     """The adapters that a checkpoint holds, by engine; none where all weights were trained. Raises
     ModelError."""
     found: dict[str, Any] = {}
-    for path in (folder / ADAPTERS_FILE for folder in folders_of(step_dir)):
-        with reading(path):
+    for path in (folder / ADAPTERS_FILE for folder in shard_folders(step_dir)):
+        with checkpoint_errors(path):
             found |= json.loads(path.read_text()) if path.exists() else {}
     return found
 
@@ -178,5 +180,5 @@ def rank_file(directory: Path, rank: int) -> Path:
 
 def _tensors(engines: Mapping[str, FsdpModel]) -> dict[str, Tensor]:
     """All tensors to keep, by flat name; loading fills them in place."""
-    found = ((name, engine.tensors()) for name, engine in engines.items())
+    found = ((name, engine.state_tensors()) for name, engine in engines.items())
     return {f"{name}.{key}": tensor for name, own in found for key, tensor in own.items()}

@@ -1,13 +1,13 @@
-"""New weights from the first training rank to engines on other devices, by NCCL (on a CPU by gloo).
+"""Weight transfer from the first training rank to engines on other devices, by NCCL (CPU: gloo).
 
-The rank and the workers of all engines are one process group, apart from the ranks' and the
-engines' own. The rank packs gathered tensors, in the engine's dtype, into one of two buffers while
-the other is broadcast. What lies in a buffer is said in the group's store, as JSON. Hand-overs are
-numbered from 1; where both ends keep their weights, only what changed since the last one is sent,
-if every worker has that one whole.
+The rank and the workers of all engines form one process group, separate from the ranks' and the
+engines' own groups. The rank packs gathered tensors, in the engine's dtype, into one of two buffers
+while the other one is broadcast. The content of each buffer is announced in the group's store, as
+JSON. Transfers are numbered from 1. With `sends_changes`, both ends keep the weights of the last
+transfer and only changed elements are sent, provided that every worker received it completely.
 
 vLLM's own transfer engine (0.32) needs NCCL and sends every shape through the driver; here a
-machine without a card runs the same code.
+machine without a GPU runs the same code.
 """
 
 from __future__ import annotations
@@ -26,85 +26,102 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.training import weight_stream
-from verl.training.weight_stream import NUM_BUFFERS, Named, Packed, Sent, coming, pack, unpacked
+from verl.training.weight_stream import (
+    NUM_BUFFERS,
+    NamedTensors,
+    PackedTensor,
+    TransferStats,
+    cast_tensors,
+    pack,
+    unpack,
+)
 
 SCHEME = "nccl:"
-"""How the name of such a stream begins; the address of its store and the group's size follow."""
+"""Prefix of a broadcast's stream name; the address of its store and the group's size follow."""
 SENDER = 0
-NOTHING = 0
-"""The number of no hand-over."""
-NOT_TAKEN, NOT_SENT = "engines do not take new weights", "the training rank sends no weights"
+NO_TRANSFER = 0
+"""Transfer number that means "no weights are kept"."""
+RECEIVERS_LOST = "the engines did not receive the new weights"
+SENDER_LOST = "the training rank did not send its weights"
 BLOCK_BITS = 16
-"""A block's number is what is left of a position without so many bits, which are the offset."""
+"""Low bits of an element's position, which are its offset in its block; the others number it."""
 BITS = {2: torch.int16, 4: torch.int32}
-"""By bytes of an element: integers, which are compared bit for bit."""
+"""Integer dtypes by element size, to compare elements bit for bit."""
 CHANGES = torch.uint8
-"""The dtype of changes, which no weights have."""
+"""Dtype of encoded changes, which no weights have."""
 
 logger = logging.getLogger(__name__)
 _TcpStore = dist.TCPStore  # type: ignore[attr-defined]  # torch exports it, mypy does not see how
 
 
 class KeptWeights:
-    """The weights of the last hand-over, in host memory and in the engine's dtype; the same at both
-    ends.
+    """The weights of the last transfer, in host memory and in the engine's dtype.
 
-    New ones come as changes: elements whose bits differ, with their positions. NaN is equal to
-    itself here, and -0.0 is not 0.0. Of n elements of s bytes of which k changed, the changes are,
-    one behind the other: for each block of 65,536 elements how many of it changed (int32), the k
-    new values, and their k offsets in their blocks (2 bytes each). Where these 4 ceil(n / 65536) +
-    k (s + 2) bytes are no fewer than n s, the tensor goes whole: from half of its elements on in
-    bfloat16, from two thirds in float32.
+    Sender and receivers keep the same. The next weights are sent as changes: the elements whose
+    bits differ, with their positions; so a NaN equals itself, and -0.0 differs from 0.0. For a
+    tensor of n elements of s bytes, k of them changed, the encoded changes are, one after another:
+    the number of changed elements in each block of 65,536 (int32), the k new values, and their k
+    offsets within their blocks (2 bytes each). Where these 4 ceil(n / 65536) + k (s + 2) bytes are
+    no fewer than n s, the whole tensor is sent: from half of its elements on in bfloat16, from two
+    thirds in float32.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
 
     def replace(self, name: str, tensor: Tensor) -> tuple[Tensor | None, int]:
-        """Keep `tensor` as the new one of that name; return what `take` is to be given for it at
-        the other end, None where nothing changed, and how many elements changed."""
-        sent, num_changed = tensor, tensor.numel()
+        """Keep `tensor` in place of the old one of that name.
+
+        Returns what the receivers must `apply` (None if nothing changed), and the number of
+        changed elements.
+        """
+        update, num_changed = tensor, tensor.numel()
         if name in self.tensors:
-            sent, num_changed = changes(self.tensors[name].to(tensor.device), tensor)
-        if num_changed == 0 and name in self.tensors:
-            return None, 0
-        self.take(name, sent)
-        return sent, num_changed
+            update, num_changed = encode_changes(self.tensors[name].to(tensor.device), tensor)
+            if num_changed == 0:
+                return None, 0
+        self.apply(name, update)
+        return update, num_changed
 
-    def take(self, name: str, sent: Tensor) -> None:
-        """Keep what was sent: changes of the tensor of that name, or a whole one."""
-        if sent.dtype == CHANGES:
-            change(self.tensors[name], sent.cpu())
+    def apply(self, name: str, update: Tensor) -> None:
+        """Update the tensor of that name with encoded changes, or replace it by a whole tensor."""
+        if update.dtype == CHANGES:
+            apply_changes(self.tensors[name], update.cpu())
         else:
-            self.tensors[name] = sent.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            self.tensors[name] = update.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def changes(old: Tensor, new: Tensor) -> tuple[Tensor, int]:
-    """What makes `new` of `old`, (num_bytes,), and how many elements that are; `new` itself where
-    it is no larger."""
-    bits, before = _bits(new), _bits(old)
-    differs = bits != before
-    num_changed, num_blocks = int(differs.count_nonzero()), _num_blocks(bits)
+def encode_changes(old: Tensor, new: Tensor) -> tuple[Tensor, int]:
+    """Encode the changes from `old` to `new`, (num_bytes,), and count the changed elements.
+
+    Returns `new` itself if the encoding would not be smaller.
+    """
+    new_bits, old_bits = _as_integers(new), _as_integers(old)
+    differs = new_bits != old_bits
+    num_changed = int(differs.count_nonzero())
+    num_blocks = _num_blocks(new_bits)
     if 4 * num_blocks + num_changed * (new.itemsize + 2) >= new.nbytes:
         return new, num_changed
-    at = differs.nonzero().view(-1)
-    counts = torch.bincount(at >> BLOCK_BITS, minlength=num_blocks).to(torch.int32)
-    parts = counts, bits[at], at.to(torch.int16)  # the lowest 16 bits of a position
+    positions = differs.nonzero().view(-1)
+    counts = torch.bincount(positions >> BLOCK_BITS, minlength=num_blocks).to(torch.int32)
+    offsets = positions.to(torch.int16)  # the lowest 16 bits
+    parts = counts, new_bits[positions], offsets
     return torch.cat([part.view(CHANGES) for part in parts]), num_changed
 
 
-def change(tensor: Tensor, given: Tensor) -> None:
-    """Make of the `old` tensor of `changes`, in place, the new one."""
-    bits, num_blocks = _bits(tensor), _num_blocks(_bits(tensor))
-    counts = given[: 4 * num_blocks].view(torch.int32)
+def apply_changes(tensor: Tensor, encoded: Tensor) -> None:
+    """Turn the `old` tensor of `encode_changes` into the new one, in place."""
+    bits = _as_integers(tensor)
+    num_blocks = _num_blocks(bits)
+    counts = encoded[: 4 * num_blocks].view(torch.int32)
     end = 4 * num_blocks + int(counts.sum()) * bits.itemsize
     blocks = torch.arange(num_blocks).repeat_interleave(counts) << BLOCK_BITS
-    offsets = given[end:].view(torch.int16).long() & ((1 << BLOCK_BITS) - 1)
-    bits[blocks + offsets] = given[4 * num_blocks : end].view(bits.dtype)
+    offsets = encoded[end:].view(torch.int16).long() & ((1 << BLOCK_BITS) - 1)
+    bits[blocks + offsets] = encoded[4 * num_blocks : end].view(bits.dtype)
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """The elements as integers, (num_elements,); the same memory where they lie in their order."""
+def _as_integers(tensor: Tensor) -> Tensor:
+    """View the elements as integers, (num_elements,); shares memory if `tensor` is contiguous."""
     return tensor.reshape(-1).view(BITS[tensor.itemsize])
 
 
@@ -112,199 +129,211 @@ def _num_blocks(bits: Tensor) -> int:
     return -(-len(bits) >> BLOCK_BITS)
 
 
-class _Member:
-    """What both ends have: the store, and the group as soon as all have come."""
+class _Endpoint:
+    """What both ends share: the store, and the process group once everybody has joined."""
 
     _rank = SENDER
     _size = 0
     _number = 0
-    """Of the present hand-over."""
+    """Number of the current transfer."""
     _group: Any = None
     _kept: KeptWeights | None = None
-    _base = NOTHING
-    """The hand-over of which the weights are kept."""
+    _base = NO_TRANSFER
+    """Number of the transfer whose weights are kept."""
 
     def __init__(self, host: str, port: int, device: torch.device) -> None:
-        """Find the store at a port; make it at port 0."""
-        self._device, self._patience = device, timedelta(seconds=weight_stream.PATIENCE_S)
+        """Connect to the store at `port`, or create it if `port` is 0."""
+        self._device = device
+        self._timeout = timedelta(seconds=weight_stream.CONNECT_TIMEOUT_S)
         self._store = _TcpStore(
-            host, port, is_master=port == 0, wait_for_workers=False, timeout=self._patience
+            host, port, is_master=port == 0, wait_for_workers=False, timeout=self._timeout
         )
 
-    def _begin(self) -> int:
-        """Number the next hand-over; returns the one of which the weights are kept."""
+    def _begin_transfer(self) -> int:
+        """Number the next transfer and return the one whose weights are kept.
+
+        No weights count as kept until the transfer has succeeded.
+        """
         self._number += 1
-        base, self._base = self._base, NOTHING
+        base, self._base = self._base, NO_TRANSFER
         return base
 
-    def _meet(self) -> None:
-        """Wait until all are there for the hand-over."""
+    def _wait_for_all(self) -> None:
+        """Wait until all members are ready for the transfer; the first time, create the group."""
         if self._store.add(f"{self._number}/here", 1) == self._size:
             self._store.set(f"{self._number}/begin", "")
         self._store.wait([f"{self._number}/begin"])
         if self._group is not None:
             return
         if self._device.type != "cuda":
-            self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, self._patience)
+            self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, self._timeout)
             return
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._patience  # it has no other setter
+        options._timeout = self._timeout  # it has no other setter
         self._group = dist.ProcessGroupNCCL(self._store, self._rank, self._size, options)
 
-    def _buffer(self, num_bytes: int) -> Tensor:
+    def _new_buffer(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
-class WeightBroadcast(_Member):
-    """The sending end."""
+class WeightBroadcast(_Endpoint):
+    """The sending end, on the first training rank."""
 
     _num_parts = 0
-    _said_at = 0.0
+    """Parts of the current transfer that were announced."""
+    _announced_at = 0.0
 
     def __init__(
         self, host: str, num_receivers: int, device: torch.device, sends_changes: bool = False
     ) -> None:
-        """Listen at this machine's address `host` for so many workers."""
+        """Listen at this machine's address `host` for `num_receivers` workers."""
         super().__init__(host, 0, device)
         self._size = num_receivers + 1
         self._kept = KeptWeights() if sends_changes else None
         self._store.set("sends_changes", str(sends_changes))
         self.stream = f"{SCHEME}{host}:{self._store.port}:{self._size}"
-        """What workers call it."""
+        """Name by which workers join."""
 
-    def send(self, named: Named, dtype: torch.dtype) -> Sent:
-        """Give tensors, as `dtype`, to all workers, each of which calls `received` for it.
+    def send(self, named: NamedTensors, dtype: torch.dtype) -> TransferStats:
+        """Send tensors, as `dtype`, to all workers, each of which iterates `receive`.
 
-        The iteration runs to its end in any case: ranks gather tensors together. Where workers do
-        not come, or are lost, nobody has the weights; who started them notices. Its seconds are
-        those in which this rank waited, packed and sent.
+        `named` is always iterated to its end, because the ranks gather the tensors together. If a
+        worker does not join or is lost, no worker gets the weights; the process that started the
+        worker notices. The seconds returned include waiting for the workers.
         """
-        begin, sent = time.perf_counter(), Sent()
-        tensors = coming(named, self._device, dtype, sent)
+        begin, stats = time.perf_counter(), TransferStats()
+        tensors = cast_tensors(named, self._device, dtype, stats)
         try:
-            self._send(tensors, sent)
+            self._send(tensors, stats)
         except ConnectionError as error:
             logger.warning("%s", error)
             for _ in tensors:
                 pass
-        sent.seconds += time.perf_counter() - begin
-        return sent
+        stats.seconds += time.perf_counter() - begin
+        return stats
 
-    def _send(self, named: Named, sent: Sent) -> None:
-        base, self._num_parts, self._said_at = self._begin(), 0, time.monotonic()
-        with _translated(NOT_TAKEN):
-            self._meet()
+    def _send(self, named: NamedTensors, stats: TransferStats) -> None:
+        base = self._begin_transfer()
+        self._num_parts, self._announced_at = 0, time.monotonic()
+        with _connection_errors(RECEIVERS_LOST):
+            self._wait_for_all()
             if self._kept is not None:
-                self._agree(self._kept, base)
-                named = self._changes(self._kept, named, sent)
-        works: list[Any] = [None] * NUM_BUFFERS
-        for slot, filled, packed in pack(named, lambda _, num_bytes: self._buffer(num_bytes)):
-            sent.num_bytes += len(filled)
-            with _translated(NOT_TAKEN):
-                self._say(packed)
-                works[slot] = self._group.broadcast(filled, SENDER)
-                before = works[(slot + 1) % NUM_BUFFERS]
-                if before is not None:
-                    before.wait()
-        with _translated(NOT_TAKEN):
-            for work in filter(None, works):
-                work.wait()
-            self._say(None)
+                self._choose_base(self._kept, base)
+                named = self._encode_changes(self._kept, named, stats)
+        broadcasts: list[Any] = [None] * NUM_BUFFERS
+        for index, filled, packed in pack(named, lambda _, num_bytes: self._new_buffer(num_bytes)):
+            stats.num_bytes += len(filled)
+            with _connection_errors(RECEIVERS_LOST):
+                self._announce(packed)
+                broadcasts[index] = self._group.broadcast(filled, SENDER)
+                # `pack` fills the other buffer next, so its broadcast must be finished.
+                other = broadcasts[(index + 1) % NUM_BUFFERS]
+                if other is not None:
+                    other.wait()
+        with _connection_errors(RECEIVERS_LOST):
+            for broadcast in filter(None, broadcasts):
+                broadcast.wait()
+            self._announce(None)
         self._base = self._number
 
-    def _agree(self, kept: KeptWeights, base: int) -> None:
-        """Say which hand-over the next one is changes of; where one worker lacks it, of none."""
+    def _choose_base(self, kept: KeptWeights, base: int) -> None:
+        """Announce the transfer that the changes refer to; none unless every worker has it."""
         if self._store.add(f"{self._number}/has/{base}", 0) < self._size - 1:
-            base = NOTHING
-        if base == NOTHING:
+            base = NO_TRANSFER
+        if base == NO_TRANSFER:
             kept.tensors.clear()
         self._store.set(f"{self._number}/base", str(base))
 
-    def _changes(self, kept: KeptWeights, named: Named, sent: Sent) -> Iterator[tuple[str, Tensor]]:
-        """What changed of each tensor."""
+    def _encode_changes(
+        self, kept: KeptWeights, named: NamedTensors, stats: TransferStats
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the encoded changes of each tensor that changed."""
         for name, tensor in named:
-            if time.monotonic() - self._said_at > weight_stream.PATIENCE_S / 4:
-                with _translated(NOT_TAKEN):  # few changes may fill no buffer before patience ends
-                    self._say([])
-            encoded, num_changed = kept.replace(name, tensor)
-            sent.num_changed += num_changed
-            sent.num_elements += tensor.numel()
-            if encoded is not None:
-                yield name, encoded
-            del tensor, encoded  # before the next one is gathered
+            if time.monotonic() - self._announced_at > weight_stream.CONNECT_TIMEOUT_S / 4:
+                with _connection_errors(RECEIVERS_LOST):
+                    # Few changes may fill no buffer before the workers' timeout.
+                    self._announce([])
+            update, num_changed = kept.replace(name, tensor)
+            stats.num_changed += num_changed
+            stats.num_elements += tensor.numel()
+            if update is not None:
+                yield name, update
+            del tensor, update  # free them before the next one is gathered
 
-    def _say(self, packed: Sequence[Packed] | None) -> None:
-        """What the next part holds; of one without tensors, that there will be others; None for the
-        end."""
+    def _announce(self, packed: Sequence[PackedTensor] | None) -> None:
+        """Announce the tensors of the next part: none to keep the workers waiting, None at the
+        end of the transfer."""
         self._store.set(f"{self._number}/{self._num_parts}", json.dumps(packed))
-        self._num_parts, self._said_at = self._num_parts + 1, time.monotonic()
+        self._num_parts, self._announced_at = self._num_parts + 1, time.monotonic()
 
 
-class WeightReceiver(_Member):
-    """The receiving end, of one worker."""
+class WeightReceiver(_Endpoint):
+    """The receiving end, in one worker of an engine."""
 
     def __init__(self, stream: str, device: torch.device) -> None:
-        """Join the group of that name. Raises ConnectionError."""
+        """Join the broadcast of that name. Raises ConnectionError."""
         self.stream = stream
         host, port, size = stream.removeprefix(SCHEME).rsplit(":", 2)
-        with _translated(NOT_SENT):
+        with _connection_errors(SENDER_LOST):
             super().__init__(host, int(port), device)
             self._rank, self._size = self._store.add("workers", 1), int(size)
-            keeps = self._store.get("sends_changes") == b"True"
-        self._kept = KeptWeights() if keeps else None
+            keeps_weights = self._store.get("sends_changes") == b"True"
+        self._kept = KeptWeights() if keeps_weights else None
 
-    def received(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and copy of each tensor of the next weights; where they are kept, in host memory
-        that those after them are written into.
+    def receive(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and a copy of each tensor of the next transfer.
 
-        Raises ConnectionError where they do not come, or end.
+        With `sends_changes` the copies are the kept weights, which later transfers overwrite.
+        Raises ConnectionError where the transfer does not begin, or breaks off.
         """
-        base = self._begin()
-        with _translated(NOT_SENT):
+        base = self._begin_transfer()
+        with _connection_errors(SENDER_LOST):
             self._store.add(f"{self._number}/has/{base}", 1)
-            self._meet()
+            self._wait_for_all()
         if self._kept is None:
-            yield from self._sent()
+            yield from self._receive_parts()
             return
-        self._agree(self._kept, base)
-        for name, sent in self._sent():
-            self._kept.take(name, sent)
+        self._check_base(self._kept, base)
+        for name, update in self._receive_parts():
+            self._kept.apply(name, update)
         self._base = self._number
         yield from self._kept.tensors.items()
 
-    def _agree(self, kept: KeptWeights, base: int) -> None:
-        """Raise ConnectionError where other weights than those of `base` are about to change."""
-        with _translated(NOT_SENT):
+    def _check_base(self, kept: KeptWeights, base: int) -> None:
+        """Raise ConnectionError if the changes refer to another transfer than `base`."""
+        with _connection_errors(SENDER_LOST):
             expected = int(self._store.get(f"{self._number}/base"))
-        if expected == NOTHING:
+        if expected == NO_TRANSFER:
             kept.tensors.clear()
         elif expected != base:
-            raise ConnectionError(f"changes of hand-over {expected} came to a worker with {base}")
+            raise ConnectionError(
+                f"the changes refer to weight transfer {expected}, but this worker has {base}"
+            )
 
-    def _sent(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and copy of each tensor, or of its changes, of the present hand-over."""
+    def _receive_parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and a copy of each tensor, or of its changes, in this transfer."""
         buffers: list[Tensor | None] = [None] * NUM_BUFFERS
         for part in itertools.count():
-            with _translated(NOT_SENT):
-                said = json.loads(self._store.get(f"{self._number}/{part}"))
-            if said is None:
+            with _connection_errors(SENDER_LOST):
+                announced = json.loads(self._store.get(f"{self._number}/{part}"))
+            if announced is None:
                 return
-            if not said:
+            if not announced:
                 continue
-            packed = [Packed(*one) for one in said]
-            slot, num_bytes = part % NUM_BUFFERS, packed[-1].start + packed[-1].num_bytes
-            buffer = buffers[slot]
+            packed = [PackedTensor(*fields) for fields in announced]
+            index, num_bytes = part % NUM_BUFFERS, packed[-1].start + packed[-1].num_bytes
+            buffer = buffers[index]
             if buffer is None or len(buffer) < num_bytes:
-                buffer = buffers[slot] = self._buffer(num_bytes)
-            with _translated(NOT_SENT):
+                buffer = buffers[index] = self._new_buffer(num_bytes)
+            with _connection_errors(SENDER_LOST):
                 self._group.broadcast(buffer[:num_bytes], SENDER).wait()
-            yield from unpacked(buffer, packed)
+            yield from unpack(buffer, packed)
 
 
 @contextlib.contextmanager
-def _translated(said: str) -> Iterator[None]:
-    """Raise ConnectionError for torch's errors of stores and groups."""
+def _connection_errors(message: str) -> Iterator[None]:
+    """Raise ConnectionError, with `message`, for torch's errors of stores and process groups."""
     try:
         yield
     except RuntimeError as error:
-        raise ConnectionError(f"{said}: {error}") from error
+        raise ConnectionError(f"{message}: {error}") from error

@@ -1,12 +1,12 @@
-"""New weights from training ranks to engines on the same device, through memory that both see.
+"""Weight transfer from training ranks to engines on the same device, through shared memory.
 
 A rank packs whole tensors, in the engine's dtype, into one of two buffers while the engine's worker
-copies them out of the other. On a GPU a buffer is the rank's memory, which CUDA IPC shows to the
-worker; on a CPU it is memory without a name (memfd), so that nothing outlives the processes. Both
-meet at a Unix socket of this machine, which is named after the device.
+copies them out of the other. On a GPU a buffer is the rank's memory, which the worker opens by CUDA
+IPC; on a CPU it is anonymous memory (memfd), which cannot outlive the processes. Both sides connect
+through a Unix socket of this machine, whose address contains the device.
 
 vLLM's own transfer engines (0.32) need CUDA on both sides and send every handle through the driver;
-here neighbours talk to each other, and a machine without a card runs the same code.
+here rank and worker communicate directly, and a machine without a GPU runs the same code.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 BUFFER_BYTES = 256 << 20
-"""Of each of the two buffers, unless one tensor is larger."""
+"""Size of each of the two buffers, unless a single tensor is larger."""
 NUM_BUFFERS = 2
 ALIGNMENT = 256
-"""Bytes at which a tensor begins, for whatever dtype it has."""
-PATIENCE_S = 60.0
-"""Within which both sides meet."""
-ANSWER_S = 300.0
-"""Within which a worker has taken a buffer; one that hangs must not keep the ranks."""
+"""Tensors start at multiples of this many bytes, which suits every dtype."""
+CONNECT_TIMEOUT_S = 60.0
+"""Seconds to wait for the other side to connect."""
+ACK_TIMEOUT_S = 300.0
+"""Seconds to wait for a worker to copy a buffer: a worker that hangs must not block the ranks."""
 CREDENTIALS = struct.Struct("3i")
-"""Process, user and group of the other end of a socket."""
+"""Process, user and group id of a socket's peer."""
 DEVICE_ARGUMENT = 6
-"""Of `rebuild_cuda_tensor`: the card by its number here, which may be another one there."""
-Named = Iterable[tuple[str, Tensor]]
+"""Index of the device number in the arguments of `rebuild_cuda_tensor`: the same GPU may have
+another number in another process."""
+NamedTensors = Iterable[tuple[str, Tensor]]
 
 
-class Packed(NamedTuple):
-    """Where one tensor lies in a buffer."""
+class PackedTensor(NamedTuple):
+    """Position of a tensor in a buffer, in bytes."""
 
     name: str
     dtype: str
@@ -54,225 +55,238 @@ class Packed(NamedTuple):
 
 
 @dataclass
-class Sent:
-    """What one hand-over cost."""
+class TransferStats:
+    """Cost of one weight transfer."""
 
     seconds: float = 0.0
-    """In which tensors were packed and sent, without those in which they came."""
+    """Time to pack and send the tensors, without the time to gather them from the ranks."""
     num_bytes: int = 0
     num_changed: int = 0
-    """Elements that changed since the last hand-over, of `num_elements`; 0 of 0 where nobody
-    looks."""
+    """Elements that changed since the last transfer; 0 of 0 where changes are not tracked."""
     num_elements: int = 0
+    """Elements that were compared with the last transfer."""
 
 
-def coming(
-    named: Named, device: torch.device, dtype: torch.dtype, sent: Sent
+def cast_tensors(
+    named: NamedTensors, device: torch.device, dtype: torch.dtype, stats: TransferStats
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor, on the device as `dtype`; what it took to come is taken off `sent.seconds`."""
+    """Yield each tensor on `device` as `dtype`.
+
+    The time that `named` takes to produce the tensors is subtracted from `stats.seconds`.
+    """
     begin = time.perf_counter()
     for name, tensor in named:
-        sent.seconds -= time.perf_counter() - begin
+        stats.seconds -= time.perf_counter() - begin
         yield name, tensor.to(device, dtype)
-        del tensor  # before the next one is gathered
+        del tensor  # free it before the next one is gathered
         begin = time.perf_counter()
-    sent.seconds -= time.perf_counter() - begin
+    stats.seconds -= time.perf_counter() - begin
 
 
 def pack(
-    named: Named, new_buffer: Callable[[int, int], Tensor]
-) -> Iterator[tuple[int, Tensor, list[Packed]]]:
-    """Fill buffers in turn: a slot's number, the bytes that were filled, and what lies in them.
+    named: NamedTensors, new_buffer: Callable[[int, int], Tensor]
+) -> Iterator[tuple[int, Tensor, list[PackedTensor]]]:
+    """Fill the buffers in turn; yield the buffer's index, its filled bytes and their tensors.
 
-    `new_buffer` makes a slot's memory, of so many bytes. A slot is filled again once the other one
-    was given: until then every receiver must have what it held.
+    `new_buffer(index, num_bytes)` allocates a buffer. A buffer is filled again as soon as the
+    other one was yielded: by then every receiver must have copied its content.
     """
     buffers: list[Tensor | None] = [None] * NUM_BUFFERS
-    slot, end, packed = 0, 0, list[Packed]()
+    index, end, packed = 0, 0, list[PackedTensor]()
     for name, tensor in named:
-        start, size, buffer = -(-end // ALIGNMENT) * ALIGNMENT, tensor.nbytes, buffers[slot]
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        size = tensor.nbytes
+        buffer = buffers[index]
         if packed and buffer is not None and start + size > len(buffer):
-            yield slot, buffer[:end], packed
-            slot, start, packed = (slot + 1) % NUM_BUFFERS, 0, []
-            buffer = buffers[slot]
+            yield index, buffer[:end], packed
+            index, start, packed = (index + 1) % NUM_BUFFERS, 0, []
+            buffer = buffers[index]
         if buffer is None or size > len(buffer):
-            buffer = buffers[slot] = new_buffer(slot, max(BUFFER_BYTES, size))
+            buffer = buffers[index] = new_buffer(index, max(BUFFER_BYTES, size))
         end = start + size
         buffer[start:end].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
         dtype = str(tensor.dtype).removeprefix("torch.")
-        packed.append(Packed(name, dtype, tuple(tensor.shape), start, size))
-        del tensor
+        packed.append(PackedTensor(name, dtype, tuple(tensor.shape), start, size))
+        del tensor  # free it before the next one is gathered
     if packed and buffer is not None:
-        yield slot, buffer[:end], packed
+        yield index, buffer[:end], packed
 
 
-def unpacked(buffer: Tensor, packed: Iterable[Packed]) -> Iterator[tuple[str, Tensor]]:
-    """Name and copy of each tensor. They are copies because vLLM keeps what it was given until a
-    layer is complete, when the buffer holds other tensors."""
+def unpack(buffer: Tensor, packed: Iterable[PackedTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and a copy of each tensor in a buffer.
+
+    vLLM keeps tensors until a layer is complete, when the buffer already has other content.
+    """
     for name, dtype, shape, start, num_bytes in packed:
         flat = buffer[start : start + num_bytes]
         yield name, flat.view(getattr(torch, dtype)).view(shape).clone()
 
 
-def card(device: torch.device) -> str:
-    """What rank and engine on one device both call it; all of a machine's CPU is one."""
+def device_key(device: torch.device) -> str:
+    """Return a name of the device that rank and engine agree on: the GPU's UUID, or the host's."""
     if device.type != "cuda":
         return socket.gethostname()
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def send(
-    named: Named, stream: str, device: torch.device, num_receivers: int, dtype: torch.dtype
-) -> Sent:
-    """Give tensors, as `dtype`, to the workers on this device that call `received(stream)`.
+    named: NamedTensors, stream: str, device: torch.device, num_receivers: int, dtype: torch.dtype
+) -> TransferStats:
+    """Send tensors, as `dtype`, to the workers on this device that call `receive(stream)`.
 
-    The iteration runs to its end in any case: ranks gather tensors together. A worker that does not
-    come, or ends before, is left out; who started it notices.
+    `named` is always iterated to its end, because the ranks gather the tensors together. A worker
+    that does not connect, or is lost, is skipped; the process that started it notices.
     """
-    links, sent = _accepted(_address(stream, device), num_receivers), Sent()
+    connections = _accept_workers(_address(stream, device), num_receivers)
+    stats = TransferStats()
     try:
-        if links:
+        if connections:
             begin = time.perf_counter()
-            _send(coming(named, device, dtype, sent), links, device, sent)
-            sent.seconds += time.perf_counter() - begin
+            _send(cast_tensors(named, device, dtype, stats), connections, device, stats)
+            stats.seconds += time.perf_counter() - begin
         else:
             for _ in named:
                 pass
     finally:
-        for link in links:
-            link.close()
+        for connection in connections:
+            connection.close()
     if device.type == "cuda":
         torch.cuda.ipc_collect()
-    return sent
+    return stats
 
 
-def _send(named: Named, given: list[Connection], device: torch.device, sent: Sent) -> None:
-    links, unread = list(given), set[int]()
+def _send(
+    named: NamedTensors, connections: list[Connection], device: torch.device, stats: TransferStats
+) -> None:
+    workers = list(connections)
+    unacknowledged = set[int]()
 
-    def each(call: Callable[..., object], *args: Any) -> None:
-        """Call it with each link; one whose other end is gone is left out from then on."""
-        for link in list(links):
+    def for_each_worker(call: Callable[..., object], *args: Any) -> None:
+        """Call `call(connection, *args)` for each worker, and drop the workers that are gone."""
+        for connection in list(workers):
             try:
-                call(link, *args)
+                call(connection, *args)
             except (EOFError, OSError):
-                links.remove(link)
+                workers.remove(connection)
 
-    def wait(slot: int) -> None:
-        """For what every other end answers when it has its copies."""
-        if slot in unread:
-            each(_heard)
-            unread.remove(slot)
+    def wait_for_copies(index: int) -> None:
+        """Wait until every worker has copied the buffer's content."""
+        if index in unacknowledged:
+            for_each_worker(_receive_ack)
+            unacknowledged.remove(index)
 
-    def new_buffer(slot: int, num_bytes: int) -> Tensor:
-        """Memory that the other ends are shown."""
+    def new_buffer(index: int, num_bytes: int) -> Tensor:
+        """Allocate a buffer and share it with the workers."""
         if device.type == "cuda":
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            each(lambda link: link.send((slot, reduce_tensor(buffer)[1], [])))
+            for_each_worker(lambda worker: worker.send((index, reduce_tensor(buffer)[1], [])))
             return buffer
         descriptor = os.memfd_create("weights")
         try:
             os.ftruncate(descriptor, num_bytes)
-            each(Connection.send, (slot, num_bytes, []))
-            each(reduction.send_handle, descriptor, 0)
-            return _mapped(descriptor, num_bytes)
+            for_each_worker(Connection.send, (index, num_bytes, []))
+            for_each_worker(reduction.send_handle, descriptor, 0)
+            return _map_memory(descriptor, num_bytes)
         finally:
             os.close(descriptor)
 
-    for slot, filled, packed in pack(named, new_buffer):
+    for index, filled, packed in pack(named, new_buffer):
         _synchronize(device)
-        each(Connection.send, (slot, None, packed))
-        unread.add(slot)
-        sent.num_bytes += len(filled)
-        wait((slot + 1) % NUM_BUFFERS)
-        if not links:
+        for_each_worker(Connection.send, (index, None, packed))
+        unacknowledged.add(index)
+        stats.num_bytes += len(filled)
+        wait_for_copies((index + 1) % NUM_BUFFERS)
+        if not workers:
             break
-    for _ in named:  # nobody is left who takes them
+    for _ in named:  # every worker is lost: gather the remaining tensors with the other ranks
         pass
-    for slot in range(NUM_BUFFERS):
-        wait(slot)
-    each(Connection.send, None)
-    each(_heard)  # the other ends have let go of every buffer
+    for index in range(NUM_BUFFERS):
+        wait_for_copies(index)
+    for_each_worker(Connection.send, None)
+    for_each_worker(_receive_ack)  # the workers have released every buffer
 
 
-def _heard(link: Connection) -> None:
-    """Take a worker's answer. Raises TimeoutError, an OSError, for one that does not come."""
-    if not link.poll(ANSWER_S):
+def _receive_ack(connection: Connection) -> None:
+    """Receive a worker's acknowledgement. Raises TimeoutError, an OSError, if there is none."""
+    if not connection.poll(ACK_TIMEOUT_S):
         raise TimeoutError
-    link.recv()
+    connection.recv()
 
 
-def received(stream: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Name and copy of each tensor that the rank on this device sends. Raises ConnectionError where
-    the rank does not come, or ends."""
-    with contextlib.closing(_connected(_address(stream, device))) as link:
+def receive(stream: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and a copy of each tensor that the rank on this device sends.
+
+    Raises ConnectionError where no rank sends, or the rank is lost.
+    """
+    with contextlib.closing(_connect_to_rank(_address(stream, device))) as connection:
         buffers: dict[int, Tensor] = {}
         try:
-            while (message := link.recv()) is not None:
-                slot, memory, packed = message
+            while (message := connection.recv()) is not None:
+                index, memory, packed = message
                 if memory is not None:
-                    buffers[slot] = _shown(link, memory, device)
+                    buffers[index] = _open_buffer(connection, memory, device)
                     continue
-                copies = list(unpacked(buffers[slot], packed))
+                copies = list(unpack(buffers[index], packed))
                 _synchronize(device)
-                link.send(slot)
+                connection.send(index)
                 yield from copies
             buffers.clear()
-            link.send(None)
+            connection.send(None)
         except (EOFError, OSError):
             raise ConnectionError("the training rank ended while it sent weights") from None
 
 
-def _shown(link: Connection, memory: Any, device: torch.device) -> Tensor:
-    """The buffer that the rank shows this process: so many bytes, or an address of its device."""
+def _open_buffer(connection: Connection, memory: Any, device: torch.device) -> Tensor:
+    """Open a buffer of the rank: `memory` is a CUDA IPC handle, or on a CPU the buffer's size."""
     if device.type == "cuda":
         arguments = list(memory)
         arguments[DEVICE_ARGUMENT] = device.index
-        shown: Tensor = rebuild_cuda_tensor(*arguments)
-        return shown
-    descriptor = reduction.recv_handle(link)
+        buffer: Tensor = rebuild_cuda_tensor(*arguments)
+        return buffer
+    descriptor = reduction.recv_handle(connection)
     try:
-        return _mapped(descriptor, memory)
+        return _map_memory(descriptor, memory)
     finally:
         os.close(descriptor)
 
 
-def _mapped(descriptor: int, num_bytes: int) -> Tensor:
-    """The tensor keeps the memory, which needs no descriptor any more."""
+def _map_memory(descriptor: int, num_bytes: int) -> Tensor:
+    """Map the memory as a tensor, which keeps it alive after the descriptor is closed."""
     return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait for copies that are on their way."""
+    """Wait for asynchronous copies to finish."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _address(stream: str, device: torch.device) -> str:
-    """Of a socket without a file: it goes with its processes."""
-    return f"\0verl-weights-{stream}-{card(device)}"
+    """Return an abstract socket address: it has no file and disappears with its processes."""
+    return f"\0verl-weights-{stream}-{device_key(device)}"
 
 
-def _accepted(address: str, number: int) -> list[Connection]:
-    """Connections from so many processes of this user, or from those that come in time."""
-    links: list[Connection] = []
+def _accept_workers(address: str, number: int) -> list[Connection]:
+    """Accept `number` connections from processes of this user, or those that come in time."""
+    connections: list[Connection] = []
     if not number:
-        return links
+        return connections
     with contextlib.suppress(TimeoutError), socket.socket(socket.AF_UNIX) as server:
         server.bind(address)
         server.listen(number)
-        server.settimeout(PATIENCE_S)
-        while len(links) < number:
-            other, _ = server.accept()
-            if _is_ours(other):
-                links.append(Connection(other.detach()))
+        server.settimeout(CONNECT_TIMEOUT_S)
+        while len(connections) < number:
+            peer, _ = server.accept()
+            if _is_same_user(peer):
+                connections.append(Connection(peer.detach()))
             else:
-                other.close()
-    return links
+                peer.close()
+    return connections
 
 
-def _connected(address: str) -> Connection:
-    """Raises ConnectionError."""
-    end = time.monotonic() + PATIENCE_S
+def _connect_to_rank(address: str) -> Connection:
+    """Connect to the rank that listens at `address`. Raises ConnectionError."""
+    end = time.monotonic() + CONNECT_TIMEOUT_S
     while time.monotonic() < end:
         with socket.socket(socket.AF_UNIX) as rank:
             try:
@@ -280,15 +294,15 @@ def _connected(address: str) -> Connection:
             except ConnectionRefusedError:  # it does not listen yet
                 time.sleep(0.01)
                 continue
-            if not _is_ours(rank):
+            if not _is_same_user(rank):
                 raise ConnectionError(
                     "another user's process answers in place of the training rank"
                 )
             return Connection(rank.detach())
-    raise ConnectionError(f"no training rank sends weights here within {PATIENCE_S:.0f} s")
+    raise ConnectionError(f"no training rank sends weights here within {CONNECT_TIMEOUT_S:.0f} s")
 
 
-def _is_ours(other: socket.socket) -> bool:
-    """What it sends is unpickled: it must be a process of this user."""
-    found = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    return bool(CREDENTIALS.unpack(found)[1] == os.getuid())
+def _is_same_user(peer: socket.socket) -> bool:
+    """Return whether the peer is a process of this user; its messages are unpickled."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    return bool(CREDENTIALS.unpack(credentials)[1] == os.getuid())

@@ -34,8 +34,8 @@ from verl.training.devices import (
     card_name,
     dtype_name,
     join_process_group,
-    keep_to_cores,
     make_deterministic,
+    pin_to_cores,
     resolve_device,
     resolve_dtype,
     share_threads,
@@ -44,21 +44,27 @@ from verl.training.devices import (
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.kernels import prepare_blocks, use_kernels
 from verl.training.loading import blank_copy, opened_causal_lm
-from verl.training.lora import Role, adapted_engine, policy_adapter, policy_weights, share
+from verl.training.lora import (
+    Role,
+    build_adapted_model,
+    policy_adapter,
+    policy_weights,
+    share_base_model,
+)
 from verl.training.models import LogProbModel, ValueModel, blocks
 from verl.training.network import interface_variables
 from verl.training.node_folder import NodeFolder
 from verl.training.sequence_parallel import SequenceParallelGroup, check_heads
-from verl.training.shards import CRITIC_FOLDER, ShardWriter, load_shards, num_bytes, save_shards
+from verl.training.shards import CRITIC_FOLDER, ShardWriter, load_shards, save_shards, shard_bytes
 from verl.training.weight_broadcast import WeightBroadcast
-from verl.training.weight_stream import Sent, card, send
+from verl.training.weight_stream import TransferStats, device_key, send
 from verl.training.weights import write_weights
 
 
 class TrainingRank:
     """Rank `rank` of `world_size`; `total_steps` are the actor's optimizer steps in the run."""
 
-    engines: dict[str, FsdpModel]
+    models: dict[str, FsdpModel]
     """The engines that learn, by the name they are saved under."""
     described: PretrainedConfig | None = None
     """The policy's config, kept in its checkpoints for those who load what is exported."""
@@ -75,21 +81,21 @@ class TrainingRank:
         master_addr: str,
         master_port: int,
         total_steps: int,
-        num_beside: int = 0,
+        num_colocated: int = 0,
     ) -> None:
-        """`num_beside`: ranks of the run's other group on this node."""
+        """`num_colocated`: ranks of the run's other group on this node."""
         set_trust(config.actor_rollout_ref.model.trust_remote_code)
         self.config, self.rank, self.world_size = config, rank, world_size
         self.total_steps = total_steps
         actors, critics = config.trainer.n_gpus_per_node, config.critic_gpus_per_node
         self.num_local = min(world_size, critics if self.is_critic_alone else actors)
-        self.num_on_node = self.num_local + num_beside
+        self.num_on_node = self.num_local + num_colocated
         self.device = resolve_device(config.trainer.device)
         self.dtype = resolve_dtype(config.trainer.compute_dtype, self.device)
         if self.device.type == "cpu":
             if config.is_split:
-                keep_to_cores(config.trainer.rollout_gpus, is_engine=False)
-            share_threads(self.num_local, num_beside, comes_first=not self.is_critic_alone)
+                pin_to_cores(config.trainer.rollout_gpus, is_engine=False)
+            share_threads(self.num_local, num_colocated, comes_first=not self.is_critic_alone)
         if config.trainer.deterministic:
             make_deterministic()
         if max(config.trainer.nnodes, config.critic_nodes) > 1:
@@ -104,7 +110,7 @@ class TrainingRank:
         self.build()
 
     def build(self) -> None:
-        """Make the models, and `engines`."""
+        """Make the models, and `models`."""
         raise NotImplementedError
 
     def sp_group(self, size: int) -> SequenceParallelGroup | None:
@@ -132,7 +138,7 @@ class TrainingRank:
             optim=critic.optim,
             grad_clip=critic.grad_clip,
             sp_group=self.sp_group(config.critic_sp_size),
-            held=critic.model.fsdp_config,
+            fsdp=critic.model.fsdp_config,
         )
 
     def critic_engine(self) -> FsdpModel:
@@ -143,39 +149,39 @@ class TrainingRank:
             check_heads(lm.config, self.config.critic_sp_size, "critic")
             options = self.critic_options()
             if model.has_adapter:
-                return adapted_engine(lm, {Role.CRITIC: model}, self.device, options)
+                return build_adapted_model(lm, {Role.CRITIC: model}, self.device, options)
             module = ValueModel(lm)
             return FsdpModel(module, blocks(module, lm), self.device, options, [module.value_head])
 
     def add_critic(self, engine: FsdpModel) -> None:
         """The value function in an engine."""
         self.critic = Critic(engine, self.config.critic, critic_budgets(self.config))
-        self.engines["critic"] = engine
+        self.models["critic"] = engine
 
     def save_checkpoint(self, directory: str | Path) -> str:
         """Write this rank's shards below `directory`, which the driver publishes when all did.
         Returns what went wrong, or an empty text."""
-        return save_shards(Path(directory, self.folder), self.engines, self.described)
+        return save_shards(Path(directory, self.folder), self.models, self.described)
 
     def start_checkpoint(self, directory: str | Path) -> None:
         """Copy this rank's shards, and write them below `directory` while training goes on."""
-        self._shard_writer.start(Path(directory, self.folder), self.engines, self.described)
+        self._shard_writer.start(Path(directory, self.folder), self.models, self.described)
 
     async def finish_checkpoint(self) -> str:
         """Wait for what `start_checkpoint` began; what went wrong, or an empty text."""
         return await asyncio.to_thread(self._shard_writer.finish)
 
-    def checkpoint_room(self) -> tuple[str, int, int]:
+    def checkpoint_memory(self) -> tuple[str, int, int]:
         """This host's name, the bytes of this rank's shards, and the host's free memory."""
-        return socket.gethostname(), num_bytes(self.engines), HostMemory.now().free
+        return socket.gethostname(), shard_bytes(self.models), HostMemory.now().free
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Take up the state saved in `directory`, by whatever ranks."""
-        load_shards(Path(directory), self.engines)
+        load_shards(Path(directory), self.models)
 
     def scale_lr(self, scale: float) -> None:
         """Learn at `scale` times the configured rates from the next update on."""
-        for engine in self.engines.values():
+        for engine in self.models.values():
             engine.lr_scale = scale
 
     def empty_cache(self) -> None:
@@ -187,7 +193,7 @@ class TrainingRank:
         """The most that this rank held of its device since the last call; None on CPU."""
         return take_peak_memory(self.device)
 
-    def card(self) -> tuple[str, str]:
+    def card_and_dtype(self) -> tuple[str, str]:
         """The name of this rank's card, empty on CPU, and of the dtype that it computes in."""
         return card_name(self.device), dtype_name(self.dtype)
 
@@ -216,12 +222,12 @@ class TrainerWorker(TrainingRank):
             size = section.actor.ulysses_sequence_parallel_size
             check_heads(lm.config, size, "actor_rollout_ref.actor")
             engine = self._actor_engine(lm)
-        self.actor, self.engines = self._policy(engine), {"actor": engine}
+        self.actor, self.models = self._policy(engine), {"actor": engine}
         self.reference: Actor | None = None
         if config.needs_reference:
             self.reference = self._policy(self._reference_engine(engine, twin))
         if self.has_critic and config.shares_base:
-            self.add_critic(share(engine, Role.CRITIC, self.critic_options()))
+            self.add_critic(share_base_model(engine, Role.CRITIC, self.critic_options()))
         elif self.has_critic:
             self.add_critic(self.critic_engine())
 
@@ -238,20 +244,20 @@ class TrainerWorker(TrainingRank):
             optim=section.actor.optim,
             grad_clip=section.actor.grad_clip,
             sp_group=self.sp_group(section.actor.ulysses_sequence_parallel_size),
-            held=section.actor.fsdp_config,
+            fsdp=section.actor.fsdp_config,
         )
         if not section.model.has_adapter:
             return FsdpModel(LogProbModel(lm), blocks(lm, lm), self.device, options)
         adapters: dict[Role, AdapterConfig] = {Role.ACTOR: section.model}
         if self.has_critic and self.config.shares_base:
             adapters[Role.CRITIC] = self.config.critic.model
-        return adapted_engine(lm, adapters, self.device, options)
+        return build_adapted_model(lm, adapters, self.device, options)
 
     def _reference_engine(self, actor: FsdpModel, twin: PreTrainedModel | None) -> FsdpModel:
         held, sp_group = self.config.actor_rollout_ref.ref.fsdp_config, actor.options.sp_group
-        options = FsdpOptions(compute_dtype=self.dtype, sp_group=sp_group, held=held)
+        options = FsdpOptions(compute_dtype=self.dtype, sp_group=sp_group, fsdp=held)
         if twin is None:
-            return share(actor, Role.REFERENCE, options)
+            return share_base_model(actor, Role.REFERENCE, options)
         use_kernels(twin, self.config.actor_rollout_ref.model.kernels)
         module = LogProbModel(twin)
         return FsdpModel(module, blocks(twin, twin), self.device, options, twin=actor)
@@ -278,9 +284,9 @@ class TrainerWorker(TrainingRank):
         folder = Path(directory, str(version))
         return self._write_policy(folder, dtype, is_adapter, writer, self.num_local)
 
-    def card_name(self) -> str:
+    def device_key(self) -> str:
         """The device of this rank, as engines' workers there call it."""
-        return card(self.device)
+        return device_key(self.device)
 
     def open_broadcast(self, host: str, num_receivers: int) -> str:
         """Let workers of engines on other devices join; returns the name of the stream."""
@@ -288,10 +294,10 @@ class TrainerWorker(TrainingRank):
         self._broadcast = WeightBroadcast(host, num_receivers, self.device, sends_changes)
         return self._broadcast.stream
 
-    def send_policy(self, num_receivers: int, stream: str, dtype: str) -> Sent:
+    def send_policy(self, num_receivers: int, stream: str, dtype: str) -> TransferStats:
         """Send the policy, with its adapter merged into it, to engines' workers: those on this
         device, or all that have joined the stream that this rank opened."""
-        named, target = policy_weights(self.actor.engine, dtype), getattr(torch, dtype)
+        named, target = policy_weights(self.actor.model, dtype), getattr(torch, dtype)
         if self._broadcast is not None and self._broadcast.stream == stream:
             sent = self._broadcast.send(named, target)
         else:
@@ -309,13 +315,13 @@ class TrainerWorker(TrainingRank):
         named: Iterator[tuple[str, Tensor]] = iter(())
         try:
             if is_adapter:
-                adapter = policy_adapter(self.actor.engine)
+                adapter = policy_adapter(self.actor.model)
                 start = time.perf_counter()
                 if writer == 0:
                     adapter.write(directory)
                 seconds = time.perf_counter() - start
             else:
-                named = policy_weights(self.actor.engine, dtype)
+                named = policy_weights(self.actor.model, dtype)
                 if writer < num_writers:
                     parts = (writer, num_writers)
                     seconds = write_weights(directory, named, self.model_config, dtype, *parts)
@@ -346,5 +352,5 @@ class CriticWorker(TrainingRank):
 
     def build(self) -> None:
         """The critic alone."""
-        self.engines = {}
+        self.models = {}
         self.add_critic(self.critic_engine())

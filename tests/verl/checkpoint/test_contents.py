@@ -27,8 +27,8 @@ from verl.checkpoint.resume import check_contents
 from verl.config import Config
 from verl.errors import UserError
 from verl.trainer import main_ppo, run
+from verl.training.checkpoint_files import load_tensors, random_states, read_state_file
 from verl.training.shards import ADAPTERS_FILE
-from verl.training.stored import load_tensors, random_states, read_states
 
 STATE = {"step": 3, "sampler": {"epoch": 0}, "kl_coef": 0.1, "config": {}, "fingerprints": {}}
 WEIGHTS = {"actor.model.lm.w": torch.arange(600.0).reshape(60, 10), "actor.optim.m": torch.ones(7)}
@@ -143,7 +143,7 @@ def test_a_sound_checkpoint_is_read(sound: Path, tmp_path: Path) -> None:
     found = {name: torch.zeros_like(x) for name, x in WEIGHTS.items()}
     load_tensors(found, step_dir / "shards", alone=True)
     assert all(torch.equal(found[name], x) for name, x in WEIGHTS.items())
-    assert read_states(step_dir / "ranks/rank_0.pt").keys() == {"schedules", "random"}
+    assert read_state_file(step_dir / "ranks/rank_0.pt").keys() == {"schedules", "random"}
 
 
 @pytest.mark.parametrize("is_listed", [True, False])

@@ -23,7 +23,7 @@ from verl.config import AdapterConfig
 from verl.config.policy import SELECTIVE
 from verl.model_shape import ModelShape
 from verl.monitor.flops import ModelFlops, peak_flops
-from verl.packing import SHARED, Packing, common_prompts
+from verl.packing import SHARED_PROMPT, Packing, common_prompts
 from verl.training.attention import PACKED
 from verl.training.kernels import recompute
 from verl.training.lora import AdaptedModel, Role
@@ -87,12 +87,14 @@ def test_a_shared_prompt_costs_what_torch_counts() -> None:
     whole rectangle of a response and its keys."""
     lm, shape = build(CONFIGS["qwen2, tied"])
     batch = make_groups([(7, [5, 2, 10]), (4, [1])])
-    batch.rows[SHARED] = common_prompts(batch)
+    batch.rows[SHARED_PROMPT] = common_prompts(batch)
     mask = batch.tokens["policy_mask"]
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         LogProbModel(lm)(PackedInputs.of(batch, mask, torch.device("cpu")), 1.0)
     flops, lengths, wanted = ModelFlops(shape), batch.lengths.tolist(), int(mask.sum())
-    found = flops.forward(lengths, wanted) - flops.forward(Packing.of(batch).spared(1, 100), 0)
+    found = flops.forward(lengths, wanted) - flops.forward(
+        Packing.of(batch).saved_prompts(1, 100), 0
+    )
     rectangles = sum(q * k for q, k in [(7, 7), (5, 12), (2, 9), (10, 17), (5, 5)])
     per_pair = 4 * shape.layers * shape.query_size
     assert attention(counter) == per_pair * rectangles

@@ -13,7 +13,7 @@ from tests.verl.trainer.recording import RecordingRanks
 from tests.verl.training.ranks import VOCAB
 from verl.config import Config
 from verl.monitor.performance import Timings, Work, critic_seconds, speed_metrics
-from verl.packing import SHARED
+from verl.packing import SHARED_PROMPT
 from verl.single_controller.actors import Call
 from verl.trainer.learning import Learner
 from verl.training.devices import PeakMemory
@@ -85,7 +85,7 @@ def test_a_prompt_that_is_shared_is_counted_as_often_as_it_is_computed(
 ) -> None:
     """Once for each rank that has members of the group: by the look, and by the update."""
     seen = batch()
-    seen.rows[SHARED], seen.columns["group"] = torch.tensor([2, 2, 2]), ["g"] * 3
+    seen.rows[SHARED_PROMPT], seen.columns["group"] = torch.tensor([2, 2, 2]), ["g"] * 3
     config.trainer.n_gpus_per_node = num_ranks
     once = forward(LENGTHS, VOCAB * sum(WANTED)) - forward([2] * copies, 0)
     assert done(config, seen) == {"old_log_prob": Work(once), "update_actor": Work(3 * once)}
@@ -94,7 +94,7 @@ def test_a_prompt_that_is_shared_is_counted_as_often_as_it_is_computed(
 def test_a_critic_on_ranks_of_its_own_shares_prompts_by_them(config: Config) -> None:
     """Two ranks of the critic compute the prompt twice, the one of the actor once."""
     seen = batch()
-    seen.rows[SHARED], seen.columns["group"] = torch.tensor([2, 2, 2]), ["g"] * 3
+    seen.rows[SHARED_PROMPT], seen.columns["group"] = torch.tensor([2, 2, 2]), ["g"] * 3
     config.algorithm.adv_estimator, config.actor_rollout_ref.actor.use_kl_loss = "gae", False
     config.actor_rollout_ref.actor.skip_zero_advantages = False
     config.trainer.n_gpus_per_node, config.critic.n_gpus_per_node = 1, 2

@@ -249,7 +249,7 @@ def test_another_base_or_adapter_than_the_checkpoint_s_is_refused(
     adapter = [*sound, "actor_rollout_ref.model.lora_rank=4"]
     config = cli.compose(adapter)
     lm = load_causal_lm(config.actor_rollout_ref.model.path)
-    record = Adapter(peft_config(lm, config.actor_rollout_ref.model), {}).record()
+    record = Adapter(peft_config(lm, config.actor_rollout_ref.model), {}).adapter_record()
     with writing(tmp_path / "runs" / "x", 1) as folder:
         (folder / ADAPTERS_FILE).write_text(json.dumps({"actor": record}))
     preflight(config)

@@ -141,13 +141,16 @@ def test_engines_that_share_cards_cannot_sample_ahead() -> None:
 @pytest.mark.parametrize(
     ("change", "spins"),
     [
-        ({}, groups.SPINS),
+        ({}, groups.SPIN_COUNT),
         ({"actor_rollout_ref.rollout.max_staleness": 1}, "0"),
-        ({"actor_rollout_ref.rollout.max_staleness": 1, "trainer.rollout_gpus": 1}, groups.SPINS),
+        (
+            {"actor_rollout_ref.rollout.max_staleness": 1, "trainer.rollout_gpus": 1},
+            groups.SPIN_COUNT,
+        ),
         ({"actor_rollout_ref.rollout.num_replicas": 2}, "0"),
         ({"critic.n_gpus_per_node": 1}, "0"),
         ({"trainer.n_gpus_per_node": 2}, "0"),
-        ({"trainer.n_gpus_per_node": 1, "trainer.nnodes": 2}, groups.SPINS),
+        ({"trainer.n_gpus_per_node": 1, "trainer.nnodes": 2}, groups.SPIN_COUNT),
     ],
     ids=str,
 )

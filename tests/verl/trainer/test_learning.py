@@ -17,7 +17,7 @@ from verl.config import Config
 from verl.core_algos.kl import AdaptiveKLController, FixedKLController
 from verl.errors import ConfigError
 from verl.monitor.performance import Timings
-from verl.packing import SHARED
+from verl.packing import SHARED_PROMPT
 from verl.rewards.interface import Reward
 from verl.trainer.collection import Samples
 from verl.trainer.learning import Learner, add_advantages, assemble, less_kl, mini_batches
@@ -491,4 +491,4 @@ def test_prompts_of_groups_are_shared_unless_that_is_off(is_on: bool) -> None:
     config = Config()
     config.trainer.share_prompts = is_on
     batch = assemble(samples_of([[(4, 0)]] * 4, [0.0] * 4), config)
-    assert (SHARED in batch.rows) is is_on
+    assert (SHARED_PROMPT in batch.rows) is is_on

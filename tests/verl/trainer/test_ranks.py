@@ -12,7 +12,7 @@ from verl.errors import SaveError
 from verl.single_controller.actors import Place
 from verl.trainer.ranks import Division, TrainerRanks
 from verl.training.devices import PeakMemory
-from verl.training.weight_stream import Sent
+from verl.training.weight_stream import TransferStats
 
 
 class Answers:
@@ -91,11 +91,11 @@ def test_the_weights_are_written_when_the_slowest_node_is_done(tmp_path: Path) -
 
 def test_what_was_sent_is_told_once() -> None:
     """Bytes of all ranks, and where one looked, the share that changed; the slowest's seconds."""
-    ranks = ranks_of(Answers([Sent(1.0, 300, 1, 4), Sent(2.0, 100)]))
+    ranks = ranks_of(Answers([TransferStats(1.0, 300, 1, 4), TransferStats(2.0, 100)]))
     assert ranks.send_policy("nccl:", ["card"], "bfloat16") == 2.0
     told = {"perf/weights_sent_bytes": 400.0, "perf/weights_changed_share": 0.25}
     assert [ranks.take_sent(), ranks.take_sent()] == [told, {}]
-    ranks = ranks_of(Answers([Sent(1.0, 300)]))
+    ranks = ranks_of(Answers([TransferStats(1.0, 300)]))
     ranks.send_policy("nccl:", ["card"], "bfloat16")
     assert ranks.take_sent() == {"perf/weights_sent_bytes": 300.0}
 

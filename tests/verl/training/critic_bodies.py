@@ -42,7 +42,7 @@ def run(
             worker.load_checkpoint(start)
 
         def learn(worker: Any, num_ranks: int, seed: int) -> None:
-            for name in worker.engines:
+            for name in worker.models:
                 shard = shard_of(rank, num_ranks, LENGTHS, seed)
                 answers[name].append(getattr(worker, name).update(shard))
 
@@ -50,9 +50,9 @@ def run(
             learn(worker, num_ranks, 0)
             answers["problem"] = answers.get("problem", "") + worker.save_checkpoint(out)
         learn(worker, num_ranks, 1)
-        if "critic" in worker.engines:
+        if "critic" in worker.models:
             answers["values"] = worker.critic.values(shard_of(rank, num_ranks, LENGTHS, 2))
-        if "actor" in worker.engines:
+        if "actor" in worker.models:
             worker.save_policy(Path(out) / "weights", "float32")
         worker.shutdown()
     return answers

@@ -15,7 +15,7 @@ from verl.config import AdapterConfig
 from verl.errors import ModelError
 from verl.training.fsdp import FsdpModel, FsdpOptions
 from verl.training.loading import blank_copy, opened_causal_lm
-from verl.training.lora import AdaptedModel, Role, adapted_engine
+from verl.training.lora import AdaptedModel, Role, build_adapted_model
 from verl.training.models import LogProbModel, ValueModel, blocks, load_causal_lm
 from verl.training.worker import TrainerWorker
 
@@ -66,7 +66,7 @@ def load(rank: int, size: int, port: int, folders: dict[str, str], large: str) -
     worker = TrainerWorker(config, rank, size, "127.0.0.1", port, 10)
     peak = status("VmHWM") - before
     wanted = LogProbModel(load_causal_lm(f"{large}/whole"))
-    found = {"own rows": differences(worker.actor.engine, wanted)}
+    found = {"own rows": differences(worker.actor.model, wanted)}
     for name, path in folders.items():
         for kind, names in engines(path, size):
             found[f"{name}: {kind}"] = names
@@ -93,7 +93,7 @@ def engines(path: str, size: int) -> Iterator[tuple[str, list[str]]]:
     for dtype in (torch.bfloat16, torch.float32):
         torch.manual_seed(3)
         with opened_causal_lm(path, dtype, size) as lm:
-            adapted = adapted_engine(lm, ADAPTERS, CPU, OPTIONS)
+            adapted = build_adapted_model(lm, ADAPTERS, CPU, OPTIONS)
         torch.manual_seed(3)
         expected = AdaptedModel(load_causal_lm(path, dtype), ADAPTERS)
         yield f"adapter, {dtype}", differences(adapted, expected)

@@ -32,7 +32,7 @@ def lora_config(model: str, num_ranks: int) -> Config:
 
 def everything(worker: TrainerWorker) -> dict[str, Tensor]:
     """All parameters, base and adapters of both, whole."""
-    return {name: x.clone() for name, x in worker.actor.engine.full_parameters()}
+    return {name: x.clone() for name, x in worker.actor.model.full_parameters()}
 
 
 def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from tests.verl.training.ranks import make_batch, tiny_config
 from verl.checkpoint import folders
 from verl.packing import split_by_work
-from verl.training.weight_stream import received
+from verl.training.weight_stream import receive
 from verl.training.worker import TrainerWorker
 
 LENGTHS = [14, 9, 17, 6, 11]
@@ -60,7 +60,7 @@ def train(rank: int, size: int, port: int, model: str, out: str) -> dict[str, An
     # The driver makes the folder and names it when all ranks are done.
     answers["problems"] = worker.save_checkpoint(Path(out) / "global_step_3.tmp")
     answers["drawn"] = draw()
-    answers["num_bytes"] = worker.checkpoint_room()[1]
+    answers["num_bytes"] = worker.checkpoint_memory()[1]
     with held_back_writes():
         worker.start_checkpoint(Path(out) / "in_background")
         answers["next"] = next_metrics(worker, rank, size)
@@ -78,7 +78,7 @@ def sent_policy(worker: TrainerWorker, num_receivers: int, stream: str) -> dict[
     """What an engine beside this rank receives, if there is one."""
     with ThreadPoolExecutor(1) as pool:
         if num_receivers:
-            coming = pool.submit(lambda: dict(received(stream, worker.device)))
+            coming = pool.submit(lambda: dict(receive(stream, worker.device)))
         worker.send_policy(num_receivers, stream, "bfloat16")
         return coming.result() if num_receivers else {}
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from tests.verl.training.ranks import VOCAB, make_batch, make_groups, tiny_config
 from verl.config.policy import SELECTIVE
-from verl.packing import SHARED, common_prompts, split_by_work
+from verl.packing import SHARED_PROMPT, common_prompts, split_by_work
 from verl.training.attention import PACKED
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
 from verl.training.sequence_parallel import SequenceParallelGroup
@@ -52,7 +52,7 @@ def rows() -> Iterator[TokenBatch]:
     yield make_batch([9, 21, 2, 6])
     yield make_batch([7, 1, 5])
     groups = make_groups([(3, [4]), (13, [5, 2, 4])])
-    groups.rows[SHARED] = common_prompts(groups)
+    groups.rows[SHARED_PROMPT] = common_prompts(groups)
     yield groups
     half = make_batch([14, 9])
     half.tokens["policy_mask"][10:] = False
@@ -111,14 +111,14 @@ def learn(rank: int, size: int, port: int, model: str, sp_size: int) -> dict[str
     calls = (worker.actor.log_probs, worker.reference.log_probs, worker.critic.values)
     for step, groups in enumerate(([(5, [9, 4]), (7, [10]), (3, [3, 2, 6])], [(4, [7])])):
         batch = make_groups(groups, step)
-        batch.rows[SHARED] = common_prompts(batch)
+        batch.rows[SHARED_PROMPT] = common_prompts(batch)
         split = split_by_work(batch, size // sp_size)
         shard = split.shards[rank // sp_size]
         found["parts"].append(split.parts)
         found["lengths"].append(batch.lengths.tolist())
         found["answers"] |= {(number, step): call(shard) for number, call in enumerate(calls)}
         found["metrics"] += [worker.critic.update(shard), worker.actor.update(shard)]
-    for name, engine in worker.engines.items():
+    for name, engine in worker.models.items():
         found[name] = {key: x.clone() for key, x in engine.full_parameters()}
     worker.shutdown()
     return found

@@ -14,10 +14,10 @@ from tests.verl.training.operations import Seen
 from tests.verl.training.ranks import VOCAB, make_batch, make_groups
 from verl.config import ActorConfig, Config, OptimConfig
 from verl.config.policy import SELECTIVE
-from verl.packing import SHARED, common_prompts
+from verl.packing import SHARED_PROMPT, common_prompts
 from verl.trainer.learning import with_gradient
 from verl.training import attention
-from verl.training.actor import Actor, Columns, TokenBudgets, apply_update
+from verl.training.actor import Actor, TargetColumns, TokenBudgets, apply_update
 from verl.training.attention import PACKED
 from verl.training.fsdp import FsdpModel, FsdpOptions, lr_factor
 from verl.training.kernels import recompute
@@ -55,7 +55,7 @@ def plain_log_probs(lm: torch.nn.Module, batch: TokenBatch) -> tuple[Tensor, Ten
 
 
 def weights(actor: Actor) -> dict[str, Tensor]:
-    return {name: x.clone() for name, x in actor.engine.full_parameters("lm.")}
+    return {name: x.clone() for name, x in actor.model.full_parameters("lm.")}
 
 
 def test_log_probs_equal_plain_transformers() -> None:
@@ -186,7 +186,7 @@ def test_one_observed_token_parts_two_turns(positions: list[int], turns: list[in
     """A turn is a run of neighbouring tokens, however short the observation after it is."""
     places = torch.tensor(positions, dtype=torch.int64)
     inputs: Any = SimpleNamespace(target_positions=places, targets=places)
-    assert Columns(make_batch([12]), inputs).turns.tolist() == turns
+    assert TargetColumns(make_batch([12]), inputs).turns.tolist() == turns
 
 
 def test_weights_are_whole_and_exact_after_a_forward() -> None:
@@ -241,7 +241,7 @@ def test_an_update_with_shared_prompts_is_the_same_update(
 ) -> None:
     """Groups whole in a micro-batch, or divided: metrics, log-probs and weights do not change."""
     plain, shared = (make_groups([(7, [5, 1, 12]), (9, [3, 8]), (4, [6])]) for _ in range(2))
-    shared.rows[SHARED] = common_prompts(shared)
+    shared.rows[SHARED_PROMPT] = common_prompts(shared)
     apart, together = make_actor(budget, **options), make_actor(budget, **options)
     torch.testing.assert_close(together.log_probs(shared), apart.log_probs(plain))
     metrics = [actor.update(b) for actor, b in ((apart, plain), (together, shared))]
@@ -304,7 +304,7 @@ def test_an_update_can_be_repeated_to_the_bit_on_gpus(options: dict[str, object]
 
 
 def test_observation_tokens_have_no_say() -> None:
-    """Columns that are not finite at prompt and observation tokens change nothing at all."""
+    """TargetColumns that are not finite at prompt and observation tokens change nothing at all."""
     clean, dirty = make_batch(LENGTHS), make_batch(LENGTHS)
     for name in ("old_log_probs", "ref_log_probs", "advantages", "rollout_log_probs"):
         dirty.tokens[name][~dirty.tokens["policy_mask"]] = torch.nan
@@ -354,21 +354,21 @@ def test_line_17_a_non_finite_update_is_skipped_and_named(caplog: pytest.LogCapt
 def test_line_17_a_gradient_that_is_not_finite_is_skipped(bad: float) -> None:
     """Also where the loss is finite: one such number in one gradient is enough."""
     actor, before = make_actor(), weights(make_actor())
-    for parameter in actor.engine.learned().values():
+    for parameter in actor.model.trained_parameters().values():
         parameter.grad = torch.zeros_like(parameter)
-    first = next(iter(actor.engine.learned().values())).grad
+    first = next(iter(actor.model.trained_parameters().values())).grad
     first.to_local().view(-1)[0] = bad
-    step = actor.engine.step(is_finite=True)
+    step = actor.model.step(is_finite=True)
     assert step.is_skipped and step.grad_norm == pytest.approx(bad, nan_ok=True)
     assert all(torch.equal(weights(actor)[name], x) for name, x in before.items())
-    assert actor.engine.step(is_finite=False).is_skipped
+    assert actor.model.step(is_finite=False).is_skipped
 
 
 def test_a_step_keeps_the_memory_that_the_next_one_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Device memory is given back in `empty_cache` alone: to take it again costs time."""
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
-    engine = make_actor().engine
+    engine = make_actor().model
     engine.device = torch.device("cuda")
     engine.step()
     assert not calls
@@ -398,10 +398,10 @@ def test_learning_rate_schedules() -> None:
 def test_line_17_a_loss_that_is_not_finite_is_skipped_whatever_its_gradient() -> None:
     """Of any rank, in any part of the loss."""
     actor, before = make_actor(), weights(make_actor())
-    for parameter in actor.engine.learned().values():
+    for parameter in actor.model.trained_parameters().values():
         parameter.grad = torch.ones_like(parameter)
     sums = torch.tensor([torch.inf, 1.0])
     batch = make_batch(LENGTHS)
-    metrics = apply_update(actor.engine, "actor", batch, [([0], batch)], ("loss", "weight"), [sums])
+    metrics = apply_update(actor.model, "actor", batch, [([0], batch)], ("loss", "weight"), [sums])
     assert metrics["actor/skipped_updates"] == 1
     assert all(torch.equal(weights(actor)[name], x) for name, x in before.items())

@@ -8,7 +8,7 @@ from tests.verl.training.operations import Seen
 from tests.verl.training.ranks import VOCAB, make_batch, make_groups
 from verl.config import CriticConfig, OptimConfig
 from verl.core_algos.losses import loss_weights
-from verl.packing import SHARED, common_prompts
+from verl.packing import SHARED_PROMPT, common_prompts
 from verl.training.actor import TokenBudgets
 from verl.training.attention import PACKED
 from verl.training.critic import Critic
@@ -67,7 +67,7 @@ def test_value_loss_by_hand_and_learning() -> None:
 def test_values_and_updates_with_shared_prompts_are_the_same() -> None:
     """Of states behind a prompt that is computed once."""
     plain, shared = (make_groups([(7, [5, 1, 12]), (9, [3, 8])]) for _ in range(2))
-    shared.rows[SHARED] = common_prompts(shared)
+    shared.rows[SHARED_PROMPT] = common_prompts(shared)
     apart, together = make_critic(), make_critic()
     torch.testing.assert_close(together.values(shared), apart.values(plain), rtol=1e-4, atol=1e-5)
     assert together.update(shared) == pytest.approx(apart.update(plain), rel=1e-4, abs=1e-6)

@@ -16,7 +16,7 @@ from tests.verl.training.ranks import run_ranks, save_tiny
 from verl.checkpoint import folders
 from verl.checkpoint.exporting import export
 from verl.ports import free_port
-from verl.training.shards import folders_of, read_adapters
+from verl.training.shards import read_adapters, shard_folders
 
 BESIDE, ONE, TWO = 0, 1, 2
 """Where the critic is: beside the actor, on a rank of its own, on two."""
@@ -78,7 +78,7 @@ def test_a_checkpoint_keeps_the_critic_apart_and_exports_the_policy(
 ) -> None:
     """A file for each of its ranks, in a folder of its own; the export is what was trained."""
     out = runs.outs[TWO]
-    assert folders_of(out) == [out, out / "critic"] and folders_of(runs.outs[BESIDE]) == [
+    assert shard_folders(out) == [out, out / "critic"] and shard_folders(runs.outs[BESIDE]) == [
         runs.outs[BESIDE]
     ]
     names = sorted(path.name for path in (out / "critic/shards").glob("*.distcp"))

@@ -110,8 +110,8 @@ def test_engines_and_ranks_on_cpu_have_cores_of_their_own() -> None:
     script = (
         "import os, subprocess, sys, threading, torch\n"
         "torch.ones(99, 99) @ torch.ones(99, 99)\n"
-        "from verl.training.devices import keep_to_cores\n"
-        "keep_to_cores(1, sys.argv[1] == 'engine')\n"
+        "from verl.training.devices import pin_to_cores\n"
+        "pin_to_cores(1, sys.argv[1] == 'engine')\n"
         "ask = 'import os; print(*sorted(os.sched_getaffinity(0)))'\n"
         "threads = [os.sched_getaffinity(int(t)) for t in os.listdir('/proc/self/task')]\n"
         "assert all(one == os.sched_getaffinity(0) for one in threads)\n"

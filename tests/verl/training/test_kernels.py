@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.verl.training.ranks import make_groups
 from tests.verl.training.test_models import ARCHITECTURES, GROUPS, answers, build
 from verl.config import Config
-from verl.packing import SHARED, common_prompts
+from verl.packing import SHARED_PROMPT, common_prompts
 from verl.training import kernels
 from verl.training.models import LogProbModel
 
@@ -24,7 +24,7 @@ def test_compiled_blocks_have_the_same_gradient(name: str) -> None:
         batch = make_groups(groups)
         for shares in (False, True):
             if shares:
-                batch.rows[SHARED] = common_prompts(batch)
+                batch.rows[SHARED_PROMPT] = common_prompts(batch)
             wanted = answers(LogProbModel(plain), batch, 0.7, True)
             found = answers(LogProbModel(compiled), batch, 0.7, True)
             assert all(distance(*pair) < 1e-5 for pair in zip(found, wanted, strict=True))

@@ -27,7 +27,13 @@ from verl.packing import split_by_work
 from verl.training.actor import Actor, TokenBudgets
 from verl.training.attention import PACKED
 from verl.training.fsdp import FsdpOptions
-from verl.training.lora import AdaptedModel, Role, adapted_engine, check_same, target_names
+from verl.training.lora import (
+    AdaptedModel,
+    Role,
+    build_adapted_model,
+    check_same_adapters,
+    target_names,
+)
 from verl.training.shards import read_adapters
 
 LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -213,7 +219,7 @@ def test_another_base_is_refused(runs: SimpleNamespace, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     saved = read_adapters(step)
     with pytest.raises(ConfigError, match=r"lora_rank=0.*checkpoint's.*lora_rank=4"):
-        check_same({"actor": saved["actor"]}, {})
+        check_same_adapters({"actor": saved["actor"]}, {})
 
 
 @pytest.mark.usefixtures("single_rank")
@@ -224,10 +230,10 @@ def test_a_base_in_bfloat16_carries_float32_adapters() -> None:
     config = ActorConfig(optim=OptimConfig(lr=1e-2))
     options = FsdpOptions(torch.bfloat16, 10, config.optim)
     adapters = {Role.ACTOR: AdapterConfig(lora_rank=2)}
-    engine = adapted_engine(lm, adapters, torch.device("cpu"), options)
+    engine = build_adapted_model(lm, adapters, torch.device("cpu"), options)
     done = Actor(engine, config, TokenBudgets()).update(make_batch(rank_bodies.LENGTHS))
     assert done["actor/skipped_updates"] == 0 and done["actor/grad_norm"] > 0
-    learned = engine.full_learned()
+    learned = engine.full_trained_parameters()
     assert {x.dtype for x in learned.values()} == {torch.float32}
     rest = {x.dtype for name, x in engine.full_parameters() if name not in learned}
     assert rest == {torch.bfloat16}

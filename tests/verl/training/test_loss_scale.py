@@ -49,10 +49,10 @@ def gradient(actor: Actor, spared: float = 1.0) -> torch.Tensor:
     batch.tokens["advantages"] *= spared
 
     def note(*_: object) -> None:
-        learned = actor.engine.learned().values()
+        learned = actor.model.trained_parameters().values()
         found.append(torch.cat([p.grad.to_local().flatten() for p in learned]))
 
-    actor.engine.optimizer.register_step_pre_hook(note)
+    actor.model.optimizer.register_step_pre_hook(note)
     actor.update(batch)
     return found[0]
 
@@ -68,18 +68,18 @@ def test_a_float16_gradient_is_the_float32_one(spared: float) -> None:
 def test_an_overflow_skips_halves_and_then_learns() -> None:
     """It is told apart from a fault, which the guard looks at, and never reaches the weights."""
     actor, batch = make_actor(torch.float16), make_batch(LENGTHS)
-    before = {name: x.clone() for name, x in actor.engine.full_parameters("lm.")}
-    actor.engine.loss_scale.value = 2.0**30
+    before = {name: x.clone() for name, x in actor.model.full_parameters("lm.")}
+    actor.model.loss_scale.value = 2.0**30
     metrics = actor.update(batch)
     assert metrics["actor/overflowed_updates"] == 1 and metrics["actor/skipped_updates"] == 0
     assert "actor/grad_norm" not in metrics and metrics["actor/loss_scale"] == 2.0**30
-    now = dict(actor.engine.full_parameters("lm."))
+    now = dict(actor.model.full_parameters("lm."))
     assert all(torch.equal(now[name], x) for name, x in before.items())
     while metrics["actor/overflowed_updates"]:
         metrics = actor.update(batch)
-    assert 1 < metrics["actor/loss_scale"] == actor.engine.loss_scale.value < 2.0**29
+    assert 1 < metrics["actor/loss_scale"] == actor.model.loss_scale.value < 2.0**29
     assert metrics["actor/grad_norm"] > 0
-    now = dict(actor.engine.full_parameters("lm."))
+    now = dict(actor.model.full_parameters("lm."))
     assert not torch.equal(now["model.norm.weight"], before["model.norm.weight"])
 
 
@@ -89,11 +89,11 @@ def test_what_no_scale_would_mend_is_a_fault() -> None:
     batch.tokens["advantages"][batch.tokens["policy_mask"].nonzero()[0, 0]] = torch.nan
     metrics = actor.update(batch)
     assert (metrics["actor/skipped_updates"], metrics["actor/overflowed_updates"]) == (1, 0)
-    assert actor.engine.loss_scale == LossScale()
-    actor.engine.loss_scale.value = 1.0
-    first = next(iter(actor.engine.learned().values()))
+    assert actor.model.loss_scale == LossScale()
+    actor.model.loss_scale.value = 1.0
+    first = next(iter(actor.model.trained_parameters().values()))
     first.grad = torch.full_like(first, torch.inf)
-    step = actor.engine.step()
+    step = actor.model.step()
     assert step.is_faulty and not step.is_overflow
 
 
@@ -111,13 +111,13 @@ def test_line_21_a_resumed_run_goes_on_with_its_scale(tmp_path: Path) -> None:
     """The update after a checkpoint, or a rollback to it, is the uninterrupted one, bit for bit."""
     model_config = AutoConfig.from_pretrained(save_tiny(tmp_path / "model"))
     one, other, batch = make_actor(torch.float16), make_actor(torch.float16), make_batch(LENGTHS)
-    one.engine.loss_scale = LossScale(2.0**11, GROWTH_INTERVAL - 2)
+    one.model.loss_scale = LossScale(2.0**11, GROWTH_INTERVAL - 2)
     one.update(batch)
-    assert save_shards(tmp_path / "saved", {"actor": one.engine}, model_config) == ""
+    assert save_shards(tmp_path / "saved", {"actor": one.model}, model_config) == ""
     expected = [one.update(batch) for _ in range(2)]
     assert [x["actor/loss_scale"] for x in expected] == [2.0**11, 2.0**12]
     for actor in (one, other):
-        load_shards(tmp_path / "saved", {"actor": actor.engine})
+        load_shards(tmp_path / "saved", {"actor": actor.model})
         assert [actor.update(batch) for _ in range(2)] == expected
 
 
@@ -125,6 +125,6 @@ def test_a_checkpoint_of_another_format_is_resumed_with_a_new_scale(tmp_path: Pa
     """A run that goes on in float16 on other cards finds no scale there."""
     model_config = AutoConfig.from_pretrained(save_tiny(tmp_path / "model"))
     wide, half = make_actor(torch.bfloat16), make_actor(torch.float16)
-    assert save_shards(tmp_path / "saved", {"actor": wide.engine}, model_config) == ""
-    load_shards(tmp_path / "saved", {"actor": half.engine})
-    assert half.engine.loss_scale == LossScale()
+    assert save_shards(tmp_path / "saved", {"actor": wide.model}, model_config) == ""
+    load_shards(tmp_path / "saved", {"actor": half.model})
+    assert half.model.loss_scale == LossScale()

@@ -18,7 +18,7 @@ from transformers import (
 
 from tests.verl.training.ranks import VOCAB, make_batch, make_groups
 from verl.config.policy import SELECTIVE
-from verl.packing import SHARED, common_prompts
+from verl.packing import SHARED_PROMPT, common_prompts
 from verl.training.attention import PACKED
 from verl.training.kernels import recompute
 from verl.training.models import LogProbModel, PackedInputs, ValueModel
@@ -73,7 +73,7 @@ def test_a_shared_prompt_changes_no_gradient(
         nn.init.normal_(module.value_head.weight)
         module.value_head.to(dtype)
     apart = answers(module, batch, *arguments)
-    batch.rows[SHARED] = common_prompts(batch)
+    batch.rows[SHARED_PROMPT] = common_prompts(batch)
     together = answers(module, batch, *arguments)
     ways = []
     for way in (True, SELECTIVE):
@@ -88,7 +88,7 @@ def test_a_shared_prompt_changes_no_gradient(
 def test_a_row_holds_a_prompt_once() -> None:
     """Prompts, responses behind them, and where each token that is asked for finds its state."""
     batch = make_groups([(2, [2, 1]), (3, [2])])
-    batch.rows[SHARED] = common_prompts(batch)
+    batch.rows[SHARED_PROMPT] = common_prompts(batch)
     a, b, c, d, _, _, e, f, g, h, i, j = batch.tokens["input_ids"].tolist()
     inputs = PackedInputs.of(batch, torch.ones(12), torch.device("cpu"))
     assert inputs.input_ids[0].tolist() == [a, b, c, d, e, f, g, h, i, j]

@@ -6,10 +6,10 @@ import psutil
 
 from verl.training.network import (
     address_towards,
-    forwarded,
+    forwarded_variables,
     interface_of,
     interface_variables,
-    private,
+    secret_variables,
 )
 
 
@@ -36,7 +36,7 @@ def test_an_address_that_nobody_has_names_no_interface() -> None:
 def test_variables_of_networks_reach_all_nodes() -> None:
     """What is about networks and the hub is handed on, what is about one machine is not."""
     given = {"NCCL_DEBUG": "INFO", "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "10.0.0.1", "HOME": "/h"}
-    assert forwarded(given) == {"NCCL_DEBUG": "INFO", "HF_HUB_OFFLINE": "1"}
+    assert forwarded_variables(given) == {"NCCL_DEBUG": "INFO", "HF_HUB_OFFLINE": "1"}
 
 
 def test_secrets_are_not_forwarded_but_travel_in_a_call() -> None:
@@ -44,6 +44,8 @@ def test_secrets_are_not_forwarded_but_travel_in_a_call() -> None:
     secrets = {"HF_TOKEN": "hf_1", "HUGGING_FACE_HUB_TOKEN": "hf_2"}
     others = {"HF_HOME": "/h", "HF_SOMETHING_NEW": "x", "WANDB_API_KEY": "w", "OPENAI_API_KEY": "o"}
     mirror = {"HF_ENDPOINT": "https://ann:pw@mirror"}
-    assert forwarded(secrets | others | mirror) == {"HF_HOME": "/h"}
-    assert private(secrets | others | mirror) == secrets | mirror
-    assert forwarded({"HF_ENDPOINT": "https://mirror"}) == {"HF_ENDPOINT": "https://mirror"}
+    assert forwarded_variables(secrets | others | mirror) == {"HF_HOME": "/h"}
+    assert secret_variables(secrets | others | mirror) == secrets | mirror
+    assert forwarded_variables({"HF_ENDPOINT": "https://mirror"}) == {
+        "HF_ENDPOINT": "https://mirror"
+    }

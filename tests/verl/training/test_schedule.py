@@ -25,7 +25,7 @@ def step(built: FsdpModel) -> StepResult:
 
 
 def weight(built: FsdpModel) -> float:
-    return built.full_learned()["weight"].item()
+    return built.full_trained_parameters()["weight"].item()
 
 
 def test_a_scaled_rate_goes_on_with_the_schedule() -> None:
@@ -50,7 +50,7 @@ def test_the_scaled_rate_is_what_the_optimizer_uses() -> None:
 def test_a_schedule_is_taken_up_at_the_rates_of_this_run() -> None:
     """A run resumed with a lower rate learns with it, where the schedule had been."""
     built = engine(lr=0.1)
-    built.num_done = 3
+    built.num_updates_done = 3
     assert [step(built).lr for _ in range(2)] == pytest.approx([0.1, 0.1])
-    built.num_done = 1
+    built.num_updates_done = 1
     assert step(built).lr == pytest.approx(0.05)

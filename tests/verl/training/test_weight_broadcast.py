@@ -21,7 +21,7 @@ HOST = "127.0.0.1"
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers that a few tensors fill, and little patience."""
     monkeypatch.setattr(weight_stream, "BUFFER_BYTES", 4096)
-    monkeypatch.setattr(weight_stream, "PATIENCE_S", 3.0)
+    monkeypatch.setattr(weight_stream, "CONNECT_TIMEOUT_S", 3.0)
 
 
 Taking = Callable[[], list[Future[Named]]]
@@ -29,7 +29,7 @@ Taking = Callable[[], list[Future[Named]]]
 
 def taking(pool: ThreadPoolExecutor, workers: Sequence[WeightReceiver]) -> list[Future[Named]]:
     """What each of the workers finds of the next weights, copied before others come."""
-    copied = lambda one: [(name, tensor.clone()) for name, tensor in one.received()]  # noqa: E731
+    copied = lambda one: [(name, tensor.clone()) for name, tensor in one.receive()]  # noqa: E731
     return [pool.submit(copied, one) for one in workers]
 
 
@@ -68,12 +68,12 @@ def test_where_one_does_not_come_nobody_has_the_weights(
     seen: list[str] = []
     late = WeightReceiver(rank.stream, CPU)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(lambda: list(late.received()))
+        waiting = pool.submit(lambda: list(late.receive()))
         rank.send(noting(tensors(), seen), torch.float32)
-        with pytest.raises(ConnectionError, match="the training rank sends no weights"):
+        with pytest.raises(ConnectionError, match="the training rank did not send its weights"):
             waiting.result()
     assert len(seen) == len(tensors())
-    assert "engines do not take new weights" in caplog.text
+    assert "the engines did not receive the new weights" in caplog.text
 
 
 def test_a_rank_that_ends_is_no_end_of_the_weights(
@@ -85,7 +85,7 @@ def test_a_rank_that_ends_is_no_end_of_the_weights(
     with pytest.raises(RuntimeError, match="died"):
         rank.send(broken(tensors()[:4]), torch.float32)
     for one in waiting:
-        with pytest.raises(ConnectionError, match="the training rank sends no weights"):
+        with pytest.raises(ConnectionError, match="the training rank did not send its weights"):
             one.result()
 
 
@@ -139,7 +139,10 @@ def test_a_worker_that_lacks_the_weights_before_gets_all_or_refuses(is_told: boo
         sent = rank.send(second, torch.float32)
         assert sent.num_changed == sent.num_elements
         if not is_told:
-            with pytest.raises(ConnectionError, match="changes of hand-over 1 came to a worker w"):
+            with pytest.raises(
+                ConnectionError,
+                match="changes refer to weight transfer 1, but",
+            ):
                 waiting[0].result()
             return
         for one in waiting:
@@ -174,7 +177,7 @@ def test_a_long_search_for_changes_is_no_end_of_the_weights(
             waiting = taking(pool, [worker])
             rank.send(slowly(named, pause), torch.float32)
             assert [name for name, _ in waiting[0].result()] == [name for name, _ in named]
-            monkeypatch.setattr(weight_stream, "PATIENCE_S", 1.0)
+            monkeypatch.setattr(weight_stream, "CONNECT_TIMEOUT_S", 1.0)
             worker._store.set_timeout(timedelta(seconds=1.0))
 
 

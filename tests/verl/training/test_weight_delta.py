@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from verl.training.weight_broadcast import BITS, CHANGES, KeptWeights, change, changes
+from verl.training.weight_broadcast import BITS, CHANGES, KeptWeights, apply_changes, encode_changes
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 SPECIAL = [0.0, -0.0, float("nan"), float("inf"), 1.0, -1.0]
@@ -36,7 +36,7 @@ def test_changes_make_the_new_tensor_of_the_old_one(
     draw = torch.rand(num, generator=torch.Generator().manual_seed(seed)) < share
     new = torch.where(draw, other.view(BITS[dtype.itemsize]), old.view(BITS[dtype.itemsize]))
     new = new.view(dtype)
-    given_, num_changed = changes(old, new)
+    given_, num_changed = encode_changes(old, new)
     bytes_differ = old.view(torch.uint8) != new.view(torch.uint8)
     assert num_changed == int(bytes_differ.view(num, -1).any(1).sum())
     if given_.dtype != CHANGES:
@@ -44,7 +44,7 @@ def test_changes_make_the_new_tensor_of_the_old_one(
         return
     assert given_.nbytes < new.nbytes
     made = old.clone()
-    change(made, given_)
+    apply_changes(made, given_)
     assert same_bits(made, new)
 
 
@@ -54,9 +54,9 @@ def test_numbers_that_are_equal_and_bits_that_are_not(dtype: torch.dtype) -> Non
     old = torch.tensor(SPECIAL * 100, dtype=dtype)
     new = old.clone()
     new[0], new[7], new[8] = -0.0, 0.0, float("nan")
-    given_, num_changed = changes(old, new)
+    given_, num_changed = encode_changes(old, new)
     assert num_changed == 2 and given_.nbytes == 4 + 2 * (dtype.itemsize + 2)
-    change(old, given_)
+    apply_changes(old, given_)
     assert same_bits(old, new)
 
 
@@ -67,7 +67,7 @@ def test_many_changes_are_a_whole_tensor(dtype: torch.dtype, most: float) -> Non
     for share, is_whole in ((most - 0.001, False), (most, True)):
         new = old.clone()
         new[: round(share * len(old))] = 1
-        assert (changes(old, new)[0] is new) == is_whole
+        assert (encode_changes(old, new)[0] is new) == is_whole
 
 
 def test_both_ends_keep_the_same() -> None:
@@ -81,7 +81,7 @@ def test_both_ends_keep_the_same() -> None:
             assert (sent is None) == (step > 0 and num_changed == 0)
             assert num_changed == (tensor.numel() if not step else {"a": 2, "b": 1, "c": 0}[name])
             if sent is not None:
-                there.take(name, sent.clone())
+                there.apply(name, sent.clone())
         for name, tensor in model.items():
             assert same_bits(there.tensors[name], tensor.contiguous())
         model["a"][step, 2:4] += 1.0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.training import weight_stream
-from verl.training.weight_stream import Sent, received, send
+from verl.training.weight_stream import TransferStats, receive, send
 
 CPU = torch.device("cpu")
 Named = list[tuple[str, Tensor]]
@@ -37,7 +37,7 @@ def exchange(named: Named, num_receivers: int, dtype: torch.dtype) -> list[Named
     stream = secrets.token_hex(4)
     with ThreadPoolExecutor(num_receivers) as pool:
         waiting: list[Future[Named]] = [
-            pool.submit(lambda: list(received(stream, CPU))) for _ in range(num_receivers)
+            pool.submit(lambda: list(receive(stream, CPU))) for _ in range(num_receivers)
         ]
         send(named, stream, CPU, num_receivers, dtype)
         return [one.result() for one in waiting]
@@ -68,7 +68,7 @@ def noting(named: Named, seen: list[str]) -> Iterator[tuple[str, Tensor]]:
 def test_a_rank_without_an_engine_takes_part_in_gathering() -> None:
     """All tensors are taken, though none is sent."""
     seen: list[str] = []
-    assert send(noting(tensors(), seen), "nobody", CPU, 0, torch.float32) == Sent()
+    assert send(noting(tensors(), seen), "nobody", CPU, 0, torch.float32) == TransferStats()
     assert len(seen) == len(tensors())
 
 
@@ -79,13 +79,13 @@ def test_a_receiver_that_is_lost_stops_nobody(lost_after: int) -> None:
     stream, named, seen = secrets.token_hex(4), tensors(), list[str]()
 
     def lost() -> None:
-        coming = received(stream, CPU)
+        coming = receive(stream, CPU)
         for _ in range(lost_after + 1):
             next(coming)
         coming.close()
 
     with ThreadPoolExecutor(2) as pool:
-        whole, cut = pool.submit(lambda: list(received(stream, CPU))), pool.submit(lost)
+        whole, cut = pool.submit(lambda: list(receive(stream, CPU))), pool.submit(lost)
         send(noting(named, seen), stream, CPU, 2, torch.float32)
         assert len(whole.result()) == len(seen) == len(named)
         cut.result()
@@ -93,9 +93,9 @@ def test_a_receiver_that_is_lost_stops_nobody(lost_after: int) -> None:
 
 def test_one_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a while the rank sends to those that are there."""
-    monkeypatch.setattr(weight_stream, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(weight_stream, "CONNECT_TIMEOUT_S", 0.2)
     stream, found = secrets.token_hex(4), Named()
-    thread = threading.Thread(target=lambda: found.extend(received(stream, CPU)))
+    thread = threading.Thread(target=lambda: found.extend(receive(stream, CPU)))
     thread.start()
     send(tensors(), stream, CPU, 2, torch.float32)
     thread.join()
@@ -105,17 +105,17 @@ def test_one_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("small")
 def test_one_that_hangs_keeps_the_rank_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have all; it learns that it has not when it goes on."""
-    monkeypatch.setattr(weight_stream, "ANSWER_S", 5.0)
+    monkeypatch.setattr(weight_stream, "ACK_TIMEOUT_S", 5.0)
     stream, named, goes_on = secrets.token_hex(4), tensors(), threading.Event()
 
     def hang() -> Named:
-        coming = received(stream, CPU)
+        coming = receive(stream, CPU)
         first = [next(coming)]
         goes_on.wait(60)
         return [*first, *coming]
 
     with ThreadPoolExecutor(2) as pool:
-        whole, hung = pool.submit(lambda: list(received(stream, CPU))), pool.submit(hang)
+        whole, hung = pool.submit(lambda: list(receive(stream, CPU))), pool.submit(hang)
         try:
             send(named, stream, CPU, 2, torch.float32)
             assert len(whole.result()) == len(named)
@@ -136,7 +136,7 @@ def test_a_rank_that_ends_is_no_end_of_the_weights() -> None:
     """Half of the weights are an error, not a model."""
     stream = secrets.token_hex(4)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(lambda: list(received(stream, CPU)))
+        waiting = pool.submit(lambda: list(receive(stream, CPU)))
         with pytest.raises(RuntimeError, match="died"):
             send(broken(tensors()[:4]), stream, CPU, 1, torch.float32)
         with pytest.raises(ConnectionError, match="ended while it sent"):
@@ -145,18 +145,18 @@ def test_a_rank_that_ends_is_no_end_of_the_weights() -> None:
 
 def test_nobody_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no rank comes, the engine says so after a while."""
-    monkeypatch.setattr(weight_stream, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(weight_stream, "CONNECT_TIMEOUT_S", 0.05)
     with pytest.raises(ConnectionError, match="no training rank sends weights here"):
-        list(received("nobody", CPU))
+        list(receive("nobody", CPU))
 
 
 def test_another_users_process_is_not_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes through the socket is unpickled, so that its other end must be this user's."""
     monkeypatch.setattr("os.getuid", lambda: -1)
-    monkeypatch.setattr(weight_stream, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(weight_stream, "CONNECT_TIMEOUT_S", 0.5)
     stream = secrets.token_hex(4)
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(send, tensors(), stream, CPU, 1, torch.float32)
         with pytest.raises(ConnectionError, match="another user's process"):
-            list(received(stream, CPU))
-        assert sent.result() == Sent()
+            list(receive(stream, CPU))
+        assert sent.result() == TransferStats()

@@ -17,10 +17,10 @@ from verl.training.worker import TrainerWorker
 
 def test_a_rank_is_told_what_waits_on_the_host() -> None:
     """A null is decided once, for all ranks: none may see one."""
-    FsdpOptions(torch.float32, held=FsdpConfig(param_offload=False, optimizer_offload=True))
+    FsdpOptions(torch.float32, fsdp=FsdpConfig(param_offload=False, optimizer_offload=True))
     for left in ({"param_offload": True}, {"optimizer_offload": False}, {"reshard_each": None}):
         with pytest.raises(AssertionError, match="before ranks start"):
-            FsdpOptions(torch.float32, held=FsdpConfig(**left))
+            FsdpOptions(torch.float32, fsdp=FsdpConfig(**left))
 
 
 def test_a_rank_that_cannot_write_keeps_no_other_waiting(
@@ -28,7 +28,7 @@ def test_a_rank_that_cannot_write_keeps_no_other_waiting(
 ) -> None:
     """Tensors are gathered together: it takes part to the end, and then says what went wrong."""
     rank, done = object.__new__(TrainerWorker), list[str]()
-    rank.actor, rank.model_config = SimpleNamespace(engine=None), None
+    rank.actor, rank.model_config = SimpleNamespace(model=None), None
 
     def gathered(*_: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for name in "abc":

@@ -59,17 +59,17 @@ NUMPY: list[Any] = [
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def checkpoint_errors(path: Path) -> Iterator[None]:
     """Have whatever goes wrong with a file of a checkpoint end in one line. Raises ModelError."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:  # damaged pickles and archives raise almost any kind
-        raise damaged(path, error) from error
+        raise damaged_file(path, error) from error
 
 
-def damaged(path: Path, error: BaseException) -> ModelError:
+def damaged_file(path: Path, error: BaseException) -> ModelError:
     """The error of a file that cannot be used."""
     expected = "what a run of this project saved"
     fix = "take another checkpoint: this one is damaged, or of something else"
@@ -86,9 +86,9 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def read_states(path: Path) -> dict[str, Any]:
+def read_state_file(path: Path) -> dict[str, Any]:
     """What `torch.save` wrote of numbers, texts, tensors and random states. Raises ModelError."""
-    with reading(path), torch.serialization.safe_globals(NUMPY):
+    with checkpoint_errors(path), torch.serialization.safe_globals(NUMPY):
         return dict(torch.load(path, map_location="cpu", weights_only=True))
 
 
@@ -105,7 +105,7 @@ class ShardReader(filesystem.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Where each tensor lies, of which all is there. Raises ModelError."""
         path = Path(self.path) / METADATA
-        with reading(path):
+        with checkpoint_errors(path):
             with path.open("rb") as file:
                 found: Metadata = _Unpickler(file).load()
             for key, entry in found.state_dict_metadata.items():
@@ -142,7 +142,7 @@ def load_tensors(tensors: dict[str, Tensor], shards: Path, alone: bool = False) 
     try:
         load(tensors, storage_reader=ShardReader(shards), no_dist=alone)
     except CheckpointException as error:  # what a rank found; a lost rank is another error
-        raise damaged(shards, error) from error
+        raise damaged_file(shards, error) from error
 
 
 def random_states() -> dict[str, Any]:
