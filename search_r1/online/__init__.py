@@ -1,1 +1,1 @@
-"""Search services of the web behind the Retriever protocol; one adapter a service."""
+"""Web search services as retriever backends, with one adapter for each service."""

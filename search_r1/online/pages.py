@@ -1,6 +1,6 @@
-"""The text of the page at an address: fetched, and read in another process.
+"""Title and text of the page at a URL.
 
-Processes take the text out of pages, within a time, a memory and a number.
+A limited number of processes extract the texts of fetched pages, within limits of time and memory.
 """
 
 import atexit
@@ -16,124 +16,131 @@ from dataclasses import dataclass
 from search_r1.online.addresses import AddressPolicy
 from search_r1.online.fetch import Deadline, Page, PageError, PageFetcher
 
-READ_S = 5.0
-"""Of a page, once its process is there; usual ones take a tenth."""
-MOST_ANSWER = 64 << 20
+EXTRACT_TIMEOUT_S = 5.0
+"""Time limit for a page once its process has started; usual pages take a tenth of it."""
+MAX_ANSWER_BYTES = 64 << 20
 WORKER = "search_r1.online.extraction"
 
 
 @dataclass(frozen=True)
 class Article:
-    """What can be read on a page."""
+    """The readable content of a page."""
 
     title: str
-    """Empty where the page has none, or nobody asked."""
+    """Empty if the page has none, or if it was not requested."""
     text: str
 
 
-class _Reader:
-    """One process; it ends when this one does, since its connection then has."""
+class _Extractor:
+    """A process that extracts texts; it exits with this process, which closes its connection."""
 
     def __init__(self) -> None:
-        self._connection, theirs = multiprocessing.Pipe()
-        handle = theirs.fileno()
+        self._connection, child_connection = multiprocessing.Pipe()
+        handle = child_connection.fileno()
         command = [sys.executable, "-m", WORKER, str(handle)]
-        # what this process finds, that one must find too
+        # The child must find the same modules.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
             command,
             pass_fds=[handle],
             stdin=subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,  # else a Ctrl-C at a terminal were its too
+            start_new_session=True,  # keep the Ctrl-C of a terminal from it
         )
-        theirs.close()
+        child_connection.close()
         self._is_ready = False
 
-    def read(self, page: Page, with_title: bool, deadline: Deadline) -> dict[str, str]:
-        """Its answer; raises EOFError, OSError or TimeoutError, after which it is of no use."""
+    def extract(self, page: Page, with_title: bool, deadline: Deadline) -> dict[str, str]:
+        """Return the answer of the process.
+
+        Raises EOFError, OSError or TimeoutError, after which the process must be killed.
+        """
         if not self._is_ready:
-            self._received(deadline.left())
+            self._receive(deadline.remaining())
             self._is_ready = True
-        seconds = min(READ_S, deadline.left())
+        seconds = min(EXTRACT_TIMEOUT_S, deadline.remaining())
         self._connection.send((page, with_title, seconds))
-        answer: dict[str, str] = json.loads(self._received(seconds))
+        answer: dict[str, str] = json.loads(self._receive(seconds))
         return answer
 
-    def _received(self, seconds: float) -> bytes:
+    def _receive(self, seconds: float) -> bytes:
         if not self._connection.poll(seconds):
             raise TimeoutError
-        return self._connection.recv_bytes(MOST_ANSWER)
+        return self._connection.recv_bytes(MAX_ANSWER_BYTES)
 
     def kill(self) -> None:
-        """End it, whatever it is doing."""
         self._process.kill()
         self._process.wait()
         self._connection.close()
 
 
-class Readers:
-    """Starts as many processes as there are pages at once, up to `most`, and keeps them."""
+class ExtractorPool:
+    """Processes that extract texts: started when needed, up to a maximum, and reused."""
 
-    def __init__(self, most: int) -> None:
-        self._places = threading.BoundedSemaphore(most)
-        self._idle: list[_Reader] = []
+    def __init__(self, max_processes: int) -> None:
+        self._slots = threading.BoundedSemaphore(max_processes)
+        self._idle: list[_Extractor] = []
         atexit.register(self.close)
 
-    def read(self, page: Page, deadline: Deadline, *, with_title: bool = False) -> Article:
-        """What the page says; raises PageError, also where it takes too much time or memory."""
-        if not self._places.acquire(timeout=deadline.left()):
+    def extract(self, page: Page, deadline: Deadline, *, with_title: bool = False) -> Article:
+        """Extract the text of a page; raises PageError, also for too much time or memory."""
+        if not self._slots.acquire(timeout=deadline.remaining()):
             raise PageError("too many pages are read at once")
         try:
             try:
-                reader = self._idle.pop()
+                extractor = self._idle.pop()
             except IndexError:
-                reader = _Reader()
+                extractor = _Extractor()
             try:
-                answer = reader.read(page, with_title, deadline)
+                answer = extractor.extract(page, with_title, deadline)
             except BaseException:
-                reader.kill()
+                extractor.kill()
                 raise
-            self._idle.append(reader)
+            self._idle.append(extractor)
         except (TimeoutError, EOFError, OSError) as error:
-            raise PageError(f"its text takes over {READ_S:g} s, or too much memory") from error
+            raise PageError(
+                f"its text takes over {EXTRACT_TIMEOUT_S:g} s, or too much memory"
+            ) from error
         finally:
-            self._places.release()
+            self._slots.release()
         if "error" in answer:
             raise PageError(answer["error"])
         return Article(answer["title"], answer["text"])
 
     def close(self) -> None:
-        """End the processes that wait for pages."""
+        """Kill the idle processes."""
         while self._idle:
             self._idle.pop().kill()
 
 
-READERS = Readers(max(2, min(8, os.cpu_count() or 2)))
-"""Those of this process."""
+EXTRACTORS = ExtractorPool(max(2, min(8, os.cpu_count() or 2)))
+"""The pool that this process shares."""
 
 
 def visit(
     url: str,
     policy: AddressPolicy | None = None,
     *,
-    most_bytes: int = 2_000_000,
+    max_bytes: int = 2_000_000,
     timeout: float = 15.0,
 ) -> Article:
-    """Title and text of a page, of which at most `most_bytes` are read, within `timeout` s.
+    """Return title and text of a page, of which at most `max_bytes` are read.
 
-    Only public addresses are fetched from, unless `policy` allows others. Raises PageError.
+    Takes at most `timeout` seconds. Pages are fetched from public addresses only, unless `policy`
+    allows others. Raises PageError.
     """
-    fetcher, deadline = PageFetcher(policy or AddressPolicy(), most_bytes), Deadline(timeout)
+    fetcher, deadline = PageFetcher(policy or AddressPolicy(), max_bytes), Deadline(timeout)
     try:
-        return READERS.read(fetcher.fetch(url, deadline), deadline, with_title=True)
+        return EXTRACTORS.extract(fetcher.fetch(url, deadline), deadline, with_title=True)
     finally:
         fetcher.close()
 
 
-def cut(text: str, most_chars: int) -> str:
-    """`text` cut at a space or a line's end."""
-    if len(text) <= most_chars:
+def truncate(text: str, max_chars: int) -> str:
+    """Truncate `text` to at most `max_chars` characters, at white space if there is any."""
+    if len(text) <= max_chars:
         return text
-    head = text[:most_chars]
-    return head.rstrip() if text[most_chars].isspace() else re.sub(r"\s+\S*\Z", "", head) or head
+    head = text[:max_chars]
+    if text[max_chars].isspace():
+        return head.rstrip()
+    return re.sub(r"\s+\S*\Z", "", head) or head

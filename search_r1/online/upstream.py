@@ -1,6 +1,6 @@
-"""Asking a service: one request at a time within its rate, again after what may pass.
+"""Client of a search service, with a rate limit and retries after transient failures.
 
-Its key is read from the environment, and kept out of every log line and error.
+The API key is read from the environment and redacted in all log lines and errors.
 """
 
 import json
@@ -34,44 +34,45 @@ from search_r1.search.settings import OnlineConfig
 
 logger = logging.getLogger(__name__)
 
-CHATTY = ("httpx", "httpcore.connection", "httpcore.http11", "httpcore.http2", "httpcore.proxy")
-"""Loggers that write addresses or headers; Google's and SerpAPI's keys are part of an address."""
+URL_LOGGERS = ("httpx", "httpcore.connection", "httpcore.http11", "httpcore.http2",
+               "httpcore.proxy")  # fmt: skip
+"""Loggers that write URLs or headers; the keys of Google and SerpAPI are part of the URL."""
 
 _secrets: set[str] = set()
-MOST_BYTES = 8 << 20
-LONGEST_WAIT_S = 60.0
-"""A Retry-After above it is an outage for the caller, who decides when to come back."""
-MOST_READ = 100_000
-"""Bytes of an error answer that are looked at."""
-MOST_MESSAGE = 300
-PAUSES = Backoff(0.5, 30.0)
-GARBAGE = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
-"""What reading an answer of another form raises."""
+MAX_ANSWER_BYTES = 8 << 20
+MAX_RETRY_AFTER_S = 60.0
+"""A longer Retry-After is reported as an outage; the caller decides when to search again."""
+MAX_ERROR_BYTES = 100_000
+"""Maximum number of bytes of an error answer that are parsed."""
+MAX_MESSAGE_CHARS = 300
+BACKOFF = Backoff(0.5, 30.0)
+PARSE_ERRORS = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
+"""Errors raised when an answer does not have the documented form."""
 
 
 def read_credentials(service: Service) -> Credentials:
-    """The service's key and setting; raises SetupError naming the variable to set."""
-    credentials = Credentials(*(_read(service, variable) for variable in service.variables))
+    """Read the key and setting of a service; raises SetupError for a missing variable."""
+    credentials = Credentials(*(_read_variable(service, name) for name in service.variables))
     key = credentials.key
     _secrets.update((key, quote(key), quote_plus(key), key.replace("/", r"\/")))  # URLs and JSON
-    for name in CHATTY:
-        logging.getLogger(name).addFilter(_hide_record)  # adding one twice is adding it once
+    for name in URL_LOGGERS:
+        logging.getLogger(name).addFilter(_redact_record)  # no effect if added before
     return credentials
 
 
-def hide(text: str) -> str:
-    """`text` with every key that was read replaced by stars."""
+def redact(text: str) -> str:
+    """Replace every key that has been read by stars."""
     for secret in sorted(_secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
     return text
 
 
-def _read(service: Service, variable: str) -> str:
+def _read_variable(service: Service, variable: str) -> str:
     value = os.environ.get(variable, "").strip()
     if not value:
         raise SetupError(
             f"--retriever_name {service.name} without the environment variable {variable}; "
-            f"it needs {' and '.join(service.variables)}: export what its account page shows"
+            f"it needs {' and '.join(service.variables)}: export the values from its account page"
         )
     if not all("!" <= character <= "~" for character in value):
         raise SetupError(
@@ -81,14 +82,14 @@ def _read(service: Service, variable: str) -> str:
     return value
 
 
-def _hide_record(record: logging.LogRecord) -> bool:
-    """A log filter that lets every record pass, without keys."""
-    record.msg, record.args = hide(record.getMessage()), ()
+def _redact_record(record: logging.LogRecord) -> bool:
+    """Redact the keys in a log record; a filter that rejects no record."""
+    record.msg, record.args = redact(record.getMessage()), ()
     return True
 
 
 class RateLimit:
-    """A token bucket that holds one token, shared by threads: requests are evenly spaced."""
+    """A token bucket for one token, shared by threads, so that requests are evenly spaced."""
 
     def __init__(
         self,
@@ -99,31 +100,31 @@ class RateLimit:
         self._interval = 1 / per_second
         self._now = now
         self._sleep = sleep
-        self._next = now()
+        self._next = now()  # time of the next request
         self._lock = threading.Lock()
 
     def wait(self) -> None:
-        """Return when a request may be sent; only one caller returns per interval."""
+        """Wait until a request may be sent; one caller returns per interval."""
         while True:
             with self._lock:
-                pause = self._next - self._now()
-                if pause <= 0:
+                delay = self._next - self._now()
+                if delay <= 0:
                     self._next = self._now() + self._interval
                     return
-            self._sleep(pause)
+            self._sleep(delay)
 
-    def hold(self, seconds: float) -> None:
-        """Let nobody send for `seconds`, also those who wait already."""
+    def pause(self, seconds: float) -> None:
+        """Send no requests for `seconds`; also delays callers that are waiting."""
         with self._lock:
             self._next = max(self._next, self._now() + seconds)
 
 
-class _Garbage(TransientError):
-    """An answer outside the documented form."""
+class _InvalidAnswer(TransientError):
+    """An answer that does not have the documented form."""
 
 
 class Upstream:
-    """One service; safe to use from several threads."""
+    """A client of one service; safe to use from several threads."""
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class Upstream:
         config: OnlineConfig,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Raises SetupError for an address that is none."""
+        """Raises SetupError for an invalid --online_url."""
         self.service = service
         self.url = _check_url(config.online_url or service.url)
         self.setting = credentials.setting
@@ -140,65 +141,71 @@ class Upstream:
         self._retries = config.online_retries
         self._sleep = sleep
         self._limit = RateLimit(config.requests_per_second, sleep=sleep)
-        self._exchanges = BoundedHttpClient(config.online_timeout, MOST_BYTES)
+        self._client = BoundedHttpClient(config.online_timeout, MAX_ANSWER_BYTES)
 
-    def ask(self, ask: SearchRequest) -> list[SearchResult]:
-        """The results of one request.
+    def search(self, request: SearchRequest) -> list[SearchResult]:
+        """Send a request, with retries, and return its results.
 
-        Raises UpstreamUnavailable after all retries (UpstreamInvalid, where the last answer was no
-        documented one) and UpstreamRefused at once for a refusal.
+        Raises UpstreamUnavailable after all retries (UpstreamInvalid, if the last answer did not
+        have the documented form), and UpstreamRefused without a retry for a refusal.
         """
-        call = self.service.build(self._credentials, ask)
+        http_request = self.service.build(self._credentials, request)
         try:
-            return call_with_retries(lambda: self._try(call), self._retries, PAUSES, self._sleep)
+            return call_with_retries(
+                lambda: self._attempt(http_request), self._retries, BACKOFF, self._sleep
+            )
         except TransientError as error:
-            kind = UpstreamInvalid if isinstance(error, _Garbage) else UpstreamUnavailable
-            raise kind(
-                f"{self.service.name} did not answer in {self._retries + 1} tries; the last: "
+            is_invalid = isinstance(error, _InvalidAnswer)
+            raise (UpstreamInvalid if is_invalid else UpstreamUnavailable)(
+                f"{self.service.name} did not answer in {self._retries + 1} tries; last error: "
                 f"{error}; try later, or lower --requests_per_second"
             ) from error
 
     def close(self) -> None:
         """Close the connections."""
-        self._exchanges.close()
+        self._client.close()
 
-    def _try(self, call: HttpRequest) -> list[SearchResult]:
-        """One request; raises TransientError, UpstreamUnavailable or UpstreamRefused."""
+    def _attempt(self, request: HttpRequest) -> list[SearchResult]:
+        """Send a request once; raises TransientError, UpstreamUnavailable or UpstreamRefused."""
         self._limit.wait()
-        method = "GET" if call.body is None else "POST"
-        fields: dict[str, Any] = {"params": call.params or None, "headers": call.headers}
+        method = "GET" if request.body is None else "POST"
+        fields: dict[str, Any] = {"params": request.params or None, "headers": request.headers}
         try:
-            answer = self._exchanges.send(method, self.url, json=call.body, **fields)
-        except httpx.HTTPError as error:  # `from None`: its address may hold the key
-            raise TransientError(hide(f"{type(error).__name__} {error}")) from None
+            response = self._client.send(method, self.url, json=request.body, **fields)
+        except httpx.HTTPError as error:  # `from None`: the URL in the error may contain the key
+            raise TransientError(redact(f"{type(error).__name__} {error}")) from None
         except ValueError as error:
-            raise _Garbage(f"an answer outside its documented form ({error})") from None
-        if answer.status != 200:
-            raise self._judge(answer)
+            raise _InvalidAnswer(f"an answer outside its documented form ({error})") from None
+        if response.status != 200:
+            raise self._error_of(response)
         try:
-            return self.service.read(json.loads(answer.body))
-        except GARBAGE as error:
-            got = hide(answer.body[:MOST_READ].decode("utf-8", "replace"))[:80]
-            said = hide(f"{type(error).__name__}: {error}")[:MOST_MESSAGE]
-            said = f"an answer outside its documented form ({said}; got {got!r})"
-            raise _Garbage(said) from None
+            return self.service.read(json.loads(response.body))
+        except PARSE_ERRORS as error:
+            got = redact(response.body[:MAX_ERROR_BYTES].decode("utf-8", "replace"))[:80]
+            reason = redact(f"{type(error).__name__}: {error}")[:MAX_MESSAGE_CHARS]
+            raise _InvalidAnswer(
+                f"an answer outside its documented form ({reason}; got {got!r})"
+            ) from None
 
-    def _judge(self, answer: Response) -> Exception:
-        """What an answer other than 200 means for the next try."""
-        status, said = answer.status, answer.body[:MOST_READ].decode("utf-8", "replace")
-        limited = status in (408, 425, 429) or status >= 500 or self.service.busy.search(said)
-        message = f"{status}: {_message(said)}"
-        if not limited or self.service.spent.search(said):
+    def _error_of(self, response: Response) -> Exception:
+        """Return the error to raise for a status other than 200; pauses the rate limit."""
+        status = response.status
+        text = response.body[:MAX_ERROR_BYTES].decode("utf-8", "replace")
+        is_transient = (
+            status in (408, 425, 429) or status >= 500 or self.service.rate_limited.search(text)
+        )
+        message = f"{status}: {_message(text)}"
+        if not is_transient or self.service.quota_exhausted.search(text):
             return UpstreamRefused(
                 f"{self.service.name} refused with {message}; check the key in "
-                f"{' and '.join(self.service.variables)} and what is left of its quota"
+                f"{' and '.join(self.service.variables)} and the rest of its quota"
             )
-        after = parse_retry_after(answer.headers)
-        if after > LONGEST_WAIT_S:
+        retry_after = parse_retry_after(response.headers)
+        if retry_after > MAX_RETRY_AFTER_S:
             return UpstreamUnavailable(
-                f"{self.service.name} asks to come back in {after:.0f} s, with {message}"
+                f"{self.service.name} asks to come back in {retry_after:.0f} s, with {message}"
             )
-        self._limit.hold(after)
+        self._limit.pause(retry_after)
         return TransientError(message)
 
 
@@ -206,24 +213,25 @@ def _check_url(url: str) -> str:
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise SetupError(f"--online_url {url!r} is no address: {error}") from error
+        raise SetupError(f"--online_url {url!r} is not an address: {error}") from error
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise SetupError(f"--online_url {url!r}; expected an address with http:// or https://")
     if parsed.userinfo or parsed.query:
         raise SetupError(
-            "--online_url has a password or parameters; keys come from the environment only"
+            "--online_url has a password or parameters; give keys in the environment only"
         )
     if parsed.scheme == "http" and parsed.host not in ("127.0.0.1", "::1", "localhost"):
-        logger.warning("--online_url has no https: the key travels in clear text")
+        logger.warning("--online_url does not use https: the key is sent unencrypted")
     return url
 
 
 def _message(body: str) -> str:
-    """The words inside an error answer, whichever of the usual fields they are in; no key."""
+    """Return the message of an error answer from the usual JSON fields, with keys redacted."""
     try:
-        found: Json = json.loads(body)
+        message: Json = json.loads(body)
     except (ValueError, RecursionError):
-        found = body
-    while isinstance(found, dict):
-        found = next((found[n] for n in ("error", "detail", "message") if found.get(n)), str(found))
-    return hide(" ".join(str(found).split()))[:MOST_MESSAGE] or "no message"
+        message = body
+    while isinstance(message, dict):
+        fields = [message[name] for name in ("error", "detail", "message") if message.get(name)]
+        message = fields[0] if fields else str(message)
+    return redact(" ".join(str(message).split()))[:MAX_MESSAGE_CHARS] or "no message"

@@ -1,4 +1,4 @@
-"""A page with an article in a frame, for the tests that read pages."""
+"""An HTML page with an article, navigation and a footer, for the tests that read pages."""
 
 SENTENCES = [
     f"The river Danube passes its place number {i} on the long way to the sea, says the book."

@@ -1,4 +1,4 @@
-"""A scripted web server on 127.0.0.1, and the documented answers of every service."""
+"""A scripted web server on 127.0.0.1, and the documented answers of all services."""
 
 import json
 import sys
@@ -18,8 +18,8 @@ ENGINE_ID = "0123456789:engine"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request that arrived."""
+class ReceivedRequest:
+    """A request that the server received."""
 
     method: str
     path: str
@@ -30,7 +30,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is sent back; `body` is sent as JSON unless it is bytes."""
+    """An answer of the server; `body` is sent as JSON unless it is bytes."""
 
     body: Any = b""
     status: int = 200
@@ -41,17 +41,17 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients may leave early; anything else is shown."""
+        """Ignore connections that clients close early; show all other errors."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
 
 class Web:
-    """A server that answers by a function and keeps what it was asked."""
+    """A server that answers with the result of a function and records the requests."""
 
-    def __init__(self, answer: Callable[[Asked], Answer]) -> None:
+    def __init__(self, answer: Callable[[ReceivedRequest], Answer]) -> None:
         self.answer = answer
-        self.asked: list[Asked] = []
+        self.requests: list[ReceivedRequest] = []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -63,15 +63,16 @@ class Web:
                 size = int(self.headers.get("Content-Length", 0))
                 body = json.loads(self.rfile.read(size)) if size else None
                 params = dict(parse_qsl(parts.query))
-                asked = Asked(self.command, parts.path, params, dict(self.headers), body)
-                outer.asked.append(asked)
-                self.reply(outer.answer(asked))
+                headers = dict(self.headers)
+                request = ReceivedRequest(self.command, parts.path, params, headers, body)
+                outer.requests.append(request)
+                self.reply(outer.answer(request))
 
             do_POST = do_GET
 
             def reply(self, answer: Answer) -> None:
-                raw = isinstance(answer.body, bytes)
-                body = answer.body if raw else json.dumps(answer.body).encode()
+                is_raw = isinstance(answer.body, bytes)
+                body = answer.body if is_raw else json.dumps(answer.body).encode()
                 self.send_response(answer.status)
                 for name, value in {"Content-Length": str(len(body)), **answer.headers}.items():
                     self.send_header(name, value)
@@ -79,10 +80,10 @@ class Web:
                 try:
                     self.wfile.write(body)
                 except OSError:
-                    self.close_connection = True  # the client has read enough
+                    self.close_connection = True  # the client closed the connection
 
             def log_message(self, *args: Any) -> None:
-                """Nothing."""
+                """Log nothing."""
 
         self._server = _Server(("127.0.0.1", 0), Handler)
         self.port = self._server.server_address[1]
@@ -91,18 +92,18 @@ class Web:
         self._thread.start()
 
     def stop(self) -> None:
-        """Let nobody in any more."""
+        """Stop serving and close the port."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
 
 @pytest.fixture
-def web() -> Iterator[Callable[[Callable[[Asked], Answer]], Web]]:
-    """Starts scripted servers that end with the test."""
+def web() -> Iterator[Callable[[Callable[[ReceivedRequest], Answer]], Web]]:
+    """Yield a function that starts a scripted server, which stops with the test."""
     started: list[Web] = []
 
-    def start(answer: Callable[[Asked], Answer]) -> Web:
+    def start(answer: Callable[[ReceivedRequest], Answer]) -> Web:
         started.append(Web(answer))
         return started[-1]
 
@@ -113,13 +114,13 @@ def web() -> Iterator[Callable[[Callable[[Asked], Answer]], Web]]:
 
 @pytest.fixture
 def reply() -> type[Answer]:
-    """`Answer`, since tests import no conftest."""
+    """Return `Answer`, since tests do not import conftest."""
     return Answer
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key for every service, and no proxy of the machine in between."""
+    """Set a key for every service, and unset the proxies of this machine."""
     for service in SERVICES.values():
         for variable in service.variables:
             monkeypatch.setenv(variable, KEY if variable == service.key_variable else ENGINE_ID)
@@ -130,22 +131,22 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def key() -> str:
-    """The key that every service has in these tests."""
+    """Return the key that all services have in these tests."""
     return KEY
 
 
 @dataclass(frozen=True)
 class Documented:
-    """The documented forms of a service, as its servers send them."""
+    """The documented requests and answers of a service."""
 
     answer: Callable[[list[tuple[str, str, str]]], Any]
-    """From (url, title, snippet) of each result; an empty list as the service tells it."""
-    authorised: Callable[[Asked], bool]
-    asked_for: Callable[[Asked], tuple[str, int, int]]
-    """(query, count, 0-based offset of the first result)."""
+    """Returns the answer for a list of (url, title, snippet), also for an empty one."""
+    authorised: Callable[[ReceivedRequest], bool]
+    parse_request: Callable[[ReceivedRequest], tuple[str, int, int]]
+    """Returns (query, count, 0-based offset of the first result)."""
     wrong_key: Answer
-    spent: Answer
-    busy: Answer
+    quota_exhausted: Answer
+    rate_limited: Answer
 
 
 def _google(results: list[tuple[str, str, str]]) -> Any:
@@ -257,11 +258,11 @@ DOCUMENTED = {
 
 @pytest.fixture(params=sorted(DOCUMENTED))
 def name(request: pytest.FixtureRequest) -> str:
-    """Every service in turn."""
+    """Run the test for every service."""
     return str(request.param)
 
 
 @pytest.fixture
 def documented(name: str) -> Documented:
-    """The documented forms of the service in turn."""
+    """Return the documented forms of the service `name`."""
     return DOCUMENTED[name]

@@ -1,4 +1,4 @@
-"""A reader of pages that takes its time to start."""
+"""A process for the extraction of texts that is slow to start."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Where pages may be fetched from: every spelling of a private address is refused."""
+"""The address policy: every spelling of a private address is refused."""
 
 import ipaddress
 import socket
@@ -25,10 +25,10 @@ REGISTRIES = [
     "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20", "5f00::/16", "fc00::/7",
     "fe80::/10", "224.0.0.0/4", "ff00::/8", "fec0::/10", "168.63.129.16/32",
 ]  # fmt: skip
-"""IANA's registries of special-purpose addresses row by row but NAT64's, both multicasts, the
-former site-local addresses, and a cloud's own."""
-SPECIAL = [ipaddress.ip_network(row) for row in REGISTRIES]
-CARRYING = [
+"""All entries of IANA's registries of special-purpose addresses except NAT64, both multicast
+networks, the former site-local addresses, and an internal address of a cloud."""
+SPECIAL = [ipaddress.ip_network(network) for network in REGISTRIES]
+EMBEDDED = [
     "::127.0.0.1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "::ffff:169.254.169.254",
     "::ffff:8.8.8.8", "::ffff:0:8.8.8.8", "::8.8.8.8", "64:ff9b::10.0.0.1", "64:ff9b::127.0.0.1",
     "64:ff9b::192.0.0.192", "64:ff9b::a83f:8110", "64:ff9b:1::808:808", "2002:7f00:1::1",
@@ -38,8 +38,8 @@ CARRYING = [
     "2620:4f:8000::6", "3fff:fff:ffff::1", "4000::1", "1fff:ffff::1", "6000::1", "8000::1",
     "e000::1", "200::1", "f000::1", "fdff::1", "ff0e::1",
 ]  # fmt: skip
-"""IPv6 forms of IPv4 addresses, zones, metadata services, and IPv6 that nobody has been given."""
-PRIVATE = [*dict.fromkeys(str(n[place]) for n in SPECIAL for place in (0, -1)), *CARRYING]
+"""IPv6 forms of IPv4 addresses, zones, metadata services, and unassigned IPv6 addresses."""
+PRIVATE = [*dict.fromkeys(str(n[index]) for n in SPECIAL for index in (0, -1)), *EMBEDDED]
 PUBLIC = [
     "1.1.1.1", "8.8.8.8", "9.255.255.255", "11.0.0.0", "93.184.216.34", "100.63.255.255",
     "100.128.0.0", "126.255.255.255", "128.0.0.0", "169.253.255.255", "169.255.0.0",
@@ -54,31 +54,31 @@ PUBLIC = [
 ]  # fmt: skip
 
 
-def resolving(monkeypatch: pytest.MonkeyPatch, *found: str) -> list[str]:
-    """Makes every name resolve to `found`; the names that were asked for."""
-    asked: list[str] = []
+def resolve_to(monkeypatch: pytest.MonkeyPatch, *resolved: str) -> list[str]:
+    """Make all names resolve to `resolved`; returns a list that records the names."""
+    names: list[str] = []
 
     def answer(host: str, port: int, **kind: Any) -> list[Any]:
-        asked.append(host)
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in found]
+        names.append(host)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, port)) for a in resolved]
 
     monkeypatch.setattr(addresses.socket, "getaddrinfo", answer)
-    return asked
+    return names
 
 
 @pytest.mark.parametrize("address", PRIVATE)
 def test_private_addresses_are_refused(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    """A name at such an address is refused, alone and beside a public one."""
-    for found in ([address], [PUBLIC[0], address]):
-        resolving(monkeypatch, *found)
+    """A name that resolves to a private address is refused, also if it has a public one too."""
+    for resolved in ([address], [PUBLIC[0], address]):
+        resolve_to(monkeypatch, *resolved)
         with pytest.raises(AddressRefused, match="not a public address"):
             AddressPolicy().resolve("example.org", 443)
 
 
 @pytest.mark.parametrize("address", PUBLIC)
 def test_public_addresses_are_allowed(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    """A name at a public address leads there."""
-    resolving(monkeypatch, address, address)
+    """A name that resolves to a public address is allowed."""
+    resolve_to(monkeypatch, address, address)
     assert AddressPolicy().resolve("example.org", 443) == [address]
 
 
@@ -107,36 +107,36 @@ def test_public_addresses_are_allowed(monkeypatch: pytest.MonkeyPatch, address: 
     ],
 )
 def test_odd_spellings_of_this_machine_are_refused(host: str) -> None:
-    """Decimal, hexadecimal, octal and short hosts are what the resolver makes of them."""
+    """Decimal, hexadecimal, octal and short forms of local addresses are refused."""
     with pytest.raises(AddressRefused):
         AddressPolicy().resolve(host, 80)
 
 
 @pytest.mark.parametrize("port", [22, 25, 6379, 8000])
 def test_other_ports_are_refused(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    """Only the web's ports, and the name is not even resolved."""
-    asked = resolving(monkeypatch, PUBLIC[0])
+    """Other ports than those of the web are refused before the name is resolved."""
+    names = resolve_to(monkeypatch, PUBLIC[0])
     with pytest.raises(AddressRefused, match=f"port {port}"):
         AddressPolicy().resolve("example.org", port)
-    assert asked == []
+    assert names == []
 
 
-def test_allowed_networks_are_allowed_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An explicit network opens itself only."""
+def test_only_the_given_networks_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An explicitly allowed network allows only its own addresses."""
     policy = AddressPolicy(allowed=(ipaddress.ip_network("10.1.0.0/16"),))
-    resolving(monkeypatch, "10.1.2.3")
+    resolve_to(monkeypatch, "10.1.2.3")
     assert policy.resolve("intranet", 80) == ["10.1.2.3"]
-    resolving(monkeypatch, "10.2.2.3")
+    resolve_to(monkeypatch, "10.2.2.3")
     with pytest.raises(AddressRefused):
         policy.resolve("intranet", 80)
 
 
 @pytest.mark.parametrize("host", ["a" * 300 + ".org", "no-such-host.invalid", "\u2024.", "a\0"])
 def test_names_without_address_are_refused(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    """A name that cannot be resolved, or be a name, is the same typed error."""
+    """A name that cannot be resolved, or is invalid, is refused."""
 
     def answer(host: str, port: int, **kind: Any) -> Any:
-        host.encode("idna")  # as the real one begins
+        host.encode("idna")  # as the real resolver does first
         raise ValueError("embedded null") if "\0" in host else socket.gaierror("unknown")
 
     monkeypatch.setattr(socket, "getaddrinfo", answer)
@@ -144,9 +144,9 @@ def test_names_without_address_are_refused(monkeypatch: pytest.MonkeyPatch, host
         AddressPolicy().resolve(host, 80)
 
 
-def test_connects_to_what_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connects_to_the_checked_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name is resolved once, and the connection is made to that address, not to the name."""
-    asked = resolving(monkeypatch, PUBLIC[0])
+    names = resolve_to(monkeypatch, PUBLIC[0])
     connected: list[tuple[str, int]] = []
 
     async def connect(self: Any, host: str, port: int, *more: Any, **kind: Any) -> Any:
@@ -157,12 +157,12 @@ def test_connects_to_what_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     fetcher = PageFetcher(AddressPolicy(), 1000)
     with pytest.raises(PageError, match="enough"):
         fetcher.fetch("https://example.org/", Deadline(5))
-    assert (asked, connected) == (["example.org"], [(PUBLIC[0], 443)])
+    assert (names, connected) == (["example.org"], [(PUBLIC[0], 443)])
 
 
 @given(st.one_of(st.ip_addresses(), st.ip_addresses(network="2000::/3")))
 def test_agrees_with_the_registries_on_any_address(address: addresses.Address) -> None:
-    """Public is what is in no row, and what Python's own list calls global."""
+    """An address is public if it is in no registry and Python's list calls it global."""
     special = any(address in network for network in SPECIAL)
     if address in ipaddress.ip_network("64:ff9b::/96"):
         return
@@ -173,6 +173,6 @@ def test_agrees_with_the_registries_on_any_address(address: addresses.Address) -
 
 
 def test_the_table_is_large_enough() -> None:
-    """No spelling is in both lists."""
+    """The tests have at least 150 addresses, none of which is both private and public."""
     assert len(PRIVATE) + len(PUBLIC) >= 150
     assert not set(PRIVATE) & set(PUBLIC)

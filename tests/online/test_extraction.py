@@ -1,4 +1,4 @@
-"""The article of a page without its frame, in any charset."""
+"""Extraction of the article of a page, in any charset."""
 
 import codecs
 
@@ -15,29 +15,29 @@ def html(body: bytes, charset: str | None = None) -> Page:
     return Page(body, "text/html", charset)
 
 
-def test_the_article_without_its_frame() -> None:
-    """Every sentence in order on lines of their own; no script, menu or footer."""
+def test_only_the_article_is_extracted() -> None:
+    """All sentences, one a line and in order; no script, menu or footer."""
     text = extract(html(ARTICLE.encode()))
     assert [line for line in text.split("\n") if line in SENTENCES] == SENTENCES
     assert not any(word in text for word in ("spy", "Log in", "Cookie", "<p>"))
 
 
-def test_plain_text_is_its_own_text() -> None:
-    """text/plain is not parsed as HTML; blank lines and runs of spaces go."""
+def test_plain_text_is_not_parsed_as_html() -> None:
+    """Blank lines and repeated spaces of a text/plain page are removed."""
     page = Page(b"a <b> c\r\n\r\n  d\t e \n", "text/plain", None)
     assert extract(page) == "a <b> c\nd e"
 
 
 @pytest.mark.parametrize("body", [b"", b"   ", b"<html></html>", b"<!-- x -->", b"\0\0", b"<?xml"])
 def test_pages_without_text_are_errors(body: bytes) -> None:
-    """Nothing to read is a PageError, so that the snippet is kept."""
+    """A page without text is a PageError, so that the snippet is kept."""
     with pytest.raises(PageError):
         extract(html(body))
 
 
 @given(st.binary(max_size=300))
-def test_no_bytes_break_the_reader(body: bytes) -> None:
-    """Whatever a page is made of, there is a text or a PageError."""
+def test_any_bytes_give_a_text_or_an_error(body: bytes) -> None:
+    """Any content of a page gives a text or a PageError."""
     try:
         assert extract(html(body))
     except PageError as error:
@@ -60,25 +60,25 @@ def test_no_bytes_break_the_reader(body: bytes) -> None:
     ],
 )
 def test_charsets(text: str, written: str, declared: str | None) -> None:
-    """Declared, marked and undeclared charsets are read as browsers read them."""
+    """Declared charsets, byte order marks and missing charsets are handled as by browsers."""
     assert decode(html(text.encode(written), declared)) == text
 
 
 def test_a_charset_inside_the_page() -> None:
-    """A meta tag declares the charset where the server does not; the server's word goes first."""
+    """A meta tag declares the charset unless the server does."""
     head = '<html><head><meta charset="gb2312"></head>东京'
     assert decode(html(head.encode("gb2312"))) == head
     assert decode(html(head.encode("utf-8"), "utf-8")) == head
 
 
-def test_a_page_cut_within_a_character() -> None:
-    """The bytes of a cut-off last character are left out, not turned into a wrong one."""
+def test_a_page_truncated_within_a_character() -> None:
+    """The bytes of a truncated last character are dropped, not decoded to a wrong one."""
     for charset in ("utf-8", "shift_jis"):
         body = "東京".encode(charset)[:-1]
         assert decode(html(body, charset)) == "東"
 
 
-def test_codecs_that_are_not_of_text_are_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page that declares the charset `zlib` must not be decompressed."""
+def test_binary_codecs_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that declares the charset `zlib` is not decompressed."""
     bomb = codecs.encode(b"\0" * 1000, "zlib")
     assert "\0" * 1000 not in decode(html(bomb, "zlib"))

@@ -1,4 +1,4 @@
-"""Pages of strangers: every limit holds, and no redirect or spelling leads into this machine."""
+"""Untrusted pages: all limits hold, and no redirect or spelling leads to this machine."""
 
 import gzip
 import ipaddress
@@ -17,38 +17,40 @@ from hypothesis import strategies as st
 from search_r1.online.addresses import AddressPolicy
 from search_r1.online.fetch import Deadline, PageError, PageFetcher
 
-HERE = ipaddress.ip_network("127.0.0.1/32")
+LOCALHOST = ipaddress.ip_network("127.0.0.1/32")
 HTML = {"Content-Type": "text/html; charset=utf-8"}
 Fetch = Callable[..., Any]
 
 
 @pytest.fixture
 def fetcher() -> Iterator[Callable[..., PageFetcher]]:
-    """Makes fetchers for a server's port; only 127.0.0.1 is allowed beside public addresses."""
+    """Yield a function that makes fetchers for a port; 127.0.0.1 is the only allowed network."""
     made: list[PageFetcher] = []
 
-    def make(port: int, most_bytes: int = 10_000, here: bool = True, timeout: float = 5.0) -> Any:
-        policy = AddressPolicy(frozenset({port}), (HERE,) if here else ())
-        made.append(PageFetcher(policy, most_bytes))
+    def make(
+        port: int, max_bytes: int = 10_000, allow_local: bool = True, timeout: float = 5.0
+    ) -> Any:
+        policy = AddressPolicy(frozenset({port}), (LOCALHOST,) if allow_local else ())
+        made.append(PageFetcher(policy, max_bytes))
         fetch = made[-1].fetch
         return SimpleNamespace(fetch=lambda url: fetch(url, Deadline(timeout)))
 
     yield make
-    for one in made:
-        one.close()
+    for page_fetcher in made:
+        page_fetcher.close()
 
 
 def test_fetches_a_page(web: Any, reply: Any, fetcher: Fetch) -> None:
-    """Body, type and charset arrive; the request names the host and carries no password."""
+    """A page has body, type and charset; the request has the host and no password."""
     server = web(
-        lambda asked: reply(b"<p>hello", headers={"Content-Type": 'TEXT/HTML;Charset="x"'})
+        lambda request: reply(b"<p>hello", headers={"Content-Type": 'TEXT/HTML;Charset="x"'})
     )
     page = fetcher(server.port).fetch(f"http://me:secret@127.0.0.1:{server.port}/a b?q=ü#part")
     assert (page.body, page.media_type, page.charset) == (b"<p>hello", "text/html", "x")
-    asked = server.asked[0]
-    assert (asked.path, asked.params) == ("/a%20b", {"q": "ü"})
-    assert asked.headers["Host"] == f"127.0.0.1:{server.port}"
-    assert not {"Authorization", "Cookie"} & asked.headers.keys()
+    request = server.requests[0]
+    assert (request.path, request.params) == ("/a%20b", {"q": "ü"})
+    assert request.headers["Host"] == f"127.0.0.1:{server.port}"
+    assert not {"Authorization", "Cookie"} & request.headers.keys()
 
 
 @pytest.mark.parametrize(
@@ -68,16 +70,16 @@ def test_fetches_a_page(web: Any, reply: Any, fetcher: Fetch) -> None:
 def test_this_machine_is_refused_in_every_spelling(
     web: Any, reply: Any, fetcher: Fetch, host: str
 ) -> None:
-    """Directly and by a redirect from an allowed page: nothing reaches the server."""
-    server = web(lambda asked: reply(b"secret", headers=HTML))
+    """No spelling of this machine's address leads to a request."""
+    server = web(lambda request: reply(b"secret", headers=HTML))
     url = f"http://{host}:{server.port}/"
     with pytest.raises(PageError, match="AddressRefused"):
-        fetcher(server.port, here=False).fetch(url)
-    assert server.asked == []
+        fetcher(server.port, allow_local=False).fetch(url)
+    assert server.requests == []
 
 
 @pytest.mark.parametrize(
-    ("location", "said"),
+    ("location", "message"),
     [
         ("http://127.0.0.2:{port}/", "not a public address"),
         ("//127.0.0.2:{port}/", "not a public address"),
@@ -92,23 +94,24 @@ def test_this_machine_is_refused_in_every_spelling(
     ],
 )
 def test_redirects_are_checked_like_pages(
-    web: Any, reply: Any, fetcher: Fetch, location: str, said: str
+    web: Any, reply: Any, fetcher: Fetch, location: str, message: str
 ) -> None:
-    """An allowed page cannot send the fetcher where it could not go itself."""
+    """A redirect to an address that is not allowed is an error."""
     server = web(lambda a: reply(b"", 302, {"Location": location.format(port=server.port)}))
-    with pytest.raises(PageError, match=said):
+    with pytest.raises(PageError, match=message):
         fetcher(server.port).fetch(server.url)
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
 def test_redirects_are_followed_one_by_one(web: Any, reply: Any, fetcher: Fetch) -> None:
-    """Five redirects, relative ones too, lead to the page; the sixth is one too many."""
+    """Up to five redirects, also relative ones, are followed; six are an error."""
 
-    def answer(asked: Any) -> Any:
-        left = int(asked.path.strip("/") or 0)
-        if left == 0:
+    def answer(request: Any) -> Any:
+        num_left = int(request.path.strip("/") or 0)
+        if num_left == 0:
             return reply(b"there", headers=HTML)
-        return reply(b"", (301, 302, 303, 307, 308)[left % 5], {"Location": f"../{left - 1}"})
+        status = (301, 302, 303, 307, 308)[num_left % 5]
+        return reply(b"", status, {"Location": f"../{num_left - 1}"})
 
     server = web(answer)
     assert fetcher(server.port).fetch(f"{server.url}/5").body == b"there"
@@ -117,7 +120,7 @@ def test_redirects_are_followed_one_by_one(web: Any, reply: Any, fetcher: Fetch)
 
 
 @pytest.mark.parametrize(
-    ("status", "headers", "said"),
+    ("status", "headers", "message"),
     [
         (404, HTML, "status 404"),
         (302, HTML, "status 302"),
@@ -129,35 +132,38 @@ def test_redirects_are_followed_one_by_one(web: Any, reply: Any, fetcher: Fetch)
         (200, {**HTML, "Content-Encoding": "gzip"}, "broken gzip"),
     ],
 )
-def test_only_good_text_pages(
-    web: Any, reply: Any, fetcher: Fetch, status: int, headers: dict[str, str], said: str
+def test_only_text_pages_with_status_200_are_accepted(
+    web: Any, reply: Any, fetcher: Fetch, status: int, headers: dict[str, str], message: str
 ) -> None:
-    """Errors, other types and encodings that were not asked for are typed errors."""
+    """Other statuses, content types and encodings are errors."""
     body = b"" if status == 204 else b"body"
-    server = web(lambda asked: reply(body, status, headers))
-    with pytest.raises(PageError, match=said):
+    server = web(lambda request: reply(body, status, headers))
+    with pytest.raises(PageError, match=message):
         fetcher(server.port).fetch(server.url)
 
 
-def test_large_pages_are_cut(web: Any, reply: Any, fetcher: Fetch) -> None:
-    """Of a large page, plain or compressed to little, only the first bytes are read."""
-    server = web(lambda asked: reply(b"ab" * 500_000, headers=HTML))
-    assert fetcher(server.port, most_bytes=1001).fetch(server.url).body == b"ab" * 500 + b"a"
+def test_large_pages_are_truncated(web: Any, reply: Any, fetcher: Fetch) -> None:
+    """Only the first bytes of a large page are read, also after decompression."""
+    server = web(lambda request: reply(b"ab" * 500_000, headers=HTML))
+    assert fetcher(server.port, max_bytes=1001).fetch(server.url).body == b"ab" * 500 + b"a"
     bomb = gzip.compress(b"\0" * 50_000_000)
-    packed = web(lambda asked: reply(bomb, headers={**HTML, "Content-Encoding": "gzip"}))
-    assert fetcher(packed.port, most_bytes=100_000).fetch(packed.url).body == b"\0" * 100_000
+    compressed = web(lambda request: reply(bomb, headers={**HTML, "Content-Encoding": "gzip"}))
+    assert fetcher(compressed.port, max_bytes=100_000).fetch(compressed.url).body == b"\0" * 100_000
 
 
 def test_compressed_pages_are_read(web: Any, reply: Any, fetcher: Fetch) -> None:
-    """A server that compresses though it was not asked to is understood."""
+    """A gzip answer is decompressed although the request asked for no compression."""
     body = gzip.compress("<p>Grüße".encode())
-    server = web(lambda asked: reply(body, headers={**HTML, "Content-Encoding": "gzip"}))
+    server = web(lambda request: reply(body, headers={**HTML, "Content-Encoding": "gzip"}))
     assert fetcher(server.port).fetch(server.url).body == "<p>Grüße".encode()
-    assert server.asked[0].headers["Accept-Encoding"] == "identity"
+    assert server.requests[0].headers["Accept-Encoding"] == "identity"
 
 
-def speak(*parts: bytes, forever: bool = False) -> tuple[int, threading.Event]:
-    """A raw server for one connection: sends `parts`, then the last again and again or nothing."""
+def serve_raw(*parts: bytes, forever: bool = False) -> tuple[int, threading.Event]:
+    """Start a raw server for one connection; returns its port and an event that stops it.
+
+    It sends `parts`, and then, if `forever`, the last part again and again.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     done = threading.Event()
 
@@ -170,49 +176,51 @@ def speak(*parts: bytes, forever: bool = False) -> tuple[int, threading.Event]:
                 while forever and not done.wait(0.01):
                     connection.sendall(parts[-1])
             except OSError:
-                return  # the fetcher has gone, as it should
+                return  # the fetcher closed the connection, as expected
 
     threading.Thread(target=run, daemon=True).start()
     return listener.getsockname()[1], done
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 99999\r\n"
-DRIPS = {
+SLOW_RESPONSES = {
     "silence": (b"",),
     "status": (b"H",),
     "a header": (HEAD, b"x"),
     "headers": (HEAD, b"A: b\r\n"),
-    "provisional answers": (b"HTTP/1.1 100 Continue\r\n\r\n",),
+    "provisional responses": (b"HTTP/1.1 100 Continue\r\n\r\n",),
     "body": (HEAD + b"\r\n", b"x"),
     "chunks": (HEAD.replace(b"Content-Length: 99999", b"Transfer-Encoding: chunked") + b"\r\n",
                b"1\r\nx\r\n"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("parts", DRIPS.values(), ids=DRIPS)
+@pytest.mark.parametrize("parts", SLOW_RESPONSES.values(), ids=SLOW_RESPONSES)
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_one_deadline_holds_over_everything(fetcher: Fetch, scheme: str, parts: Any) -> None:
-    """A byte now and then keeps every read alive, but not the page as a whole; the connection is
-    closed with it."""
-    port, done = speak(*parts, forever=True)
+    """A server that sends a byte now and then cannot exceed the deadline of the page.
+
+    The connection is closed afterwards.
+    """
+    port, done = serve_raw(*parts, forever=True)
     start = time.monotonic()
-    said = "not complete within|ConnectError"  # what drips is no TLS
-    with pytest.raises(PageError, match=said[:19] if scheme == "http" else said):
+    message = "not complete within" if scheme == "http" else "not complete within|ConnectError"
+    with pytest.raises(PageError, match=message):
         fetcher(port, timeout=0.2).fetch(f"{scheme}://127.0.0.1:{port}/")
     assert time.monotonic() - start < 2
     done.set()
-    left = [c.raddr for c in psutil.Process().net_connections("tcp") if c.raddr]
-    assert port not in [there.port for there in left]
+    connections = psutil.Process().net_connections("tcp")
+    assert port not in [c.raddr.port for c in connections if c.raddr]
 
 
 def test_redirects_and_lookups_share_the_deadline(
     web: Any, reply: Any, fetcher: Fetch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slow redirects add up, and a name whose server is silent is given up."""
+    """The deadline includes all redirects, and the lookup of the host name."""
 
-    def answer(asked: Any) -> Any:
+    def answer(request: Any) -> Any:
         time.sleep(0.1)
-        return reply(b"", 302, {"Location": asked.path + "x"})
+        return reply(b"", 302, {"Location": request.path + "x"})
 
     server, start = web(answer), time.monotonic()
     with pytest.raises(PageError, match="not complete within"):
@@ -224,7 +232,7 @@ def test_redirects_and_lookups_share_the_deadline(
 
 
 @pytest.mark.parametrize(
-    "said",
+    "response",
     [
         b"",
         b"\x16\x03\x01 nonsense\r\n\r\n",
@@ -235,23 +243,23 @@ def test_redirects_and_lookups_share_the_deadline(
     ],
     ids=["nothing", "no http", "short", "no number", "no chunk", "headers"],
 )
-def test_broken_servers_are_typed_errors(fetcher: Fetch, said: bytes) -> None:
-    """Whatever a server sends, a page that fails is a PageError and nothing else."""
-    port, _ = speak(said)
+def test_broken_servers_are_page_errors(fetcher: Fetch, response: bytes) -> None:
+    """Any invalid response of a server is a PageError."""
+    port, _ = serve_raw(response)
     with pytest.raises(PageError):
         fetcher(port).fetch(f"http://127.0.0.1:{port}/")
 
 
 def test_https_is_verified(web: Any, reply: Any, fetcher: Fetch) -> None:
-    """A server that speaks no TLS, or nobody at the port, is a typed error."""
-    server = web(lambda asked: reply(b"x", headers=HTML))
+    """A server without TLS and a closed port are errors."""
+    server = web(lambda request: reply(b"x", headers=HTML))
     with pytest.raises(PageError, match="ConnectError"):
         fetcher(server.port).fetch(f"https://127.0.0.1:{server.port}/")
     with pytest.raises(PageError, match="ConnectError"):
         fetcher(1).fetch("http://127.0.0.1:1/")
 
 
-NO_ADDRESSES = (
+INVALID_URLS = (
     """
  |page|javascript:alert(1)|data:text/html,x|http://|https://|http:///x|file:///etc/passwd|gopher://a/
 ftp://a/|//a/|http:a|http://xn--/|http://xn--a/|http://xn--\u00fc/|https://a.xn--/|http://xn--0/
@@ -266,28 +274,28 @@ http://127.0.0.1.xn--/|http://\u3002/|http://\u00df/\ud800|http://a/\x7f|\x00|\n
 )
 
 
-@pytest.mark.parametrize("url", [*NO_ADDRESSES, f"http://{'a' * 300}/", f"http://{'a.' * 99}"])
-def test_what_is_no_web_address_is_refused(
+@pytest.mark.parametrize("url", [*INVALID_URLS, f"http://{'a' * 300}/", f"http://{'a.' * 99}"])
+def test_invalid_urls_are_refused(
     fetcher: Fetch, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A result without a web address is a typed error, directly and by a redirect."""
-    monkeypatch.setattr(socket, "getaddrinfo", nowhere)
+    """An invalid URL is a PageError."""
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_nothing)
     with pytest.raises(PageError):
         fetcher(80).fetch(url)
 
 
 @given(st.text(max_size=30), st.sampled_from(["", "http://", "https://xn--", "http://[", "//"]))
-def test_no_address_breaks_the_fetcher(start: str, rest: str) -> None:
-    """Whatever a service gives as an address, there is a page or a PageError."""
+def test_any_url_gives_a_page_or_an_error(text: str, prefix: str) -> None:
+    """Any URL that cannot be resolved is a PageError, however malformed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket, "getaddrinfo", nowhere)
+        patch.setattr(socket, "getaddrinfo", resolve_nothing)
         with pytest.raises(PageError):
-            SHARED.fetch(rest + start, Deadline(5))
+            SHARED.fetch(prefix + text, Deadline(5))
 
 
-def nowhere(host: str, *more: Any, **kind: Any) -> Any:
-    """A resolver that knows no name, since no test asks the real one."""
-    str(host).encode("idna")  # as the real one does
+def resolve_nothing(host: str, *more: Any, **kind: Any) -> Any:
+    """Replace the resolver of the system; fails for all names."""
+    str(host).encode("idna")  # raises the same errors as the real resolver
     raise socket.gaierror("unknown")
 
 
