@@ -176,7 +176,7 @@ def step(config: Config, players: RayWorkerGroup, ranks: TrainerRanks) -> Costs:
     with costs.part("batch"):
         batch = assemble(Samples(trajectories, rewards), config)
     with costs.part("passes"):
-        learner.look(batch, timings)
+        learner.compute_log_probs_and_values(batch, timings)
     with costs.part("advantages"):
         add_advantages(batch, config, FixedKLController(0.0))
         advantage_metrics(batch)

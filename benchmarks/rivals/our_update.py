@@ -17,7 +17,7 @@ from benchmarks.rivals.work import split
 from benchmarks.update_speed import batches, options
 from verl.monitor.performance import WorkCounter
 from verl.ports import free_port
-from verl.trainer.learning import with_gradient
+from verl.trainer.learning import drop_zero_advantages
 from verl.training.worker import TrainerWorker
 
 RATE = -1
@@ -59,7 +59,7 @@ def main() -> None:
             continue
         (batch,) = batches([work[number]], config)
         if turns.way:
-            batch = with_gradient(batch)
+            batch = drop_zero_advantages(batch)
         metrics = worker.actor.update(batch)
         turns.stop()
         counter = WorkCounter(config)

@@ -34,7 +34,7 @@ from verl.single_controller.placement import (
 )
 from verl.single_controller.reaper import MARK, OrphanReaper
 from verl.trainer.cluster import JOB_CONFIG, anchored, check_nodes, uses_gpus
-from verl.trainer.ranks import Division, TrainerRanks
+from verl.trainer.ranks import BatchSharding, TrainerRanks
 from verl.training.devices import DETERMINISTIC_ENV, SPIN_COUNT, rollout_dtype
 from verl.training.network import forwarded_variables
 from verl.training.worker import CriticWorker, TrainerWorker, TrainingRank
@@ -69,8 +69,8 @@ def place_ranks(config: Config, tools: EnvironmentFactory, reaper: OrphanReaper)
     size = config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
     ranks = TrainerRanks(
         *groups,
-        policy=Division(policy_cost, size),
-        critic=Division(critic_cost, config.critic_sp_size),
+        policy=BatchSharding(policy_cost, size),
+        critic=BatchSharding(critic_cost, config.critic_sp_size),
     )
     guard_nodes(ranks.groups, reaper.mark)
     return Placed(config, use_gpu, rooms[0], env, ranks)

@@ -27,10 +27,10 @@ from verl.trainer.ranks import TrainerRanks
 from verl.training.actor import rollout_correction
 from verl.types import Metrics, TokenBatch
 
-UNTOLD = ("actor_rollout_ref.actor.old_log_probs=recompute, actor.rollout_is=none and no "
+NO_LOG_PROBS_FIX = ("actor_rollout_ref.actor.old_log_probs=recompute, actor.rollout_is=none and no "
           "actor.rollout_mask_threshold")  # fmt: skip
 """What learns without the log-probs of engines."""
-WAIT = "wait_critic"
+CRITIC_WAIT = "wait_critic"
 """The phase in which nothing is left to do but to wait for a critic on devices of its own."""
 
 
@@ -61,7 +61,7 @@ def add_advantages(batch: TokenBatch, config: Config, kl_controller: KLControlle
     scores, metrics = shaped_scores(batch, config)
     rewards = outcome_to_tokens(scores, mask, batch.offsets)
     if config.kl_in_reward:
-        rewards, observed = less_kl(rewards, batch, algorithm.kl_penalty, kl_controller)
+        rewards, observed = subtract_kl(rewards, batch, algorithm.kl_penalty, kl_controller)
         metrics |= observed
     estimate = ADVANTAGES[algorithm.adv_estimator].compute(
         AdvantageInputs(
@@ -102,7 +102,7 @@ def shaped_scores(batch: TokenBatch, config: Config) -> tuple[Tensor, Metrics]:
     }
 
 
-def less_kl(
+def subtract_kl(
     rewards: Tensor, batch: TokenBatch, kind: str, controller: KLController
 ) -> tuple[Tensor, Metrics]:
     """Rewards (num_tokens,) less KL to the reference; the controller then follows that KL."""
@@ -167,19 +167,21 @@ def mini_batches(
     return chosen
 
 
-def with_gradient(mini_batch: TokenBatch) -> TokenBatch:
+def drop_zero_advantages(mini_batch: TokenBatch) -> TokenBatch:
     """The sequences that have a non-zero advantage; the token weights stay those of the whole."""
     has_any = [bool(a.any()) for a in mini_batch.sequences("advantages")]
     return mini_batch.select([i for i, has in enumerate(has_any) if has])
 
 
-def refuse_untold(batch: TokenBatch) -> None:
+def require_engine_log_probs(batch: TokenBatch) -> None:
     """Raise ConfigError where the engine told NaN, no log-probs: no update comes of that."""
     found = batch.tokens["rollout_log_probs"]
     if not bool(found[batch.tokens["policy_mask"]].isfinite().all()):
         got = "an engine that does not tell the log-probs of what it samples"
         expected = "those of each token, for old_log_probs=engine, rollout_is and rollout_mask"
-        raise ConfigError(explain("actor_rollout_ref.rollout.name", got, expected, UNTOLD))
+        raise ConfigError(
+            explain("actor_rollout_ref.rollout.name", got, expected, NO_LOG_PROBS_FIX)
+        )
 
 
 @dataclass
@@ -195,18 +197,18 @@ class Learner:
         self.work = WorkCounter(self.config)
 
     @property
-    def advantage(self) -> AdvantageEstimator:
+    def estimator(self) -> AdvantageEstimator:
         """The row of the estimator in the registry."""
         return ADVANTAGES[self.config.algorithm.adv_estimator]
 
-    def add_log_probs(self, batch: TokenBatch) -> None:
+    def compute_log_probs(self, batch: TokenBatch) -> None:
         """Old and reference log-probs, where an algorithm needs them.
 
         With a single update per step the old policy is the updating one and needs no pass: the
         ratio is exp(log_prob - log_prob.detach()). Nor do the engine's, where they are the old.
         """
         if self.config.reads_engine_log_probs:
-            refuse_untold(batch)
+            require_engine_log_probs(batch)
         if self.config.old_log_probs == "engine":
             batch.tokens["old_log_probs"] = batch.tokens["rollout_log_probs"]
         elif self.config.updates_per_step > 1 or self.config.kl_in_reward:
@@ -217,40 +219,40 @@ class Learner:
             self.work.add_forward("old_log_prob", self.work.reference, batch)
 
     @property
-    def has_critic_beside(self) -> bool:
+    def has_separate_critic(self) -> bool:
         """A critic on devices of its own works while the actor does."""
-        return self.ranks.has_own_critic and self.advantage.needs_critic
+        return self.ranks.has_own_critic and self.estimator.needs_critic
 
-    def look(self, batch: TokenBatch, timings: Timings) -> None:
+    def compute_log_probs_and_values(self, batch: TokenBatch, timings: Timings) -> None:
         """Log-probs, and the critic's view of the states for estimators that ask for it."""
-        begun = self.ranks.begin_values(batch) if self.has_critic_beside else None
+        begun = self.ranks.begin_values(batch) if self.has_separate_critic else None
         with timings.phase("old_log_prob"):
-            self.add_log_probs(batch)
-        with timings.phase("values" if begun is None else WAIT):
-            if self.advantage.needs_critic:
+            self.compute_log_probs(batch)
+        with timings.phase("values" if begun is None else CRITIC_WAIT):
+            if self.estimator.needs_critic:
                 batch.tokens["values"] = (begun or self.ranks.begin_values(batch))()
                 self.work.add_forward("values", self.work.critic, batch)
         if begun is not None:
-            timings.record_peak("values", self.ranks.take_critic_peak())
+            timings.record_peak("values", self.ranks.take_critic_peak_memory())
 
     def update(self, batch: TokenBatch, step: int, timings: Timings) -> Metrics:
         """The epochs of critic and actor over the batch; neither needs what the other learns."""
-        if not self.has_critic_beside:
+        if not self.has_separate_critic:
             with timings.phase("update_critic"):
-                found = self.begin_critic(batch, step)()
+                found = self.begin_critic_update(batch, step)()
             with timings.phase("update_actor"):
                 return mean_by_key(found) | self.update_actor(batch, step)
-        answer = self.begin_critic(batch, step)
+        answer = self.begin_critic_update(batch, step)
         with timings.phase("update_actor"):
             metrics = self.update_actor(batch, step)
-        with timings.phase(WAIT):
+        with timings.phase(CRITIC_WAIT):
             found = answer()
-        timings.record_peak("update_critic", self.ranks.take_critic_peak())
+        timings.record_peak("update_critic", self.ranks.take_critic_peak_memory())
         return mean_by_key(found) | metrics
 
-    def begin_critic(self, batch: TokenBatch, step: int) -> Callable[[], list[Metrics]]:
+    def begin_critic_update(self, batch: TokenBatch, step: int) -> Callable[[], list[Metrics]]:
         """Begin the value function's epochs over the batch, if there is one; the answer waits."""
-        if not self.advantage.needs_critic:
+        if not self.estimator.needs_critic:
             return list
         critic = self.config.critic
         size = critic.ppo_mini_batch_size or self.config.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -261,20 +263,20 @@ class Learner:
 
     def update_actor(self, batch: TokenBatch, step: int) -> Metrics:
         """The policy's epochs over the batch; none while the critic warms up."""
-        if step <= self.config.trainer.critic_warmup and self.advantage.needs_critic:
+        if step <= self.config.trainer.critic_warmup and self.estimator.needs_critic:
             return {}
         actor = self.config.actor_rollout_ref.actor
         size, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
         minis = mini_batches(batch, self.config, size, epochs, step)
         if not self.config.needs_every_trajectory:
-            minis = [with_gradient(mini) for mini in minis]
+            minis = [drop_zero_advantages(mini) for mini in minis]
         for mini in minis:
             self.work.add_update("update_actor", self.work.policy, mini)
         found = [self.ranks.update_actor(mini) for mini in minis]
         # Without any trajectory to learn from, an update has no entropy and no gradient to report.
         return mean_by_key([row for mini, row in zip(minis, found, strict=True) if len(mini)])
 
-    def drift(self, batch: TokenBatch) -> Metrics:
+    def measure_drift(self, batch: TokenBatch) -> Metrics:
         """What the updates did to the log-probs of some correct trajectories, for the guard."""
         guard = self.config.trainer.guard
         again = correct_trajectories(batch, guard.drift_trajectories if guard.enable else 0)

@@ -22,12 +22,12 @@ from verl.training.weight_broadcast import SCHEME
 from verl.training.weight_stream import TransferStats
 from verl.types import Metrics, TokenBatch
 
-SEEN = frozenset({"input_ids", "policy_mask", "loss_mask", "value_mask"})
+FORWARD_COLUMNS = frozenset({"input_ids", "policy_mask", "loss_mask", "value_mask"})
 """Token columns that a forward reads, where a batch has them: no others are sent for it."""
 
 
 @dataclass(frozen=True)
-class Division:
+class BatchSharding:
     """How batches are divided over ranks."""
 
     pair_cost: float = 0.0
@@ -35,7 +35,7 @@ class Division:
     sp_size: int = 1
     """Ranks of a sequence-parallel group, which get the same sequences."""
 
-    def of(self, batch: TokenBatch, num_ranks: int) -> tuple[Split, list[TokenBatch]]:
+    def shard(self, batch: TokenBatch, num_ranks: int) -> tuple[Split, list[TokenBatch]]:
         """Divide a batch over sequence-parallel groups; also return the shard of each rank."""
         split = split_by_work(batch, num_ranks // self.sp_size, self.pair_cost)
         return split, [shard for shard in split.shards for _ in range(self.sp_size)]
@@ -49,8 +49,8 @@ class TrainerRanks:
         group: RayWorkerGroup,
         own_critic: RayWorkerGroup | None = None,
         *,
-        policy: Division = Division(),
-        critic: Division = Division(),
+        policy: BatchSharding = BatchSharding(),
+        critic: BatchSharding = BatchSharding(),
     ) -> None:
         """How the batches of policy and critic are divided."""
         self._policy, self._critic = policy, critic
@@ -73,7 +73,7 @@ class TrainerRanks:
 
     def update_actor(self, mini_batch: TokenBatch) -> Metrics:
         """One optimizer step of the policy; metrics are global, the same on every rank."""
-        shards = self._policy.of(mini_batch, len(self.group))[1]
+        shards = self._policy.shard(mini_batch, len(self.group))[1]
         return dict(self.group.begin_scatter("actor.update", shards)()[0])
 
     def begin_update_critic(self, minis: Sequence[TokenBatch]) -> Callable[[], list[Metrics]]:
@@ -81,7 +81,7 @@ class TrainerRanks:
 
         One call for all: several might begin in another order, on each rank in its own.
         """
-        shards = [self._critic.of(mini, len(self.critic_group))[1] for mini in minis]
+        shards = [self._critic.shard(mini, len(self.critic_group))[1] for mini in minis]
         by_rank = list(zip(*shards, strict=True))
         answers = self.critic_group.begin_scatter("critic.updates", by_rank)
         return lambda: list(answers()[0])
@@ -121,7 +121,7 @@ class TrainerRanks:
         """Send the policy to engines' workers on these cards: from the first rank to all that have
         joined it, or from the first rank on each card.
 
-        Returns the seconds of the rank that packed longest; `take_sent` has the rest. Raises
+        Returns the packing seconds of the slowest rank; see also `take_transfer_metrics`. Raises
         ConfigError for a card without a rank.
         """
         counts = [0] * len(self.group) if stream.startswith(SCHEME) else self._per_rank(cards)
@@ -132,7 +132,7 @@ class TrainerRanks:
             self._sent["perf/weights_changed_share"] = num_changed / num_elements
         return max(one.seconds for one in sent)
 
-    def take_sent(self) -> Metrics:
+    def take_transfer_metrics(self) -> Metrics:
         """Bytes and changed share of the last `send_policy`, once."""
         sent, self._sent = self._sent, {}
         return sent
@@ -179,7 +179,7 @@ class TrainerRanks:
 
     def _raise_first(self, problems: Sequence[Sequence[str]]) -> None:
         for group, found in zip(self.groups, problems, strict=True):
-            raise_first(found, group.name)
+            raise_first_problem(found, group.name)
 
     def load_checkpoint(self, directory: Path) -> None:
         """Every rank reads its shards from `directory`."""
@@ -195,11 +195,11 @@ class TrainerRanks:
 
     def take_peak_memory(self) -> PeakMemory | None:
         """The most that any rank held of its device since the last call; None on CPU."""
-        return most(self.group.call("take_peak_memory"))
+        return max_peak(self.group.call("take_peak_memory"))
 
-    def take_critic_peak(self) -> PeakMemory | None:
+    def take_critic_peak_memory(self) -> PeakMemory | None:
         """The same of a critic's own ranks."""
-        return most(self.critic_group.call("take_peak_memory"))
+        return max_peak(self.critic_group.call("take_peak_memory"))
 
     def peak_flops(self) -> float | None:
         """FLOP/s of a rank's card at most; None where that is not known, as on CPU."""
@@ -212,16 +212,16 @@ class TrainerRanks:
 
 
 def begin_per_token(
-    group: RayWorkerGroup, method: str, batch: TokenBatch, division: Division
+    group: RayWorkerGroup, method: str, batch: TokenBatch, sharding: BatchSharding
 ) -> Callable[[], Tensor]:
     """Divide a batch over a group's ranks; the answer waits for a value for each token."""
-    seen = {name: column for name, column in batch.tokens.items() if name in SEEN}
-    split, shards = division.of(replace(batch, tokens=seen), len(group))
+    seen = {name: column for name, column in batch.tokens.items() if name in FORWARD_COLUMNS}
+    split, shards = sharding.shard(replace(batch, tokens=seen), len(group))
     answers = group.begin_scatter(method, shards)
-    return lambda: join_tokens(answers()[:: division.sp_size], split, batch)
+    return lambda: join_tokens(answers()[:: sharding.sp_size], split, batch)
 
 
-def most(found: Sequence[PeakMemory | None]) -> PeakMemory | None:
+def max_peak(found: Sequence[PeakMemory | None]) -> PeakMemory | None:
     """The larger of each figure; None where there is none."""
     peaks = [peak for peak in found if peak is not None]
     if not peaks:
@@ -229,7 +229,7 @@ def most(found: Sequence[PeakMemory | None]) -> PeakMemory | None:
     return PeakMemory(max(p.allocated for p in peaks), max(p.reserved for p in peaks))
 
 
-def raise_first(problems: Sequence[str], name: str = "rank") -> None:
+def raise_first_problem(problems: Sequence[str], name: str = "rank") -> None:
     """Raise SaveError with the first rank's problem, if any rank had one."""
     for rank, problem in enumerate(problems):
         if problem:

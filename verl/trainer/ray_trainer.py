@@ -113,7 +113,7 @@ class RayPPOTrainer:
         )  # fmt: skip
         self.collector = collector_of(
             self.config, self.rollout, self.train_prompts, self.reward,
-            with_greedy=self.learner.advantage.needs_greedy, last_step=self.total_steps,
+            with_greedy=self.learner.estimator.needs_greedy, last_step=self.total_steps,
         )  # fmt: skip
         self.finished = self.state()
 
@@ -206,18 +206,18 @@ class RayPPOTrainer:
         with one_thread():
             batch = assemble(samples, self.config)
             with self.recording(samples, batch, timings):
-                self.learner.look(batch, timings)
+                self.learner.compute_log_probs_and_values(batch, timings)
                 with timings.phase("adv"):
                     metrics |= add_advantages(batch, self.config, self.kl_controller)
             metrics |= advantage_metrics(batch) | staleness_metrics(batch, self.replicas.version)
             metrics |= self.learner.update(batch, self.step, timings)
         with timings.phase("guard"):
-            metrics |= self.learner.drift(batch)
+            metrics |= self.learner.measure_drift(batch)
         with timings.phase("update_weights"):
             parts = self.update_weights()
         timings.seconds |= {f"update_weights/{part}": s for part, s in parts.items()}
         calls = self.ranks.take_calls()
-        if self.learner.has_critic_beside:
+        if self.learner.has_separate_critic:
             timings.concurrent |= critic_seconds(calls)
         self.untraced = self.step, timings, samples.trajectories, calls
         return {**metrics, **self.performance(batch, timings), **self.faults()}
@@ -240,7 +240,7 @@ class RayPPOTrainer:
         speed = speed_metrics(self.learner.work.take(), seconds, ranks, self.peak_flops)
         own = throughput_metrics(batch, timings, self.config.num_gpus)
         busy = busy_metrics(timings, self.replicas.busy_share())
-        return {**own, **speed, **busy, **self.ranks.take_sent(), **timings.metrics()}
+        return {**own, **speed, **busy, **self.ranks.take_transfer_metrics(), **timings.metrics()}
 
     def recover(self, verdict: Verdict, metrics: Metrics) -> None:
         """After a collapse: go on from the last healthy weights, with a lower learning rate.

@@ -31,7 +31,7 @@ from verl.errors import ConfigError, DataError, explain
 from verl.rewards.interface import RewardManager
 from verl.rollout.pool import RetryingRollout
 from verl.trainer.collection import RolloutCollector, Samples, chosen
-from verl.trainer.learning import UNTOLD
+from verl.trainer.learning import NO_LOG_PROBS_FIX
 from verl.trainer.metrics import Timings, reward_metrics, rollout_metrics
 from verl.types import Metrics, Origin, Prompt
 
@@ -185,7 +185,7 @@ def _check_step(config: Config, step: int, rows: Sequence[RecordedTrajectory]) -
         math.isfinite(x) for s in spoken for x in s.log_probs
     ):
         got = f"{where}, whose engine told no log-probs"
-        raise ConfigError(explain(KEY, got, "those of each token", UNTOLD))
+        raise ConfigError(explain(KEY, got, "those of each token", NO_LOG_PROBS_FIX))
     estimator = config.algorithm.adv_estimator
     if ADVANTAGES[estimator].needs_greedy and any(row.greedy_score is None for row in rows):
         got = f"{where}, without scores of greedy trajectories"

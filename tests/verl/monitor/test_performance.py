@@ -58,7 +58,7 @@ def done(config: Config, seen: TokenBatch | None = None) -> dict[str, Work]:
     """What a step over the batch comes to."""
     learner = Learner(config, RecordingRanks([]))  # type: ignore[arg-type]
     seen = seen or batch()
-    learner.look(seen, Timings())
+    learner.compute_log_probs_and_values(seen, Timings())
     learner.update(seen, 1, Timings())
     found = learner.work.take()
     assert learner.work.take() == {}

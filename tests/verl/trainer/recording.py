@@ -107,7 +107,7 @@ class RecordingRanks:
     def take_peak_memory(self) -> PeakMemory | None:
         return self.peak
 
-    def take_sent(self) -> dict[str, float]:
+    def take_transfer_metrics(self) -> dict[str, float]:
         return {}
 
     def peak_flops(self) -> float | None:

@@ -75,7 +75,7 @@ def plain_loop(config: Config, num_steps: int) -> list[Metrics]:
             ]))  # fmt: skip
             rewards = [score(trajectory) for trajectory in ended]
             batch = assemble(Samples(ended, rewards), config)
-            learner.look(batch, Timings())
+            learner.compute_log_probs_and_values(batch, Timings())
             found = add_advantages(batch, config, kl) | advantage_metrics(batch)
             found |= learner.update(batch, step, Timings())
             found |= rollout_metrics(ended) | reward_metrics(rewards)

@@ -16,7 +16,7 @@ from verl.core_algos.advantages import ADVANTAGES, STD_EPSILON
 from verl.core_algos.kl import FixedKLController
 from verl.rewards.interface import Reward
 from verl.trainer.collection import Samples
-from verl.trainer.learning import add_advantages, assemble, with_gradient
+from verl.trainer.learning import add_advantages, assemble, drop_zero_advantages
 
 Score = tuple[float, Fraction]
 """As a reward computes it, and as it is."""
@@ -113,6 +113,6 @@ def test_advantages_are_those_of_fractions(scores: list[list[Score]]) -> None:
         assert [one == 0 for one in by_token] == [above == 0 for above, _ in expected], name
         divided = [float(above) / below for above, below in expected]
         assert by_token == pytest.approx(divided, rel=1e-6), name
-        assert len(with_gradient(batch)) == sum(above != 0 for above, _ in expected)
+        assert len(drop_zero_advantages(batch)) == sum(above != 0 for above, _ in expected)
     differ = [f"g{i}" for i, group in enumerate(scores) if len({exact for _, exact in group}) > 1]
     assert samples.groups_with_reward_variance() == differ

@@ -20,7 +20,7 @@ from verl.monitor.performance import Timings
 from verl.packing import SHARED_PROMPT
 from verl.rewards.interface import Reward
 from verl.trainer.collection import Samples
-from verl.trainer.learning import Learner, add_advantages, assemble, less_kl, mini_batches
+from verl.trainer.learning import Learner, add_advantages, assemble, mini_batches, subtract_kl
 from verl.training.devices import PeakMemory
 from verl.types import Origin, Prompt, Segment, TokenBatch, Trajectory
 
@@ -306,7 +306,7 @@ class Ranks:
         self.log.append("values begin")
         return self.answer(torch.full((batch.num_tokens,), -3.0))
 
-    def take_critic_peak(self) -> PeakMemory:
+    def take_critic_peak_memory(self) -> PeakMemory:
         return PeakMemory(1, 2)
 
 
@@ -350,7 +350,7 @@ def test_each_pass_is_made_where_it_is_needed_by_the_model_that_it_is_about(
     learner.config.algorithm.kl_ctrl.kl_coef = kl_coef
     batch = assemble(samples_of([[(1, 0)]] * 4, [0.0] * 4), learner.config)
     before = set(batch.tokens)
-    learner.look(batch, Timings())
+    learner.compute_log_probs_and_values(batch, Timings())
     assert {x: float(batch.tokens[x][0]) for x in set(batch.tokens) - before} == expected
 
 
@@ -377,7 +377,7 @@ def test_all_work_of_the_ranks_is_counted() -> None:
     config.actor_rollout_ref.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size = 2, 3
     batch = small([1.0, 0.0, 2.0, 0.0])
     batch.tokens["advantages"] = torch.ones(batch.num_tokens)
-    learner.look(batch, Timings())
+    learner.compute_log_probs_and_values(batch, Timings())
     learner.update(batch, 1, Timings())
     assert counted.done == [
         ("old_log_prob", "policy", 4), ("old_log_prob", "reference", 4), ("values", "critic", 4),
@@ -422,16 +422,16 @@ def test_drift_is_looked_at_where_the_guard_is_on() -> None:
     learner, _ = learner_of("grpo")
     batch = small([1.0, 0.0, 2.0, 0.0])
     learner.config.trainer.guard.enable = True
-    assert set(learner.drift(batch).values()) == {0.0}
+    assert set(learner.measure_drift(batch).values()) == {0.0}
     learner.config.trainer.guard.enable = False
-    assert learner.drift(batch) == {}
+    assert learner.measure_drift(batch) == {}
 
 
 def test_a_step_s_kl_is_weighed_by_the_coefficient_from_before_it() -> None:
     """The controller follows what was seen; it is not ahead when that is taken off."""
     controller, batch = AdaptiveKLController(0.5, target=0.001, horizon=10), small([1.0] * 4)
     rewards = torch.zeros(batch.num_tokens)
-    lowered, metrics = less_kl(rewards, batch, "kl", controller)
+    lowered, metrics = subtract_kl(rewards, batch, "kl", controller)
     kl = batch.tokens["old_log_probs"] - batch.tokens["ref_log_probs"]
     assert torch.allclose(lowered, -0.5 * kl * batch.tokens["loss_mask"])
     assert metrics["critic/kl_coef"] == 0.5 != controller.value
@@ -464,7 +464,7 @@ def test_the_engine_s_log_probs_are_the_old_ones_without_a_pass() -> None:
     config.actor_rollout_ref.actor.ppo_mini_batch_size = 1
     assert config.updates_per_step > 1
     batch = assemble(samples_of(DIALOGUES, [1.0] * 4), config)
-    Learner(config, NoRanks()).add_log_probs(batch)  # type: ignore[arg-type]
+    Learner(config, NoRanks()).compute_log_probs(batch)  # type: ignore[arg-type]
     old, policy = batch.tokens["old_log_probs"], batch.tokens["policy_mask"]
     assert old.tolist() == torch.where(policy, -1.0, 0.0).tolist()
 
@@ -482,7 +482,7 @@ def test_an_engine_that_tells_no_log_probs_is_neither_old_policy_nor_corrected(
     batch = assemble(samples_of(DIALOGUES, [1.0] * 4), config)
     batch.tokens["rollout_log_probs"] *= torch.nan
     with pytest.raises(ConfigError, match=r"does not tell.*old_log_probs=recompute"):
-        Learner(config, NoRanks()).add_log_probs(batch)  # type: ignore[arg-type]
+        Learner(config, NoRanks()).compute_log_probs(batch)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_on", [True, False])

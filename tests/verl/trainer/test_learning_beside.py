@@ -16,7 +16,7 @@ def test_a_critic_on_devices_of_its_own_works_while_the_actor_does(is_apart: boo
     learner.config.critic.ppo_mini_batch_size = 2
     batch, timings = small([1.0, 0.0, 2.0, 0.0]), Timings()
     batch.tokens |= {"advantages": torch.ones(batch.num_tokens)}
-    learner.look(batch, timings)
+    learner.compute_log_probs_and_values(batch, timings)
     found = learner.update(batch, 1, timings)
     assert found == {"size": 4.0, "value": 4.0} and float(batch.tokens["values"][0]) == -3.0
     begins, waits = "critic begins", "critic is waited for"

@@ -82,7 +82,7 @@ def learned_from(config: Config, is_mixed: bool = True) -> TokenBatch:
     versions = batch.tokens["weight_versions"][batch.tokens["policy_mask"]].unique()
     assert len(versions) == (3 if is_mixed else 1)
     ranks: Any = Ranks(0.08)
-    Learner(config, ranks).add_log_probs(batch)
+    Learner(config, ranks).compute_log_probs(batch)
     add_advantages(batch, config, FixedKLController(0.0))
     return mini_batches(batch, config, len(batch), 1, step=4)[0]
 

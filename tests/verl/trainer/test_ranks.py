@@ -10,7 +10,7 @@ import torch
 from tests.verl.training.ranks import make_batch
 from verl.errors import SaveError
 from verl.single_controller.actors import Place
-from verl.trainer.ranks import Division, TrainerRanks
+from verl.trainer.ranks import BatchSharding, TrainerRanks
 from verl.training.devices import PeakMemory
 from verl.training.weight_stream import TransferStats
 
@@ -94,10 +94,10 @@ def test_what_was_sent_is_told_once() -> None:
     ranks = ranks_of(Answers([TransferStats(1.0, 300, 1, 4), TransferStats(2.0, 100)]))
     assert ranks.send_policy("nccl:", ["card"], "bfloat16") == 2.0
     told = {"perf/weights_sent_bytes": 400.0, "perf/weights_changed_share": 0.25}
-    assert [ranks.take_sent(), ranks.take_sent()] == [told, {}]
+    assert [ranks.take_transfer_metrics(), ranks.take_transfer_metrics()] == [told, {}]
     ranks = ranks_of(Answers([TransferStats(1.0, 300)]))
     ranks.send_policy("nccl:", ["card"], "bfloat16")
-    assert ranks.take_sent() == {"perf/weights_sent_bytes": 300.0}
+    assert ranks.take_transfer_metrics() == {"perf/weights_sent_bytes": 300.0}
 
 
 def test_each_question_goes_to_the_model_that_it_is_about() -> None:
@@ -124,7 +124,7 @@ def test_a_forward_gets_what_it_reads_and_an_update_everything() -> None:
 def test_the_ranks_of_a_group_get_the_same_shard_and_are_read_once() -> None:
     """Four ranks in two groups share two sequences; actor and critic may have other group sizes."""
     ranks, batch = Answers([]), make_batch([3, 2])
-    trainer = TrainerRanks(ranks, policy=Division(sp_size=2))  # type: ignore[arg-type]
+    trainer = TrainerRanks(ranks, policy=BatchSharding(sp_size=2))  # type: ignore[arg-type]
     first, second = (ids.tolist() for ids in batch.sequences("input_ids"))
     ranks.answers = [
         torch.tensor([float(i) for i in ids]) for ids in (first, first, second, second)

@@ -15,7 +15,7 @@ from tests.verl.training.ranks import VOCAB, make_batch, make_groups
 from verl.config import ActorConfig, Config, OptimConfig
 from verl.config.policy import SELECTIVE
 from verl.packing import SHARED_PROMPT, common_prompts
-from verl.trainer.learning import with_gradient
+from verl.trainer.learning import drop_zero_advantages
 from verl.training import attention
 from verl.training.actor import Actor, TargetColumns, TokenBudgets, apply_update
 from verl.training.attention import PACKED
@@ -276,7 +276,7 @@ def test_trajectories_without_advantage_are_spared_where_they_have_no_gradient(
     assert config.needs_every_trajectory is not is_spared
     for sequence in (0, 2):
         batch.tokens["advantages"][slice(*batch.offsets[sequence : sequence + 2])] = 0.0
-    few = with_gradient(batch)
+    few = drop_zero_advantages(batch)
     assert few.columns["group"] == [batch.columns["group"][i] for i in (1, 3)]
     norms = [make_actor(**options).update(b)["actor/grad_norm"] for b in (batch, few)]
     has_other_terms = not is_spared and "skip_zero_advantages" not in options
