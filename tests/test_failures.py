@@ -32,7 +32,7 @@ from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.single_controller.actors import RayWorkerGroup, Restarts
 from verl.single_controller.placement import create_rollout_group, create_trainer_group, reserve
-from verl.single_controller.reaper import MARK, PART, OrphanReaper, marked
+from verl.single_controller.reaper import MARK, REPLICA_MARK, OrphanReaper, find_marked
 from verl.trainer.groups import cpu_env
 from verl.training.node_folder import PREFIX, NodeFolder, on_node
 from verl.types import Origin, Prompt, Sampling, Segment, Trajectory, start_trajectory
@@ -90,7 +90,7 @@ def ranks(cluster: OrphanReaper) -> Iterator[RayWorkerGroup]:
     """Two hosts of ranks."""
     env = cpu_env() | {MARK: cluster.mark, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     group = create_trainer_group(reserve(2, 1, use_gpu=False), 2, use_gpu=False, env=env)
-    group.places()
+    group.locations()
     group.gather(group.start_build(Rank, [(0,), (1,)]))
     yield group
     group.shutdown()
@@ -101,7 +101,7 @@ def test_a_dead_rank_is_named_though_its_peers_wait_or_fail_first(
     ranks: RayWorkerGroup, how: str
 ) -> None:
     """The driver does not wait for those that wait for the dead, nor blames who noticed first."""
-    pid = ranks.places()[1].pid
+    pid = ranks.locations()[1].pid
     with pytest.raises(RankLost, match=rf"rank 1 on node \S+ \(process {pid}\) is lost"):
         ranks.call("meet", how)
 
@@ -164,7 +164,7 @@ class Rollout:
         return answers[0]
 
     def actor(self, replica: int) -> psutil.Process:
-        return psutil.Process(self.replicas.group.places()[replica].pid)
+        return psutil.Process(self.replicas.group.locations()[replica].pid)
 
     def engine_core(self, replica: int) -> psutil.Process:
         (found,) = [p for p in self.actor(replica).children() if "EngineCore" in p.name()
@@ -215,8 +215,8 @@ def rollout(cluster: OrphanReaper, tmp_path_factory: pytest.TempPathFactory) -> 
     start, present = tiny_model(folder / "a", seed=0), tiny_model(folder / "b", seed=1)
     env = cpu_env() | {MARK: cluster.mark, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     ranks = create_trainer_group(reserve(1, 1, use_gpu=False), 1, use_gpu=False, env=env)
-    group = create_rollout_group(ranks.places(), 2, 0, env, (EngineDied,))
-    group.places()
+    group = create_rollout_group(ranks.locations(), 2, 0, env, (EngineDied,))
+    group.locations()
     arguments = [(tiny_config(start), lambda _: GatedAgent(folder), i) for i in range(2)]
     group.gather(group.start_build(RolloutReplica, arguments))
     group.call("engine.start")
@@ -307,7 +307,7 @@ class Run:
 
     def actors(self, is_replica: bool) -> list[psutil.Process]:
         found = [p for p in self.below() if "ActorHost" in p.name()]
-        return [p for p in found if (PART in environ(p)) == is_replica]
+        return [p for p in found if (REPLICA_MARK in environ(p)) == is_replica]
 
     def log(self) -> str:
         return (self.out / "log").read_text()[-6000:]
@@ -373,6 +373,6 @@ def test_nothing_of_a_killed_run_remains(
     assert any("EngineCore" in p.name() for p in below) and own
     run.process.send_signal(number)
     run.process.wait(120)
-    wait_until(lambda: not marked(MARK, mark), 60)
+    wait_until(lambda: not find_marked(MARK, mark), 60)
     wait_until(lambda: not own & memory_folders(), 60)
     wait_until(lambda: not any(is_alive(process) for process in below), 60)  # its watchdog too

@@ -22,8 +22,8 @@ import psutil
 from verl.config import Config
 from verl.errors import RankLost, ReplicaLost
 from verl.machine import GB, SHARED_MEMORY, HostMemory, format_bytes
-from verl.single_controller.actors import Place
-from verl.single_controller.reaper import MARK, PART, environment
+from verl.single_controller.actors import ActorLocation
+from verl.single_controller.reaper import MARK, REPLICA_MARK, environment
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +113,15 @@ class HostWatch:
                 "perf/host_memory_used_share": worst.used_share}  # fmt: skip
 
 
-def rank_names(places: Sequence[Place], node_id: str, kind: str = "rank") -> dict[int, str]:
+def rank_names(
+    locations: Sequence[ActorLocation], node_id: str, kind: str = "rank"
+) -> dict[int, str]:
     """Return the names of the ranks on this node, such as `rank 0`, by process id."""
-    return {place.pid: f"{kind} {i}" for i, place in enumerate(places) if place.node_id == node_id}
+    return {
+        location.pid: f"{kind} {i}"
+        for i, location in enumerate(locations)
+        if location.node_id == node_id
+    }
 
 
 def describe(memory: HostMemory, usages: Sequence[Usage]) -> str:
@@ -192,6 +198,6 @@ def _name(process: psutil.Process, variables: Sequence[bytes]) -> str:
     """Return the part of the run that a process is, or the beginning of its command line."""
     if process.pid == os.getpid():
         return "driver"
-    parts = [entry.decode() for entry in variables if entry.startswith(PART.encode())]
+    parts = [entry.decode() for entry in variables if entry.startswith(REPLICA_MARK.encode())]
     command = " ".join(process.cmdline())[:COMMAND_LENGTH] or str(process.name())
     return parts[0].rpartition("/")[2] if parts else command

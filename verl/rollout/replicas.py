@@ -125,7 +125,7 @@ class RolloutReplicas(RolloutPool):
         for call, replica in [c for request in self._requests for c in request.calls.items()]:
             if self.group.is_done(call):
                 with contextlib.suppress(UserError, RayError):
-                    self._store_finished(call, self.group.answers({call: replica})[call])
+                    self._store_finished(call, self.group.poll({call: replica})[call])
         asked = {self.group.submit(i, "finished"): i for i in range(len(self.group))}
         end = time.monotonic() + PATIENCE_S
 
@@ -133,7 +133,7 @@ class RolloutReplicas(RolloutPool):
             found: dict[TrajectoryKey, Trajectory] = {}
             with contextlib.suppress(UserError, RayError):
                 while asked and time.monotonic() < end:
-                    for call, answer in self.group.answers(asked).items():
+                    for call, answer in self.group.poll(asked).items():
                         found |= answer
                         del asked[call]
             return found
@@ -219,12 +219,12 @@ class RolloutReplicas(RolloutPool):
     def shutdown(self) -> None:
         """Stop the engines, by force those that do not answer, and all where Ctrl-C hurries."""
         if not isinstance(sys.exception(), KeyboardInterrupt):
-            self.group.last_call("engine.shutdown")
+            self.group.call_before_shutdown("engine.shutdown")
         self.group.shutdown()
 
     def _current_weights(self) -> list[tuple[str, int, bool]]:
         """For each replica: the folder of the present weights, their version, whether an adapter"""
-        folders = [on_node(self._weights, place.node_id) for place in self.group.places()]
+        folders = [on_node(self._weights, location.node_id) for location in self.group.locations()]
         present, is_adapter = self.version, self.takes_adapter
         return [(str(folder / str(present)), present, is_adapter) for folder in folders]
 
@@ -254,7 +254,7 @@ class RolloutReplicas(RolloutPool):
 
     def _submit(self, request: RolloutRequest) -> None:
         """Ask every replica for what is not finished of a request: each finishes what it claims."""
-        starts, request.calls = self.group.share(request.starts), {}
+        starts, request.calls = self.group.put(request.starts), {}
         for replica, claims in enumerate(self._claims(request)):
             given = starts, request.sampling, self.version, claims
             request.calls[self.group.submit(replica, "rollout", *given)] = replica
@@ -298,7 +298,7 @@ class RolloutReplicas(RolloutPool):
         asked = {call: replica for call, (replica, _) in self._weight_updates.items()}
         for request in self._requests:
             asked |= request.calls
-        for call, answer in self.group.answers(asked, check).items():
+        for call, answer in self.group.poll(asked, check).items():
             if self._weight_updates.pop(call, None) is None:
                 self._store_finished(call, answer)
 
@@ -343,8 +343,8 @@ class _Liveness:
         now = time.monotonic()
         for i, probe in enumerate(self._probes):
             if self._group.is_done(probe):
-                self._group.answers({probe: i})
+                self._group.poll({probe: i})
                 self._answered[i], self._probes[i] = now, self._group.submit(i, "engine.probe")
             elif now - self._answered[i] > self._hang_timeout:
                 silent = f"no sign of life for {self._hang_timeout:.0f} s"
-                raise self._group.lost(i, silent)
+                raise self._group.lost_error(i, silent)

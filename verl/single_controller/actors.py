@@ -1,10 +1,10 @@
-"""Groups of Ray actors: how they are called, how they go away, and what tells that one is gone.
+"""Groups of Ray actors: how they are called and shut down, and how a dead actor is noticed.
 
-An `ActorHost` is an empty Ray actor that first tells where it landed and later builds the object
-it hosts, so that a group can learn its addresses and devices before any heavy work starts.
+An `ActorHost` is an empty Ray actor that first reports where it was placed and only later builds
+the object it hosts, so that a group knows its addresses and devices before any heavy work starts.
 
-A rank that dies breaks the collective operation that its peers are in, and their errors may arrive
-first: those say only that somebody is missing.
+A rank that dies breaks the collective operation its peers are in, and their errors may arrive
+before Ray reports the death. Such an error only means that some rank is missing, not which one.
 """
 
 from __future__ import annotations
@@ -35,38 +35,39 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from verl.errors import UserError
 from verl.ports import free_port
-from verl.single_controller.reaper import PART, OrphanReaper, sweep
+from verl.single_controller.reaper import REPLICA_MARK, OrphanReaper, kill_marked
 from verl.training.network import secret_variables
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 10.0
-"""How long an error waits for the news that it came of another actor's death."""
-NODE_GRACE_S = 60.0
-"""The same where a rank could not reach another: Ray needs as long to give up a node."""
+DEATH_NOTICE_S = 10.0
+"""Seconds to wait, after an actor's error, for Ray to report another actor's death as its cause."""
+NODE_DEATH_NOTICE_S = 60.0
+"""The same where a rank could not reach another: Ray takes that long to declare a node dead."""
 POLL_S = 5.0
-"""Between two looks at actors that are busy."""
-KEPT_CALLS = 1000
-"""Calls that an actor remembers, where nobody asks for them."""
-LAST_CALL_S = 30.0
-"""How long actors may take to end in good order before they are killed."""
+"""Seconds that `RayWorkerGroup.poll` waits for a result."""
+MAX_RECORDED_CALLS = 1000
+"""Number of its latest calls that an actor remembers until they are taken."""
+SHUTDOWN_CALL_S = 30.0
+"""Seconds that actors get to shut down in an orderly way before they are killed."""
 DEATHS = (RayActorError, ActorUnschedulableError, NodeDiedError, ObjectLostError, OutOfMemoryError)
-"""What a call raises when the process, or the node, that should have answered is gone."""
+"""Errors of a call whose process or node is gone."""
 CAUSES = (
     (re.compile(r"memory monitor|low on memory|OutOfMemoryError", re.IGNORECASE),
      "killed, or its node was short of memory"),
     (re.compile(r"node (?:has )?died|node failure|NODE_DIED|node was terminated", re.IGNORECASE),
      "its node is lost"),
 )  # fmt: skip
+"""Patterns in Ray's message of a death, and the cause to report for each."""
 COLLECTIVE = re.compile(r"gloo|nccl|connection (?:closed|reset) by peer", re.IGNORECASE)
 EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(?:\.\s|\.?$)", re.DOTALL)
-Answers = Callable[[], list[Any]]
-"""Waits for the answers of calls that were begun, in the order of the actors."""
+PendingResults = Callable[[], list[Any]]
+"""Waits for the results of calls that were started, in the order of the actors."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where an actor runs."""
+class ActorLocation:
+    """Node, address, GPUs and process of an actor."""
 
     node_id: str
     host: str
@@ -75,18 +76,21 @@ class Place:
 
 
 class Call(NamedTuple):
-    """One call of a hosted object, as its actor saw it; seconds since the epoch there."""
+    """A finished call of a hosted object: method, begin and end (seconds since the epoch, by the
+    actor's clock)."""
 
     method: str
     begin: float
     end: float
 
 
-def here() -> Place:
-    """Node, address and GPUs of the actor or task that asks."""
+def current_location() -> ActorLocation:
+    """Return the location of the calling actor or task."""
     context = ray.get_runtime_context()
     gpu_ids = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", []))
-    return Place(context.get_node_id(), ray.util.get_node_ip_address(), gpu_ids, os.getpid())
+    return ActorLocation(
+        context.get_node_id(), ray.util.get_node_ip_address(), gpu_ids, os.getpid()
+    )
 
 
 @ray.remote
@@ -94,29 +98,31 @@ class ActorHost:
     """An actor that hosts one object, built on request."""
 
     def __init__(self) -> None:
-        gc.disable()  # until it is built: what that imports makes a million objects, which stay
+        # Until the object is built: its imports create a million objects that are never freed.
+        gc.disable()
         self.hosted: Any = None
-        self._calls: deque[Call] = deque(maxlen=KEPT_CALLS)
+        self._calls: deque[Call] = deque(maxlen=MAX_RECORDED_CALLS)
         self._reaper: OrphanReaper | None = None
 
-    async def place(self) -> Place:
-        """Node, address and GPUs of this actor."""
-        return here()
+    async def location(self) -> ActorLocation:
+        """Return where this actor runs."""
+        return current_location()
 
-    async def inherit(self, variables: Mapping[str, str]) -> None:
-        """Take up variables of the driver's environment that Ray is not to log."""
+    async def set_environment(self, variables: Mapping[str, str]) -> None:
+        """Set environment variables of the driver that must not appear in Ray's logs."""
         os.environ |= variables
 
-    async def guard(self, mark: str) -> None:
-        """Have the processes marked `mark` on this node end with this actor."""
+    async def start_reaper(self, mark: str) -> None:
+        """Have the processes marked `mark` on this node killed when this actor ends."""
         self._reaper = OrphanReaper(mark)
 
-    async def clear(self) -> int:
-        """Kill what is left here of the actor that this one replaces; returns how many."""
-        return sweep(PART, os.environ[PART])
+    async def kill_leftovers(self) -> int:
+        """Kill what is left on this node of the actor that this one replaces; returns the number
+        of processes."""
+        return kill_marked(REPLICA_MARK, os.environ[REPLICA_MARK])
 
     async def free_port(self) -> int:
-        """A port that is free on this actor's node now."""
+        """Return a port that is currently free on this actor's node."""
         return free_port(host="")
 
     async def build(self, factory: Callable[..., Any], *args: Any) -> None:
@@ -127,7 +133,8 @@ class ActorHost:
             gc.enable()
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method, plain or async, of the hosted object; `part.method` of a part of it."""
+        """Call a method, sync or async, of the hosted object or (`attribute.method`) of one of its
+        attributes."""
         begin = time.time()
         result = operator.attrgetter(method)(self.hosted)(*args)
         answer = await result if inspect.isawaitable(result) else result
@@ -135,14 +142,14 @@ class ActorHost:
         return answer
 
     async def take_calls(self) -> list[Call]:
-        """What was called here since the last time, in order of ending; not the very oldest."""
-        calls, self._calls = list(self._calls), deque(maxlen=KEPT_CALLS)
+        """Return the calls finished since the last time; the latest `MAX_RECORDED_CALLS` only."""
+        calls, self._calls = list(self._calls), deque(maxlen=MAX_RECORDED_CALLS)
         return calls
 
 
 @dataclass(frozen=True)
 class Peer:
-    """An actor as others see it: `await peer(method, *args)` calls what it hosts."""
+    """A handle with which other actors call an actor: `await peer(method, *args)`."""
 
     host: Any
 
@@ -151,182 +158,187 @@ class Peer:
 
 
 class RayWorkerGroup:
-    """Actors that are called together; results come in the order of the actors.
+    """Actors that are called together; results are in the order of the actors.
 
-    `options[i].remote()` makes actor i.
+    `options[i].remote()` creates actor i.
     """
 
     def __init__(
         self, options: Sequence[Any], name: str, lost: type[UserError],
         placement: PlacementGroup | None = None, deaths: tuple[type[Exception], ...] = (),
     ) -> None:  # fmt: skip
-        """`name` is what users call one of the actors, `lost` the error when one is gone.
+        """`name` is what messages call one of the actors, `lost` the error to raise when an actor
+        is gone.
 
-        `deaths` are errors of what the actors host that mean that it is gone, though they live.
+        `deaths` are further errors that mean that a hosted object is dead though its actor lives.
         """
         self.name = name
         self._lost_error, self._deaths = lost, (*DEATHS, *deaths)
         self._options = list(options)
         self._placement = placement
-        self._places: list[Place] = []
+        self._locations: list[ActorLocation] = []
         self.hosts = self._start()
 
     def _start(self) -> list[Any]:
-        """New actors, which have the driver's secrets before anything else is asked of them."""
-        hosts, secrets = [option.remote() for option in self._options], secret_variables(os.environ)
-        for host in hosts if secrets else ():
-            host.inherit.remote(secrets)
+        """Start new actors and give them the driver's secrets before any other call."""
+        hosts = [option.remote() for option in self._options]
+        if secrets := secret_variables(os.environ):
+            for host in hosts:
+                host.set_environment.remote(secrets)
         return hosts
 
     def __len__(self) -> int:
         return len(self.hosts)
 
-    def places(self) -> list[Place]:
-        """Where each actor runs."""
-        if not self._places:
-            self._places = self.gather([host.place.remote() for host in self.hosts])
-        return self._places
+    def locations(self) -> list[ActorLocation]:
+        """Return where each actor runs."""
+        if not self._locations:
+            self._locations = self.gather([host.location.remote() for host in self.hosts])
+        return self._locations
 
     def free_port(self) -> int:
-        """A port that is free where the first actor runs."""
+        """Return a port that is free on the first actor's node."""
         return int(ray.get(self.hosts[0].free_port.remote()))
 
     def start_build(self, factory: Callable[..., Any], args: Sequence[Sequence[Any]]) -> list[Any]:
-        """Begin to build the hosted objects, `args[i]` for actor i; returns Ray references."""
+        """Start building the hosted objects, with `args[i]` for actor i; returns Ray references."""
         pairs = zip(self.hosts, args, strict=True)
         return [host.build.remote(factory, *arguments) for host, arguments in pairs]
 
     def submit(self, index: int, method: str, *args: Any) -> Any:
-        """Begin a call on one actor; returns a Ray reference."""
+        """Start a call on one actor; returns a Ray reference."""
         return self.hosts[index].call.remote(method, *args)
 
     def peer(self, index: int) -> Peer:
-        """An actor, for the others to call."""
+        """Return a handle of an actor for the others."""
         return Peer(self.hosts[index])
 
-    def share(self, value: Any) -> Any:
-        """What `submit` may be given to several actors, and is written once."""
+    def put(self, value: Any) -> Any:
+        """Store an argument of several `submit` calls once; returns a Ray reference."""
         return ray.put(value)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """The same call on every actor."""
+        """Make the same call on every actor and return the results."""
         return self.begin(method, *args)()
 
     def scatter(self, method: str, shards: Sequence[Any], *args: Any) -> list[Any]:
-        """The call with `shards[i]` first on actor i."""
+        """Call actor i with `shards[i]` as its first argument and return the results."""
         return self.begin_scatter(method, shards, *args)()
 
-    def begin(self, method: str, *args: Any) -> Answers:
-        """Begin the same call on every actor."""
+    def begin(self, method: str, *args: Any) -> PendingResults:
+        """Start the same call on every actor."""
         calls = [self.submit(i, method, *args) for i in range(len(self))]
         return lambda: self.gather(calls)
 
-    def begin_scatter(self, method: str, shards: Sequence[Any], *args: Any) -> Answers:
-        """Begin the call with `shards[i]` first on actor i."""
+    def begin_scatter(self, method: str, shards: Sequence[Any], *args: Any) -> PendingResults:
+        """Start a call on every actor, with `shards[i]` as the first argument of actor i."""
         assert len(shards) == len(self), f"{len(shards)} shards for {len(self)} actors"
         calls = [self.submit(i, method, s, *args) for i, s in enumerate(shards)]
         return lambda: self.gather(calls)
 
     def gather(self, calls: Sequence[Any], check: Callable[[], None] = lambda: None) -> list[Any]:
-        """The answers to `calls`, one call per actor, in their order.
+        """Wait for `calls`, one call per actor, and return their results in order.
 
-        Returns as soon as one fails, for the others may wait for it for ever. Raises the group's
-        error when an actor is gone; else what the hosted object raised. `check` is called every few
-        seconds of waiting, and may raise too.
+        Raises as soon as one call fails, since the others may be waiting for it forever: the
+        group's error when an actor is gone, otherwise the error of the hosted object. `check` is
+        called every few seconds while waiting, and may raise too.
         """
-        asked = {call: i for i, call in enumerate(calls)}
-        answers: dict[Any, Any] = {}
-        while len(answers) < len(asked):
-            answers |= self.answers({c: i for c, i in asked.items() if c not in answers}, check)
-        return [answers[call] for call in calls]
+        actors = {call: i for i, call in enumerate(calls)}
+        results: dict[Any, Any] = {}
+        while len(results) < len(actors):
+            results |= self.poll({c: i for c, i in actors.items() if c not in results}, check)
+        return [results[call] for call in calls]
 
-    def answers(
-        self, asked: Mapping[Any, int], check: Callable[[], None] = lambda: None
+    def poll(
+        self, actors: Mapping[Any, int], check: Callable[[], None] = lambda: None
     ) -> dict[Any, Any]:
-        """What one of the calls, or more, gave; nothing where none does for a few seconds.
+        """Wait up to `POLL_S` for pending calls; return the results of those that finished.
 
-        `asked` says of which actor each is. Raises, and calls `check`, as `gather` does.
+        `actors` maps each call to the index of its actor. Raises, and calls `check`, as `gather`.
         """
-        answers: dict[Any, Any] = {}
-        done, _ = ray.wait(list(asked), num_returns=1, timeout=POLL_S)
+        results: dict[Any, Any] = {}
+        done, _ = ray.wait(list(actors), num_returns=1, timeout=POLL_S)
         for call in done:
             try:
-                answers[call] = ray.get(call)
+                results[call] = ray.get(call)
             except RayError as error:
-                self._raise(error, asked, asked[call])
+                self._raise(error, actors, actors[call])
         check()
-        return answers
+        return results
 
     def take_calls(self) -> list[list[Call]]:
-        """What each actor was called for since the last time."""
+        """Return each actor's calls since the last time."""
         return self.gather([host.take_calls.remote() for host in self.hosts])
 
     def is_done(self, call: Any) -> bool:
-        """Whether a call was answered, or failed."""
+        """Whether a call has finished or failed."""
         return bool(ray.wait([call], timeout=0)[0])
 
     def cancel(self, calls: Sequence[Any]) -> None:
-        """Stop what nobody waits for any more."""
+        """Cancel calls whose results are no longer needed."""
         for call in calls:
             ray.cancel(call)
 
-    def _raise(self, error: RayError, asked: Mapping[Any, int], index: int) -> NoReturn:
-        """What an error of actor `index` comes of: the death of an actor, or the error itself."""
-        # A `Peer` that was asked is gone, not the one that asked it.
-        is_anothers = isinstance(error, RayTaskError) and isinstance(error.cause, DEATHS)
-        if isinstance(error, self._deaths) and not is_anothers:
-            raise self.lost(index, cause_of(error)) from error
+    def _raise(self, error: RayError, actors: Mapping[Any, int], index: int) -> NoReturn:
+        """Raise what an error of actor `index` comes from: an actor's death, or itself."""
+        # If the actor's own call of a `Peer` failed, the peer is dead, not the actor.
+        is_from_peer = isinstance(error, RayTaskError) and isinstance(error.cause, DEATHS)
+        if isinstance(error, self._deaths) and not is_from_peer:
+            raise self.lost_error(index, cause_of(error)) from error
         if isinstance(error, RayTaskError) and isinstance(error.cause, UserError):
             raise error.cause from None  # Ray's own text is the actor's traceback
-        is_broken = broke_collective(error)
-        dead = self._find_dead(asked, NODE_GRACE_S if is_broken else GRACE_S)
+        is_collective = broke_collective(error)
+        dead = self._find_dead(actors, NODE_DEATH_NOTICE_S if is_collective else DEATH_NOTICE_S)
         if dead is not None:
-            raise self.lost(*dead) from error
-        if is_broken or is_anothers:
-            raise self.lost(index, f"cut off from the others ({cause_of(error)})") from error
+            raise self.lost_error(*dead) from error
+        if is_collective or is_from_peer:
+            cause = f"cut off from the others ({cause_of(error)})"
+            raise self.lost_error(index, cause) from error
         raise error
 
-    def _find_dead(self, asked: Mapping[Any, int], seconds: float) -> tuple[int, str] | None:
-        """The first actor found to be gone, and why; None if each has answered or time is up."""
-        asked = {**asked, **{host.place.remote(): i for i, host in enumerate(self.hosts)}}
-        waiting, end = list(asked), time.monotonic() + seconds
-        while waiting and time.monotonic() < end:
-            done, waiting = ray.wait(waiting, timeout=max(0.0, end - time.monotonic()))
+    def _find_dead(self, actors: Mapping[Any, int], seconds: float) -> tuple[int, str] | None:
+        """Return the first actor found dead and the cause; None if all have answered or the time is
+        up."""
+        actors = {**actors, **{host.location.remote(): i for i, host in enumerate(self.hosts)}}
+        pending, end = list(actors), time.monotonic() + seconds
+        while pending and time.monotonic() < end:
+            done, pending = ray.wait(pending, timeout=max(0.0, end - time.monotonic()))
             for call in done:
                 try:
                     ray.get(call)
                 except DEATHS as error:
-                    return asked[call], cause_of(error)
+                    return actors[call], cause_of(error)
                 except RayError:
-                    continue  # it lives, and failed
+                    continue  # the call failed, but its actor lives
         return None
 
-    def lost(self, index: int, cause: str) -> UserError:
-        """The error that says which actor is gone, where it was if that is known, and why."""
+    def lost_error(self, index: int, cause: str) -> UserError:
+        """Return the error for a lost actor, with its node and process if known."""
         where = ""
-        if self._places:
-            where = f" on node {self._places[index].host} (process {self._places[index].pid})"
+        if self._locations:
+            location = self._locations[index]
+            where = f" on node {location.host} (process {location.pid})"
         return self._lost_error(f"{self.name} {index}{where} is lost: {cause}")
 
     def restart(self) -> None:
-        """Put an empty actor in the place of each, of which nothing is left then.
+        """Replace every actor by an empty one, after killing all that is left of the old ones.
 
-        Raises the group's error when there is no such place any more.
+        Raises the group's error if an actor can no longer be placed.
         """
         for host in self.hosts:
             ray.kill(host)
         self.hosts = self._start()
-        self.gather([host.clear.remote() for host in self.hosts])
-        self._places = []
-        self.places()
+        self.gather([host.kill_leftovers.remote() for host in self.hosts])
+        self._locations = []
+        self.locations()
 
-    def last_call(self, method: str) -> None:
-        """Ask every actor to end in good order; those that cannot are left to `shutdown`."""
+    def call_before_shutdown(self, method: str) -> None:
+        """Call a method on every actor and wait up to `SHUTDOWN_CALL_S`, whatever its outcome."""
         calls = [self.submit(i, method) for i in range(len(self))]
-        ray.wait(calls, num_returns=len(calls), timeout=LAST_CALL_S)
+        ray.wait(calls, num_returns=len(calls), timeout=SHUTDOWN_CALL_S)
 
     def shutdown(self) -> None:
-        """End the actors and give their resources back."""
+        """Kill the actors and release their resources."""
         for host in self.hosts:
             ray.kill(host)
         if self._placement is not None:
@@ -334,31 +346,34 @@ class RayWorkerGroup:
 
 
 def cause_of(error: BaseException) -> str:
-    """Why the process is gone, in a few words."""
+    """Return in a few words why an actor failed or its process died."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         return f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[-1]}"
     text = str(error).strip()
-    for pattern, words in CAUSES:
+    for pattern, description in CAUSES:
         if pattern.search(text):
-            return words
+            return description
     detail = EXIT_DETAIL.search(text)
-    return detail.group(1) if detail else text.splitlines()[0] if text else type(error).__name__
+    if detail:
+        return detail.group(1)
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def broke_collective(error: BaseException) -> bool:
-    """Whether a rank failed because it could not talk to another."""
+    """Whether a rank failed because it could not communicate with another."""
     if not isinstance(error, RayTaskError):
         return False
     cause = error.cause
-    # torch's by its name: an actor that hosts nothing yet starts without torch.
-    is_torchs = any(kind.__name__ == "DistError" for kind in type(cause).__mro__)
-    return is_torchs or (isinstance(cause, RuntimeError) and bool(COLLECTIVE.search(str(cause))))
+    # By name, without importing torch: an actor that hosts nothing yet starts without it.
+    is_dist_error = any(kind.__name__ == "DistError" for kind in type(cause).__mro__)
+    is_runtime_error = isinstance(cause, RuntimeError) and bool(COLLECTIVE.search(str(cause)))
+    return is_dist_error or is_runtime_error
 
 
 @dataclass
 class Restarts:
-    """What was spent of `trainer.max_restarts` since the command began."""
+    """Counts restarts since the command began, of `trainer.max_restarts` (`allowed`)."""
 
     allowed: int
     of_replicas: int = 0
@@ -366,20 +381,20 @@ class Restarts:
 
     def spend_on_replicas(self, error: UserError) -> None:
         """Count a restart of the engines; raises the error where no more are allowed."""
-        self._spend(error, "all engines start again and repeat what they were asked")
+        self._spend(error, "all engines restart and repeat their requests")
         self.of_replicas += 1
 
     def spend_on_run(self, error: UserError, start: str) -> None:
-        """Count a restart of everything from `start`; raises the error as above."""
+        """Count a restart of the run from `start`; raises the error where no more are allowed."""
         self._spend(error, f"the run starts again from {start}")
         self.of_run += 1
 
     def metrics(self) -> dict[str, float]:
-        """The counts so far."""
+        """Return the counts so far."""
         counts = {"replica_restarts": self.of_replicas, "run_restarts": self.of_run}
         return {f"fault/{name}": float(count) for name, count in counts.items()}
 
-    def _spend(self, error: UserError, what_follows: str) -> None:
+    def _spend(self, error: UserError, consequence: str) -> None:
         spent = self.of_replicas + self.of_run
         if spent >= self.allowed:
             raise type(error)(
@@ -387,4 +402,4 @@ class Restarts:
                 "restarts: find out why, then go on with trainer.resume_mode=auto"
             ) from error
         count = f"restart {spent + 1} of trainer.max_restarts={self.allowed}"
-        logger.warning("%s; %s (%s)", error, what_follows, count)
+        logger.warning("%s; %s (%s)", error, consequence, count)

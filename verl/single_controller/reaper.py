@@ -1,13 +1,14 @@
-"""Every process that a run starts goes down with it, whatever ended it.
+"""Kills every process that a run started when the run ends, however it ends.
 
-Each attempt of a run has a mark: a variable in the environment of every process it starts, so that
-Ray's daemons, actors, engine cores and their workers are found wherever they hang in the process
-tree. A small process of its own, the watchdog, holds the reading end of a pipe whose writing end
-the driver holds. When the driver ends, even by SIGKILL, the pipe does too, and the watchdog kills
-what still has the mark, and removes what those had open in shared memory. Nothing else is
-touched: another run has another mark.
+Each attempt of a run has a mark: an environment variable that every process it starts inherits, so
+that Ray's daemons, actors, engine cores and their workers are found wherever they are in the
+process tree. A small separate process, the watchdog, holds the reading end of a pipe whose writing
+end the driver holds. When the driver ends, even by SIGKILL, the pipe closes, and the watchdog kills
+all processes that have the mark and removes the shared memory they created. Processes of other runs
+have other marks and are never touched.
 
-This file is also the watchdog's program; it imports little, to start at once and stay small.
+This file is also the watchdog's program. It imports little, so that it starts at once and stays
+small.
 """
 
 from __future__ import annotations
@@ -28,40 +29,46 @@ from typing import Self
 import psutil
 
 MARK = "SEARCH_R1_RUN"
-"""Variable with the mark of the attempt that a process belongs to."""
-PART = "SEARCH_R1_PART"
-"""Variable with the part of it, where that may be replaced alone: `MARK/replica-0`."""
+"""Environment variable with the mark of the attempt that a process belongs to."""
+REPLICA_MARK = "SEARCH_R1_PART"
+"""Environment variable of processes of one replica, which can be replaced alone; its value is
+`MARK/replica-N`."""
 KEEP_ENVIRONMENT = "SPT_NOENV"
-"""Has Ray and vLLM, which give processes titles, not write these over the environment."""
+"""Keeps Ray and vLLM from overwriting the environment when they set process titles."""
 MAPPED_FILE = re.compile(r"\s(/dev/shm/[^/\s]+)$", re.MULTILINE)
-"""A file directly in there, of a line of /proc/PID/maps; folders have owners of their own."""
-TRACKER, TRACKER_S = "multiprocessing.resource_tracker", 2.0
-"""In the command line of Python's own cleaner, which unlinks the semaphores of those that were
-killed, and ends when the last of them is gone; and how long that may take."""
-POLL_S, LOOK_S = 0.1, 1.0
-"""Between looks at the processes of the machine, and the watchdog's at whose child it is."""
-NOTE_S = 5.0
-"""Between its looks at the run's shared memory: what is killed before a sweep leaves no trace."""
-DEAF = 'trap "" INT TERM HUP USR1 USR2; exec "$@"'
-"""Runs a command that ignores signals from its first moment: what stops a run, and may be sent to
-all processes of a job, must not stop its cleaning."""
-CLOCK_S = 1.0
-"""How coarse the time is at which a process is said to have started."""
-CLOSE_S = 60.0
-"""How long the end of a run may take for all that; the watchdog itself never gives up."""
+"""A file directly in /dev/shm, in a line of /proc/PID/maps; folders there have other owners."""
+RESOURCE_TRACKER = "multiprocessing.resource_tracker"
+"""Part of the command line of Python's resource tracker, which unlinks the semaphores of killed
+processes and ends when the last of them is gone."""
+TRACKER_GRACE_S = 2.0
+"""Seconds that resource trackers get to do so before they are killed too."""
+POLL_S = 0.1
+"""Seconds between two scans for marked processes while killing them."""
+OWNER_POLL_S = 1.0
+"""Seconds between two checks of the watchdog whether its owner is still its parent."""
+RECORD_INTERVAL_S = 5.0
+"""Seconds between the watchdog's recordings of the run's shared memory. They are needed because a
+process that dies before the others are killed can no longer be asked what it had mapped."""
+IGNORE_SIGNALS = 'trap "" INT TERM HUP USR1 USR2; exec "$@"'
+"""Shell code that runs a command with signals ignored from the start. A signal that stops a run may
+be sent to all processes of a job, and must not stop its cleanup."""
+CLOCK_TOLERANCE_S = 1.0
+"""Precision, in seconds, of a process's start time."""
+CLOSE_TIMEOUT_S = 60.0
+"""Seconds that `close` may wait for the cleanup; the watchdog itself never gives up."""
 
 
-def marked(variable: str, value: str) -> list[psutil.Process]:
-    """The processes that were started with `variable=value`, but this one."""
+def find_marked(variable: str, value: str) -> list[psutil.Process]:
+    """Return the processes that were started with `variable=value`, except this one."""
     entry = f"{variable}={value}".encode()
     others = (process for process in psutil.process_iter() if process.pid != os.getpid())
     return [process for process in others if entry in environment(process)]
 
 
 def environment(process: psutil.Process) -> list[bytes]:
-    """The entries of a process's environment; none if it is gone, or another user's.
+    """Return the entries of a process's environment; empty if it is gone or another user's.
 
-    Read whole: who gives itself a title may have overwritten the first entries.
+    Reads all entries, since a process that sets its title may have overwritten the first ones.
     """
     try:
         return Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
@@ -69,28 +76,30 @@ def environment(process: psutil.Process) -> list[bytes]:
         return []
 
 
-def sweep(variable: str, value: str, seconds: float = math.inf, noted: Iterable[Path] = ()) -> int:
-    """Kill the processes that have `variable=value` until none is left; returns how many.
+def kill_marked(
+    variable: str, value: str, seconds: float = math.inf, recorded: Iterable[Path] = ()
+) -> int:
+    """Kill the processes that have `variable=value` until none is left; returns their number.
 
-    Python's resource trackers go last. Their shared memory, and what was `noted` of it before, is
-    removed where nobody else has it open. After `seconds` it gives up on those that the kernel does
-    not let go, as with a lost disk.
+    Python's resource trackers are killed last. Shared memory that the processes created, and the
+    files `recorded` before, are removed unless another process has them mapped. Gives up after
+    `seconds` on processes that the kernel does not let die, for example with a lost disk.
     """
     killed: set[int] = set()
-    files = set(noted)
+    files = set(recorded)
     last_others = time.monotonic()
     end = last_others + seconds
-    while (found := marked(variable, value)) and (now := time.monotonic()) < end:
-        files |= {path for process in found for path in own_memory(process)}
-        others = [process for process in found if not is_tracker(process)]
-        if others:
+    while (marked := find_marked(variable, value)) and (now := time.monotonic()) < end:
+        files |= {path for process in marked for path in created_shared_memory(process)}
+        targets = [process for process in marked if not is_tracker(process)]
+        if targets:
             last_others = now
-        elif now - last_others > TRACKER_S:
-            others = found
-        for process in others:
+        elif now - last_others > TRACKER_GRACE_S:
+            targets = marked
+        for process in targets:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        killed |= {process.pid for process in others}
+        killed |= {process.pid for process in targets}
         time.sleep(POLL_S)
     if files:
         in_use = (path for process in psutil.process_iter() for path in shared_memory(process))
@@ -100,15 +109,15 @@ def sweep(variable: str, value: str, seconds: float = math.inf, noted: Iterable[
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Whether it is what Python starts to clean up after processes that cannot."""
+    """Whether a process is Python's resource tracker."""
     try:
-        return any(TRACKER in word for word in process.cmdline())
+        return any(RESOURCE_TRACKER in word for word in process.cmdline())
     except psutil.NoSuchProcess:
         return False
 
 
 def shared_memory(process: psutil.Process) -> set[Path]:
-    """The files of /dev/shm that a process has mapped; those already unlinked are none."""
+    """Return the files of /dev/shm that a process has mapped, without those already unlinked."""
     try:
         maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
     except OSError:
@@ -116,18 +125,18 @@ def shared_memory(process: psutil.Process) -> set[Path]:
     return {Path(name) for name in MAPPED_FILE.findall(maps)}
 
 
-def own_memory(process: psutil.Process) -> set[Path]:
-    """Those of them that are younger than the process: older ones were put there by others."""
-    found = set()
+def created_shared_memory(process: psutil.Process) -> set[Path]:
+    """Return the mapped files that are younger than the process; older ones are from others."""
+    created = set()
     for path in shared_memory(process):
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
-            if path.stat().st_ctime >= process.create_time() - CLOCK_S:
-                found.add(path)
-    return found
+            if path.stat().st_ctime >= process.create_time() - CLOCK_TOLERANCE_S:
+                created.add(path)
+    return created
 
 
 class OrphanReaper:
-    """The mark of one attempt, and the watchdog that outlives the process which made this.
+    """Marks the processes of one attempt and kills them when this process ends.
 
     Example: `with OrphanReaper() as reaper: start(env={MARK: reaper.mark})`.
     """
@@ -135,12 +144,13 @@ class OrphanReaper:
     def __init__(self, mark: str | None = None) -> None:
         """Start the watchdog; processes started from now on inherit the mark.
 
-        `mark` is given where processes of an attempt run on further machines.
+        `mark` is passed on the further machines of an attempt, and created otherwise.
         """
         self.mark = mark or f"{os.getpid()}-{secrets.token_hex(8)}"
-        unmarked = {k: v for k, v in os.environ.items() if k not in (MARK, PART)}
+        unmarked = {k: v for k, v in os.environ.items() if k not in (MARK, REPLICA_MARK)}
+        watchdog = [sys.executable, "-P", __file__, self.mark, str(os.getpid())]
         self._watchdog = subprocess.Popen(
-            ["sh", "-c", DEAF, "sh", sys.executable, "-P", __file__, self.mark, str(os.getpid())],
+            ["sh", "-c", IGNORE_SIGNALS, "sh", *watchdog],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=unmarked,
@@ -151,16 +161,16 @@ class OrphanReaper:
         os.environ |= inherited
 
     def close(self) -> None:
-        """End whatever still has the mark, and the watchdog with it; harmless if repeated."""
+        """Kill all marked processes and end the watchdog; harmless if repeated."""
         for name, value in self._before.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-        sweep(MARK, self.mark, CLOSE_S)
+        kill_marked(MARK, self.mark, CLOSE_TIMEOUT_S)
         assert self._watchdog.stdin is not None
         self._watchdog.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._watchdog.wait(CLOSE_S)
+            self._watchdog.wait(CLOSE_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self
@@ -170,19 +180,20 @@ class OrphanReaper:
 
 
 def watch(mark: str, owner: int) -> None:
-    """Wait for the end of process `owner`, our parent, then end everything marked.
+    """Wait for process `owner`, the parent of this one, to end, then kill all marked processes.
 
-    The pipe tells it at once, unless a forked child of the owner holds it open.
+    The closed pipe reports the end at once, unless a forked child of the owner holds it open.
     """
-    noted: set[Path] = set()
-    next_look = 0.0
+    recorded: set[Path] = set()
+    next_recording = 0.0
     while os.getppid() == owner:
-        if time.monotonic() >= next_look:
-            noted |= {path for process in marked(MARK, mark) for path in own_memory(process)}
-            next_look = time.monotonic() + NOTE_S
-        if select.select([0], [], [], LOOK_S)[0] and not os.read(0, 1):
+        if time.monotonic() >= next_recording:
+            marked = find_marked(MARK, mark)
+            recorded |= {path for process in marked for path in created_shared_memory(process)}
+            next_recording = time.monotonic() + RECORD_INTERVAL_S
+        if select.select([0], [], [], OWNER_POLL_S)[0] and not os.read(0, 1):
             break
-    sweep(MARK, mark, noted=noted)
+    kill_marked(MARK, mark, recorded=recorded)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from verl.single_controller.actors import RayWorkerGroup, Restarts
 from verl.single_controller.placement import (
     create_rollout_group,
     create_trainer_group,
-    first_of_nodes,
-    gpus_beside,
+    engine_gpu_locations,
+    first_index_per_node,
     nodes_of,
     reserve,
 )
@@ -42,7 +42,7 @@ from verl.training.worker import CriticWorker, TrainerWorker, TrainingRank
 
 @dataclass(frozen=True)
 class Placed:
-    """Training ranks that have their places and are not built yet."""
+    """Training ranks that have their locations and are not built yet."""
 
     config: Config
     """For processes elsewhere (`anchored`)."""
@@ -72,7 +72,7 @@ def place_ranks(config: Config, tools: EnvironmentFactory, reaper: OrphanReaper)
         policy=BatchSharding(policy_cost, size),
         critic=BatchSharding(critic_cost, config.critic_sp_size),
     )
-    guard_nodes(ranks.groups, reaper.mark)
+    start_node_reapers(ranks.groups, reaper.mark)
     return Placed(config, use_gpu, rooms[0], env, ranks)
 
 
@@ -103,12 +103,12 @@ def build_groups(
     config, use_gpu, env, ranks = placed.config, placed.use_gpu, placed.env, placed.ranks
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     own_gpus, num_replicas = trainer.rollout_gpus, config.num_engines(use_gpu)
-    places = ranks.group.places()
+    locations = ranks.group.locations()
     has_gpus = use_gpu and not config.is_external
     per_replica = rollout.tensor_model_parallel_size if has_gpus else 0
-    theirs = gpus_beside(placed.room, own_gpus) if use_gpu and own_gpus else places
+    theirs = engine_gpu_locations(placed.room, own_gpus) if use_gpu and own_gpus else locations
     replicas = create_rollout_group(theirs, num_replicas, per_replica, env, (EngineDied,))
-    replicas.places()
+    replicas.locations()
     arguments = [(config, agent_factory, replica) for replica in range(num_replicas)]
     replicas_built = replicas.start_build(RolloutReplica, arguments)
     begun = begin_ranks(ranks, ranks.groups[1:], CriticWorker, config, total_updates)
@@ -152,14 +152,14 @@ def refuse_crowded_cards(config: Config, use_gpu: bool) -> None:
         raise ConfigError(explain(key, number, expected, f"{key}=null"))
 
 
-def guard_nodes(groups: Sequence[RayWorkerGroup], mark: str) -> None:
+def start_node_reapers(groups: Sequence[RayWorkerGroup], mark: str) -> None:
     """Start a reaper of orphans on each node but the driver's, which has the run's own."""
     guarded = {ray.get_runtime_context().get_node_id()}
     for group in groups:
-        places = group.places()
-        others = [i for i in first_of_nodes(places) if places[i].node_id not in guarded]
-        group.gather([group.hosts[i].guard.remote(mark) for i in others])
-        guarded |= {places[i].node_id for i in others}
+        locations = group.locations()
+        others = [i for i in first_index_per_node(locations) if locations[i].node_id not in guarded]
+        group.gather([group.hosts[i].start_reaper.remote(mark) for i in others])
+        guarded |= {locations[i].node_id for i in others}
 
 
 def reserve_ranks(config: Config, use_gpu: bool) -> list[PlacementGroup]:
@@ -190,12 +190,15 @@ def begin_ranks(
     begun = []
     for group in groups:
         others = [
-            place.node_id for one in ranks.groups if one is not group for place in one.places()
+            location.node_id
+            for one in ranks.groups
+            if one is not group
+            for location in one.locations()
         ]
-        address = (group.places()[0].host, group.free_port())
+        address = (group.locations()[0].host, group.free_port())
         arguments = [
-            (config, rank, len(group), *address, total_updates, others.count(place.node_id))
-            for rank, place in enumerate(group.places())
+            (config, rank, len(group), *address, total_updates, others.count(location.node_id))
+            for rank, location in enumerate(group.locations())
         ]
         begun.append((group, group.start_build(kind, arguments)))
     return begun

@@ -107,14 +107,14 @@ class TrainerRanks:
 
         Returns the seconds of writing files, of the node that took longest.
         """
-        folders = [str(on_node(directory, place.node_id)) for place in self.group.places()]
+        folders = [str(on_node(directory, location.node_id)) for location in self.group.locations()]
         given = (version, needed, dtype, is_adapter)
         seconds: list[float] = self.group.scatter("share_policy", folders, *given)
         return max(seconds)
 
     def open_broadcast(self, num_receivers: int) -> str:
         """Let engines' workers join the first rank; returns the name of the stream."""
-        given = "open_broadcast", self.group.places()[0].host, num_receivers
+        given = "open_broadcast", self.group.locations()[0].host, num_receivers
         return str(self.group.gather([self.group.submit(0, *given)])[0])
 
     def send_policy(self, stream: str, cards: Sequence[str], dtype: str) -> float:

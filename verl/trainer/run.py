@@ -170,7 +170,7 @@ def processes(
             host_memory.names = {
                 process: name
                 for group in ranks.groups
-                for process, name in rank_names(group.places(), node_id, group.name).items()
+                for process, name in rank_names(group.locations(), node_id, group.name).items()
             }
             try:
                 yield RayPPOTrainer(

@@ -25,8 +25,8 @@ from verl.monitor.memory_watch import (
     rank_names,
     watch_host_memory,
 )
-from verl.single_controller.actors import Place
-from verl.single_controller.reaper import MARK, PART
+from verl.single_controller.actors import ActorLocation
+from verl.single_controller.reaper import MARK, REPLICA_MARK
 
 GIB = 1 << 30
 HOLD = "x = bytearray({size}); x[::4096] = b'1' * len(x[::4096]); print('held'); input()"
@@ -102,7 +102,7 @@ def helper() -> Iterator[subprocess.Popen[str]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, MARK: "test-run", PART: "test-run/replica-3"},
+        env={**os.environ, MARK: "test-run", REPLICA_MARK: "test-run/replica-3"},
     )
     assert process.stdout is not None and process.stdin is not None
     assert process.stdout.readline() == "held\n"
@@ -135,8 +135,12 @@ def test_another_runs_processes_are_not_ours(
 
 def test_ranks_of_other_nodes_are_not_looked_for_here() -> None:
     """A process id means something on its own node only."""
-    places = [Place("a", "h1", (), 11), Place("b", "h2", (), 12), Place("a", "h1", (), 13)]
-    assert rank_names(places, "a") == {11: "rank 0", 13: "rank 2"}
+    locations = [
+        ActorLocation("a", "h1", (), 11),
+        ActorLocation("b", "h2", (), 12),
+        ActorLocation("a", "h1", (), 13),
+    ]
+    assert rank_names(locations, "a") == {11: "rank 0", 13: "rank 2"}
 
 
 @pytest.mark.parametrize(

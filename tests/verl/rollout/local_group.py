@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.rollout.replica import RolloutReplica
-from verl.single_controller.actors import Place
+from verl.single_controller.actors import ActorLocation
 
 
 class LocalGroup:
@@ -29,8 +29,8 @@ class LocalGroup:
     def __len__(self) -> int:
         return len(self.replicas)
 
-    def places(self) -> list[Place]:
-        return [Place("here", "localhost", ())] * len(self)
+    def locations(self) -> list[ActorLocation]:
+        return [ActorLocation("here", "localhost", ())] * len(self)
 
     def submit(self, index: int, method: str, *args: Any) -> Any:
         ticks = 0 if self._draw is None else self._draw.randrange(4)
@@ -49,13 +49,13 @@ class LocalGroup:
 
         return ask
 
-    def share(self, value: Any) -> Any:
+    def put(self, value: Any) -> Any:
         return value
 
     def gather(self, calls: Sequence[Any], check: Callable[[], None] = lambda: None) -> list[Any]:
         return [self.loop.run_until_complete(call) for call in calls]
 
-    def answers(
+    def poll(
         self, asked: Mapping[Any, int], check: Callable[[], None] = lambda: None
     ) -> dict[Any, Any]:
         waiting = asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)

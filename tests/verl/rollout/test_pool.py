@@ -92,14 +92,14 @@ class Mortal(LocalGroup):
         super().__init__(hosts_of(3, 2, agent), draw)
         self.agent, self.life = agent, life
 
-    def answers(
+    def poll(
         self, asked: Mapping[Any, int], check: Callable[[], None] = lambda: None
     ) -> dict[Any, Any]:
         life, self.life = self.life, 0
         if life:
             self.run(life)
             raise ReplicaLost("replica 0 is lost")
-        return super().answers(asked, check)
+        return super().poll(asked, check)
 
     def restart(self) -> None:
         self.close()

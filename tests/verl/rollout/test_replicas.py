@@ -141,7 +141,7 @@ def test_replicas_wait_for_weights_before_ranks_send_them(weight_sync: str) -> N
     assert set(engines.update_weights(ranks)) == {"wait", "gather", "write", "load"}
     sent = ["pause", *opened, "receive_weights", "send_policy"]
     assert engines.version == 1 and log == sent
-    engines._start_again()
+    engines._restart()
     assert engines.version == 1
     assert log[len(sent) :] == ["empty_cache", *sent]
     assert len(set(ranks.streams)) == 2
@@ -155,7 +155,7 @@ class Calls:
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def last_call(self, method: str) -> None:
+    def call_before_shutdown(self, method: str) -> None:
         self.log.append(method)
 
     def shutdown(self) -> None:

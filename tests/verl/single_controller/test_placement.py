@@ -57,16 +57,16 @@ def test_each_rank_has_a_gpu_of_its_own_and_its_share_of_the_cores(ranks: RayWor
     """All that the user left visible, each once; Ray alone would give one thread."""
     seen = look(ranks)
     assert sorted(gpu for gpu, _ in seen) == sorted(KEPT)
-    assert [place.gpu_ids for place in ranks.places()] == [(gpu,) for gpu, _ in seen]
+    assert [location.gpu_ids for location in ranks.locations()] == [(gpu,) for gpu, _ in seen]
     assert {threads for _, threads in seen} == {str(CORES // RANKS)}
 
 
 def test_an_engine_sees_the_gpus_of_its_ranks(ranks: RayWorkerGroup) -> None:
     """In the ranks' order, for each tensor parallel size; its successor after a death too."""
     env = {MARK: "test", "OMP_NUM_THREADS": "5"}
-    gpus = [gpu for place in ranks.places() for gpu in place.gpu_ids]
+    gpus = [gpu for location in ranks.locations() for gpu in location.gpu_ids]
     groups = {  # all at once: they start side by side
-        size: create_rollout_group(ranks.places(), count, size, env)
+        size: create_rollout_group(ranks.locations(), count, size, env)
         for size, count in {1: 1, 2: 2, 4: 1}.items()
     }
     try:
@@ -83,7 +83,7 @@ def test_an_engine_sees_the_gpus_of_its_ranks(ranks: RayWorkerGroup) -> None:
 def test_what_actors_start_keeps_its_mark(ranks: RayWorkerGroup) -> None:
     """Also below a Ray that the user started, which has nothing of the driver's environment: vLLM
     gives its processes titles, which are else written over the mark."""
-    engines = create_rollout_group(ranks.places(), 1, 1, {MARK: "test"})
+    engines = create_rollout_group(ranks.locations(), 1, 1, {MARK: "test"})
     try:
         for group in (ranks, engines):
             look(group)

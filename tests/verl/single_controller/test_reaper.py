@@ -14,14 +14,14 @@ import psutil
 import pytest
 
 from verl.single_controller.reaper import (
-    CLOCK_S,
+    CLOCK_TOLERANCE_S,
     KEEP_ENVIRONMENT,
     MARK,
-    NOTE_S,
+    RECORD_INTERVAL_S,
     OrphanReaper,
-    marked,
+    find_marked,
+    kill_marked,
     shared_memory,
-    sweep,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,7 +48,7 @@ def start_driver(program: str = DRIVER) -> tuple[subprocess.Popen[str], str]:
     )
     assert driver.stdout is not None
     mark = driver.stdout.readline().strip()
-    wait_until(lambda: len(marked(MARK, mark)) == 2)
+    wait_until(lambda: len(find_marked(MARK, mark)) == 2)
     return driver, mark
 
 
@@ -66,11 +66,11 @@ def test_all_is_gone_after_the_driver(number: signal.Signals) -> None:
     assert len(watchdogs(mark)) == 1
     driver.send_signal(number)
     driver.wait()
-    wait_until(lambda: not marked(MARK, mark) and not watchdogs(mark))
-    assert len(marked(MARK, other_mark)) == 2, "another run was touched"
+    wait_until(lambda: not find_marked(MARK, mark) and not watchdogs(mark))
+    assert len(find_marked(MARK, other_mark)) == 2, "another run was touched"
     other.kill()
     other.wait()
-    wait_until(lambda: not marked(MARK, other_mark) and not watchdogs(other_mark))
+    wait_until(lambda: not find_marked(MARK, other_mark) and not watchdogs(other_mark))
 
 
 def test_a_forked_child_does_not_keep_the_watchdog_waiting() -> None:
@@ -81,7 +81,7 @@ def test_a_forked_child_does_not_keep_the_watchdog_waiting() -> None:
     forked = psutil.Process(int(driver.stdout.readline()))
     driver.kill()
     driver.wait()
-    wait_until(lambda: not marked(MARK, mark) and not watchdogs(mark))
+    wait_until(lambda: not find_marked(MARK, mark) and not watchdogs(mark))
     assert forked.is_running()
     forked.kill()
 
@@ -98,7 +98,7 @@ def test_a_process_that_gave_itself_a_title_is_found() -> None:
     }
     titled = subprocess.Popen([sys.executable, "-c", program], env=environment)
     wait_until(lambda: "a title" in "".join(psutil.Process(titled.pid).cmdline()))
-    assert sweep(MARK, mark) == 1
+    assert kill_marked(MARK, mark) == 1
     assert titled.wait() == -signal.SIGKILL
 
 
@@ -110,7 +110,7 @@ def test_signals_that_stop_a_run_do_not_stop_its_cleaning() -> None:
         os.kill(watchdog, number)
     driver.kill()
     driver.wait()
-    wait_until(lambda: not marked(MARK, mark) and not watchdogs(mark))
+    wait_until(lambda: not find_marked(MARK, mark) and not watchdogs(mark))
 
 
 def test_closing_ends_what_is_left_and_restores_the_environment() -> None:
@@ -119,9 +119,9 @@ def test_closing_ends_what_is_left_and_restores_the_environment() -> None:
     with OrphanReaper() as first:
         assert os.environ[KEEP_ENVIRONMENT] == "1"
         left = subprocess.Popen(["setsid", "sleep", "600"])
-        wait_until(lambda: len(marked(MARK, first.mark)) == 1)
+        wait_until(lambda: len(find_marked(MARK, first.mark)) == 1)
     assert left.wait() == -signal.SIGKILL
-    assert marked(MARK, first.mark) == []
+    assert find_marked(MARK, first.mark) == []
     assert MARK not in os.environ
     assert watchdogs(first.mark) == []
 
@@ -144,16 +144,16 @@ def test_a_sweep_removes_the_shared_memory_of_the_killed_alone() -> None:
         Path(f"/dev/shm/search-r1-test-{os.getpid()}-{what}") for what in ("a", "b", "c")
     )
     older.write_bytes(b"x" * 4096)
-    time.sleep(2 * CLOCK_S + 0.5)
+    time.sleep(2 * CLOCK_TOLERANCE_S + 0.5)
     mark = f"test-{os.getpid()}"
     names = [str(path) for path in (made, shared, older)]
     swept = subprocess.Popen([sys.executable, "-c", MAPPER, *names], env={MARK: mark})
     keeper = None
     try:
-        wait_until(lambda: any(len(shared_memory(p)) == 3 for p in marked(MARK, mark)))
+        wait_until(lambda: any(len(shared_memory(p)) == 3 for p in find_marked(MARK, mark)))
         keeper = subprocess.Popen([sys.executable, "-c", MAPPER, str(shared)])
         wait_until(lambda: shared in shared_memory(psutil.Process(keeper.pid)))
-        assert sweep(MARK, mark) == 1
+        assert kill_marked(MARK, mark) == 1
         assert swept.wait() == -signal.SIGKILL
         assert [path.exists() for path in (made, shared, older)] == [False, True, True]
     finally:
@@ -172,7 +172,7 @@ def test_shared_memory_of_what_died_on_the_way_goes_with_the_run() -> None:
         environment = {MARK: lifeline.mark}
         died = subprocess.Popen([sys.executable, "-c", MAPPER, str(made)], env=environment)
         wait_until(lambda: made in shared_memory(psutil.Process(died.pid)))
-        time.sleep(NOTE_S + 1)
+        time.sleep(RECORD_INTERVAL_S + 1)
         assert psutil.pid_exists(watchdog)
         died.kill()
         died.wait()
@@ -195,12 +195,12 @@ def test_a_sweep_leaves_semaphores_to_pythons_own_cleaner() -> None:
     assert killed.stdout is not None
     semaphore = Path("/dev/shm") / f"sem.{killed.stdout.readline().strip().removeprefix('/')}"
     assert semaphore.exists()
-    wait_until(lambda: len(marked(MARK, mark)) == 2)
+    wait_until(lambda: len(find_marked(MARK, mark)) == 2)
     killed.kill()
     killed.wait()
-    sweep(MARK, mark)
+    kill_marked(MARK, mark)
     assert not semaphore.exists()
-    assert marked(MARK, mark) == []
+    assert find_marked(MARK, mark) == []
 
 
 def test_a_cleaner_that_does_not_end_is_killed() -> None:
@@ -208,6 +208,6 @@ def test_a_cleaner_that_does_not_end_is_killed() -> None:
     mark = f"test-{os.getpid()}"
     program = "import time; time.sleep(600)  # multiprocessing.resource_tracker"
     stubborn = subprocess.Popen([sys.executable, "-c", program], env={MARK: mark})
-    wait_until(lambda: bool(marked(MARK, mark)))
-    assert sweep(MARK, mark) == 1
+    wait_until(lambda: bool(find_marked(MARK, mark)))
+    assert kill_marked(MARK, mark) == 1
     assert stubborn.wait() == -signal.SIGKILL

@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 from tests.verl.single_controller.split_parts import Critic, Rank, Replica
 from verl.config import Config
 from verl.single_controller import placement
-from verl.single_controller.actors import Place, RayWorkerGroup, Restarts
+from verl.single_controller.actors import ActorLocation, RayWorkerGroup, Restarts
 from verl.single_controller.reaper import MARK
 from verl.trainer import groups
 
@@ -44,8 +44,8 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def users(group: RayWorkerGroup) -> list[tuple[str, str]]:
     """Node and card of each use by the group."""
-    pairs = zip(group.places(), group.call("cards"), strict=True)
-    return [(place.node_id, card) for place, cards in pairs for card in cards]
+    pairs = zip(group.locations(), group.call("cards"), strict=True)
+    return [(location.node_id, card) for location, cards in pairs for card in cards]
 
 
 @pytest.mark.pretend_cuda
@@ -59,7 +59,7 @@ def test_no_card_is_used_by_a_rank_and_an_engine(
     config.critic.n_gpus_per_node = CRITIC
     config.trainer.default_local_dir = str(tmp_path)
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
-    for name, replaced in {"check_nodes": lambda *_: None, "guard_nodes": lambda *_: None,
+    for name, replaced in {"check_nodes": lambda *_: None, "start_node_reapers": lambda *_: None,
                            "TrainerWorker": Rank, "CriticWorker": Critic,
                            "RolloutReplica": Replica}.items():  # fmt: skip
         monkeypatch.setattr(groups, name, replaced)
@@ -92,8 +92,10 @@ def test_an_engine_lies_within_a_node(
     monkeypatch.setattr(placement, "ActorHost", host)
     monkeypatch.setattr(placement, "RayWorkerGroup", lambda *_, **__: None)
     ids = {"a" * 56: ("6", "7"), "b" * 56: ("4", "5")}
-    places = [Place(node, "host", (card,)) for node, cards in ids.items() for card in cards]
-    placement.create_rollout_group(places, 4 // size, size, {MARK: "m"})
+    locations = [
+        ActorLocation(node, "host", (card,)) for node, cards in ids.items() for card in cards
+    ]
+    placement.create_rollout_group(locations, 4 // size, size, {MARK: "m"})
     seen = [one["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] for one in given]
     nodes = [one["scheduling_strategy"].node_id for one in given]
     assert (seen, nodes) == (devices, sorted(nodes)) and len(set(nodes)) == 2

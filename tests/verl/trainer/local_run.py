@@ -30,7 +30,7 @@ from verl.rollout.interface import RolloutEngine
 from verl.rollout.replica import RolloutReplica
 from verl.rollout.replicas import RolloutReplicas
 from verl.rollout.transformers_engine import TransformersEngine
-from verl.single_controller.actors import Place, Restarts
+from verl.single_controller.actors import ActorLocation, Restarts
 from verl.trainer.ranks import TrainerRanks
 from verl.trainer.ray_trainer import RayPPOTrainer
 from verl.training.worker import TrainerWorker
@@ -57,8 +57,8 @@ class LocalRanks:
     def take_calls(self) -> list[list[Any]]:
         return [[]]
 
-    def places(self) -> list[Place]:
-        return [Place("here", "localhost", ())]
+    def locations(self) -> list[ActorLocation]:
+        return [ActorLocation("here", "localhost", ())]
 
     def scatter(self, method: str, shards: Sequence[Any], *more: Any) -> list[Any]:
         return [attrgetter(method)(self.worker)(shard, *more) for shard in shards]

@@ -14,7 +14,7 @@ from tests.verl.trainer.test_ranks import Answers
 from verl.config import Config
 from verl.errors import ConfigError
 from verl.preflight.memory.check import with_options
-from verl.single_controller.actors import Place, Restarts
+from verl.single_controller.actors import ActorLocation, Restarts
 from verl.trainer import groups
 from verl.trainer.groups import refuse_crowded_cards
 
@@ -30,16 +30,16 @@ def test_each_node_but_the_drivers_has_a_watchdog_of_its_own(
     guarded: list[tuple[int, str]] = []
 
     def host(rank: int) -> SimpleNamespace:
-        guard = SimpleNamespace(remote=lambda mark: guarded.append((rank, mark)))
-        return SimpleNamespace(guard=guard)
+        reaper = SimpleNamespace(remote=lambda mark: guarded.append((rank, mark)))
+        return SimpleNamespace(start_reaper=reaper)
 
     def gather(calls: Sequence[Any]) -> None:
         raise Built
 
     nodes = ["own", "own", "b", "b", "c"]
-    places = [Place(node, "host", ()) for node in nodes]
+    locations = [ActorLocation(node, "host", ()) for node in nodes]
     hosts = [host(rank) for rank in range(len(nodes))]
-    group = SimpleNamespace(places=lambda: places, hosts=hosts, gather=gather)
+    group = SimpleNamespace(locations=lambda: locations, hosts=hosts, gather=gather)
     context = SimpleNamespace(get_node_id=lambda: "own")
     monkeypatch.setattr(groups.ray, "get_runtime_context", lambda: context)
     for name, answer in {"reserve": None, "nodes_of": {}, "check_nodes": None,
@@ -60,15 +60,16 @@ def test_a_node_of_both_groups_has_one_watchdog(monkeypatch: pytest.MonkeyPatch)
     def group(name: str, nodes: str) -> Any:
         def host(rank: int) -> SimpleNamespace:
             return SimpleNamespace(
-                guard=SimpleNamespace(remote=lambda _: guarded.append(f"{name} {rank}"))
+                start_reaper=SimpleNamespace(remote=lambda _: guarded.append(f"{name} {rank}"))
             )
 
-        hosts, places = map(host, range(len(nodes))), [Place(node, "host", ()) for node in nodes]
-        return SimpleNamespace(places=lambda: places, hosts=list(hosts), gather=list)
+        hosts = [host(rank) for rank in range(len(nodes))]
+        locations = [ActorLocation(node, "host", ()) for node in nodes]
+        return SimpleNamespace(locations=lambda: locations, hosts=hosts, gather=list)
 
     context = SimpleNamespace(get_node_id=lambda: "a")
     monkeypatch.setattr(groups.ray, "get_runtime_context", lambda: context)
-    groups.guard_nodes([group("rank", "abb"), group("critic rank", "abbcc")], "mark")
+    groups.start_node_reapers([group("rank", "abb"), group("critic rank", "abbcc")], "mark")
     assert guarded == ["rank 1", "critic rank 3"]
 
 
@@ -81,7 +82,7 @@ def test_an_engine_has_as_many_gpus_as_its_tensors_are_divided_over(
     class Placed(Exception):
         """Nothing is to be built."""
 
-    def place(places: object, number: int, gpus: int, *_: object) -> None:
+    def place(locations: object, number: int, gpus: int, *_: object) -> None:
         raise Placed(number, gpus)
 
     config = Config()
@@ -89,7 +90,7 @@ def test_an_engine_has_as_many_gpus_as_its_tensors_are_divided_over(
     config.actor_rollout_ref.rollout.tensor_model_parallel_size = 2
     for name, answer in {
         "uses_gpus": use_gpu, "anchored": config, "reserve": None, "nodes_of": {},
-        "check_nodes": None, "guard_nodes": None, "gpu_threads": {},
+        "check_nodes": None, "start_node_reapers": None, "gpu_threads": {},
         "create_trainer_group": Answers(["rank"]),
     }.items():  # fmt: skip
         monkeypatch.setattr(groups, name, lambda *_, answer=answer: answer)

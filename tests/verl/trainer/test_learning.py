@@ -355,17 +355,17 @@ def test_each_pass_is_made_where_it_is_needed_by_the_model_that_it_is_about(
 
 
 class Counted:
-    """A counter of work that remembers what was said to it."""
+    """Records the work that it is asked to count."""
 
     policy, reference, critic = "policy", "reference", "critic"
 
     def __init__(self) -> None:
         self.done: list[tuple[str, str, int]] = []
 
-    def looks(self, phase: str, model: str, batch: TokenBatch) -> None:
+    def add_forward(self, phase: str, model: str, batch: TokenBatch) -> None:
         self.done.append((phase, model, len(batch)))
 
-    learns = looks
+    add_update = add_forward
 
 
 def test_all_work_of_the_ranks_is_counted() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from tests.verl.training.ranks import make_batch
 from verl.errors import SaveError
-from verl.single_controller.actors import Place
+from verl.single_controller.actors import ActorLocation
 from verl.trainer.ranks import BatchSharding, TrainerRanks
 from verl.training.devices import PeakMemory
 from verl.training.weight_stream import TransferStats
@@ -43,8 +43,8 @@ class Answers:
     def scatter(self, method: str, shards: Sequence[Any], *arguments: Any) -> list[Any]:
         return list(self.answers)
 
-    def places(self) -> list[Place]:
-        return [Place("node", "host", ()) for _ in self.answers]
+    def locations(self) -> list[ActorLocation]:
+        return [ActorLocation("node", "host", ()) for _ in self.answers]
 
 
 def ranks_of(*groups: Any) -> TrainerRanks:
