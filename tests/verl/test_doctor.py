@@ -10,7 +10,7 @@ import pytest
 
 from tests import nvidia_smi
 from verl import doctor
-from verl.doctor import GIB, Facts, Line, Torch, lines
+from verl.doctor import GIB, Facts, Line, Torch, report_lines
 from verl.nvidia import Card, Nvidia, vllm_device
 
 ROOT = Path(__file__).parents[2]
@@ -40,11 +40,11 @@ CPU = replace(
 
 
 def line_of(facts: Facts, name: str) -> Line:
-    return next(line for line in lines(facts) if line.name == name)
+    return next(line for line in report_lines(facts) if line.name == name)
 
 
 def lacking(facts: Facts) -> list[str]:
-    return [line.name for line in lines(facts) if line.problem and line.stops]
+    return [line.name for line in report_lines(facts) if line.problem and line.stops]
 
 
 def test_a_sound_gpu_machine_lacks_nothing() -> None:
@@ -128,4 +128,4 @@ def test_it_works_before_anything_is_installed() -> None:
     assert done.returncode == 1 and done.stderr == ""
     for name in ("torch", "vLLM", "ray", "transformers"):
         assert f"{name}: got none, expected an installed one; fix: make install" in done.stdout
-    assert "training cannot start: 4 thing(s) lacking" in done.stdout
+    assert "training cannot start: 4 problem(s)" in done.stdout
