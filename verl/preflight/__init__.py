@@ -1,1 +1,1 @@
-"""What must hold before long work starts: the machine, its memory, models, adapters and files."""
+"""Checks before a run starts: the machine, its memory, models, adapters and files."""

@@ -1,7 +1,7 @@
-"""What a run needs of its machine, looked at by the driver before any long work.
+"""Checks on the driver, before a run starts, that it has everything it needs.
 
-Model, adapters, questions, tools, devices, disk and tracking packages are all checked; the error
-lists every problem in one line each. Rules between options are in `verl.config.rules`.
+Model, adapters, questions, tools, devices, disk and tracking packages are checked; the error lists
+every problem on its own line. Rules between options are in `verl.config.rules`.
 """
 
 from __future__ import annotations
@@ -53,53 +53,55 @@ from verl.training.shards import read_adapters
 logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 10.0
-"""How long a tool or the hub may take to answer here."""
+"""Seconds that a tool or the hub may take to answer."""
 CHECKPOINT_FACTOR = 3
-"""Bytes of a checkpoint per byte of weights: fp32 weights and two moments, at the least."""
+"""Bytes of a checkpoint per byte of weights: at least fp32 weights and two Adam moments."""
 MIN_FREE_BYTES = 1 << 30
 
 
 def preflight(config: Config, environment: Environment) -> Config:
-    """The options with what was left to the machine decided, when the run may start.
+    """Check that the run can start; returns the options, with those left to the machine decided.
 
-    Raises PreflightError with every problem found.
+    Raises PreflightError with all problems.
     """
     problems: list[UserError] = list(engine_problems(config)) if config.samples_rollouts else []
-    if problems:  # what memory is needed depends on the engine
+    if problems:  # the memory check depends on the engine
         raise PreflightError(problems)
-    problems = list(model_problems(config)) or list(_heads(config))
+    problems = list(model_problems(config)) or list(_sequence_parallel_problems(config))
     checks: list[Callable[[Config], Iterable[UserError]]] = [
-        *((_questions, schedule.problems) if config.samples_rollouts else ()),
+        *((_question_problems, schedule.problems) if config.samples_rollouts else ()),
         lambda _: environment.preflight(PROBE_SECONDS),
         server_problems,
         kernel_problems,
-        _devices,
-        _disk,
-        _tracking,
+        _device_problems,
+        _disk_problems,
+        _tracking_problems,
     ]
-    if not problems:  # adapters and memory are of the model
+    if not problems:  # the checks of adapters and memory read the model
         setting = read_setting(config)
         config = decide_memory(config, setting)
         checks += [adapter_problems, functools.partial(memory_problems, setting=setting)]
     problems += [problem for check in checks for problem in check(config)]
     if problems:
         raise PreflightError(problems)
-    logger.info("preflight: model, data, tools, devices and disk are there")
+    logger.info("preflight: model, data, tools, devices and disk are ready")
     return config
 
 
 def model_problems(config: Config) -> Iterator[UserError]:
-    """The policy's weights, and the critic's where they are others."""
+    """Yield problems of the policy's model, and of the critic's if it is another one."""
     path = config.actor_rollout_ref.model.path
-    yield from _model("actor_rollout_ref.model.path", path, data=config.data)
-    other = config.critic.model.path
-    if has_critic(config) and other not in (None, path):
-        yield from _model("critic.model.path", str(other), path)
+    yield from _path_problems("actor_rollout_ref.model.path", path, data=config.data)
+    critic_path = config.critic.model.path
+    if has_critic(config) and critic_path not in (None, path):
+        yield from _path_problems("critic.model.path", str(critic_path), policy_path=path)
 
 
-def _heads(config: Config) -> Iterator[UserError]:
-    """Heads for each of the ranks that compute a dialogue together; a model that is not here yet
-    is looked at by the ranks."""
+def _sequence_parallel_problems(config: Config) -> Iterator[UserError]:
+    """Yield attention heads that cannot be split over a sequence-parallel group.
+
+    A model that is not downloaded yet is checked by the ranks.
+    """
     policy, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     sp_sizes = [("actor_rollout_ref.actor", policy.path, actor.ulysses_sequence_parallel_size)]
     if has_critic(config):
@@ -113,12 +115,13 @@ def _heads(config: Config) -> Iterator[UserError]:
                 yield error
 
 
-def _model(
-    key: str, path: str, policy: str | None = None, data: DataConfig | None = None
+def _path_problems(
+    key: str, path: str, policy_path: str | None = None, data: DataConfig | None = None
 ) -> Iterator[UserError]:
-    """A whole model in a folder or the hub's cache, or a name that the hub knows.
+    """Check that `path` is a complete model: a folder, a cached hub model, or a known hub name.
 
-    `policy`: whose tokens a critic reads. `data`: the lengths that must fit the context.
+    `policy_path`: for a critic, the model whose tokenizer it must share. `data`: lengths that must
+    fit the model's context.
     """
     is_name = re.fullmatch(r"\w[\w.-]{0,95}(/[\w.-]{1,96})?", path) and not Path(path).exists()
     problem = _hub_problem(path) if is_name else ""
@@ -128,18 +131,20 @@ def _model(
         yield ModelError(explain(key, path + problem, expected, fix))
         return
     try:
-        if not is_name or is_cached(path):  # else the ranks look at what they download
-            folder, own = (name and str(model_folder(name) or name) for name in (path, policy))
-            model = check_model(key, str(folder), needs_head=policy is None, tokenizer_of=own)
+        if not is_name or is_cached(path):  # the ranks check a model that they download
+            folder = str(model_folder(path) or path)
+            tokenizer = policy_path and str(model_folder(policy_path) or policy_path)
+            is_policy = policy_path is None
+            model = check_model(key, folder, needs_head=is_policy, tokenizer_of=tokenizer)
             if data is not None:
                 names = ("data.max_prompt_length", "data.max_response_length")
-                check_context(model, str(folder), data, *names)
+                check_context(model, folder, data, *names)
     except (ConfigError, ModelError) as error:
         yield error
 
 
 def _hub_problem(name: str) -> str:
-    """Why a hub model cannot be loaded, or an empty text."""
+    """Return why a hub model cannot be loaded, as a text in parentheses, or an empty string."""
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return ""
@@ -150,21 +155,22 @@ def _hub_problem(name: str) -> str:
     token = get_token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        # Asked directly: the exceptions of the hub's client differ between its versions.
+        # A plain request: the exceptions of huggingface_hub differ between its versions.
         url = f"{constants.ENDPOINT}/api/models/{name}"
         answer = httpx.get(url, headers=headers, timeout=PROBE_SECONDS, follow_redirects=True)
     except httpx.HTTPError as error:
         return f" (no such folder, and the hub does not answer: {describe_error(error)})"
-    says = f" (no such folder, and the hub says {answer.status_code})"
-    return "" if answer.is_success else says
+    if answer.is_success:
+        return ""
+    return f" (no such folder, and the hub says {answer.status_code})"
 
 
-def _questions(config: Config) -> Iterator[UserError]:
-    """Files that can be read, with sound rows, and enough of them for one batch."""
+def _question_problems(config: Config) -> Iterator[UserError]:
+    """Check that the question files are readable, valid, and have enough rows for one batch."""
     data = config.data
-    needed = 1 if config.trainer.val_only else data.train_batch_size
-    for key, files, limit, at_least in (
-        ("train", data.train_files, data.train_data_num, needed),
+    train_rows = 1 if config.trainer.val_only else data.train_batch_size
+    for key, files, limit, min_rows in (
+        ("train", data.train_files, data.train_data_num, train_rows),
         ("val", data.val_files, data.val_data_num, 1),
     ):
         try:
@@ -173,18 +179,19 @@ def _questions(config: Config) -> Iterator[UserError]:
             yield DataError(f"data.{key}_files: {error}")
             continue
         usable = num_rows if limit is None else min(limit, num_rows)
-        if usable < at_least:
-            expected = f"data.{key}_batch_size={at_least} or more"
+        if usable < min_rows:
+            expected = f"data.{key}_batch_size={min_rows} or more"
             fix = f"set data.{key}_batch_size={usable}, or give more rows"
             yield DataError(explain(f"data.{key}_files", f"{usable} rows", expected, fix))
 
 
-def _devices(config: Config) -> Iterator[UserError]:
-    """Enough devices here; on a running cluster (RAY_ADDRESS) Ray's placement tells."""
+def _device_problems(config: Config) -> Iterator[UserError]:
+    """Check that this machine has enough devices; on a cluster (RAY_ADDRESS) Ray checks it."""
     if os.environ.get("RAY_ADDRESS"):
         return
-    trainer, key, num_gpus = config.trainer, "trainer.n_gpus_per_node", torch.cuda.device_count()
-    own, critic = trainer.rollout_gpus, config.critic_gpus_per_node
+    trainer, key = config.trainer, "trainer.n_gpus_per_node"
+    num_gpus = torch.cuda.device_count()
+    rollout_gpus, critic_gpus = trainer.rollout_gpus, config.critic_gpus_per_node
     for name, nodes in (("trainer", trainer.nnodes), ("critic", config.critic.nnodes or 1)):
         if nodes > 1:
             fix = "start a Ray cluster and export RAY_ADDRESS (docs/multinode.md), or nnodes=1"
@@ -192,18 +199,19 @@ def _devices(config: Config) -> Iterator[UserError]:
             yield ResourceError(explain(f"{name}.nnodes", got, expected, fix))
     if trainer.device == "cuda" or (trainer.device == "auto" and num_gpus):
         if num_gpus < config.gpus_per_node:
-            wanted = {"trainer.rollout_gpus": own, "critic.n_gpus_per_node": critic}
-            beside = {name: number for name, number in wanted.items() if number}
+            separate = {"trainer.rollout_gpus": rollout_gpus, "critic.n_gpus_per_node": critic_gpus}
+            separate = {name: number for name, number in separate.items() if number}
             fix = f"set {key}={num_gpus}" if num_gpus else "set trainer.device=cpu, or add a GPU"
-            if beside and num_gpus:
-                fix = f"lower them to {num_gpus} together, or leave out {' and '.join(beside)}"
-            given = [str(trainer.n_gpus_per_node), *(f"{k}={n}" for k, n in beside.items())]
-            got = f"{' and '.join(given)} with {num_gpus} GPUs here"
+            if separate and num_gpus:
+                fix = f"lower them to {num_gpus} together, or leave out {' and '.join(separate)}"
+            counts = [str(trainer.n_gpus_per_node), *(f"{k}={n}" for k, n in separate.items())]
+            got = f"{' and '.join(counts)} with {num_gpus} GPUs here"
             yield ResourceError(explain(key, got, "as many", fix))
         return
-    num_cores, num_ranks = os.cpu_count() or 1, trainer.n_gpus_per_node + critic
+    num_cores = os.cpu_count() or 1
+    num_ranks = trainer.n_gpus_per_node + critic_gpus
     try:
-        cores_for(own, is_engine=False)
+        cores_for(rollout_gpus, is_engine=False)
     except ResourceError as error:
         yield error
     if num_ranks > max(2, num_cores):
@@ -212,37 +220,38 @@ def _devices(config: Config) -> Iterator[UserError]:
         yield ResourceError(explain(key, got, expected, f"set {key}=1"))
 
 
-def _disk(config: Config) -> Iterator[UserError]:
-    """A folder for results that can be written, with room for one checkpoint."""
+def _disk_problems(config: Config) -> Iterator[UserError]:
+    """Check that the results folder is writable and has space for one checkpoint."""
     key, target = "trainer.default_local_dir", Path(config.trainer.default_local_dir).absolute()
     existing = next(folder for folder in (target, *target.parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         expected = "a folder that can be written"
         fix = f"set {key} to another folder"
-        yield ResourceError(explain(key, f"{target} ({existing} cannot be)", expected, fix))
+        yield ResourceError(explain(key, f"{target} ({existing} is not writable)", expected, fix))
         return
     saves = config.trainer.save_freq != 0 and not config.trainer.val_only
     policy, critic = config.actor_rollout_ref.model, config.critic.model
     trained = [] if policy.has_adapter else [policy.path]
     if has_critic(config) and not critic.has_adapter:
         trained.append(config.critic_path)
-    # A checkpoint of adapters is small, but the run ends with the whole model, merged.
+    # Checkpoints of adapters are small, but the run ends by exporting the whole, merged model.
     size = CHECKPOINT_FACTOR * sum(map(weight_bytes, trained)) or weight_bytes(policy.path)
     needed = max(MIN_FREE_BYTES, size) if saves else 0
     free = shutil.disk_usage(existing).free
     if free < needed:
         got = f"{free / 2**30:.1f} GiB free at {existing}"
         fix = f"free some, set {key} to another disk, or trainer.save_freq=0"
-        what = "a checkpoint" if trained else "the model that the run ends with"
-        expected = f"{needed / 2**30:.1f} GiB for {what}"
+        purpose = "a checkpoint" if trained else "the model exported at the end of the run"
+        expected = f"{needed / 2**30:.1f} GiB for {purpose}"
         yield ResourceError(explain(key, got, expected, fix))
 
 
-def _tracking(config: Config) -> Iterator[UserError]:
-    """The packages of the chosen trackers."""
+def _tracking_problems(config: Config) -> Iterator[UserError]:
+    """Check that the packages of the chosen trackers are installed."""
     for name in backend_names(config.trainer.logger):
         spec = importlib.util.find_spec(name) if name in PACKAGES else None
-        # A folder that an earlier run left, such as wandb/, is a package without origin.
+        # A folder left by an earlier run, such as wandb/, is found as a namespace package, which
+        # has no origin.
         if name in PACKAGES and (spec is None or spec.origin is None):
             fix = f"pip install {name}, or trainer.logger=[console,jsonl]"
             expected = "an installed package"
@@ -250,9 +259,9 @@ def _tracking(config: Config) -> Iterator[UserError]:
 
 
 def adapter_problems(config: Config) -> Iterator[UserError]:
-    """Layers that a model does not have, and a checkpoint of other adapters or another base.
+    """Check that the models have the adapters' layers, and that a checkpoint has the same adapters.
 
-    A model that is a name of the hub is looked at by the ranks only.
+    Models given by hub name are checked by the ranks only.
     """
     policy, critic = config.actor_rollout_ref.model, config.critic.model
     sections: dict[str, tuple[str, AdapterConfig, str]] = {
@@ -263,7 +272,11 @@ def adapter_problems(config: Config) -> Iterator[UserError]:
     if not all(Path(path).expanduser().is_dir() for _, _, path in sections.values()):
         return
     try:
-        records = {role: _record(*one) for role, one in sections.items() if one[1].has_adapter}
+        records = {
+            role: _record(key, options, path)
+            for role, (key, options, path) in sections.items()
+            if options.has_adapter
+        }
         folder = Path(config.trainer.default_local_dir)
         step_dir = folders.resolve(config.trainer.resume_mode, folder)
         if step_dir is not None:
@@ -273,7 +286,7 @@ def adapter_problems(config: Config) -> Iterator[UserError]:
 
 
 def _record(key: str, options: AdapterConfig, path: str) -> dict[str, Any]:
-    """What a checkpoint would say about this adapter, from a model without weights."""
+    """Return the record of this adapter for a checkpoint, from a model without weights."""
     try:
         with torch.device("meta"):
             code = {"trust_remote_code": trusts_remote_code()}

@@ -1,7 +1,7 @@
-"""The vLLM servers that a run is to sample with, asked before it starts.
+"""Checks the vLLM servers that a run samples from, before it starts.
 
-Each must answer, hold the longest trajectory, compute in the run's format, and take new weights
-from the folder that the ranks write.
+Each server must answer, accept the longest trajectory, compute in the run's dtype, and be able to
+load new weights from the folder that the ranks write.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from verl.training.node_folder import NodeFolder, new_path
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 60.0
-"""A server looks at its whole system before it first tells its settings."""
-CPU_START = ("python", "-m", "vllm.entrypoints.openai.api_server", "--model")
-"""What `vllm serve` is; the command itself does not start in vLLM's CPU build."""
+"""Seconds per request: a server inspects its whole system before it first reports its settings."""
+CPU_COMMAND = ("python", "-m", "vllm.entrypoints.openai.api_server", "--model")
+"""Equivalent of `vllm serve`, which does not start in vLLM's CPU build."""
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
 
 
@@ -49,7 +49,7 @@ class _Models(BaseModel):
 def server_problems(
     config: Config, transport: httpx.BaseTransport | None = None
 ) -> Iterator[UserError]:
-    """What stands in the way of training with the servers of `rollout.url`; none without any."""
+    """Yield why the run cannot sample from the servers of `rollout.url`, if it has any."""
     if not config.is_external:
         return
     problem = _folder_problem(config)
@@ -58,13 +58,13 @@ def server_problems(
         return
     for url in config.servers:
         try:
-            yield from _Asked(config, server_root(url, URL), transport).problems()
-        except ConfigError as error:  # of the address, or the key
+            yield from _ServerCheck(config, server_root(url, URL), transport).problems()
+        except ConfigError as error:  # an invalid address or API key
             yield error
 
 
 def _folder_problem(config: Config) -> ResourceError | None:
-    """Why `weights_dir` cannot take the versions of the weights that are held at once."""
+    """Return why `weights_dir` cannot hold the weight versions that exist at the same time."""
     if config.actor_rollout_ref.rollout.weights_dir is None:
         return None
     folder = Path(config.actor_rollout_ref.rollout.weights_dir).absolute()
@@ -82,8 +82,8 @@ def _folder_problem(config: Config) -> ResourceError | None:
     return ResourceError(explain(f"{WEIGHTS_DIR}={folder}", got, expected, "name another folder"))
 
 
-class _Asked:
-    """One server, with what it is asked."""
+class _ServerCheck:
+    """Checks one server."""
 
     def __init__(self, config: Config, url: str, transport: httpx.BaseTransport | None) -> None:
         self.config, self.url = config, url
@@ -92,98 +92,103 @@ class _Asked:
         self.http = httpx.Client(headers=headers, timeout=ANSWER_S, transport=transport)
 
     def problems(self) -> Iterator[ConfigError]:
-        """Of one server; what follows from another is left out."""
+        """Yield the server's problems, without those that only follow from an earlier one."""
         with self.http:
             try:
                 models = _Models.model_validate_json(self._get("/v1/models"))
                 WeightInfo.model_validate_json(self._get("/weight_info"))
                 facts = ServerInfo.model_validate_json(self._get(SERVER_INFO_PATH))
-                yield from self._unfit(models.data, facts)
+                yield from self._setting_problems(models.data, facts)
             except httpx.HTTPStatusError as error:
-                yield self._refused(error.response)
+                yield self._status_problem(error.response)
             except httpx.HTTPError as error:
-                yield self._wrong(f"{type(error).__name__}: {error}", "a server that answers")
+                yield self._problem(f"{type(error).__name__}: {error}", "a server that answers")
             except ValueError as error:
                 got = f"another answer ({' '.join(str(error).split())[:200]})"
-                yield self._wrong(got, "a vLLM server, 0.32 or newer")
+                yield self._problem(got, "a vLLM server, 0.32 or newer")
 
     def _get(self, path: str) -> bytes:
         return self.http.get(self.url + path).raise_for_status().content
 
-    def _refused(self, answer: httpx.Response) -> ConfigError:
+    def _status_problem(self, answer: httpx.Response) -> ConfigError:
         path, status = answer.url.path, answer.status_code
         if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             fix = "name the variable that holds it: actor_rollout_ref.rollout.api_key_env=NAME"
             subject = f"{URL} {self.url}"
             return ConfigError(explain(subject, f"{status} for {path}", "its key", fix))
-        expected = "a vLLM server, 0.32 or newer, in development mode, which takes weights"
-        return self._wrong(f"{status} for {path}", expected)
+        expected = "a vLLM server, 0.32 or newer, in development mode, which loads weights"
+        return self._problem(f"{status} for {path}", expected)
 
-    def _wrong(self, got: str, expected: str) -> ConfigError:
-        """A problem that starting the server in the way of this run mends."""
+    def _problem(self, got: str, expected: str) -> ConfigError:
+        """Return a problem that is fixed by starting the server with `self.command`."""
         return ConfigError(explain(f"{URL} {self.url}", got, expected, f"start it: {self.command}"))
 
     @property
     def command(self) -> str:
-        """What starts a server that fits."""
+        """The command that starts a server suitable for the run."""
         port, rollout = httpx.URL(self.url).port or 80, self.rollout
         model, longest = self.config.actor_rollout_ref.model.path, self.config.data.max_model_len
         is_cpu = device_type(self.config.trainer.device) == "cpu"
-        words = [*(CPU_START if is_cpu else ("vllm", "serve")), model,
-                 "--port", str(port), "--max-model-len", str(longest),
-                 "--dtype", rollout_dtype(self.config), "--logprobs-mode", PROCESSED,
-                 "--worker-extension-cls", WORKER_EXTENSION]  # fmt: skip
+        arguments = [*(CPU_COMMAND if is_cpu else ("vllm", "serve")), model,
+                     "--port", str(port), "--max-model-len", str(longest),
+                     "--dtype", rollout_dtype(self.config), "--logprobs-mode", PROCESSED,
+                     "--worker-extension-cls", WORKER_EXTENSION]  # fmt: skip
         if rollout.served_model is not None:
-            words += ["--served-model-name", rollout.served_model]
-        return f"VLLM_SERVER_DEV_MODE=1 {shlex.join(words)}"
+            arguments += ["--served-model-name", rollout.served_model]
+        return f"VLLM_SERVER_DEV_MODE=1 {shlex.join(arguments)}"
 
-    def _unfit(self, models: list[_Model], facts: ServerInfo) -> Iterator[ConfigError]:
-        """What the server's settings lack."""
+    def _setting_problems(self, models: list[_Model], facts: ServerInfo) -> Iterator[ConfigError]:
+        """Yield the server's settings that do not suit the run."""
         served, names = self.rollout.served_model, [model.id for model in models]
         if not names or (served is not None and served not in names):
             expected = "a model" if served is None else f"rollout.served_model={served}"
-            yield self._wrong(f"the models {names}", expected)
+            yield self._problem(f"the models {names}", expected)
             return
         model = models[0 if served is None else names.index(served)]
         longest, dtype = self.config.data.max_model_len, rollout_dtype(self.config)
         if model.max_model_len < longest:
             got = f"at most {model.max_model_len} tokens"
             expected = f"{longest}: data.max_prompt_length and max_response_length"
-            yield self._wrong(got, expected)
-        # The driver of a cluster may lack the GPUs that decide what `auto` is.
+            yield self._problem(got, expected)
+        # On a cluster the driver's node may lack the GPUs by which `auto` is resolved.
         is_known = self.config.trainer.device != "auto" or not os.environ.get("RAY_ADDRESS")
         if is_known and facts.dtype.removeprefix("torch.") != dtype:
-            expected = f"{dtype}, what the run computes in (actor_rollout_ref.rollout.dtype)"
-            yield self._wrong(f"dtype {facts.dtype}", expected)
+            expected = f"{dtype}, in which the run computes (actor_rollout_ref.rollout.dtype)"
+            yield self._problem(f"dtype {facts.dtype}", expected)
+        # Without temperature and top-p, raw and processed log-probs are the same.
         is_plain = self.rollout.temperature == 1 and self.rollout.top_p == 1
         if facts.logprobs_mode != PROCESSED and not (is_plain and facts.logprobs_mode == RAW):
-            expected = f"{PROCESSED}: those of the distribution that is sampled from"
-            yield self._wrong(f"--logprobs-mode {facts.logprobs_mode}", expected)
+            expected = f"{PROCESSED}, of the distribution that is sampled from"
+            yield self._problem(f"--logprobs-mode {facts.logprobs_mode}", expected)
         if facts.device == "cpu" and not facts.loads_in_place:
-            expected = "our way of loading: vLLM's own leaves a tied head as it was on CPU"
-            yield self._wrong(f"a server on the CPU with {facts.extension or 'its own'}", expected)
+            expected = "our weight loader: on the CPU, vLLM's own does not update a tied head"
+            got = f"a server on the CPU with {facts.extension or 'its own'}"
+            yield self._problem(got, expected)
             return
-        yield from self._blind(facts)
+        yield from self._folder_problems(facts)
         logger.info("server %s: %s, %d tokens, %s", redact(self.url), model.id,
                     model.max_model_len, dtype)  # fmt: skip
 
-    def _blind(self, facts: ServerInfo) -> Iterator[ConfigError]:
-        """Whether the server sees what is written here; without our way of loading it cannot tell,
-        and the first weights, before anything is sampled, show it."""
-        given = self.rollout.weights_dir
-        key, fix = f"{URL} {self.url}", f"{WEIGHTS_DIR}=/shared/weights, which both see so"
-        if given is None and os.environ.get("RAY_ADDRESS"):
-            return  # the ranks may be elsewhere
-        if given is None and not is_local_host(httpx.URL(self.url).host):
+    def _folder_problems(self, facts: ServerInfo) -> Iterator[ConfigError]:
+        """Check that the server can read files written here.
+
+        A server without our weight loader cannot be asked; there, the first weight transfer fails
+        before anything is sampled.
+        """
+        weights_dir = self.rollout.weights_dir
+        key, fix = f"{URL} {self.url}", f"{WEIGHTS_DIR}=/shared/weights, which both can read"
+        if weights_dir is None and os.environ.get("RAY_ADDRESS"):
+            return  # the ranks may be on other machines
+        if weights_dir is None and not is_local_host(httpx.URL(self.url).host):
             expected = "a server on this machine: weights go through its memory"
             yield ConfigError(explain(key, "another machine", expected, fix))
         elif facts.loads_in_place:
-            root = None if given is None else Path(given).absolute()
+            root = None if weights_dir is None else Path(weights_dir).absolute()
             with closing(NodeFolder(new_path(root))) as folder:
                 token = folder.path / "token"
                 token.touch()
                 body = {"method": "can_read", "kwargs": {"path": str(token)}}
                 answer = self.http.post(f"{self.url}/collective_rpc", json=body)
             if not answer.is_success or "False" in answer.text:
-                got = f"a server that does not see {folder.path.parent}, or may not read there"
+                got = f"a server that cannot read files in {folder.path.parent}"
                 yield ConfigError(explain(key, got, "one folder for ranks and servers", fix))

@@ -118,7 +118,7 @@ def test_a_text_that_is_no_address_is_told_with_its_option(tmp_path: Path) -> No
 def test_a_server_must_see_the_folder_of_the_weights(tmp_path: Path) -> None:
     """One on another machine needs a shared one, named; one that does not see it is refused."""
     (line,) = problems(config_of(tmp_path), VllmDouble(sees_files=False))
-    assert f"does not see {tmp_path / 'weights'}" in line and "weights_dir=/shared" in line
+    assert f"cannot read files in {tmp_path / 'weights'}" in line and "weights_dir=/shared" in line
     far = config_of(tmp_path, "http://192.0.2.1:8000", weights_dir=None)
     (line,) = problems(far, VllmDouble())
     assert "got another machine" in line and "weights_dir=/shared" in line
