@@ -1,5 +1,5 @@
-"""How much memory a run needs, in which phase, and whether this machine has it.
+"""Estimates how much memory a run needs in each phase, and checks that this machine has it.
 
-`trial` measures a forward and backward on fake tensors, `needs` says what ranks and engines hold,
-`estimate` adds up, `check` compares with the machine and chooses what waits on the host.
+`trial` measures a forward and backward pass on fake tensors, `needs` lists what ranks and engines
+hold, `estimate` sums it up, `check` compares it with the machine and decides what is offloaded.
 """

@@ -1,4 +1,4 @@
-"""All needs of a run, added up by phase: the peak is the worst phase, not the sum of everything."""
+"""Sums all needs of a run by phase: the peak is the largest phase, not the sum over all phases."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from verl.training.weight_stream import BUFFER_BYTES, NUM_BUFFERS
 from verl.training.weights import SHARD_BYTES
 
 BATCH_BYTES = 160
-"""Host bytes a token of a step's trajectories: ids as Python numbers (twice 40), eight token
-columns of the batch in the driver, and once more in Ray's object store."""
+"""Host bytes per token of a step's trajectories: ids as Python numbers (twice 40), and eight token
+columns of the batch, in the driver and in Ray's object store."""
 
-COMPARED = 1 + 2 * 8 // 2
-"""Device bytes of an element that is compared: whether it changed; and its position and its block,
-for half of all elements, the most that are sent so."""
+DELTA_BYTES = 1 + 2 * 8 // 2
+"""Device bytes to compare one element with its last sent value: a flag whether it changed, plus its
+position and block for at most half of all elements, the maximum that is sent as a delta."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What an estimate depends on, apart from the options."""
+    """The models and the machine that an estimate is for."""
 
     policy: ModelShape
     critic: ModelShape
-    """Of the critic's model, which may be another one."""
+    """Shape of the critic's model, which may be another one."""
     on_gpu: bool
     machine: Machine
     compute_dtype: str = "bfloat16"
-    """What `trainer.compute_dtype` comes to on this machine."""
+    """The dtype to which `trainer.compute_dtype` resolves on this machine."""
 
 
 @dataclass(frozen=True)
@@ -62,47 +62,47 @@ class Shortage:
 
     memory: Memory
     cause: str
-    """What needs it: a phase, or the KV cache."""
+    """What needs the memory: a phase, or the KV cache."""
     needed: int
     free: int
 
 
 REFUSE_ABOVE = 1.15
-"""Share of what is free above which a need is refused: no estimate is that wrong."""
+"""Share of the free memory above which a run is refused; no estimate is off by that much."""
 WARN_ABOVE = 0.9
-"""Share above which it is warned of; here the constants for processes, which are guesses, count."""
+"""Share above which a warning is logged; it includes the guessed constants for processes."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run needs: of one device, and of one node."""
+    """The needs of a run: of one device of each kind, and of one node."""
 
     needs: tuple[Need, ...]
     engine: EngineMemory | None
-    """Of one vLLM on GPUs; None on CPU, for servers with devices of their own, for other engines,
-    and where nothing samples."""
+    """Memory of a vLLM engine on GPUs; None on CPU, for external servers and other engines, and if
+    the run does not sample."""
 
     def needs_in(self, memory: Memory, phase: Phase) -> list[Need]:
-        """What is held there then, the largest first; the host holds its shared memory too."""
-        held = {memory, Memory.SHARED} if memory is Memory.HOST else {memory}
-        found = [n for n in self.needs if n.memory in held and phase in n.phases and n.bytes]
-        return sorted(found, key=lambda need: -need.bytes)
+        """Return the needs of `memory` in `phase`, largest first; /dev/shm is host memory too."""
+        kinds = {memory, Memory.SHARED} if memory is Memory.HOST else {memory}
+        needs = [n for n in self.needs if n.memory in kinds and phase in n.phases and n.bytes]
+        return sorted(needs, key=lambda need: -need.bytes)
 
     def total(self, memory: Memory, phase: Phase, with_guesses: bool = True) -> int:
-        """Bytes held there then."""
+        """Return the bytes of `memory` that are needed in `phase`."""
         return sum(n.bytes for n in self.needs_in(memory, phase) if with_guesses or not n.is_guess)
 
     def peak_phase(self, memory: Memory) -> Phase:
-        """The phase in which most is held there."""
+        """Return the phase with the largest need of `memory`."""
         return max(Phase, key=lambda phase: self.total(memory, phase))
 
     def peak_bytes(self, memory: Memory, with_guesses: bool = True) -> int:
-        """Bytes held there at the peak."""
+        """Return the bytes of `memory` that are needed in its peak phase."""
         return self.total(memory, self.peak_phase(memory), with_guesses)
 
     def shortages(self, config: Config, machine: Machine, limit: float) -> list[Shortage]:
-        """What of the machine is too small: needs are above the share `limit` of what is free."""
-        # vLLM starts with its whole share of a card of its own, or not at all: nothing is guessed.
+        """Return the memories whose needs exceed the share `limit` of what is free."""
+        # On its own card, vLLM allocates exactly its share or does not start: no margin is needed.
         limits = {**dict.fromkeys(Memory, limit), Memory.ENGINE: 1.0}
         short = [
             Shortage(memory, self.peak_phase(memory).value, self.peak_bytes(memory), free)
@@ -118,18 +118,18 @@ class Estimate:
 
 
 def free_memory(machine: Machine) -> dict[Memory, int]:
-    """Bytes that a run may take, as far as this machine has such memory."""
+    """Return the free bytes of each kind of memory that this machine has."""
     free = {Memory.HOST: machine.host.free}
     if machine.shared_free is not None:
         free[Memory.SHARED] = machine.shared_free
     if machine.devices:
-        least = min(device.free for device in machine.devices)
-        free |= dict.fromkeys((Memory.DEVICE, Memory.ENGINE, Memory.CRITIC), least)
+        smallest = min(device.free for device in machine.devices)
+        free |= dict.fromkeys((Memory.DEVICE, Memory.ENGINE, Memory.CRITIC), smallest)
     return free
 
 
 def estimate(config: Config, setting: Setting) -> Estimate:
-    """Everything that a run of `config` holds, one device and one node of each kind."""
+    """Estimate everything that a run holds, on one device of each kind and on one node."""
     policy, dtype = setting.policy, config.actor_rollout_ref.rollout.dtype
     item = DTYPES[setting.compute_dtype if dtype == "auto" else dtype].itemsize
     needs = [*node_needs(config, policy, item, setting.on_gpu), *rank_needs(config, setting)]
@@ -155,43 +155,43 @@ def estimate(config: Config, setting: Setting) -> Estimate:
 
 
 def rank_needs(config: Config, setting: Setting) -> list[Need]:
-    """What one rank holds of its device (and, where it offloads, all of a node's of the host)."""
+    """Return what a rank holds on its device and, if offloaded, a node's ranks hold on the host."""
     policy, critic, dtype = setting.policy, setting.critic, setting.compute_dtype
     item = DTYPES[dtype].itemsize
-    found: list[Need] = []
+    needs: list[Need] = []
     for model in held_models(config, policy, critic, item):
-        if not setting.on_gpu:  # offloading has no effect there
-            only = FsdpConfig(reshard_each=model.offload.reshard_each)
-            model = replace(model, offload=only)
+        if not setting.on_gpu:  # on CPU, offloading has no effect
+            model = replace(model, fsdp=FsdpConfig(reshard_each=model.fsdp.reshard_each))
         ranks, local = config.num_ranks, config.trainer.n_gpus_per_node
         if model.memory is Memory.CRITIC:
             ranks, local = config.num_critic_ranks, config.critic_gpus_per_node
-        found += shard_needs(model, ranks, local)
-        found += gathered_needs(model, ranks, item)
-    return [*found, *activation_needs(config, policy, critic, dtype)]
+        needs += shard_needs(model, ranks, local)
+        needs += gathered_needs(model, ranks, item)
+    return [*needs, *activation_needs(config, policy, critic, dtype)]
 
 
 def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> Iterator[Need]:
-    """Processes before they load anything, a step's trajectories, and weights on their way.
+    """Yield a node's needs for bare processes, a step's trajectories and weight transfers.
 
-    Weights lie in a folder in shared memory that stays: whole tensors are gathered one at a time
-    and collected up to SHARD_BYTES by the ranks of a node together. Room is kept for that, and with
-    `max_staleness` for a whole version that engines still read. With `weight_sync=ipc` they pass
-    through two buffers of a rank's device instead. Of an adapter, that alone travels.
+    Weights are kept in a folder in shared memory: whole tensors are gathered one at a time and
+    collected up to SHARD_BYTES by the ranks of a node together. The estimate includes these bytes
+    and, with `max_staleness`, a whole older version that engines still read. With `weight_sync=ipc`
+    weights pass through two buffers on a rank's device instead. If the engine loads an adapter,
+    only the adapter is transferred.
     """
     rank, engine, driver = PROCESSES["gpu" if on_gpu else "cpu"]
-    if config.is_external or config.actor_rollout_ref.rollout.name != "vllm":  # no engine's core
-        engine = PROCESSES["cpu"][0]
+    if config.is_external or config.actor_rollout_ref.rollout.name != "vllm":
+        engine = PROCESSES["cpu"][0]  # a replica without vLLM's engine processes
     local = config.trainer.n_gpus_per_node + config.critic_gpus_per_node
     replicas = (
         -(-config.num_engines(on_gpu) // config.trainer.nnodes) if config.samples_rollouts else 0
     )
-    for what, size in (
+    for name, size in (
         ("processes of the ranks", local * rank),
         ("processes of the engines", replicas * engine),
         ("driver and Ray", driver),
     ):
-        yield Need(Memory.HOST, what, size, is_guess=True)
+        yield Need(Memory.HOST, name, size, is_guess=True)
     tokens = config.num_trajectories * config.data.max_model_len
     yield Need(Memory.HOST, "trajectories of a step", BATCH_BYTES * tokens, LOADED)
     if not config.samples_rollouts:
@@ -205,25 +205,26 @@ def node_needs(config: Config, policy: ModelShape, item: int, on_gpu: bool) -> I
     yield Need(Memory.DEVICE, "largest tensor, whole", (FLOAT + item) * largest, sync)
     if config.streams_weights:
         buffers = NUM_BUFFERS * max(BUFFER_BYTES, item * largest)
-        yield Need(Memory.DEVICE, "weights on their way, in two buffers", buffers, sync)
+        yield Need(Memory.DEVICE, "weights in transfer, in two buffers", buffers, sync)
         if config.actor_rollout_ref.rollout.weight_delta:
             copies = 1 + replicas * config.actor_rollout_ref.rollout.tensor_model_parallel_size
-            yield Need(Memory.HOST, "weights that were sent last", copies * size, LOADED)
-            compared = (item + COMPARED) * largest
+            yield Need(Memory.HOST, "last sent weights", copies * size, LOADED)
+            compared = (item + DELTA_BYTES) * largest
             yield Need(Memory.DEVICE, "largest tensor, compared", compared, sync)
         return
     yield Need(Memory.SHARED, "weights for the engines", size, LOADED)
     if config.num_weight_versions > 1:
-        yield Need(Memory.SHARED, "the version before them", size, LOADED)
+        yield Need(Memory.SHARED, "previous version of the weights", size, LOADED)
     else:
-        yield Need(Memory.SHARED, "their next file", min(size, SHARD_BYTES), sync)
+        yield Need(Memory.SHARED, "next weight file", min(size, SHARD_BYTES), sync)
     yield Need(Memory.HOST, "weights being written", min(size, SHARD_BYTES), sync)
 
 
 def _on_host(need: Need, config: Config) -> Need:
-    """On CPU a rank's device is the host, which all ranks of the node share.
+    """Return a need of a device as a need of the host, for runs on CPU.
 
-    Ranks of the critic's own hold what they need while the actor's hold theirs.
+    All ranks of the node share the host. Separate critic ranks compute while the actor's ranks do,
+    so their needs also count in the actor's phases.
     """
     if need.memory not in (Memory.DEVICE, Memory.CRITIC):
         return need

@@ -1,7 +1,7 @@
-"""What ranks and engines hold, when and where, and the constants that nobody can compute.
+"""Lists what ranks and engines hold in memory, in which phases, including constant overheads.
 
-Constants are round numbers for things outside our tensors (contexts, libraries, processes); those
-of the CPU were measured, those of the GPU are read from published logs (docs/memory.md).
+The constants are round numbers for memory outside our tensors (contexts, libraries, processes);
+those for the CPU were measured, those for GPUs are taken from published logs (docs/memory.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GIB, MIB = 1 << 30, 1 << 20
 
 
 class Phase(enum.StrEnum):
-    """What a run is doing; everything that is held in a phase is needed at once."""
+    """A phase of a run; everything held in a phase is needed at the same time."""
 
     LOAD = "loading"
     GENERATE = "generation"
@@ -40,18 +40,18 @@ class Phase(enum.StrEnum):
 
 
 class Memory(enum.StrEnum):
-    """Which memory is held."""
+    """A kind of memory."""
 
     DEVICE = "each GPU"
-    """Of a rank, which an engine may share."""
+    """GPU of a rank, which an engine may share."""
     ENGINE = "engine's GPU"
-    """Of an engine alone (`trainer.rollout_gpus`)."""
+    """GPU of an engine only (`trainer.rollout_gpus`)."""
     CRITIC = "critic's GPU"
-    """Of a rank of the critic alone (`critic.n_gpus_per_node`)."""
+    """GPU of a critic rank only (`critic.n_gpus_per_node`)."""
     HOST = "host"
-    """Of one node, all its processes together; every byte of a run on CPU."""
+    """Host memory of one node, for all its processes; on CPU, all memory of a run."""
     SHARED = "/dev/shm"
-    """Files of one node; they are part of the host's memory too."""
+    """Shared-memory files of one node, which count as host memory too."""
 
 
 ALWAYS = frozenset(Phase)
@@ -60,273 +60,287 @@ CONCURRENT_PHASES = {
     Phase.UPDATE_CRITIC: {Phase.UPDATE_ACTOR, Phase.STEP_ACTOR},
     Phase.STEP_CRITIC: {Phase.UPDATE_ACTOR, Phase.STEP_ACTOR},
 }
-"""Phases of the actor in which a critic on devices of its own may be in one of its own."""
+"""Phases of the actor that a phase of a critic on separate devices may overlap."""
 AWAKE = frozenset({Phase.GENERATE, Phase.SYNC})
-"""Phases in which engines hold their share of the devices."""
+"""Phases in which engines hold their share of the devices' memory."""
 ASLEEP = ALWAYS - AWAKE
 LOADED = ALWAYS - {Phase.LOAD}
 
 
 @dataclass(frozen=True)
 class Need:
-    """Memory that one thing holds, in some phases."""
+    """Memory that one item holds in some phases."""
 
     memory: Memory
     name: str
     bytes: int
     phases: frozenset[Phase] = ALWAYS
     is_guess: bool = False
-    """A constant for processes, which no refusal rests on."""
+    """Whether it is a guessed constant for processes, for which no run is refused."""
 
 
 PROCESSES = {"cpu": (600 * MIB, 1500 * MIB, 1500 * MIB), "gpu": (2 * GIB, 4 * GIB, 2 * GIB)}
 """Host bytes before anything is loaded: of a training rank (Python, torch, transformers), of an
 engine's processes, of the driver with Ray's own processes."""
 CPU_HEAP = 1.6
-"""What tensors that come and go take, relative to their size: memory that malloc keeps in pieces
-(`cpu_env` in verl.trainer.groups has it keep what was touched)."""
+"""Heap used by temporary tensors relative to their size, due to fragmentation (`cpu_env` in
+verl.trainer.groups makes malloc keep freed memory)."""
 CONTEXT = GIB
-"""Of a device, by a training rank: CUDA context, cuBLAS workspace, communication buffers."""
+"""Device bytes of a training rank: CUDA context, cuBLAS workspace, communication buffers."""
 ENGINE_ASLEEP = 2 * GIB
-"""Of a device, by a sleeping engine: its context and captured graphs stay."""
+"""Device bytes of a sleeping engine: its context and captured graphs."""
 ENGINE_OTHER = 2 * GIB
-"""Of a device, by an engine awake, beside weights, activations and KV cache."""
+"""Device bytes of an awake engine in addition to weights, activations and KV cache."""
 
 
 def pinned(numels: Sequence[int], item: int, shards: int = 1) -> int:
-    """Pinned host bytes of tensors of `numels` values of `item` bytes, cut into `shards`.
+    """Return pinned host bytes of tensors of `numels` values of `item` bytes, split in `shards`.
 
-    torch rounds each up to a power of two: PowerOf2Ceil in ATen/core/CachingHostAllocator.h.
+    torch rounds each shard up to a power of two: PowerOf2Ceil in ATen/core/CachingHostAllocator.h.
     """
     return sum(1 << (-(-numel // shards) * item - 1).bit_length() for numel in numels)
 
 
 MOMENTS = 2
-"""AdamW's tensors for each learned value, float32."""
+"""AdamW's float32 values for each trained value."""
 
 
 @dataclass(frozen=True)
 class HeldModel:
-    """One set of sharded weights on the ranks."""
+    """One model whose weights are sharded over the ranks."""
 
     name: str
     shape: ModelShape
     has_head: bool
     frozen: int
-    """Bytes of what is not trained, over all ranks."""
-    learned: int
-    """Values that are trained, over all ranks."""
-    offload: FsdpConfig
+    """Bytes of all weights that are not trained, over all ranks."""
+    trained: int
+    """Number of trained values, over all ranks."""
+    fsdp: FsdpConfig
     forward: frozenset[Phase]
-    """Phases in which it computes, the backward's included."""
+    """Phases in which the model computes, including the backward pass."""
     update: Phase | None = None
-    """In which gradients are made."""
+    """Phase in which gradients are computed."""
     step: Phase | None = None
-    """In which the optimizer uses them."""
+    """Phase in which the optimizer uses the gradients."""
     memory: Memory = Memory.DEVICE
-    """Whose devices it is on: the actor's, or the critic's own."""
+    """The devices that hold the model: the actor's, or the critic's own."""
 
 
 def has_critic(config: Config) -> bool:
-    """Whether the ranks hold a critic too."""
+    """Return whether the ranks train a critic."""
     return ADVANTAGES[config.algorithm.adv_estimator].needs_critic
 
 
 def held_models(
     config: Config, policy: ModelShape, critic: ModelShape, item: int
 ) -> list[HeldModel]:
-    """The weights that a rank has a shard of; `item` is the compute dtype's bytes.
+    """Return the models of which a rank holds a shard; `item`: bytes of the compute dtype.
 
-    As `verl.training.worker` builds them: below an adapter the base is in the compute dtype,
-    the reference is that base, and a critic with an adapter shares it; all else is float32.
+    This mirrors `verl.training.worker`: with an adapter, the base is in the compute dtype and also
+    serves as the reference, and a critic with an adapter shares it; everything else is float32.
     """
-    section, own = config.actor_rollout_ref, config.critic.model
-    model, forward = section.model, {Phase.LOG_PROBS, Phase.UPDATE_ACTOR}
-    critics = frozenset({Phase.VALUES, Phase.UPDATE_CRITIC})
-    head = critic.adapter(own.lora_rank, own.target_modules) + critic.hidden
-    frozen, learned = 0, policy.parameters()
+    section, critic_options = config.actor_rollout_ref, config.critic.model
+    model = section.model
+    critic_phases = frozenset({Phase.VALUES, Phase.UPDATE_CRITIC})
+    critic_adapter = critic.adapter(critic_options.lora_rank, critic_options.target_modules)
+    critic_adapter += critic.hidden  # and the value head
+    forward = {Phase.LOG_PROBS, Phase.UPDATE_ACTOR}
+    frozen, trained = 0, policy.parameters()
     if model.has_adapter:
-        forward |= {Phase.REF_LOG_PROBS, *critics}
+        forward |= {Phase.REF_LOG_PROBS, *critic_phases}
         frozen = item * policy.parameters()
-        learned = policy.adapter(model.lora_rank, model.target_modules)
-        learned += head if has_critic(config) and config.shares_base else 0
-    found = [
-        HeldModel("actor", policy, True, frozen, learned, section.actor.fsdp_config,
+        trained = policy.adapter(model.lora_rank, model.target_modules)
+        if has_critic(config) and config.shares_base:
+            trained += critic_adapter
+    models = [
+        HeldModel("actor", policy, True, frozen, trained, section.actor.fsdp_config,
                   frozenset(forward), Phase.UPDATE_ACTOR, Phase.STEP_ACTOR)
     ]  # fmt: skip
     if config.needs_reference and not model.has_adapter:
-        found.append(
+        models.append(
             HeldModel("reference", policy, True, FLOAT * policy.parameters(), 0,
                       section.ref.fsdp_config, frozenset({Phase.REF_LOG_PROBS}))
         )  # fmt: skip
     if has_critic(config) and not config.shares_base:
-        adapted = own.has_adapter
-        frozen = item * critic.parameters() if adapted else 0
-        learned = head if adapted else critic.parameters(with_head=False) + critic.hidden
-        found.append(
-            HeldModel("critic", critic, adapted, frozen, learned, own.fsdp_config, critics,
-                      Phase.UPDATE_CRITIC, Phase.STEP_CRITIC,
+        has_adapter = critic_options.has_adapter
+        frozen = item * critic.parameters() if has_adapter else 0
+        trained = critic.parameters(with_head=False) + critic.hidden
+        if has_adapter:
+            trained = critic_adapter
+        models.append(
+            HeldModel("critic", critic, has_adapter, frozen, trained, critic_options.fsdp_config,
+                      critic_phases, Phase.UPDATE_CRITIC, Phase.STEP_CRITIC,
                       Memory.CRITIC if config.has_own_critic else Memory.DEVICE)
         )  # fmt: skip
-    return found
+    return models
 
 
 def shard_needs(model: HeldModel, num_ranks: int, local: int) -> Iterator[Need]:
-    """A rank's shard of weights, gradients and moments; `local` ranks share a host.
+    """Yield the needs of a rank's shard of weights, gradients and moments; `local` ranks per host.
 
-    FSDP2 keeps what is trained in float32, gradients too; a gradient exists from the first
+    FSDP2 keeps trained weights and their gradients in float32; a gradient exists from the first
     micro-batch to the end of the optimizer's step. With `param_offload` all of it is on the host,
-    with `optimizer_offload` the moments between steps; what is copied from there is pinned.
+    with `optimizer_offload` the moments between steps; tensors that are copied to the device are in
+    pinned memory.
     """
-    learned = model.learned // num_ranks
-    weights, gradients = FLOAT * learned + model.frozen // num_ranks, FLOAT * learned
-    moments = MOMENTS * FLOAT * learned
+    trained = model.trained // num_ranks
+    weights, gradients = FLOAT * trained + model.frozen // num_ranks, FLOAT * trained
+    moments = MOMENTS * FLOAT * trained
     numels = model.shape.tensors(model.has_head)
     on_host = local * pinned(numels, FLOAT, num_ranks) * num_ranks / (FLOAT * sum(numels))
-    if model.offload.param_offload:
-        held = {"weights": weights * on_host}
-        if learned:
-            held |= {"gradients": gradients * on_host, "moments": moments * local}
-        for what, size in held.items():
-            yield Need(Memory.HOST, f"{model.name}: {what}", int(size))
+    if model.fsdp.param_offload:
+        sizes = {"weights": weights * on_host}
+        if trained:
+            sizes |= {"gradients": gradients * on_host, "moments": moments * local}
+        for kind, size in sizes.items():
+            yield Need(Memory.HOST, f"{model.name}: {kind}", int(size))
         return
     yield Need(model.memory, f"{model.name}: weights", weights)
-    if learned and model.step is not None:
-        between = model.offload.optimizer_offload
-        phases = frozenset({model.step}) if between else ALWAYS
-        both = frozenset(filter(None, (model.update, model.step)))
-        yield Need(model.memory, f"{model.name}: gradients", gradients, both)
-        yield Need(model.memory, f"{model.name}: moments", moments, phases)
-        if between:
+    if trained and model.step is not None:
+        is_offloaded = model.fsdp.optimizer_offload
+        moment_phases = frozenset({model.step}) if is_offloaded else ALWAYS
+        gradient_phases = frozenset(filter(None, (model.update, model.step)))
+        yield Need(model.memory, f"{model.name}: gradients", gradients, gradient_phases)
+        yield Need(model.memory, f"{model.name}: moments", moments, moment_phases)
+        if is_offloaded:
             yield Need(Memory.HOST, f"{model.name}: moments", int(moments * on_host))
 
 
 def gathered_needs(model: HeldModel, num_ranks: int, item: int) -> Iterator[Need]:
-    """What FSDP2 gathers in the compute dtype, and gradients before they are spread.
+    """Yield the needs of weights that FSDP2 gathers, and of gradients before they are reduced.
 
-    Embedding, head and last norm are one group that stays from forward to backward; of the blocks
-    up to three exist at once (the one that computes, the next one's communication buffer, the last
-    one's that is being freed). One rank alone keeps every block to the end of the backward. A
-    block's gradient exists in the compute dtype and, while it is reduced, twice in float32. Without
-    `reshard_each` all blocks stay, and float32 gradients whole, from micro-batch to micro-batch.
+    Weights are gathered in the compute dtype. Embedding, head and last norm are one group, which
+    stays from forward to backward; of the blocks up to three exist at once (the one that computes,
+    the next one's communication buffer, and the previous one, which is being freed). A single rank
+    keeps every block to the end of the backward. A block's gradient exists in the compute dtype
+    and, while it is reduced, twice in float32. With `reshard_each=false` all gathered blocks and
+    unsharded float32 gradients stay from micro-batch to micro-batch.
     """
     root, block, layers = model.shape.root(model.has_head), model.shape.block, model.shape.layers
-    stays = num_ranks == 1 or not model.offload.reshard_each
-    blocks = layers if stays else min(3, layers)
+    keeps_blocks = num_ranks == 1 or not model.fsdp.reshard_each
+    blocks = layers if keeps_blocks else min(3, layers)
     size = item * (root + blocks * block)
     yield Need(model.memory, f"{model.name}: gathered", size, model.forward)
     if model.update is not None and not model.frozen:
         size, phases = (item + 2 * FLOAT) * block, frozenset({model.update})
-        if num_ranks > 1 and not model.offload.reshard_each:
-            size += FLOAT * model.learned
-        yield Need(model.memory, f"{model.name}: gradients not yet spread", size, phases)
+        if num_ranks > 1 and not model.fsdp.reshard_each:
+            size += FLOAT * model.trained
+        yield Need(model.memory, f"{model.name}: unreduced gradients", size, phases)
 
 
 def activation_needs(
     config: Config, policy: ModelShape, critic: ModelShape, dtype: str
 ) -> Iterator[Need]:
-    """Activations and logits of each pass, by its token budget."""
+    """Yield the needs of activations and logits of each pass, by its token budget."""
     section, own, longest = config.actor_rollout_ref, config.critic, config.data.max_model_len
-    minis = section.actor.ppo_mini_batch_size
+    mini_batch = section.actor.ppo_mini_batch_size
 
-    def needs(work: Pass, budgets: TokenBudgets, minis: int, num_groups: int, model: BlocksConfig,
-              reads: frozenset[Phase], update: Phase) -> Iterator[Need]:  # fmt: skip
-        """The largest micro-batch holds the budget, or all there is, or one whole trajectory."""
-        what = "activations" if work.is_critic else "activations and logits"
-        memory = Memory.CRITIC if work.is_critic and config.has_own_critic else Memory.DEVICE
+    def needs(base: Pass, budgets: TokenBudgets, mini_batch: int, num_groups: int,
+              model: BlocksConfig, reads: frozenset[Phase],
+              update: Phase) -> Iterator[Need]:  # fmt: skip
+        """The largest micro-batch has the budget's tokens, or all there are, but at least one
+        trajectory."""
+        name = "activations" if base.is_critic else "activations and logits"
+        memory = Memory.CRITIC if base.is_critic and config.has_own_critic else Memory.DEVICE
         recompute = model.enable_gradient_checkpointing or False
-        for budget, number, phases, learns in (
+        for budget, num_trajectories, phases, has_backward in (
             (budgets.inference, config.num_trajectories, reads, False),
-            (budgets.update, minis, frozenset({update}), True),
+            (budgets.update, mini_batch, frozenset({update}), True),
         ):
-            tokens = max(longest, min(budget, -(-number // num_groups) * longest))
-            tried = replace(work, tokens=tokens, learns=learns, recompute=learns and recompute)
-            yield Need(memory, what, activation_bytes(tried), phases)
+            tokens = max(longest, min(budget, -(-num_trajectories // num_groups) * longest))
+            work = replace(base, tokens=tokens, has_backward=has_backward,
+                           recompute=has_backward and recompute)  # fmt: skip
+            yield Need(memory, name, activation_bytes(work), phases)
 
-    work = Pass(
+    policy_pass = Pass(
         policy, longest, longest, dtype, lora_rank=section.model.lora_rank,
         temperature=section.rollout.temperature,
         sp_size=section.actor.ulysses_sequence_parallel_size,
     )  # fmt: skip
     reads = frozenset({Phase.LOG_PROBS, *[Phase.REF_LOG_PROBS] * config.needs_reference})
-    yield from needs(work, actor_budgets(config), minis, config.num_sp_groups, section.model,
-                     reads, Phase.UPDATE_ACTOR)  # fmt: skip
+    yield from needs(policy_pass, actor_budgets(config), mini_batch, config.num_sp_groups,
+                     section.model, reads, Phase.UPDATE_ACTOR)  # fmt: skip
     if has_critic(config):
-        work = Pass(critic, longest, longest, dtype, is_critic=True,
-                    lora_rank=own.model.lora_rank, sp_size=config.critic_sp_size)  # fmt: skip
-        yield from needs(work, critic_budgets(config), own.ppo_mini_batch_size or minis,
+        critic_pass = Pass(
+            critic, longest, longest, dtype, is_critic=True, lora_rank=own.model.lora_rank,
+            sp_size=config.critic_sp_size,
+        )  # fmt: skip
+        yield from needs(critic_pass, critic_budgets(config), own.ppo_mini_batch_size or mini_batch,
                          config.num_critic_sp_groups, own.model, frozenset({Phase.VALUES}),
                          Phase.UPDATE_CRITIC)  # fmt: skip
 
 
 SAMPLING_COPIES = 3
-"""Float32 copies of the logits of all decoded sequences: logits, their log-softmax, sorting."""
+"""Float32 copies of the logits of all decoded sequences: logits, log-softmax and sorting."""
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What one engine has on each of its devices, in bytes."""
+    """Memory of one engine on each of its devices, in bytes."""
 
     share: int
-    """All it may take."""
+    """All memory that the engine may use."""
     weights: int
     working: int
     """Activations of one batch of prompt tokens, logits of all decoded sequences, graphs."""
     per_token: int
     """KV cache of one token."""
     memory: Memory
-    """Whose devices: the ranks', or its own."""
+    """The engine's devices: the ranks', or its own."""
 
     @property
     def cache(self) -> int:
-        """What is left for the KV cache; negative where not even the weights fit."""
+        """Bytes left for the KV cache; negative if not even the weights fit."""
         return self.share - self.weights - self.working
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Number of tokens that fit in the KV cache."""
         return max(0, self.cache) // self.per_token
 
 
 def kv_bytes(shape: ModelShape, item: int, size: int = 1) -> int:
-    """KV cache of one token on each of `size` devices: a key and a value head in every layer."""
+    """Return the KV cache bytes per token on each of `size` devices; `item`: bytes of a value."""
     return 2 * shape.layers * max(1, shape.kv_heads // size) * shape.head_dim * item
 
 
-def _working(shape: ModelShape, item: int, seqs: int, tokens: int, size: int = 1) -> int:
-    """Activations of a step of `tokens`, and logits of `seqs` sequences."""
+def _working_bytes(shape: ModelShape, item: int, seqs: int, tokens: int, size: int = 1) -> int:
+    """Return the bytes of a step's activations for `tokens`, and of the logits of `seqs`."""
     activations = tokens * item * (2 * shape.hidden + 3 * shape.widest // size)
     return activations + SAMPLING_COPIES * FLOAT * seqs * shape.vocab
 
 
 def engine_memory(config: Config, shape: ModelShape, item: int, device_bytes: int) -> EngineMemory:
-    """An engine on GPUs of `device_bytes`; vLLM takes `gpu_memory_utilization` of all of it.
+    """Return the memory of an engine on GPUs of `device_bytes`.
 
-    It profiles a forward of its largest batch, and what is left of its share becomes KV cache.
+    vLLM takes the share `gpu_memory_utilization` of it, profiles a forward pass of its largest
+    batch, and uses the rest of its share as KV cache.
     """
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     size, seqs = rollout.tensor_model_parallel_size, config.max_num_seqs(on_gpu=True)
     weights = item * shape.parameters()
-    if rollout.quantization is not None:  # of each matrix in the blocks, one byte a value
+    if rollout.quantization is not None:  # matrices in the blocks have one byte per value
         weights -= (item - 1) * shape.linear_weights
     weights //= size
     if engine_takes_adapter(config):
-        reserved = next(rank for rank in VLLM_LORA_RANKS if rank >= model.lora_rank)
-        weights += item * shape.adapter(reserved) // size
+        max_rank = next(rank for rank in VLLM_LORA_RANKS if rank >= model.lora_rank)
+        weights += item * shape.adapter(max_rank) // size
     return EngineMemory(
         share=int(rollout.gpu_memory_utilization * device_bytes),
         weights=weights,
-        working=_working(shape, item, seqs, batched_tokens(seqs), size) + ENGINE_OTHER,
+        working=_working_bytes(shape, item, seqs, batched_tokens(seqs), size) + ENGINE_OTHER,
         per_token=kv_bytes(shape, 1 if rollout.kv_cache_dtype == "fp8" else item, size),
         memory=Memory.ENGINE if config.is_split else Memory.DEVICE,
     )
 
 
 def gpu_engine_needs(config: Config, shape: ModelShape, item: int, share: int) -> Iterator[Need]:
-    """An engine on GPUs: on the ranks' awake from generation on, asleep while ranks compute.
+    """Yield the needs of an engine on GPUs; on the ranks' GPUs it sleeps while the ranks compute.
 
-    Asleep, the KV cache is dropped, and so are whole weights (level 2): new ones come before the
-    next request. Below an adapter they wait on the host in pinned memory (level 1).
+    A sleeping engine drops its KV cache and its weights (sleep level 2), since new weights arrive
+    before the next request. With an adapter, the base's weights are kept on the host in pinned
+    memory instead (level 1).
     """
     if config.is_split:
         yield Need(Memory.ENGINE, "engine", share)
@@ -335,14 +349,14 @@ def gpu_engine_needs(config: Config, shape: ModelShape, item: int, share: int) -
     yield Need(Memory.DEVICE, "engine, asleep", ENGINE_ASLEEP, ASLEEP)
     if engine_takes_adapter(config):
         size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        waiting = config.trainer.n_gpus_per_node * pinned(shape.tensors(), item, size)
-        yield Need(Memory.HOST, "engines' weights while they sleep", waiting)
+        base_bytes = config.trainer.n_gpus_per_node * pinned(shape.tensors(), item, size)
+        yield Need(Memory.HOST, "sleeping engines' weights", base_bytes)
 
 
 def other_engine_needs(
     config: Config, shape: ModelShape, item: int, on_gpu: bool
 ) -> Iterator[Need]:
-    """An engine that is not vLLM: weights, and the cache of one dialogue; more nobody can know."""
+    """Yield the known needs of an engine other than vLLM: weights, and cache of one dialogue."""
     if config.actor_rollout_ref.rollout.name == "remote":
         return
     size = item * shape.parameters() + config.data.max_model_len * kv_bytes(shape, item)
@@ -356,10 +370,11 @@ def other_engine_needs(
 
 
 def cpu_engine_needs(config: Config, shape: ModelShape, item: int) -> Iterator[Need]:
-    """Engines on CPU never sleep: weights, a KV cache of fixed size, one batch's activations."""
+    """Yield the needs of vLLM engines on CPU, which never sleep; their KV cache size is fixed."""
     count = -(-config.num_engines(on_gpu=False) // config.trainer.nnodes)
     seqs = config.max_num_seqs(on_gpu=False)
-    working = _working(shape, item, seqs, batched_tokens(seqs, config.data.max_model_len))
+    max_tokens = batched_tokens(seqs, config.data.max_model_len)
+    working = _working_bytes(shape, item, seqs, max_tokens)
     cache = config.actor_rollout_ref.rollout.cpu_kv_cache_gib << 30
     yield Need(Memory.HOST, "engines: weights", count * item * shape.parameters())
     yield Need(Memory.HOST, "engines: KV cache", count * cache)

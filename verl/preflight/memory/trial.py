@@ -1,8 +1,7 @@
-"""What one packed forward, or forward and backward, holds apart from weights and their gradients.
+"""Measures the memory of a packed forward (and backward) pass, apart from weights and gradients.
 
-Measured, not computed: the model that the ranks run is tried on fake tensors (shapes without
-numbers) at two depths, and `PeakTracker` counts the bytes; each further block adds as much as the
-last of those did.
+The model that the ranks run is executed on fake tensors (shapes without data) at two depths, and
+`PeakTracker` counts the bytes; each further block is assumed to add as much as the last one did.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from verl.training.models import LogProbModel, PackedInputs, ValueModel
 from verl.training.sequence_parallel import SequenceParallelGroup, TargetGather
 
 DEPTHS = (2, 3)
-"""Numbers of blocks that are tried; a first block alone is unlike those that follow it."""
+"""Numbers of blocks to measure; not 1, since the first block differs from those after it."""
 
 
 @dataclass(frozen=True)
@@ -42,55 +41,54 @@ class Pass:
     shape: ModelShape
     tokens: int
     longest: int
-    """Tokens of each sequence, of which as many as are within `tokens`."""
+    """Tokens of each sequence; the last one may be shorter, so that they sum up to `tokens`."""
     dtype: str
     is_critic: bool = False
-    learns: bool = False
-    """Backward comes after forward."""
+    has_backward: bool = False
     recompute: bool | str = False
-    """Gradient checkpointing, as `enable_gradient_checkpointing` says."""
+    """Gradient checkpointing: a value of `enable_gradient_checkpointing`."""
     lora_rank: int = 0
     sp_size: int = 1
-    """Ranks that compute the tokens together; what is measured is one's."""
+    """Size of the sequence-parallel group that computes the tokens; one rank is measured."""
     temperature: float = 1.0
 
 
 @functools.cache
 def activation_bytes(work: Pass) -> int:
-    """The most that is held at one moment of a pass, in bytes."""
+    """Return the peak bytes of a pass."""
     layers = work.shape.layers
     if layers <= DEPTHS[1]:
         return _at_depth(work, layers)
-    less, more = (_at_depth(work, depth) for depth in DEPTHS)
-    return less + (more - less) * (layers - DEPTHS[0])
+    shallow, deep = (_at_depth(work, depth) for depth in DEPTHS)
+    return shallow + (deep - shallow) * (layers - DEPTHS[0])
 
 
 def _at_depth(work: Pass, layers: int) -> int:
-    with torch.device("meta"):  # peft and `Module.to` cannot change fake parameters, but these
+    with torch.device("meta"):  # peft and `Module.to` can change meta parameters, but not fake ones
         model = _model(work, layers)
     with FakeTensorMode():
         _leave_meta(model, DTYPES[work.dtype])
-        learned = [p for p in model.parameters() if work.learns and p.requires_grad]
-        for parameter in learned:
+        trained = [p for p in model.parameters() if work.has_backward and p.requires_grad]
+        for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         inputs = _inputs(work)
-        held = [*model.parameters(), *model.buffers(), *(p.grad for p in learned)]
+        held = [*model.parameters(), *model.buffers(), *(p.grad for p in trained)]
         tracker = PeakTracker(held)
-        with tracker, torch.set_grad_enabled(work.learns):
-            found = model(inputs) if work.is_critic else model(inputs, work.temperature)[0]
-            if work.learns:
-                found.sum().backward()
+        with tracker, torch.set_grad_enabled(work.has_backward):
+            output = model(inputs) if work.is_critic else model(inputs, work.temperature)[0]
+            if work.has_backward:
+                output.sum().backward()
     return tracker.peak
 
 
 class PeakTracker(TorchDispatchMode):
-    """Bytes of the storages that operations make inside of it, at most at one moment.
+    """Tracks the peak bytes of storages that operations create within its context.
 
-    torch's own MemTracker fails at parameters that need no gradient, as those below an adapter.
+    torch's own MemTracker fails on parameters without gradients, such as those below an adapter.
     """
 
     def __init__(self, known: Iterable[Tensor | None]) -> None:
-        """Tensors that are `known` are not counted, nor are views of them."""
+        """Start tracking; tensors in `known` and views of them are not counted."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._seen: dict[int, Any] = {id(x.untyped_storage()): x for x in known if x is not None}
@@ -109,15 +107,15 @@ class PeakTracker(TorchDispatchMode):
         self.live += size
         self.peak = max(self.peak, self.live)
 
-        def gone(_: object) -> None:
+        def on_free(_: object) -> None:
             self.live -= size
             del self._seen[key]
 
-        self._seen[key] = weakref.ref(storage, gone)
+        self._seen[key] = weakref.ref(storage, on_free)
 
 
 def _model(work: Pass, layers: int) -> nn.Module:
-    """What a rank runs, with so many blocks."""
+    """Build the model that a rank runs, with `layers` blocks."""
     config = copy.deepcopy(work.shape.config)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
@@ -131,17 +129,17 @@ def _model(work: Pass, layers: int) -> nn.Module:
 
 
 def _leave_meta(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give parameters and buffers a device, parameters the dtype that FSDP computes in."""
+    """Move parameters and buffers off the meta device; `dtype` is the one FSDP computes in."""
     replace_parameters(
         model, lambda p: nn.Parameter(torch.empty(p.shape, dtype=dtype), p.requires_grad)
     )
-    for part in model.modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def _inputs(work: Pass) -> PackedInputs:
-    """Every token but the first is asked for; of a sequence-parallel slice all."""
+    """Build inputs whose targets are all tokens but the first; in a parallel group, all tokens."""
     full, rest = divmod(work.tokens, work.longest)
     spans = ((0, work.longest),) * full + (((0, rest),) if rest else ())
     nowhere = torch.zeros(len(spans) + 1, dtype=torch.int32)

@@ -155,7 +155,7 @@ def test_sampling_ahead_keeps_the_version_before_in_shared_memory() -> None:
     """A whole one: engines may still read it while the next is written."""
     of_turns, ahead = (of(options(**{f"{ROLLOUT}.max_staleness": k})) for k in (0, 1))
     size = held(of_turns, "weights for the engines", Memory.SHARED)
-    assert held(ahead, "the version before them", Memory.SHARED) == size
+    assert held(ahead, "previous version of the weights", Memory.SHARED) == size
     assert ahead.total(Memory.SHARED, Phase.UPDATE_ACTOR) == 2 * size
     assert of_turns.total(Memory.SHARED, Phase.UPDATE_ACTOR) == size
 
@@ -167,7 +167,7 @@ def test_both_ends_keep_the_weights_that_changes_are_of() -> None:
     sync = {f"{ROLLOUT}.weight_sync": "nccl", f"{ROLLOUT}.tensor_model_parallel_size": 2}
     whole, delta = (of(options(**split, **sync, **{f"{ROLLOUT}.weight_delta": x}))
                     for x in (False, True))  # fmt: skip
-    what, size = "weights that were sent last", 2 * shape_of("Qwen2.5-7B").parameters()
+    what, size = "last sent weights", 2 * shape_of("Qwen2.5-7B").parameters()
     assert held(delta, what, Memory.HOST) == 5 * size and held(whole, what, Memory.HOST) == 0
     assert held(delta, "largest tensor, compared", Memory.DEVICE) > 0
 
@@ -194,7 +194,7 @@ def test_on_cpu_everything_is_the_hosts() -> None:
 
 def test_only_a_base_below_an_adapter_waits_on_the_host() -> None:
     """Whole weights are dropped in sleep: new ones come before the next request."""
-    what, shape = "engines' weights while they sleep", shape_of("Qwen2.5-7B")
+    what, shape = "sleeping engines' weights", shape_of("Qwen2.5-7B")
     assert held(of(options()), what, Memory.HOST) == 0
     kept, merged = (
         of(options(**{f"{MODEL}.lora_rank": 64, f"{ROLLOUT}.merge_adapter": is_merged}))

@@ -76,7 +76,7 @@ def test_an_engine_of_its_own_takes_nothing_of_a_rank() -> None:
         ]
         assert alone.needs_in(Memory.DEVICE, phase) == rank
         assert alone.total(Memory.ENGINE, phase) == int(0.9 * here.devices[0].total)
-    gone = "engines' weights while they sleep"
+    gone = "sleeping engines' weights"
     assert gone in {need.name for need in beside.needs} - {need.name for need in alone.needs}
     lines = table(alone, here).splitlines()
     assert any(line.startswith("  engine's GPU") and "KV cache" in line for line in lines)

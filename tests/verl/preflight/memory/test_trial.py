@@ -21,11 +21,11 @@ SMALL = {"vocab_size": 200, "hidden_size": 64, "intermediate_size": 160, "num_hi
 PASS = Pass(ModelShape.of(Qwen2Config(**SMALL)), 300, 40, "bfloat16")
 WAYS = {
     "forward": PASS,
-    "update": dataclasses.replace(PASS, learns=True),
-    "recomputed": dataclasses.replace(PASS, learns=True, recompute=True),
-    "selective": dataclasses.replace(PASS, learns=True, recompute=SELECTIVE),
-    "critic": dataclasses.replace(PASS, learns=True, is_critic=True),
-    "adapter": dataclasses.replace(PASS, learns=True, recompute=True, lora_rank=4),
+    "update": dataclasses.replace(PASS, has_backward=True),
+    "recomputed": dataclasses.replace(PASS, has_backward=True, recompute=True),
+    "selective": dataclasses.replace(PASS, has_backward=True, recompute=SELECTIVE),
+    "critic": dataclasses.replace(PASS, has_backward=True, is_critic=True),
+    "adapter": dataclasses.replace(PASS, has_backward=True, recompute=True, lora_rank=4),
     "gemma": dataclasses.replace(PASS, shape=ModelShape.of(Gemma2Config(**SMALL, head_dim=16))),
 }
 
@@ -41,7 +41,7 @@ def test_two_depths_tell_of_all(way: str) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_block_more_holds_what_autograd_keeps_of_it(dtype: str, recompute: bool) -> None:
     """As hooks on the tensors that a real forward saves count them."""
-    work = dataclasses.replace(PASS, dtype=dtype, learns=True, recompute=recompute)
+    work = dataclasses.replace(PASS, dtype=dtype, has_backward=True, recompute=recompute)
     more = trial._at_depth(work, 6) - trial._at_depth(work, 5)
     assert more == saved(work, 6) - saved(work, 5)
 
