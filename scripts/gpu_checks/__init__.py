@@ -1,1 +1,1 @@
-"""The checks of `scripts.gpu_smoke`: what only a card can show, each in a process of its own."""
+"""The checks of `scripts.gpu_smoke`, for what only a GPU can show; each runs in its own process."""

@@ -1,4 +1,4 @@
-"""One check in this process: `python -m scripts.gpu_checks NAME DEVICE OUT`."""
+"""Runs one check in this process: `python -m scripts.gpu_checks NAME DEVICE OUT`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint that is written while training goes on, taken up again bit for bit."""
+"""Checks that a checkpoint written in the background is resumed bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from scripts.gpu_checks.report import Report
-from scripts.gpu_checks.trainer import KINDS, LENGTHS, OFFLOADS, joined, weights
+from scripts.gpu_checks.trainer import KINDS, LENGTHS, OFFLOADS, training_rank, weights
 from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
 from verl.preflight.memory.check import with_options
@@ -19,7 +19,7 @@ from verl.training.worker import TrainerWorker
 
 
 def check(report: Report) -> None:
-    """PPO in float32 with deterministic kernels, its state on the device and on the host."""
+    """Check PPO in float32 with deterministic kernels, with state on the device and on the host."""
     os.environ |= DETERMINISTIC_ENV
     model = write_model(report.folder / "model", "tiny")
     for offload in ("none", "all"):
@@ -29,17 +29,17 @@ def check(report: Report) -> None:
 
 
 def compare(report: Report, name: str, config: Config) -> None:
-    """One run goes on, another is resumed twice: the second tells a wrong state from noise."""
+    """Compare a run that continues with one that is resumed; resuming twice shows the noise."""
     folder = report.folder / f"saved-{name}"
-    went_on = first_run(config, folder)
-    again = [resumed(config, folder) for _ in range(2)]
-    report.expect(f"{name}_repeatable", same(again[0], again[1]), equal=True)
-    report.expect(f"{name}_resumed", same(went_on, again[0]), equal=True)
+    continued = first_run(config, folder)
+    resumed_runs = [resumed(config, folder) for _ in range(2)]
+    report.expect(f"{name}_repeatable", same(*resumed_runs), equal=True)
+    report.expect(f"{name}_resumed", same(continued, resumed_runs[0]), equal=True)
 
 
 def first_run(config: Config, folder: Path) -> tuple[list[dict[str, float]], torch.Tensor]:
-    """Two updates, a checkpoint in the background, and the update beside which it is written."""
-    with joined(config) as worker:
+    """Make two updates, start a checkpoint, and make a third update while it is written."""
+    with training_rank(config) as worker:
         for seed in range(2):
             update(worker, seed)
         worker.start_checkpoint(folder)
@@ -50,19 +50,19 @@ def first_run(config: Config, folder: Path) -> tuple[list[dict[str, float]], tor
 
 
 def resumed(config: Config, folder: Path) -> tuple[list[dict[str, float]], torch.Tensor]:
-    """A new run that takes the checkpoint up and makes the same update."""
-    with joined(with_options(config, {"trainer.seed": 5})) as worker:
+    """Load the checkpoint in a new run and make the same third update."""
+    with training_rank(with_options(config, {"trainer.seed": 5})) as worker:
         worker.load_checkpoint(folder)
         return update(worker, 7), weights(worker)
 
 
 def update(worker: TrainerWorker, seed: int) -> list[dict[str, float]]:
-    """One update of actor and critic."""
+    """Update actor and critic once; returns their metrics."""
     batch = random_batch(LENGTHS, seed=seed)
     assert worker.critic is not None
     return [worker.actor.update(batch), worker.critic.update(batch)]
 
 
 def same(a: tuple[Any, torch.Tensor], b: tuple[Any, torch.Tensor]) -> bool:
-    """Metrics and weights are equal, bit for bit."""
+    """Return whether metrics and weights are equal, bit for bit."""
     return a[0] == b[0] and torch.equal(a[1], b[1])

@@ -1,4 +1,4 @@
-"""vLLM on random weights: seeds, log-probs against the trainer's, reload, sleep, adapters."""
+"""Checks vLLM on random weights: seeds, log-probs, weight updates, sleep and adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from scripts.gpu_checks.report import Report
-from scripts.gpu_checks.trainer import joined
+from scripts.gpu_checks.trainer import training_rank
 from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
 from verl.rollout.vllm_engine import VllmEngine
@@ -28,42 +28,45 @@ from verl.types import (
 
 NUM_PROMPTS = 16
 SHORT = 12
-"""Tokens of a prompt below a cache block: nothing of it is found in a cache the second time."""
+"""Prompt tokens, fewer than a cache block, so that a second request finds nothing in the cache."""
 TOLERANCES = {"bfloat16": 0.02, "float32": 1e-3}
-"""Mean difference between the engine's log-probs and the trainer's."""
-NAPS = 5
-GROWTH_MIB = 64.0
+"""Bounds on the mean difference between the engine's log-probs and the trainer's."""
+NUM_SLEEPS = 5
+MAX_GROWTH_MIB = 64.0
 LORA_RANK = 8
 MIB = 2**20
 
 
 def eager(report: Report) -> None:
-    """Without graphs, in bfloat16."""
+    """Check the engine in bfloat16 without CUDA graphs."""
     plain(report, "bfloat16", is_eager=True)
 
 
 def graphs(report: Report) -> None:
-    """As training runs it: compiled, with graphs."""
+    """Check the engine as training runs it: compiled, with CUDA graphs."""
     report.need_card("there are no CUDA graphs on a CPU")
     plain(report, "bfloat16", is_eager=False)
 
 
 def float32(report: Report) -> None:
-    """Where rounding hides nothing."""
+    """Check the engine in float32, where rounding hides nothing."""
     plain(report, "float32", is_eager=True)
 
 
 @dataclass
 class Played:
-    """What an engine generated, by what it did before, and the device memory it held."""
+    """What an engine generated, and the device memory in use."""
 
     dialogues: dict[str, list[Trajectory]] = field(default_factory=dict)
+    """Dialogues by the engine's state: `started`, `reloaded`, `back`, `woken`."""
     asleep: list[float] = field(default_factory=list)
+    """MiB in use in each sleep."""
     awake: list[float] = field(default_factory=list)
+    """MiB in use after each sleep."""
 
 
 def plain(report: Report, dtype: str, is_eager: bool) -> None:
-    """All weights: as started, reloaded there and back, and after naps."""
+    """Check an engine with whole weights: at start, after two weight updates, and after sleeps."""
     shape = "0.5B" if report.on_card else "tiny"
     folders = [
         write_model(report.folder / name, shape, seed, report.device, dtype)
@@ -72,17 +75,18 @@ def plain(report: Report, dtype: str, is_eager: bool) -> None:
     config = options(folders[0], report.device, dtype, is_eager)
     played = asyncio.run(play(report, config, folders))
     if report.on_card:
-        judge_naps(report, played)
+        check_sleeps(report, played)
     else:
         report.record("naps", "skipped: an engine does not sleep on a CPU")
-    of_a = {name: d for name, d in played.dialogues.items() if name != "reloaded"}
-    judge(report, config, of_a, played.dialogues["reloaded"])
+    with_first = {name: d for name, d in played.dialogues.items() if name != "reloaded"}
+    check_log_probs(report, config, with_first, played.dialogues["reloaded"])
     other = options(folders[1], report.device, dtype, is_eager)
-    judge(report, other, {"reloaded": played.dialogues["reloaded"]}, played.dialogues["back"])
+    with_second = {"reloaded": played.dialogues["reloaded"]}
+    check_log_probs(report, other, with_second, played.dialogues["back"])
 
 
 def options(model: str, device: str, dtype: str, is_eager: bool, lora_rank: int = 0) -> Config:
-    """A run whose engine takes a third of the card."""
+    """Return the options of a run whose engine takes 0.3 of the card's memory."""
     return small_run(
         model, device, dtype,
         data__max_prompt_length=256, data__max_response_length=64,
@@ -95,7 +99,7 @@ def options(model: str, device: str, dtype: str, is_eager: bool, lora_rank: int 
 
 
 async def start_engine(config: Config) -> VllmEngine:
-    """An engine as a replica starts it; in Ray's actors vLLM spawns its core too."""
+    """Start an engine as a replica does; in Ray actors, too, vLLM spawns its core."""
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     engine = VllmEngine.from_config(config, 0)
     await engine.start()
@@ -103,19 +107,19 @@ async def start_engine(config: Config) -> VllmEngine:
 
 
 async def play(report: Report, config: Config, folders: Sequence[str]) -> Played:
-    """Everything that is asked of the engine; it is gone afterwards."""
+    """Start an engine, run all requests, weight updates and sleeps, and shut it down."""
     engine, played = await start_engine(config), Played()
     try:
-        await judge_seeds(report, engine)
+        await check_seeds(report, engine)
         played.dialogues["started"] = await generate(engine, range(NUM_PROMPTS))
         for version, name in enumerate(("reloaded", "back"), start=1):
             await engine.update_weights(folders[version % 2], version)
             played.dialogues[name] = await generate(engine, range(NUM_PROMPTS))
-        for nap in range(NAPS if report.on_card else 0):
+        for i in range(NUM_SLEEPS if report.on_card else 0):
             await engine.sleep()
             played.asleep.append(used_mib())
             await engine.wake_up()
-            await engine.update_weights(folders[0], 3 + nap)
+            await engine.update_weights(folders[0], 3 + i)
             played.dialogues["woken"] = await generate(engine, range(NUM_PROMPTS))
             played.awake.append(used_mib())
         return played
@@ -124,71 +128,75 @@ async def play(report: Report, config: Config, folders: Sequence[str]) -> Played
 
 
 async def generate(engine: VllmEngine, seeds: Sequence[int]) -> list[Trajectory]:
-    """Prompts of different lengths at once, a seed each."""
-    return list(await asyncio.gather(*(one(engine, s, SHORT + 13 * s, s) for s in seeds)))
+    """Generate from prompts of different lengths at the same time, one per seed."""
+    requests = (dialogue(engine, seed, SHORT + 13 * seed, seed) for seed in seeds)
+    return list(await asyncio.gather(*requests))
 
 
-async def one(engine: VllmEngine, prompt: int, length: int, seed: int) -> Trajectory:
-    """One dialogue of a single turn."""
+async def dialogue(engine: VllmEngine, prompt: int, length: int, seed: int) -> Trajectory:
+    """Generate a dialogue of a single turn."""
     ids = tuple((31 * prompt + 7 * i * i) % 250 for i in range(length))
-    done = start_trajectory(Prompt(f"p#{prompt}", ids, "check", ("x",)), seed=seed)
-    got = await engine.generate(ids, Sampling(max_tokens=48, seed=seed))
-    done.segments.append(Segment(Origin.POLICY, got.ids, got.text, got.log_probs))
-    return done
+    trajectory = start_trajectory(Prompt(f"p#{prompt}", ids, "check", ("x",)), seed=seed)
+    turn = await engine.generate(ids, Sampling(max_tokens=48, seed=seed))
+    trajectory.segments.append(Segment(Origin.POLICY, turn.ids, turn.text, turn.log_probs))
+    return trajectory
 
 
-async def judge_seeds(report: Report, engine: VllmEngine) -> None:
-    """One request at a time: a seed repeats its tokens, another one samples others."""
-    first = [(await one(engine, 0, SHORT, seed)).ids for seed in range(4)]
-    again = [(await one(engine, 0, SHORT, seed)).ids for seed in range(4)]
+async def check_seeds(report: Report, engine: VllmEngine) -> None:
+    """Check, one request at a time, that equal seeds repeat tokens and others do not."""
+    first = [(await dialogue(engine, 0, SHORT, seed)).ids for seed in range(4)]
+    again = [(await dialogue(engine, 0, SHORT, seed)).ids for seed in range(4)]
     report.expect("same_seed_same_tokens", first == again, equal=True)
     report.expect("distinct_of_4_seeds", len({tuple(ids) for ids in first}), equal=4)
 
 
-def judge(
+def check_log_probs(
     report: Report, config: Config, dialogues: dict[str, list[Trajectory]], others: list[Trajectory]
 ) -> None:
-    """The log-probs of `dialogues` are the trainer's with these weights; those of `others` not."""
+    """Check that the log-probs of `dialogues` match the trainer's, and those of `others` do not.
+
+    `others` were sampled with other weights than those of `config`.
+    """
     tolerance = TOLERANCES[config.trainer.compute_dtype]
-    with joined(config) as worker:
-        for name, found in dialogues.items():
-            mean, most = gap(worker, found)
+    with training_rank(config) as worker:
+        for name, trajectories in dialogues.items():
+            mean, largest = gap(worker, trajectories)
             report.expect(f"{name}_log_probs_mean", mean, below=tolerance)
-            report.record(f"{name}_log_probs_max", most)
+            report.record(f"{name}_log_probs_max", largest)
         report.expect("other_weights_mean", gap(worker, others)[0], above=5 * tolerance)
 
 
 def gap(worker: TrainerWorker, dialogues: Sequence[Trajectory]) -> tuple[float, float]:
-    """Mean and largest difference between the engine's log-probs and the trainer's."""
+    """Return the mean and largest difference between the engine's and the trainer's log-probs."""
     batch = TokenBatch.from_trajectories(dialogues)
     differences = worker.actor.log_probs(batch) - batch.tokens["rollout_log_probs"]
-    found = differences[batch.tokens["policy_mask"]].abs()
-    return float(found.mean()), float(found.max())
+    errors = differences[batch.tokens["policy_mask"]].abs()
+    return float(errors.mean()), float(errors.max())
 
 
-def judge_naps(report: Report, played: Played) -> None:
-    """Device memory asleep and awake: the same each time."""
+def check_sleeps(report: Report, played: Played) -> None:
+    """Check that device memory, asleep and awake, does not grow, and that sleep frees memory."""
     for name, used in (("asleep", played.asleep), ("awake", played.awake)):
         report.record(f"{name}_mib", [round(x) for x in used])
-        report.expect(f"{name}_growth_mib", used[-1] - used[0], below=GROWTH_MIB)
+        report.expect(f"{name}_growth_mib", used[-1] - used[0], below=MAX_GROWTH_MIB)
     freed = played.awake[-1] - played.asleep[-1]
-    report.expect("freed_by_sleep_mib", freed, above=GROWTH_MIB)
+    report.expect("freed_by_sleep_mib", freed, above=MAX_GROWTH_MIB)
 
 
 def used_mib() -> float:
-    """Memory of the card that anybody holds."""
+    """Return the device memory in use by all processes."""
     free, total = torch.cuda.mem_get_info()
     return (total - free) / MIB
 
 
 def adapter(report: Report) -> None:
-    """The engine with an adapter that a rank has trained, over one base."""
+    """Check an engine that loads an adapter trained by a rank."""
     dtype = "bfloat16" if report.on_card else "float32"
     shape = "0.5B" if report.on_card else "tiny"
     model = write_model(report.folder / "model", shape, 0, report.device, dtype)
     config = options(model, report.device, dtype, is_eager=True, lora_rank=LORA_RANK)
     config.actor_rollout_ref.actor.optim.lr = 3e-2
-    with joined(config) as worker:
+    with training_rank(config) as worker:
         for seed in range(3):
             worker.actor.update(random_batch([64] * 8, seed=seed))
         worker.save_policy(report.folder / "adapter", is_adapter=True)
@@ -199,7 +207,7 @@ def adapter(report: Report) -> None:
 
 
 async def play_adapter(config: Config, folder: Path) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Dialogues without the adapter and with it."""
+    """Generate dialogues without and with the adapter."""
     engine = await start_engine(config)
     try:
         base = await generate(engine, range(NUM_PROMPTS))

@@ -1,4 +1,4 @@
-"""What this machine has, and whether everything that a run imports can be imported."""
+"""Records what this machine has, and checks that everything a run imports can be imported."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 
 from scripts.gpu_checks.report import Report
 
-NEEDED = ("verl.trainer.run", "verl.sft.trainer", "search_r1.search.retrieval_server")
-"""What the recipes start; vLLM is tried by the engine's own checks."""
+MODULES = ("verl.trainer.run", "verl.sft.trainer", "search_r1.search.retrieval_server")
+"""Modules that the recipes run; vLLM is covered by the engine checks."""
 
 
 def check(report: Report) -> None:
-    """What `verl.doctor` finds and misses, and a failure for each import that fails."""
+    """Record the report of `verl.doctor`, and fail for its problems and for failed imports."""
     doctor = [sys.executable, "-m", "verl.doctor", "--json"]
     with report.part("verl.doctor"):
-        found = json.loads(subprocess.run(doctor, stdout=subprocess.PIPE, timeout=90).stdout)
-        for line in found["lines"]:
+        output = subprocess.run(doctor, stdout=subprocess.PIPE, timeout=90).stdout
+        for line in json.loads(output)["lines"]:
             report.record(line["name"], line["found"])
             if line["problem"] and line["stops"]:
                 report.fail(line["problem"])
-    for module in NEEDED:
+    for module in MODULES:
         with report.part(f"import {module}"):
             importlib.import_module(module)
     if report.on_card:

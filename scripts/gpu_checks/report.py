@@ -1,4 +1,4 @@
-"""What one check found: figures, bounds that were missed, and why a check was left out."""
+"""The report of one check: figures, failures, and the reason if the check was skipped."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from verl.files import atomic_write
 
 
 class Skipped(Exception):
-    """The check means nothing here; the text says why."""
+    """Raised if a check does not apply here; the text is the reason."""
 
 
 class Report:
-    """Figures and failures of a check, in a file that is whole after each of them.
+    """Figures and failures of a check, written to a file after each change.
 
-    So what a check that is killed had found by then is known too.
+    The file is complete at any time, so that the findings of a killed check are not lost.
     """
 
     def __init__(self, out: Path, name: str, device: str) -> None:
-        """`device` is cuda or cpu; what an earlier run left in the check's folder is removed."""
+        """`device` is cuda or cpu. Files of an earlier run of the check are removed."""
         self.device, self._path = device, out / f"{name}.json"
         self.folder = out / f"{name}.files"
-        """For models, runs and whatever else the check writes."""
+        """Folder for models, runs and other files of the check."""
         self.figures: dict[str, Any] = {}
         self.failures: list[str] = []
         self.skipped: str | None = None
@@ -42,12 +42,12 @@ class Report:
         return self.device == "cuda"
 
     def need_card(self, why: str) -> None:
-        """Leave the check out on a CPU. Raises Skipped."""
+        """Raise Skipped with the reason `why` on a CPU."""
         if not self.on_card:
             raise Skipped(why)
 
     def record(self, name: str, value: Any) -> None:
-        """A figure that no bound is known for."""
+        """Record a figure without bounds."""
         self.figures[name] = _plain(value)
         self.write()
 
@@ -59,7 +59,7 @@ class Report:
         above: float = -math.inf,
         equal: float | None = None,
     ) -> None:
-        """A figure and its bounds; one that is not finite keeps none."""
+        """Record a figure, and a failure if it violates a bound or is not finite."""
         self.record(name, value)
         if equal is not None and value != equal:
             self.fail(f"{name}: got {_plain(value)}, expected {equal}")
@@ -71,32 +71,32 @@ class Report:
             )
             self.fail(f"{name}: got {_plain(value)}, expected {bounds or 'a finite number'}")
 
-    def fail(self, what: str) -> None:
-        """Something that is wrong; the check goes on."""
-        self.failures.append(what)
+    def fail(self, message: str) -> None:
+        """Record a failure; the check continues."""
+        self.failures.append(message)
         self.write()
 
     @contextmanager
     def part(self, name: str = "") -> Iterator[None]:
-        """A part of the check: an exception ends it and fails the check, and other parts go on."""
+        """Run a part of the check; an exception fails the check but not its other parts."""
         try:
             yield
         except Skipped as reason:
             self.skipped = str(reason)
-        except Exception as error:  # noqa: BLE001 - whatever it raises is what the check found
+        except Exception as error:  # noqa: BLE001 - any exception is a failure of the check
             traceback.print_exception(error)  # to its log
             first = (str(error).strip().splitlines() or [""])[0]
             self.fail(f"{name}{': ' if name else ''}{type(error).__name__}: {first[:300]}")
 
     def write(self, done: bool = False) -> None:
-        """Bring the file up to date; `done`: the check came to its end."""
-        found = {"figures": self.figures, "failures": self.failures, "skipped": self.skipped}
+        """Write the file; `done`: the check is complete."""
+        content = {"figures": self.figures, "failures": self.failures, "skipped": self.skipped}
         with atomic_write(self._path) as part:
-            part.write_text(json.dumps(found | {"done": done}))
+            part.write_text(json.dumps(content | {"done": done}))
 
 
 def _plain(value: Any) -> Any:
-    """Six digits of a float; one that is not finite as text, which JSON has no number for."""
+    """Round a float to six digits; one that is not finite, which JSON lacks, becomes text."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else str(value)

@@ -1,4 +1,4 @@
-"""Runs checks one after the other, each in a process with a limit, whatever the others did."""
+"""Runs checks one after another, each in its own process with a time limit."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from scripts.gpu_checks.table import Check
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 10.0
-"""What a check that is stopped may take to stop what it started."""
+"""Seconds that a stopped check may take to stop the processes it started."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of one check; `ok` is None for one that was left out."""
+    """The result of one check; `ok` is None if it was skipped."""
 
     name: str
     ok: bool | None
@@ -33,23 +33,24 @@ class Row:
     error: str | None = None
     skipped: str | None = None
     is_missing: bool = False
-    """Left out for want of time: the run is not complete."""
+    """Whether the check was skipped for lack of time, so that the run is incomplete."""
 
     def line(self) -> str:
-        """The row as one line of JSON."""
+        """Return the row as one line of JSON."""
         return json.dumps(asdict(self))
 
 
 def run_all(
     checks: Sequence[Check], device: str, out: Path, seconds: float, interpreter: Sequence[str] = ()
 ) -> Iterator[Row]:
-    """A row a check, as it ends; one that needs more than is left of `seconds` is left out."""
+    """Yield a row per check as it ends; skips checks that do not fit the rest of `seconds`."""
     end = time.monotonic() + seconds
     for check in checks:
         left = end - time.monotonic()
         if left < check.seconds:
-            why = f"no time: it needs about {check.seconds:.0f} s of which {max(left, 0):.0f} s are"
-            yield Row(check.name, None, 0.0, skipped=f"{why} left", is_missing=True)
+            needed = f"it needs about {check.seconds:.0f} s"
+            reason = f"no time: {needed}, {max(left, 0):.0f} s are left"
+            yield Row(check.name, None, 0.0, skipped=reason, is_missing=True)
         else:
             yield run_one(check, device, out, min(check.limit, left), interpreter)
 
@@ -57,7 +58,7 @@ def run_all(
 def run_one(
     check: Check, device: str, out: Path, limit: float, interpreter: Sequence[str] = ()
 ) -> Row:
-    """Run one check in a process of its own for at most `limit` seconds."""
+    """Run one check in its own process for at most `limit` seconds."""
     command = [*(interpreter or (sys.executable, "-m", "scripts.gpu_checks"))]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     result, log = out / f"{check.name}.json", out / f"{check.name}.log"
@@ -82,7 +83,7 @@ def run_one(
 
 
 def stop_tree(pid: int) -> None:
-    """End a process and all below it, by force what is left after `GRACE_S`."""
+    """Terminate a process and its descendants; after `GRACE_S` kill those that are left."""
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
         processes = [root, *root.children(recursive=True)]
@@ -95,15 +96,15 @@ def stop_tree(pid: int) -> None:
 
 
 def _row(check: Check, seconds: float, ending: str, result: Path, log: Path) -> Row:
-    found: dict[str, Any] = {"figures": {}, "failures": [], "skipped": None, "done": False}
+    content: dict[str, Any] = {"figures": {}, "failures": [], "skipped": None, "done": False}
     if result.exists():
-        found = json.loads(result.read_text())
-    errors = list(found["failures"])
-    if not found["done"]:
+        content = json.loads(result.read_text())
+    errors = list(content["failures"])
+    if not content["done"]:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         errors.append(f"{ending}; its log ends: {lines[-1] if lines else '(empty)'}")
-    is_skipped = found["skipped"] is not None and not errors
+    is_skipped = content["skipped"] is not None and not errors
     return Row(
-        check.name, None if is_skipped else not errors, round(seconds, 1), found["figures"],
-        "; ".join(errors) or None, found["skipped"],
+        check.name, None if is_skipped else not errors, round(seconds, 1), content["figures"],
+        "; ".join(errors) or None, content["skipped"],
     )  # fmt: skip

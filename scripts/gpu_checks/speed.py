@@ -1,4 +1,4 @@
-"""Real shapes with random weights: how fast a rank updates, and the memory that takes."""
+"""Measures the speed and memory of a rank on real model shapes with random weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from scripts.gpu_checks.report import Report
-from scripts.gpu_checks.trainer import joined
+from scripts.gpu_checks.trainer import training_rank
 from scripts.gpu_checks.world import random_batch, small_run, write_model
 from verl.config import Config
 from verl.machine import Machine
@@ -21,17 +21,16 @@ from verl.training.node_folder import new_path
 from verl.types import TokenBatch
 
 CASES = (("1.5B", False), ("3B", False), ("3B", True))
-"""Shapes, and whether parameters and optimizer wait on the host, as the recipes have it."""
+"""Shapes, and whether parameters and optimizer are offloaded, as in the recipes."""
 LENGTH, COUNT, BUDGET = 1500, 32, 16384
 GIB = 2**30
 PASSES = {"log_probs": (Phase.LOG_PROBS,), "update": (Phase.UPDATE_ACTOR, Phase.STEP_ACTOR)}
 RATIO = (0.8, 1.15)
-"""Of the measured peak by the estimate; above 1 by more, runs die that were let through."""
+"""Allowed ratio of measured peak to estimate; above it, runs that pass the preflight could fail."""
 
 
 def check(report: Report) -> None:
-    """Every case that this card has the memory for; on a CPU, of which time and memory say nothing,
-    a tiny one that tries the check."""
+    """Measure every case that fits the card; on a CPU, only a tiny one, to test the check."""
     cases, length = (CASES, LENGTH) if report.on_card else ([("tiny", False)], LENGTH // 2)
     for shape, offload in cases:
         with report.part(f"{shape}{' offloaded' if offload else ''}"):
@@ -39,31 +38,31 @@ def check(report: Report) -> None:
 
 
 def measure(report: Report, shape: str, offload: bool, length: int) -> None:
-    """One rank of GRPO in bfloat16 with recomputation: time, memory, hand-over."""
+    """Measure one GRPO rank in bfloat16 with recomputation: time, memory and weight transfer."""
     name = f"{shape}_offloaded" if offload else shape
     folder = report.folder / shape
     if not folder.exists():
         write_model(folder, shape, 0, report.device, "bfloat16")
     config = run_of(str(folder), report.device, offload, length)
-    facts = read_shape(str(folder))
-    assert facts is not None
-    expected = estimates(config, facts)
+    model_shape = read_shape(str(folder))
+    assert model_shape is not None
+    expected = estimates(config, model_shape)
     if report.on_card:
         torch.cuda.empty_cache()
         free, needed = torch.cuda.mem_get_info()[0], max(expected.values()) + CONTEXT
         if needed > free:
             report.record(name, f"skipped: {needed / GIB:.0f} GiB needed, {free / GIB:.0f} free")
             return
-    batch, flops = random_batch([length] * COUNT, facts.vocab), ModelFlops(facts)
+    batch, flops = random_batch([length] * COUNT, model_shape.vocab), ModelFlops(model_shape)
     work = batch.lengths.tolist(), int(batch.tokens["policy_mask"].sum())
     began = time.monotonic()
-    with joined(config) as worker:
+    with training_rank(config) as worker:
         report.record(f"{name}_load_s", time.monotonic() - began)
-        for what, call, count in (
+        for key, call, count in (
             ("log_probs", worker.actor.log_probs, flops.forward),
             ("update", worker.actor.update, flops.update),
         ):
-            one_pass(report, f"{name}_{what}", call, batch, count(*work), expected[what])
+            measure_pass(report, f"{name}_{key}", call, batch, count(*work), expected[key])
         began = time.monotonic()
         worker.share_policy(new_path(), 1, [], "bfloat16", is_adapter=False)
         report.record(f"{name}_hand_over_s", time.monotonic() - began)
@@ -71,7 +70,7 @@ def measure(report: Report, shape: str, offload: bool, length: int) -> None:
 
 
 def run_of(model: str, device: str, offload: bool, length: int) -> Config:
-    """One mini-batch a step, of `COUNT` trajectories."""
+    """Return options with one mini-batch of `COUNT` trajectories per step."""
     fsdp = "actor_rollout_ref__actor__fsdp_config__"
     return small_run(
         model, device, "bfloat16",
@@ -87,16 +86,16 @@ def run_of(model: str, device: str, offload: bool, length: int) -> Config:
 
 
 def estimates(config: Config, shape: ModelShape) -> dict[str, int]:
-    """Device bytes of a rank by `verl.preflight.memory`, its context apart, in each pass."""
+    """Return the estimated device bytes of a rank in each pass, without its context."""
     setting = Setting(shape, shape, on_gpu=True, machine=Machine.now(with_devices=False))
-    held = [n for n in rank_needs(config, setting) if n.memory is Memory.DEVICE]
+    needs = [need for need in rank_needs(config, setting) if need.memory is Memory.DEVICE]
     return {
-        what: max(sum(n.bytes for n in held if phase in n.phases) for phase in phases)
-        for what, phases in PASSES.items()
+        name: max(sum(need.bytes for need in needs if phase in need.phases) for phase in phases)
+        for name, phases in PASSES.items()
     }
 
 
-def one_pass(
+def measure_pass(
     report: Report,
     name: str,
     call: Callable[[TokenBatch], Any],
@@ -104,7 +103,7 @@ def one_pass(
     flops: int,
     estimate: int,
 ) -> None:
-    """The second and third call in seconds each; the peak of what torch allocated."""
+    """Record seconds per call, after a warm-up call, and the peak of torch's allocations."""
     call(batch)
     if report.on_card:
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The checks by name, in the order they run, and what each may take."""
+"""The checks by name, in the order in which they run, and their time limits."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from scripts.gpu_checks.report import Report
 
 LIMIT_FACTOR = 4
-LEAST_LIMIT_S = 120.0
+MIN_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check: `function` of a module of this package."""
+    """One check: a function in a module of this package."""
 
     name: str
     module: str
     function: str
     seconds: float
-    """Estimated on one large card; nobody has measured it yet."""
+    """Estimate for one large card, not measured yet."""
     about: str
 
     @property
     def limit(self) -> float:
-        """Seconds after which it is killed."""
-        return max(LEAST_LIMIT_S, LIMIT_FACTOR * self.seconds)
+        """Seconds after which the check is killed."""
+        return max(MIN_LIMIT_S, LIMIT_FACTOR * self.seconds)
 
     def run(self, report: Report) -> None:
-        """Run it in this process."""
+        """Run the check in this process."""
         module = importlib.import_module(f"{__package__}.{self.module}")
         getattr(module, self.function)(report)
 

@@ -1,4 +1,4 @@
-"""The recipes' own scripts on a tiny policy that searches, with a real retriever, and resumed."""
+"""Runs and resumes the recipes' scripts on a tiny policy that searches a real retriever."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from scripts.gpu_checks.world import write_demonstrations, write_model, write_qu
 from scripts.processes import run
 from search_r1.search.local_server import LocalServer
 
-MISMATCH = 0.02
-"""Mean difference between the engine's log-probs and the trainer's, after every update."""
+MAX_MISMATCH = 0.02
+"""Bound on the mean difference between the engine's and the trainer's log-probs in each step."""
 SMALL = {
     "TRAIN_BATCH_SIZE": "4", "VAL_BATCH_SIZE": "8", "N_AGENT": "2", "MINI_BATCH_SIZE": "4",
     "MAX_PROMPT_LENGTH": "512", "MAX_START_LENGTH": "128", "MAX_RESPONSE_LENGTH": "48",
@@ -36,7 +36,7 @@ SMALL = {
 
 @dataclass(frozen=True)
 class World:
-    """What a run reads: a policy that searches, questions, a retriever that answers."""
+    """The inputs of a run: a policy that searches, questions, and a running retriever."""
 
     model: Path
     questions: Path
@@ -45,7 +45,7 @@ class World:
 
 @contextlib.contextmanager
 def world(report: Report) -> Iterator[World]:
-    """Make it, and stop the retriever afterwards."""
+    """Create the inputs of a run; the retriever is stopped afterwards."""
     folder = report.folder
     model, questions = folder / "policy", folder / "questions.parquet"
     write_questions(questions)
@@ -75,10 +75,10 @@ class Recipe:
     num_gpus: int = 1
     options: Sequence[str] = ()
     offload: str = "null"
-    """The recipe's own choice, or true or false."""
+    """Value of OFFLOAD: true, false, or null for an automatic choice."""
 
     def start(self, steps: int, *options: str) -> subprocess.Popen[bytes]:
-        """Start it as a user does; what it says goes to our log."""
+        """Start the script as a user does; its output goes to the check's log."""
         environment = SMALL | {
             "PYTHON": sys.executable, "BASE_MODEL": str(self.world.model),
             "TRAIN_FILES": str(self.world.questions), "VAL_FILES": str(self.world.questions),
@@ -93,7 +93,7 @@ class Recipe:
         )  # fmt: skip
 
     def finish(self, steps: int, *options: str) -> list[dict[str, Any]]:
-        """Run it to its end; the metrics of all steps so far. Raises CalledProcessError."""
+        """Run to the end; returns the metrics of all steps so far. Raises CalledProcessError."""
         process = self.start(steps, *options)
         try:
             code = process.wait()
@@ -105,67 +105,67 @@ class Recipe:
         return self.rows()
 
     def rows(self) -> list[dict[str, Any]]:
-        """The metrics of each step."""
+        """Return the metrics of each step logged so far."""
         path = self.out / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def grpo(report: Report) -> None:
-    """Three steps as the recipe has them (graphs), and a fourth after a resume."""
-    with world(report) as found:
-        steps_and_resume(report, Recipe(found, report.device, report.folder / "run", GRPO), 3)
+    """Check three steps with the recipe's settings (CUDA graphs), and a fourth after a resume."""
+    with world(report) as inputs:
+        steps_and_resume(report, Recipe(inputs, report.device, report.folder / "run", GRPO), 3)
 
 
 def ppo(report: Report) -> None:
-    """Two steps with a critic, offloaded, without graphs, and a third after a resume."""
-    with world(report) as found:
+    """Check two steps with a critic, offloaded, without graphs, and a third after a resume."""
+    with world(report) as inputs:
         options = ["actor_rollout_ref.rollout.enforce_eager=true"]
         folder = report.folder / "run"
-        recipe = Recipe(found, report.device, folder, PPO, options=options, offload="true")
+        recipe = Recipe(inputs, report.device, folder, PPO, options=options, offload="true")
         steps_and_resume(report, recipe, 2)
 
 
 def two_cards(report: Report) -> None:
-    """GRPO on two ranks and two engines, offloaded."""
+    """Check GRPO on two ranks and two engines, offloaded."""
     on_two(report, num_gpus=2, offload="true")
 
 
 def split_cards(report: Report) -> None:
-    """GRPO on a rank and an engine that never sleeps, each on a card of its own."""
+    """Check GRPO with the rank and the engine, which never sleeps, on separate cards."""
     on_two(report, options=["trainer.rollout_gpus=1"])
 
 
 def on_two(report: Report, **recipe: Any) -> None:
-    """Three steps as `recipe` says, and a fourth after a resume, where there are two cards."""
+    """Check three steps with the options in `recipe`, and a fourth after a resume, on two cards."""
     if report.on_card and torch.cuda.device_count() < 2:
         raise Skipped(f"{torch.cuda.device_count()} card here, two are needed")
-    with world(report) as found:
+    with world(report) as inputs:
         folder = report.folder / "run"
-        steps_and_resume(report, Recipe(found, report.device, folder, GRPO, **recipe), 3)
+        steps_and_resume(report, Recipe(inputs, report.device, folder, GRPO, **recipe), 3)
 
 
 GRPO, PPO = "train_grpo.sh", "train_ppo.sh"
 
 
 def steps_and_resume(report: Report, recipe: Recipe, steps: int) -> None:
-    """`steps` steps, then one more by a run that takes up the last checkpoint."""
-    judge(report, "run", recipe.finish(steps), list(range(1, steps + 1)))
+    """Run `steps` steps, resume from the last checkpoint for one more step, and check both."""
+    check_metrics(report, "run", recipe.finish(steps), list(range(1, steps + 1)))
     rows = recipe.finish(steps + 1, "trainer.resume_mode=auto")
-    judge(report, "resumed", rows, list(range(1, steps + 2)))
+    check_metrics(report, "resumed", rows, list(range(1, steps + 2)))
 
 
-def judge(report: Report, name: str, rows: list[dict[str, Any]], steps: list[int]) -> None:
-    """Each step once; engine and trainer agree; finite gradients; documents were read."""
+def check_metrics(report: Report, name: str, rows: list[dict[str, Any]], steps: list[int]) -> None:
+    """Check that each step is logged once, log-probs agree, gradients are finite and tools ran."""
     rows = [row for row in rows if row["step"] > 0]
     if [row["step"] for row in rows] != steps:
         report.fail(f"{name}: got steps {[row['step'] for row in rows]}, expected {steps}")
     for key in ("actor/rollout_mismatch", "actor/grad_norm", "actor/skipped_updates"):
         report.record(f"{name}_{key}", [float(f"{row[key]:.4g}") for row in rows if key in row])
     report.expect(
-        f"{name}_mismatch", max(row["actor/rollout_mismatch"] for row in rows), below=MISMATCH
+        f"{name}_mismatch", max(row["actor/rollout_mismatch"] for row in rows), below=MAX_MISMATCH
     )
     report.expect(f"{name}_skipped", max(row["actor/skipped_updates"] for row in rows), equal=0)
-    # An update whose loss was scaled too high for float16 has no norm, and is no fault.
+    # An update skipped because float16 overflowed has no norm, which is not a failure.
     if not all(0 < row["actor/grad_norm"] < math.inf for row in rows if "actor/grad_norm" in row):
         report.fail(f"{name}: a gradient that is zero or not finite")
     report.expect(f"{name}_searches", rows[-1]["env/valid_searches"], above=0)

@@ -1,4 +1,4 @@
-"""Models, a tokenizer, batches and questions that are made on the spot: no hub, no network."""
+"""Creates models, a tokenizer, batches and questions without the hub or a network."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ SHAPES = {
     "3B": QWEN | {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
                   "num_attention_heads": 16},
 }  # fmt: skip
-"""Published sizes of Qwen2.5; of `tiny`, heads of 32 are the smallest that vLLM serves on CPU."""
+"""Published sizes of Qwen2.5; `tiny` has heads of 32, the smallest that vLLM supports on CPU."""
 ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
 
 
 def write_model(
     folder: Path, shape: str, seed: int = 0, device: str = "cpu", dtype: str = "float32"
 ) -> str:
-    """Random weights of a shape and a tokenizer with a token for each byte; returns the path."""
+    """Write random weights of a shape and a byte-level tokenizer; returns the path."""
     sizes: dict[str, Any] = dict(SHAPES[shape])
-    # So that log-probs differ between tokens: logits of a deviation of about 0.6 at any width.
-    spread = 0.6 / sizes["hidden_size"] ** 0.5
+    # Logits have a standard deviation of about 0.6 at any width, so that log-probs differ.
+    std = 0.6 / sizes["hidden_size"] ** 0.5
     config = Qwen2Config(
-        **sizes, tie_word_embeddings=True, max_position_embeddings=4096, initializer_range=spread,
+        **sizes, tie_word_embeddings=True, max_position_embeddings=4096, initializer_range=std,
         bos_token_id=None, eos_token_id=256, pad_token_id=257,
     )  # fmt: skip
     torch.manual_seed(seed)
@@ -55,7 +55,7 @@ def write_model(
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A token for each byte, the end of a sequence (256) and padding (257)."""
+    """Write a tokenizer with a token per byte, an end of sequence (256) and padding (257)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -67,9 +67,9 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def small_run(model: str, device: str, dtype: str = "float32", **changes: Any) -> Config:
-    """Options of one rank with KL and entropy in the loss; `changes` have `__` for dots.
+    """Return options for one rank with KL and entropy in the loss, without offloading.
 
-    Nothing waits on the host unless they say so.
+    `changes`: further options, with `__` for dots.
     """
     base = {
         "actor_rollout_ref.model.path": model,
@@ -85,7 +85,7 @@ def small_run(model: str, device: str, dtype: str = "float32", **changes: Any) -
 
 
 def random_batch(lengths: list[int], vocab: int = 250, seed: int = 0) -> TokenBatch:
-    """A mini-batch with every column that updates read; the first two tokens are the prompt."""
+    """Return a mini-batch with all columns of an update; the first two tokens are the prompt."""
     generator = torch.Generator().manual_seed(seed)
     total, offsets = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
     mask = torch.rand(total, generator=generator) < 0.6
@@ -112,7 +112,7 @@ def random_batch(lengths: list[int], vocab: int = 250, seed: int = 0) -> TokenBa
 
 
 def write_questions(path: Path, count: int = 8) -> None:
-    """Rows of a data set, as pandas would have written them."""
+    """Write questions in the format of the training data."""
     rows = [
         {
             "data_source": "nq",
@@ -127,7 +127,7 @@ def write_questions(path: Path, count: int = 8) -> None:
 
 
 def write_demonstrations(path: Path, count: int = 8) -> None:
-    """Dialogues that search once: what a tiny model is taught before it is trained."""
+    """Write dialogues with one search, for the supervised training of the tiny policy."""
     rows = [
         {
             "prompt": [{"role": "user", "content": f"Question {i}?"}],

@@ -120,7 +120,7 @@ def test_what_is_left_to_the_machine_is_decided(sound: list[str], tmp_path: Path
         ("data.train_batch_size=5", "data.train_files: got 4 rows"),
         ("data.train_data_num=2", "data.train_files: got 2 rows"),
         ("trainer.nnodes=2", "2 without RAY_ADDRESS"),
-        ("trainer.default_local_dir=/dev/null/x", "/dev/null cannot be"),
+        ("trainer.default_local_dir=/dev/null/x", "/dev/null is not writable"),
         ("retriever.url=http://127.0.0.1:9/retrieve", "bash retrieval_launch.sh"),
     ],
 )
