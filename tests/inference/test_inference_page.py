@@ -107,7 +107,7 @@ def test_names_and_defaults_of_the_page_are_those_of_the_code() -> None:
     assert f'model="{options.name}"' in PAGE
     assert f"`{app.TOKEN_VARIABLE}`" in PAGE
     assert f"--port {mcp_server.McpOptions().port}" in PAGE
-    refused = re.search(r"cannot be honoured\n\s+\((.*?) …\)", PAGE)
+    refused = re.search(r"are\s+not\s+supported\s+\((.*?) …\)", PAGE, re.DOTALL)
     assert refused is not None
     assert set(re.findall(r"`(\w+)`", refused[1])) <= set(requests.UNSUPPORTED)
     assert responses.ApiError(503, "").body()["error"]["type"] == "server_error"
