@@ -1,4 +1,4 @@
-"""From scores to advantages, and where the original does that otherwise."""
+"""Options that turn scores into advantages, and switches for the original's behaviour."""
 
 from __future__ import annotations
 
@@ -10,39 +10,40 @@ from verl.config.option import option
 
 @dataclass
 class KlControlConfig:
-    """KL in the reward."""
+    """KL penalty in the reward."""
 
     type: str = option("fixed", resume="logged", choices=("fixed", "adaptive"))
-    """fixed or adaptive."""
+    """Controller of the KL coefficient: fixed or adaptive."""
     kl_coef: float = option(0.001, resume="logged", ge=0, le=1000)
-    """Weight (the starting one, if adaptive); used when KL is not in the loss."""
+    """KL coefficient (its initial value if adaptive); used when KL is not in the loss."""
     target_kl: float = option(0.1, resume="logged", gt=0)
-    """Adaptive: the KL in nats, a mean over policy tokens and then sequences, that is aimed at."""
+    """Adaptive: target KL in nats, averaged over policy tokens and then over sequences."""
     horizon: int = option(10000, resume="logged", ge=1)
-    """Adaptive: how many trajectories the correction takes."""
+    """Adaptive: number of trajectories over which the coefficient adapts."""
 
 
 @dataclass
 class FilterGroupsConfig:
-    """Dynamic sampling: train on groups whose members do not all score the same."""
+    """Dynamic sampling: train only on groups whose scores differ."""
 
     enable: bool = option(False, resume="logged")
-    """Replace groups of equal scores by those of further prompts."""
+    """Replace groups of equal scores by groups sampled for further prompts."""
     max_num_gen_batches: int = option(10, resume="logged", ge=1)
-    """Batches of prompts that a step may sample before it takes what it has."""
+    """Maximum batches of prompts sampled in one step; the step then trains on the groups it has."""
 
 
 @dataclass
 class OverlongBufferConfig:
-    """Overlong shaping: scores fall as a trajectory's policy tokens near their limit (DAPO)."""
+    """Overlong shaping: a penalty that grows as a trajectory nears its length limit (DAPO)."""
 
     enable: bool = option(False, resume="logged")
-    """Take the penalty off the score before advantages."""
+    """Subtract the penalty from the score before advantages are computed."""
     max_length: int | None = option(None, resume="logged", ge=1)
-    """Policy tokens of a whole trajectory at which the penalty is full; null for all that the
-    budgets allow: (max_turns + 1) max_response_length, at most data.max_model_len."""
+    """Policy tokens of a whole trajectory at which the penalty is full; null is the most that the
+    budgets allow: (max_turns + 1) · max_response_length, at most data.max_model_len."""
     length: int | None = option(None, resume="logged", ge=1)
-    """Policy tokens below max_length over which it rises from 0; null for a fifth of max_length."""
+    """Number of policy tokens below max_length over which the penalty rises from 0; null is a fifth
+    of max_length."""
     penalty_factor: float = option(1.0, resume="logged", ge=0)
     """The full penalty, in units of the score."""
 
@@ -54,42 +55,44 @@ class AlgorithmConfig:
     adv_estimator: str = option(
         "gae", resume="experiment", choices="verl.core_algos.advantages:ADVANTAGES"
     )
-    """gae (PPO), grpo, dr_grpo, rloo, opo, grpo_passk, reinforce, reinforce_baseline,
-    reinforce_plus_plus, reinforce_plus_plus_baseline or remax (one more, greedy, rollout a
-    prompt)."""
+    """Advantage estimator: gae (PPO), grpo, dr_grpo, rloo, opo, grpo_passk, reinforce,
+    reinforce_baseline, reinforce_plus_plus, reinforce_plus_plus_baseline or remax (samples one more
+    trajectory per prompt, greedily)."""
     gamma: float = option(1.0, resume="logged", ge=0, le=1)
-    """Discount per policy token."""
+    """Discount factor per policy token."""
     lam: float = option(1.0, resume="logged", ge=0, le=1)
-    """GAE's lambda."""
+    """GAE lambda."""
     norm_adv_by_std_in_grpo: bool = option(True, resume="logged")
-    """Divide the advantages of grpo and grpo_passk by the group's standard deviation."""
+    """Divide the advantages of grpo and grpo_passk by the standard deviation of the group."""
     adv_clip: float | None = option(None, resume="logged", gt=0)
-    """Bound on the size of an advantage, after whitening or division; null for none."""
+    """Clip advantages to this absolute value, after whitening or normalisation; null does not
+    clip."""
     kl_penalty: str = option("kl", resume="logged", choices="verl.core_algos.kl:KL_KINDS")
-    """Estimator of KL in the reward: kl, abs, mse, low_var_kl."""
+    """KL estimator in the reward: kl, abs, mse, low_var_kl."""
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     no_think_rl: bool = option(False, resume="logged")
-    """Train without a thinking part: `<think>` is closed at once in the prompt."""
+    """Train without thinking: the prompt ends with a `<think>` block that is already closed."""
 
 
 @dataclass
 class CompatConfig:
-    """Behaviour of the original that was changed here; all false leaves this project's own.
+    """Switches that restore behaviour of the original Search-R1; all are off by default.
 
-    `compat=search_r1` switches all on, for comparison (docs/algorithms.md); a switch after it wins.
+    `compat=search_r1` turns all of them on, for comparisons (docs/algorithms.md); a switch given
+    after it wins.
     """
 
     gae_over_all_tokens: bool = option(False, resume="experiment")
-    """GAE steps over observation tokens too, and the critic is trained on them."""
+    """Compute GAE over observation tokens too, and train the critic on them."""
     whiten_over_all_tokens: bool = option(False, resume="experiment")
-    """Mean and variance of GAE's advantages are over observation tokens too."""
+    """Include observation tokens in the mean and variance that whiten GAE's advantages."""
     sampled_validation: bool = option(False, resume="experiment")
-    """Validation samples as training does (rollout.temperature, rollout.top_p)."""
+    """Sample in validation as in training (rollout.temperature, rollout.top_p)."""
 
 
 COMPAT_PRESETS: Mapping[str, frozenset[str]] = {
     "none": frozenset(), "search_r1": frozenset(field.name for field in fields(CompatConfig)),
 }  # fmt: skip
-"""What `compat=NAME` switches on; it switches the others off."""
+"""Switches that `compat=NAME` turns on; it turns all others off."""

@@ -1,4 +1,4 @@
-"""Questions and their token budgets."""
+"""Options of the questions and their token budgets."""
 
 from __future__ import annotations
 
@@ -15,39 +15,41 @@ class DataConfig:
     """Questions and token budgets."""
 
     train_files: Any = option(MISSING, resume="free")
-    """Parquet or jsonl file of training rows, or a list of them."""
+    """Parquet or jsonl file with the training rows, or a list of such files."""
     val_files: Any = option(MISSING, resume="free")
-    """Parquet or jsonl file of validation rows, or a list of them."""
+    """Parquet or jsonl file with the validation rows, or a list of such files."""
     train_data_num: int | None = option(None, resume="fixed", ge=1)
-    """Use only this many training rows, chosen by seed; null for all."""
+    """Number of training rows to use, chosen at random by seed; null uses all."""
     val_data_num: int | None = option(None, resume="logged", ge=1)
-    """Use only this many validation rows, chosen by seed; null for all."""
+    """Number of validation rows to use, chosen at random by seed; null uses all."""
     train_batch_size: int = option(512, resume="fixed", ge=1)
-    """Prompts per training step, before sampling `n_agent` trajectories of each."""
+    """Prompts per training step; `n_agent` trajectories are sampled for each."""
     val_batch_size: int = option(256, resume="free", ge=1)
-    """Prompts per validation request; every row is scored whatever this is."""
+    """Prompts per validation request. Does not affect the scores: every row is validated."""
     max_prompt_length: int = option(4096, resume="logged", ge=1)
-    """Tokens the engine may be given at any turn: prompt, earlier turns and observations."""
+    """Maximum tokens of the engine's input at any turn: prompt, earlier turns and observations."""
     max_response_length: int = option(500, resume="logged", ge=1)
-    """Tokens the policy may sample in one turn."""
+    """Maximum tokens that the policy may sample in one turn."""
     max_start_length: int = option(2048, resume="logged", ge=1)
-    """Tokens of the initial prompt; longer rows are filtered before training, with the count."""
+    """Maximum tokens of the initial prompt; longer rows are left out before training, and their
+    number is logged."""
     max_obs_length: int = option(500, resume="logged", ge=1)
-    """Tokens of one observation, wrapping included."""
+    """Maximum tokens of one observation, including the text that wraps it."""
     shuffle_train_dataloader: bool = option(True, resume="experiment")
-    """Shuffle training rows every epoch, by `trainer.seed`."""
+    """Shuffle the training rows in every epoch, by `trainer.seed`."""
     rollouts: str | None = option(None, resume="free")
-    """Learn from the trajectories that a run kept in this folder, its
-    `trainer.rollout_data_dir`, step by step, without engines, questions or tools
-    (docs/offline.md); null samples them."""
+    """Train on recorded trajectories, step by step, instead of sampling: the
+    `trainer.rollout_data_dir` of an earlier run. Needs no engines, questions or tools
+    (docs/offline.md); null samples trajectories."""
     rescore: bool = option(False, resume="experiment")
-    """Score them by `reward_model`, and not as they were when they were recorded."""
+    """Score recorded trajectories again with `reward_model`; false uses the recorded scores."""
     prompt_key: str = option("prompt", resume="experiment")
-    """Column that holds the chat messages (or a plain string for base models)."""
+    """Column that holds the prompt: chat messages, or a plain string for base models."""
     filter_overlong_prompts: bool = option(True, resume="experiment")
-    """Drop over-long rows with a count; false refuses them with their numbers."""
+    """Leave out rows longer than `max_start_length` and log their number; false refuses to start
+    and names these rows."""
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest trajectory: the last context and one more response."""
+        """Maximum tokens of a trajectory: the longest context plus one response."""
         return self.max_prompt_length + self.max_response_length

@@ -1,4 +1,4 @@
-"""The policy, its weights, update, generation and reference; and the critic, its value function."""
+"""Options of the policy (weights, update, rollout, reference) and of the critic."""
 
 from __future__ import annotations
 
@@ -11,87 +11,91 @@ from verl.config.option import option
 
 ALL_LINEAR = "all-linear"
 SELECTIVE = "selective"
-RECOMPUTED = (True, False, SELECTIVE)
-"""What of a block's activations is recomputed: all, nothing, or what is cheap."""
+CHECKPOINTING_MODES = (True, False, SELECTIVE)
+"""Activations of a block that are recomputed in backward: all, none, or the cheap ones."""
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM can reserve room for; an adapter takes the next larger."""
+"""LoRA ranks that vLLM can reserve memory for; an adapter uses the next larger one."""
 
 
 @dataclass
 class AdapterConfig:
-    """A LoRA adapter: each chosen matrix W acts as W + lora_alpha / lora_rank · B A."""
+    """A LoRA adapter: each target matrix W becomes W + lora_alpha / lora_rank · B A."""
 
     lora_rank: int = option(0, resume="fixed", ge=0, le=512)
-    """Rank of A and B; 0 trains all weights and has no adapter."""
+    """Rank of A and B; 0 trains all weights, without an adapter."""
     lora_alpha: float = option(16.0, resume="fixed", gt=0)
     """Numerator of the adapter's scale; twice the rank is usual."""
     target_modules: Any = option(ALL_LINEAR, resume="fixed")
-    """all-linear (every linear layer but the output head), or a list such as [q_proj,v_proj]."""
+    """Layers with an adapter: all-linear (every linear layer except the output head), or a list
+    such as [q_proj,v_proj]."""
 
     @property
     def has_adapter(self) -> bool:
-        """Whether an adapter is trained, and the weights below it stay as they are."""
+        """Whether only an adapter is trained, while the base weights stay frozen."""
         return self.lora_rank > 0
 
 
 @dataclass
 class OptimConfig:
-    """AdamW and its schedule (linear warm-up, then constant)."""
+    """AdamW and its schedule: linear warm-up, then constant."""
 
     lr: float = option(1e-6, resume="logged", gt=0, le=1)
     """Peak learning rate."""
     lr_warmup_steps_ratio: float = option(0.0, resume="logged", ge=0, le=1)
-    """Share of all optimizer steps over which lr rises linearly from 0."""
+    """Fraction of all optimizer steps over which lr rises linearly from 0."""
     weight_decay: float = option(0.01, resume="logged", ge=0, le=10)
     """Decoupled weight decay."""
     betas: tuple[float, float] = option((0.9, 0.999), resume="experiment", ge=0, lt=1)
-    """AdamW's moment decays."""
+    """Decay rates of AdamW's two moments."""
 
 
 @dataclass
 class FsdpConfig:
-    """What leaves the device between uses: of offloading, without effect on CPU.
+    """Offloading and resharding of an FSDP2 model; offloading has no effect on CPU.
 
-    What is null is chosen before the run starts: on, where the memory estimate says that the device
-    has not the room (`verl.preflight.memory.check`), and where nothing can be estimated.
+    Null options are decided before the run starts, from the memory estimate
+    (`verl.preflight.memory.check`): offloading is on where the device lacks the memory, and where
+    no estimate is possible.
     """
 
     param_offload: bool | None = option(None, resume="free")
-    """Keep parameters, gradients and optimizer state on the host (FSDP2's CPU offload), which costs
-    seconds a step; null where the device has not the room for them."""
+    """Keep parameters, gradients and optimizer state in host memory (CPU offload of FSDP2), which
+    costs seconds per step; null does so where the device lacks the memory."""
     optimizer_offload: bool | None = option(None, resume="free")
-    """Move optimizer state to the host between updates; null where the device has not the room."""
+    """Move optimizer state to the host between updates; null does so where the device lacks the
+    memory."""
     reshard_each: bool | None = option(True, resume="free")
-    """Spread weights and gradients over the ranks again in each micro-batch of an update. false
-    keeps both whole until its last one, which spares their collectives; null does so where the
-    memory estimate says that GPUs have the room."""
+    """Shard weights and gradients again after every micro-batch of an update. false keeps both
+    unsharded until the last micro-batch, which saves collectives; null does so where the memory
+    estimate says that the GPUs have the memory."""
 
 
 @dataclass
 class BlocksConfig(AdapterConfig):
-    """A model that learns, and how its blocks compute."""
+    """A trained model, and how its transformer blocks compute."""
 
     enable_gradient_checkpointing: bool | str | None = option(
-        True, resume="free", choices=RECOMPUTED
+        True, resume="free", choices=CHECKPOINTING_MODES
     )
     """Recompute block activations in backward: less memory, about a third more compute. selective
-    keeps the results of matrix products and of attention, half of all, and recomputes the rest,
-    which costs little (with kernels=torch alone). null takes false, else selective, where the
-    memory estimate says that GPUs have the room, else true."""
+    keeps the results of matrix products and attention, half of all activations, and recomputes the
+    rest at little cost (only with kernels=torch). null picks the first of false, selective and true
+    that fits into GPU memory by the estimate."""
     kernels: str = option("torch", resume="logged", choices=("torch", "compile", "liger"))
-    """What blocks compute norms, rotation and activation with: torch, compile (torch.compile, with
-    some seconds of compiling at first: `actor/compile_s`) or liger (the package liger-kernel, on
-    GPUs). Results differ by rounding."""
+    """Kernels for norms, rotary embeddings and activations: torch, compile (torch.compile, which
+    compiles for some seconds at first: `actor/compile_s`) or liger (package liger-kernel, GPUs
+    only). Results differ by rounding."""
 
 
 @dataclass
 class ModelConfig(BlocksConfig):
-    """The policy's weights, and how its forward runs."""
+    """The policy's weights, and how its forward pass runs."""
 
     path: str = option(MISSING, resume="free")
-    """Folder (or hub name) of a Hugging Face causal language model."""
+    """Folder or hub name of a Hugging Face causal language model."""
     trust_remote_code: bool = option(False, resume="free")
-    """Run the code that the models' folders bring, as some need: whoever wrote it acts as you."""
+    """Run code that comes with the models, as some of them need. It runs with your permissions:
+    enable this only for authors whom you trust."""
 
 
 @dataclass
@@ -101,99 +105,104 @@ class ActorConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
     ppo_mini_batch_size: int = option(256, resume="experiment", ge=1)
-    """Trajectories per optimizer step, over all ranks; the default takes all of a smaller step."""
+    """Trajectories per optimizer step, over all ranks. More than a step has is refused, except for
+    the default, which then takes the whole step."""
     ppo_micro_batch_size: int | None = option(None, resume="free", ge=1)
-    """Full-length trajectories per forward over all ranks; sets the token budget when
+    """Full-length trajectories per forward pass, over all ranks; sets the token budget if
     `ppo_max_token_len_per_gpu` is null."""
     ppo_max_token_len_per_gpu: int | None = option(None, resume="free", ge=1)
-    """Token budget of one packed forward on one rank; null derives it, or takes 16,384. Ranks that
-    compute together have as many times that."""
+    """Token budget of one packed forward pass on one rank; null derives it from
+    `ppo_micro_batch_size`, else 16,384. A sequence-parallel group has this budget times its
+    number of ranks."""
     ulysses_sequence_parallel_size: int = option(1, resume="free", ge=1)
-    """Ranks that compute each dialogue together, the reference's log-probs too, so that its
-    activations are divided among them (docs/memory.md). It divides the number of ranks and that of
-    the model's attention heads."""
+    """Size of a sequence-parallel group: ranks that compute each dialogue together, including the
+    reference log-probs, so that its activations are divided among them (docs/memory.md). Must
+    divide the number of ranks and the number of the model's attention heads."""
     ppo_epochs: int = option(1, resume="experiment", ge=1, le=1000)
-    """Passes over a step's trajectories."""
+    """Passes over the trajectories of a step."""
     grad_clip: float = option(1.0, resume="logged", gt=0)
-    """Gradient norm bound."""
+    """Maximum gradient norm."""
     clip_ratio: float = option(0.2, resume="logged", gt=0, le=1000)
-    """PPO's epsilon below 1, and above it unless `clip_ratio_high` is set."""
+    """PPO's epsilon for ratios below 1, and above 1 unless `clip_ratio_high` is set."""
     clip_ratio_high: float | None = option(None, resume="logged", gt=0, le=1000)
-    """Epsilon above 1 (clip-higher); null takes `clip_ratio`."""
+    """Epsilon for ratios above 1 (clip-higher); null uses `clip_ratio`."""
     clip_ratio_c: float = option(3.0, resume="logged", gt=1)
     """Dual-clip bound for negative advantages (policy_loss=ppo)."""
     policy_loss: str = option(
         "ppo", resume="experiment", choices="verl.core_algos.policy_losses:POLICY_LOSSES"
     )
-    """ppo (clip, dual clip), gspo (ratio of the sequence), cispo (clipped weight) or gpg (none)."""
+    """Policy loss: ppo (clipping, dual clip), gspo (sequence-level ratio), cispo (clipped
+    importance weight) or gpg (no ratio)."""
     loss_agg_mode: str = option(
         "token-mean", resume="logged", choices="verl.core_algos.losses:AGGREGATIONS"
     )
-    """How token losses become one: token-mean, seq-mean-token-sum, seq-mean-token-mean,
-    seq-mean-token-sum-norm (divided by the tokens that a whole trajectory may sample)."""
+    """Aggregation of token losses: token-mean, seq-mean-token-sum, seq-mean-token-mean, or
+    seq-mean-token-sum-norm (divided by the maximum tokens that a trajectory may sample)."""
     entropy_coeff: float = option(0.0, resume="logged", ge=-10, le=10)
     """Weight of the entropy bonus."""
     use_kl_loss: bool = option(False, resume="logged")
-    """Add KL to the reference policy to the loss (needs the reference)."""
+    """Add the KL to the reference policy to the loss (requires the reference)."""
     kl_loss_coef: float = option(0.001, resume="logged", ge=0, le=1000)
-    """Weight of that KL."""
+    """Weight of the KL in the loss."""
     kl_loss_type: str = option("low_var_kl", resume="logged", choices="verl.core_algos.kl:KL_KINDS")
-    """Estimator: kl, abs, mse, low_var_kl."""
+    """KL estimator in the loss: kl, abs, mse, low_var_kl."""
     llds_coef: float = option(0.0, resume="logged", ge=0, le=1000)
-    """Weight of the penalty on likelihood that good trajectories lose (LLDS; 0.1 is published)."""
+    """Weight of the penalty on lost likelihood of good trajectories (LLDS; the paper uses 0.1)."""
     llds_gate: str = option("turn", resume="logged", choices=("turn", "trajectory"))
-    """What must have lost likelihood for its tokens to count: turn or trajectory."""
+    """Unit that must have lost likelihood for its tokens to be penalised: turn or trajectory."""
     old_log_probs: str | None = option(None, resume="logged", choices=("recompute", "engine"))
-    """What the ratio of the loss compares with: recompute (the trainer's log-probs before the
-    step's updates; a pass of its own where a step has several) or engine (those of sampling); null
-    is engine where rollout.max_staleness is above 0, and else recompute."""
+    """Denominator of the loss's probability ratio: recompute (the trainer's log-probs before the
+    step's updates; an extra forward pass if a step has several) or engine (the log-probs of
+    sampling); null is engine if rollout.max_staleness is above 0, else recompute."""
     rollout_is: str = option("none", resume="logged", choices="verl.core_algos.mismatch:LEVELS")
-    """Weigh losses by trainer against engine probability: none, token, sequence (product),
-    geometric (the product's root by the number of tokens)."""
+    """Importance weights of trainer against engine probabilities: none, token, sequence (product
+    over tokens) or geometric (geometric mean over tokens)."""
     rollout_is_threshold: float = option(2.0, resume="logged", gt=0)
-    """Largest weight; more is cut to it."""
+    """Maximum importance weight; larger weights are clipped to it."""
     rollout_is_floor: float = option(0.0, resume="logged", ge=0)
-    """Smallest weight; less is raised to it, and 0 changes nothing."""
+    """Minimum importance weight; smaller weights are raised to it, and 0 changes nothing."""
     rollout_mask: str | None = option(
         None, resume="logged", choices=("token", "sequence", "geometric")
     )
-    """Level of the ratio that decides what is left out; null takes that of `rollout_is`."""
+    """Level of the ratio that decides which tokens are masked out: token, sequence or geometric;
+    null uses the level of `rollout_is`."""
     rollout_mask_threshold: float | None = option(None, resume="logged", gt=1)
-    """Leave out tokens (sequences) whose ratio is above this, or below `rollout_mask_floor`; null:
-    none."""
+    """Mask out tokens (or sequences) whose ratio is above this or below `rollout_mask_floor`; null
+    masks none."""
     rollout_mask_floor: float | None = option(None, resume="logged", ge=0, le=1)
-    """Least ratio that is not left out; null is the inverse of `rollout_mask_threshold`."""
+    """Minimum ratio that is not masked out; null is the inverse of `rollout_mask_threshold`."""
     skip_zero_advantages: bool = option(True, resume="logged")
-    """Skip the forward of trajectories whose advantages are all 0 (a group of equal scores): they
-    have no gradient. Without effect when KL or entropy is in the loss."""
+    """Skip the forward pass of trajectories whose advantages are all 0 (a group of equal scores):
+    they have no gradient. No effect when KL, entropy or LLDS is in the loss."""
     state_masking: bool = option(True, resume="experiment")
-    """Leave observation tokens out of the loss; false trains on documents too (ablation)."""
+    """Mask observation tokens in the loss; false also trains on retrieved documents (ablation)."""
 
 
 @dataclass
 class ValSamplingConfig:
-    """How validation samples; greedy unless said otherwise."""
+    """Sampling of validation, greedy by default."""
 
     temperature: float = option(0.0, resume="logged", ge=0, le=10)
     """Sampling temperature of validation; 0 is greedy."""
     top_p: float = option(1.0, resume="logged", gt=0, le=1)
-    """Nucleus bound of validation."""
+    """Top-p (nucleus) threshold of validation sampling."""
 
 
 @dataclass
 class SpeculativeConfig:
-    """Tokens that vLLM guesses from text that is there already, and verifies several of at once:
-    what is sampled has the distribution that it has without."""
+    """Speculative decoding in vLLM without a draft model: it proposes tokens from existing text and
+    verifies several at once. The sampling distribution does not change."""
 
     method: str | None = option(None, resume="logged", choices=("ngram", "suffix"))
-    """ngram (whatever followed the last tokens earlier in the dialogue), suffix (whatever mostly
-    followed them in the dialogue and in earlier answers; needs arctic-inference); null: none."""
+    """Source of proposals: ngram (what followed the last tokens earlier in the dialogue) or suffix
+    (what most often followed them in the dialogue and in earlier answers; needs arctic-inference);
+    null turns it off."""
     num_speculative_tokens: int = option(5, resume="logged", ge=1, le=32)
-    """Most tokens that are guessed at once."""
+    """Maximum tokens proposed at once."""
     prompt_lookup_min: int = option(3, resume="logged", ge=1, le=32)
-    """Least tokens that must have stood there before (ngram)."""
+    """Minimum length of the matched tokens (ngram)."""
     prompt_lookup_max: int = option(5, resume="logged", ge=1, le=32)
-    """Most tokens that are looked for (ngram)."""
+    """Maximum length of the matched tokens (ngram)."""
 
 
 @dataclass
@@ -201,69 +210,76 @@ class RolloutConfig:
     """Generation of trajectories."""
 
     name: str = option("vllm", resume="logged")
-    """The engine: vllm, transformers (small models, one request at a time), remote (a server that
-    takes no new weights: not for training), or path/file.py:Name (docs/rollout_engines.md)."""
+    """Rollout engine: vllm, transformers (small models, one request at a time), remote (a server
+    whose weights cannot be updated: not for training), or path/file.py:Name
+    (docs/rollout_engines.md)."""
     url: Any = option(None, resume="free")
-    """Addresses of vLLM servers that you started: each is an engine, and reads each new version of
-    the weights (docs/placement.md). With name=remote, the address of any OpenAI-compatible server.
+    """Addresses of vLLM servers that you started: each is one engine and loads every new version of
+    the weights (docs/placement.md). With name=remote, the address of an OpenAI-compatible server.
     """
     weights_dir: str | None = option(None, resume="free")
-    """Folder that ranks write new weights into, and the servers of `url` read them from, by the
-    same path; null is this machine's shared memory, for servers on it."""
+    """Folder through which ranks pass new weights to the servers of `url`; must have the same path
+    on both sides. null uses shared memory, for servers on this machine."""
     weight_sync: str = option("files", resume="free", choices=("files", "ipc", "nccl"))
-    """How new weights come to engines: files in shared memory; ipc, through the memory of the
-    device that ranks and engines share; nccl (gloo on a CPU), to engines on devices of their own
-    (trainer.rollout_gpus)."""
+    """Transfer of new weights to engines: files (in shared memory), ipc (through the memory of the
+    device that ranks and engines share) or nccl (gloo on CPU; to engines on devices of their own,
+    trainer.rollout_gpus)."""
     weight_delta: bool = option(False, resume="free")
-    """With nccl, send after the first time only the values that changed in the engines' dtype; the
-    first rank and each engine's worker keep a copy of the weights in host memory for that."""
+    """With nccl, send only the values that changed in the engines' dtype, except in the first
+    transfer; the first rank and each engine's worker keep a copy of the weights in host memory."""
     served_model: str | None = option(None, resume="free")
-    """The model's name there; null takes whichever it is, with name=remote the model's path."""
+    """Name of the model at `url`; null uses whatever the server has, or the model's path with
+    name=remote."""
     api_key_env: str | None = option(None, resume="free")
-    """Variable that holds its key; null sends OPENAI_API_KEY to https://api.openai.com alone."""
+    """Environment variable with the server's API key; null sends OPENAI_API_KEY, and only to
+    https://api.openai.com."""
     n_agent: int = option(1, resume="experiment", ge=1)
-    """Trajectories sampled per prompt (the group size of GRPO)."""
+    """Trajectories sampled per prompt (GRPO's group size)."""
     temperature: float = option(1.0, resume="logged", ge=0, le=10)
-    """Sampling temperature of training rollouts."""
+    """Sampling temperature of training."""
     top_p: float = option(1.0, resume="logged", gt=0, le=1)
-    """Nucleus bound of training rollouts; below 1, engine and trainer log-probs differ."""
+    """Top-p (nucleus) threshold of training; below 1, log-probs of engine and trainer differ."""
     gpu_memory_utilization: float = option(0.6, resume="free", gt=0, le=1)
-    """Share of a GPU's memory that vLLM may take; 0.9 is usual on one of its own
+    """Fraction of a GPU's memory that vLLM may use; 0.9 is usual on a GPU of its own
     (trainer.rollout_gpus)."""
     cpu_kv_cache_gib: int = option(2, resume="free", ge=1)
     """KV cache of one engine on CPU, in GiB."""
     tensor_model_parallel_size: int = option(1, resume="free", ge=1)
-    """GPUs per engine."""
+    """GPUs per engine (tensor parallelism)."""
     num_replicas: int | None = option(None, resume="free", ge=1)
-    """Engines; null for as many as the GPUs hold (one on CPU)."""
+    """Number of engines; null is as many as fit on the GPUs (one per node on CPU)."""
     max_staleness: int = option(0, resume="logged", ge=0, le=64)
-    """By how many weight versions a token may be older than those it trains; 0 samples and trains
-    in turns, more samples that many steps ahead (docs/asynchrony.md)."""
+    """Maximum age of a token in weight versions when it is trained on; 0 alternates sampling and
+    training, more samples up to that many steps ahead (docs/asynchrony.md)."""
     replay: str | None = option(None, resume="free")
-    """Folder `schedule` of another run: the weights that sampled a turn there sample it here."""
+    """Folder `schedule` of another run to replay: each turn is sampled by the weight version that
+    sampled it there."""
     partial: bool = option(True, resume="logged")
-    """Let a trajectory go on with newer weights at its next turn; false keeps it to one version."""
+    """Let a trajectory continue with newer weights at its next turn; false samples each trajectory
+    with one version."""
     interrupt_turns: bool = option(False, resume="logged")
-    """Have engines take new weights at once: turns that are being sampled end where they are and
-    are continued by them; false lets turns end first."""
+    """Load new weights at once: running turns are interrupted and continued with the new weights;
+    false lets them finish first."""
     dtype: str = option("auto", resume="logged", choices=("auto", "bfloat16", "float16", "float32"))
-    """auto (what the trainer computes in), bfloat16, float16, float32."""
+    """Number format of the engine: auto (the trainer's), bfloat16, float16, float32."""
     quantization: str | None = option(None, resume="logged", choices=("fp8",))
-    """fp8: vLLM computes the linear layers of the blocks in 8 bits, and rounds each version of the
-    weights anew (on GPUs; needs a correction, docs/rollout_engines.md); null: in `dtype`."""
+    """fp8 computes the linear layers of the blocks in 8 bits in vLLM and quantizes each version of
+    the weights again (GPUs only; needs a correction, docs/rollout_engines.md); null computes in
+    `dtype`."""
     kv_cache_dtype: str = option("auto", resume="logged", choices=("auto", "fp8"))
-    """What vLLM keeps keys and values in: auto (`dtype`), or fp8, a byte (needs a correction)."""
+    """Number format of vLLM's KV cache: auto (`dtype`), or fp8, one byte per value (needs a
+    correction)."""
     max_num_seqs: int | None = option(None, resume="free", ge=1)
-    """Trajectories decoded at once by one engine; null for its part of a step or of a validation
-    request, whichever is more, up to 512 (256 on CPU)."""
+    """Maximum trajectories that one engine decodes at once; null is its share of a step or of a
+    validation request, whichever is larger, up to 512 (256 on CPU)."""
     merge_adapter: bool | None = option(None, resume="logged")
-    """Give the engine the policy with its adapter merged, not the adapter; null means true on CPU,
-    where vLLM computes an adapter more slowly than the model below it, and false on GPU."""
+    """Send engines the policy with its adapter merged in, instead of the adapter; null is true on
+    CPU, where an adapter slows vLLM down, and false on GPU."""
     enforce_eager: bool | None = option(None, resume="free")
-    """Skip graph capture and compilation; null means true on CPU and false on GPU."""
+    """Skip CUDA graph capture and compilation in vLLM; null is true on CPU and false on GPU."""
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     log_prob_max_token_len_per_gpu: int | None = option(None, resume="free", ge=1)
-    """Token budget of a forward without gradient; null for twice the actor's."""
+    """Token budget of a forward pass without gradient on one rank; null is twice the actor's."""
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
 
 
@@ -276,7 +292,7 @@ class RefConfig:
 
 @dataclass
 class ActorRolloutRefConfig:
-    """Policy: its weights, update, generation and reference."""
+    """The policy: weights, update, rollout and reference."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
@@ -286,35 +302,35 @@ class ActorRolloutRefConfig:
 
 @dataclass
 class CriticModelConfig(BlocksConfig):
-    """The critic's weights; with an adapter beside the policy's, both share one base."""
+    """The critic's weights. If policy and critic both have adapters, they share one base model."""
 
     path: str | None = option(None, resume="free")
-    """Folder of the model whose trunk the critic starts from; null for the policy's."""
+    """Folder of the model from which the critic's trunk is initialised; null uses the policy's."""
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
 
 
 @dataclass
 class CriticConfig:
-    """The value function; used by adv_estimator=gae only."""
+    """The value function; used only by adv_estimator=gae."""
 
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     n_gpus_per_node: int | None = option(None, resume="free", ge=1)
-    """GPUs of a node (on CPU: processes) for the critic alone, which then works while the actor
-    does; null: it shares the actor's."""
+    """GPUs per node (on CPU: processes) reserved for the critic, which then works at the same time
+    as the actor; null shares the actor's."""
     nnodes: int | None = option(None, resume="free", ge=1)
-    """Nodes that hold those GPUs; null for as many as `trainer.nnodes`."""
+    """Nodes that hold the critic's GPUs; null is `trainer.nnodes`."""
     ppo_micro_batch_size: int | None = option(None, resume="free", ge=1)
     """As the actor's."""
     ppo_max_token_len_per_gpu: int | None = option(None, resume="free", ge=1)
-    """As the actor's; null for twice the actor's."""
+    """As the actor's; null is twice the actor's."""
     ulysses_sequence_parallel_size: int | None = option(None, resume="free", ge=1)
-    """As the actor's; null for the actor's."""
+    """As the actor's; null is the actor's."""
     ppo_mini_batch_size: int | None = option(None, resume="experiment", ge=1)
-    """Trajectories per critic step; null for the actor's."""
+    """Trajectories per optimizer step of the critic; null is the actor's."""
     ppo_epochs: int = option(1, resume="experiment", ge=1, le=1000)
-    """Passes over a step's trajectories."""
+    """Passes over the trajectories of a step."""
     grad_clip: float = option(1.0, resume="logged", gt=0)
-    """Gradient norm bound."""
+    """Maximum gradient norm."""
     cliprange_value: float = option(0.5, resume="logged", gt=0)
-    """How far a value may move from the old one before its loss is clipped."""
+    """Maximum change of a value from its old value before its loss is clipped."""

@@ -1,4 +1,4 @@
-"""The run: where, how long, how often."""
+"""Options of the run as a whole: devices, length, checkpoints, validation, logging, failures."""
 
 from __future__ import annotations
 
@@ -11,152 +11,164 @@ from verl.config.option import option
 
 @dataclass
 class GuardConfig:
-    """The collapse guard. A threshold that is null turns its rule off; see docs/guard.md."""
+    """The collapse guard. A threshold of null turns its rule off (docs/guard.md)."""
 
     enable: bool = option(True, resume="free")
-    """Judge every training step."""
+    """Check every training step for signs of collapse."""
     action: str = option("warn", resume="free", choices=("warn", "stop", "rollback"))
-    """On collapse: warn (log lines only, as for every warning), stop (exit status 3, naming the
-    last healthy checkpoint) or rollback (go on from it with a lower learning rate)."""
+    """Reaction to a collapse: warn (log only, as for every warning), stop (exit status 3; the
+    message names the last healthy checkpoint) or rollback (continue from that checkpoint with a
+    lower learning rate)."""
     patience: int = option(3, resume="free", ge=1)
-    """Steps in a row beyond a threshold that make a collapse; fewer are a warning."""
+    """Number of consecutive steps beyond a threshold that count as a collapse; fewer are a
+    warning."""
     baseline_steps: int = option(10, resume="free", ge=1)
-    """Healthy steps, the latest, whose median is the baseline that thresholds are relative to."""
+    """Number of latest healthy steps whose median is the baseline of relative thresholds."""
     drift_trajectories: int = option(16, resume="free", ge=0)
-    """Correct trajectories whose log-probs are looked at again after the update; 0: none."""
+    """Correct trajectories per step whose log-probs are computed again after the update; 0 turns
+    the check off."""
     drift_drop: float | None = option(0.3, resume="free", ge=0)
-    """Nats per token by which a step's updates may lower the log-prob of correct trajectories."""
+    """Maximum drop of the log-prob of correct trajectories by the updates of one step, in nats per
+    token."""
     drift_crash: float | None = option(1.0, resume="free", ge=0)
-    """The same, but a collapse at once: no later step can be trusted."""
+    """The same drop at which a single step counts as a collapse."""
     shift_bound: float | None = option(0.015, resume="free", ge=0)
-    """Nats per token by which a step may move the policy: KL(before ‖ after) at correct
-    trajectories. Two steps in a row are a collapse."""
+    """Maximum KL(before ‖ after) of one step on correct trajectories, in nats per token. Two
+    consecutive steps beyond it count as a collapse."""
     malformed_rise: float | None = option(0.3, resume="free", ge=0)
-    """Rise over the baseline of the share of turns with broken tags or without an action."""
+    """Maximum rise over the baseline of the share of turns with broken tags or without an
+    action."""
     no_answer_rise: float | None = option(0.3, resume="free", ge=0)
-    """Rise over the baseline of the share of trajectories that end without an answer."""
+    """Maximum rise over the baseline of the share of trajectories that end without an answer."""
     length_clip_rise: float | None = option(0.3, resume="free", ge=0)
-    """Rise over the baseline of the share of turns that data.max_response_length cut off."""
+    """Maximum rise over the baseline of the share of turns cut off by data.max_response_length."""
     search_share: float | None = option(0.1, resume="free", ge=0)
-    """Least share of the baseline that the share of trajectories with tool calls may shrink to."""
+    """Minimum share of trajectories with tool calls, as a fraction of the baseline."""
     entropy_share: float | None = option(0.1, resume="free", ge=0)
-    """Least share of the baseline that the policy's entropy may shrink to."""
+    """Minimum entropy of the policy, as a fraction of the baseline."""
     entropy_rise: float | None = option(1.0, resume="free", ge=0)
-    """Nats by which the policy's entropy may exceed the baseline."""
+    """Maximum rise of the policy's entropy over the baseline, in nats."""
     grad_norm_growth: float | None = option(10.0, resume="free", ge=0)
-    """Multiple of the baseline that the policy's gradient norm (before clipping) may reach."""
+    """Maximum gradient norm of the policy (before clipping), as a multiple of the baseline."""
     skipped_updates: float | None = option(0.0, resume="free", ge=0)
-    """Share of a step's updates that may be skipped for a loss or gradient that is not finite."""
+    """Maximum share of a step's updates skipped because the loss or gradient was not finite."""
     max_rollbacks: int = option(2, resume="free", ge=1)
-    """Rollbacks of one run; the next collapse stops it."""
+    """Maximum rollbacks per run; the next collapse stops it."""
     rollback_lr_factor: float = option(0.3, resume="free", gt=0, le=1)
-    """Each rollback multiplies the learning rates of actor and critic by this. The data goes on
-    with prompts that were not seen yet."""
+    """Factor by which each rollback multiplies the learning rates of actor and critic. Training
+    continues with prompts that it has not seen yet."""
 
 
 @dataclass
 class TrainerConfig:
-    """The run: where, how long, how often."""
+    """The run: devices, length, checkpoints, validation, logging, failures."""
 
     project_name: str = option("Search-R1", resume="free")
-    """What trackers file the run under."""
+    """Project under which trackers file the run."""
     experiment_name: str = option("default", resume="free")
-    """The run's name in trackers and folders."""
+    """Name of the run in trackers and folders."""
     logger: Any = option(
         factory=lambda: ["console", "jsonl"],
         resume="free",
         choices="verl.monitor.tracking:BACKENDS",
     )
-    """Any of console, jsonl, wandb, tensorboard, mlflow, swanlab, trackio; a name or a list
-    (docs/tracking.md)."""
+    """Trackers: any of console, jsonl, wandb, tensorboard, mlflow, swanlab, trackio; a name or a
+    list (docs/tracking.md)."""
     default_local_dir: str = option(
         "runs/${trainer.project_name}/${trainer.experiment_name}", resume="free"
     )
-    """Where checkpoints, metrics and the resolved config go."""
+    """Folder of the run: checkpoints, metrics and the resolved configuration."""
     rollout_data_dir: str | None = option(None, resume="free")
-    """Folder for every scored training trajectory, a jsonl file a step, as
-    `verl.sft.rejection_sampling` reads them; null keeps none."""
+    """Folder that records every scored training trajectory, one jsonl file per step, for
+    `verl.sft.rejection_sampling` and `data.rollouts`; null records none."""
     device: str = option("auto", resume="free", choices=("auto", "cuda", "cpu"))
-    """auto (cuda where there is one), cuda, cpu."""
+    """Device: auto (cuda if available), cuda or cpu."""
     compute_dtype: str = option(
         "auto", resume="logged", choices=("auto", "bfloat16", "float16", "float32")
     )
-    """Forward and backward: auto (bfloat16 where the device has units for it, else float16 on GPUs
-    and float32 on CPU), bfloat16, float16 (with a scaled loss), float32. Master weights are float32
-    always."""
+    """Number format of forward and backward passes: auto (bfloat16 where the device supports it,
+    else float16 on GPUs and float32 on CPU), bfloat16, float16 (with loss scaling) or float32.
+    Master weights are always float32."""
     share_prompts: bool = option(True, resume="logged")
-    """Compute the prompt of a group once in passes and updates, where that spares a twentieth of a
-    step's tokens or more: the same gradient but for rounding. false computes it for each
-    trajectory."""
+    """Compute the common prompt of a group only once in forward passes and updates, where that
+    saves a twentieth of the step's tokens or more; gradients differ only by rounding. false
+    computes it for each trajectory."""
     keep_groups: bool = option(False, resume="logged")
-    """Draw whole groups into mini-batches, which cut two at most: `share_prompts` then spares an
-    update nearly as much as a pass. false draws single trajectories."""
+    """Draw whole groups into mini-batches, so that a mini-batch splits at most two: `share_prompts`
+    then saves nearly as much in updates as in forward passes. false draws single trajectories."""
     n_gpus_per_node: int = option(8, resume="free", ge=1)
-    """Training ranks per node (on CPU: processes)."""
+    """Training ranks per node: GPUs, or processes on CPU."""
     trace: bool = option(False, resume="free")
-    """Write what trainer, engines and trajectories did when to `trace.json`, for Perfetto, and have
-    vLLM tell how long requests waited for a slot."""
+    """Write a timeline of trainer, engines and trajectories to `trace.json` for Perfetto, and have
+    vLLM report how long requests waited for a slot."""
     rollout_gpus: int = option(0, resume="free", ge=0)
-    """GPUs of each node for engines alone, beside those of the ranks: engines then never sleep. 0:
-    they share the ranks'. On CPU, cores."""
+    """GPUs per node (on CPU: cores) reserved for engines, in addition to those of the ranks; the
+    engines then never sleep. 0 shares the GPUs of the ranks."""
     nnodes: int = option(1, resume="free", ge=1)
-    """Nodes of the Ray cluster that hold ranks."""
+    """Nodes of the Ray cluster that hold training ranks."""
     node_timeout: float = option(600.0, resume="free", ge=0)
-    """Seconds that a run waits for its nodes, at the start and after one was lost."""
+    """Seconds that a run waits for its nodes, at the start and after it lost one."""
     total_epochs: int = option(15, resume="free", ge=1)
-    """Passes over the training rows, if `total_training_steps` is null."""
+    """Passes over the training rows; used if `total_training_steps` is null."""
     total_training_steps: int | None = option(None, resume="free", ge=1)
-    """Updates of the run."""
+    """Training steps of the run; null derives them from `total_epochs`."""
     critic_warmup: int = option(0, resume="logged", ge=0)
-    """Steps in which only the critic learns."""
+    """Number of first steps that train only the critic."""
     save_freq: int = option(-1, resume="free", ge=-1)
-    """Steps between checkpoints; -1 saves at the end only, 0 never. A run that is interrupted saves
+    """Steps between checkpoints; -1 saves only at the end, 0 never. A run that is interrupted saves
     in any case (docs/checkpoints.md)."""
     save_minutes: float | None = option(None, resume="free", gt=0)
-    """Minutes after which the next finished step is saved too; null looks at steps only."""
+    """Also save the first step that finishes this many minutes after the last checkpoint; null
+    saves by steps only."""
     async_save: bool = option(True, resume="free")
-    """Train on while a checkpoint is written, from a copy of each rank's shards in host memory;
-    where the host has no room for that, and with false, training waits."""
+    """Write checkpoints in the background, from a copy of each rank's shards in host memory.
+    Training waits instead where the host lacks the memory for the copy, or with false."""
     keep_last: int | None = option(None, resume="free", ge=1)
-    """Checkpoints to keep, newest first; null keeps all. Older ones that the guard needs, or that
-    `keep_best` names, stay."""
+    """Number of newest checkpoints to keep; null keeps all. Older ones stay if the guard needs them
+    or `keep_best` selects them."""
     keep_best: int = option(1, resume="free", ge=0)
-    """Further checkpoints to keep, of the highest `best_metric` among those validated."""
+    """Number of further checkpoints to keep: those with the highest `best_metric` among the
+    validated ones."""
     best_metric: str = option("val/score", resume="free")
-    """Validation metric, the higher the better."""
+    """Validation metric that ranks checkpoints; higher is better."""
     time_limit: float | None = option(None, resume="free", gt=0)
-    """Minutes that this process may take; a run saves and stops when another step might not fit.
-    null asks SLURM_JOB_END_TIME, where Slurm sets it."""
+    """Time limit of this process in minutes: the run saves and stops when another step might not
+    fit. null uses SLURM_JOB_END_TIME if Slurm sets it."""
     test_freq: int = option(-1, resume="free", ge=-1)
-    """Steps between validations; -1 validates at start and end only, 0 never after start."""
+    """Steps between validations; -1 validates only at the start and the end, 0 never after the
+    start."""
     val_before_train: bool = option(True, resume="free")
     """Validate before the first step."""
     val_only: bool = option(False, resume="free")
     """Validate, then stop."""
     resume_mode: str = option("disable", resume="free")
-    """disable, auto (latest complete checkpoint, if any), or the path of one."""
+    """Checkpoint to resume from: disable (none), auto (the latest complete one, if any), or the
+    path of one."""
     resume_anyway: list[str] = option(factory=list, resume="free")
-    """What may differ from the checkpoint that is resumed from: data, corpus, algorithm … as the
-    refusal names it."""
+    """Differences from the resumed checkpoint to accept, by the names that the refusal lists: data,
+    corpus, algorithm …"""
     seed: int = option(0, resume="experiment", ge=0, le=MAX_SEED)
-    """Seed of data order, sampling and initialisation of the value head."""
+    """Random seed of data order, sampling and the initial value head."""
     max_restarts: int = option(3, resume="free", ge=0)
-    """How often a run may lose a process and go on by itself: a rollout replica, which is started
-    again alone, or a training rank, with which everything starts again from the last checkpoint
-    (docs/failures.md). Both count; 0 ends the run at the first."""
+    """Maximum number of lost processes from which a run recovers. A lost rollout replica is
+    restarted alone; after a lost training rank everything restarts from the last checkpoint
+    (docs/failures.md). Both count; 0 ends the run at the first loss."""
     max_lost_share: float = option(0.02, resume="free", ge=0, le=1)
-    """Share of a step's trajectories, or of a validation's rows, that may be lost to calls of tools
-    that fail for good; beyond it the run saves and stops with exit status 4 (docs/failures.md)."""
+    """Maximum share of a step's trajectories, or of a validation's rows, lost to tool calls that
+    fail for good; beyond it the run saves and stops with exit status 4 (docs/failures.md)."""
     hang_timeout: float | None = option(600.0, resume="free", gt=0)
-    """Seconds without a sign of life after which a rollout replica counts as dead; null for
-    none."""
+    """Seconds without a sign of life after which a rollout replica counts as dead; null sets no
+    limit."""
     deterministic: bool = option(False, resume="logged")
-    """The same seed on the same machine gives the same metrics, bit for bit on CPU: each engine
-    decodes one dialogue at a time, which is slow (docs/determinism.md); to compare runs by."""
+    """Make metrics reproducible: the same seed on the same machine gives the same metrics, bit for
+    bit on CPU. Slow, since each engine decodes one dialogue at a time; meant for comparing runs
+    (docs/determinism.md)."""
     memory_preflight: str = option("refuse", resume="free", choices=("refuse", "warn", "off"))
-    """What an estimate that this machine has not the memory for leads to: refuse, warn, off."""
+    """Reaction when the memory estimate says that this machine lacks the memory for the run: refuse
+    to start or warn; off skips the estimate."""
     memory_watch_seconds: float = option(5.0, resume="free", ge=0)
-    """Seconds between two looks at the host's memory during a run; 0 never looks."""
+    """Seconds between checks of the host's memory during a run; 0 turns them off."""
     memory_low: float = option(0.1, resume="free", ge=0, le=1)
-    """Free share of the host's memory below which a line says what uses it; Ray kills at 0.05."""
+    """Free share of host memory below which the log reports what uses it; Ray kills processes at
+    0.05."""
     guard: GuardConfig = field(default_factory=GuardConfig)
