@@ -1,9 +1,10 @@
-"""The command line of a training run: presets and `key=value` overrides become one `Config`.
+"""The command line of a training run: a preset and `key=value` overrides become a `Config`.
 
-Hydra composes `verl.config.Config` with a preset of `verl/config/presets/`, of groups of presets
-(`+hardware=8x80`) and the overrides. `hydra.compose` and not `hydra.main`, which ends a user's
-mistake with its own text and status 1, makes a folder `outputs/` and replaces the logging. The
-options `--cfg job`, `--config-name`, `--config-dir` and `--multirun` are as Hydra has them.
+Hydra composes `verl.config.Config` from a preset of `verl/config/presets/`, preset groups
+(`+hardware=8x80`) and the overrides. The options `--cfg job`, `--config-name`, `--config-dir` and
+`--multirun` work as in Hydra. `hydra.compose` is used instead of `hydra.main`, because the latter
+reports a user's mistake with its own text and status 1, creates a folder `outputs/` and replaces
+the logging.
 """
 
 from __future__ import annotations
@@ -36,87 +37,89 @@ from verl.errors import ConfigError, explain, redact
 
 PRESETS = Path(__file__).parent / "presets"
 DEFAULT_PRESET = "ppo_trainer"
-OF_HYDRA = ("defaults", "hydra")
+HYDRA_KEYS = ("defaults", "hydra")
+"""Keys of a preset that belong to Hydra."""
 USAGE = """python3 -m verl.trainer.main_ppo [--config-name PRESET] [--cfg job] [--multirun]
        [+hardware=MACHINE] [key=value ...]"""
 
 
 def compose(argv: Sequence[str]) -> Config:
-    """The checked configuration of a command line, the first of a sweep; see `compose_runs`."""
+    """Return the checked configuration of a command line; the first one of a sweep."""
     return compose_runs(argv)[0]
 
 
 def compose_runs(argv: Sequence[str]) -> list[Config]:
-    """The checked configurations of a command line, without the program's name; more with -m.
+    """Return the checked configurations of a command line (without program name); several with -m.
 
-    `--cfg job` prints the resolved YAML and exits with status 0, as `--help` does, whether or not
-    the configuration is complete. Raises ConfigError.
+    `--cfg job` prints the resolved YAML, complete or not, and exits with status 0, as `--help`
+    does. Raises ConfigError.
     """
     args = _parser().parse_intermixed_args(list(argv))
     folders = (path for folder in (PRESETS, args.config_dir) for path in folder.glob("*"))
     groups = {path.name for path in folders if path.is_dir()}
     runs = overrides.runs(args.overrides) if args.multirun else [(args.overrides, "")]
-    found = []
-    with _resolving():
+    configs = []
+    with _interpolation_errors():
         for arguments, label in runs:
             chosen = overrides.normalise(arguments, groups)
             config = _compose(args.config_name, args.config_dir, chosen)
             if label:
-                _set_apart(config, label)
-            found.append(config)
+                _label_run(config, label)
+            configs.append(config)
         if args.cfg:
-            sys.stdout.write("---\n".join(map(_to_yaml, found)))
+            sys.stdout.write("---\n".join(map(_to_yaml, configs)))
             raise SystemExit(0)
-        return [_check_composed(config) for config in found]
+        return [_check_composed(config) for config in configs]
 
 
 @contextlib.contextmanager
-def _resolving() -> Iterator[None]:
-    """Tell of a ${…} that stands for nothing: they are looked up last."""
+def _interpolation_errors() -> Iterator[None]:
+    """Raise ConfigError for a `${…}` that cannot be resolved; OmegaConf resolves them last."""
     try:
         yield
     except OmegaConfBaseException as error:
-        got, fix = " ".join(str(error).split()), "correct the ${…} of that option"
+        got = " ".join(str(error).split())
+        fix = "correct the ${…} of that option"
         raise ConfigError(explain("options", got, "references to options", fix)) from error
 
 
-def resolve_config(config: Config, words: Sequence[str] = ()) -> Config:
-    """A configuration made in Python as a command line's would be: typed, resolved, checked.
+def resolve_config(config: Config, arguments: Sequence[str] = ()) -> Config:
+    """Return a checked and resolved copy of a configuration made in Python, as from a command line.
 
-    The one that is given stays as it is; `words`, each `key=value`, win over it. Raises
-    ConfigError.
+    `arguments` are `key=value` overrides that win over `config`. Raises ConfigError.
     """
-    _refuse_strangers(config)
+    _check_attributes(config)
     schema = OmegaConf.structured(Config)
     for key, _, _, value in settings(config):
-        if "[" not in key and value != MISSING:  # those within a list come with the list
+        if "[" not in key and value != MISSING:  # the items of a list are set with the list
             overrides.check_type(key, _plain(value), schema)
-    for word in map(overrides.parse, words):
-        for key, value in overrides.translate(word.key_or_group, word.value()).items():
+    for override in map(overrides.parse, arguments):
+        for key, value in overrides.translate(override.key_or_group, override.value()).items():
             overrides.check_type(key, value, schema)
-    with _resolving():
+    with _interpolation_errors():
         return _check_composed(schema)
 
 
-def _refuse_strangers(section: Any, prefix: str = "") -> None:
-    """Raise ConfigError for an attribute that is no option: it would be without effect."""
+def _check_attributes(section: Any, prefix: str = "") -> None:
+    """Raise ConfigError for an attribute that is not an option, such as a misspelt one."""
     names = {field.name for field in fields(section)}
     for name, value in vars(section).items():
         if name not in names:
             raise overrides.unknown_key(f"{prefix}{name}")
         if is_dataclass(value):
-            _refuse_strangers(value, f"{prefix}{name}.")
+            _check_attributes(value, f"{prefix}{name}.")
 
 
 def _plain(value: Any) -> Any:
-    """Paths as text, also within lists."""
+    """Convert a path, or the paths in a list, to text."""
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
 def _check_composed(config: DictConfig) -> Config:
-    _settle_record(config)
+    """Convert a composed configuration to `Config` and check it. Raises ConfigError."""
+    _set_offline_defaults(config)
     if missing := sorted(OmegaConf.missing_keys(config)):
         fix = "add " + " ".join(f"{key}=…" for key in missing)
         raise ConfigError(explain(", ".join(missing), "nothing", "a value each", fix))
@@ -126,8 +129,8 @@ def _check_composed(config: DictConfig) -> Config:
     return run
 
 
-def _settle_record(config: DictConfig) -> None:
-    """A run that learns from recorded trajectories has neither questions nor validations."""
+def _set_offline_defaults(config: DictConfig) -> None:
+    """Turn off questions and validation in a run that trains on recorded trajectories."""
     if config.data.rollouts is None:
         return
     config.data.train_files, config.data.val_files = [], []
@@ -136,8 +139,8 @@ def _settle_record(config: DictConfig) -> None:
         config.trainer.test_freq = 0
 
 
-def _set_apart(config: DictConfig, label: str) -> None:
-    """Name a run of a sweep, and give it folders of its own, by the options that it differs in."""
+def _label_run(config: DictConfig, label: str) -> None:
+    """Give a run of a sweep its own name and folders, by adding the label of its choices."""
     trainer = config.trainer
     for key in ("default_local_dir", "rollout_data_dir"):
         if trainer[key] is not None:
@@ -146,7 +149,7 @@ def _set_apart(config: DictConfig, label: str) -> None:
 
 
 def write_resolved(config: Config, directory: str | Path) -> Path:
-    """Write the configuration as `config.yaml` in `directory` and return that path."""
+    """Write the configuration to `config.yaml` in `directory`, and return its path."""
     path = Path(directory) / "config.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(redact(_to_yaml(OmegaConf.structured(config))), encoding="utf-8")
@@ -154,12 +157,12 @@ def write_resolved(config: Config, directory: str | Path) -> Path:
 
 
 def public_options(config: Config) -> dict[str, Any]:
-    """The options as JSON, for checkpoints and trackers: without the passwords of addresses."""
+    """Return the options as JSON values for checkpoints and trackers, without secrets in URLs."""
     return dict(json.loads(redact(json.dumps(asdict(config)))))
 
 
 def _to_yaml(config: DictConfig) -> str:
-    """YAML with interpolations resolved; what is missing stays `???`."""
+    """Return YAML with interpolations resolved; missing values stay `???`."""
     return OmegaConf.to_yaml(config, resolve=True)
 
 
@@ -167,22 +170,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="search-r1 train",
         usage=USAGE,
-        description="Train an agent. Options are key=value; a later one wins.",
+        description="Train an agent. Options are key=value; the last value of an option wins.",
         epilog=_options_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the run")
-    parser.add_argument("--cfg", choices=["job"], help="print the resolved options, start nothing")
+    parser.add_argument("--cfg", choices=["job"], help="print the resolved options and exit")
     names = f"preset to start from: {', '.join(_preset_names(PRESETS))}"
     parser.add_argument("--config-name", "-cn", default=DEFAULT_PRESET, help=names)
     parser.add_argument("--config-dir", "-cd", default=PRESETS, type=Path, help="folder of presets")
-    sweep = "a run of each of several values (trainer.seed=0,1,2), one after another"
+    sweep = "one run per combination of values (trainer.seed=0,1,2), one after another"
     parser.add_argument("--multirun", "-m", action="store_true", help=sweep)
     return parser
 
 
 def _options_help() -> str:
-    """Every option with its default and its sentence, two lines each."""
+    """List every option with its default and description, in two lines each."""
     lines = [
         f"  {option.key}={to_argument(option.default)}\n      ({option.type_name}) {option.doc}"
         for option in known_options().values()
@@ -195,13 +198,13 @@ def _preset_names(folder: Path) -> list[str]:
 
 
 def _compose(preset: str, folder: Path, arguments: Sequence[str]) -> DictConfig:
-    """Hydra's composition; a folder of the user's may build on the presets shipped here."""
+    """Compose with Hydra. Presets in the user's `folder` may build on the shipped ones."""
     name = preset.removesuffix(".yaml")
     if not (folder / f"{name}.yaml").is_file():
         known = ", ".join(_preset_names(folder)) or "none"
         fix = "choose one of them, or name another folder with --config-dir"
         raise ConfigError(explain("--config-name", preset, f"a preset of {folder} ({known})", fix))
-    _introduce()
+    _register_with_hydra()
     PresetPath.user_folder = folder
     try:
         with initialize(config_path=None, version_base="1.3"):
@@ -209,63 +212,68 @@ def _compose(preset: str, folder: Path, arguments: Sequence[str]) -> DictConfig:
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         cause = " ".join(str(error).partition("Config search path")[0].split())
         fix = f"correct {folder / name}.yaml or the options given"
-        got = explain(f"preset {name}", cause, "options of verl/config/", fix)
-        raise ConfigError(got) from error
+        problem = explain(f"preset {name}", cause, "options of verl/config/", fix)
+        raise ConfigError(problem) from error
 
 
 @functools.cache
-def _introduce() -> None:
-    """Tell Hydra of our options and presets, once: the making of their schema takes a while."""
+def _register_with_hydra() -> None:
+    """Register options and presets with Hydra; once, because building the schema is slow."""
     ConfigStore.instance().store(name="config_schema", node=Config)
     Plugins.instance().register(PresetSource)
     Plugins.instance().register(PresetPath)
 
 
 class PresetSource(FileConfigSource):
-    """Folders of YAML files under `preset://`, a scheme beside Hydra's own `file://`.
+    """Hydra config source for preset folders under `preset://`, in addition to `file://`.
 
-    Names must be translated file by file: once files are merged, nobody can tell which of two
-    names for one option came last. Hydra has no public base class for that.
+    It translates aliases in each file before Hydra merges the files: afterwards the order of two
+    names for one option would be lost. Hydra has no public base class for this.
     """
 
     @staticmethod
     def scheme() -> str:
-        """What a search path that is read in this way begins with."""
+        """Return the URL scheme of search paths that use this source."""
         return "preset"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """One file; raises ConfigError where a key of it is no option."""
+        """Load one file with its names translated. Raises ConfigError for an unknown key."""
         result = super().load_config(config_path)
-        is_whole = "/" not in config_path
-        if is_whole or result.header["package"] == "_global_":
-            result.config = _translated(result.config, is_whole)
+        is_primary = "/" not in config_path
+        if is_primary or result.header["package"] == "_global_":
+            result.config = _translate_preset(result.config, is_primary)
         return result
 
 
 class PresetPath(SearchPathPlugin):
-    """Where Hydra looks for presets: the user's folder, then ours.
+    """Hydra plugin that searches presets in the user's folder, then among the shipped ones.
 
-    `hydra.searchpath` would be too late: Hydra reads the first preset before it.
+    The option `hydra.searchpath` would be too late: Hydra loads the first preset before reading it.
     """
 
     user_folder: ClassVar[Path] = PRESETS
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add both folders."""
+        """Append both folders to the search path."""
         for folder in (self.user_folder, PRESETS):
             search_path.append("presets", f"{PresetSource.scheme()}://{folder.resolve()}")
 
 
-def _translated(preset: Container, is_whole: bool) -> DictConfig:
-    """The preset under the names here; a whole one without `defaults` starts from ours."""
-    plain: Any = OmegaConf.to_container(preset, resolve=False)
-    kept = {name: plain.pop(name) for name in OF_HYDRA if name in plain}
-    if is_whole:
-        kept.setdefault("defaults", ["config_schema", "_self_"])
-    found = OmegaConf.create(kept)
-    for given, value in flatten(
-        plain, is_whole=lambda key: overrides.current_name(key) in known_options()
-    ):
-        for key, its_value in overrides.translate(given, value).items():
-            OmegaConf.update(found, key, its_value, force_add=True)
-    return found
+def _translate_preset(preset: Container, is_primary: bool) -> DictConfig:
+    """Return the preset with current option names.
+
+    A primary preset (not one of a group) without `defaults` builds on the defaults of all options.
+    """
+    options: Any = OmegaConf.to_container(preset, resolve=False)
+    hydra_options = {name: options.pop(name) for name in HYDRA_KEYS if name in options}
+    if is_primary:
+        hydra_options.setdefault("defaults", ["config_schema", "_self_"])
+    translated = OmegaConf.create(hydra_options)
+
+    def is_option(key: str) -> bool:
+        return overrides.current_name(key) in known_options()
+
+    for given, given_value in flatten(options, is_whole=is_option):
+        for key, value in overrides.translate(given, given_value).items():
+            OmegaConf.update(translated, key, value, force_add=True)
+    return translated

@@ -1,9 +1,10 @@
-"""What the configuration says about itself: names, types, defaults, meaning and limits of options.
+"""Names, types, defaults, descriptions and limits of all options, and the check of a configuration.
 
-Read from `verl.config` by reflection, so that an option is described in one place only;
-`scripts/option_pages.py` prints docs/options.md from it. `check` holds a configuration against its
-limits, and then against the rules between options (`verl.config.rules`), before any work; what
-needs the machine (files, devices, tools) is in `verl.preflight.checks`.
+They are read from the dataclasses of `verl.config` by reflection, so that each option is described
+in one place only; `scripts/option_pages.py` prints docs/options.md from them. `check` tests a
+configuration against the limits of its options, then against the rules between options
+(`verl.config.rules`). Checks that need the machine (files, devices, tools) are in
+`verl.preflight.checks`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from verl.plugins import is_path
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its dotted key, its type for people, its default, its sentence, its limits."""
+    """One option: dotted key, type as shown to users, default, description and limits."""
 
     key: str
     type_name: str
@@ -38,28 +39,28 @@ class Option:
 
 @functools.cache
 def known_options() -> dict[str, Option]:
-    """Every option by dotted key, in the order of the dataclasses."""
-    found = {}
+    """Return every option by dotted key, in the order of the dataclasses."""
+    options = {}
     for key, section, field, default in settings(Config()):
-        hint = _type_name(typing.get_type_hints(type(section))[field.name])
-        limits = field.metadata["limits"]
-        found[key] = Option(key, hint, default, _field_doc(type(section), field.name), limits)
-    return found
+        type_name = _type_name(typing.get_type_hints(type(section))[field.name])
+        doc = _field_doc(type(section), field.name)
+        options[key] = Option(key, type_name, default, doc, field.metadata["limits"])
+    return options
 
 
 @functools.cache
 def known_sections() -> frozenset[str]:
-    """Dotted names of the sections (`actor_rollout_ref.actor`), which hold options."""
-    parts = [key.split(".") for key in known_options()]
-    return frozenset(".".join(p[:depth]) for p in parts for depth in range(1, len(p)))
+    """Return the dotted names of all sections of options, such as `actor_rollout_ref.actor`."""
+    paths = [key.split(".") for key in known_options()]
+    return frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))
 
 
 def settings(
     section: Any, prefix: str = ""
 ) -> Iterator[tuple[str, Any, dataclasses.Field[Any], Any]]:
-    """(dotted key, section, field, value) of all options below a section, depth first.
+    """Yield (dotted key, section, field, value) for each option below a section, depth first.
 
-    Where the value is a list of sections, theirs follow: `reward_model.stages[0].name`.
+    A list of sections is followed by the options of its items: `reward_model.stages[0].name`.
     """
     for field in dataclasses.fields(section):
         key, value = f"{prefix}{field.name}", getattr(section, field.name)
@@ -73,16 +74,17 @@ def settings(
 
 
 def expand_home(section: Any) -> None:
-    """Put the user's home for the `~` that values below a section begin with: they are paths.
+    """Replace a leading `~` by the user's home folder in all text options below a section.
 
-    No shell does so after `key=`, nor in a YAML file. Names of code stay as typed, since they go
-    into exported models; `verl.plugins` reads them so.
+    Shells do not expand it after `key=`, and YAML does not either. References to code
+    (`~/file.py:Name`) stay unchanged, because exported models contain them; `verl.plugins` expands
+    them.
     """
     for _, owner, field, value in settings(section):
         if isinstance(value, str):
             setattr(owner, field.name, _expand_home(value))
         elif isinstance(value, list):
-            value[:] = [_expand_home(x) if isinstance(x, str) else x for x in value]
+            value[:] = [_expand_home(item) if isinstance(item, str) else item for item in value]
 
 
 def _expand_home(text: str) -> str:
@@ -92,7 +94,10 @@ def _expand_home(text: str) -> str:
 def flatten(
     config: Mapping[str, Any], prefix: str = "", is_whole: Callable[[str], bool] = lambda _: False
 ) -> Iterator[tuple[str, Any]]:
-    """The values of a nested mapping by their dotted names; a mapping that `is_whole` is one."""
+    """Yield (dotted name, value) for each leaf of a nested mapping.
+
+    A mapping whose name satisfies `is_whole` counts as a leaf, and so does an empty one.
+    """
     for key, value in config.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value and not is_whole(name):
@@ -102,14 +107,14 @@ def flatten(
 
 
 def to_argument(value: Any) -> str:
-    """A value as one would type it on a command line."""
+    """Format a value as it would be written on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
 def _type_name(hint: Any) -> str:
-    """A type as a user would write it: `int | null` for `int | None`, `any` for Any."""
+    """Format a type for users: `int | null` for `int | None`, `any` for Any."""
     if hint is Any:
         return "any"
     text = getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint)
@@ -117,31 +122,34 @@ def _type_name(hint: Any) -> str:
 
 
 def _field_doc(kind: type, name: str) -> str:
-    """The string that follows a field in the source of its class, or of a class above it."""
-    docs = (_field_docs().get((above.__name__, name)) for above in kind.__mro__)
+    """Return the docstring of a field, from its class or the base class that declares it."""
+    docs = (_field_docs().get((base.__name__, name)) for base in kind.__mro__)
     return next(filter(None, docs), "")
 
 
 @functools.cache
 def _field_docs() -> dict[tuple[str, str], str]:
-    """The string that follows each field in the source, by class and field."""
-    found = {}
+    """Return the docstrings below the fields of all classes in `verl.config`, by class and field.
+
+    They are read from the source files, because Python does not keep them.
+    """
+    docs = {}
     trees = [ast.parse(file.read_text("utf-8")) for file in Path(__file__).parent.glob("*.py")]
     for node in (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)):
         for pair in itertools.pairwise(node.body):
             match pair:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(text)):
-                    found[node.name, name] = " ".join(str(text).split())
-    return found
+                    docs[node.name, name] = " ".join(str(text).split())
+    return docs
 
 
 def check(config: Config) -> None:
-    """Refuse settings that cannot work; the error lists every one found.
+    """Raise ConfigError for settings that cannot work, with every problem found.
 
-    Rules between options see values that are within their limits only.
+    The rules between options run only if each option is within its own limits.
     """
     raise_problems(limit_problems(config))
-    # What follows imports the registries of algorithms, and torch with them, which takes seconds.
+    # The rest imports the registries of algorithms, and with them torch, which takes seconds.
     raise_problems(limit_problems(config, registered=True))
     from verl.config.rules import problems  # noqa: PLC0415
 
@@ -149,15 +157,16 @@ def check(config: Config) -> None:
 
 
 def raise_problems(problems: Iterator[str]) -> None:
-    """Raise ConfigError with all problems, if there are any."""
+    """Raise ConfigError with one line per problem, if there are any."""
     if lines := list(problems):
         raise ConfigError("\n".join(lines))
 
 
 def limit_problems(section: Any, registered: bool = False) -> Iterator[str]:
-    """Values of a dataclass that their own field does not allow; a field may be without limits.
+    """Yield an error message for each option of `section` whose value is beyond its limits.
 
-    With `registered`, only the words that a registry holds are looked at; without, all the rest.
+    `registered` selects the options whose allowed words come from a registry; the default checks
+    all others. Null and fields without limits are skipped.
     """
     for key, _, field, value in settings(section):
         if value is None or "limits" not in field.metadata:
@@ -166,8 +175,7 @@ def limit_problems(section: Any, registered: bool = False) -> Iterator[str]:
         if isinstance(limits.choices, str) is not registered:
             continue
         if not limits.allows(value):
-            usual = field.default_factory() if callable(field.default_factory) else field.default
+            default = field.default_factory() if callable(field.default_factory) else field.default
             expected = limits.expected(value) + (", or null" if "None" in str(field.type) else "")
-            yield explain(
-                key, to_argument(value), expected, f"{key}={to_argument(usual)}, the default"
-            )
+            fix = f"{key}={to_argument(default)}, the default"
+            yield explain(key, to_argument(value), expected, fix)

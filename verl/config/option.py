@@ -1,9 +1,9 @@
-"""How an option is declared: its default, its bounds, and what may become of it on resume.
+"""Declaration of options: default, bounds, and whether a resumed run may change the value.
 
     lr: float = option(1e-6, resume="logged", ge=0)
     \"\"\"Peak learning rate.\"\"\"
 
-The string below the field is its meaning: `--help` and docs/options.md are made of it.
+The string below the field describes the option in `--help` and docs/options.md.
 """
 
 from __future__ import annotations
@@ -18,57 +18,59 @@ from verl.bounds import FINITE, Bounds
 from verl.plugins import PYTHON_PREFIX
 
 Resume = Literal["fixed", "experiment", "logged", "free"]
-"""What another value than the checkpoint's leads to when a run is resumed:
+"""Resume class of an option: what happens if its value differs from the resumed checkpoint's.
 
-- fixed: refused, for the saved weights, optimizer state or data position cannot be used otherwise;
-- experiment: refused, unless `trainer.resume_anyway` names it: it is what is learned from what;
-- logged: taken, with a line in the log;
-- free: taken; it says where and how fast to compute, or is compared by content instead.
+- fixed: refused, because the saved weights, optimizer state or data position would not fit;
+- experiment: refused unless `trainer.resume_anyway` names it, because it defines the experiment;
+- logged: accepted, with a line in the log;
+- free: accepted; it affects only where and how fast to compute, or is compared by content instead.
 """
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a value may be, and its resume class; null is always allowed where the type has it."""
+    """Allowed values of an option, and its resume class. Null is allowed where the type allows
+    it."""
 
     resume: Resume
     bounds: Bounds = FINITE
-    """Those of a number, or of each one in a list or mapping."""
+    """Bounds of a number, or of each number in a list or mapping."""
     choices: tuple[str | bool, ...] | str = ()
-    """Words, among them true and false, or the place of a registry whose keys they are,
-    `module:NAME`, which is imported when a value is checked: the registries of algorithms import
+    """The allowed words (true and false are possible), or a registry `module:NAME` whose keys they
+    are. A registry is imported only when a value is checked, because those of algorithms import
     torch."""
     or_file: bool = False
-    """The option takes `path/to/file.py:Name` as well as a word."""
+    """Whether `path/to/file.py:Name` is allowed as well."""
 
     @property
     def allowed_words(self) -> tuple[str | bool, ...]:
-        """The words that may be given; none where any may."""
+        """The allowed words, looked up in the registry if there is one; empty if any value is
+        allowed."""
         if isinstance(self.choices, tuple):
             return self.choices
         module, _, name = self.choices.partition(":")
         return tuple(getattr(importlib.import_module(module), name))
 
     def expected(self, value: Any = 0) -> str:
-        """The bounds in words, for one who gave `value`; empty without any."""
+        """Describe the allowed values for the error about `value`; empty if there are no limits."""
         if self.choices:
             words = (str(w).lower() if isinstance(w, bool) else w for w in self.allowed_words)
             return f"one of {', '.join(words)}{', or FILE.py:NAME' if self.or_file else ''}"
-        wrong = next((one for one in _parts(value) if not self.allows(one)), 0)
+        wrong = next((item for item in _items(value) if not self.allows(item)), 0)
         return self.bounds.expected(wrong)
 
     def allows(self, value: Any) -> bool:
-        """Whether a value that is not null is within the bounds; a list is, if all of it is."""
+        """Whether a value other than null is allowed; a list or mapping, if all its values are."""
         if isinstance(value, list | tuple | Mapping):
-            return all(self.allows(one) for one in _parts(value))
+            return all(self.allows(item) for item in _items(value))
         if self.choices:
-            is_own = self.or_file and (".py:" in value or value.startswith(PYTHON_PREFIX))
-            return is_own or value in self.allowed_words
+            is_custom = self.or_file and (".py:" in value or value.startswith(PYTHON_PREFIX))
+            return is_custom or value in self.allowed_words
         return not isinstance(value, int | float) or value in self.bounds
 
 
-def _parts(value: Any) -> Collection[Any]:
-    """The values in a list or mapping; any other value alone."""
+def _items(value: Any) -> Collection[Any]:
+    """Return the values of a list or mapping, or the value itself in a tuple."""
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, list | tuple) else (value,)
@@ -83,7 +85,8 @@ def option(
     or_file: bool = False,
     **bounds: float,
 ) -> Any:
-    """A field of a configuration's dataclass; see `Limits`, and `Bounds` for a number's bounds."""
+    """Return a dataclass field for an option. `bounds` are the fields of `Bounds`, the rest
+    `Limits`."""
     metadata = {"limits": Limits(resume, Bounds(**bounds), choices, or_file)}
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)

@@ -1,8 +1,8 @@
-"""`key=value` arguments before Hydra sees them: plus signs, old names, unknown keys, types.
+"""Preprocessing of `key=value` arguments before Hydra: plus signs, old names, unknown keys, types.
 
-The names of the scripts and YAML files of the original and veRL all mean here what they meant
-there. An option may have another name here (`ALIASES`), have no effect any more and say so once, or
-be refused with what to give instead (`LEGACY`); `legacy.yaml` lists them.
+Options of the scripts and YAML files of the original Search-R1 and of veRL are accepted. Some have
+another name here (`ALIASES`); others have no effect, which is logged once, or are refused with
+advice (`LEGACY`). `legacy.yaml` lists them all.
 """
 
 from __future__ import annotations
@@ -36,110 +36,128 @@ _FILE: Mapping[str, Any] = yaml.safe_load(
     Path(__file__).with_name("legacy.yaml").read_text("utf-8")
 )
 ALIASES: Mapping[str, str] = _FILE["aliases"]
-"""Other names of our options and sections."""
+"""Alternative names of options and sections, mapped to their names in `verl.config`."""
 
 
 @dataclass(frozen=True)
 class Legacy:
-    """An option without effect; `silent` are the values that ask for nothing else than we do."""
+    """Options of the original or veRL that have no effect here, with common advice."""
 
     names: str
-    """Several for one advice; `{a,b}` stands for each of them. A name covers all below it."""
+    """Dotted names separated by spaces; `x.{a,b}` means `x.a` and `x.b`. A name covers all options
+    below it."""
     advice: str
     silent: tuple[Any, ...]
+    """Values that need no warning, because they ask for what is done anyway."""
     is_refused: bool
-    """Any other value fails instead of warning: without it the run would not be the one meant."""
+    """Whether other values are an error instead of a warning, because ignoring them would change
+    the meaning of the run."""
 
 
 def expand(names: str) -> Iterator[str]:
-    """The dotted names that a row's names stand for.
+    """Yield the dotted names of a `Legacy.names` string, with braces expanded.
 
     *Example*: `"x.{a,b} y"` gives `x.a`, `x.b` and `y`.
     """
     for name in names.split():
-        found = re.search(r"\{(.*?)\}", name)
-        if found is None:
+        braces = re.search(r"\{(.*?)\}", name)
+        if braces is None:
             yield name
             continue
-        for part in found[1].split(","):
-            yield from expand(name.replace(found[0], part, 1))
+        for alternative in braces[1].split(","):
+            yield from expand(name.replace(braces[0], alternative, 1))
 
 
 LEGACY_OPTIONS = [
-    Legacy(row["names"], row["advice"], (*row.get("silent", ()), None), is_refused="refused" in row)
-    for row in _FILE["without_effect"]
+    Legacy(
+        entry["names"],
+        entry["advice"],
+        silent=(*entry.get("silent", ()), None),
+        is_refused="refused" in entry,
+    )
+    for entry in _FILE["without_effect"]
 ]
-LEGACY: Mapping[str, Legacy] = {name: row for row in LEGACY_OPTIONS for name in expand(row.names)}
-"""What has no effect here, by dotted name; some are still options of `verl.config`."""
+LEGACY: Mapping[str, Legacy] = {
+    name: legacy for legacy in LEGACY_OPTIONS for name in expand(legacy.names)
+}
+"""Options without effect by dotted name; some are still options of `verl.config`."""
 
 
 def current_name(given: str) -> str:
-    """Our name of an option that was given under another one."""
-    for other, ours in ALIASES.items():
-        if given == other or given.startswith(f"{other}."):
-            return ours + given.removeprefix(other)
+    """Return the name in `verl.config` of an option that may be given under an alias."""
+    for alias, name in ALIASES.items():
+        if given == alias or given.startswith(f"{alias}."):
+            return name + given.removeprefix(alias)
     return given
 
 
 def find(key: str) -> Legacy | None:
-    """What is known of an option without effect, or of a section that it stands in."""
+    """Return the `LEGACY` entry of an option or of the section that contains it, if any."""
     while key and key not in LEGACY:
         key = key.rpartition(".")[0]
     return LEGACY.get(key)
 
 
 def normalise(arguments: Sequence[str], groups: Collection[str] = ()) -> list[str]:
-    """Arguments as Hydra shall see them: known keys, no plus signs, checked types.
+    """Return the arguments to pass to Hydra: known keys without plus signs, with checked types.
 
-    What chooses from one of the `groups` of presets (`+hardware=8x80`) is left to Hydra. Order is
-    kept, so the last of several values for one key wins. Raises ConfigError.
+    Choices from one of the preset `groups` (`+hardware=8x80`) are passed on unchanged. The order is
+    kept, so that the last of several values for one key wins. Raises ConfigError.
     """
     parsed = [parse(argument) for argument in arguments]
-    return [text for override in parsed for text in _normalise_one(override, groups)]
+    return [text for override in parsed for text in _normalise_override(override, groups)]
 
 
 def runs(arguments: Sequence[str]) -> Iterator[tuple[list[str], str]]:
-    """The arguments of each run of a sweep (`trainer.seed=0,1,2`), and what it differs in."""
-    choices, swept = [], []
-    for override in (parse(argument, may_sweep=True) for argument in arguments):
-        values, key = [str(override.input_line)], override.get_key_element()
-        swept.append(override.is_sweep_override())
-        if swept[-1]:
+    """Yield each run of a sweep (`trainer.seed=0,1,2`): its arguments, and a label of its choices.
+
+    The label holds the swept arguments of the run: `trainer.seed=0`.
+    """
+    choices: list[list[str]] = []
+    is_swept: list[bool] = []
+    for argument in arguments:
+        override = parse(argument, may_sweep=True)
+        values = [str(override.input_line)]
+        if override.is_sweep_override():
+            key = override.get_key_element()
             values = [f"{key}={value}" for value in override.sweep_string_iterator()] or values
         choices.append(values)
+        is_swept.append(override.is_sweep_override())
     for chosen in itertools.product(*choices):
-        label = ",".join(text.lstrip("+") for text in itertools.compress(chosen, swept))
+        label = ",".join(text.lstrip("+") for text in itertools.compress(chosen, is_swept))
         yield list(chosen), label.replace("/", "_")
 
 
 def parse(argument: str, may_sweep: bool = False) -> Override:
-    """One `key=value` by Hydra's grammar; what is none, or would start a sweep, is refused."""
+    """Parse `key=value` by Hydra's grammar. Raises ConfigError, also for a sweep unless
+    `may_sweep`."""
     if "=" not in argument or argument.startswith("~"):
         fix = "see --help for the keys"
         raise ConfigError(explain("argument", repr(argument), "key=value", fix))
     key, value = argument.split("=", 1)
     try:
         override = _parser().parse_override(argument)
-    except (HydraException, ValueError, RecursionError) as error:  # thousands of digits, or of [
+    # ValueError: thousands of digits; RecursionError: thousands of brackets.
+    except (HydraException, ValueError, RecursionError) as error:
         expected = "a value of Hydra's override grammar"
         fix = f"quote it for the parser as well: '{key}=\"…\"'"
         raise ConfigError(explain(key, short_repr(value), expected, fix)) from error
     if override.is_sweep_override() and not may_sweep:
-        fix = f"a list is {key}=[{value}]; --multirun makes a run of each"
+        fix = f"a list is {key}=[{value}]; --multirun starts one run per value"
         raise ConfigError(explain(key, value, "one value", fix))
     return override
 
 
 def short_repr(value: object) -> str:
-    """A value in an error, up to a length that can be read."""
+    """Return the repr of a value for an error message, cut to 200 characters."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def translate(given: str, value: Any) -> dict[str, Any]:
-    """The options here that a name and its value stand for; none where they have no effect.
+    """Map an option of the user to options of `verl.config`; empty if it has no effect here.
 
-    Raises ConfigError for what is no option, and for what is refused.
+    Raises ConfigError for an unknown option, and for one that is refused.
     """
     key = current_name(given)
     legacy = find(key)
@@ -147,7 +165,7 @@ def translate(given: str, value: Any) -> dict[str, Any]:
         _warn(given, value, legacy)
         return {}
     if given == "actor_rollout_ref.rollout.n" and value == 1:
-        return {}  # the original multiplies n by n_agent, so 1 changes nothing
+        return {}  # the original multiplies n by n_agent, so that 1 changes nothing
     if given == "compat" and not isinstance(value, dict):
         return _compat(value)
     if key not in known_options() and key not in known_sections():
@@ -155,8 +173,8 @@ def translate(given: str, value: Any) -> dict[str, Any]:
     return {key: value}
 
 
-def _normalise_one(override: Override, groups: Collection[str]) -> Iterator[str]:
-    """The argument under its name here, or nothing where it is no option here."""
+def _normalise_override(override: Override, groups: Collection[str]) -> Iterator[str]:
+    """Yield the argument under its current name; nothing if the option has no effect."""
     text = str(override.input_line)
     if override.key_or_group in groups:
         yield text
@@ -164,13 +182,15 @@ def _normalise_one(override: Override, groups: Collection[str]) -> Iterator[str]
     given = override.value()
     for key, value in translate(override.key_or_group, given).items():
         check_type(key, value)
-        # As it was typed: quotes and interpolations are Hydra's, and so is ++ for a mapping.
-        plus = "++" * (isinstance(value, dict) and key in known_options())
-        yield f"{plus}{key}={text.split('=', 1)[1] if value is given else to_argument(value)}"
+        # Hydra adds new keys to a mapping only after ++.
+        plus = "++" if isinstance(value, dict) and key in known_options() else ""
+        # The user's own text keeps its quotes and interpolations for Hydra.
+        written = text.split("=", 1)[1] if value is given else to_argument(value)
+        yield f"{plus}{key}={written}"
 
 
 def _compat(name: Any) -> dict[str, Any]:
-    """The switches that `compat=NAME` stands for; one given after it wins."""
+    """Return the value of every switch under `compat=NAME`. A switch given after it wins."""
     if not isinstance(name, str) or name not in COMPAT_PRESETS:
         known = f"one of {', '.join(COMPAT_PRESETS)}"
         fix = "compat=search_r1, or one switch, such as compat.sampled_validation=true"
@@ -180,16 +200,17 @@ def _compat(name: Any) -> dict[str, Any]:
 
 
 def unknown_key(key: str) -> ConfigError:
-    """The error for a key that is no option, with the nearest that is one."""
+    """Return the error for an unknown key, which suggests the nearest known one."""
     names = [*known_options(), *ALIASES]
-    alike = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = difflib.get_close_matches(key, alike or names, n=1, cutoff=0.0 if alike else 0.5)
+    same_field = [name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    cutoff = 0.0 if same_field else 0.5
+    near = difflib.get_close_matches(key, same_field or names, n=1, cutoff=cutoff)
     hint = f"did you mean {near[0]}?" if near else "see --help for all keys"
     return ConfigError(explain("unknown option", key, "a key of verl/config/", hint))
 
 
 def check_type(key: str, value: Any, schema: DictConfig | None = None) -> None:
-    """Set a value in `schema`, or in one to try values on; refuse what its type cannot take."""
+    """Set a value in `schema` (by default a scratch copy). Raises ConfigError for a wrong type."""
     try:
         OmegaConf.update(_schema() if schema is None else schema, key, value, merge=True)
     except OmegaConfBaseException as error:
@@ -206,18 +227,18 @@ def _parser() -> OverridesParser:
 
 @functools.cache
 def _schema() -> DictConfig:
-    """A config to try values on; its types matter, its values do not."""
+    """Return a scratch configuration for testing the types of values."""
     schema: DictConfig = OmegaConf.structured(Config)
     return schema
 
 
 def _warn(key: str, value: Any, legacy: Legacy) -> None:
-    """One warning per key and process; ConfigError where the run would be another without it."""
+    """Warn of an option without effect, once per key and process. Raises ConfigError if refused."""
     if value in legacy.silent:
         return
     if legacy.is_refused:
-        words = [to_argument(allowed) for allowed in legacy.silent if allowed not in (None, {})]
-        expected = " or ".join([*words, "nothing"])
+        allowed = [to_argument(silent) for silent in legacy.silent if silent not in (None, {})]
+        expected = " or ".join([*allowed, "nothing"])
         raise ConfigError(explain(key, repr(value), expected, legacy.advice))
     if key in _warned:
         return

@@ -12,7 +12,7 @@ import yaml
 from search_r1.rewards import RewardScores
 from verl.config import Config, cli, overrides
 from verl.config.known import known_options
-from verl.config.rules import READERS
+from verl.config.rules import SCORE_REWARDS
 from verl.errors import ConfigError
 from verl.monitor.tracking import backend_names
 
@@ -174,11 +174,11 @@ def test_defaults_warn_of_nothing(
             for url, more, subject in (
                 ("[a:1]", "", "expected addresses that begin with http://"),
                 ("7", "", "rollout.url: got 7, expected a text"),
-                ("[http://a:1,http://a:1/v1]", "", "expected each server once"),
+                ("[http://a:1,http://a:1/v1]", "", "expected each server only once"),
                 (URL, "actor_rollout_ref.rollout.name=transformers", "rollout.name: got transf"),
                 (URL, "trainer.nnodes=2", "weights_dir: got null, expected a folder"),
                 (URL, "trainer.deterministic=true", "trainer.deterministic: got True, expected f"),
-                (URL, "trainer.rollout_gpus=1", "rollout_gpus: got 1, expected 0: the servers"),
+                (URL, "trainer.rollout_gpus=1", "rollout_gpus: got 1, expected 0: each server"),
                 (URL, "actor_rollout_ref.rollout.num_replicas=2", "num_replicas: got 2, expected"),
                 ("null", "actor_rollout_ref.rollout.weights_dir=w", "weights_dir: got w, expected"),
             )
@@ -196,7 +196,7 @@ def test_defaults_warn_of_nothing(
         ),
         (
             "actor_rollout_ref.rollout.weight_sync=nccl",
-            "weight_sync: got nccl, expected files or ipc: it is for engines of the run on devices",
+            "weight_sync: got nccl, expected files or ipc: nccl is for engines of the run on device",
         ),
         (
             "actor_rollout_ref.rollout.weight_sync=nccl trainer.rollout_gpus=1 "
@@ -262,9 +262,15 @@ def test_defaults_warn_of_nothing(
         ("retriever.topk=10001", "retriever.topk: got 10001"),
         ("actor_rollout_ref.actor.ppo_epochs=1001", "ppo_epochs: got 1001"),
         ("actor_rollout_ref.actor.rollout_is_threshold=0", "rollout_is_threshold: got 0"),
-        ("actor_rollout_ref.actor.rollout_mask_threshold=4", "rollout_mask=token (sequence, geom"),
-        ("actor_rollout_ref.actor.rollout_mask=geometric", "rollout_mask_threshold=2 beside it"),
-        ("actor_rollout_ref.actor.rollout_mask_floor=0.5", "rollout_mask_threshold=2 beside it"),
+        ("actor_rollout_ref.actor.rollout_mask_threshold=4", "rollout_mask=token (or sequence, g"),
+        (
+            "actor_rollout_ref.actor.rollout_mask=geometric",
+            "also set actor_rollout_ref.actor.rollout_mask_threshold=2",
+        ),
+        (
+            "actor_rollout_ref.actor.rollout_mask_floor=0.5",
+            "also set actor_rollout_ref.actor.rollout_mask_threshold=2",
+        ),
         ("actor_rollout_ref.actor.rollout_is_floor=3", "at most rollout_is_threshold=2.0"),
         (f"{ENGINES} actor_rollout_ref.actor.state_masking=false", "that no engine sampled"),
         (
@@ -272,23 +278,26 @@ def test_defaults_warn_of_nothing(
             "up to 2 weight versions old",
         ),
         (f"{ENGINES} actor_rollout_ref.actor.rollout_is=token", "need no correction"),
-        (f"{GUESS}.method=ngram trainer.deterministic=true", "what is guessed decides"),
+        (f"{GUESS}.method=ngram trainer.deterministic=true", "the proposals decide"),
         (f"{GUESS}.method=ngram {ROLLOUT}.name=transformers", "vLLM engines that the run starts"),
         (f"{GUESS}.method=ngram {GUESS}.prompt_lookup_max=2", "at most prompt_lookup_max=2"),
         (f"{GUESS}.method=medusa", "speculative_config.method: got medusa"),
-        (f"{ROLLOUT}.quantization=fp8", "a correction beside it"),
-        (f"{ROLLOUT}.kv_cache_dtype=fp8", "a correction beside it"),
-        (f"{ROLLOUT}.kv_cache_dtype=fp8 {ROLLOUT}.url=http://a:1", "by vllm serve"),
+        (f"{ROLLOUT}.quantization=fp8", "a correction as well"),
+        (f"{ROLLOUT}.kv_cache_dtype=fp8", "a correction as well"),
+        (f"{ROLLOUT}.kv_cache_dtype=fp8 {ROLLOUT}.url=http://a:1", "give it to vllm serve"),
         (f"{ADAPTIVE} algorithm.kl_ctrl.target_kl=0", "kl_ctrl.target_kl: got 0"),
         (f"{ADAPTIVE} algorithm.kl_ctrl.horizon=0", "kl_ctrl.horizon: got 0"),
-        (f"{ADAPTIVE} algorithm.kl_ctrl.kl_coef=0", "KL in the reward, of which there is none"),
-        (f"{ADAPTIVE} actor_rollout_ref.actor.use_kl_loss=true", "of which there is none"),
+        (f"{ADAPTIVE} algorithm.kl_ctrl.kl_coef=0", "the KL in the reward, and there is none"),
+        (f"{ADAPTIVE} actor_rollout_ref.actor.use_kl_loss=true", "and there is none"),
         ("algorithm.adv_estimator=reinforce trainer.critic_warmup=5", "reinforce has no critic"),
-        ("reward_model.search_penalty=0.1", "a score of em_cost, which is not used here"),
-        ("reward_model.name=f1 reward_model.format_score=0.1", "it is a score of em"),
-        ("compat.whiten_over_all_tokens=true", "compat.gae_over_all_tokens=true beside it"),
+        (
+            "reward_model.search_penalty=0.1",
+            "an option of the reward em_cost, which this run does not",
+        ),
+        ("reward_model.name=f1 reward_model.format_score=0.1", "it is an option of the reward em,"),
+        ("compat.whiten_over_all_tokens=true", "also set compat.gae_over_all_tokens=true"),
         ("retriever.url=localhost:8000", "retriever.url"),
-        ("""'retriever.url="http://a:8000,b:8000"'""", "with commas between them"),
+        ("""'retriever.url="http://a:8000,b:8000"'""", "separated by commas"),
         ("retriever.deadline=0", "retriever.deadline"),
         ("retriever.max_outage=-1", "retriever.max_outage"),
         ("retriever.topk=0", "retriever.topk"),
@@ -310,8 +319,8 @@ def test_partial_scores_belong_to_the_rewards_that_read_them() -> None:
     weights = "reward_model.weights={em_format: 1.0, f1: 0.5}"
     assert compose(weights, "reward_model.retrieval_score=0.1").reward_model.weights["f1"] == 0.5
     scores = {field.name for field in dataclasses.fields(RewardScores)}
-    assert scores == set(READERS)
-    for name, reader in READERS.items():
+    assert scores == set(SCORE_REWARDS)
+    for name, reader in SCORE_REWARDS.items():
         doc = known_options()[f"reward_model.{name}"].doc
         assert doc.startswith(f"{reader}:")
 
@@ -350,7 +359,7 @@ def test_help_explains_options(capsys: pytest.CaptureFixture[str]) -> None:
         cli.compose(["--help"])
     printed = capsys.readouterr().out
     assert "retriever.topk=3" in printed
-    assert "Documents per query." in printed
+    assert "Documents returned per query." in printed
 
 
 def test_grpo_preset() -> None:

@@ -140,7 +140,7 @@ def test_a_sweep_is_a_run_of_each(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_values_with_commas_need_the_word_for_a_sweep() -> None:
     """Nobody starts nine runs by a typing mistake; one bad value of many stops all at once."""
-    with pytest.raises(ConfigError, match=r"--multirun makes a run of each"):
+    with pytest.raises(ConfigError, match=r"--multirun starts one run per value"):
         cli.compose_runs([*REQUIRED, "trainer.seed=0,1"])
     with pytest.raises(ConfigError, match="max_turns: got -1"):
         cli.compose_runs([*REQUIRED, "-m", "max_turns=1,-1"])

@@ -43,7 +43,7 @@ def test_stages_arrive_typed() -> None:
         ((stages("{name: a, until_step: 5}"),), "stage 1 of reward_model.stages: got an end"),
         (
             (stages("{until_step: 5}, {until_step: 5}, {name: a}"),),
-            r"until_step \[5, 5\], expected numbers above 0 that rise",
+            r"until_step \[5, 5\], expected rising numbers above 0",
         ),
         ((stages("{name: a}"), "reward_model.weights={f1: 1.0}"), "leave one of them out"),
         ((stages("{plateau: {patience: 0}}, {name: a}"),), r"plateau\.patience: got 0"),
