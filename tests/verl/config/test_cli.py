@@ -196,7 +196,7 @@ def test_defaults_warn_of_nothing(
         ),
         (
             "actor_rollout_ref.rollout.weight_sync=nccl",
-            "weight_sync: got nccl, expected files or ipc: nccl is for engines of the run on device",
+            "weight_sync: got nccl, expected files or ipc: nccl is for engines of the run on",
         ),
         (
             "actor_rollout_ref.rollout.weight_sync=nccl trainer.rollout_gpus=1 "
