@@ -1,4 +1,4 @@
-"""Options of the agent, its tools, and the retrieval server that the built-in tool queries."""
+"""Options of the agent, its tools, and the document server that the built-in tool queries."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class AgentConfig:
 
 
 EMPTY_URL = "empty"
-"""Value of `retriever.url` that means "no documents"."""
+"""Server address that means "no documents"."""
 
 
 @dataclass
 class ServerConfig:
-    """The retrieval server that the built-in tool queries."""
+    """The document server that the built-in tool queries."""
 
     url: str = option("http://127.0.0.1:8000/retrieve", resume="free")
-    """Address of the retrieval server, or several equivalent servers separated by commas; `empty`
+    """Address of the document server, or several equivalent servers separated by commas; `empty`
     returns no documents at all (a control experiment)."""
     topk: int = option(3, resume="experiment", ge=1, le=10_000)
     """Documents returned per query."""

@@ -246,7 +246,7 @@ class PresetSource(FileConfigSource):
 
 
 class PresetPath(SearchPathPlugin):
-    """Hydra plugin that searches presets in the user's folder, then among the shipped ones.
+    """Hydra plugin that looks for presets in the user's folder, then among the shipped ones.
 
     The option `hydra.searchpath` would be too late: Hydra loads the first preset before reading it.
     """

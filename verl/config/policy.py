@@ -175,7 +175,7 @@ class ActorConfig:
     """Skip the forward pass of trajectories whose advantages are all 0 (a group of equal scores):
     they have no gradient. No effect when KL, entropy or LLDS is in the loss."""
     state_masking: bool = option(True, resume="experiment")
-    """Mask observation tokens in the loss; false also trains on retrieved documents (ablation)."""
+    """Mask observation tokens in the loss; false also trains on documents (ablation)."""
 
 
 @dataclass

@@ -83,7 +83,7 @@ class RewardConfig:
     final_format_score: float = option(0.0, resume="logged", ge=0, le=1)
     """em_format: score of a wrong answer in an invalid structure."""
     retrieval_score: float = option(0.0, resume="logged", ge=0, le=1)
-    """em_format: added to structure_format_score when a retrieved document contains an accepted
+    """em_format: added to structure_format_score when a returned document contains an accepted
     answer."""
     correct_answer: float = option(1.0, resume="logged", ge=0, le=1000)
     """em_cost: score of a correct answer."""

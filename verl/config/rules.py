@@ -39,7 +39,7 @@ PLACEHOLDERS = ("{question}", "{accepted}", "{answer}")
 def problems(config: Config) -> Iterator[str]:
     """Yield an error message for each broken rule."""
     groups = (_lists, _budgets, _sequence_parallel, _recorded, _engines, _vllm_options, _servers,
-              _critic, _algorithm, _losses, _overlong, _retriever, _rewards, _stages,
+              _critic, _algorithm, _losses, _overlong, _documents, _rewards, _stages,
               _judge)  # fmt: skip
     for group in groups:
         for is_broken, subject, got, expected, fix in group(config):
@@ -321,8 +321,8 @@ def _overlong(config: Config) -> Iterator[Rule]:
            f"{key}.max_length=null")
 
 
-def _retriever(config: Config) -> Iterator[Rule]:
-    """Addresses of the retrieval server."""
+def _documents(config: Config) -> Iterator[Rule]:
+    """Addresses of the document server."""
     url, key = config.retriever.url, "retriever.url"
     is_address = all(address.strip().startswith(HTTP) for address in url.split(","))
     is_valid = is_address or url == EMPTY_URL or url.startswith(PYTHON_PREFIX)
