@@ -10,7 +10,7 @@ from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import BaseModel, Field
 
-from search_r1.plain import log
+from search_r1.plain import configure_logging
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import SearchError
 from search_r1.search.server.running import address, bind, warn_if_open
@@ -70,7 +70,8 @@ def build_server(url: str) -> MCPServer:
 
 def start(retriever_url: str, transport: str, host: str, port: int) -> int:
     """Serve until the client leaves or the process is ended; returns the exit code."""
-    log(logging.WARNING, logging.BASIC_FORMAT)  # to standard error: the protocol has the output
+    # Logs go to standard error, since the protocol uses standard output.
+    configure_logging(logging.WARNING, logging.BASIC_FORMAT)
     try:
         server = build_server(retriever_url)
     except (ValueError, httpx.InvalidURL) as error:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
-from search_r1.plain import shown
+from search_r1.plain import escape_controls
 from verl.bounds import FINITE, MAX_SEED, Bounds
 from verl.errors import explain
 from verl.logs import exit_status
@@ -111,4 +111,4 @@ def run(
         module, _, name = work.partition(":")
         return int(getattr(importlib.import_module(module), name)(given))
 
-    return exit_status(act, shown=shown)
+    return exit_status(act, shown=escape_controls)

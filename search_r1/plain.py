@@ -17,7 +17,7 @@ CONTROLS = re.compile(
 )
 
 
-def shown(text: str) -> str:
+def escape_controls(text: str) -> str:
     r"""`text` with its control characters written out. *Example*: an escape becomes `\x1b`."""
     return CONTROLS.sub(lambda one: ascii(one[0])[1:-1], text.replace("\r\n", "\n"))
 
@@ -33,10 +33,10 @@ class PlainFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
-        return redact(shown(super().format(record))).replace("\n", "\n  ")
+        return redact(escape_controls(super().format(record))).replace("\n", "\n  ")
 
 
-def log(level: int, form: str) -> None:
+def configure_logging(level: int, form: str) -> None:
     """Let this process log to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(PlainFormatter(form))

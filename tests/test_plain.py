@@ -11,7 +11,7 @@ from rich.console import Console
 
 from search_r1.inference.dialogue import Search
 from search_r1.inference.terminal import Terminal
-from search_r1.plain import PlainFormatter, json_line, shown
+from search_r1.plain import PlainFormatter, escape_controls, json_line
 from search_r1.search.schema import Document
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=20)
@@ -34,8 +34,8 @@ def acts(text: str) -> list[str]:
 @example(text="".join(ATTACKS))
 def test_nothing_acts(text: str) -> None:
     """Every control character is written out; all others stay as they are."""
-    assert not acts(shown(text)) and not acts(json_line([text]))
-    assert shown(text) == text.replace("\r\n", "\n") or acts(text)
+    assert not acts(escape_controls(text)) and not acts(json_line([text]))
+    assert escape_controls(text) == text.replace("\r\n", "\n") or acts(text)
     assert json.loads(json_line({"a": text})) == {"a": text}
 
 

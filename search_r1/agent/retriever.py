@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from search_r1 import loops
-from search_r1.search.client import WHOLE_REQUEST, RetrievalClient
+from search_r1.search.client import REQUEST_LEVEL_STATUSES, RetrievalClient
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable, SearchError
 from search_r1.search.schema import TOKEN_VARIABLE
 from verl import plugins
@@ -102,7 +102,7 @@ class RetrieverTool(Tool):
 
 def to_tool_error(error: SearchError, faults: Mapping[str, int]) -> ToolError:
     """Convert a search error: ToolRefused if every other call would be refused as well."""
-    is_refused = isinstance(error, RetrieverRefused) and error.status in WHOLE_REQUEST
+    is_refused = isinstance(error, RetrieverRefused) and error.status in REQUEST_LEVEL_STATUSES
     return (ToolRefused if is_refused else ToolError)(str(error), faults)
 
 

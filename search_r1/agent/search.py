@@ -18,7 +18,13 @@ from search_r1.agent.retriever import (
 )
 from search_r1.agent.speculation import GroupSearches, QuestionPredictor, SpeculativeRetrieval
 from search_r1.search.backends.base import fingerprint
-from search_r1.search.client import RETRIED, EmptyRetrieval, Retrieval, RetrievalClient, counting
+from search_r1.search.client import (
+    RETRIED,
+    EmptyRetrieval,
+    Retrieval,
+    RetrievalClient,
+    count_retries,
+)
 from search_r1.search.errors import SearchError
 from verl.agent.interface import Item, Observation, text_arguments
 from verl.config import Config
@@ -61,7 +67,7 @@ class SearchTool(RetrieverTool):
 
     async def call(self, *, query: str) -> Observation:  # type: ignore[override]
         """Return the documents for a query, best first. Raises ToolError if the search fails."""
-        with counting() as faults:
+        with count_retries() as faults:
             try:
                 documents = await self.retrieval.search(query)
             except SearchError as error:

@@ -75,9 +75,9 @@ class SpeculativeRetrieval:
         """
         if not query.strip() or query in self.group.by_query:
             return None
-        if len(self.open) >= MAX_OPEN or not self.client.has_room_ahead:
+        if len(self.open) >= MAX_OPEN or not self.client.can_prefetch:
             return None
-        task = asyncio.ensure_future(self.client.search_ahead(query))
+        task = asyncio.ensure_future(self.client.prefetch(query))
         self.open.add(task)
         task.add_done_callback(self.open.discard)
         search = TrackedSearch(task, self.dialogue, is_unused_prediction=True)

@@ -17,7 +17,7 @@ from search_r1.agent.retriever import (
     python_retriever,
     to_tool_error,
 )
-from search_r1.search.client import RETRIED, RetrievalClient, counting
+from search_r1.search.client import RETRIED, RetrievalClient, count_retries
 from search_r1.search.errors import SearchError, install_command
 from search_r1.search.schema import Document
 from verl.agent.interface import Item, Observation, text_arguments
@@ -82,7 +82,7 @@ class VisitTool(RetrieverTool):
             return Observation((Item(page.text, page.title, target),))
         if self.documents is None:
             return Observation((Item("Error: there are no documents"),))
-        with counting() as faults:
+        with count_retries() as faults:
             try:
                 document = await self.documents.document(target)
             except SearchError as error:

@@ -36,17 +36,17 @@ from search_r1.agent_server.streaming import (
 from search_r1.bearer import has_token
 from search_r1.inference.dialogue import SILENCE, AgentSession, DialogueListener, Reply
 from search_r1.inference.opening import open_session
-from search_r1.plain import log
+from search_r1.plain import configure_logging
 from search_r1.search.client import RetrievalClient
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
 from search_r1.search.server.connections import configure
 from search_r1.search.server.pages import page_routes
 from search_r1.search.server.running import (
     bind,
-    checked,
     listen,
     read_token,
     warn_if_open,
+    with_host_check,
     write_port,
 )
 from search_r1.serve import ServingOptions
@@ -213,7 +213,7 @@ async def serve(options: ServingOptions, bound: socket.socket) -> None:
     async with open_session(options) as session:
         service = Service(session, options.name, token, options.max_body_bytes, options.chat_peers)
         app = build_app(service)
-        guarded = checked(app, bound.getsockname()[0], options.allowed_hosts, misdirected)
+        guarded = with_host_check(app, bound.getsockname()[0], options.allowed_hosts, misdirected)
         server = uvicorn.Server(configure(guarded, options.max_body_bytes, GRACE_S))
         address = listen(bound)
         # uvicorn raises the signal again after its own shutdown, which would interrupt the
@@ -232,7 +232,7 @@ async def serve(options: ServingOptions, bound: socket.socket) -> None:
 
 def start(options: ServingOptions) -> int:
     """Serve and return the exit code. Raises UserError or SetupError for a user's mistake."""
-    log(logging.INFO, "%(levelname)s %(name)s: %(message)s")
+    configure_logging(logging.INFO, "%(levelname)s %(name)s: %(message)s")
     for chatty in ("httpx", "vllm"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from search_r1.credit.command import CreditOptions
 from search_r1.inference.model import at_latest_checkpoint, compute_dtype, model_folder
 from search_r1.inference.options import AgentOptions
-from search_r1.plain import log
+from search_r1.plain import configure_logging
 from search_r1.replay.running import nearest, read_run, weights_of
 from search_r1.scoring import build_reward_manager
 from search_r1.view.dialogue import DOCUMENT, OBSERVATION, Dialogue, read_dialogue, tags_of
@@ -157,7 +157,7 @@ class Judge:
 
 def start(options: CreditOptions) -> int:
     """Write what the documents of the record were worth; returns the exit code."""
-    log(logging.INFO, "%(message)s")
+    configure_logging(logging.INFO, "%(message)s")
     found = read_config(options.run)
     rollouts = options.rollouts or find_rollouts(options.run, found)
     if rollouts is None or not (rollouts / HEADER).is_file():

@@ -35,7 +35,7 @@ from search_r1.inference.model import (
     running_engine,
 )
 from search_r1.inference.opening import NO_RETRIEVER, retriever_facts, run_config
-from search_r1.plain import log
+from search_r1.plain import configure_logging
 from search_r1.rewards import RewardInput
 from search_r1.rewards.judge.options import JudgeOptions, key_in
 from search_r1.rewards.registry import build_judge
@@ -158,7 +158,7 @@ def _first(errors: BaseExceptionGroup[UserError]) -> UserError:
 
 def act(options: object) -> int:
     """Do what the command line asks for, and print its report or table."""
-    log(logging.INFO, "%(levelname)s %(name)s: %(message)s")
+    configure_logging(logging.INFO, "%(levelname)s %(name)s: %(message)s")
     for chatty in ("httpx", "vllm"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()

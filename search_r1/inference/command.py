@@ -21,7 +21,7 @@ from search_r1.inference.dialogue import SILENCE, AgentSession, DialogueListener
 from search_r1.inference.opening import open_session
 from search_r1.inference.options import InferenceOptions
 from search_r1.inference.terminal import Terminal, converse
-from search_r1.plain import json_line, log
+from search_r1.plain import configure_logging, json_line
 from verl.data import load_rows
 from verl.data.rows import Message
 from verl.errors import DataError, ToolError, UserError, explain
@@ -105,7 +105,7 @@ async def _answer(question: BatchQuestion, session: AgentSession) -> dict[str, A
 
 def answer(options: InferOptions) -> int:
     """Run the command for these options and return the exit code."""
-    log(logging.WARNING, logging.BASIC_FORMAT)
+    configure_logging(logging.WARNING, logging.BASIC_FORMAT)
     transformers_logging.disable_progress_bar()
     terminal = Terminal(Console(highlight=False), options.show_documents)
     if options.file is not None:

@@ -21,7 +21,7 @@ from search_r1.inference.dialogue import (
 )
 from search_r1.inference.opening import open_session
 from search_r1.inference.options import AgentOptions
-from search_r1.plain import shown
+from search_r1.plain import escape_controls
 from search_r1.search.schema import Document
 from verl.data.rows import Message
 from verl.errors import DataError, UserError
@@ -43,7 +43,7 @@ class Terminal(DialogueListener):
     _is_in_line: bool = False
 
     def said(self, text: str) -> None:
-        self.console.print(Text(shown(text), style=POLICY), end="", soft_wrap=True)
+        self.console.print(Text(escape_controls(text), style=POLICY), end="", soft_wrap=True)
         self._is_in_line = not text.endswith("\n") if text else self._is_in_line
 
     def searched(self, search: Search) -> None:
@@ -90,7 +90,7 @@ class Terminal(DialogueListener):
         if self._is_in_line:
             self.console.print()
             self._is_in_line = False
-        text.plain = shown(text.plain)
+        text.plain = escape_controls(text.plain)
         self.console.print(text, soft_wrap=True)
 
 

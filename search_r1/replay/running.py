@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from search_r1.agent.generation import build_agent
 from search_r1.inference.model import model_folder, running_engine
-from search_r1.plain import json_line, shown
+from search_r1.plain import escape_controls, json_line
 from search_r1.replay.command import ReplayOptions
 from search_r1.replay.findings import Place, Replay, findings, in_words
 from search_r1.replay.playing import Edit, finder, play, turns_of
@@ -134,7 +134,7 @@ def start(options: ReplayOptions) -> int:
         replays = asyncio.run(replayed(options, config, places, edit))
         found = [findings(config, one, edit, reward, options.gradient) for one in replays]
     for one in found:
-        sys.stdout.write(json_line(one) if options.json else shown(in_words(one)))
+        sys.stdout.write(json_line(one) if options.json else escape_controls(in_words(one)))
     if len(found) > 1 and not options.json:
         same = sum(one["identical"] for one in found)
         sys.stdout.write(f"{same} of {len(found)} are the recorded ones bit for bit\n")

@@ -20,7 +20,7 @@ from verl.files import atomic_write, regular_file
 
 logger = logging.getLogger(__name__)
 
-BLOCK = 1 << 20
+BLOCK_BYTES = 1 << 20
 SAMPLED = 64
 """Blocks that a start reads at most of an index, and of a corpus: 64 MB."""
 IGNORED = {"checksums.json", "write.lock"}
@@ -28,7 +28,7 @@ IGNORED = {"checksums.json", "write.lock"}
 
 
 @dataclass(frozen=True)
-class Sums:
+class FileChecksums:
     """One file."""
 
     size: int
@@ -40,7 +40,7 @@ class Sums:
 class Checksums:
     """The files of one index or corpus."""
 
-    files: dict[str, Sums]
+    files: dict[str, FileChecksums]
     """By what follows the target in their paths: `/vectors.faiss` in a folder, else `` itself."""
     corpus: str = ""
     """Hash of the corpus that an index without a manifest belongs to; empty: not known."""
@@ -48,13 +48,13 @@ class Checksums:
 
     def save(self, target: Path) -> None:
         """Write them beside `target`, whole or not at all."""
-        with atomic_write(place(target)) as part:
+        with atomic_write(path_for(target)) as part:
             part.write_bytes(self._text())
 
     @classmethod
     def load(cls, target: Path) -> "Checksums":
         """Those of `target`; raises IndexMismatch for a file that is not as `save` wrote it."""
-        path = place(target)
+        path = path_for(target)
         try:
             text = regular_file(path).read_bytes()
             found = READER.validate_json(text)
@@ -71,7 +71,7 @@ class Checksums:
 READER = TypeAdapter(Checksums)
 
 
-def place(target: Path) -> Path:
+def path_for(target: Path) -> Path:
     """Where the checksums of a folder or file are."""
     return target / "checksums.json" if target.is_dir() else Path(f"{target}.checksums.json")
 
@@ -82,20 +82,20 @@ def add_command(target: Path) -> str:
     return f"search-r1 index checksums --{'corpus' if is_corpus else 'index'}_path {target}"
 
 
-def crcs(data: bytes | memoryview) -> str:
+def block_checksums(data: bytes | memoryview) -> str:
     """The checksums of consecutive blocks, of which only the last may be short."""
-    starts = range(0, len(data), BLOCK)
-    return "".join(f"{zlib.crc32(data[start : start + BLOCK]):08x}" for start in starts)
+    starts = range(0, len(data), BLOCK_BYTES)
+    return "".join(f"{zlib.crc32(data[start : start + BLOCK_BYTES]):08x}" for start in starts)
 
 
-def sums_of(path: Path) -> Sums:
+def file_checksums(path: Path) -> FileChecksums:
     """The checksums of a file as it is now."""
     parts, size = [], 0
     with path.open("rb") as file:
-        while data := file.read(16 * BLOCK):
-            parts.append(crcs(data))
+        while data := file.read(16 * BLOCK_BYTES):
+            parts.append(block_checksums(data))
             size += len(data)
-    return Sums(size, "".join(parts))
+    return FileChecksums(size, "".join(parts))
 
 
 def add(target: Path, corpus: str = "") -> None:
@@ -103,12 +103,14 @@ def add(target: Path, corpus: str = "") -> None:
     inside = sorted(path for path in target.rglob("*") if path.is_file())
     names = [f"/{path.relative_to(target).as_posix()}" for path in inside] or [""]
     names = [name for name in names if Path(name).name not in IGNORED]
-    Checksums({name: sums_of(Path(f"{target}{name}")) for name in names}, corpus).save(target)
+    Checksums({name: file_checksums(Path(f"{target}{name}")) for name in names}, corpus).save(
+        target
+    )
 
 
 def check(target: Path, *, whole: bool = False) -> Checksums | None:
     """Raise IndexMismatch for a file that has changed; None, and a warning, without checksums."""
-    if not place(target).exists():
+    if not path_for(target).exists():
         if target.exists():
             logger.warning("%s has no checksums; add them: %s", target, add_command(target))
         return None
@@ -122,16 +124,17 @@ def check(target: Path, *, whole: bool = False) -> Checksums | None:
         for name, number in _blocks(known, whole):
             path, digits = Path(f"{target}{name}"), known.files[name].crc32
             with path.open("rb") as file:
-                file.seek(number * BLOCK)
-                if crcs(file.read(BLOCK)) != digits[8 * number : 8 * number + 8]:
-                    got = f"other content in the {BLOCK} bytes from byte {number * BLOCK} on"
+                file.seek(number * BLOCK_BYTES)
+                if block_checksums(file.read(BLOCK_BYTES)) != digits[8 * number : 8 * number + 8]:
+                    start = number * BLOCK_BYTES
+                    got = f"other content in the {BLOCK_BYTES} bytes from byte {start} on"
                     raise IndexMismatch(_wrong(path, got, target))
     except OSError as error:
         raise IndexMismatch(_wrong(path, str(error), target)) from error
     return known
 
 
-def chosen(count: int, most: int = SAMPLED) -> list[int]:
+def sample_indices(count: int, most: int = SAMPLED) -> list[int]:
     """At most `most` of range(count) in order: the first, the last, and others by chance."""
     if count <= most:
         return list(range(count))
@@ -140,9 +143,9 @@ def chosen(count: int, most: int = SAMPLED) -> list[int]:
 
 def _blocks(known: Checksums, whole: bool) -> list[tuple[str, int]]:
     """The blocks to compare, file by file: all, or some with the first and last of every file."""
-    ends = {name: -(-sums.size // BLOCK) for name, sums in known.files.items()}
+    ends = {name: -(-sums.size // BLOCK_BYTES) for name, sums in known.files.items()}
     blocks = [(name, i) for name, end in ends.items() for i in range(end)]
-    some = set() if whole else set(chosen(len(blocks)))
+    some = set() if whole else set(sample_indices(len(blocks)))
     return [
         block
         for i, block in enumerate(blocks)

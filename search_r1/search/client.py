@@ -42,7 +42,7 @@ T = TypeVar("T")
 RETRIED = "searches_retried"
 """Searches that one attempt was not enough for, whether or not they were answered then."""
 NOT_FOUND = 404
-WHOLE_REQUEST = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405, 421})
+REQUEST_LEVEL_STATUSES = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405, 421})
 """Refusals that no single query of a request can be the cause of."""
 MOST_REQUESTS, MOST_AHEAD = 100, 32
 """Requests that may be under way at once: those that somebody waits for, and those sent ahead."""
@@ -55,7 +55,7 @@ _counts: ContextVar[Counter[str] | None] = ContextVar("counts", default=None)
 
 
 @contextmanager
-def counting() -> Iterator[Counter[str]]:
+def count_retries() -> Iterator[Counter[str]]:
     """How many of the searches that the body awaits were tried again, under RETRIED."""
     counts = Counter({RETRIED: 0})
     token = _counts.set(counts)
@@ -198,13 +198,13 @@ class RetrievalClient:
         return documents
 
     @property
-    def has_room_ahead(self) -> bool:
-        """Whether `search_ahead` is in nobody's way: a server is well, connections are free."""
+    def can_prefetch(self) -> bool:
+        """Whether `prefetch` is in nobody's way: a server is well, connections are free."""
         state = self._state()
         is_free = len(state.wanted.tasks) < MOST_REQUESTS and len(state.ahead.tasks) < MOST_AHEAD
         return is_free and self._transport.servers.has_sound()
 
-    async def search_ahead(self, query: str) -> list[Document]:
+    async def prefetch(self, query: str) -> list[Document]:
         """As `search`, for an answer that may never be wanted: with one attempt, and uncounted."""
         return (await self._ask(self._state().ahead, query))[0]
 
@@ -324,7 +324,9 @@ class RetrievalClient:
                 for future in (one for one in waiters if not one.done()):
                     future.set_result((list(documents), num_retries))
         except SearchError as error:
-            is_of_one = isinstance(error, RetrieverRefused) and error.status not in WHOLE_REQUEST
+            is_of_one = (
+                isinstance(error, RetrieverRefused) and error.status not in REQUEST_LEVEL_STATUSES
+            )
             if is_of_one and len(waiting) > 1:
                 parts = ({query: waiters} for query, waiters in waiting.items())
                 await asyncio.gather(*(self._serve(lane, deadline, part) for part in parts))

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import orjson
 
 from search_r1.search import checksums
-from search_r1.search.checksums import Checksums, Sums, chosen
+from search_r1.search.checksums import Checksums, FileChecksums, sample_indices
 from search_r1.search.errors import CorpusError
 from search_r1.search.schema import Document
 from verl.files import atomic_write, regular_file
@@ -87,7 +87,7 @@ class Corpus:
     def check_rows(self, *, whole: bool = False) -> None:
         """Raise CorpusError for a malformed row or a second id, in samples or the `whole`."""
         is_all = whole or len(self) <= ALL_ROWS
-        rows = range(len(self)) if is_all else chosen(len(self), SAMPLED_ROWS)
+        rows = range(len(self)) if is_all else sample_indices(len(self), SAMPLED_ROWS)
         hashes = np.fromiter((hash(self[row].id) for row in rows), np.int64, len(rows))
         order = np.argsort(hashes, kind="stable")
         for place in np.flatnonzero(np.diff(hashes[order]) == 0):
@@ -172,7 +172,7 @@ def _load(path: Path, status: os.stat_result, whole: bool) -> tuple[Offsets, int
     """Offsets and hash from the sidecar if it is the file's and has checksums."""
     sidecar = path.with_name(path.name + OFFSETS)
     key = [status.st_size, status.st_mtime_ns]
-    if whole and checksums.place(path).exists():
+    if whole and checksums.path_for(path).exists():
         checksums.check(path, whole=True)
     try:
         known = np.load(sidecar, mmap_mode="r", allow_pickle=False)
@@ -184,7 +184,7 @@ def _load(path: Path, status: os.stat_result, whole: bool) -> tuple[Offsets, int
     is_ours = isinstance(known, np.ndarray) and known.dtype == np.int64 and known.ndim == 1
     if not is_ours or known[: len(key)].tolist() != key:
         return None
-    if not checksums.place(path).exists() and os.access(path.parent, os.W_OK):
+    if not checksums.path_for(path).exists() and os.access(path.parent, os.W_OK):
         return None  # of an earlier version: this scan adds them
     checksums.check(path)
     return known[HEADER_LENGTH:], int(known[HEADER_LENGTH - 1])
@@ -199,7 +199,7 @@ def _scan(path: Path, data: mmap.mmap, status: os.stat_result) -> tuple[Offsets,
     for start in range(0, len(data), CHUNK_BYTES):
         chunk = data[start : start + CHUNK_BYTES]
         hasher.update(chunk)
-        crcs.append(checksums.crcs(chunk))
+        crcs.append(checksums.block_checksums(chunk))
         breaks.append(np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == NEWLINE) + start)
     starts = np.concatenate([np.zeros(1, dtype=np.int64), np.concatenate(breaks) + 1])
     ends = np.append(starts[1:], len(data))
@@ -214,18 +214,20 @@ def _scan(path: Path, data: mmap.mmap, status: os.stat_result) -> tuple[Offsets,
     offsets = np.append(starts[is_row], len(data)).astype(np.int64)
     digest = int.from_bytes(hasher.digest(), "big", signed=True)
     key = np.array([status.st_size, status.st_mtime_ns, digest], dtype=np.int64)
-    _save(path, np.concatenate([key, offsets]), Sums(len(data), "".join(crcs)))
+    _save(path, np.concatenate([key, offsets]), FileChecksums(len(data), "".join(crcs)))
     return offsets, digest
 
 
-def _save(path: Path, values: Offsets, sums: Sums) -> None:
+def _save(path: Path, values: Offsets, sums: FileChecksums) -> None:
     """Write the sidecars; without the right to write, the scan repeats at each start."""
     sidecar = path.with_name(path.name + OFFSETS)
     try:
         with atomic_write(sidecar) as part:
             with part.open("wb") as file:
                 np.save(file, values, allow_pickle=False)
-            checksums.place(path).unlink(missing_ok=True)  # a kill leaves none rather than others
-        Checksums({"": sums, OFFSETS: checksums.sums_of(sidecar)}).save(path)
+            checksums.path_for(path).unlink(
+                missing_ok=True
+            )  # a kill leaves none rather than others
+        Checksums({"": sums, OFFSETS: checksums.file_checksums(sidecar)}).save(path)
     except OSError as error:
         logger.warning("cannot keep row offsets in %s (%s): each start scans", sidecar, error)

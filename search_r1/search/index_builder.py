@@ -18,7 +18,7 @@ if not __package__:  # started as a file: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from search_r1.options import Bounds, run
-from search_r1.plain import log
+from search_r1.plain import configure_logging
 from search_r1.search import checksums
 from search_r1.search.backends.dense import vectors_file
 from search_r1.search.backends.flat_file import FlatFile, is_flat
@@ -117,14 +117,14 @@ def keep_checksums(config: ChecksumConfig) -> int:
     """Keep checksums of index and corpus, or compare them; raises SearchError for any damage."""
     digest = ""
     for target in (Path(p) for p in (config.corpus_path, config.index_path) if p):
-        if config.verify and target.exists() and not checksums.place(target).exists():
+        if config.verify and target.exists() and not checksums.path_for(target).exists():
             raise SetupError(
                 f"{target} has no checksums, expected those to compare it with; fix: the same "
                 "command without --verify adds them"
             )
     if config.corpus_path is not None:
         if not config.verify:
-            checksums.place(Path(config.corpus_path)).unlink(missing_ok=True)
+            checksums.path_for(Path(config.corpus_path)).unlink(missing_ok=True)
         corpus = Corpus.open(config.corpus_path, whole=config.verify)
         corpus.check_rows(whole=True)
         digest = corpus.fingerprint.digest
@@ -150,7 +150,7 @@ def _build(config: BuildConfig) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Command-line entry; returns the exit status."""
-    log(logging.INFO, "%(levelname)s %(message)s")
+    configure_logging(logging.INFO, "%(levelname)s %(message)s")
     words = sys.argv[1:] if argv is None else argv
     here = "search_r1.search.index_builder"
     if words[:1] == ["checksums"]:

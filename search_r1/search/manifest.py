@@ -92,7 +92,7 @@ class Manifest:
 PROBE_TEXT = '"Paris"\nParis is the capital of France.'
 
 
-def now() -> str:
+def utc_now() -> str:
     """The UTC time, for `created`."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 

@@ -31,7 +31,7 @@ QUERY_BLOCK = 256
 """Queries whose scores of a tile the torch backend holds at once."""
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes in a person's unit."""
     if count < 1e8:
         return f"{count / 1e6:.3g} MB"
@@ -108,11 +108,11 @@ class Need:
     @property
     def amount(self) -> str:
         """Its bytes in words, in brackets where they are optional."""
-        text = "unknown" if self.bytes is None else size(self.bytes)
+        text = "unknown" if self.bytes is None else format_bytes(self.bytes)
         return f"({text})" if self.optional else text
 
 
-def check(config: RetrieverConfig, host: Host | None = None) -> None:
+def check_memory(config: RetrieverConfig, host: Host | None = None) -> None:
     """Log what is needed and free on `host` (default: this machine); SetupError if too little."""
     host = host or Host.measure(with_gpus=needs_torch(config))
     needs = estimate(config, len(host.gpus))
@@ -154,7 +154,9 @@ def table(needs: list[Need], host: Host) -> str:
     for device, free in _devices(host).items():
         mine = [need for need in needs if need.device == device]
         lines += [f"  {device:8} {n.amount:>12}  {n.what}" for n in mine]
-        lines.append(f"  {device:8} {size(_total(mine)):>12}  needed of {size(free)} free")
+        lines.append(
+            f"  {device:8} {format_bytes(_total(mine)):>12}  needed of {format_bytes(free)} free"
+        )
     return "\n".join(lines)
 
 
@@ -262,7 +264,8 @@ def _short(needs: list[Need], host: Host) -> list[str]:
         if device in free and _total(mine) > free[device]:
             parts = ", ".join(f"{n.what} {n.amount}" for n in mine)
             sentences.append(
-                f"{device} needs {size(_total(mine))} ({parts}), but {size(free[device])} is free"
+                f"{device} needs {format_bytes(_total(mine))} ({parts}), "
+                f"but {format_bytes(free[device])} is free"
             )
     return sentences
 
@@ -271,7 +274,9 @@ def _hints(file: Path | None) -> str:
     """What takes less memory: smaller values of a Flat index, and indexes that compress."""
     if file is None or not is_flat(file):
         return ""
-    half, quarter = (size(bytes_of_matrix(t, *read_shape(file)[:2])) for t in ("bfloat16", "int8"))
+    rows, dim, _ = read_shape(file)
+    half = format_bytes(bytes_of_matrix("bfloat16", rows, dim))
+    quarter = format_bytes(bytes_of_matrix("int8", rows, dim))
     return (
         f", use --dense_engine torch with --matrix_dtype bfloat16 ({half}) or int8 ({quarter}), "
         "more GPUs or --matrix_devices cpu, or build a smaller index with index_builder "

@@ -20,12 +20,12 @@ if not __package__:  # started as a file: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from search_r1.options import Port, run
-from search_r1.plain import log
+from search_r1.plain import configure_logging
 from search_r1.search.backends.base import Retriever
 from search_r1.search.backends.registry import build_retriever
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import IndexMismatch, SetupError
-from search_r1.search.memory import check
+from search_r1.search.memory import check_memory
 from search_r1.search.recording import Recorder
 from search_r1.search.schema import TOKEN_VARIABLE, Document
 from search_r1.search.server.app import create_app
@@ -68,7 +68,7 @@ def _run(options: ServerOptions) -> int:
     with bind(options.host, options.port, options.port_file) as bound:
         warn_if_open(bound, token)
         try:
-            check(options.retriever)
+            check_memory(options.retriever)
             retriever = build_retriever(options.retriever)
         except OSError as error:
             raise SetupError(
@@ -174,7 +174,7 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command-line entry; returns the exit status."""
-    log(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
+    configure_logging(logging.INFO, "%(asctime)s %(levelname)s %(message)s")
     faulthandler.enable(sys.__stderr__ or sys.stderr)  # a file that was cut off: SIGBUS
     work = "search_r1.search.retrieval_server:_run"
     return run(work, ServerOptions, argv, prog="retrieval_server", description=__doc__)

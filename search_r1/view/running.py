@@ -9,10 +9,17 @@ from collections.abc import Sequence
 
 import uvicorn
 
-from search_r1.plain import log
+from search_r1.plain import configure_logging
 from search_r1.search.server.connections import configure
 from search_r1.search.server.requests import misdirected
-from search_r1.search.server.running import LOOPBACK, bind, checked, listen, read_token, write_port
+from search_r1.search.server.running import (
+    LOOPBACK,
+    bind,
+    listen,
+    read_token,
+    with_host_check,
+    write_port,
+)
 from search_r1.view.app import TOKEN_VARIABLE, Runs, create_app
 from search_r1.view.command import ViewOptions
 from search_r1.view.export import write_export
@@ -32,7 +39,7 @@ MAX_BODY_BYTES = 2**20
 
 def start(options: ViewOptions) -> int:
     """Serve or export; returns the exit code. Raises UserError or SetupError."""
-    log(logging.INFO, "%(message)s")
+    configure_logging(logging.INFO, "%(message)s")
     if not options.runs:
         fix = "search-r1 view RUN"
         raise ConfigError(explain("RUN", "nothing", "the folder of at least one run", fix))
@@ -60,7 +67,9 @@ def serve(options: ViewOptions, runs: Sequence[Run]) -> int:
             got = f"{options.host} without a token"
             fix = f"set {TOKEN_VARIABLE}, or leave --host out and forward the port by ssh -L"
             raise ConfigError(explain("--host", got, "a token beyond this machine", fix))
-        app = checked(create_app(Runs(runs), token), host, options.allowed_hosts, misdirected)
+        app = with_host_check(
+            create_app(Runs(runs), token), host, options.allowed_hosts, misdirected
+        )
         server = uvicorn.Server(configure(app, MAX_BODY_BYTES, drain=2))
         ended = threading.Event()
         reader = threading.Thread(target=follow, args=(runs, ended), name="view-reader")

@@ -124,7 +124,7 @@ class FakeClient:
 
     seconds: dict[str, float]
     failing: frozenset[str] = frozenset()
-    has_room_ahead: bool = True
+    can_prefetch: bool = True
     predicted: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     max_open: int = 0
@@ -135,7 +135,7 @@ class FakeClient:
         await asyncio.sleep(self.seconds[query])
         return [Document.from_contents(query, query)]
 
-    async def search_ahead(self, query: str) -> list[Document]:
+    async def prefetch(self, query: str) -> list[Document]:
         self.predicted.append(query)
         self._open += 1
         self.max_open = max(self.max_open, self._open)

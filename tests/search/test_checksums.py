@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from search_r1.search import checksums
 from search_r1.search.backends.registry import build_retriever
-from search_r1.search.checksums import check, chosen
+from search_r1.search.checksums import check, sample_indices
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import IndexMismatch, SearchError
 from search_r1.search.index_builder import main
@@ -84,7 +84,7 @@ def test_a_start_compares_ends_and_blocks_by_chance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Damage at an end is found at once, within a file in some starts, and always by the whole."""
-    monkeypatch.setattr(checksums, "BLOCK", 8)
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 8)
     for name in "ab":
         (tmp_path / name).write_bytes(random.Random(0).randbytes(8 * 400 + 3))
     checksums.add(tmp_path)
@@ -114,7 +114,7 @@ def flip(path: Path, place: int) -> None:
 @given(st.integers(0, 300), st.integers(2, 70))
 def test_chosen_are_few_with_both_ends(count: int, most: int) -> None:
     """All of few; of many as many as allowed, in order, with the first and the last."""
-    found = chosen(count, most)
+    found = sample_indices(count, most)
     assert found == sorted(set(found)) and min(count, most - 2) <= len(found) <= min(count, most)
     assert not count or (found[0], found[-1]) == (0, count - 1)
 
@@ -202,11 +202,11 @@ def test_a_corpus_scanned_by_an_earlier_version(
     """Row offsets without checksums get them by one scan, or a warning where nothing is written."""
     path = write_corpus(tmp_path / "c.jsonl")
     Corpus.open(path)
-    checksums.place(path).unlink()
+    checksums.path_for(path).unlink()
     with monkeypatch.context() as patch:
         patch.setattr("os.access", lambda *_: False)
         Corpus.open(path)
-    assert "index checksums --corpus_path" in caplog.text and not checksums.place(path).exists()
+    assert "index checksums --corpus_path" in caplog.text and not checksums.path_for(path).exists()
     Corpus.open(path)
     assert check(path, whole=True) is not None
 

@@ -9,7 +9,7 @@ import pytest
 
 from search_r1.agent.search import SearchTool
 from search_r1.search import client as client_module
-from search_r1.search.client import RetrievalClient, counting
+from search_r1.search.client import RetrievalClient, count_retries
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
 from tests.apps import running
 from tests.search.test_client import SLOW, Script, scripted
@@ -37,7 +37,7 @@ def test_predictions_travel_apart() -> None:
     script = Script(poison="bad")
 
     async def body(client: RetrievalClient) -> None:
-        calls = (client.search("q"), client.search_ahead("bad"), client.search_ahead("good"))
+        calls = (client.search("q"), client.prefetch("bad"), client.prefetch("good"))
         found, refused, good = await asyncio.gather(*calls, return_exceptions=True)
         assert found[0].text == "q" and good[0].text == "good"
         assert isinstance(refused, RetrieverRefused)
@@ -52,13 +52,13 @@ def test_a_failed_prediction_stops_others_until_a_search_is_answered() -> None:
     script = Script([503, 503, 503])
 
     async def body(client: RetrievalClient) -> None:
-        assert client.has_room_ahead
-        with counting() as faults:
+        assert client.can_prefetch
+        with count_retries() as faults:
             with pytest.raises(RetrieverUnavailable):
-                await client.search_ahead("a")
-            assert not client.has_room_ahead and not any(faults.values())
+                await client.prefetch("a")
+            assert not client.can_prefetch and not any(faults.values())
             assert (await client.search("b"))[0].text == "b"
-            assert client.has_room_ahead and faults["searches_retried"] == 1
+            assert client.can_prefetch and faults["searches_retried"] == 1
 
     with_client(script, body, max_retries=2)
     assert [request["queries"] for request in script.requests] == [["a"], ["b"], ["b"], ["b"]]
@@ -73,15 +73,15 @@ def test_predictions_leave_connections_to_searches(monkeypatch: pytest.MonkeyPat
     async def body(client: RetrievalClient) -> None:
         search = asyncio.ensure_future(client.search("a"))
         await asyncio.sleep(0.1)
-        assert not client.has_room_ahead
+        assert not client.can_prefetch
         await search
-        assert client.has_room_ahead
-        first = asyncio.ensure_future(client.search_ahead("b"))
+        assert client.can_prefetch
+        first = asyncio.ensure_future(client.prefetch("b"))
         await asyncio.sleep(0.1)
-        assert client.has_room_ahead
-        second = asyncio.ensure_future(client.search_ahead("c"))
+        assert client.can_prefetch
+        second = asyncio.ensure_future(client.prefetch("c"))
         await asyncio.sleep(0.1)
-        assert not client.has_room_ahead
+        assert not client.can_prefetch
         assert [found[0].text for found in (await first, await second)] == ["b", "c"]
 
     with_client(script, body)
@@ -91,9 +91,9 @@ def test_closing_waits_for_no_prediction() -> None:
     """Nobody reads what comes after the dialogues."""
 
     async def body(client: RetrievalClient) -> None:
-        tasks = [asyncio.ensure_future(client.search_ahead("a"))]
+        tasks = [asyncio.ensure_future(client.prefetch("a"))]
         await asyncio.sleep(0.1)
-        tasks.append(asyncio.ensure_future(client.search_ahead("not yet sent")))
+        tasks.append(asyncio.ensure_future(client.prefetch("not yet sent")))
         await asyncio.sleep(0)
         begun = time.monotonic()
         await client.aclose()

@@ -16,7 +16,7 @@ import pytest
 
 from search_r1.search import client as client_module
 from search_r1.search import transport
-from search_r1.search.client import RETRIED, RetrievalClient, counting
+from search_r1.search.client import RETRIED, RetrievalClient, count_retries
 from search_r1.search.errors import RetrieverRefused, RetrieverUnavailable
 from tests.apps import running
 
@@ -72,7 +72,7 @@ def test_a_garbled_answer_is_asked_for_once_more(asked: str) -> None:
     with running(app := Says()) as url:
         for garbage in GARBAGE:
             app.bodies, app.num_asked = [garbage, good], 0
-            with counting() as counts:
+            with count_retries() as counts:
                 ask(url, what)
             assert app.num_asked == 2 and counts[RETRIED] == int(asked == "search"), garbage
         app.bodies, app.num_asked = [b"<html>\r\n\x1b[2J"], 0

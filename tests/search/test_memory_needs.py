@@ -10,7 +10,7 @@ import pytest
 
 from search_r1.search.backends.flat_file import HEADER
 from search_r1.search.errors import SetupError
-from search_r1.search.memory import Host, check, estimate, table
+from search_r1.search.memory import Host, check_memory, estimate, table
 from search_r1.search.settings import (
     EncoderConfig,
     FaissConfig,
@@ -72,7 +72,7 @@ def test_large_machine_passes_with_a_table(
 ) -> None:
     """What is needed and what is free is logged before anything loads."""
     caplog.set_level(logging.INFO)
-    check(wiki, Host(128 * GB))
+    check_memory(wiki, Host(128 * GB))
     assert "64.6 GB  index (FAISS)" in caplog.text
     assert "64.7 GB  needed of 128.0 GB free" in caplog.text
 
@@ -80,22 +80,22 @@ def test_large_machine_passes_with_a_table(
 def test_small_machine_is_refused_with_hints(wiki: RetrieverConfig) -> None:
     """The refusal says what is needed and free, and what would take less."""
     with pytest.raises(SetupError) as caught:
-        check(with_torch(wiki, "float32"), Host(24 * GB))
+        check_memory(with_torch(wiki, "float32"), Host(24 * GB))
     text = str(caught.value)
     assert "cpu needs 65.1 GB (matrix (float32) 64.6 GB" in text and "but 24.0 GB is free" in text
     assert "--matrix_dtype bfloat16 (32.3 GB) or int8 (16.2 GB)" in text
     assert "--faiss_type IVF4096,SQ8" in text
-    check(with_torch(wiki, "int8"), Host(24 * GB))
+    check_memory(with_torch(wiki, "int8"), Host(24 * GB))
 
 
 def test_small_gpus_are_refused(wiki: RetrieverConfig) -> None:
     """FAISS shards a Flat index over GPUs in float16, 32.3 GB in all."""
     gpu = replace(wiki, faiss=FaissConfig(faiss_gpu=True))
     with pytest.raises(SetupError) as caught:
-        check(gpu, Host(16 * GB, (24 * GB,)))
+        check_memory(gpu, Host(16 * GB, (24 * GB,)))
     text = str(caught.value)
     assert "cuda:0 needs 32.3 GB (index shard (float16) 32.3 GB), but 24.0 GB is free" in text
-    check(gpu, Host(16 * GB, (24 * GB, 24 * GB)))
+    check_memory(gpu, Host(16 * GB, (24 * GB, 24 * GB)))
 
 
 def test_missing_gpu_is_named(wiki: RetrieverConfig) -> None:
@@ -103,7 +103,7 @@ def test_missing_gpu_is_named(wiki: RetrieverConfig) -> None:
     with pytest.raises(
         SetupError, match=r"does not exist here \(there are cpu, cuda:0\)"
     ) as caught:
-        check(with_torch(wiki, "int8", "cuda:1"), Host(200 * GB, (80 * GB,)))
+        check_memory(with_torch(wiki, "int8", "cuda:1"), Host(200 * GB, (80 * GB,)))
     assert str(caught.value).startswith("cuda:1, for matrix (int8)")
     assert "free memory" not in str(caught.value), "more of it would be of no use"
 
@@ -118,7 +118,7 @@ def test_unknown_model_is_said_to_be_unknown(wiki: RetrieverConfig) -> None:
     lines = table(estimate(config), Host(128 * GB)).splitlines()
     assert sum("unknown  encoder e5-base-v2" in line for line in lines) == 1
     assert sum("unknown  reranker bge-reranker-base" in line for line in lines) == 1
-    check(config, Host(128 * GB))
+    check_memory(config, Host(128 * GB))
 
 
 def test_mapped_files_are_optional(tmp_path: Path) -> None:
@@ -130,21 +130,23 @@ def test_mapped_files_are_optional(tmp_path: Path) -> None:
     config = RetrieverConfig("bm25", str(corpus), str(folder))
     optional = {n.what: n.bytes for n in estimate(config) if n.optional}
     assert optional == {"index (mapped files)": 5000, "documents (mapped file)": 3000}
-    check(config, Host(100))
+    check_memory(config, Host(100))
 
 
 def test_missing_files_are_left_to_whoever_opens_them() -> None:
     """The check never hides the better error of a corpus or index that is not there."""
-    check(RetrieverConfig("e5", "/no/corpus", "/no/index", encoder=EncoderConfig("hash")), Host(1))
-    check(RetrieverConfig("e5", encoder=EncoderConfig("hash")), Host(1))
+    check_memory(
+        RetrieverConfig("e5", "/no/corpus", "/no/index", encoder=EncoderConfig("hash")), Host(1)
+    )
+    check_memory(RetrieverConfig("e5", encoder=EncoderConfig("hash")), Host(1))
 
 
 def test_bm25_is_checked_without_torch(tmp_path: Path) -> None:
     """The memory check loads neither torch nor FAISS unless an engine needs them."""
     code = (
-        "import sys; from search_r1.search.memory import check;"
+        "import sys; from search_r1.search.memory import check_memory;"
         "from search_r1.search.settings import RetrieverConfig;"
-        "check(RetrieverConfig('bm25'));"
+        "check_memory(RetrieverConfig('bm25'));"
         "sys.exit(bool({'torch', 'faiss'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

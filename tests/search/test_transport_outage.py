@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from search_r1.retrying import Backoff
-from search_r1.search.client import RETRIED, RetrievalClient, counting
+from search_r1.search.client import RETRIED, RetrievalClient, count_retries
 from search_r1.search.errors import RetrieverUnavailable
 from search_r1.search.transport import Patience, Servers, Transport
 from tests.apps import running
@@ -133,7 +133,7 @@ def test_each_search_of_a_shared_request_knows_that_it_was_retried() -> None:
     """Tasks count their own searches, though these travelled together."""
 
     async def one(client: RetrievalClient, query: str, searches: int) -> int:
-        with counting() as counts:
+        with count_retries() as counts:
             for _ in range(searches):
                 await client.search(query)
         return counts[RETRIED]

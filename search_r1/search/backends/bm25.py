@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from search_r1.search.backends.base import Retriever, stage
-from search_r1.search.checksums import chosen
+from search_r1.search.checksums import sample_indices
 from search_r1.search.corpus import Corpus
 from search_r1.search.errors import IndexMismatch
 from search_r1.search.index_builder import BuildConfig, build_index, index_folder
@@ -153,7 +153,7 @@ def _check_arrays(index: bm25s.BM25, num_documents: int, whole: bool) -> None:
     if not has_valid_ids or len(np.unique(word_ids)) != len(word_ids):
         raise ValueError("its words do not belong to its arrays")
     starts = range(0, len(data), CHECK_BLOCK)
-    for start in starts if whole else [starts[i] for i in chosen(len(starts))]:
+    for start in starts if whole else [starts[i] for i in sample_indices(len(starts))]:
         block = slice(start, start + CHECK_BLOCK)
         if not (np.isfinite(data[block]).all() and (data[block] >= 0).all()):
             raise ValueError("scores that are negative or not finite")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from search_r1.search.backends.base import Retriever
 from search_r1.search.backends.dense import open_dense
 from search_r1.search.backends.flat_file import FlatFile, check_finite, is_flat
-from search_r1.search.checksums import chosen
+from search_r1.search.checksums import sample_indices
 from search_r1.search.corpus import Corpus
 from search_r1.search.encoder import Encoder
 from search_r1.search.encoders.families import Vectors
@@ -156,7 +156,7 @@ def _check_rows(path: Path, index: Any, whole: bool) -> None:
 
 
 def _indices_to_check(count: int, whole: bool) -> Sequence[int]:
-    return range(count) if whole else chosen(count)
+    return range(count) if whole else sample_indices(count)
 
 
 def _rank(scores: Vectors, rows: Rows, k: int) -> tuple[list[float], list[int]]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from search_r1.search.checksums import BLOCK, chosen
+from search_r1.search.checksums import BLOCK_BYTES, sample_indices
 from search_r1.search.errors import IndexMismatch, SetupError
 from verl.files import regular_file
 
@@ -74,9 +74,9 @@ class FlatFile:
 
     def check_finite(self, *, whole: bool = False) -> None:
         """Raise IndexMismatch for a value that is not finite; checks samples unless `whole`."""
-        size = max(1, BLOCK // (4 * self.dim))
+        size = max(1, BLOCK_BYTES // (4 * self.dim))
         starts = range(0, self.num_rows, size)
-        for start in starts if whole else [starts[i] for i in chosen(len(starts))]:
+        for start in starts if whole else [starts[i] for i in sample_indices(len(starts))]:
             check_finite(self.path, start, next(self.tiles(size, start)))
 
     def rows(self, rows: npt.NDArray[np.int64]) -> Vectors:

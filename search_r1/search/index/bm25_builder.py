@@ -26,7 +26,7 @@ from search_r1.search.index.build_folder import (
 )
 from search_r1.search.index.progress import progress
 from search_r1.search.index_builder import BuildConfig
-from search_r1.search.manifest import Manifest, now
+from search_r1.search.manifest import Manifest, utc_now
 from search_r1.search.tokenization import tokenize
 from verl.files import atomic_write
 
@@ -85,9 +85,10 @@ def build(config: BuildConfig, corpus: Corpus, folder: Path) -> None:
         index.index(tokens, show_progress=sys.stderr.isatty())
         ready = fresh_folder(work / READY_NAME)
         index.save(ready, show_progress=False)
-        Manifest("bm25", corpus.fingerprint, len(corpus), created=now(), made_with=MADE_WITH).save(
-            ready
+        made = Manifest(
+            "bm25", corpus.fingerprint, len(corpus), created=utc_now(), made_with=MADE_WITH
         )
+        made.save(ready)
         publish(work, folder)
 
 

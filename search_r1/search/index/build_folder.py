@@ -17,7 +17,7 @@ from typing import Any
 
 from search_r1.search import checksums
 from search_r1.search.errors import CorpusError, SetupError
-from search_r1.search.memory import size
+from search_r1.search.memory import format_bytes
 from verl.files import atomic_write, fsync
 
 logger = logging.getLogger(__name__)
@@ -72,10 +72,13 @@ def check_disk(folder: Path, need: int, parts: str) -> None:
     """Log the `need` of the build in bytes; raises SetupError if the disk has less."""
     existing = next(path for path in [folder, *folder.parents] if path.exists())
     free = shutil.disk_usage(existing).free
-    logger.info("disk: %s needed in %s (%s), %s free", size(need), folder, parts, size(free))
+    logger.info(
+        "disk: %s needed in %s (%s), %s free", format_bytes(need), folder, parts, format_bytes(free)
+    )
     if need > free:
         raise SetupError(
-            f"{folder} has {size(free)} free, but the build needs {size(need)} ({parts}); expected "
+            f"{folder} has {format_bytes(free)} free, but the build needs {format_bytes(need)} "
+            f"({parts}); expected "
             "enough free space: free some, or give a --save_dir on another disk"
         )
 

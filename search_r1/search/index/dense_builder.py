@@ -34,8 +34,8 @@ from search_r1.search.index.embeddings import (
 )
 from search_r1.search.index.progress import progress
 from search_r1.search.index_builder import BuildConfig
-from search_r1.search.manifest import Manifest, now
-from search_r1.search.memory import size
+from search_r1.search.manifest import Manifest, utc_now
+from search_r1.search.memory import format_bytes
 from search_r1.search.settings import EncoderConfig
 from verl.files import fsync
 
@@ -117,7 +117,7 @@ def _manifest(config: BuildConfig, corpus: Corpus, encoder: Encoder) -> Manifest
         query_prefix=encoder.query_prefix,
         passage_prefix=encoder.passage_prefix,
         normalizes=encoder.normalizes,
-        created=now(),
+        created=utc_now(),
         made_with=MADE_WITH,
     )
 
@@ -157,7 +157,7 @@ def _embed(
 def _check_disk(config: BuildConfig, work: Path, manifest: Manifest, embedded_bytes: int) -> None:
     """Raise SetupError unless embeddings and index fit on the disk."""
     index = manifest.count * bytes_per_vector(config.faiss_type, manifest.dim)
-    parts = f"embeddings {size(embedded_bytes)}, index about {size(index)}"
+    parts = f"embeddings {format_bytes(embedded_bytes)}, index about {format_bytes(index)}"
     check_disk(work, embedded_bytes + index, parts)
 
 

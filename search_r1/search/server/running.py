@@ -68,7 +68,7 @@ def serve(
 ) -> bool:
     """Serve until SIGINT or SIGTERM; whether no search was left running. Raises SetupError."""
     service: Service = app.state.service
-    guarded = checked(app, bound.getsockname()[0], allowed_hosts, misdirected)
+    guarded = with_host_check(app, bound.getsockname()[0], allowed_hosts, misdirected)
     config = configure(guarded, service.config.max_body_bytes, service.config.drain)
     logger.info("serving on http://%s", listen(bound))
     # uvicorn raises the signal again when it is done, which would skip the closing of files; from
@@ -165,7 +165,7 @@ def warn_if_open(
         )
 
 
-def checked(
+def with_host_check(
     app: ASGIApp, address: str, allowed: Collection[str], refuse: Callable[[str], Response]
 ) -> ASGIApp:
     """`app` behind a look at `Host`, where it is bound to this machine alone or names are given.

@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
 from search_r1.search.server.requests import misdirected
-from search_r1.search.server.running import checked
+from search_r1.search.server.running import with_host_check
 
 OWN = ["localhost", "LOCALHOST:8000", "a.localhost", "localhost.", "127.0.0.1", "127.9.9.9:80",
        "[::1]:8000", "::1", "192.168.1.5:8000", "0.0.0.0"]  # fmt: skip
@@ -19,7 +19,7 @@ OTHERS = ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.
 
 def status(address: str, allowed: tuple[str, ...], *hosts: str | None) -> int:
     app: ASGIApp = PlainTextResponse("here")
-    guarded = checked(app, address, allowed, misdirected)
+    guarded = with_host_check(app, address, allowed, misdirected)
     headers = [(b"host", host.encode("latin-1")) for host in hosts if host is not None]
 
     async def main() -> httpx.Response:
