@@ -2,21 +2,21 @@
 
 A checkpoint is the folder `global_step_N`:
 
-    shards/            what is trained of actor and critic: weights or adapters, and their
-                       optimizer state (distributed checkpoint)
-    critic/            the critic's shards, ranks and adapters.json, where it had devices of its own
-    adapters.json      with adapters only: their options, and the base that they need
+    shards/            trained weights or adapters of actor and critic, and their optimizer state
+                       (distributed checkpoint)
+    critic/            the critic's shards, ranks and adapters.json, if it had its own devices
+    adapters.json      with adapters only: their options, and the base model that they need
     ranks/             schedule and random states of each rank, random states of the driver
     huggingface/       config and tokenizer of the policy
     ahead.jsonl        with max_staleness only: trajectories that are finished for later steps
     trainer_state.json the driver's state: step, data position, KL controller …
     COMPLETE           written last; a folder without it is not a checkpoint
-    HEALTHY            the collapse guard trusts it; the newest of these is never deleted
+    HEALTHY            trusted by the collapse guard; the newest of these is never deleted
 
 It is written as `global_step_N.<random>.tmp` and renamed, so that a run killed at any moment leaves
-whole checkpoints only. `python -m verl.checkpoint export STEP_DIR --out DIR` makes a Hugging Face
-folder without starting ranks; an adapter is merged into its base, or alone with `--adapter`.
-`folders` names, publishes and removes these folders and has the driver's part, `saver` decides when
-a run saves and what it keeps, `resume` whether it may go on. `verl.training.shards` writes the
-shards.
+only complete checkpoints. `python -m verl.checkpoint export STEP_DIR --out DIR` exports one as a
+Hugging Face folder without starting ranks; an adapter is merged into its base model, or written
+alone with `--adapter`. `folders` names, publishes and removes these folders and reads and writes
+the driver's state, `saver` decides when a run saves and which checkpoints it keeps, `resume` checks
+whether a run may continue from one. `verl.training.shards` writes the shards.
 """

@@ -14,7 +14,7 @@ from verl.training.devices import DTYPES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line: export a checkpoint; returns the exit status."""
+    """Export a checkpoint as the arguments say; returns the exit status."""
     parser = argparse.ArgumentParser(description="Checkpoints of a training run.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("export", help="write a Hugging Face folder")
@@ -28,11 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument(
         "--trust-remote-code", action="store_true", help="run the code that a model's folder brings"
     )
-    given = parser.parse_args(arguments)
-    set_trust(given.trust_remote_code)
+    options = parser.parse_args(arguments)
+    set_trust(options.trust_remote_code)
 
     def work() -> None:
-        print(export(given.step_dir, given.out, given.base, given.dtype, given.adapter))  # noqa: T201
+        print(export(options.step_dir, options.out, options.base, options.dtype, options.adapter))  # noqa: T201
 
     return exit_status(work)
 

@@ -1,4 +1,4 @@
-"""Export of a checkpoint as a Hugging Face folder, without ranks and without devices."""
+"""Exports a checkpoint as a Hugging Face folder; needs neither ranks nor devices."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def export(
 ) -> Path:  # fmt: skip
     """Write the policy of a checkpoint as a Hugging Face folder with tokenizer; returns `out`.
 
-    `base` names the model to take config and tokenizer from, instead of those in the checkpoint,
-    and the weights below an adapter. With `adapter_only` peft's folder is written instead. Needs
-    neither ranks nor devices. Raises ConfigError when `step_dir` is not complete, or holds no
-    adapter where one is asked for, or the base is not that of the adapter.
+    `base` names a model whose config and tokenizer to use instead of the checkpoint's, and whose
+    weights an adapter is merged into. With `adapter_only`, writes the adapter as a peft folder.
+    Raises ConfigError if `step_dir` is not complete, if it holds no adapter with `adapter_only`, or
+    if `base` is not the adapter's base model.
     """
     if not is_complete(step_dir):
         fix = "give a complete checkpoint; an interrupted one cannot be used"
@@ -54,32 +54,32 @@ def export(
 def _write_model(
     step_dir: Path, out: Path, record: Mapping[str, Any] | None, base: str | None, dtype: str
 ) -> None:
-    """The whole policy: its trained weights, or its base with the adapter merged."""
+    """Write the whole policy: its trained weights, or its base model with the adapter merged."""
     source = base or str(step_dir / "huggingface")
     with model_errors(source, "config.json"):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trusts_remote_code())
-    named = _read_policy(step_dir / "shards")
+    weights = _read_policy(step_dir / "shards")
     if record is not None:
         adapter = _read_adapter(step_dir, record, base)
         lm = load_causal_lm(str(adapter.config.base_model_name_or_path))
-        named = adapter.merge((name, p.detach()) for name, p in lm.named_parameters())
-    faulty: list[str] = []
+        weights = adapter.merge((name, p.detach()) for name, p in lm.named_parameters())
+    non_finite: list[str] = []
 
-    def as_written() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in named:
+    def converted() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
             tensor = tensor.to(DTYPES[dtype])
             if not is_finite(tensor):
-                faulty.append(name)
+                non_finite.append(name)
             yield name, tensor
 
-    write_weights(out, as_written(), config, dtype)
-    refuse_non_finite(faulty, f"weights of {step_dir} in {dtype}")
+    write_weights(out, converted(), config, dtype)
+    refuse_non_finite(non_finite, f"weights of {step_dir} in {dtype}")
     copy_tokenizer(source, out)
     check_weights(str(out), config, True, True, f"policy of {step_dir}")
 
 
 def _read_adapter(step_dir: Path, record: Mapping[str, Any], base: str | None) -> Adapter:
-    """The policy's adapter, over `base` if that is where its base lies now."""
+    """Read the policy's adapter; `base` is its base model's current path, if it has moved."""
     with checkpoint_errors(step_dir / ADAPTERS_FILE):
         check_base(record, base or record["base"])
         config = peft_config_of_record({**record, "base": base or record["base"]})
@@ -87,7 +87,7 @@ def _read_adapter(step_dir: Path, record: Mapping[str, Any], base: str | None) -
 
 
 def _read_policy(shards: Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole tensor of each of the policy's weights, a few GiB at a time."""
+    """Yield the name and the whole tensor of each of the policy's weights, a few GiB at a time."""
     prefix = "actor.model.lm."
     entries = ShardReader(shards).read_metadata().state_dict_metadata
     waiting = [key for key in entries if key.startswith(prefix)]
@@ -95,7 +95,7 @@ def _read_policy(shards: Path) -> Iterator[tuple[str, Tensor]]:
         group: dict[str, Tensor] = {}
         while waiting and sum(t.nbytes for t in group.values()) <= SHARD_BYTES:
             entry = entries[waiting[0]]
-            assert isinstance(entry, TensorStorageMetadata), "others are refused"
+            assert isinstance(entry, TensorStorageMetadata), "ShardReader refuses other entries"
             group[waiting.pop(0)] = torch.empty(entry.size, dtype=entry.properties.dtype)
         load_tensors(group, shards, alone=True)
         yield from ((key.removeprefix(prefix), tensor) for key, tensor in group.items())

@@ -1,8 +1,8 @@
-"""Folders of checkpoints: names, markers, the driver's part, and how they appear and go at once.
+"""Checkpoint folders: names, markers, the driver's state, atomic creation and removal.
 
-A folder under another name than `global_step_N`, or without `COMPLETE`, is never resumed from. What
-a killed run left half-written is removed at the next start. A run holds its folder
-(`verl.files`), so that no other run can be writing what looks half-written.
+A folder not named `global_step_N`, or without `COMPLETE`, is never resumed from. Checkpoints that a
+killed run left half-written are removed at the next start. A run locks its folder (`verl.files`),
+so that no other run can still be writing what looks half-written.
 """
 
 from __future__ import annotations
@@ -39,73 +39,77 @@ MARKER = "COMPLETE"
 HEALTHY = "HEALTHY"
 STATE_FILE, DRIVER_FILE = "trainer_state.json", "ranks/driver.pt"
 EXPECTED = f"global_step_N with {MARKER} inside"
-"""A checkpoint, in the words of an error."""
+"""Describes a checkpoint in error messages."""
 HASHED_BYTES = 64 << 20
-"""Up to which a checkpoint's file is compared by content; tensors have checksums of their own."""
+"""Size up to which a checkpoint's files are compared by content; tensors have their own checksums.
+"""
 STEP_NAME = re.compile(r"global_step_(\d+)")
-PART_NAME = re.compile(r"global_step_(\d+)\.([0-9a-f]{8}\.)?tmp")
+TEMPORARY_NAME = re.compile(r"global_step_(\d+)\.([0-9a-f]{8}\.)?tmp")
 VALIDATION = "validation"
-"""Folder of a run's validation dialogues, a file a step."""
+"""Folder of a run's validation dialogues, with one file per step."""
 
 
 @dataclass(frozen=True)
-class Part:
+class PendingCheckpoint:
     """A checkpoint that is being written."""
 
     root: Path
     step: int
     folder: Path
-    began: float = field(default_factory=time.monotonic)
-    """By the monotonic clock, in seconds."""
+    started: float = field(default_factory=time.monotonic)
+    """Start of the writing, in seconds of the monotonic clock."""
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is, or would be."""
+    """Return the path of the checkpoint of `step`, whether it exists or not."""
     return root / f"global_step_{step}"
 
 
 def step_of(step_dir: Path) -> int:
-    """The step that a checkpoint folder's name says."""
+    """Return the step in a checkpoint folder's name."""
     match = STEP_NAME.fullmatch(step_dir.name)
     assert match is not None, f"got {step_dir.name}, expected global_step_N"
     return int(match.group(1))
 
 
 def write_state(step_dir: Path, state: Mapping[str, Any]) -> None:
-    """Write the driver's own state, a JSON object."""
+    """Write the driver's state as JSON."""
     (step_dir / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n")
 
 
 def read_state(step_dir: Path) -> dict[str, Any]:
-    """What `write_state` wrote. Raises ModelError."""
+    """Read the driver's state. Raises ModelError."""
     with checkpoint_errors(step_dir / STATE_FILE):
         return dict(json.loads((step_dir / STATE_FILE).read_text()))
 
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stood after a finished step; JSON throughout."""
+    """State of a run after a finished step; all values are JSON."""
 
     step: int
     sampler: Mapping[str, Any]
-    """The data position."""
+    """Position in the training data."""
     kl_coef: float
     reward: Mapping[str, Any] = field(default_factory=dict)
     guard: Mapping[str, Any] | None = None
     best: Mapping[str, Any] | None = None
     """`metric`, `value` and `step` of the best validation so far."""
     score: float | None = None
-    """The best metric's value at this very step, where it was validated."""
+    """Value of the best metric at this step; None if the step was not validated."""
     pending: Mapping[str, float] | None = None
-    """Metrics of a step that was learned from but not yet validated and logged."""
+    """Metrics of a step whose updates are done but which is not yet validated and logged."""
     ahead: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    """Prompts that were drawn, and perhaps being sampled, for later steps."""
+    """Batches of prompts drawn for later steps; some may already be sampled."""
     version: int | None = None
-    """Of the weights that engines were given after the step."""
+    """Version of the weights that the engines received after the step."""
 
     @classmethod
     def read(cls, step_dir: Path) -> Self:
-        """A checkpoint's, which may hold more, and less if it is an old one. Raises ModelError."""
+        """Read the state of a checkpoint. Raises ModelError.
+
+        Unknown keys are ignored, and old checkpoints may lack those that have a default.
+        """
         with checkpoint_errors(step_dir / STATE_FILE):
             state = TypeAdapter(cls).validate_python(read_state(step_dir))
             if state.step != step_of(step_dir) or not math.isfinite(state.kl_coef):
@@ -114,35 +118,36 @@ class RunState:
 
 
 def write_driver_random(step_dir: Path) -> None:
-    """Keep the driver's random states."""
+    """Save the driver's random states."""
     (step_dir / DRIVER_FILE).parent.mkdir(exist_ok=True)
     torch.save(random_states(), step_dir / DRIVER_FILE)
 
 
 def read_driver_random(step_dir: Path) -> None:
-    """Bring the driver's random states back, where the checkpoint has them. Raises ModelError."""
+    """Restore the driver's random states, if the checkpoint has them. Raises ModelError."""
     path = step_dir / DRIVER_FILE
     if path.exists():
         with checkpoint_errors(path):
             set_random_states(read_state_file(path))
 
 
-def refuse_changes(step_dir: Path) -> None:
-    """Refuse a checkpoint whose files are not as its marker lists them. Raises ModelError.
+def check_files(step_dir: Path) -> None:
+    """Raise ModelError if a checkpoint's files are not as its marker lists them.
 
-    The marker of an older one lists nothing.
+    The marker of an older checkpoint lists no files; those are not checked.
     """
     marker = step_dir / MARKER
     with checkpoint_errors(marker):
-        found = json.loads(marker.read_text())
-        listed = {} if found == step_of(step_dir) else found["files"]
-        for name, facts in listed.items():
-            if facts != (_facts(step_dir / name) if (step_dir / name).is_file() else None):
-                raise ValueError(f"{name} is not there as it was written")
+        content = json.loads(marker.read_text())
+        listed = {} if content == step_of(step_dir) else content["files"]
+        for name, expected in listed.items():
+            file = step_dir / name
+            if not file.is_file() or _size_and_hash(file) != expected:
+                raise ValueError(f"{name} is missing or has changed since it was written")
 
 
-def _facts(file: Path) -> list[Any]:
-    """The bytes of a file and, unless there are many, their SHA-256."""
+def _size_and_hash(file: Path) -> list[Any]:
+    """Return the size of a file and its SHA-256, which is None for files above HASHED_BYTES."""
     size = file.stat().st_size
     with file.open("rb") as content:
         is_small = size <= HASHED_BYTES
@@ -150,29 +155,29 @@ def _facts(file: Path) -> list[Any]:
 
 
 def mark_healthy(step_dir: Path) -> None:
-    """Mark a checkpoint whose weights the collapse guard trusts, so that it is kept."""
+    """Mark a checkpoint as trusted by the collapse guard, so that it is kept."""
     (step_dir / HEALTHY).touch()
 
 
 def is_complete(step_dir: Path) -> bool:
-    """Whether the folder is a checkpoint whose writing ended."""
+    """Whether a folder is a completely written checkpoint."""
     return STEP_NAME.fullmatch(step_dir.name) is not None and (step_dir / MARKER).is_file()
 
 
 def all_complete(root: Path) -> list[Path]:
-    """The complete checkpoints below `root`, oldest step first."""
+    """Return the complete checkpoints below `root`, oldest step first."""
     return sorted(filter(is_complete, root.glob("global_step_*")), key=step_of)
 
 
 def latest(root: Path) -> Path | None:
-    """The complete checkpoint of the highest step below `root`, if any."""
+    """Return the complete checkpoint of the highest step below `root`, or None."""
     return max(all_complete(root), key=step_of, default=None)
 
 
-def resolve(resume_mode: str, root: Path) -> Path | None:
-    """What `trainer.resume_mode` (disable, auto, a path) means; None to start anew.
+def resume_folder(resume_mode: str, root: Path) -> Path | None:
+    """Return the checkpoint that `trainer.resume_mode` (disable, auto or a path) refers to.
 
-    Raises ConfigError when a path is not a complete checkpoint.
+    None means a fresh start. Raises ConfigError if a path is not a complete checkpoint.
     """
     if resume_mode == "disable":
         return None
@@ -185,69 +190,75 @@ def resolve(resume_mode: str, root: Path) -> Path | None:
     return path
 
 
-def begin(root: Path, step: int) -> Part:
-    """A new folder for checkpoint `step`; no other attempt's ranks ever write under its name."""
+def begin(root: Path, step: int) -> PendingCheckpoint:
+    """Create a folder for the checkpoint of `step`, under a unique temporary name.
+
+    The name is unique because ranks of an earlier attempt may still be writing to its folder.
+    """
     folder = root / f"global_step_{step}.{uuid.uuid4().hex[:8]}.tmp"
     folder.mkdir(parents=True)
-    return Part(root, step, folder)
+    return PendingCheckpoint(root, step, folder)
 
 
-def publish(part: Part) -> Path:
-    """Make a written folder the checkpoint of its step, in place of one that was there."""
-    folder, marker = part.folder, part.folder / MARKER
+def publish(pending: PendingCheckpoint) -> Path:
+    """Make a written folder the checkpoint of its step, replacing an existing one."""
+    folder, marker = pending.folder, pending.folder / MARKER
     fsync(*folder.rglob("*"))
-    files = {str(path.relative_to(folder)): _facts(path)
+    files = {str(path.relative_to(folder)): _size_and_hash(path)
              for path in sorted(folder.rglob("*")) if path.is_file()}  # fmt: skip
-    marker.write_text(json.dumps({"step": part.step, "files": files}) + "\n")
+    marker.write_text(json.dumps({"step": pending.step, "files": files}) + "\n")
     fsync(marker, folder)
-    final = step_folder(part.root, part.step)
+    final = step_folder(pending.root, pending.step)
     remove(final)
     os.replace(folder, final)
-    fsync(part.root)
+    fsync(pending.root)
     return final
 
 
-def abandon(part: Part) -> None:
-    """Remove what was written of a checkpoint that will not be one."""
-    shutil.rmtree(part.folder, ignore_errors=True)
+def discard(pending: PendingCheckpoint) -> None:
+    """Remove what was written of an unfinished checkpoint."""
+    shutil.rmtree(pending.folder, ignore_errors=True)
 
 
 def remove(step_dir: Path) -> None:
-    """Delete a checkpoint; at no moment is it there in part, nor taken for whole."""
+    """Delete a checkpoint, such that a half-deleted one is never taken for complete."""
     if not step_dir.exists():
         return
-    gone = step_dir.with_name(f"{step_dir.name}.{uuid.uuid4().hex[:8]}.tmp")
+    doomed = step_dir.with_name(f"{step_dir.name}.{uuid.uuid4().hex[:8]}.tmp")
     (step_dir / MARKER).unlink(missing_ok=True)
-    os.replace(step_dir, gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    os.replace(step_dir, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
-def clean(root: Path) -> None:
-    """Remove what killed runs left half-written below `root`, whose lock the caller holds.
+def clean_up(root: Path) -> None:
+    """Remove the half-written checkpoints of killed runs below `root`, whose lock the caller holds.
 
-    A folder whose marker was written, but which was not renamed yet, becomes a checkpoint.
+    A folder that has its marker but was not renamed yet becomes a checkpoint.
     """
     for folder in sorted(root.glob("global_step_*.tmp")):
-        match = PART_NAME.fullmatch(folder.name)
+        match = TEMPORARY_NAME.fullmatch(folder.name)
         if match is None or not folder.is_dir():
             continue
         final = step_folder(root, int(match.group(1)))
         if (folder / MARKER).is_file() and not is_complete(final):
-            logger.info("%s was written to its end: it is %s", folder, final.name)
+            logger.info("%s is complete: renamed to %s", folder, final.name)
             remove(final)
             os.replace(folder, final)
         else:
-            logger.info("%s is the rest of a run that was killed: removed", folder)
+            logger.info("%s was left half-written by a killed run: removed", folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def set_aside(root: Path, after: int) -> None:
-    """Move checkpoints of steps above `after` into `set_aside/`; before step 0, validations too.
+    """Move checkpoints of steps above `after` into `set_aside/`, so that the run that starts at
+    `after` is not confused with the earlier one that wrote them.
 
-    A run that starts before them would else be taken for the one that wrote them.
+    With a negative `after`, validation dialogues are moved too.
     """
     later = [step_dir for step_dir in all_complete(root) if step_of(step_dir) > after]
-    later += [root / VALIDATION] * (after < 0 and (root / VALIDATION).is_dir())
+    if after < 0 and (root / VALIDATION).is_dir():
+        later.append(root / VALIDATION)
     if later:
-        place = move_aside(root, later)
-        logger.warning("of an earlier run, now in %s: %s", place, ", ".join(p.name for p in later))
+        folder = move_aside(root, later)
+        names = ", ".join(path.name for path in later)
+        logger.warning("moved the files of an earlier run to %s: %s", folder, names)

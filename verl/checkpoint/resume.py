@@ -1,7 +1,8 @@
-"""Whether a run may go on from a checkpoint: whole, of the same data, tools, model and options.
+"""Checks whether a run may resume from a checkpoint: is it intact, and from the same experiment?
 
-Each option's field says what another value than the checkpoint's leads to (`verl.config.option`).
-Other content, by its fingerprint, is refused unless `trainer.resume_anyway` names it.
+Each option's field declares what happens if its value differs from the checkpoint's
+(`verl.config.option`). Other data, tools or models, compared by fingerprint, are refused unless
+`trainer.resume_anyway` names them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint import ahead, folders
+from verl.checkpoint import folders, prefetched
 from verl.checkpoint.folders import DRIVER_FILE, RunState
 from verl.config import Config
 from verl.config.cli import public_options
@@ -31,14 +32,15 @@ logger = logging.getLogger(__name__)
 
 
 def identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
-    """What a checkpoint keeps for a later comparison, as JSON: `config` and `fingerprints`.
+    """Return what a checkpoint stores to compare at a resume, as JSON: `config`, `fingerprints`.
 
-    `served`: the fingerprints of what the tools serve, empty where they give none.
+    `served` holds the fingerprints of what the tools serve, such as corpus and index; it is empty
+    if they report none.
     """
-    recorded = config.data.rollouts
-    learned = config.data.train_files if recorded is None else recorded_files(recorded)
+    rollouts = config.data.rollouts
+    data_files = config.data.train_files if rollouts is None else recorded_files(rollouts)
     fingerprints = {
-        "data": hash_files(learned),
+        "data": hash_files(data_files),
         "validation": hash_files(config.data.val_files),
         "model": fingerprint(config.actor_rollout_ref.model.path),
         **served,
@@ -49,7 +51,7 @@ def identity(config: Config, served: Mapping[str, str]) -> dict[str, Any]:
 
 
 def hash_files(files: str | Sequence[str]) -> str:
-    """SHA-256 of the files' content, in order, wherever they lie."""
+    """Return a SHA-256 (16 hex digits) of the files' contents, in order; paths do not matter."""
     digest = hashlib.sha256()
     for path in file_list(files):
         with open(path, "rb") as file:
@@ -58,41 +60,46 @@ def hash_files(files: str | Sequence[str]) -> str:
 
 
 def check_resume(config: Config, present: Mapping[str, Any]) -> None:
-    """Refuse to resume what is not this run's, before any rank is built; `present`: its `identity`.
+    """Refuse to resume from a checkpoint of another experiment, before any rank is built.
 
-    Raises ConfigError with every difference, and with what would accept it.
+    `present` is this run's `identity`. Raises ConfigError with every difference and the option that
+    would accept it.
     """
     root = Path(config.trainer.default_local_dir)
-    step_dir = folders.resolve(config.trainer.resume_mode, root)
+    step_dir = folders.resume_folder(config.trainer.resume_mode, root)
     if step_dir is None:
         return
     saved = folders.read_state(step_dir)
     if "config" not in saved:
-        logger.warning("%s does not say with which options and data it was made", step_dir)
+        logger.warning("%s does not record the options and data that it was made with", step_dir)
         return
     with checkpoint_errors(step_dir / folders.STATE_FILE):
-        problems = [*_options(saved, present, config), *_fingerprints(saved, present, config)]
+        problems = [
+            *_option_differences(saved, present, config),
+            *_content_differences(saved, present, config),
+        ]
     if problems:
         lines = "\n".join(f"  - {problem}" for problem in problems)
         raise ConfigError(
-            f"trainer.resume_mode: {step_dir} is of another run than this one would be; give what "
-            f"it was made with, another trainer.default_local_dir, or accept by name:\n{lines}"
+            f"trainer.resume_mode: {step_dir} is from a different experiment than this one; give "
+            f"the options it was made with or another trainer.default_local_dir, or accept the "
+            f"differences by name:\n{lines}"
         )
 
 
 def check_contents(config: Config) -> None:
-    """Read all but the tensors of what a run starts from, if anything.
+    """Read everything but the tensors of the checkpoint that a run resumes from, if any.
 
-    Raises ModelError, which names an earlier checkpoint.
+    Raises ModelError, which names an earlier checkpoint to use instead.
     """
     root = Path(config.trainer.default_local_dir)
-    step_dir = folders.resolve(config.trainer.resume_mode, root)
+    step_dir = folders.resume_folder(config.trainer.resume_mode, root)
     if step_dir is None:
         return
     try:
-        folders.refuse_changes(step_dir)
+        folders.check_files(step_dir)
         RunState.read(step_dir)
-        ahead.read(step_dir)
+        prefetched.read(step_dir)
         read_adapters(step_dir)
         if (step_dir / DRIVER_FILE).exists():
             read_state_file(step_dir / DRIVER_FILE)
@@ -106,30 +113,32 @@ def check_contents(config: Config) -> None:
         raise ModelError(f"{error}{advice}") from error
 
 
-def _options(saved: Mapping[str, Any], present: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Refused differences of options; those that are only logged are logged here."""
+def _option_differences(
+    saved: Mapping[str, Any], present: Mapping[str, Any], config: Config
+) -> Iterator[str]:
+    """Yield the refused differences of options; logs those that are only logged."""
     old, new = flat(saved["config"]), flat(present["config"])
     for key in sorted(old.keys() & new.keys()):
         kind = known_options()[key].limits.resume
         if kind == "free" or old[key] == new[key]:
             continue
-        change = f"{key}: got {_short(new[key])}, the checkpoint has {_short(old[key])}"
+        change = f"{key}: got {_shorten(new[key])}, the checkpoint has {_shorten(old[key])}"
         needs_new_critic = (key == "algorithm.adv_estimator" and ADVANTAGES[new[key]].needs_critic
                             and not ADVANTAGES[old[key]].needs_critic)  # fmt: skip
         if kind == "fixed" or needs_new_critic:
-            yield f"{change}; what was saved cannot be used otherwise"
+            yield f"{change}; the saved state cannot be used with another value"
         elif kind == "experiment" and not any(
             f"{key}.".startswith(f"{name}.") for name in config.trainer.resume_anyway
         ):
-            yield f"{change}; to go on all the same: {_accept(config, key)}"
+            yield f"{change}; to go on all the same: {_accepting_option(config, key)}"
         else:
             logger.warning("resuming with another %s", change)
 
 
-def _fingerprints(
+def _content_differences(
     saved: Mapping[str, Any], present: Mapping[str, Any], config: Config
 ) -> Iterator[str]:
-    """Refused differences of content; what cannot be compared goes to the log."""
+    """Yield the refused differences of content; logs those that are accepted or not comparable."""
     old, new = saved["fingerprints"], present["fingerprints"]
     for name in sorted({*old, *new}):
         if old.get(name) == new.get(name):
@@ -138,29 +147,29 @@ def _fingerprints(
         if name not in old or name in config.trainer.resume_anyway:
             logger.warning("resuming with another %s", change)
         else:
-            yield f"{change}; to go on all the same: {_accept(config, name)}"
+            yield f"{change}; to go on all the same: {_accepting_option(config, name)}"
 
 
-def _accept(config: Config, name: str) -> str:
+def _accepting_option(config: Config, name: str) -> str:
     return f"trainer.resume_anyway=[{','.join([*config.trainer.resume_anyway, name])}]"
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of today by dotted key, as far as a configuration, a nested dict, has them."""
+    """Return the known options in a nested configuration, by dotted key."""
     known = known_options()
-    found = flatten(config, is_whole=known.__contains__)
-    return {key: _expanded(value) for key, value in found if key in known}
+    options = flatten(config, is_whole=known.__contains__)
+    return {key: _expand_home(value) for key, value in options if key in known}
 
 
-def _expanded(value: Any) -> Any:
-    """With the user's home for `~`, which some checkpoints have in its place, and others not."""
+def _expand_home(value: Any) -> Any:
+    """Replace `~` by the home directory, since some checkpoints store paths unexpanded."""
     if isinstance(value, list):
-        return [_expanded(item) for item in value]
+        return [_expand_home(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: _expanded(item) for key, item in value.items()}
+        return {key: _expand_home(item) for key, item in value.items()}
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

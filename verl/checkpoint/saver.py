@@ -1,7 +1,7 @@
 """When a run saves a checkpoint, how it is written, and which checkpoints are kept.
 
-All ranks write their part, in the background with `trainer.async_save`; the checkpoint appears
-when the last of them has finished. The driver's part of it is one `RunState`.
+All ranks write their shards, in the background with `trainer.async_save`; the checkpoint appears
+when the last rank has finished. The driver's part of it is one `RunState`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.checkpoint import folders
-from verl.checkpoint.folders import Part, RunState, abandon, write_driver_random
+from verl.checkpoint.folders import PendingCheckpoint, RunState, discard, write_driver_random
 from verl.config import TrainerConfig
 from verl.errors import ModelError, SaveError, UserError
 
 logger = logging.getLogger(__name__)
 
-LOST_RANK_S = 10.0
-"""Time for a background write to end when a rank has died: it is nearly done, or never will be."""
+LOST_RANK_TIMEOUT_S = 10.0
+"""Seconds to wait for a background write when a rank has died: it ends soon or never."""
 SLOW_DISK = 200e6
-"""Bytes a second that a checkpoint is expected to be written with, before one was timed."""
+"""Assumed write speed in bytes per second, until a checkpoint has been timed."""
 MAX_FAILURES = 2
-"""Checkpoints in a row that may not be written before the run ends."""
+"""Number of failed checkpoints in a row that ends the run."""
 
 
 class Ranks(Protocol):
-    """What saving needs of the training ranks; see `verl.trainer.ranks.TrainerRanks`."""
+    """The methods of the training ranks that saving uses; see `verl.trainer.ranks.TrainerRanks`."""
 
     def save_checkpoint(self, directory: Path) -> None: ...
     def checkpoint_bytes(self) -> int: ...
@@ -42,7 +42,10 @@ class Ranks(Protocol):
 
 
 def is_due(frequency: int, step: int, total_steps: int) -> bool:
-    """Whether something of every `frequency` steps is due; at the end it is unless that is 0."""
+    """Whether an action is due that happens every `frequency` steps, and at the last step.
+
+    A `frequency` of 0 means never, a negative one only at the last step.
+    """
     if step == total_steps:
         return frequency != 0
     return frequency > 0 and step % frequency == 0
@@ -50,7 +53,7 @@ def is_due(frequency: int, step: int, total_steps: int) -> bool:
 
 @dataclass
 class SavePlan:
-    """Whether a checkpoint is due: by steps, and by minutes since the last one."""
+    """Decides whether a checkpoint is due: by steps, and by minutes since the last one."""
 
     config: TrainerConfig
     total_steps: int
@@ -61,180 +64,198 @@ class SavePlan:
         self._saved_at = self.clock()
 
     def is_due(self, step: int) -> bool:
-        """Every `save_freq` steps, after `save_minutes`, and at the end unless `save_freq` is 0."""
+        """Whether a checkpoint is due after `step`, by `save_freq` or `save_minutes`."""
+        if is_due(self.config.save_freq, step, self.total_steps):
+            return True
         minutes = self.config.save_minutes
-        by_time = minutes is not None and self.clock() - self._saved_at >= 60 * minutes
-        by_time = by_time and step < self.total_steps
-        return by_time or is_due(self.config.save_freq, step, self.total_steps)
+        if minutes is None or step >= self.total_steps:
+            return False
+        return self.clock() - self._saved_at >= 60 * minutes
 
-    def saved(self) -> None:
-        """A checkpoint was begun now."""
+    def record_save(self) -> None:
+        """Restart the count of minutes: a checkpoint is being saved now."""
         self._saved_at = self.clock()
 
 
 @dataclass
 class Saver:
-    """Writes and keeps the checkpoints of one run below `root`."""
+    """Writes the checkpoints of one run below `root`, and deletes those no longer needed."""
 
     config: TrainerConfig
     root: Path
     ranks: Ranks
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """Configuration and fingerprints, which a resume is compared with; JSON."""
+    """Configuration and fingerprints to compare with at a resume; JSON."""
     protected: Callable[[], set[int]] = set
-    """Steps whose checkpoints are needed, whatever their age."""
-    lost: Callable[[int], None] = lambda step: None
-    """Called with the step of a checkpoint that was deleted, or could not be written."""
+    """Returns the steps whose checkpoints must not be deleted, whatever their age."""
+    on_lost: Callable[[int], None] = lambda step: None
+    """Called with the step of a checkpoint that was deleted or could not be written."""
     last_step: int | None = None
     """Step of the newest checkpoint that was written or resumed from."""
     longest_s: float = 0.0
-    _pending: tuple[Part, Future[Path]] | None = field(init=False, default=None)
-    """What is being written in the background."""
+    """Seconds that the slowest checkpoint took."""
+    _pending: tuple[PendingCheckpoint, Future[Path]] | None = field(init=False, default=None)
+    """The checkpoint that is being written in the background."""
     _num_failures: int = field(init=False, default=0)
 
     def save(
-        self, state: RunState, wait: bool = False, beside: Callable[[Path], None] | None = None
+        self,
+        state: RunState,
+        wait: bool = False,
+        write_extra: Callable[[Path], None] | None = None,
     ) -> None:
-        """Write the checkpoint of a state; with `wait`, or without `async_save`, to its end.
+        """Write the checkpoint of `state`; waits for its completion with `wait` or without
+        `async_save`, and always for the previous one.
 
-        `beside` writes something else into its folder, also in the background. The one before is
-        waited for. Raises SaveError when writing failed twice in a row, or at once with `wait`.
+        `write_extra` writes additional files into the checkpoint's folder, also in the background.
+        Raises SaveError if writing failed twice in a row, or at once with `wait`.
         """
-        self.settle()
-        part: Part | None = None
+        self.finish_pending()
+        pending: PendingCheckpoint | None = None
         try:
-            part = folders.begin(self.root, state.step)
-            folders.write_state(part.folder, {**asdict(state), **self.identity})
-            write_driver_random(part.folder)
+            pending = folders.begin(self.root, state.step)
+            folders.write_state(pending.folder, {**asdict(state), **self.identity})
+            write_driver_random(pending.folder)
             if self.config.async_save and not wait and self._can_copy():
-                self.ranks.start_checkpoint(part.folder)
-                self._pending = part, _in_background(lambda: self._finish(part, beside))
+                self.ranks.start_checkpoint(pending.folder)
+                written = _run_in_background(lambda: self._finish(pending, write_extra))
+                self._pending = pending, written
             else:
-                self.ranks.save_checkpoint(part.folder)
-                self._written(self._publish(part, beside))
+                self.ranks.save_checkpoint(pending.folder)
+                self._handle_success(self._publish(pending, write_extra))
         except (OSError, SaveError) as error:
-            self._failed(state.step, part, error, is_final=wait)
+            self._handle_failure(state.step, pending, error, is_final=wait)
         except BaseException:
-            if part is not None and self._pending is None:
-                abandon(part)
+            if pending is not None and self._pending is None:
+                discard(pending)
             raise
 
     def expected_s(self) -> float:
-        """Seconds that a checkpoint may take: the longest so far, or by its size."""
+        """Return how long a checkpoint may take: as the longest so far, or estimated by its size."""
         return self.longest_s or self.ranks.checkpoint_bytes() / SLOW_DISK
 
     def _can_copy(self) -> bool:
-        """Whether the hosts have room for copies; where they have not, the log says so."""
+        """Whether the hosts have enough memory for copies of the shards; logs a warning if not."""
         if self.ranks.can_copy_checkpoint():
             return True
-        logger.warning("host memory has no room for a copy of the shards: training waits for the "
+        logger.warning("host memory is too small for a copy of the shards: training waits for the "
                        "checkpoint to be written")  # fmt: skip
         return False
 
-    def resumed(self, folder: Path) -> None:
-        """The run goes on from this checkpoint; one of its own need not be written again."""
+    def record_resume(self, folder: Path) -> None:
+        """Note the checkpoint that the run resumed from; one of its own is not written again."""
         if folder.resolve().parent == self.root.resolve():
             self.last_step = folders.step_of(folder)
 
     def poll(self) -> None:
-        """Finish a background write that has ended; returns at once while one has not."""
+        """Finish a background write that has ended; returns at once if it has not."""
         if self._pending is not None and self._pending[1].done():
-            self.settle()
+            self.finish_pending()
 
-    def settle(self, is_final: bool = False, patience_s: float | None = None) -> None:
-        """Wait for the background write, if there is one; at most `patience_s` seconds.
+    def finish_pending(self, is_final: bool = False, timeout_s: float | None = None) -> None:
+        """Wait for the background write, if there is one, up to `timeout_s` seconds.
 
-        Raises SaveError when it failed for the second time in a row, or is the last.
+        Raises SaveError if it failed and is the second failure in a row, or `is_final`.
         """
         if self._pending is None:
             return
-        (part, written), self._pending = self._pending, None
-        if not futures.wait([written], patience_s).done:
-            logger.error("the checkpoint of step %d was not written to its end in %g s; the next "
-                         "start removes what there is of it", part.step, patience_s)  # fmt: skip
+        pending, written = self._pending
+        self._pending = None
+        if not futures.wait([written], timeout_s).done:
+            logger.error("the checkpoint of step %d was not completed within %g s; the next start "
+                         "removes the unfinished files", pending.step, timeout_s)  # fmt: skip
             return
         try:
-            self._written(written.result())
+            self._handle_success(written.result())
         except (OSError, SaveError) as error:
-            self._failed(part.step, part, error, is_final)
+            self._handle_failure(pending.step, pending, error, is_final)
         except BaseException:
-            abandon(part)
+            discard(pending)
             raise
 
-    def _finish(self, part: Part, beside: Callable[[Path], None] | None) -> Path:
+    def _finish(
+        self, pending: PendingCheckpoint, write_extra: Callable[[Path], None] | None
+    ) -> Path:
         self.ranks.finish_checkpoint()
-        return self._publish(part, beside)
+        return self._publish(pending, write_extra)
 
-    def _publish(self, part: Part, beside: Callable[[Path], None] | None) -> Path:
-        if beside is not None:
-            beside(part.folder)
-        folder = folders.publish(part)
-        self.longest_s = max(self.longest_s, time.monotonic() - part.began)
+    def _publish(
+        self, pending: PendingCheckpoint, write_extra: Callable[[Path], None] | None
+    ) -> Path:
+        if write_extra is not None:
+            write_extra(pending.folder)
+        folder = folders.publish(pending)
+        self.longest_s = max(self.longest_s, time.monotonic() - pending.started)
         return folder
 
-    def _written(self, folder: Path) -> None:
+    def _handle_success(self, folder: Path) -> None:
         self._num_failures = 0
         self.last_step = folders.step_of(folder)
         logger.info("saved %s", folder)
         self.prune()
 
-    def _failed(self, step: int, part: Part | None, error: Exception, is_final: bool) -> None:
-        """Report a checkpoint that was not written; raises SaveError when it is one too many."""
-        if part is not None:
-            abandon(part)
-        self.lost(step)
+    def _handle_failure(
+        self, step: int, pending: PendingCheckpoint | None, error: Exception, is_final: bool
+    ) -> None:
+        """Log that a checkpoint could not be written; raises SaveError if this ends the run."""
+        if pending is not None:
+            discard(pending)
+        self.on_lost(step)
         self._num_failures += 1
         last = folders.latest(self.root)
+        previous = f"the last one is {last}" if last else "there is none before it"
         text = (
-            f"the checkpoint of step {step} could not be written ({error}); "
-            f"{f'the last one is {last}' if last else 'there is none before it'}; see that "
-            f"{self.root} is writable and its disk has room"
+            f"the checkpoint of step {step} could not be written ({error}); {previous}; make sure "
+            f"that {self.root} is writable and its disk has enough space"
         )
         if is_final or self._num_failures >= MAX_FAILURES:
             raise SaveError(text) from error
-        logger.error("%s; the run goes on", text)
+        logger.error("%s; the run continues", text)
 
     def prune(self) -> None:
-        """Delete the checkpoints that no option asks to keep; see `to_keep`."""
+        """Delete the checkpoints that no option asks to keep; see `checkpoints_to_keep`."""
         if self.config.keep_last is None:
             return
-        found = folders.all_complete(self.root)
-        kept = to_keep(found, self.config.keep_last, self.config.keep_best, self.protected())
-        for step_dir in found:
+        complete = folders.all_complete(self.root)
+        kept = checkpoints_to_keep(
+            complete, self.config.keep_last, self.config.keep_best, self.protected()
+        )
+        for step_dir in complete:
             if step_dir not in kept:
                 logger.info("%s is no longer needed: removed", step_dir)
-                self.lost(folders.step_of(step_dir))
+                self.on_lost(folders.step_of(step_dir))
                 try:
                     folders.remove(step_dir)
-                except OSError as error:  # no fault of the checkpoint that was just written
+                except OSError as error:  # must not count as a failed write of the new checkpoint
                     logger.warning("%s could not be removed: %s", step_dir, error)
 
-    def close(self, patience_s: float | None = None) -> None:
-        """Let the background write end; what fails in it is logged, since the run ends for more."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for the background write; only logs its failure, since the run ends for another
+        reason."""
         try:
-            self.settle(is_final=True, patience_s=patience_s)
+            self.finish_pending(is_final=True, timeout_s=timeout_s)
         except UserError as error:
             logger.error("%s", error)
 
 
-def to_keep(
-    found: Sequence[Path], keep_last: int, keep_best: int, protected: set[int]
+def checkpoints_to_keep(
+    complete: Sequence[Path], keep_last: int, keep_best: int, protected: set[int]
 ) -> set[Path]:
-    """Those of the complete checkpoints `found` (oldest first) that are not to be deleted.
+    """Return the checkpoints among `complete` (oldest first) that must not be deleted.
 
-    They are the newest `keep_last` and in any case the newest one, the `keep_best` of the highest
-    score, the newest healthy one, and the protected steps.
+    These are the newest `keep_last` (at least one), the `keep_best` with the highest scores, the
+    newest healthy one, and those of the protected steps.
     """
-    scores = {path: _score(path) for path in found}
-    judged = [path for path in found if scores[path] is not None]
-    best = sorted(judged, key=lambda path: (scores[path], folders.step_of(path)), reverse=True)
-    healthy = [path for path in found if (path / folders.HEALTHY).exists()]
-    needed = [path for path in found if folders.step_of(path) in protected]
-    return {*found[-max(keep_last, 1) :], *healthy[-1:], *best[:keep_best], *needed}
+    scores = {path: _score(path) for path in complete}
+    scored = [path for path in complete if scores[path] is not None]
+    best = sorted(scored, key=lambda path: (scores[path], folders.step_of(path)), reverse=True)
+    healthy = [path for path in complete if (path / folders.HEALTHY).exists()]
+    needed = [path for path in complete if folders.step_of(path) in protected]
+    return {*complete[-max(keep_last, 1) :], *healthy[-1:], *best[:keep_best], *needed}
 
 
 def _score(step_dir: Path) -> float | None:
-    """What was measured at a checkpoint; None also where its state is damaged: it ends no run."""
+    """Return the validation score of a checkpoint; None if it has none or its state is damaged."""
     try:
         return RunState.read(step_dir).score
     except ModelError as error:
@@ -242,14 +263,17 @@ def _score(step_dir: Path) -> float | None:
         return None
 
 
-def _in_background(work: Callable[[], Path]) -> Future[Path]:
-    """Run `work` in a thread that does not hold the process back from ending."""
+def _run_in_background(work: Callable[[], Path]) -> Future[Path]:
+    """Run `work` in a daemon thread, which does not keep the process from exiting.
+
+    The threads of a ThreadPoolExecutor would: Python joins them at exit.
+    """
     done: Future[Path] = Future()
 
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 (raised again where the result is asked for)
+        except BaseException as error:  # noqa: BLE001 (raised again by `Future.result`)
             done.set_exception(error)
 
     threading.Thread(target=run, name="checkpoint", daemon=True).start()

@@ -278,7 +278,7 @@ def adapter_problems(config: Config) -> Iterator[UserError]:
             if options.has_adapter
         }
         folder = Path(config.trainer.default_local_dir)
-        step_dir = folders.resolve(config.trainer.resume_mode, folder)
+        step_dir = folders.resume_folder(config.trainer.resume_mode, folder)
         if step_dir is not None:
             check_same_adapters(read_adapters(step_dir), records)
     except ConfigError as error:

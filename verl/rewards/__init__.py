@@ -1,1 +1,1 @@
-"""Rewards as the trainer sees them: the interface, and stages of rewards."""
+"""The interface between trainer and rewards, and rewards in stages."""

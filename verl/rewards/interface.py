@@ -1,7 +1,7 @@
-"""The seam between trainer and rewards: what a reward gives back, and how it is called.
+"""The interface between trainer and rewards.
 
-The trainer hands a `RewardManager` all trajectories of a batch at once, so that one that asks a
-server may ask about all of them together. A plain function of one trajectory is adapted.
+The trainer passes a `RewardManager` all trajectories of a batch at once, so that one that calls a
+server can send them together. A plain function of one trajectory is wrapped in a manager.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from verl.types import Trajectory
 
 @dataclass(frozen=True)
 class Reward:
-    """The score that is trained on, and its parts for the metrics."""
+    """The score that is trained on, and its components for the metrics."""
 
     score: float
     components: Mapping[str, float] = field(default_factory=dict)
 
 
 RewardFn = Callable[[Trajectory], Reward]
-"""Scores one finished trajectory; the prompt carries the ground truth."""
+"""A function that scores one finished trajectory, whose prompt carries the ground truth."""
 
 
 class RewardManager(ABC):
-    """Scores batches of trajectories; what changes during a run is saved with it."""
+    """Scores batches of trajectories; state that changes during a run is saved in checkpoints."""
 
     @abstractmethod
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        """The reward of each trajectory, in order."""
+        """Return the reward of each trajectory, in order."""
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Take note of a step that is over; returns metrics about the reward of that step."""
+        """Take note of a finished step and its metrics; returns metrics to add to the step's log."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep; JSON."""
+        """Return the state to store in a checkpoint, as JSON."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s state. Raises ConfigError when it is not of this reward."""
+        """Restore the state of `state_dict`. Raises ConfigError if it is not from this reward."""
         if state:
-            fix = "give the reward_model options of the checkpoint's run"
+            fix = "use the reward_model options of the checkpoint's run"
             raise ConfigError(explain("resumed reward", dict(state), "one without state", fix))
 
 
 @dataclass(frozen=True)
 class EachAlone(RewardManager):
-    """A function of one trajectory, applied to each."""
+    """Applies a function of one trajectory to each trajectory."""
 
     score: RewardFn
 
@@ -60,5 +60,5 @@ class EachAlone(RewardManager):
 
 
 def adapted(reward: RewardFn | RewardManager) -> RewardManager:
-    """The manager itself, or one that applies the function to each trajectory."""
+    """Return `reward` itself if it is a manager, else a manager that applies the function."""
     return reward if isinstance(reward, RewardManager) else EachAlone(reward)

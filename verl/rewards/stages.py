@@ -1,7 +1,7 @@
-"""Rewards one after another: two stages, and any schedule of that kind.
+"""Rewards used one after another during a run, in stages.
 
-A stage ends after a step, or when a metric has stopped rising; the last one has no end. Which
-stage it is, and what it has seen, is saved with the checkpoint.
+A stage ends after a given step or when a metric has stopped rising; the last stage does not end.
+The current stage and the progress of its metric are saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class StagedReward(RewardManager):
-    """The reward of the stage that the run has reached."""
+    """Scores with the reward of the current stage."""
 
     def __init__(self, stages: Sequence[StageConfig], rewards: Sequence[RewardManager]) -> None:
-        """The options that say when a stage ends, and what it scores by."""
-        assert stages and len(stages) == len(rewards), "one stage or more, a reward each"
+        """`stages` say when each stage ends; `rewards[i]` scores in stage i."""
+        assert stages and len(stages) == len(rewards), "expected one reward for each stage"
         self._stages, self._rewards = list(stages), list(rewards)
         self._enter(0)
 
@@ -32,11 +32,11 @@ class StagedReward(RewardManager):
         return self._rewards[self._index](trajectories)
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Move on where the step, or the metric's plateau, ends the stage.
+        """Enter the next stage if the step, or the plateau of the metric, ends the current one.
 
-        Returns `reward/stage`, the stage (from 1) whose reward this step was scored by.
+        Returns `reward/stage`, the number (from 1) of the stage that scored this step.
         """
-        seen = {"reward/stage": float(self._index + 1)}
+        stage_metrics = {"reward/stage": float(self._index + 1)}
         is_over = self._reached_plateau(metrics)
         for number, stage in enumerate(self._stages[self._index : -1], self._index + 1):
             if not is_over and (stage.until_step is None or step < stage.until_step):
@@ -44,15 +44,15 @@ class StagedReward(RewardManager):
             self._enter(number)
             is_over = False
             logger.info("step %d: the reward is %s from now on", step, self._names[number])
-        return seen
+        return stage_metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """The stage and what its plateau has seen; null for no value yet."""
+        """Return the stage and its plateau's state; `best` is null before the first value."""
         best = None if math.isinf(self._best) else self._best
         return {"index": self._index, "names": self._names, "best": best, "stale": self._stale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on in the stage of the checkpoint; one without stages starts with the first."""
+        """Continue in the checkpoint's stage; a checkpoint without stages starts with the first."""
         if not state:
             return
         if state["names"] != self._names:
@@ -65,7 +65,7 @@ class StagedReward(RewardManager):
 
     @property
     def _names(self) -> list[str]:
-        """What each stage scores by: a reward, or a weighted sum of them."""
+        """The reward, or weighted sum of rewards, of each stage, as text."""
         return [
             " + ".join(f"{weight:g} {name}" for name, weight in stage.weights.items()) or stage.name
             for stage in self._stages
@@ -76,7 +76,7 @@ class StagedReward(RewardManager):
         self._has_warned = False
 
     def _reached_plateau(self, metrics: Mapping[str, float]) -> bool:
-        """Record the plateau's metric; true once it has not risen for `patience` values."""
+        """Record the plateau's metric; return whether it has not risen for `patience` values."""
         plateau = self._stages[self._index].plateau
         if plateau is None:
             return False
@@ -91,9 +91,13 @@ class StagedReward(RewardManager):
         return self._stale >= plateau.patience
 
     def _warn_of_missing(self, metric: str, metrics: Mapping[str, float]) -> None:
-        """Warn once a stage that a step lacks a metric it should have: it may be misspelled."""
+        """Warn once per stage that a step lacks the metric, whose name may be misspelled.
+
+        Validation metrics are expected only in steps that were validated.
+        """
         is_due = not metric.startswith("val/") or "val/num_rows" in metrics
         if is_due and not self._has_warned:
             self._has_warned = True
-            logger.warning("a stage waits for a plateau of %s, which this step has not logged",
-                           metric)  # fmt: skip
+            logger.warning(
+                "a reward stage waits for a plateau of %s, which this step has not logged", metric
+            )

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint import ahead
-from verl.checkpoint.ahead import Finished
+from verl.checkpoint import prefetched
+from verl.checkpoint.prefetched import FinishedTrajectory
 from verl.config import Config
 from verl.core_algos.jagged import ROUNDING
 from verl.data import PromptSampler
@@ -128,7 +128,7 @@ class RolloutCollector:
     """`step` and `first` of the last batch that was drawn."""
     _taking: list[PromptBatch] = field(default_factory=list)
     """Those that the present step has taken."""
-    _resumed: dict[TrajectoryKey, Finished] = field(default_factory=dict)
+    _resumed: dict[TrajectoryKey, FinishedTrajectory] = field(default_factory=dict)
     """What a checkpoint had of batches that are not started yet."""
     _taken: list[schedule.ScheduleEntry] = field(default_factory=list)
     _sampled: Samples = field(default_factory=Samples)
@@ -237,14 +237,14 @@ class RolloutCollector:
 
         def write(step_dir: Path) -> None:
             late = fetch_finished()
-            ahead.write(step_dir, found | {n: late[n] for n in late if n in wanted}, newest)
+            prefetched.write(step_dir, found | {n: late[n] for n in late if n in wanted}, newest)
 
         return write
 
     def load_state_dict(
         self,
         state: Sequence[Mapping[str, Any]],
-        finished: Mapping[TrajectoryKey, Finished] | None = None,
+        finished: Mapping[TrajectoryKey, FinishedTrajectory] | None = None,
         version: int = 0,
     ) -> None:
         """Go on with the batches that a run had drawn, and with what it had finished of them.
@@ -289,7 +289,7 @@ class RolloutCollector:
         if not self._resumed:
             return {}
         rows = [self._resumed.pop(name, None) for name in trajectory_keys(starts, sampling)]
-        found = {i: row.of_start(starts[i]) for i, row in enumerate(rows) if row is not None}
+        found = {i: row.to_trajectory(starts[i]) for i, row in enumerate(rows) if row is not None}
         return {i: one for i, one in found.items() if one is not None}
 
     def _greedy_scores(self, greedy: Sequence[Trajectory], samples: Samples) -> list[float]:

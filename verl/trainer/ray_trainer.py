@@ -22,9 +22,9 @@ from tqdm import tqdm
 
 from verl.agent.environment import Environment
 from verl.agent.wording import TEMPLATE_FILE, is_file
-from verl.checkpoint import ahead, folders
+from verl.checkpoint import folders, prefetched
 from verl.checkpoint.folders import RunState, read_driver_random
-from verl.checkpoint.saver import LOST_RANK_S, SavePlan, Saver, is_due
+from verl.checkpoint.saver import LOST_RANK_TIMEOUT_S, SavePlan, Saver, is_due
 from verl.config import Config
 from verl.core_algos.kl import KLController
 from verl.errors import (
@@ -97,11 +97,13 @@ class RayPPOTrainer:
         self.saver = Saver(
             self.config.trainer, self.directory, self.ranks, self.identity,
             protected=lambda: self.guard.protected_steps,
-            lost=lambda step: self.guard.drop_pending(step),
+            on_lost=lambda step: self.guard.drop_pending(step),
         )  # fmt: skip
         self.save_plan = SavePlan(self.config.trainer, self.total_steps)
         self.stopper = Stopper(end_of_time(self.config.trainer.time_limit), self.saver.expected_s)
-        self.guard = CollapseGuard(self.config.trainer.guard, self.directory, self.saver.settle)
+        self.guard = CollapseGuard(
+            self.config.trainer.guard, self.directory, self.saver.finish_pending
+        )
         self.learner = Learner(self.config, self.ranks)
         self.peak_flops = self.ranks.peak_flops()
         self.trace = Trace(self.directory if self.config.trainer.trace else None)
@@ -135,7 +137,7 @@ class RayPPOTrainer:
                 self.save_trusted()
             self.train()
             self.export()
-            self.saver.settle(is_final=True)
+            self.saver.finish_pending(is_final=True)
 
     def train(self) -> None:
         """The steps that are left."""
@@ -296,7 +298,7 @@ class RayPPOTrainer:
         """Write the checkpoint of the last finished step; it exists whole or not at all."""
         self.guard.add_pending(self.finished.step)
         self.finished = replace(self.finished, guard=self.guard.state_dict())
-        self.save_plan.saved()
+        self.save_plan.record_save()
         newest = self.finished.version or 0
         self.saver.save(self.finished, wait, self.collector.writer(self.finished.ahead, newest))
 
@@ -326,7 +328,7 @@ class RayPPOTrainer:
             if isinstance(error, OSError) and is_file_error(error):
                 reason = f"the run could not write what it has to: {error}"
                 raise Interrupted(self.save_at_the_end(reason)) from error
-            self.saver.close(None if isinstance(error, CollapseError) else LOST_RANK_S)
+            self.saver.close(None if isinstance(error, CollapseError) else LOST_RANK_TIMEOUT_S)
             if self.stopper.reason and isinstance(error, (RankLost, ReplicaLost)):
                 # Slurm signals all processes of a job: their end is no loss to recover from.
                 raise Interrupted(self.how_to_go_on(self.stopper.reason)) from error
@@ -337,11 +339,11 @@ class RayPPOTrainer:
         if self.finished.step == 0 or self.config.trainer.val_only:
             return f"{reason}; nothing was learned yet: start again with the same command"
         try:
-            self.saver.settle()
+            self.saver.finish_pending()
             if self.saver.last_step != self.finished.step or self.finished.pending is not None:
                 self.save(wait=True)
         except (RankLost, SaveError) as error:
-            self.saver.close(LOST_RANK_S)
+            self.saver.close(LOST_RANK_TIMEOUT_S)
             logger.error("the last finished step could not be saved: %s", error)
         return self.how_to_go_on(reason)
 
@@ -354,14 +356,14 @@ class RayPPOTrainer:
 
     def resume(self) -> None:
         """Go on from the checkpoint that `trainer.resume_mode` names, if any."""
-        folders.clean(self.directory)
-        folder = folders.resolve(self.config.trainer.resume_mode, self.directory)
+        folders.clean_up(self.directory)
+        folder = folders.resume_folder(self.config.trainer.resume_mode, self.directory)
         if folder is not None:
             state = self.load(folder)
             self.step, self.best = state.step, state.best
             version = state.step + 1 if state.version is None else state.version
             self.replicas.version = version - 1
-            finished = ahead.read(folder)
+            finished = prefetched.read(folder)
             with checkpoint_errors(folder / folders.STATE_FILE):
                 self.collector.sampler.load_state_dict(state.sampler)
                 self.collector.load_state_dict(state.ahead, finished, version)
@@ -371,7 +373,7 @@ class RayPPOTrainer:
                 self.ranks.scale_lr(self.guard.lr_scale)
             read_driver_random(folder)
             self.finished = state
-            self.saver.resumed(folder)
+            self.saver.record_resume(folder)
             logger.info("resumed from %s", folder)
         self.rewind(folder is not None)
         if not self.config.trainer.val_only:
@@ -389,7 +391,7 @@ class RayPPOTrainer:
 
     def load(self, folder: Path) -> RunState:
         """Load weights, optimizers, controller and reward; returns the driver's state."""
-        self.saver.settle()
+        self.saver.finish_pending()
         self.ranks.load_checkpoint(folder)
         state = RunState.read(folder)
         self.kl_controller.value = float(state.kl_coef)

@@ -127,7 +127,7 @@ def prepare(config: Config) -> Prepared:
 def step_before(config: Config) -> int:
     """The step that a run goes on from; 0 where it begins."""
     trainer = config.trainer
-    folder = folders.resolve(trainer.resume_mode, Path(trainer.default_local_dir))
+    folder = folders.resume_folder(trainer.resume_mode, Path(trainer.default_local_dir))
     return 0 if folder is None else folders.step_of(folder)
 
 

@@ -155,7 +155,7 @@ def test_a_flipped_bit_is_found(sound: Path, tmp_path: Path, file: str, is_liste
         (step_dir / folders.MARKER).write_text("3\n")
     flip(step_dir / file)
     if is_listed or file.endswith("distcp"):
-        assert "bytes" in refusal(step_dir) or "not there as it was written" in refusal(step_dir)
+        assert "bytes" in refusal(step_dir) or "changed since it was written" in refusal(step_dir)
 
 
 @pytest.mark.parametrize(
@@ -271,4 +271,4 @@ def test_a_run_is_told_before_any_work(
     ])  # fmt: skip
     text = capsys.readouterr().err.splitlines()[-1]
     assert status == 2 and text.startswith(f"checkpoint {step_dir}"), text
-    assert "shards/__0_0.distcp is not there as it was written" in text
+    assert "shards/__0_0.distcp is missing or has changed since it was written" in text

@@ -48,10 +48,10 @@ def test_only_whole_checkpoints_are_found(tmp_path: Path) -> None:
     (tmp_path / "global_step_12.tmp" / folders.MARKER).touch()
     found = folders.latest(tmp_path)
     assert found is not None and folders.read_state(found) == {"step": 10}
-    assert folders.resolve("auto", tmp_path) == found
-    assert folders.resolve("disable", tmp_path) is None
+    assert folders.resume_folder("auto", tmp_path) == found
+    assert folders.resume_folder("disable", tmp_path) is None
     with pytest.raises(ConfigError, match="COMPLETE"):
-        folders.resolve(str(tmp_path / "global_step_11"), tmp_path)
+        folders.resume_folder(str(tmp_path / "global_step_11"), tmp_path)
 
 
 def test_line_21_a_run_killed_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_the_rest_of_a_killed_run_is_removed_at_the_next_start(tmp_path: Path) -
     (tmp_path / "global_step_7").mkdir()  # another framework's: no marker, but not ours to delete
     (tmp_path / "model.tmp").mkdir()
     assert len(list(tmp_path.glob("global_step_2.*.tmp"))) == 1
-    folders.clean(tmp_path)
+    folders.clean_up(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "global_step_1", "global_step_7", "model.tmp",
     ]  # fmt: skip
@@ -109,7 +109,7 @@ def test_no_moment_of_a_replacement_loses_both(
         with pytest.raises(KeyboardInterrupt):
             folders.publish(part)
         monkeypatch.setattr(folders.os, "replace", real)
-        folders.clean(root)
+        folders.clean_up(root)
         found = folders.latest(root)
         assert found is not None and folders.read_state(found)["again"]
         assert len(list(root.iterdir())) == 1
@@ -121,7 +121,7 @@ def test_a_whole_checkpoint_gives_way_to_none_that_was_not_published(tmp_path: P
     part = folders.begin(tmp_path, 1)
     folders.write_state(part.folder, {"step": 1, "again": True})
     (part.folder / folders.MARKER).touch()
-    folders.clean(tmp_path)
+    folders.clean_up(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_1"]
     assert folders.read_state(tmp_path / "global_step_1") == {"step": 1}
 
@@ -168,10 +168,10 @@ def test_files_are_compared_by_content_up_to_a_size(
         (folder / "large").write_text("abcd")
     step_dir = folders.step_folder(tmp_path, 1)
     (step_dir / "large").write_text("dcba")
-    folders.refuse_changes(step_dir)
+    folders.check_files(step_dir)
     (step_dir / "small").write_text("cba")
-    with pytest.raises(ModelError, match="small is not there as it was written"):
-        folders.refuse_changes(step_dir)
+    with pytest.raises(ModelError, match="small is missing or has changed since it was written"):
+        folders.check_files(step_dir)
 
 
 def test_later_steps_of_an_earlier_run_are_set_aside(tmp_path: Path) -> None:

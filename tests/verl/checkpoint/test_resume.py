@@ -139,7 +139,7 @@ def test_what_the_saved_state_cannot_serve_is_never_accepted(
     set_option(config, key, value)
     config.trainer.resume_anyway = [key]
     assert f"{key}: got" in differences(config)
-    assert "cannot be used otherwise" in differences(config)
+    assert "cannot be used with another value" in differences(config)
 
 
 def test_a_changed_learning_rate_is_told_and_taken(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from verl.checkpoint import folders
-from verl.checkpoint.folders import Part, RunState
+from verl.checkpoint.folders import PendingCheckpoint, RunState
 from verl.checkpoint.saver import SavePlan, Saver
 from verl.config import TrainerConfig
 from verl.errors import SaveError
@@ -72,19 +72,19 @@ def test_a_checkpoint_appears_when_all_have_written_it(saver: Saver, ranks: Slow
     saver.poll()
     assert ranks.calls == ["start"]
     ranks.go_on.set()
-    saver.settle()
+    saver.finish_pending()
     assert names(saver.root) == ["global_step_1"]
     assert folders.read_state(saver.root / "global_step_1")["step"] == 1
 
 
 def test_what_lies_beside_is_written_with_the_ranks_part(saver: Saver, ranks: SlowRanks) -> None:
     """In the background, when they have written theirs; before anybody can resume from it."""
-    saver.save(state(1), beside=lambda folder: (folder / "own").touch())
+    saver.save(state(1), write_extra=lambda folder: (folder / "own").touch())
     (part,) = saver.root.iterdir()
     assert not (part / "own").exists()
     ranks.go_on.set()
-    saver.settle()
-    saver.save(state(2), wait=True, beside=lambda folder: (folder / "own").touch())
+    saver.finish_pending()
+    saver.save(state(2), wait=True, write_extra=lambda folder: (folder / "own").touch())
     listed = [(saver.root / name / folders.MARKER).read_text() for name in names(saver.root)]
     assert len(listed) == 2 and all('"own"' in text for text in listed)
 
@@ -95,7 +95,7 @@ def test_a_write_does_not_hold_the_process_back(saver: Saver, ranks: SlowRanks) 
     [thread] = [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
     assert thread.daemon
     ranks.go_on.set()
-    saver.settle()
+    saver.finish_pending()
 
 
 def test_the_first_write_of_a_run_may_fail(saver: Saver, ranks: SlowRanks) -> None:
@@ -103,7 +103,7 @@ def test_the_first_write_of_a_run_may_fail(saver: Saver, ranks: SlowRanks) -> No
     ranks.go_on.set()
     ranks.problem = "full"
     saver.save(state(1))
-    saver.settle()
+    saver.finish_pending()
     assert (names(saver.root), saver.last_step) == ([], None)
 
 
@@ -116,7 +116,7 @@ def test_only_a_checkpoint_of_its_own_need_not_be_written_again(
     """A run that goes on from another folder writes that step into its own."""
     saver = Saver(TrainerConfig(), tmp_path / "b", ranks)
     saver.root.mkdir()
-    saver.resumed(tmp_path / place / "global_step_3")
+    saver.record_resume(tmp_path / place / "global_step_3")
     assert saver.last_step == last_step
 
 
@@ -125,7 +125,7 @@ def test_the_next_save_waits_for_the_one_before(saver: Saver, ranks: SlowRanks) 
     saver.save(state(1))
     threading.Timer(0.05, ranks.go_on.set).start()
     saver.save(state(2))
-    saver.settle()
+    saver.finish_pending()
     assert names(saver.root) == ["global_step_1", "global_step_2"]
 
 
@@ -148,25 +148,25 @@ def test_a_failed_write_does_not_end_the_run_but_a_second_does(
     saver.config.async_save = is_async
     ranks.go_on.set()
     lost: list[int] = []
-    saver.lost = lost.append
+    saver.on_lost = lost.append
     saver.save(state(1))
-    saver.settle()
+    saver.finish_pending()
     ranks.problem = "rank 1: OSError: No space left on device"
     saver.save(state(2))
-    saver.settle()
+    saver.finish_pending()
     assert "No space left" in caplog.text
     assert "global_step_1" in caplog.text
     assert lost == [2]
     assert names(saver.root) == ["global_step_1"]
     with pytest.raises(SaveError, match="step 3 could not be written"):
         saver.save(state(3))
-        saver.settle()
+        saver.finish_pending()
     ranks.problem = ""
     saver.save(state(4))
-    saver.settle()
+    saver.finish_pending()
     ranks.problem = "again"
     saver.save(state(5))  # a success in between: the count begins anew
-    saver.settle()
+    saver.finish_pending()
 
 
 def test_the_last_save_of_a_run_may_not_fail(saver: Saver, ranks: SlowRanks) -> None:
@@ -183,7 +183,7 @@ def test_an_interrupted_write_leaves_nothing(
 ) -> None:
     """Ctrl-C while ranks write, or before there is a folder, goes on as what it is."""
 
-    def interrupted(*_: object) -> Part:
+    def interrupted(*_: object) -> PendingCheckpoint:
         raise KeyboardInterrupt
 
     if begins:
@@ -230,7 +230,7 @@ def test_how_long_a_save_takes_is_known_from_the_first_on(saver: Saver, ranks: S
     assert saver.expected_s() == 30.0
     ranks.go_on.set()
     saver.save(state(1))
-    saver.settle()
+    saver.finish_pending()
     assert 0.0 < saver.expected_s() < 30.0
 
 
@@ -250,7 +250,7 @@ def test_checkpoints_are_due_by_steps_and_by_minutes() -> None:
     assert not plan.is_due(3)
     now = 1800.0
     assert plan.is_due(3)
-    plan.saved()
+    plan.record_save()
     assert not plan.is_due(4)
     config.save_freq = 0
     assert not plan.is_due(25)
@@ -284,7 +284,7 @@ def test_a_write_that_a_lost_rank_holds_up_is_told_as_that(
 ) -> None:
     """The end of the run waits for it a little, and blames no disk."""
     saver.save(state(1))
-    saver.close(patience_s=0.01)
-    assert "step 1 was not written to its end in 0.01 s" in caplog.text
+    saver.close(timeout_s=0.01)
+    assert "step 1 was not completed within 0.01 s" in caplog.text
     assert "could not be written" not in caplog.text
     ranks.go_on.set()

@@ -18,7 +18,7 @@ from tests.verl.rollout.local_group import LocalGroup
 from tests.verl.trainer.recording import prompts
 from verl.agent.dialogue import _policy_segment
 from verl.agent.environment import Environment
-from verl.checkpoint import ahead
+from verl.checkpoint import prefetched
 from verl.config import Config
 from verl.data import PromptSampler
 from verl.rewards.interface import EachAlone, Reward
@@ -227,7 +227,7 @@ class Saved:
 
     def resume(self, run: World) -> None:
         run.collector.sampler.load_state_dict(self.sampler)
-        run.collector.load_state_dict(self.state, ahead.read(self.folder), self.version)
+        run.collector.load_state_dict(self.state, prefetched.read(self.folder), self.version)
         run.replicas.version = self.version - 1
         run.replicas.update_weights(run.folders)
 
@@ -263,7 +263,7 @@ def test_a_resumed_run_trains_on_what_was_finished(before: int, after: int, tmp_
             for step in range(1, 5):
                 run.step(step, ticks=20)
             saved = Saved.of(run, tmp_path / str(seed), ticks=20 + 400 * (seed % 2))
-        kept = ahead.read(saved.folder)
+        kept = prefetched.read(saved.folder)
         assert len(kept) == before * BATCH * GROUP or seed % 2 == 0 or seed % 5 == 0
         with world(seed, after, delays=seed + 99) as run:
             saved.resume(run)
@@ -275,7 +275,7 @@ def test_a_resumed_run_trains_on_what_was_finished(before: int, after: int, tmp_
                     row = kept.get((one.group, one.sample, False))
                     num_all += 1
                     if row is not None and min(row.versions) >= step - after:
-                        assert one == row.of_start(start_of(one))
+                        assert one == row.to_trajectory(start_of(one))
                         num_kept += 1
     assert num_kept > num_all / 2 or before > after
 

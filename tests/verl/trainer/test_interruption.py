@@ -305,7 +305,7 @@ def test_no_room_for_the_engines_weights_waits_for_the_last_checkpoint(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long its writing takes; what ranks have learned since is not saved as it."""
-    monkeypatch.setattr(ray_trainer, "LOST_RANK_S", 0.0)
+    monkeypatch.setattr(ray_trainer, "LOST_RANK_TIMEOUT_S", 0.0)
     config.trainer.save_freq = 1
     stopped = build(config)
     update = stopped.replicas.update_weights

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verl.checkpoint import ahead
+from verl.checkpoint import prefetched
 from verl.errors import ModelError
 from verl.types import Origin, Prompt, Segment, Status, Trajectory, start_trajectory
 
@@ -27,13 +27,13 @@ def finished(version: int = 5, status: Status = Status.ANSWERED) -> Trajectory:
 def test_a_trajectory_comes_back_to_the_last_bit(tmp_path: Path) -> None:
     """Its tokens, log-probs, versions and counts, on the prompt and seed of its start."""
     name = ("3/0", 1, False)
-    ahead.write(tmp_path, {name: finished()}, newest=5)
-    (row,) = ahead.read(tmp_path).values()
+    prefetched.write(tmp_path, {name: finished()}, newest=5)
+    (row,) = prefetched.read(tmp_path).values()
     assert row.versions == {4, 5}
-    again = row.of_start(START)
+    again = row.to_trajectory(START)
     assert again is not None and repr(again) == repr(finished()).replace("np.float32(0.5)", "0.5")
     other = start_trajectory(Prompt("q", (1, 3), "nq", ("a",)), "3/0", sample=1)
-    assert row.of_start(other) is None  # the data say something else now
+    assert row.to_trajectory(other) is None  # the data say something else now
 
 
 def test_what_broke_is_of_later_weights_or_cannot_be_written_is_left_out(tmp_path: Path) -> None:
@@ -41,19 +41,19 @@ def test_what_broke_is_of_later_weights_or_cannot_be_written_is_left_out(tmp_pat
     broken, late, strange = finished(status=Status.FAILED), finished(6), finished()
     strange.stats["own"] = object()  # type: ignore[assignment]
     found = {(f"3/{i}", 0, False): t for i, t in enumerate((broken, late, strange, finished()))}
-    ahead.write(tmp_path, found, newest=5)
-    assert list(ahead.read(tmp_path)) == [("3/3", 0, False)]
+    prefetched.write(tmp_path, found, newest=5)
+    assert list(prefetched.read(tmp_path)) == [("3/3", 0, False)]
 
 
 def test_a_checkpoint_without_the_file_has_none_and_a_damaged_one_is_refused(
     tmp_path: Path,
 ) -> None:
     """In one line that names the file."""
-    assert ahead.read(tmp_path) == {}
-    ahead.write(tmp_path, {("3/0", 1, False): finished()}, newest=5)
-    text = (tmp_path / ahead.FILE).read_text()
+    assert prefetched.read(tmp_path) == {}
+    prefetched.write(tmp_path, {("3/0", 1, False): finished()}, newest=5)
+    text = (tmp_path / prefetched.FILE).read_text()
     for damaged in (text[:-20], text.replace("-0.1,", ""), "[]\n"):
-        (tmp_path / ahead.FILE).write_text(damaged)
-        with pytest.raises(ModelError, match=ahead.FILE) as refusal:
-            ahead.read(tmp_path)
+        (tmp_path / prefetched.FILE).write_text(damaged)
+        with pytest.raises(ModelError, match=prefetched.FILE) as refusal:
+            prefetched.read(tmp_path)
         assert "\n" not in str(refusal.value)
