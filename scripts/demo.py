@@ -1,10 +1,10 @@
-"""`make demo`: a small language model learns to search, from nothing to a report, in one command.
+"""`make demo`: trains a small language model to search and writes a report, in one command.
 
-Starts a retriever over the example world, warm-starts SmolLM2-135M-Instruct by a few supervised
-steps, trains it with the very `train_grpo.sh` / `train_ppo.sh` of the paper's recipe under the
-example's settings, measures it once more without documents, and writes `summary.json` and
-`report.md`. It computes on one GPU where there is one, else on the CPU. Everything it starts is
-stopped again, whatever ends it.
+It starts a retriever over the example world, warm-starts SmolLM2-135M-Instruct with a few
+supervised steps, trains it with the recipe's own `train_grpo.sh` or `train_ppo.sh` and the
+example's settings, evaluates it once more without documents, and writes `summary.json` and
+`report.md`. It uses one GPU if there is one, otherwise the CPU. All processes that it starts are
+stopped at the end, also after an error.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ ON_DEVICE = {
     "cpu": ["trainer.device=cpu"],
     "cuda": [
         "trainer.device=cuda",
-        # The trainer's share of the card is small; a display or another job may have some too.
+        # The trainer needs little of the card; a display or another job may use some of it too.
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
-        # The engine starts twice for a few minutes of work: compiling and capturing would not pay.
+        # The engine starts twice for a few minutes each: compilation and graphs would not pay off.
         "actor_rollout_ref.rollout.enforce_eager=true",
     ],
 }
@@ -97,12 +97,12 @@ OPTIONS = {
 }
 
 
-def choose_device(wanted: str, has_card: bool, installed: str) -> str:
-    """cpu or cuda; `installed` is the device of vLLM's build, which must be the same.
+def choose_device(requested: str, has_card: bool, installed: str) -> str:
+    """Return cpu or cuda; `installed` is the device of the installed vLLM build.
 
-    Raises ResourceError where it is not, or where cuda is wanted without a card.
+    Raises ResourceError if the build does not match, or if cuda is requested without a card.
     """
-    device = ("cuda" if has_card else "cpu") if wanted == "auto" else wanted
+    device = ("cuda" if has_card else "cpu") if requested == "auto" else requested
     if device == "cuda" and not has_card:
         got, expected = "cuda without a GPU that torch sees", "a GPU"
         raise ResourceError(explain("--device", got, expected, "python -m verl.doctor says why"))
@@ -114,7 +114,7 @@ def choose_device(wanted: str, has_card: bool, installed: str) -> str:
 
 
 def check_staleness(staleness: int, device: str) -> None:
-    """Raise ResourceError where nothing can be sampled ahead, before any work."""
+    """Raise ResourceError if the demo cannot sample ahead of training on this device."""
     if staleness and device == "cuda":
         expected = "0: engine and trainer share the one GPU that the demo takes"
         fix = "leave ASYNC out, or train with trainer.rollout_gpus: docs/asynchrony.md"
@@ -123,7 +123,7 @@ def check_staleness(staleness: int, device: str) -> None:
 
 @dataclass
 class Demo:
-    """One run of the demo: where it writes, and how long each phase took."""
+    """One run of the demo: its settings, output folder, and the time of each phase."""
 
     algorithm: str
     seed: int
@@ -132,24 +132,24 @@ class Demo:
     started_at: float
     extra: Sequence[str] = ()
     staleness: int = 0
-    """Steps that training samples ahead."""
+    """Number of steps that sampling may be ahead of training."""
     seconds: dict[str, float] = field(default_factory=dict)
     console: Console = field(default_factory=Console)
 
     @contextlib.contextmanager
-    def phase(self, name: str, what: str) -> Iterator[None]:
-        """Announce and time one phase."""
-        self.console.rule(f"[bold]{what}")
+    def phase(self, name: str, title: str) -> Iterator[None]:
+        """Print the title of a phase and time the body."""
+        self.console.rule(f"[bold]{title}")
         start = time.time()
         yield
         self.seconds[name] = time.time() - start
 
     def python(self, *arguments: str) -> None:
-        """Run a module of ours to its end; its output goes to the terminal."""
+        """Run a Python module to its end; its output goes to the terminal."""
         run([sys.executable, "-m", *arguments], ROOT)
 
     def run(self) -> None:
-        """All phases in order."""
+        """Run all phases in order and write the report."""
         self.seconds["install"] = time.time() - self.started_at
         with self.phase("data", "base model"):
             if not (MODEL / "config.json").exists():
@@ -169,7 +169,7 @@ class Demo:
         write_report(self.out, self.algorithm, self.seed, self.seconds, wall, self.console)
 
     def warm_start(self) -> None:
-        """A few supervised steps on demonstrations that search too little."""
+        """Train a few supervised steps on demonstrations that search too rarely."""
         self.python(
             "verl.sft.trainer",
             f"model_path={MODEL}",
@@ -181,7 +181,7 @@ class Demo:
         )
 
     def train(self, out: Path, url: str, model: Path, extra: Sequence[str] = ()) -> None:
-        """Run the recipe's script with the example's settings, writing to `out`."""
+        """Run the recipe's script with the example's settings and output folder `out`."""
         environment = {
             **os.environ,
             "PYTHON": sys.executable,
@@ -206,7 +206,7 @@ class Demo:
 
 
 def fresh_directory(out: Path) -> None:
-    """Make room for a run; the previous one is kept beside it, once."""
+    """Create an empty folder `out`; the previous one is renamed to `OUT-previous`."""
     if out.exists():
         previous = out.with_name(f"{out.name}-previous")
         shutil.rmtree(previous, ignore_errors=True)
@@ -215,7 +215,7 @@ def fresh_directory(out: Path) -> None:
 
 
 def main() -> None:
-    """Command line of `make demo`."""
+    """Run the command line of `make demo`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--algorithm", choices=sorted(OPTIONS), default="grpo")
     parser.add_argument("--seed", type=int, default=0)
@@ -224,7 +224,9 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo")
-    parser.add_argument("--started-at", type=float, default=time.time(), help="unix time of start")
+    parser.add_argument(
+        "--started-at", type=float, default=time.time(), help="Unix time of the start"
+    )
     parser.add_argument("extra", nargs="*", help="further key=value options of the training")
     arguments = parser.parse_args()
     try:

@@ -1,4 +1,4 @@
-"""The demo's report: summary.json, a learning curve, a table and dialogues before and after."""
+"""Writes the demo's report: summary.json, a learning curve, a table and sample dialogues."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ Row = dict[str, Any]
 
 
 def read_jsonl(path: Path) -> list[Row]:
-    """The rows of a jsonl file."""
+    """Return the rows of a JSONL file."""
     return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
 def series(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric, where it was logged."""
-    found = [(int(row["step"]), float(row[key])) for row in rows if key in row]
-    return [step for step, _ in found], [value for _, value in found]
+    """Return the steps and values of a metric, for the steps that have it."""
+    logged = [row for row in rows if key in row]
+    return [int(row["step"]) for row in logged], [float(row[key]) for row in logged]
 
 
 def mean(rows: Sequence[Row], key: str) -> float:
-    """Of one metric, over the steps where it was logged."""
+    """Return the mean of a metric over the steps that have it."""
     return round(fmean(series(rows, key)[1]), 3)
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Held-out greedy EM, training score and searches over the steps."""
+    """Plot held-out EM (greedy decoding), training score and searches by step."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     left.plot(*series(rows, "critic/score/mean"), color="0.6", label="training score (sampled)")
     for key, label in {
@@ -59,7 +59,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 def summarise(
     out: Path, algorithm: str, seed: int, seconds: Mapping[str, float], wall_s: float
 ) -> Row:
-    """The figures of the run, as `summary.json` holds them."""
+    """Return the content of `summary.json`."""
     rows = read_jsonl(out / "metrics.jsonl")
     _, em = series(rows, "val/em")
     empty = read_jsonl(out / "empty" / "metrics.jsonl")
@@ -84,14 +84,14 @@ def summarise(
 
 
 def dialogues(out: Path, last_step: int, count: int = 3) -> str:
-    """The same held-out questions before and after training, as text."""
+    """Return dialogues on the same held-out questions before and after training, as Markdown."""
     before = read_jsonl(out / "validation" / "step_0.jsonl")
     after = read_jsonl(out / "validation" / f"step_{last_step}.jsonl")
     pairs = list(zip(before, after, strict=True))
-    changed = [pair for pair in pairs if pair[0]["score"] < pair[1]["score"]] or pairs
-    spaced = [changed[i * len(changed) // count] for i in range(count)]
+    improved = [pair for pair in pairs if pair[0]["score"] < pair[1]["score"]] or pairs
+    chosen = [improved[i * len(improved) // count] for i in range(count)]
     parts = []
-    for old, new in spaced:
+    for old, new in chosen:
         parts.append(f"**{new['question']}** (gold: {', '.join(new['ground_truth'])})\n")
         for name, row in (("before", old), ("after", new)):
             parts.append(f"{name}, EM {row['score']:.0f}:\n\n```\n{row['dialogue'].strip()}\n```\n")
@@ -99,7 +99,7 @@ def dialogues(out: Path, last_step: int, count: int = 3) -> str:
 
 
 def render(summary: Row, out: Path) -> str:
-    """The report as Markdown."""
+    """Return the report as Markdown."""
     phases = "\n".join(f"| {name} | {value:.0f} s |" for name, value in summary["phases_s"].items())
     model = out / "model"
     return f"""# {summary["algorithm"].upper()}, {summary["steps"]} steps, seed {summary["seed"]}
@@ -114,7 +114,7 @@ def render(summary: Row, out: Path) -> str:
 
 Searches per question: {summary["val_valid_search_last"]:.2f}. Wall time {summary["wall_s"]:.0f} s.
 
-Of a step the trainer was busy for {summary["trainer_busy_share"]:.2f} and idle for
+Per step, the trainer was busy for {summary["trainer_busy_share"]:.2f} and idle for
 {1 - summary["trainer_busy_share"]:.2f} of the time, the engine busy for
 {summary["engine_busy_share"]:.2f} and idle for {1 - summary["engine_busy_share"]:.2f}; tokens were
 {summary["staleness"]:.2f} weight versions old when they were trained on.
@@ -144,7 +144,7 @@ def write_report(
     wall_s: float,
     console: Console,
 ) -> None:
-    """Write summary.json, learning_curve.png and report.md, and show the report."""
+    """Write summary.json, learning_curve.png and report.md, and print the report."""
     summary = summarise(out, algorithm, seed, seconds, wall_s)
     plot(read_jsonl(out / "metrics.jsonl"), out / "learning_curve.png")
     text = render(summary, out)

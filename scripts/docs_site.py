@@ -1,7 +1,7 @@
-"""A hook of MkDocs (mkdocs.yml): the repository's pages in one folder, as they lie and link here.
+"""A MkDocs hook (mkdocs.yml) that collects the repository's pages in one folder.
 
-MkDocs wants all pages below one folder. README, `docs/` and the pages of other folders are copied
-to `build/pages` with the files that they link to, so that every relative link holds.
+MkDocs needs all pages below one folder. README, `docs/` and pages of other folders are copied to
+`build/pages` at the same relative paths, with the files they link to, so that links stay valid.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
 
 
 def on_config(config: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Copy the pages, and add the evidence to the navigation."""
+    """Copy the pages, insert the table of messages, and expand folders in the navigation."""
     folder = ROOT / "build" / "pages"
     shutil.rmtree(folder, ignore_errors=True)
     pages = [page for pattern in PAGES for page in ROOT.glob(pattern)]
@@ -30,37 +30,38 @@ def on_config(config: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         target = folder / source.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
-    listed = folder / "docs" / "messages.md"
-    listed.write_text(listed.read_text(encoding="utf-8").replace(MARK, table()), encoding="utf-8")
+    page = folder / "docs" / "messages.md"
+    page.write_text(page.read_text(encoding="utf-8").replace(MARK, table()), encoding="utf-8")
     config["docs_dir"] = str(folder)
     config["mdx_configs"]["toc"]["slugify"] = slugify_unicode  # anchors of Chinese headings
-    config["nav"] = [with_folders(entry) for entry in config["nav"]]
+    config["nav"] = [expand_folders(entry) for entry in config["nav"]]
     return config
 
 
 def linked(pages: list[Path]) -> set[Path]:
-    """Files of the repository that a page links to."""
-    found = set()
+    """Return the files of the repository to which the pages link."""
+    targets = set()
     for page in pages:
         for link in LINK.findall(page.read_text(encoding="utf-8")):
             target = (page.parent / link).resolve()
             if target.is_file() and target.is_relative_to(ROOT):
-                found.add(target)
-    return found
+                targets.add(target)
+    return targets
 
 
-def with_folders(entry: Any) -> Any:
-    """An entry of the navigation, in which a folder's name stands for its pages."""
+def expand_folders(entry: Any) -> Any:
+    """Return a navigation entry in which names of folders are replaced by their pages."""
     if isinstance(entry, str):
         return entry
     if isinstance(entry, list):
-        return [with_folders(one) for one in entry]
-    return {name: folder(place) for name, place in entry.items()}
+        return [expand_folders(item) for item in entry]
+    return {name: pages_of(target) for name, target in entry.items()}
 
 
-def folder(place: Any) -> Any:
-    """The pages of a folder by name, its README first."""
-    if not isinstance(place, str) or place.endswith(".md"):
-        return with_folders(place)
-    pages = sorted((ROOT / place).glob("*.md"), key=lambda page: (page.stem != "README", page.stem))
-    return [str(page.relative_to(ROOT)) for page in pages]
+def pages_of(target: Any) -> Any:
+    """Return the pages of a folder by name, README first; expand other navigation targets."""
+    if not isinstance(target, str) or target.endswith(".md"):
+        return expand_folders(target)
+    pages = (ROOT / target).glob("*.md")
+    ordered = sorted(pages, key=lambda page: (page.stem != "README", page.stem))
+    return [str(page.relative_to(ROOT)) for page in ordered]

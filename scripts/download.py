@@ -1,9 +1,9 @@
-"""`search-r1 download` as a file, as the original has it (docs/indexing.md)."""
+"""`search-r1 download` as a script, as in the original Search-R1 (docs/indexing.md)."""
 
 import sys
 from pathlib import Path
 
-if not __package__:  # started as a file: the checkout may not be installed
+if not __package__:  # run as a script: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from search_r1.datasets.download import main

@@ -1,8 +1,8 @@
-"""`python -m scripts.gpu_smoke`: does this machine train? Minutes of checks before days of work.
+"""`python -m scripts.gpu_smoke`: checks in some minutes whether training works on this machine.
 
-Each check is a process of its own with a limit, and the others run whatever became of it. Standard
-output has one line of JSON a check, standard error a table at the end. Exit status 0: nothing
-failed and nothing was left out for want of time.
+Each check runs in its own process with a time limit; a failed check does not stop the others.
+Standard output has one line of JSON per check, standard error a table at the end. Exit status 0: no
+check failed, and none was skipped for lack of time.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ MARKS = {True: "passed", False: "FAILED", None: "skipped"}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="gpu_smoke", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=CHECKS, metavar="NAME", help="these alone")
+    parser.add_argument("--only", nargs="+", choices=CHECKS, metavar="NAME", help="run only these")
     parser.add_argument("--skip", nargs="+", choices=CHECKS, metavar="NAME", default=[])
-    parser.add_argument("--list", action="store_true", help="name the checks and end")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu_smoke"), help="logs, runs")
-    parser.add_argument("--minutes", type=float, default=60.0, help="of all checks together")
+    parser.add_argument("--list", action="store_true", help="list the checks and exit")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/gpu_smoke"), help="folder for logs and runs"
+    )
+    parser.add_argument("--minutes", type=float, default=60.0, help="limit for all checks")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     return parser.parse_args(arguments)
 
 
 def summary(rows: Sequence[Row], console: Console) -> None:
-    """The table for people."""
+    """Print the results as a table."""
     table = Table("check", "", "seconds", "")
     for row in rows:
         table.add_row(row.name, MARKS[row.ok], f"{row.seconds:.0f}", row.error or row.skipped or "")

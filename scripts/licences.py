@@ -1,4 +1,4 @@
-"""The licence of every installed package, as its metadata tells it: `make licences`."""
+"""Prints the licence of every installed package from its metadata: `make licences`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 ATTRIBUTIONS = Path(__file__).resolve().parent.parent / "ATTRIBUTIONS.md"
-UNKNOWN = "not told"
-LONGEST = 60
-"""Characters; some packages put the whole text of their licence into the field."""
+UNKNOWN = "unknown"
+MAX_LENGTH = 60
+"""Maximum characters; some packages put the whole licence text into the field."""
 
 
 def licence_of(package: Distribution) -> str:
-    """The SPDX expression, else the classifiers, else the first line of the free text."""
+    """Return the SPDX expression, else the classifiers, else the first line of the free text."""
     metadata = package.metadata
     expression = metadata["License-Expression"]
     if expression:
@@ -25,11 +25,11 @@ def licence_of(package: Distribution) -> str:
         if text.startswith("License ::")
     ]
     lines = (metadata["License"] or "").strip().splitlines()
-    return " / ".join(classifiers) or (lines[0].strip()[:LONGEST] if lines else UNKNOWN)
+    return " / ".join(classifiers) or (lines[0].strip()[:MAX_LENGTH] if lines else UNKNOWN)
 
 
 def table(packages: Iterable[Distribution]) -> str:
-    """`package version licence`, a line each, by name."""
+    """Return a line `package version licence` per package, sorted by name."""
     rows = {(p.metadata["Name"].lower(), p.version, licence_of(p)) for p in packages}
     return "".join(f"{name:40} {version:20} {licence}\n" for name, version, licence in sorted(rows))
 

@@ -1,7 +1,7 @@
-"""Write what an environment holds as constraints: `make lock` fills requirements.lock.
+"""Writes the versions in an environment as constraints to requirements.lock: `make lock`.
 
-The lock is the environment that the suite ran in, so it is read from there and not resolved anew.
-It names packages and versions only: no index, no folder, no build of one machine.
+The lock describes the environment in which the test suite ran, so it is read from there and not
+resolved again. It has names and versions only: no index, no folder, no machine-specific build.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.lock"
 HASHES = ROOT / "requirements.sha256"
-"""The same versions with the hashes of all their files, as the package index tells them."""
+"""The same versions with the hashes of all their files, from the package index."""
 TOOLS = {"pip", "pip-tools", "setuptools", "wheel", "uv", "build", "pyproject_hooks"}
-"""They install, and are not installed for us."""
+"""Installation tools, which are not locked."""
 HEAD = (
     "# What the CPU suite ran with; written by `make lock`, read by `make install` (CPU builds).\n"
 )
 
 
 def pins(frozen: str) -> list[str]:
-    """`name==version` lines of `pip freeze`, without tools and without a build's `+cpu`."""
-    found = (re.fullmatch(r"([\w.-]+)==([^+\s]+)(?:\+\S+)?", line) for line in frozen.split("\n"))
-    kept = [f"{pin[1]}=={pin[2]}" for pin in found if pin and pin[1].lower() not in TOOLS]
+    """Return the `name==version` lines of `pip freeze`, without tools and build tags (`+cpu`)."""
+    lines = (re.fullmatch(r"([\w.-]+)==([^+\s]+)(?:\+\S+)?", line) for line in frozen.split("\n"))
+    kept = [f"{pin[1]}=={pin[2]}" for pin in lines if pin and pin[1].lower() not in TOOLS]
     return sorted(kept, key=str.lower)
 
 
 def main() -> None:
-    """Freeze the environment of this interpreter."""
+    """Write the lock and the hashes for the environment of this interpreter."""
     command = [sys.executable, "-m", "pip", "freeze", "--all", "--exclude-editable"]
     frozen = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     LOCK.write_text(HEAD + "".join(f"{pin}\n" for pin in pins(frozen)), encoding="ascii")

@@ -1,8 +1,8 @@
-"""Every message for users that the sources hold, as rows of a table: `python -m scripts.messages`.
+"""Prints a table of all error messages for users in the sources: `python -m scripts.messages`.
 
-Read from the code without running it: calls of `explain(subject, got, expected, fix)`, rows of the
-rules between options, and texts of raised errors that say what was expected.
-What is filled in at run time is a `…`.
+The messages are read from the code without running it: calls of `explain(subject, got, expected,
+fix)`, rows of the rules between options, and texts of raised errors that state what was expected.
+Parts that are only known at run time appear as `…`.
 """
 
 from __future__ import annotations
@@ -15,49 +15,49 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("verl", "search_r1")
 MARK = "<!-- messages -->"
-"""In docs/messages.md: where the site has the table."""
+"""Placeholder in docs/messages.md that the site replaces with the table."""
 Texts = Mapping[str, str]
-"""What names stand for."""
+"""Texts by the names of the variables that hold them."""
 
 
 def rows() -> list[tuple[str, str]]:
-    """Each message with its module, by module and place; equal ones of a module once."""
-    found: dict[tuple[str, str], None] = {}
+    """Return (message, module) pairs in source order, each pair once."""
+    unique: dict[tuple[str, str], None] = {}
     for path in sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for message in messages(tree):
-            found[" ".join(message.split()), str(path.relative_to(ROOT))] = None
-    return list(found)
+            unique[" ".join(message.split()), str(path.relative_to(ROOT))] = None
+    return list(unique)
 
 
 def messages(tree: ast.Module) -> Iterator[str]:
-    """The messages of a module."""
-    known = names_in(tree.body)
-    places = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    for function in places:
-        own = {**known, **names_in(ast.walk(function))}
+    """Yield the messages of a module."""
+    module_texts = assigned_texts(tree.body)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for function in functions:
+        texts = {**module_texts, **assigned_texts(ast.walk(function))}
         for node in ast.walk(function):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "explain":
-                yield explained([text_of(part, own) for part in node.args])
+                yield explained([text_of(part, texts) for part in node.args])
             elif isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple):
-                parts = [text_of(part, own) for part in node.value.elts]
+                parts = [text_of(part, texts) for part in node.value.elts]
                 if len(parts) == 5:
                     yield explained(parts[1:])
             elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-                text = text_of(node.exc.args[0], own) if node.exc.args else ""
+                text = text_of(node.exc.args[0], texts) if node.exc.args else ""
                 if "expected " in text and "; " in text:
                     yield text
 
 
 def explained(parts: list[str]) -> str:
-    """The wording of `verl.errors.explain`."""
+    """Return the message that `verl.errors.explain` makes of its arguments."""
     subject, got, expected, fix = (*parts, "…", "…", "…", "…")[:4]
     return f"{subject}: got {got}, expected {expected}; fix: {fix}"
 
 
-def names_in(nodes: Iterable[ast.AST]) -> Texts:
-    """Texts that are assigned to names; of several for one name the first."""
-    found: dict[str, str] = {}
+def assigned_texts(nodes: Iterable[ast.AST]) -> Texts:
+    """Return the texts assigned to variables; for a variable with several, the first."""
+    texts: dict[str, str] = {}
     for node in nodes:
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             continue
@@ -67,12 +67,12 @@ def names_in(nodes: Iterable[ast.AST]) -> Texts:
             pairs = list(zip(target.elts, value.elts, strict=False))
         for name, part in pairs:
             if isinstance(name, ast.Name):
-                found.setdefault(name.id, text_of(part, found))
-    return found
+                texts.setdefault(name.id, text_of(part, texts))
+    return texts
 
 
 def text_of(node: ast.expr, known: Texts) -> str:
-    """A text as far as the code says it."""
+    """Return the text of an expression, with `…` for what is only known at run time."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -89,7 +89,7 @@ def text_of(node: ast.expr, known: Texts) -> str:
 
 
 def table() -> str:
-    """The rows as Markdown."""
+    """Return the rows as a Markdown table."""
     lines = ["| message | module |", "| --- | --- |"]
     for message, module in rows():
         shown = message.replace("`", "'").replace("|", "/")

@@ -1,6 +1,6 @@
-"""Print what the documentation says of the options, from the code that reads them.
+"""Prints the documentation of the options from the code that defines them.
 
-`python -m scripts.option_pages options` is docs/options.md, `… names` the tables of
+`python -m scripts.option_pages options` prints docs/options.md, `… names` the tables in
 docs/configuration.md.
 """
 
@@ -20,7 +20,7 @@ the last column is: what another value leads to when a run is resumed. `???` has
 
 
 def options() -> str:
-    """All options as Markdown, a table a section."""
+    """Return all options as Markdown, with a table per section."""
     sections: dict[str, list[Option]] = {}
     for option in known_options().values():
         sections.setdefault(option.key.rpartition(".")[0], []).append(option)
@@ -41,7 +41,7 @@ def _row(option: Option) -> str:
 
 
 def names() -> str:
-    """Names of Search-R1 and veRL, a table for each of the three things that may become of them."""
+    """Return tables of Search-R1's and veRL's option names: translated, ignored, refused."""
     parts = ["| Given | Means |", "|---|---|"]
     parts += [f"| `{given}` | `{ours}` |" for given, ours in ALIASES.items()]
     for title, is_refused in (

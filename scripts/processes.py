@@ -1,4 +1,4 @@
-"""Child processes of command-line programs, run to their end."""
+"""Runs child processes of command-line programs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 GRACE_S = 60.0
-"""How long an interrupted child may take to clean up after itself."""
+"""Seconds that an interrupted child may take to clean up."""
 
 
 def run(command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None) -> None:
-    """Run a command to its end; CalledProcessError if it fails.
+    """Run a command to its end. Raises CalledProcessError if it fails.
 
-    When we are interrupted the child is asked to end and given time to stop what it started.
+    If this process is interrupted, the child is terminated and given time to stop its own children.
     """
     process = subprocess.Popen(command, cwd=cwd, env=env)
     try:

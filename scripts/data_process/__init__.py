@@ -1,1 +1,1 @@
-"""Command lines that build question files and a corpus: docs/data.md."""
+"""Scripts that build question files and a corpus (docs/data.md)."""

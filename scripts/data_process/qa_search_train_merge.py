@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-if not __package__:  # started as a file: the checkout may not be installed
+if not __package__:  # run as a script: the checkout may not be installed
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from search_r1.datasets.command import build

@@ -1,7 +1,7 @@
-"""What a retriever leaves of a job's memory for the trainer: `memory.py PID TRAINER_GIB`.
+"""Checks whether a retriever leaves enough memory to the trainer: `memory.py PID TRAINER_GIB`.
 
-Counts the processes below PID on this node by the standard library alone. Exit status 1: less
-than TRAINER_GIB is left beside what the retriever holds for itself.
+It sums the memory of PID and its descendants on this node, with the standard library only. Exit
+status 1: less than TRAINER_GIB is left next to the retriever's private memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 GIB = 1 << 30
 LARGE = 64 << 20
-"""Bytes of a mapped file that count as an index or a corpus: smaller ones are libraries."""
+"""Minimum bytes of a mapped file that counts as an index or corpus; smaller ones are libraries."""
 FIX = (
     "give sbatch more --mem, run the retriever in a job of its own (retriever.sbatch, "
     "RETRIEVER_FILE), or take a smaller index (docs/backends.md)"
@@ -24,18 +24,18 @@ FIX = (
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of some processes."""
+    """Memory of several processes, in bytes."""
 
     private: int
-    """That nobody else can have while they live."""
+    """Memory that cannot be reclaimed while the processes run."""
     hot: int
-    """Pages of mapped files that are in memory now; the kernel may drop them."""
+    """Pages of mapped files that are in memory; the kernel may drop them."""
     mapped: int
-    """Large files that are mapped: what would be hot if all of it were read."""
+    """Size of the large mapped files, which is `hot` if all of them are read."""
 
 
 def family(pid: int, proc: Path = Path("/proc")) -> Iterator[int]:
-    """A process and all below it."""
+    """Yield the ids of a process and all its descendants."""
     yield pid
     for task in (proc / str(pid) / "task").glob("*"):
         for child in (task / "children").read_text().split():
@@ -43,7 +43,7 @@ def family(pid: int, proc: Path = Path("/proc")) -> Iterator[int]:
 
 
 def held(pids: Iterator[int], proc: Path = Path("/proc")) -> Held:
-    """What they hold together."""
+    """Return the total memory of the processes."""
     private = hot = 0
     files: dict[str, int] = {}
     for pid in pids:
@@ -60,26 +60,26 @@ def held(pids: Iterator[int], proc: Path = Path("/proc")) -> Held:
 
 
 def limit(environment: Mapping[str, str]) -> int:
-    """Bytes that the job may use on this node; Slurm gives MiB, and 0 for all of the node."""
+    """Return the bytes the job may use on this node; Slurm sets MiB, or 0 for the whole node."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     per_cpu = int(environment.get("SLURM_MEM_PER_CPU") or 0)
-    given = int(environment.get("SLURM_MEM_PER_NODE") or 0)
-    given = given or per_cpu * int(environment.get("SLURM_CPUS_ON_NODE") or 0)
-    return min(given << 20, whole) if given else whole
+    mib = int(environment.get("SLURM_MEM_PER_NODE") or 0)
+    mib = mib or per_cpu * int(environment.get("SLURM_CPUS_ON_NODE") or 0)
+    return min(mib << 20, whole) if mib else whole
 
 
-def report(found: Held, total: int, trainer: int) -> tuple[bool, str]:
-    """Whether the trainer's bytes are left, and the account in words."""
-    left = total - found.private
+def report(retriever: Held, total: int, trainer: int) -> tuple[bool, str]:
+    """Return whether enough bytes are left for the trainer, and a message with the figures."""
+    left = total - retriever.private
     lines = [
         f"memory of the job on this node: {total / GIB:.1f} GiB; the retriever holds "
-        f"{found.private / GIB:.1f} GiB, and {found.hot / GIB:.1f} GiB of mapped files are in "
-        f"memory, of {found.mapped / GIB:.1f}; left for the trainer: {left / GIB:.1f} GiB"
+        f"{retriever.private / GIB:.1f} GiB, and {retriever.hot / GIB:.1f} GiB of mapped files are "
+        f"in memory, of {retriever.mapped / GIB:.1f}; left for the trainer: {left / GIB:.1f} GiB"
     ]
     if left < trainer:
         got, expected = f"{left / GIB:.1f} GiB", f"TRAINER_MEM={trainer / GIB:.0f} GiB"
         lines.append(f"memory beside the retriever: got {got}, expected {expected}; fix: {FIX}")
-    elif left < trainer + found.mapped:
+    elif left < trainer + retriever.mapped:
         lines.append(
             f"beside a trainer of {trainer / GIB:.0f} GiB the mapped index does not stay in "
             f"memory, so searches will read the disk; to avoid it: {FIX}"
@@ -88,10 +88,10 @@ def report(found: Held, total: int, trainer: int) -> tuple[bool, str]:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line; returns the exit status."""
     pid, trainer = int(sys.argv[1]), float(sys.argv[2])
-    fits, words = report(held(family(pid)), limit(os.environ), int(trainer * GIB))
-    (sys.stdout if fits else sys.stderr).write(f"{words}\n")
+    fits, message = report(held(family(pid)), limit(os.environ), int(trainer * GIB))
+    (sys.stdout if fits else sys.stderr).write(f"{message}\n")
     return 0 if fits else 1
 
 

