@@ -1,4 +1,4 @@
-# make demo | make test: see README.md. PYTHON makes the environment; everything runs inside it.
+# make demo | make test: see README.md. PYTHON creates the environment in which everything runs.
 PYTHON ?= python3
 VENV ?= .venv
 ALGO ?= grpo
@@ -8,10 +8,10 @@ STALENESS ?= 0
 ASYNC ?= 0
 GPU_WHEELS ?= .gpu-wheels
 BIN := $(VENV)/bin
-# Tests in two processes, file by file, the slow ones first.
+# Tests in two processes, whole files at a time, the slow ones first.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 export PYTHONPATH := $(CURDIR)
-# The tests start some hundred processes, each of which would compile our code anew.
+# The tests start hundreds of processes, which would all compile our code again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: bench licences campaign mutants coverage demo docs install lock slow test test-all test-fast test-gpu-wheels chromium slurm lint format clean
@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 $(VENV)/.installed: pyproject.toml requirements.lock scripts/install.py
 	$(PYTHON) scripts/install.py $(VENV) $(INSTALL_ARGS)
 
-# Lucene (pyserini and a Java runtime) is wanted by the complete tests only.
+# Only `make test-all` needs Lucene (pyserini and a Java runtime).
 $(VENV)/.installed-lucene: pyproject.toml scripts/install.py
 	$(PYTHON) scripts/install.py $(VENV) $(INSTALL_ARGS) --with lucene
 
@@ -29,7 +29,7 @@ $(VENV)/.installed-docs: pyproject.toml scripts/install.py
 
 install: $(VENV)/.installed
 
-# The site of README and docs/ in build/site: it needs no network.
+# The documentation site, from README and docs/, in build/site; needs no network.
 docs: $(VENV)/.installed-docs
 	$(BIN)/python -m mkdocs build
 
@@ -48,29 +48,29 @@ demo:
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(TWO)
 
-# The inner loop: all but what tests/slow.txt names, which `make slow` measures anew.
+# For development: all tests except those in tests/slow.txt, which `make slow` updates.
 test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest --fast $(TWO)
 
 slow: $(VENV)/.installed
 	$(BIN)/python -m pytest --record-slow $(TWO)
 
-# The whole CPU suite with every line of verl/ and search_r1/ counted, in all processes it starts.
+# The whole CPU suite with line coverage of verl/ and search_r1/ in all processes.
 coverage: $(VENV)/.installed
 	$(BIN)/python -m pytest $(TWO) --cov --cov-report=term-missing:skip-covered
 
-# Real runs under faults of every kind; full disks and lost permissions need root.
+# Real runs with injected faults; full disks and lost permissions need root.
 campaign: $(VENV)/.installed
 	$(BIN)/python -m tests.proofs.campaign --faults $(FAULTS) --seed $(SEED) --staleness $(STALENESS)
 
-# Small changes of the heart of the code, and whether its tests notice.
+# Mutation tests of the core code.
 mutants: $(VENV)/.installed
 	$(BIN)/pip install -q cosmic-ray && nice $(BIN)/python -m tests.proofs.mutants --seed $(SEED)
 
 test-all: chromium slurm $(VENV)/.installed-lucene $(VENV)/.installed-docs
 	$(BIN)/python -m pytest -m "not gpu and not gpu_wheels"
 
-# vLLM's GPU wheels, oldest and newest allowed (20 GB, minutes), need no card: all nightly.
+# Tests against the oldest and newest allowed GPU wheels of vLLM (20 GB, minutes), without a GPU.
 test-gpu-wheels: $(VENV)/.installed $(GPU_WHEELS)/oldest/bin/python $(GPU_WHEELS)/newest/bin/python
 	GPU_WHEELS=$(GPU_WHEELS) $(BIN)/python -m pytest -m gpu_wheels tests/gpu_wheels
 
@@ -84,7 +84,7 @@ chromium:
 
 slurm:
 	@PATH=$$PATH:/usr/sbin; for program in munged slurmctld slurmd sbatch; do \
-	command -v $$program >/dev/null || { echo "make test-all runs jobs in a Slurm; $$program is" \
+	command -v $$program >/dev/null || { echo "make test-all runs Slurm jobs; $$program is" \
 	"missing: apt-get install munge slurmctld slurmd slurm-client" >&2; exit 1; }; done
 
 bench: $(VENV)/.installed
@@ -99,6 +99,6 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# What can be made again; never a run, whose checkpoints took days.
+# Removes only what can be built again, never the checkpoints of runs.
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,10 +18,10 @@ args+=(--topk "${TOPK:-3}" --host "${HOST:-127.0.0.1}" --port "${PORT:-8000}")
 if [[ -n "${INDEX_PATH:-}" ]]; then args+=(--index_path "$INDEX_PATH"); fi
 if [[ -n "${RETRIEVER_MODEL:-}" ]]; then args+=(--retriever_model "$RETRIEVER_MODEL"); fi
 
-# A corpus or engine among the arguments overrides these, so only the default is checked here.
+# Arguments can override corpus and engine, so only the default corpus is checked here.
 if [[ "$RETRIEVER_NAME" != empty && " $* " != *" --corpus_path"* \
       && " $* " != *" empty "* && ! -f "$CORPUS_PATH" ]]; then
-  echo "corpus $CORPUS_PATH does not exist: set CORPUS_PATH to a jsonl file, as example/corpus.jsonl" >&2
+  echo "corpus $CORPUS_PATH does not exist: set CORPUS_PATH to a JSONL file such as example/corpus.jsonl" >&2
   exit 2
 fi
 

@@ -1,4 +1,4 @@
-"""For tools that expect a setup.py; everything is in pyproject.toml."""
+"""For tools that expect a setup.py; the metadata is in pyproject.toml."""
 
 from setuptools import setup
 

@@ -7,7 +7,7 @@
 #   PRESET=1x80 bash train_ppo.sh                          # settings for a machine: docs/memory.md
 #   bash train_ppo.sh --cfg job                            # print the options, start nothing
 #
-# Variables: those below and in scripts/train_common.sh. It needs a retriever (retrieval_launch.sh).
+# Variables: see below and scripts/train_common.sh. A retriever must be running (retrieval_launch.sh).
 set -euo pipefail
 # shellcheck source=scripts/train_common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/train_common.sh"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Evaluate a model: every row of the data, by the agent or a baseline (docs/evaluation.md).
+# Evaluates a model on every row of the data, with the agent or a baseline (docs/evaluation.md).
 #   bash scripts/evaluate.sh MODEL DATA... -- further options of python -m search_r1.evaluate
-# OUT, RETRIEVER_URL and METHOD come from the environment where they are set there.
+# OUT, RETRIEVER_URL and METHOD of the environment override the defaults.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"

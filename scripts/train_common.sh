@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sourced by train_ppo.sh and train_grpo.sh: what both recipes of the paper have in common.
-# Every value comes from the environment where it is set there. `train` starts the run.
+# Sourced by train_ppo.sh and train_grpo.sh: the options that both recipes of the paper share.
+# Variables of the environment override the defaults. `train` starts the run.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
@@ -10,7 +10,7 @@ if [[ -z ${PYTHON:-} ]]; then
   [[ -x $root/.venv/bin/python ]] && PYTHON=$root/.venv/bin/python
 fi
 
-# PRESET=1x24 and the like: memory settings for a machine, docs/memory.md; variables that are set win.
+# PRESET=1x24 etc.: memory settings for a machine (docs/memory.md); variables already set win.
 if [[ -n ${PRESET:-} ]]; then
   if [[ ! -f $root/scripts/presets/$PRESET.sh ]]; then
     known=("$root"/scripts/presets/*.sh)
@@ -26,7 +26,7 @@ fi
 : "${DATA_DIR:=data/nq_search}"
 : "${RETRIEVER_URL:=http://127.0.0.1:8000/retrieve}"
 : "${PROJECT_NAME:=Search-R1}"
-: "${OFFLOAD:=null}" # weights and optimizer on the host between uses; null: what memory asks for
+: "${OFFLOAD:=null}" # weights and optimizer on the host between uses; null: decided by an estimate
 
 common_options() {
   cat <<OPTIONS
@@ -72,8 +72,8 @@ OPTIONS
   [[ -z ${OUTPUT_DIR:-} ]] || echo "trainer.default_local_dir=$OUTPUT_DIR"
 }
 
-# train OPTION...: the common options, then those given; the last of several for one key wins.
-# Model, data, retriever and devices are checked by the program before it starts any work.
+# train OPTION...: start training with the common options and OPTIONs; later values of a key win.
+# The program checks model, data, retriever and devices before it starts.
 train() {
   if ! "$PYTHON" -c 'import sys, importlib.util as u
 sys.exit(any(u.find_spec(name) is None for name in ("hydra", "ray", "torch", "vllm")))'; then

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# One GPU of 80 GB and 128 GB of host memory: Qwen2.5-7B by adapters of rank 64.
+# One GPU of 80 GB and 128 GB of host memory: Qwen2.5-7B with LoRA adapters of rank 64.
 : "${N_GPUS:=1}"
 : "${BASE_MODEL:=Qwen/Qwen2.5-7B}"
 : "${LORA_RANK:=64}" "${LORA_ALPHA:=128}" "${ACTOR_LR:=1e-5}" "${CRITIC_LR:=1e-4}"

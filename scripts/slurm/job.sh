@@ -1,21 +1,21 @@
 # shellcheck shell=bash
-# Sourced by the recipes: the life of a job of Slurm, from its signals to its way back into the
-# queue. Nothing here runs by itself. Values come from the environment; docs/slurm.md lists them.
+# Sourced by the recipes: the lifecycle of a Slurm job, from signals to requeueing. It only defines
+# functions. Variables of the environment override the defaults; docs/slurm.md lists them.
 
-: "${LOG_DIR:=runs/slurm}"    # a folder for each job's logs goes in here
-: "${RAY_TMP:=/tmp}"          # on every node; a short path, since sockets go below it
-: "${MAX_REQUEUES:=100}"      # how often a job goes back into the queue by itself
-: "${MAX_IDLE_STARTS:=3}"     # so many starts in a row may bring no new checkpoint
-: "${REQUEUE_ON:=75 4}"       # after which exit statuses: out of time, the retriever stayed away
-: "${GRACE:=15}"              # s for the trainer to end when the job is over; below KillWait
+: "${LOG_DIR:=runs/slurm}"    # parent of each job's log folder
+: "${RAY_TMP:=/tmp}"          # on every node; short, since it holds Unix sockets
+: "${MAX_REQUEUES:=100}"      # maximum number of automatic requeues
+: "${MAX_IDLE_STARTS:=3}"     # maximum starts in a row without a new checkpoint
+: "${REQUEUE_ON:=75 4}"       # on these exit statuses: out of time, retriever unavailable
+: "${GRACE:=15}"              # seconds for the trainer to end after the job; below KillWait
 
 main_pid=''   # the trainer
-helpers=()    # pids of what it needs: retrievers, Ray
-published=''  # a file that tells others of this job
-first_step='' # the newest checkpoint when the job started
-starting=1    # the main process does not run yet
-cancelled=0   # Slurm ends the job
-interrupted=0 # a signal came while we waited
+helpers=()    # pids of the retrievers and Ray nodes that it needs
+published=''  # file with this job's address for other jobs
+first_step='' # step of the newest checkpoint at the start
+starting=1    # whether the main process has not started yet
+cancelled=0   # whether Slurm is ending the job
+interrupted=0 # whether a signal interrupted a wait
 OUTPUT_DIR=${OUTPUT_DIR:-}
 
 note() { printf '%(%F %T)T slurm: %s\n' -1 "$*"; }
@@ -25,20 +25,20 @@ die() {
   exit "${2:-1}"
 }
 
-# One folder for the job's logs, and traps that take down whatever the job started.
+# Create the job's log folder and set traps that stop everything the job started.
 begin_job() {
-  [[ -n ${SLURM_JOB_ID:-} ]] || die "not in a job of Slurm: give this file to sbatch" 2
+  [[ -n ${SLURM_JOB_ID:-} ]] || die "not in a Slurm job: submit this file with sbatch" 2
   job_dir=$(mkdir -p "$LOG_DIR" && cd "$LOG_DIR" && pwd)/$SLURM_JOB_ID
   ray_tmp=$RAY_TMP/sr1-$SLURM_JOB_ID
   mkdir -p "$job_dir" "$ray_tmp"
   ln -sfn "$(readlink /proc/$$/fd/1)" "$job_dir/job.log"
   export RAY_TMPDIR=$ray_tmp
-  # Marks all that this start begins, so that it can be found when its parents are gone.
+  # Marks all processes of this start, so that orphans can be found.
   export SEARCH_R1_JOB=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$$
-  export SPT_NOENV=1 # vLLM gives its processes titles, which are else written over the mark
-  # srun forgets the CPUs of a task unless told again.
+  export SPT_NOENV=1 # else the process titles of vLLM overwrite the mark
+  # srun does not inherit the number of CPUs per task from sbatch.
   [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-  unset RAY_ADDRESS # of the shell that submitted
+  unset RAY_ADDRESS # inherited from the submitting shell
   trap on_warning USR1
   trap on_end TERM INT
   trap clean_up EXIT
@@ -46,16 +46,16 @@ begin_job() {
   note "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on ${nodes[*]}; logs: $job_dir"
 }
 
-# Slurm's warning (#SBATCH --signal): the trainer saves and ends with status 75.
+# Handle Slurm's warning (#SBATCH --signal): the trainer saves and ends with status 75.
 on_warning() {
   interrupted=1
-  ((!starting)) || die "time is nearly over and nothing has begun: give the job more --time"
+  ((!starting)) || die "time is nearly over before training has started: give the job more --time"
   note "time is nearly over: asking for a checkpoint"
   kill -USR1 "$main_pid" 2>/dev/null || true
 }
 
-# scancel, or the time limit itself. Slurm signals the trainer too, which ends at once when it gets
-# SIGTERM twice: what it is sent here only asks to save.
+# Handle scancel or the time limit. Slurm sends SIGTERM to the trainer too, which would end at once
+# on a second one; SIGUSR1 only asks it to save.
 on_end() {
   interrupted=1 cancelled=1
   ((!starting)) || exit 143
@@ -63,7 +63,7 @@ on_end() {
   kill -USR1 "$main_pid" 2>/dev/null || true
 }
 
-# run_main COMMAND...: to its end; returns its exit status, whatever signals come meanwhile.
+# run_main COMMAND...: run it to its end, through signals; returns its exit status.
 run_main() {
   local status
   "$@" &
@@ -74,22 +74,22 @@ run_main() {
     ((interrupted)) || break
     ((!cancelled)) || await_end "$GRACE" "$main_pid"
   done
-  ((status != 128 + 10)) || status=75 # warned before it listened: nothing is lost
+  ((status != 128 + 10)) || status=75 # SIGUSR1 before it had a handler: nothing is lost
   return "$status"
 }
 
-# Ends what the job started, the trainer first; what hides is found by its mark.
+# Stop everything the job started, the trainer first; orphans are found by their mark.
 clean_up() {
   local status=$?
   trap '' TERM INT USR1
   set +e
-  disown -a # the shell need not report how each ended
+  disown -a # no messages of the shell about ended processes
   end_processes "$GRACE" "$main_pid"
   end_processes 5 "${helpers[@]}"
   ((status == 0)) || keep_ray_logs
   mapfile -t left < <(marked)
   if ((${#left[@]})); then
-    note "ending ${#left[@]} processes that were left"
+    note "killing ${#left[@]} processes that were left"
     kill -KILL "${left[@]}" 2>/dev/null
   fi
   rm -rf "$ray_tmp" "${published:-$ray_tmp}"
@@ -98,14 +98,14 @@ clean_up() {
   exit "$status"
 }
 
-# end_processes SECONDS PID...: SIGTERM, and SIGKILL for those that are there after SECONDS.
+# end_processes SECONDS PID...: send SIGTERM, and SIGKILL after SECONDS.
 end_processes() {
   local pid
   for pid in "${@:2}"; do [[ -z $pid ]] || kill -TERM "$pid" 2>/dev/null; done
   await_end "$@"
 }
 
-# await_end SECONDS PID...: until all are gone; SIGKILL for those that are there after SECONDS.
+# await_end SECONDS PID...: wait until all have ended; send SIGKILL after SECONDS.
 await_end() {
   local limit=$((SECONDS + $1)) pid
   for pid in "${@:2}"; do
@@ -116,7 +116,7 @@ await_end() {
   done
 }
 
-# Pids on this node of all that this start of the job began, less this shell.
+# Print the pids of all processes of this start on this node, except this shell.
 marked() {
   local files file pid
   files=$(grep -lzsx "SEARCH_R1_JOB=$SEARCH_R1_JOB" /proc/[0-9]*/environ)
@@ -126,7 +126,7 @@ marked() {
   done
 }
 
-# What Ray wrote on this node, whether the trainer or we started it.
+# Copy Ray's logs on this node, whether the trainer or this job started it.
 keep_ray_logs() {
   local logs
   for logs in "$ray_tmp"/{,ray/}session_latest/logs; do
@@ -134,7 +134,7 @@ keep_ray_logs() {
   done
 }
 
-# The newest checkpoint's step, or 0.
+# Print the step of the newest checkpoint, or 0.
 newest_step() {
   local folder step newest=0
   for folder in "$OUTPUT_DIR"/global_step_*; do
@@ -144,16 +144,16 @@ newest_step() {
   echo "$newest"
 }
 
-# may_requeue STATUS: whether the job should go back into the queue; says why not.
+# may_requeue STATUS: whether to requeue the job; notes why not.
 may_requeue() {
   local idle=0
   [[ " $REQUEUE_ON " == *" $1 "* ]] || return 1
   if ((cancelled)); then
-    note "ended from outside: submit it again to go on"
+    note "cancelled: submit it again to continue"
     return 1
   fi
   if ((${SLURM_RESTART_COUNT:-0} >= MAX_REQUEUES)); then
-    note "MAX_REQUEUES=$MAX_REQUEUES is used up: submit it again to go on"
+    note "MAX_REQUEUES=$MAX_REQUEUES is used up: submit it again to continue"
     return 1
   fi
   if [[ -n $first_step ]] && (($(newest_step) <= first_step)); then
@@ -161,17 +161,17 @@ may_requeue() {
   fi
   echo "$idle" >"$job_dir/idle_starts"
   if ((idle >= MAX_IDLE_STARTS)); then
-    note "$idle starts in a row brought no new checkpoint: a step needs more than the job's --time"
+    note "$idle starts in a row without a new checkpoint: a step needs more than the job's --time"
     return 1
   fi
 }
 
 requeue() {
-  note "back into the queue${first_step:+; it goes on after step $(newest_step)}"
-  scontrol requeue "$SLURM_JOB_ID" || note "scontrol requeue failed: submit it again to go on"
+  note "requeued${first_step:+; it continues after step $(newest_step)}"
+  scontrol requeue "$SLURM_JOB_ID" || note "scontrol requeue failed: submit it again to continue"
 }
 
-# choose_output OPTION...: the run's folder, the same at every start, used by one job at a time.
+# choose_output OPTION...: set OUTPUT_DIR, the same at every start, for one job at a time.
 choose_output() {
   local option owner
   for option; do

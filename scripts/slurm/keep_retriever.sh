@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The retriever of a job of Slurm, started again on the same port when it dies.
-#   keep_retriever.sh ADDRESS FILE >>FILE.log      # FILE.port receives the port when it is healthy
+# Runs the retriever of a Slurm job; restarts it on the same port when it dies.
+#   keep_retriever.sh ADDRESS FILE >>FILE.log      # writes the port to FILE.port once it is healthy
 set -euo pipefail
 address=$1 file=$2
 server=''
@@ -16,9 +16,9 @@ while true; do
   if [[ -s $file.port ]]; then
     port=$(<"$file.port")
   elif ! tail -n 2 "$file.log" | grep -q 'another builder is making'; then
-    exit "$status" # it never was healthy: a mistake in its settings
+    exit "$status" # it was never healthy: wrong settings
   fi
-  echo "the retriever ended with status $status; starting it again in 5 s" >&2
+  echo "the retriever ended with status $status; restarting it in 5 s" >&2
   sleep 5 &
   wait $!
 done

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One node of Ray, in the foreground; what it wrote below TEMP goes with it.
+# Runs one Ray node in the foreground; removes TEMP afterwards, except on the head node.
 #   ray_node.sh TEMP OPTION...               # options of `ray start`
 set -euo pipefail
 temp=$1

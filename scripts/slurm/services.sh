@@ -1,19 +1,19 @@
 # shellcheck shell=bash
-# shellcheck disable=SC2154 # job_dir, ray_tmp and nodes are begin_job's
-# Sourced by the recipes after job.sh: Python, the nodes, the retriever and Ray of a job of Slurm.
+# shellcheck disable=SC2154 # begin_job sets job_dir, ray_tmp and nodes
+# Sourced by the recipes after job.sh: Python, nodes, retriever and Ray of a Slurm job.
 
-: "${RETRIEVER_NODES:=first}" # first or all: on which nodes of the job a retriever starts
-: "${RETRIEVER_OPEN:=}"       # not empty: other jobs may ask it too (always so on several nodes)
-: "${RETRIEVER_PYTHON:=}"      # another interpreter for the retriever, as one with faiss-gpu
-: "${TRAINER_MEM:=8}"         # GiB of the first node's memory that the trainer needs beside it
-: "${RETRIEVER_WAIT:=1800}"   # s until the retriever must be healthy
-: "${RAY_WAIT:=300}"          # s until all nodes must have joined Ray
+: "${RETRIEVER_NODES:=first}" # first or all: nodes of the job with a retriever
+: "${RETRIEVER_OPEN:=}"       # not empty: other jobs may use it too (always on several nodes)
+: "${RETRIEVER_PYTHON:=}"      # another interpreter for the retriever, e.g. with faiss-gpu
+: "${TRAINER_MEM:=8}"         # GiB that the trainer needs on the first node
+: "${RETRIEVER_WAIT:=1800}"   # seconds until the retriever must be healthy
+: "${RAY_WAIT:=300}"          # seconds until all nodes must have joined Ray
 
 SLURM_DIR=$PWD/scripts/slurm
 
-# MODULES ("cuda/12.4 python/3.11"), then CONDA_ENV or VENV, then SETUP (any further command).
+# Load MODULES ("cuda/12.4 python/3.11"), then CONDA_ENV or VENV, then run SETUP (any command).
 load_environment() {
-  set +eu # the scripts of others
+  set +eu # scripts that are not ours may fail or use unset variables
   if [[ -n ${MODULES:-} ]]; then
     load_modules
   fi
@@ -22,7 +22,7 @@ load_environment() {
     conda activate "$CONDA_ENV" || die "conda activate $CONDA_ENV failed" 2
   elif [[ -n ${VENV:-} ]]; then
     # shellcheck disable=SC1091
-    source "$VENV/bin/activate" || die "VENV=$VENV is no virtual environment" 2
+    source "$VENV/bin/activate" || die "VENV=$VENV is not a virtual environment" 2
   fi
   [[ -z ${SETUP:-} ]] || eval "$SETUP" || die "SETUP failed: $SETUP" 2
   set -eu
@@ -40,15 +40,15 @@ load_modules() {
     # shellcheck disable=SC1090
     type module &>/dev/null || [[ ! -f $file ]] || source "$file"
   done
-  type module &>/dev/null || die "MODULES=$MODULES, but this node has no command module" 2
+  type module &>/dev/null || die "MODULES=$MODULES, but this node has no module command" 2
   # shellcheck disable=SC2086 # a list
   module load $MODULES || die "module load $MODULES failed" 2
 }
 
-# When the job must be over, in seconds since 1970, for the trainer; older Slurms do not set it.
+# Export the end of the job's time limit (Unix time) for the trainer; older Slurms do not set it.
 export_end_time() {
   local end
-  unset SLURM_JOB_END_TIME # perhaps that of a job which submitted this one
+  unset SLURM_JOB_END_TIME # may be inherited from a job that submitted this one
   end=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)
   if [[ $end == 20* ]]; then
     SLURM_JOB_END_TIME=$(date --date="$end" +%s)
@@ -56,14 +56,14 @@ export_end_time() {
   fi
 }
 
-# address_of NODE: its IPv4 address, as Slurm knows it.
+# address_of NODE: print its IPv4 address according to Slurm.
 address_of() {
   local name
   name=$(scontrol show node "$1" --oneliner | grep -o ' NodeAddr=[^ ]*')
   getent ahostsv4 "${name#*=}" | awk '{print $1; exit}'
 }
 
-# on_node NODE COMMAND...: in place of this shell; through srun where NODE is not the first.
+# on_node NODE COMMAND...: replace this shell by COMMAND, through srun on nodes but the first.
 on_node() {
   local node=$1
   shift
@@ -71,26 +71,26 @@ on_node() {
   exec srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --cpu-bind=none --mpi=none "$@"
 }
 
-# wait_for SECONDS WHAT LOG PID COMMAND...: until COMMAND succeeds, while PID (if given) runs.
+# wait_for SECONDS NAME LOG PID COMMAND...: wait until COMMAND succeeds, while PID (if any) runs.
 wait_for() {
-  local seconds=$1 what=$2 log=$3 pid=$4 began=$SECONDS told=$SECONDS why=''
+  local seconds=$1 name=$2 log=$3 pid=$4 began=$SECONDS noted=$SECONDS why=''
   shift 4
   until "$@"; do
     if [[ -n $pid ]] && ! kill -0 "$pid" 2>/dev/null; then why="its process ended"; fi
-    ((SECONDS - began < seconds)) || why="not there after $seconds s"
+    ((SECONDS - began < seconds)) || why="not ready after $seconds s"
     if [[ -n $why ]]; then
       [[ ! -s $log ]] || sed 's/^/  | /' < <(tail -n 15 "$log") >&2
-      die "$what: $why${log:+; the end of $log is above}"
+      die "$name: $why${log:+; the end of $log is above}"
     fi
-    if ((SECONDS - told >= 60)); then
-      told=$SECONDS
-      note "waiting for $what: $((SECONDS - began)) of $seconds s"
+    if ((SECONDS - noted >= 60)); then
+      noted=$SECONDS
+      note "waiting for $name: $((SECONDS - began)) of $seconds s"
     fi
     sleep 1
   done
 }
 
-# is_healthy URL: whether a server answers there; one that has no /health is asked by the trainer.
+# is_healthy URL: whether a server answers; one without /health is checked by the trainer instead.
 is_healthy() {
   "$PYTHON" - "${1%/*}/health" <<'PYTHON'
 import sys, urllib.error, urllib.request
@@ -104,7 +104,7 @@ except (OSError, ValueError):
 PYTHON
 }
 
-# start_retrievers NODE...: a server on each; RETRIEVER_URL lists them when all are healthy.
+# start_retrievers NODE...: start a server on each; set RETRIEVER_URL when all are healthy.
 start_retrievers() {
   local node file log pid urls=()
   local -A pids=()
@@ -123,24 +123,24 @@ start_retrievers() {
   done
   RETRIEVER_URL=$(IFS=,; echo "${urls[*]}")
   wait_healthy
-  [[ -z ${pids[${nodes[0]}]:-} ]] || account_memory "${pids[${nodes[0]}]}"
+  [[ -z ${pids[${nodes[0]}]:-} ]] || check_memory "${pids[${nodes[0]}]}"
 }
 
-# account_memory PID: trainer and retriever share the memory of the job's first node. What the
-# retriever holds for itself cannot be had back; pages of a mapped index can, and are then read from
-# disk again at each search. Ends the job before a run of days is killed for memory.
-account_memory() {
+# check_memory PID: trainer and retriever share the memory of the job's first node. The retriever's
+# private memory cannot be reclaimed; pages of a mapped index can, but are then read from disk again
+# at each search. Ends the job now rather than when it runs out of memory after days.
+check_memory() {
   local status=0
   "$PYTHON" scripts/slurm/memory.py "$1" "$TRAINER_MEM" || status=$?
   ((status == 0)) || die "the job would run out of memory, see above" 2
 }
 
-# bind_address NODE: this machine alone, unless others ask the retriever too.
+# bind_address NODE: print the address to listen on: loopback, unless other nodes or jobs connect.
 bind_address() {
   if [[ -n $RETRIEVER_OPEN ]] || ((${#nodes[@]} > 1)); then address_of "$1"; else echo 127.0.0.1; fi
 }
 
-# find_retriever: the one of the job that wrote RETRIEVER_FILE (retriever.sbatch).
+# find_retriever: use the retriever whose job (retriever.sbatch) wrote RETRIEVER_FILE.
 find_retriever() {
   wait_for "$RETRIEVER_WAIT" "the address of a retriever in $RETRIEVER_FILE" "" "" \
     test -s "$RETRIEVER_FILE"
@@ -148,7 +148,7 @@ find_retriever() {
   wait_healthy
 }
 
-# Waits until all of RETRIEVER_URL answer.
+# Wait until all servers in RETRIEVER_URL answer.
 wait_healthy() {
   local url
   export RETRIEVER_URL
@@ -158,7 +158,7 @@ wait_healthy() {
   note "retriever: $RETRIEVER_URL"
 }
 
-# free_port FIRST: the first port from there on that nobody listens on, on this machine.
+# free_port FIRST: print the first free port on this machine from FIRST on.
 free_port() {
   "$PYTHON" - "$1" <<'PYTHON'
 import contextlib, socket, sys
@@ -170,18 +170,17 @@ for port in range(int(sys.argv[1]), 65536):
 PYTHON
 }
 
-# start_ray: one cluster over all nodes of the job, its head on the first; sets RAY_ADDRESS.
+# start_ray: start a cluster over all nodes of the job, head on the first; set RAY_ADDRESS.
 start_ray() {
   local node port client
-  # Two jobs may share a node, so each counts from ports of its own; the other ports of Ray are
-  # free ones by themselves.
+  # Two jobs may share a node, so each uses another range; Ray finds its other ports itself.
   port=$(free_port $((20000 + SLURM_JOB_ID % 5000 * 2)))
   client=$(free_port $((port + 1)))
   RAY_ADDRESS=$(address_of "${nodes[0]}"):$port
-  # Whoever reaches a cluster of Ray may run anything in it, and others share the network.
+  # Anyone who can reach a Ray cluster may run code in it, and other users share the network.
   RAY_AUTH_TOKEN=$("$PYTHON" -c 'import secrets; print(secrets.token_hex(32))')
   export RAY_ADDRESS RAY_AUTH_TOKEN RAY_AUTH_MODE=token
-  # With its reports off, Ray still tells its makers that they are off; here nobody listens.
+  # Even with usage reports off, Ray reports that they are off; nothing listens at this address.
   export RAY_USAGE_STATS_REPORT_URL=http://127.0.0.1:9/
   start_ray_node "${nodes[0]}" --head --port="$port" --ray-client-server-port="$client" \
     --include-dashboard=false --disable-usage-stats --temp-dir="$ray_tmp"
@@ -193,22 +192,22 @@ start_ray() {
   note "Ray: ${#nodes[@]} nodes at $RAY_ADDRESS"
 }
 
-# start_ray_node NODE OPTION...: a node of Ray that ends with its pid, the last of `helpers`.
+# start_ray_node NODE OPTION...: start a Ray node; its pid is appended to `helpers`.
 start_ray_node() {
   local node=$1 num_cpus=${SLURM_CPUS_ON_NODE:-1}
-  ((num_cpus >= ${N_GPUS:-1})) || num_cpus=$N_GPUS # a rank asks for a CPU
+  ((num_cpus >= ${N_GPUS:-1})) || num_cpus=$N_GPUS # each rank requests a CPU
   on_node "$node" bash "$SLURM_DIR/ray_node.sh" "$ray_tmp" --num-cpus="$num_cpus" \
     --node-ip-address="$(address_of "$node")" "${@:2}" >>"$job_dir/ray-$node.log" 2>&1 &
   helpers+=($!)
 }
 
-# has_nodes NUM NODE: waits until NUM nodes are in the cluster; NODE is the one that came last.
+# has_nodes NUM NODE: wait until the cluster has NUM nodes; NODE was started last.
 has_nodes() {
   wait_for "$RAY_WAIT" "$1 of ${#nodes[@]} nodes in Ray" "$job_dir/ray-$2.log" "${helpers[-1]}" \
     joined "$1"
 }
 
-# joined NUM: whether so many nodes live in the cluster of RAY_ADDRESS.
+# joined NUM: whether the cluster at RAY_ADDRESS has NUM live nodes.
 joined() {
   "$PYTHON" - "$1" 2>>"$job_dir/ray-joined.log" <<'PYTHON'
 import sys

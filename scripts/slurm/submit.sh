@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Gives a recipe to sbatch with the settings of a file (example.conf shows one).
+# Submits a recipe with the settings of a file (see example.conf).
 #   bash scripts/slurm/submit.sh train my.conf [SBATCH OPTION...] [-- TRAINER OPTION...]
-#   bash scripts/slurm/submit.sh retriever my.conf [SBATCH OPTION...]  # NODES and GPUS are train's
-#   DRY_RUN=1 bash scripts/slurm/submit.sh train my.conf           # print the command only
+#   bash scripts/slurm/submit.sh retriever my.conf [SBATCH OPTION...]  # ignores NODES and GPUS
+#   DRY_RUN=1 bash scripts/slurm/submit.sh train my.conf           # only print the command
 set -euo pipefail
 if (($# < 2)) || [[ $1 != train && $1 != retriever ]]; then
   echo "usage: bash scripts/slurm/submit.sh train|retriever CONF [SBATCH OPTION...] [-- OPTION...]" >&2
@@ -14,7 +14,7 @@ shift 2
 [[ -n ${DRY_RUN:-} ]] || command -v sbatch >/dev/null || {
   echo "no sbatch here: run this on a login node, or DRY_RUN=1 to see the command" >&2; exit 2; }
 
-set -a # the job sees what the file sets
+set -a # export the settings to the job
 # shellcheck source=scripts/slurm/example.conf
 source "$conf"
 set +a

@@ -63,7 +63,7 @@ def test_the_warning_saves_and_the_job_goes_on_until_it_is_done(
         cluster.wait_log(job, f"stand-in: step {step} auto nodes=1")
         cluster.command("scancel", "--batch", "--signal=USR1", job)
         cluster.wait_restart(job, step)
-        assert f"back into the queue; it goes on after step {step}" in cluster.log(job)
+        assert f"requeued; it continues after step {step}" in cluster.log(job)
     cluster.wait_state(job, "COMPLETED")
     log = cluster.log(job)
     assert re.search(r"step 3 .*ray=None retriever='http://127.0.0.1:\d+/retrieve' end=\d+", log)
@@ -94,7 +94,7 @@ def test_a_cancelled_job_saves_and_leaves_nothing(
     cluster.wait_state(job, "CANCELLED")
     cluster.wait_log(job, "is over")
     assert "saved step 1" in cluster.log(job)
-    assert "back into the queue" not in cluster.log(job)
+    assert "requeued" not in cluster.log(job)
     assert cluster.facts(job)["Restarts"] == "0"
     assert_clean(job)
 

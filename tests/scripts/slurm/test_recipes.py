@@ -96,7 +96,7 @@ def test_a_warned_run_saves_and_is_queued_again(environment: dict[str, str]) -> 
     status, output = job(environment, signal.SIGUSR1)
     assert status == 75
     assert "saved step 1" in output
-    assert output.index("goes on after step 1") < output.index("scontrol requeue 42")
+    assert output.index("continues after step 1") < output.index("scontrol requeue 42")
 
 
 def test_a_cancelled_run_is_not_queued_again(environment: dict[str, str]) -> None:
@@ -134,7 +134,7 @@ def test_starts_without_progress_are_bounded(environment: dict[str, str]) -> Non
     """A job whose time never suffices for a step stops asking, and says why."""
     outputs = [job(environment, signal.SIGUSR1, STAND_IN_SAVES_NOTHING="1")[1] for _ in range(3)]
     assert ["scontrol requeue" in output for output in outputs] == [True, True, False]
-    assert "3 starts in a row brought no new checkpoint" in outputs[2]
+    assert "3 starts in a row without a new checkpoint" in outputs[2]
 
 
 def test_two_jobs_do_not_write_into_one_folder(environment: dict[str, str]) -> None:
@@ -154,7 +154,7 @@ def test_orphans_of_the_job_are_ended(environment: dict[str, str]) -> None:
     finish(environment)
     status, output = job(environment, STAND_IN_LEAVES="1")
     assert status == 0
-    assert "ending 1 processes that were left" in output
+    assert "killing 1 processes that were left" in output
 
 
 def test_another_recipe_may_be_named(environment: dict[str, str], tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_an_absent_retriever_has_a_limit(environment: dict[str, str]) -> None:
         environment, RETRIEVER_URL="http://127.0.0.1:9/retrieve", RETRIEVER_WAIT="1"
     )
     assert status == 1
-    assert "http://127.0.0.1:9/health: not there after 1 s" in output
+    assert "http://127.0.0.1:9/health: not ready after 1 s" in output
     assert "stand-in" not in output
     assert time.monotonic() - began < 30
 

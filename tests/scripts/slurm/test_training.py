@@ -93,7 +93,7 @@ def test_a_run_out_of_time_is_saved_requeued_resumed_and_finished(
     cluster.wait_restart(job, 1)
     done = steps(settings)
     assert 1 <= len(done) < 8
-    assert f"goes on after step {done[-1]}" in cluster.log(job)
+    assert f"continues after step {done[-1]}" in cluster.log(job)
     cluster.wait_state(job, "COMPLETED", 500)
     assert steps(settings) == list(range(1, 9))
     assert (Path(settings["OUTPUT_DIR"]) / "model" / "config.json").exists()
