@@ -1,6 +1,6 @@
-"""The rewards of a run: its options become a `RewardManager` that reads trajectories.
+"""Builds a run's `RewardManager` from its options.
 
-The one place where trajectories turn into the plain text that `search_r1.rewards` scores.
+This module converts trajectories to the plain text that the rewards of `search_r1.rewards` score.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from search_r1.rewards import (
 )
 from search_r1.rewards.interface import Origin as OriginName
 from search_r1.rewards.interface import OwnRewardError
-from search_r1.rewards.judge.options import key_in
+from search_r1.rewards.judge.options import read_key
 from verl import plugins
 from verl.config import Config
 from verl.config.reward import JudgeConfig, RewardConfig, StageConfig
@@ -40,7 +40,7 @@ ORIGIN_NAMES: dict[Origin, OriginName] = {
 
 @dataclass(frozen=True)
 class DialogueReward(RewardManager):
-    """A rule over dialogues, applied to trajectories."""
+    """A reward of `search_r1.rewards`, applied to trajectories."""
 
     rule: BatchRewardFn
     grammar: Grammar
@@ -54,7 +54,7 @@ class DialogueReward(RewardManager):
 
 
 def reward_input(trajectory: Trajectory, grammar: Grammar) -> RewardInput:
-    """What a reward sees of a trajectory."""
+    """Convert a trajectory to the input of a reward."""
     prompt = trajectory.prompt
     return RewardInput(
         policy_texts=[s.text for s in trajectory.segments if s.origin is Origin.POLICY],
@@ -70,46 +70,47 @@ def reward_input(trajectory: Trajectory, grammar: Grammar) -> RewardInput:
 
 
 def build_reward_manager(config: Config) -> RewardManager:
-    """The run's reward, its judge asked once. Raises ConfigError for what cannot work."""
-    options, grammar = (
-        config.reward_model,
-        build_tag_format(config, build_environment(config).tools).tags,
-    )
+    """Build the run's reward; a judge is tested with one question.
+
+    Raises ConfigError for invalid options, and for a judge that does not answer.
+    """
+    options = config.reward_model
+    grammar = build_tag_format(config, build_environment(config).tools).tags
     sections: Sequence[RewardConfig | StageConfig] = options.stages or [options]
     names = reward_names(options)
-    own = _own(config, names)
-    manager = own.get(options.name)
+    user_rewards = _python_rewards(config, names)
+    manager = user_rewards.get(options.name)
     if isinstance(manager, RewardManager):
         return manager
-    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(RewardScores)}
+    amounts = {f.name: getattr(options, f.name) for f in dataclasses.fields(RewardScores)}
     try:
-        scores = RewardScores(**given)
+        scores = RewardScores(**amounts)
         judge = None
-        if LLM_JUDGE in names:  # known to answer before work starts
-            asked = {
+        if LLM_JUDGE in names:
+            settings = {
                 f.name: getattr(options.judge, f.name) for f in dataclasses.fields(JudgeConfig)
             }
-            key = key_in(asked.pop("api_key_env"), "judge.api_key_env")
-            judge = build_judge(JudgeOptions(**asked, api_key=key))
+            key = read_key(settings.pop("api_key_env"), "judge.api_key_env")
+            judge = build_judge(JudgeOptions(**settings, api_key=key))
             judge.check()
-        rewards = [
-            DialogueReward(build_batch_reward(s.name, scores, s.weights, judge, own), grammar)
-            for s in sections
+        rules = [
+            build_batch_reward(s.name, scores, s.weights, judge, user_rewards) for s in sections
         ]
     except (TypeError, ValueError) as error:
         fix = "see docs/rewards.md"
         raise ConfigError(f"reward_model: {error}; {fix}") from error
+    rewards = [DialogueReward(rule, grammar) for rule in rules]
     if not options.stages:
         return rewards[0]
     return StagedReward(options.stages, rewards)
 
 
-def _own(config: Config, names: Iterable[str]) -> dict[str, Any]:
-    """The rewards that were given from Python; a class of managers is called with the options."""
-    found = {}
+def _python_rewards(config: Config, names: Iterable[str]) -> dict[str, Any]:
+    """Return the rewards that were passed from Python; RewardManager classes are instantiated."""
+    rewards = {}
     for name in names:
         if name.startswith(plugins.PYTHON_PREFIX) or plugins.registered_object(name) is not None:
-            one: Any = plugins.resolve("reward_model.name", name, {})
-            is_manager = isinstance(one, type) and issubclass(one, RewardManager)
-            found[name] = one(config) if is_manager else one
-    return found
+            reward: Any = plugins.resolve("reward_model.name", name, {})
+            is_class = isinstance(reward, type) and issubclass(reward, RewardManager)
+            rewards[name] = reward(config) if is_class else reward
+    return rewards

@@ -1,4 +1,4 @@
-"""From a run's options to scored trajectories."""
+"""Building a run's reward from its options and scoring trajectories."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from verl.types import Origin, Prompt, Segment, Trajectory, start_trajectory
 
 
 def trajectory(*turns: tuple[Origin, str], text: str = "Who? ", **extra: str) -> Trajectory:
-    """A dialogue of one id a segment."""
+    """Build a finished trajectory with one token per segment."""
     done = start_trajectory(Prompt("f#0", (1,), "nq", ("Paris",), extra, text))
     done.segments += [
         Segment(origin, (2,), text, (0.0,) if origin is Origin.POLICY else ())
@@ -35,7 +35,7 @@ def config_with(**options: object) -> Config:
 
 
 def test_defaults_of_plain_and_typed_options_agree() -> None:
-    """What rewards take by default is what the options say."""
+    """RewardScores and JudgeOptions have the defaults of the run's options."""
     options, scores, judge = RewardConfig(), RewardScores(), JudgeConfig()
     for field in dataclasses.fields(RewardScores):
         assert getattr(options, field.name) == getattr(scores, field.name)
@@ -67,7 +67,7 @@ def test_the_template_decides_which_tags_count() -> None:
 
 
 def test_stages_are_built_from_options() -> None:
-    """R1-Searcher's two stages pay for the search first, then for the answer."""
+    """The second stage is used once the first has ended."""
     options = [StageConfig("r1_searcher_stage_1", until_step=1), StageConfig(weights={"f1": 3.0})]
     reward = build_reward_manager(config_with(stages=options))
     dialogue = trajectory((Origin.POLICY, "<think>a</think><answer>Paris</answer>"))
@@ -80,7 +80,7 @@ def test_stages_are_built_from_options() -> None:
 def test_the_judge_is_asked_with_question_and_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The row's question is shown, the whole prompt else the prompt; the key is the variable's."""
+    """The judge gets the row's question, or else the whole prompt, and the key of the variable."""
     monkeypatch.setenv("JUDGE_KEY", "secret")
     with judge_server(lambda n, body: "yes") as server:
         judge = JudgeConfig(server.url, "m", "JUDGE_KEY", cache_path=str(tmp_path / "c"))
@@ -95,7 +95,7 @@ def test_the_judge_is_asked_with_question_and_key(
 
 
 def test_mistakes_end_in_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unknown reward, a cost with a sign, a dead judge and a missing key stop the run early."""
+    """Unknown rewards, negative costs, a judge that does not answer and bad keys are refused."""
     monkeypatch.delenv("NO_KEY", raising=False)
     with pytest.raises(ConfigError, match="did you mean 'em_format'"):
         build_reward_manager(config_with(name="em_fromat"))
@@ -119,7 +119,7 @@ def test_mistakes_end_in_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_prompt_text_and_question_travel_from_the_file(tmp_path: Path) -> None:
-    """A row's question, also where the original keeps it, and the rendered prompt reach rewards."""
+    """A row's question (in the original's column too) and the rendered prompt reach the reward."""
     record = {
         "data_source": "nq",
         "prompt": [{"role": "user", "content": "Answer: who?"}],

@@ -37,7 +37,7 @@ from search_r1.inference.model import (
 from search_r1.inference.opening import NO_RETRIEVER, retriever_facts, run_config
 from search_r1.plain import configure_logging
 from search_r1.rewards import RewardInput
-from search_r1.rewards.judge.options import JudgeOptions, key_in
+from search_r1.rewards.judge.options import JudgeOptions, read_key
 from search_r1.rewards.registry import build_judge
 from verl.config import Config
 from verl.data import choose, load_rows
@@ -103,7 +103,7 @@ def open_judge(options: EvaluationOptions) -> Judge | None:
         return None
     cache = str(Path(options.out) / CACHE)
     try:
-        key = key_in(options.judge_api_key_env, "--judge-api-key-env")
+        key = read_key(options.judge_api_key_env, "--judge-api-key-env")
         judge = build_judge(
             JudgeOptions(options.judge_url, options.judge_model, key, options.judge_verdict,
                          cache_path=cache)

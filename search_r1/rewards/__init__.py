@@ -1,4 +1,4 @@
-"""Rules that score a dialogue, one small file a family; none imports torch or the trainer."""
+"""Reward functions for dialogues: plain Python over text, without torch or the trainer."""
 
 from search_r1.rewards.interface import (
     BatchRewardFn,

@@ -1,4 +1,4 @@
-"""Exact match, the reward of the Search-R1 paper: alone, or less what the way to it cost."""
+"""Exact match, the reward of the Search-R1 paper, optionally minus costs for searches."""
 
 from search_r1.rewards.interface import RewardInput, RewardOutput, RewardScores
 from search_r1.rewards.normalize import matches_exactly
@@ -15,10 +15,10 @@ def score_em(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
 
 
 def score_em_cost(dialogue: RewardInput, scores: RewardScores) -> RewardOutput:
-    """Score ``correct_answer`` for a correct answer, less penalties.
+    """Score ``correct_answer`` for a correct answer, minus costs.
 
-    Each search costs ``search_penalty`` and each turn without an action ``invalid_format``; with
-    ``penalise_correct_only`` a wrong answer costs nothing and scores 0, and a correct one no less.
+    Each search costs ``search_penalty`` and each turn without an action ``invalid_format``. With
+    ``penalise_correct_only`` only correct answers are charged, and no score is below 0.
     """
     answer = dialogue.answer
     is_correct = answer is not None and matches_exactly(answer, dialogue.ground_truth)

@@ -1,4 +1,4 @@
-"""The normalisation of answers by which SQuAD compares them, and comparisons built on it."""
+"""SQuAD's normalisation of answers, and comparisons of normalised answers."""
 
 import re
 import string
@@ -9,7 +9,7 @@ _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Lower-case, drop ASCII punctuation, then articles, then extra white space.
+    """Lower-case the text, then drop ASCII punctuation, articles and extra white space.
 
     Source: Rajpurkar et al. 2016. Example: ``"The  U.S.A.!"`` gives ``"usa"``, ``"The The"`` gives
     ``""``.
@@ -19,12 +19,12 @@ def normalize_answer(text: str) -> str:
 
 
 def matches_exactly(answer: str, accepted: Sequence[str]) -> bool:
-    """Tell whether the answer equals an accepted one; what normalises to nothing equals nothing."""
+    """Whether the answer equals an accepted one; an empty normalised answer equals none."""
     normalized = normalize_answer(answer)
     return bool(normalized) and any(normalized == normalize_answer(a) for a in accepted)
 
 
 def covers(text: str, accepted: Sequence[str]) -> bool:
-    """Tell whether an accepted answer that is not empty occurs in the text, both normalised."""
+    """Whether the text contains a non-empty accepted answer, both normalised."""
     normalized = normalize_answer(text)
     return any(gold and gold in normalized for gold in map(normalize_answer, accepted))

@@ -1,4 +1,4 @@
-"""The rewards by name (a new one is a new row), their weighted sums, a user's own functions."""
+"""Registry of rewards by name, their weighted sums, and user-defined reward functions."""
 
 from __future__ import annotations
 
@@ -30,102 +30,106 @@ from search_r1.rewards.interface import (
 from search_r1.rewards.judge.options import JudgeOptions
 
 
-def each_alone(rule: RewardFn) -> BatchRewardFn:
-    """The rule of one dialogue, applied to each."""
+def per_dialogue(rule: RewardFn) -> BatchRewardFn:
+    """Return a batch reward that applies `rule` to each dialogue."""
 
     return lambda dialogues: [rule(dialogue) for dialogue in dialogues]
 
 
-def weighted(rules: Mapping[str, BatchRewardFn], weights: Mapping[str, float]) -> BatchRewardFn:
-    """Score Σ weight · score of the named rules; every part is logged, ``NAME_score`` among them.
+def weighted_sum(rules: Mapping[str, BatchRewardFn], weights: Mapping[str, float]) -> BatchRewardFn:
+    """Return the reward Σ weight · score of the named rules.
 
-    Parts of equal name measure the same thing in every rule, so the last one stands.
+    Its components are those of all rules, and each rule's score as ``NAME_score``. Components with
+    the same name have the same value in every rule, so the last one is kept.
     """
 
-    def score_weighted(dialogues: Sequence[RewardInput]) -> list[RewardOutput]:
-        found = []
+    def score_batch(dialogues: Sequence[RewardInput]) -> list[RewardOutput]:
+        sums = []
         for outputs in zip(*(rule(dialogues) for rule in rules.values()), strict=True):
             score, components = 0.0, dict[str, float]()
             for name, output in zip(rules, outputs, strict=True):
                 score += weights[name] * output.score
                 components |= {**output.components, f"{name}_score": output.score}
-            found.append(RewardOutput(score, components))
-        return found
+            sums.append(RewardOutput(score, components))
+        return sums
 
-    return score_weighted
+    return score_batch
 
 
 def load_function(spec: str) -> RewardFn:
-    """The function that ``path/to/file.py:name`` names; see ``own``. Raises ValueError."""
+    """Load the reward ``path/to/file.py:name``; see ``wrap_user_reward``. Raises ValueError."""
     path, _, name = spec.rpartition(":")
     if not Path(path).is_file():
         raise ValueError(f"got reward {spec!r}, expected path/to/file.py:function; no file {path}")
     digest = hashlib.sha256(os.fsencode(Path(path).resolve())).hexdigest()[:16]
-    name_of_module = f"reward_{Path(path).stem}_{digest}"
-    module_spec = importlib.util.spec_from_file_location(name_of_module, path)
+    module_name = f"reward_{Path(path).stem}_{digest}"
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
     assert module_spec is not None and module_spec.loader is not None, path
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name_of_module] = module  # dataclasses and process pools look it up there
+    sys.modules[module_name] = module  # dataclasses and process pools look it up there
     try:
         module_spec.loader.exec_module(module)
-        return own(spec, getattr(module, name))
-    except (Exception, SystemExit) as error:  # whatever a file of the user's raises
-        del sys.modules[name_of_module]
+        return wrap_user_reward(spec, getattr(module, name))
+    except (Exception, SystemExit) as error:  # the user's file may raise anything
+        del sys.modules[module_name]
         text = " ".join(f"{type(error).__name__}: {error}".split())
         expected = "a function of one dialogue in a file that can be imported"
         raise ValueError(f"got reward {spec!r} ({text}), expected {expected}") from error
 
 
-def own(spec: str, function: Callable[[RewardInput], float | RewardOutput]) -> RewardFn:
-    """A user's function that scores a ``RewardInput``; `spec` is its name in messages.
+def wrap_user_reward(
+    spec: str, function: Callable[[RewardInput], float | RewardOutput]
+) -> RewardFn:
+    """Wrap a user's function, which returns a number or a ``RewardOutput``, with checks.
 
-    It may give a number or a ``RewardOutput``. Raises TypeError for what cannot be called so; the
-    function raises OwnRewardError for whatever else it gives or raises.
+    `spec` is its name in messages. Raises TypeError if it cannot be called with one dialogue. The
+    wrapped function raises OwnRewardError if it raises or returns anything else.
     """
     inspect.signature(function).bind(None)
     if inspect.iscoroutinefunction(function):
-        raise TypeError("an async function, which nobody awaits")
+        raise TypeError("an async function, which is never awaited")
     code = getattr(function, "__code__", None) or type(function).__call__.__code__
 
-    def refused(dialogue: RewardInput, got: str) -> OwnRewardError:
+    def invalid(dialogue: RewardInput, got: str) -> OwnRewardError:
         shown = " ".join(got.split())[:300]
         return OwnRewardError(
             f"reward {spec} at {dialogue.uid or 'a dialogue'}: got {shown}, "
             "expected a finite number, or a RewardOutput of such; fix: correct the function"
         )
 
-    def score_own(dialogue: RewardInput) -> RewardOutput:
+    def score(dialogue: RewardInput) -> RewardOutput:
         try:
-            given = function(dialogue)
-        except (Exception, SystemExit) as error:  # as above
+            result = function(dialogue)
+        except (Exception, SystemExit) as error:  # the user's function may raise anything
             frames = traceback.extract_tb(error.__traceback__)
+            # The line in the user's file, even if a library that it calls raised the error.
             line = ([f for f in frames if f.filename == code.co_filename] or frames)[-1].lineno
-            raise refused(dialogue, f"{type(error).__name__} in line {line}: {error}") from error
-        output = given if isinstance(given, RewardOutput) else RewardOutput(given)
+            raise invalid(dialogue, f"{type(error).__name__} in line {line}: {error}") from error
+        output = result if isinstance(result, RewardOutput) else RewardOutput(result)
         try:
-            parts = {part: number(value) for part, value in output.components.items()}
-            return RewardOutput(number(output.score), parts)
+            components = {name: to_float(value) for name, value in output.components.items()}
+            return RewardOutput(to_float(output.score), components)
         except (AttributeError, OverflowError, TypeError, ValueError) as error:
-            raise refused(dialogue, repr(given)) from error
+            raise invalid(dialogue, repr(result)) from error
 
-    return score_own
+    return score
 
 
-def number(given: object) -> float:
-    """What is given, as a float. Raises ValueError for a text, an array or no finite number."""
-    if isinstance(given, str | bytes) or getattr(given, "ndim", 0) != 0:
-        raise ValueError(f"a {type(given).__name__} is no number")
-    found = float(given)  # type: ignore[arg-type]
-    if not math.isfinite(found):
-        raise ValueError(f"{found} is not finite")
-    return found
+def to_float(value: object) -> float:
+    """Convert a number to float. Raises ValueError for strings, arrays, NaN and infinity."""
+    if isinstance(value, str | bytes) or getattr(value, "ndim", 0) != 0:
+        raise ValueError(f"a {type(value).__name__} is not a number")
+    number = float(value)  # type: ignore[arg-type]
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is not finite")
+    return number
 
 
 if TYPE_CHECKING:
     from search_r1.rewards.judge.reward import LlmJudge
 
 LLM_JUDGE = "llm_judge"
-"""The name of the reward that `build_judge` makes."""
+"""Name of the reward that `build_judge` builds."""
 
 REWARDS: Mapping[str, Rule] = MappingProxyType(
     {
@@ -138,11 +142,11 @@ REWARDS: Mapping[str, Rule] = MappingProxyType(
         "r1_searcher_stage_2": score_stage_2,
     }
 )
-"""Rules by the name used in ``reward_model.name``."""
+"""Built-in rules by their name in ``reward_model.name``."""
 
 
 def build_judge(options: JudgeOptions) -> LlmJudge:
-    """Return the judge, which scores dialogues by the batch. Raises ValueError for a bad cache."""
+    """Build the LLM judge, a batch reward. Raises ValueError for an invalid cache."""
     from search_r1.rewards.judge.reward import LlmJudge  # noqa: PLC0415 needs httpx
 
     return LlmJudge(options)
@@ -153,34 +157,34 @@ def build_batch_reward(
     scores: RewardScores | None = None,
     weights: Mapping[str, float] | None = None,
     judge: BatchRewardFn | None = None,
-    given: Mapping[str, RewardFn] = MappingProxyType({}),
+    user_rewards: Mapping[str, RewardFn] = MappingProxyType({}),
 ) -> BatchRewardFn:
-    """Return the reward of that name, with these partial scores (the defaults when None).
+    """Build the reward of that name with these partial scores (None: the defaults).
 
-    ``name`` is a row of ``REWARDS``, ``llm_judge`` (which is then ``judge``), one of ``given``, or
-    a user's own ``path/to/file.py:function``. With ``weights`` the reward is the weighted sum of
-    those named there instead. Raises ValueError for what is not there, and for a weight that
-    inverts one of ours.
+    ``name`` is a key of ``REWARDS``, ``llm_judge`` (which returns ``judge``), a key of
+    ``user_rewards``, or a user's ``path/to/file.py:function``. With ``weights``, build the weighted
+    sum of the rewards named there instead. Raises ValueError for unknown names, and for a negative
+    weight of a built-in reward, which would invert it.
     """
     scores = scores or RewardScores()
     for part, weight in (weights or {}).items():
         if not (math.isfinite(weight) and (weight >= 0 or ":" in part)):
             raise ValueError(
                 f"weights: got {weight} for {part}, expected 0 or more: below 0 a wrong answer "
-                "could score more than a right one; fix: make the cost a function of your own"
+                "could score more than a right one; fix: write a custom function for the cost"
             )
     if weights and not any(weights.values()):
         raise ValueError(f"weights: got {weights}, expected one above 0: every score would be 0")
     if weights:
-        parts = {part: _build_one(part, scores, judge, given) for part in weights}
-        return weighted(parts, weights)
-    return _build_one(name, scores, judge, given)
+        parts = {part: _build_one(part, scores, judge, user_rewards) for part in weights}
+        return weighted_sum(parts, weights)
+    return _build_one(name, scores, judge, user_rewards)
 
 
 def build_reward(
     name: str, scores: RewardScores | None = None, weights: Mapping[str, float] | None = None
 ) -> RewardFn:
-    """Return the reward of that name for one dialogue; see ``build_batch_reward``."""
+    """Build the reward of that name for single dialogues; see ``build_batch_reward``."""
     rule = build_batch_reward(name, scores, weights)
 
     return lambda dialogue: rule([dialogue])[0]
@@ -190,12 +194,12 @@ def _build_one(
     name: str,
     scores: RewardScores,
     judge: BatchRewardFn | None,
-    given: Mapping[str, RewardFn],
+    user_rewards: Mapping[str, RewardFn],
 ) -> BatchRewardFn:
-    if name in given:
-        return each_alone(own(name, given[name]))
+    if name in user_rewards:
+        return per_dialogue(wrap_user_reward(name, user_rewards[name]))
     if ":" in name:
-        return each_alone(load_function(name))
+        return per_dialogue(load_function(name))
     if name == LLM_JUDGE and judge is not None:
         return judge
     if name not in REWARDS:
@@ -207,4 +211,4 @@ def _build_one(
             f"path/to/file.py:function{hint}"
         )
     rule = REWARDS[name]
-    return each_alone(lambda dialogue: rule(dialogue, scores))
+    return per_dialogue(lambda dialogue: rule(dialogue, scores))

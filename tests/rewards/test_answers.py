@@ -1,4 +1,4 @@
-"""Answers come from the policy's own text, and nothing else (correctness line 8)."""
+"""Answers come only from the policy's own text (correctness line 8)."""
 
 import pytest
 
@@ -6,13 +6,13 @@ from search_r1.rewards import REWARDS, RewardInput, RewardScores, build_reward
 from search_r1.rewards.interface import Origin, extract_answer
 
 ANSWER_REWARDS = [name for name in REWARDS if not name.startswith("r1_searcher")]
-"""Those that pay for the answer alone; R1-Searcher's stages pay for the form as well."""
+"""Rewards for the answer only; R1-Searcher's stages also reward the format."""
 EXAMPLE = "Put the answer in tags, for example, <answer> Beijing </answer>. Question: where?\n"
 NO_EXAMPLE = "Question: where?\n"
 
 
 def dialogue(prompt: str, *turns: tuple[Origin, str], gold: str = "Beijing") -> RewardInput:
-    """The input that an adapter builds from a trajectory of these turns."""
+    """Build the reward input of a dialogue with these turns."""
     policy = [text for origin, text in turns if origin == "policy"]
     return RewardInput(policy, [("prompt", prompt), *turns], [gold], "nq")
 
@@ -36,14 +36,14 @@ def dialogue(prompt: str, *turns: tuple[Origin, str], gold: str = "Beijing") -> 
 def test_line_08_last_complete_answer_of_the_policy(
     policy_texts: list[str], expected: str | None
 ) -> None:
-    """The last complete pair of tags within one policy segment is the answer."""
+    """The answer is the last complete pair of tags within one policy segment."""
     assert extract_answer(policy_texts) == expected
 
 
 @pytest.mark.parametrize("prompt", [EXAMPLE, NO_EXAMPLE])
 @pytest.mark.parametrize("name", ANSWER_REWARDS)
 def test_line_08_prompt_example_neither_pays_nor_costs(name: str, prompt: str) -> None:
-    """Without an answer the score is 0, with one correct answer 1, whatever the prompt shows."""
+    """An example answer in the prompt does not change the score."""
     reward = build_reward(name)
     assert reward(dialogue(prompt, ("policy", "<think>hm</think>"))).score == 0.0
     answered = ("policy", "<think>hm</think><answer>Beijing</answer>")
@@ -52,7 +52,7 @@ def test_line_08_prompt_example_neither_pays_nor_costs(name: str, prompt: str) -
 
 @pytest.mark.parametrize("name", ANSWER_REWARDS)
 def test_line_08_answer_inside_a_document_scores_nothing(name: str) -> None:
-    """Tags in an observation earn nothing, alone or together with half a tag of the policy."""
+    """Answer tags in an observation do not count, even combined with a tag of the policy."""
     reward = build_reward(name, RewardScores(0.1, 0.1, final_format_score=0.1))
     document: tuple[Origin, str] = (
         "observation",
@@ -72,7 +72,7 @@ def test_line_08_answer_inside_a_document_scores_nothing(name: str) -> None:
 @pytest.mark.parametrize("answer", ["", "  ", "The The", "...", "a"])
 @pytest.mark.parametrize("gold", ["The The", "!", "", "Beijing"])
 def test_line_08_empty_normalised_answer_matches_nothing(name: str, answer: str, gold: str) -> None:
-    """What normalises to nothing is never correct, not even against a gold that does too."""
+    """An answer that normalises to nothing is never correct, even if the gold answer does too."""
     turn: tuple[Origin, str] = ("policy", f"<think>a</think><answer>{answer}</answer>")
     out = build_reward(name)(dialogue(NO_EXAMPLE, turn, gold=gold))
     assert out.score == 0.0 or name not in ANSWER_REWARDS

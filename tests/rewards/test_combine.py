@@ -1,4 +1,4 @@
-"""Sums of rewards and a user's own."""
+"""Weighted sums and user-defined reward functions."""
 
 import dataclasses
 import re
@@ -10,12 +10,12 @@ from search_r1.rewards import RewardInput, build_reward
 from search_r1.rewards.interface import OwnRewardError
 
 TEXT = "<answer>Barack Obama</answer>"
-GIVEN = RewardInput([TEXT], [("policy", TEXT)], ["Obama"])
+DIALOGUE = RewardInput([TEXT], [("policy", TEXT)], ["Obama"])
 
 
 def test_a_weighted_sum_logs_every_part() -> None:
-    """2 · F1 + 0.5 · cover-EM, with both scores and their components among the parts."""
-    out = build_reward("em", weights={"f1": 2.0, "cover_em": 0.5})(GIVEN)
+    """2 · F1 + 0.5 · cover-EM, with both scores and their components."""
+    out = build_reward("em", weights={"f1": 2.0, "cover_em": 0.5})(DIALOGUE)
     assert out.score == pytest.approx(2 * 2 / 3 + 0.5)
     assert out.components["f1_score"] == pytest.approx(2 / 3)
     assert out.components["cover_em_score"] == 1.0
@@ -23,15 +23,15 @@ def test_a_weighted_sum_logs_every_part() -> None:
 
 
 def test_a_users_own_function_scores(tmp_path: Path) -> None:
-    """A file's function may give a number or a score with parts, alone or within a sum."""
+    """A user's function may return a number or a RewardOutput, alone or in a sum."""
     (tmp_path / "own.py").write_text(
         "from search_r1.rewards import RewardOutput\n"
         "def words(dialogue):\n    return len(dialogue.policy_texts[0].split())\n"
         "def parts(dialogue):\n    return RewardOutput(0.5, {'a': 1.0})\n"
     )
-    assert build_reward(f"{tmp_path}/own.py:words")(GIVEN).score == 2.0
-    assert build_reward(f"{tmp_path}/own.py:parts")(GIVEN).components == {"a": 1.0}
-    both = build_reward("em", weights={f"{tmp_path}/own.py:words": -0.1, "f1": 1.0})(GIVEN)
+    assert build_reward(f"{tmp_path}/own.py:words")(DIALOGUE).score == 2.0
+    assert build_reward(f"{tmp_path}/own.py:parts")(DIALOGUE).components == {"a": 1.0}
+    both = build_reward("em", weights={f"{tmp_path}/own.py:words": -0.1, "f1": 1.0})(DIALOGUE)
     assert both.score == pytest.approx(-0.2 + 2 / 3)
 
 
@@ -79,24 +79,24 @@ def f(dialogue):
 def test_whatever_an_own_function_does_in_mid_run_is_one_line(
     tmp_path: Path, body: str, got: str
 ) -> None:
-    """Told are the file and name, the question, and what it raised or gave; no score is made up."""
+    """The error names the function, the question, and what the function raised or returned."""
     (tmp_path / "own.py").write_text(f"{HEAD}    {body}\n")
     reward = build_reward("em", weights={f"{tmp_path}/own.py:f": 1.0, "em": 1.0})
     with pytest.raises(OwnRewardError) as caught:
-        reward(dataclasses.replace(GIVEN, uid="train#7"))
-    told = f"reward {tmp_path}/own.py:f at train#7: got "
+        reward(dataclasses.replace(DIALOGUE, uid="train#7"))
+    start = f"reward {tmp_path}/own.py:f at train#7: got "
     expected = ", expected a finite number, or a RewardOutput of such; fix: correct the function"
-    assert re.fullmatch(f"{re.escape(told)}({got}){re.escape(expected)}", str(caught.value))
+    assert re.fullmatch(f"{re.escape(start)}({got}){re.escape(expected)}", str(caught.value))
 
 
 @pytest.mark.parametrize(
-    "given",
+    "value",
     ["True", "np.True_", "np.float32(1)", "np.array(1.0)", "torch.tensor(1)", "Fraction(1)", "1"],
 )
-def test_every_kind_of_number_is_a_score(tmp_path: Path, given: str) -> None:
-    """Of Python's, numpy's and torch's single numbers none is refused."""
-    (tmp_path / "own.py").write_text(f"{HEAD}    return {given}\n")
-    score = build_reward(f"{tmp_path}/own.py:f")(GIVEN).score
+def test_every_kind_of_number_is_a_score(tmp_path: Path, value: str) -> None:
+    """Single numbers of Python, numpy and torch are all accepted."""
+    (tmp_path / "own.py").write_text(f"{HEAD}    return {value}\n")
+    score = build_reward(f"{tmp_path}/own.py:f")(DIALOGUE).score
     assert (score, type(score)) == (1.0, float)
 
 
@@ -111,16 +111,16 @@ def test_a_missing_function_is_named(tmp_path: Path, spec: str, problem: str) ->
 
 
 def test_a_file_may_define_a_dataclass(tmp_path: Path) -> None:
-    """Which looks its module up by name where annotations are texts."""
+    """A dataclass with string annotations looks its module up by name."""
     head = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
     body = "@dataclass\nclass Price:\n    x: float = 2.0\n\ndef f(d): return Price().x\n"
     (tmp_path / "own.py").write_text(head + body)
-    assert build_reward(f"{tmp_path}/own.py:f")(GIVEN).score == 2.0
+    assert build_reward(f"{tmp_path}/own.py:f")(DIALOGUE).score == 2.0
 
 
 def test_a_file_may_use_processes(tmp_path: Path) -> None:
-    """Which find its functions by the name of its module."""
+    """Process pools find functions of the file by its module name."""
     head = "import multiprocessing\n\ndef price(x): return 2.0 * x\n\n"
     body = "def f(d):\n    with multiprocessing.get_context('fork').Pool(1) as pool:\n"
     (tmp_path / "own.py").write_text(f"{head}{body}        return pool.apply(price, (1,))\n")
-    assert build_reward(f"{tmp_path}/own.py:f")(GIVEN).score == 2.0
+    assert build_reward(f"{tmp_path}/own.py:f")(DIALOGUE).score == 2.0

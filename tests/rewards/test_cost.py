@@ -1,4 +1,4 @@
-"""Exact match less costs, by hand."""
+"""Exact match minus costs, with hand-computed scores."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from search_r1.rewards import RewardInput, RewardScores, build_reward
      ("Paris", True, 1.45)],
 )  # fmt: skip
 def test_searches_and_invalid_turns_cost(answer: str, correct_only: bool, expected: float) -> None:
-    """Three searches and one invalid turn are charged, on request of correct answers alone."""
+    """Searches and invalid turns are charged, optionally for correct answers only."""
     text = f"<answer>{answer}</answer>"
     dialogue = RewardInput([text], [("policy", text)], ["Paris"], num_searches=3, num_invalid=1)
     scores = RewardScores(

@@ -1,4 +1,4 @@
-"""docs/rewards.md: its example runs, its commands parse, its tables are complete."""
+"""docs/rewards.md: the example runs, the commands parse, the tables are complete."""
 
 import dataclasses
 import re
@@ -37,7 +37,7 @@ def compose(*arguments: str) -> Config:
 def test_the_documented_reward_runs(
     text: str, score: float, components: dict[str, float], tmp_path: Path
 ) -> None:
-    """The example of the page, written to a file and named as the page says."""
+    """The page's example works as a file named in `reward_model.name`."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "brief.py").write_text(code)
     out = build_reward(f"{tmp_path}/brief.py:brief")(
@@ -48,7 +48,7 @@ def test_the_documented_reward_runs(
 
 
 def test_the_documented_stages_parse() -> None:
-    """Both ways to end a stage are options as they stand on the page."""
+    """Both documented ways to end a stage are valid options."""
     by_step, by_plateau = re.findall(r"'(reward_model\.stages=[^']*)'", PAGE)
     assert compose(by_step).reward_model.stages[0].until_step == 100
     plateau = compose(by_plateau).reward_model.stages[0].plateau
@@ -56,16 +56,16 @@ def test_the_documented_stages_parse() -> None:
 
 
 def test_every_reward_and_option_is_documented() -> None:
-    """The page names each reward, each partial score and each component with its reward."""
+    """The page has every reward, every option, and every component with its rewards."""
     for name in [*REWARDS, LLM_JUDGE]:
         assert f"| `{name}`" in PAGE
     for field in [*dataclasses.fields(RewardScores), *dataclasses.fields(JudgeConfig)]:
         assert re.search(rf"[`.]{field.name}[`=]", PAGE), field.name
-    given = RewardInput(["<answer>a</answer>"], [], ["a"])
+    dialogue = RewardInput(["<answer>a</answer>"], [], ["a"])
     table = PAGE.split("| component | logged by |")[1].split("\n\n")[0]
     rows = dict(re.findall(r"^\| (`.*?) \| (.*?) \|$", table, re.MULTILINE))
     for name in REWARDS:
-        for component in build_reward(name)(given).components:
+        for component in build_reward(name)(dialogue).components:
             (loggers,) = [v for k, v in rows.items() if f"`{component}`" in k.split(":")[0]]
             known = f"`{name}`" in loggers or "all built-in rewards" in loggers
             assert known or ("the stages" in loggers and "stage" in name), (name, component)

@@ -1,4 +1,4 @@
-"""No reward pays for a wrong answer, a search or a broken form, whatever options it accepts."""
+"""No accepted options make a reward prefer wrong answers, more searches or invalid formats."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ BREAKS = ("none", "no answer", "text outside", "no thought", "own documents")
 
 @dataclass(frozen=True)
 class Case:
-    """A dialogue by what rewards look at."""
+    """Properties of a dialogue that rewards depend on."""
 
     is_correct: bool = True
     wrong: str = "Angela Merkel"
@@ -48,10 +48,10 @@ class Case:
         }[self.broken]
         segments: list[tuple[Origin, str]] = []
         for number in range(self.num_searches):
-            found = GOLD if self.is_found and not number else "nothing"
+            document = GOLD if self.is_found and not number else "nothing"
             segments += [
                 ("policy", "<think>t</think><search>q</search>"),
-                ("observation", f"<information>{found}</information>"),
+                ("observation", f"<information>{document}</information>"),
             ]
         segments.append(("policy", last))
         policy = [text for origin, text in segments if origin == "policy"]
@@ -68,9 +68,9 @@ weights = st.dictionaries(st.sampled_from(list(REWARDS)), amounts, min_size=1, m
 
 @st.composite
 def accepted_rewards(draw: st.DrawFn, name: str) -> RewardFn:
-    """The reward with options that are not refused; `sum` is a weighted one."""
-    wide = st.floats(0, 1) if name == "sum" else amounts
-    drawn = {one: draw(wide) for one in AMOUNTS if name in (READERS[one], "sum")}
+    """Draw a reward with accepted options; `sum` is a weighted sum."""
+    values = st.floats(0, 1) if name == "sum" else amounts
+    drawn = {option: draw(values) for option in AMOUNTS if name in (READERS[option], "sum")}
     try:
         scores = RewardScores(**drawn, penalise_correct_only=draw(st.booleans()))
         if name == "sum":
@@ -82,7 +82,7 @@ def accepted_rewards(draw: st.DrawFn, name: str) -> RewardFn:
 
 
 def is_no_more(worse: float, better: float) -> bool:
-    """Whether a score is at most another, but for rounding."""
+    """Whether a score is at most another, up to rounding."""
     return worse <= better or math.isclose(worse, better, rel_tol=1e-9, abs_tol=1e-9)
 
 
@@ -92,9 +92,9 @@ def assert_monotone(reward: RewardFn, case: Case, pays_first_search: bool) -> No
 
     assert is_no_more(score(is_correct=False), score(is_correct=True))
     if case.num_searches or not pays_first_search:
-        found = case.is_found and case.num_searches > 0
+        is_found = case.is_found and case.num_searches > 0
         searches = case.num_searches + 1
-        assert is_no_more(score(num_searches=searches, is_found=found), score())
+        assert is_no_more(score(num_searches=searches, is_found=is_found), score())
     assert is_no_more(score(num_invalid=case.num_invalid + 1), score())
     for broken in BREAKS:
         assert is_no_more(score(broken=broken), score(broken="none"))
@@ -106,9 +106,9 @@ def assert_monotone(reward: RewardFn, case: Case, pays_first_search: bool) -> No
 )
 @given(case=cases, data=st.data())
 def test_no_reward_inverts(name: str, case: Case, data: st.DataObject) -> None:
-    """A right answer, fewer searches and a kept form never score less, all else being equal.
+    """A right answer, fewer searches and a valid format never score less, all else being equal.
 
-    R1-Searcher's first stage is there to pay for the first search, and for no further one.
+    R1-Searcher's first stage rewards the first search, but no further ones.
     """
     reward = data.draw(accepted_rewards(name))
     assert_monotone(reward, case, pays_first_search=name in ("r1_searcher_stage_1", "sum"))
@@ -116,7 +116,7 @@ def test_no_reward_inverts(name: str, case: Case, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("verdict", ["0.3", "7", "nan"])
 def test_no_judge_inverts(verdict: str) -> None:
-    """Whatever a judge replies, a right answer scores 1, and no answer 0."""
+    """The judge's reward is monotone for any reply."""
     with judge_server(lambda n, body: verdict) as server:
         options = JudgeOptions(server.url, "m", verdict="score", max_retries=0)
         judge = build_judge(options)
@@ -139,11 +139,11 @@ def test_no_judge_inverts(verdict: str) -> None:
         ({"format_score": 1.5}, "at most 1"),
         ({"structure_format_score": 0.8, "retrieval_score": 0.3}, "at most 1"),
         ({"structure_format_score": 0.6, "final_format_score": 0.5}, "at most 1"),
-        ({"final_format_score": 0.1}, "a broken form must not score more"),
+        ({"final_format_score": 0.1}, "an invalid dialogue must not score more"),
     ],
 )
 def test_scores_that_would_invert_are_refused(scores: dict[str, float], problem: str) -> None:
-    """The message names the option, what it got, and what to write instead."""
+    """The message names the option, its value and the fix."""
     with pytest.raises(ValueError) as refused:
         RewardScores(**scores)  # type: ignore[arg-type]
     assert problem in str(refused.value)
@@ -151,6 +151,6 @@ def test_scores_that_would_invert_are_refused(scores: dict[str, float], problem:
 
 @pytest.mark.parametrize("weight", [-0.5, math.nan, math.inf])
 def test_weights_that_would_invert_are_refused(weight: float) -> None:
-    """One of our rewards cannot be taken off a sum."""
+    """Built-in rewards cannot have negative or infinite weights."""
     with pytest.raises(ValueError, match=f"weights: got {weight} for f1"):
         build_reward("", weights={"em": 1.0, "f1": weight})

@@ -1,4 +1,4 @@
-"""R1-Searcher's two stages, by hand."""
+"""R1-Searcher's two stages, with hand-computed scores."""
 
 import pytest
 
@@ -16,7 +16,7 @@ INVALID = "<answer>Barack Obama</answer>"
 def test_stages_score_as_published(
     text: str, num_searches: int, stage_1: float, stage_2: float
 ) -> None:
-    """Stage 1 pays 0.5 for a search and 0.5 for the form; stage 2 F1, less 2 without the form."""
+    """Stage 1 is 0.5 for a search plus 0.5 for the format; stage 2 is F1 minus 2 if invalid."""
     dialogue = RewardInput([text], [("policy", text)], ["Obama"], num_searches=num_searches)
     assert build_reward("r1_searcher_stage_1")(dialogue).score == pytest.approx(stage_1)
     assert build_reward("r1_searcher_stage_2")(dialogue).score == pytest.approx(stage_2)

@@ -1,4 +1,4 @@
-"""Normalisation, EM, F1 and cover-EM by hand-computed cases (correctness line 9)."""
+"""Normalisation, EM, F1 and cover-EM with hand-computed scores (correctness line 9)."""
 
 from fractions import Fraction
 
@@ -27,12 +27,12 @@ from search_r1.rewards.normalize import covers, matches_exactly, normalize_answe
     ],
 )
 def test_line_09_normalisation_is_squad(text: str, expected: str) -> None:
-    """Lower case, then no punctuation, then no articles, then single spaces."""
+    """Lower-case, then drop punctuation, articles and extra spaces."""
     assert normalize_answer(text) == expected
 
 
 def test_line_09_exact_match_and_cover_by_hand() -> None:
-    """Any accepted answer may match; cover-EM asks for a substring of the normalised text."""
+    """Any accepted answer may match; cover-EM needs a substring of the normalised text."""
     assert matches_exactly("the  U.S.", ["America", "us"])
     assert not matches_exactly("the US of A", ["us"])
     assert covers("It is the Great Wall of China.", ["great wall"])
@@ -49,7 +49,7 @@ def test_line_09_exact_match_and_cover_by_hand() -> None:
         ("Barack Obama", ["Obama"], Fraction(2, 3)),
         # 2 common words, precision 2/4, recall 2/3.
         ("the big red brick house", ["red house there"], Fraction(4, 7)),
-        # Repeated words count as often as both have them: 1 common, 1/3 and 1/2.
+        # A repeated word counts as often as both texts have it: 1 common word, 1/3 and 1/2.
         ("no no no", ["no yes"], Fraction(2, 5)),
         # The best accepted answer counts.
         ("Obama", ["Barack Hussein Obama", "Barack Obama"], Fraction(2, 3)),
@@ -59,24 +59,24 @@ def test_line_09_exact_match_and_cover_by_hand() -> None:
     ],
 )
 def test_line_09_f1_by_hand(answer: str, accepted: list[str], expected: Fraction) -> None:
-    """F1 is the harmonic mean of word precision and recall, the best over accepted answers."""
+    """F1 is the harmonic mean of word precision and recall, maximised over accepted answers."""
     assert token_f1(answer, accepted) == pytest.approx(float(expected))
 
 
 def one_turn(answer: str, *gold: str) -> RewardInput:
-    """A dialogue that answers at once."""
+    """Build a dialogue with an answer and no search."""
     text = f"<answer>{answer}</answer>"
     return RewardInput([text], [("prompt", "Q"), ("policy", text)], list(gold))
 
 
 def test_line_09_each_reward_scores_by_its_measure() -> None:
     """The same answer earns 0 by EM, 2/3 by F1 and 1 by cover-EM."""
-    given = one_turn("Barack Obama", "Obama")
-    assert build_reward("em")(given).score == 0.0
-    assert build_reward("em", RewardScores(format_score=0.1))(given).score == 0.1
-    assert build_reward("f1")(given).score == pytest.approx(2 / 3)
-    assert build_reward("cover_em")(given).score == 1.0
-    assert build_reward("f1")(given).components == pytest.approx(
+    dialogue = one_turn("Barack Obama", "Obama")
+    assert build_reward("em")(dialogue).score == 0.0
+    assert build_reward("em", RewardScores(format_score=0.1))(dialogue).score == 0.1
+    assert build_reward("f1")(dialogue).score == pytest.approx(2 / 3)
+    assert build_reward("cover_em")(dialogue).score == 1.0
+    assert build_reward("f1")(dialogue).components == pytest.approx(
         {"em": 0.0, "f1": 2 / 3, "cover_em": 1.0, "has_answer": 1.0}
     )
 

@@ -1,1 +1,1 @@
-"""The reward that asks a language model whether an answer is right."""
+"""The reward `llm_judge`, which asks a language model whether an answer is right."""

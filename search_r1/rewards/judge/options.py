@@ -1,4 +1,4 @@
-"""What the judge is told and how it is reached; plain data, so that no client is needed for it."""
+"""Options of the LLM judge as plain data, importable without an HTTP client."""
 
 import os
 import re
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 
-def key_in(variable: str | None, option: str) -> str | None:
-    """The judge's key, from the one environment variable that `option` names; None names none."""
+def read_key(variable: str | None, option: str) -> str | None:
+    """Read the judge's API key from an environment variable, which `option` names; None: no key."""
     if variable is None:
         return None
     if key := os.environ.get(variable, "").strip():
@@ -18,7 +18,7 @@ def key_in(variable: str | None, option: str) -> str | None:
 
 @dataclass(frozen=True)
 class JudgeOptions:
-    """``verl.config.JudgeConfig`` says what these are, whose defaults they have."""
+    """Options with the meanings and defaults of ``verl.config.JudgeConfig``."""
 
     url: str = ""
     model: str = ""
@@ -32,10 +32,10 @@ class JudgeOptions:
     max_answer_chars: int = 500
     cache_path: str | None = None
     first_pause: float = 0.5
-    """Seconds before the second try; each further pause is twice as long, 30 at most."""
+    """Seconds before the first retry; the pause doubles with each retry, up to 30."""
 
     def __post_init__(self) -> None:
-        """Refuse what no header can hold, and an address with a password: addresses are logged."""
+        """Refuse keys that no header can contain, and passwords in the URL, which is logged."""
         fix = "fix: give the key alone, in the environment variable that api_key_env names"
         if "@" in urlsplit(self.url).netloc:
             raise ValueError(f"judge.url: got a password in it, expected http://HOST/v1; {fix}")

@@ -1,4 +1,4 @@
-"""A judge on a real port that replies, breaks down and dawdles as its script says."""
+"""A scripted judge server on a real port, which may also fail or hang."""
 
 import json
 import threading
@@ -11,19 +11,19 @@ from typing import Any
 
 HANG_S = 5.0
 Reply = str | int | bytes | None
-"""Text of a chat completion, a status, a raw body, or None: no reply at all."""
+"""Text of a chat completion, a status, a raw body, or None to never reply."""
 
 
 @dataclass
 class JudgeServer:
-    """What the server was asked, and what it replies to request number n (from 0)."""
+    """State of the server: `reply` answers request number n (from 0); requests are recorded."""
 
     reply: Callable[[int, dict[str, Any]], Reply]
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     url: str = ""
-    most_at_once: int = 0
-    _now: int = 0
+    max_concurrent: int = 0
+    _num_open: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _closing: threading.Event = field(default_factory=threading.Event)
 
@@ -33,11 +33,11 @@ class JudgeServer:
             number = len(self.requests)
             self.requests.append(body)
             self.headers.append({k.lower(): v for k, v in handler.headers.items()})
-            self._now += 1
-            self.most_at_once = max(self.most_at_once, self._now)
+            self._num_open += 1
+            self.max_concurrent = max(self.max_concurrent, self._num_open)
         reply = self.reply(number, body)
         with self._lock:
-            self._now -= 1
+            self._num_open -= 1
         self._send(handler, reply)
 
     def _send(self, handler: BaseHTTPRequestHandler, reply: Reply) -> None:
@@ -57,7 +57,7 @@ class JudgeServer:
 
 @contextmanager
 def judge_server(reply: Callable[[int, dict[str, Any]], Reply]) -> Iterator[JudgeServer]:
-    """A server on a free port, gone afterwards."""
+    """Run a judge server on a free port."""
     state = JudgeServer(reply)
 
     class Handler(BaseHTTPRequestHandler):
@@ -83,6 +83,6 @@ def judge_server(reply: Callable[[int, dict[str, Any]], Reply]) -> Iterator[Judg
 
 
 def slowly(seconds: float, reply: Reply) -> Reply:
-    """The reply, after some seconds."""
+    """Wait some seconds, then return the reply."""
     time.sleep(seconds)
     return reply

@@ -1,4 +1,4 @@
-"""The judge against a real server on a real port that misbehaves."""
+"""The LLM judge with a real server that may fail or hang."""
 
 import subprocess
 import sys
@@ -15,13 +15,13 @@ OPTIONS = JudgeOptions(model="m", max_retries=2, first_pause=0.0, timeout=5.0, m
 
 
 def dialogue(answer: str | None, gold: str = "Paris", question: str = "Capital?") -> RewardInput:
-    """A dialogue that answers at once, or not at all."""
+    """Build a dialogue with this answer, or without one."""
     text = "hm" if answer is None else f"<answer>{answer}</answer>"
     return RewardInput([text], [("policy", text)], [gold], question=question)
 
 
 def by_content(_: int, body: dict[str, Any]) -> Reply:
-    """Yes where the message holds `capital city`."""
+    """Reply yes if the message contains `capital city`."""
     return "yes" if "capital city" in body["messages"][0]["content"] else "no"
 
 
@@ -30,7 +30,7 @@ def at(server: JudgeServer, **options: Any) -> JudgeOptions:
 
 
 def test_each_dialogue_gets_its_own_verdict() -> None:
-    """Exact matches and silence are not asked about; what is equal is asked once."""
+    """Exact matches and missing answers are not sent; equal messages are sent once."""
     answers = ["Paris", "the capital city", "Rome", None, "", "the capital city"]
     with judge_server(by_content) as server:
         out = build_judge(at(server, api_key="k"))([dialogue(a) for a in answers])
@@ -45,15 +45,15 @@ def test_each_dialogue_gets_its_own_verdict() -> None:
 
 
 def test_a_batch_is_judged_at_once_within_the_bound() -> None:
-    """Requests overlap, up to max_concurrency of them."""
+    """At most max_concurrency requests run concurrently."""
     with judge_server(lambda n, body: slowly(0.05, "yes")) as server:
         out = build_judge(at(server))([dialogue(f"a{i}") for i in range(12)])
     assert all(o.score == 1 for o in out) and len(server.requests) == 12
-    assert 1 < server.most_at_once <= 4
+    assert 1 < server.max_concurrent <= 4
 
 
 def test_keys_of_the_environment_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A judge without a key is sent none, whatever the environment holds for other services."""
+    """Keys of other services in the environment are not sent to the judge."""
     for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "HF_TOKEN"):
         monkeypatch.setenv(name, "planted")
     with judge_server(lambda n, body: 307 if n == 0 else "yes") as server:
@@ -68,7 +68,7 @@ TROUBLES = (500, 429, "maybe", b"{no json", b"[" * 100_000, b'{"choices": []}', 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_trouble_passes_with_another_try(trouble: Reply) -> None:
-    """A failure, junk, another form or silence is tried again, and then read."""
+    """Errors, invalid responses, replies without a verdict and timeouts are retried."""
     with judge_server(lambda n, body: trouble if n == 0 else "yes") as server:
         (out,) = build_judge(at(server, timeout=0.3))([dialogue("x")])
     assert (out.score, out.components["judge_failed"]) == (1.0, 0.0)
@@ -79,7 +79,7 @@ def test_trouble_passes_with_another_try(trouble: Reply) -> None:
     ("trouble", "num_tries"), [(503, 3), ("I think yes", 3), (401, 1), (None, 3)]
 )
 def test_without_a_verdict_the_rule_counts(trouble: Reply, num_tries: int) -> None:
-    """After the last try, or at once where trying is useless, exact match stands and is counted."""
+    """Without a verdict the score is exact match, and judge_failed is set."""
     with judge_server(lambda n, body: trouble) as server:
         wrong, right = build_judge(at(server, timeout=0.2))([dialogue("x"), dialogue("Paris")])
     assert (wrong.score, wrong.components["judge_failed"]) == (0.0, 1.0)
@@ -88,7 +88,7 @@ def test_without_a_verdict_the_rule_counts(trouble: Reply, num_tries: int) -> No
 
 
 def test_a_judge_that_is_down_does_not_hold_the_batch_up() -> None:
-    """After max_concurrency failures in a row the rest of the batch falls back at once."""
+    """After max_concurrency failures in a row the rest of the batch fails without a request."""
     options = {"max_retries": 0, "max_concurrency": 1}
     with judge_server(lambda n, body: 500 if n == 0 else "yes") as server:
         judge = build_judge(at(server, **options))
@@ -99,7 +99,7 @@ def test_a_judge_that_is_down_does_not_hold_the_batch_up() -> None:
 
 
 def test_verdicts_outlive_the_process(tmp_path: Path) -> None:
-    """Another process finds the verdict in the file; another model or answer asks anew."""
+    """Cached verdicts are found by other processes, but not for another model or answer."""
     path = str(tmp_path / "new" / "cache.sqlite")
     code = (
         "import sys; from search_r1.rewards import *\n"
@@ -121,7 +121,7 @@ def test_verdicts_outlive_the_process(tmp_path: Path) -> None:
 
 
 def test_failures_are_not_kept(tmp_path: Path) -> None:
-    """What fell back is asked again by the next batch."""
+    """Failed verdicts are not cached, so the next batch asks again."""
     with judge_server(lambda n, body: 500 if n < 3 else "yes") as server:
         judge = build_judge(at(server, cache_path=str(tmp_path / "c")))
         assert [judge([dialogue("x")])[0].score for _ in range(3)] == [0, 1, 1]
@@ -136,7 +136,7 @@ def test_a_file_that_is_no_cache_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_judge_that_does_not_answer_is_found_before_the_run() -> None:
-    """The check asks once about a known answer."""
+    """The check sends one test question and raises if there is no verdict."""
     with (
         judge_server(lambda n, body: 404) as server,
         pytest.raises(ValueError, match="status 404"),
@@ -149,7 +149,7 @@ def test_a_judge_that_does_not_answer_is_found_before_the_run() -> None:
 
 
 def test_the_judge_is_a_part_of_a_weighted_sum() -> None:
-    """With weights it is asked about the whole batch, and its components are logged as well."""
+    """In a weighted sum the judge scores the whole batch, and its components are kept."""
     with judge_server(by_content) as server:
         judge = build_judge(at(server))
         rule = build_batch_reward("em", weights={"llm_judge": 0.5, "f1": 2.0}, judge=judge)
