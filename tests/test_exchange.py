@@ -47,4 +47,4 @@ def test_threads_share_connections() -> None:
         options = replace(JudgeOptions(model="m"), url=server.url)
         with JudgeEndpoint(options) as judge, ThreadPoolExecutor(4) as threads:
             assert list(threads.map(judge.judge, "ab" * 20)) == [1.0] * 40
-        assert server.most_at_once <= 4
+        assert server.max_concurrent <= 4

@@ -265,7 +265,7 @@ def test_a_reward_is_a_function_or_a_manager(tmp_path: Path) -> None:
         return 0.0
 
     made = Trainer(config(tmp_path), reward=later)
-    with plugins.registered(made._objects), pytest.raises(ConfigError, match="nobody awaits"):
+    with plugins.registered(made._objects), pytest.raises(ConfigError, match="never awaited"):
         build_reward_manager(made.config)
 
 
